@@ -1,21 +1,21 @@
 """Where another process of this host is in its program, although it answers nothing: its interpreter may be held.
 
-A process that can be looked at has a file in memory, and lets ``faulthandler`` write there the stack of whichever
-thread gets ``PLACE_SIGNAL``. The handler is C and needs no interpreter. Another process of the same user finds the file
+A process that can be looked at has a file in memory, and lets whichever thread gets ``PLACE_SIGNAL`` write its stack
+there (``stack_signal.py``). The handler is C and needs no interpreter. Another process of the same user finds the file
 through /proc, sends the signal to a thread, and reads. There is one such file in a process, for all who want to be
 seen in it: its groups, and its RPC, which has a mark besides, by whose name others know that this pid is its process.
 
 Only the handler writes to the file, behind what is there. Readers ask one after the other (they hold a lock of the
-file), and take what comes after they have asked, from the first whole stack on. A process that dies in between writes
-nothing, and a reader that does lets go of the lock. A process that ceases to be seen ignores the signal from then on,
-because somebody may be about to send it. One whose program uses or blocks the signal has no file, and is sent nothing.
+file), and take what comes after they have asked, from the first whole stack on. A reader asks again if a stack could
+not be read. A process that dies in between writes nothing, and a reader that does lets go of the lock. A process that
+ceases to be seen ignores the signal from then on, because somebody may be about to send it. One whose program uses or
+blocks the signal has no file, and is sent nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
 import fcntl
 import os
 import signal
@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 
 from phalanx.system import processes
+from phalanx.watch import stack_signal
 from phalanx.watch.stack_text import frames_of
 
 __all__ = ["PLACE_SIGNAL", "Place", "is_there", "place_of", "place_of_main"]
@@ -38,8 +39,7 @@ _MAIN_S, _WRITTEN_S = 2.0, 0.5
 _LOOK_S = 0.002
 _SILENT = ("", "T", "t", "Z", "X")  # the kernel's letters for a thread that runs no handler: gone, stopped, ended
 _MOST_THREADS = 4
-_HEADER = "Stack (most recent call first):\n"  # with which faulthandler begins each
-_IGNORE = ctypes.c_void_p(int(signal.SIG_IGN))
+_HEADER = "Stack (most recent call first):\n"  # with which each begins
 _libc = ctypes.CDLL(None)
 
 
@@ -53,12 +53,11 @@ class _Stacks:
         if not processes.uses(self.pid, PLACE_SIGNAL):
             self._file = os.memfd_create(_stacks_of(self.pid))
             fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # also after a reader has cut it
-            _libc.signal(int(PLACE_SIGNAL), _IGNORE)  # which faulthandler restores
-            faulthandler.register(PLACE_SIGNAL, file=self._file, all_threads=False)
+            stack_signal.write_stacks_on(PLACE_SIGNAL, self._file)
 
     def close(self) -> None:
         if self._file >= 0:
-            faulthandler.unregister(PLACE_SIGNAL)
+            stack_signal.ignore(PLACE_SIGNAL)
             os.close(self._file)
             self._file = -1
 
@@ -216,19 +215,27 @@ def _asked(pid: int, thread: int, file: int, patience_s: float) -> str:
     if before > _LARGEST:
         os.ftruncate(file, 0)
         before = 0
-    if hasattr(_libc, "tgkill"):
-        _libc.tgkill(pid, thread, int(PLACE_SIGNAL))
-    elif thread == pid:
-        os.kill(pid, PLACE_SIGNAL)
+    _send(pid, thread)
     until = time.monotonic() + patience_s
     while time.monotonic() < until:
         time.sleep(_LOOK_S)
         # The stack is written in many small pieces, by the signal's handler, which blocks the signal until it returns.
-        if _first_whole(file, before) and not processes.blocks(thread, PLACE_SIGNAL):
-            break
+        stack = _first_whole(file, before)
+        if stack and not processes.blocks(thread, PLACE_SIGNAL):
+            if not stack_signal.was_changed(_first_whole(file, before)):
+                break
+            before = os.fstat(file).st_size
+            _send(pid, thread)
         if processes.state_of_thread(pid, thread) in _SILENT:
             break
     return _first_whole(file, before)
+
+
+def _send(pid: int, thread: int) -> None:
+    if hasattr(_libc, "tgkill"):
+        _libc.tgkill(pid, thread, int(PLACE_SIGNAL))
+    elif thread == pid:
+        os.kill(pid, PLACE_SIGNAL)
 
 
 def _first_whole(file: int, begin: int) -> str:

@@ -1,8 +1,9 @@
 """What a rank leaves for the launcher to read while it runs: its Python stack on demand, and how far it has come.
 
-A rank that hangs in C code runs no Python, so it cannot be asked by Python's own signal handlers. ``faulthandler``
-writes the stack from a C handler instead, into a file in memory that all ranks of a host share. Each rank has a part
-of it, so far from the next one's that it never gets there; the file takes memory only where something was written.
+A rank that hangs in C code runs no Python, so it cannot be asked by Python's own signal handlers. A handler in C
+writes the stack instead (``watch/stack_signal.py``), into a file in memory that all ranks of a host share. Each rank
+has a part of it, so far from the next one's that it never gets there; the file takes memory only where something was
+written.
 
 - The first page of a part is written by the rank and read by its parent and the supervisor: byte 0 is how far the rank
   has come (``Stage``), bytes 4-7 the number of the descriptor by which it writes. Each is written once for a
@@ -28,7 +29,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import faulthandler
 import fcntl
 import os
 import resource
@@ -38,6 +38,7 @@ from collections.abc import Collection, Mapping
 
 from phalanx.native.core import RECORDER_BYTES
 from phalanx.system import processes
+from phalanx.watch import stack_signal
 from phalanx.watch.stack_text import ASKED
 
 __all__ = [
@@ -113,7 +114,7 @@ def open_own(descriptor: int, part: int) -> None:
     begin = part * _PART
     os.lseek(own, begin + _PAGE, os.SEEK_SET)
     os.pwrite(own, own.to_bytes(4, "little"), begin + 4)
-    faulthandler.register(STACK_SIGNAL, file=own, all_threads=False)
+    stack_signal.write_stacks_on(STACK_SIGNAL, own)
     _own = own, begin, os.getpid()
 
 
@@ -253,12 +254,21 @@ class Trace:
         asked = [part for part, pid in ranks.items() if self._ask(part, pid)]
         until = time.monotonic() + patience_s
         while asked and time.monotonic() < until:
-            asked = [part for part in asked if not self._has_written(ends[part], ranks[part], blocked=blocked)]
+            asked = [part for part in asked if not self._has_answered(part, ranks[part], ends, blocked=blocked)]
             if asked:
                 time.sleep(_LOOK_S)
         if blocked:
             time.sleep(_FINISH_S)
         return asked
+
+    def _has_answered(self, part: int, pid: int, ends: dict[int, int], *, blocked: bool) -> bool:
+        """Whether a rank has written a stack; one that was just entering a function, and could not, is asked again."""
+        begin = ends[part]
+        if not self._has_written(begin, pid, blocked=blocked):
+            return False
+        ends[part] = self._end(part)
+        written = os.pread(self.descriptor, ends[part] - begin, begin).decode(errors="replace")
+        return not stack_signal.was_changed(written) or not self._ask(part, pid)
 
     def _has_written(self, end: int, pid: int, *, blocked: bool) -> bool:
         """Whether a rank has written a stack from there on: all of it, unless some rank blocks the signal by itself."""

@@ -15,7 +15,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 26
+#define PHX_ABI 27
 #define PHX_API __attribute__((visibility("default")))
 
 /* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
@@ -411,5 +411,17 @@ PHX_API const char *phx_recorder_of(const phx_comm *comm, uint32_t rank);
  * order: those of operation `first` and later ones. Returns how many there are, and in `next` how many operations have
  * begun. */
 PHX_API uint32_t phx_records_read(const char *memory, uint64_t first, struct phx_record_seen *out, uint64_t *next);
+
+/* Stacks on demand (watch/stack_signal.py). */
+
+/* What stands behind the beginning of a stack that could not be written, because it was just being changed. */
+#define PHX_STACK_CHANGED "  (it was being changed)"
+
+/* Have the handler that this signal has write the stack of whichever thread gets the signal, as before, but in a copy of
+ * the process, where it may fault. Costs a fork() each time.
+ *
+ * `fd` is where it writes. Returns PHX_OK, PHX_BAD_ARGUMENT if there is no such handler, or PHX_SYSTEM.
+ */
+PHX_API int phx_stacks_in_copy(int number, int fd);
 
 #endif

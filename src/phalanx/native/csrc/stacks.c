@@ -1,0 +1,87 @@
+/* Stacks on demand, also of a thread that is just entering a function.
+ *
+ * faulthandler, a module of Python's, follows the interpreter's frames from a signal handler. When the signal comes while
+ * the interpreter links in a new frame (Python 3.11 and later), it follows what is not set yet: it faults, which would end
+ * the process, or it reads a line number for ever. So a copy of the process calls that handler, and only the copy ends.
+ *
+ * The copy is a child that no wait() of the program's finds, and that sends it no SIGCHLD. It has one thread, that which
+ * was asked, and its own copy of all memory, so it writes nothing but the stack. A process that is killed meanwhile leaves
+ * a copy that ends by itself.
+ *
+ * `writes` is set by the thread whose copy writes, and cleared by it: two stacks at once would be mixed. A thread that is
+ * gone, as in a child that another thread forked meanwhile, leaves it set, so it is waited for no longer than a second.
+ */
+#include "phalanx.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+/* For how much time of a core a copy may run. A stack takes less than a thousandth of that. */
+enum { LONGEST_US = 500000, MOST_WAITS = 1000, WAIT_NS = 1000000 };
+
+static const char unreadable[] = "\n" PHX_STACK_CHANGED "\n";
+
+/* Of each signal: faulthandler's handler, and where that writes. Set before `on_asked` is installed for the signal. */
+static struct asking {
+    int fd;
+    void (*handler)(int);
+} askings[NSIG];
+
+static atomic_flag writes = ATOMIC_FLAG_INIT;
+
+static void leave(int number) {
+    (void)number;
+    _exit(1);
+}
+
+static void write_and_leave(const struct asking *asking, int number) {
+    const struct sigaction action = {.sa_handler = leave};
+    const struct itimerval longest = {.it_value.tv_usec = LONGEST_US};
+    const int ends[] = {SIGSEGV, SIGBUS, SIGPROF};
+    sigset_t unblocked;
+    sigemptyset(&unblocked);
+    for (size_t at = 0; at < sizeof ends / sizeof *ends; at++) {
+        sigaction(ends[at], &action, NULL);
+        sigaddset(&unblocked, ends[at]);
+    }
+    setitimer(ITIMER_PROF, &longest, NULL);
+    sigprocmask(SIG_UNBLOCK, &unblocked, NULL);
+    asking->handler(number);
+    _exit(0);
+}
+
+static void on_asked(int number) {
+    const int saved = errno;
+    const struct asking *asking = &askings[number];
+    for (int waits = 0; atomic_flag_test_and_set(&writes) && waits < MOST_WAITS; waits++)
+        nanosleep(&(struct timespec){.tv_nsec = WAIT_NS}, NULL);
+    const long copy = syscall(SYS_clone, 0, 0, 0, 0, 0);
+    if (copy == 0) write_and_leave(asking, number);
+    int status = 0;
+    while (copy > 0 && waitpid((pid_t)copy, &status, __WALL) < 0 && errno == EINTR) {
+    }
+    /* Whoever has asked finds this and asks again; if it cannot be written, as if this thread had no core to run on. */
+    if (status != 0 && write(asking->fd, unreadable, sizeof unreadable - 1) < 0) status = 0;
+    atomic_flag_clear(&writes);
+    errno = saved;
+}
+
+int phx_stacks_in_copy(int number, int fd) {
+    struct sigaction has;
+    if (number <= 0 || number >= NSIG || sigaction(number, NULL, &has) != 0) return PHX_BAD_ARGUMENT;
+    if (has.sa_flags & SA_SIGINFO || has.sa_handler == SIG_DFL || has.sa_handler == SIG_IGN) return PHX_BAD_ARGUMENT;
+    if (has.sa_handler == on_asked) return PHX_OK;
+    askings[number] = (struct asking){fd, has.sa_handler};
+    struct sigaction action = {.sa_handler = on_asked, .sa_flags = SA_RESTART};
+    sigfillset(&action.sa_mask); /* no other handler is to run while the copy does, but those of faults */
+    sigdelset(&action.sa_mask, SIGSEGV);
+    sigdelset(&action.sa_mask, SIGBUS);
+    return sigaction(number, &action, NULL) == 0 ? PHX_OK : PHX_SYSTEM;
+}

@@ -1,0 +1,147 @@
+"""Asking a process for its stack does not harm it, whatever its interpreter is about to do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from phalanx.launch.output.stacks import frames_in
+from phalanx.launch.rank.trace import Trace, open_own, open_trace
+from phalanx.watch import from_outside
+from phalanx.watch.from_outside import Place, place_of_main
+from phalanx.watch.stack_signal import ignore, was_changed, write_stacks_on
+
+# With the handler that Python itself has for this, such a process died of one question in a hundred.
+QUESTIONS = 1000
+FUNCTIONS = {"<lambda>", "calls_functions", "running"}
+
+
+def calls_functions() -> None:
+    while True:
+        list(map(lambda each: each, range(50)))  # noqa: C417 - a call into Python from C
+
+
+@contextlib.contextmanager
+def running(begin: Callable[[], object]) -> Iterator[int]:
+    """A process that begins with this, and then calls functions for ever; its pid."""
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            kept = begin()
+            os.write(writes, b"!")
+            calls_functions()
+            del kept
+        finally:
+            os._exit(1)
+    try:
+        os.read(reads, 1)
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reads)
+        os.close(writes)
+
+
+def ended(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def test_a_process_that_enters_functions_all_the_time_can_be_asked_where_it_is() -> None:
+    with running(Place) as pid:
+        for number in range(QUESTIONS):
+            place = place_of_main(pid)
+            assert not ended(pid), f"it died of question {number}"
+            assert place.partition(" ")[0] in FUNCTIONS, place
+
+
+def test_a_rank_that_enters_functions_all_the_time_can_be_asked_for_its_stack() -> None:
+    descriptor = open_trace("test")
+    trace = Trace(descriptor, "test")
+    try:
+        with running(lambda: open_own(os.dup(descriptor), 0)) as pid:
+            for number in range(QUESTIONS):
+                late = trace.ask({0: pid}, 60.0)
+                assert not ended(pid), f"it died of question {number}"
+                assert not late
+                frames = frames_in(trace.take([0])[0])
+                assert frames[0].function in FUNCTIONS, frames
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_fault_of_the_program_itself_ends_it_as_before(tmp_path: Path, forks: bool) -> None:
+    """Also in a child of a process that was asked, and with the program's own handler, here Python's."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        dedent(f"""
+        import ctypes, faulthandler, os, signal, threading, time
+        from phalanx.watch.stack_signal import write_stacks_on
+
+        faulthandler.enable()
+        file = os.open("stacks", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        write_stacks_on(signal.SIGRTMAX - 4, file)
+        for _ in range(300):
+            os.kill(os.getpid(), signal.SIGRTMAX - 4)
+            list(map(lambda each: each, range(50)))
+        child = os.fork() if {forks} else 0
+        if child:
+            _, status = os.waitpid(child, 0)
+            os.kill(os.getpid(), os.WTERMSIG(status))
+        os.kill(os.getpid(), signal.SIGRTMAX - 4)
+        ctypes.string_at(0)
+    """)
+    )
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGSEGV, done.stderr
+    assert "Segmentation fault" in done.stderr
+    assert "string_at" in done.stderr
+    assert (tmp_path / "stacks").read_text().count("script.py") >= 301
+
+
+def test_a_signal_that_is_ignored_again_does_nothing(tmp_path: Path) -> None:
+    file = os.open(tmp_path / "stacks", os.O_CREAT | os.O_RDWR)
+    number = signal.SIGRTMAX - 5
+    try:
+        write_stacks_on(number, file)
+        os.kill(os.getpid(), number)
+        written = os.fstat(file).st_size
+        assert "test_a_signal_that_is_ignored_again_does_nothing" in os.pread(file, written, 0).decode()
+        ignore(number)
+        os.kill(os.getpid(), number)
+        assert os.fstat(file).st_size == written
+    finally:
+        signal.signal(number, signal.SIG_DFL)
+        os.close(file)
+
+
+def test_threads_that_are_asked_at_once_each_write_a_whole_stack() -> None:
+    def begin() -> Place:
+        for _ in range(3):
+            threading.Thread(target=calls_functions, daemon=True).start()
+        return Place()
+
+    with running(begin) as pid:
+        ids = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+        assert len(ids) == 4
+        path = from_outside._file_of(pid, from_outside._stacks_of(pid))
+        for _ in range(300):
+            for each in ids:
+                from_outside._send(pid, each)
+        assert place_of_main(pid).partition(" ")[0] in FUNCTIONS
+        assert not ended(pid)
+        _, *stacks = Path(path).read_text().split("Stack (most recent call first):\n")
+    assert len(stacks) > 4  # signals of one number to one thread become one while it has not taken the first
+    for stack in stacks:
+        assert was_changed(stack) or all(line.startswith("  File ") for line in stack.splitlines()), stack
