@@ -13,9 +13,11 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from tests.support.waiting import soon
 
 from phalanx.launch.output.stacks import frames_in
 from phalanx.launch.rank.trace import Trace, open_own, open_trace
+from phalanx.system.processes import state_of
 from phalanx.watch import from_outside
 from phalanx.watch.from_outside import Place, place_of_main
 from phalanx.watch.stack_signal import ignore, was_changed, write_stacks_on
@@ -30,16 +32,21 @@ def calls_functions() -> None:
         list(map(lambda each: each, range(50)))  # noqa: C417 - a call into Python from C
 
 
+def waits() -> None:
+    reads, _ = os.pipe()
+    os.read(reads, 1)
+
+
 @contextlib.contextmanager
-def running(begin: Callable[[], object]) -> Iterator[int]:
-    """A process that begins with this, and then calls functions for ever; its pid."""
+def running(begin: Callable[[], object], then: Callable[[], None] = calls_functions) -> Iterator[int]:
+    """A process that begins with this, and then does that for ever; its pid."""
     reads, writes = os.pipe()
     pid = os.fork()
     if not pid:
         try:
             kept = begin()
             os.write(writes, b"!")
-            calls_functions()
+            then()
             del kept
         finally:
             os._exit(1)
@@ -78,6 +85,25 @@ def test_a_rank_that_enters_functions_all_the_time_can_be_asked_for_its_stack() 
                 assert frames[0].function in FUNCTIONS, frames
     finally:
         os.close(descriptor)
+
+
+def faults_of_children(pid: int) -> int:
+    """How many pages the children have touched first that a process has waited for."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[8])
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 needs no copies")
+def test_a_process_is_copied_only_while_the_interpreter_may_be_changing_its_frames() -> None:
+    """Since a copy of one that has much memory takes long."""
+    with running(Place) as pid:
+        for _ in range(100):
+            assert place_of_main(pid)
+        assert faults_of_children(pid) > 0
+    with running(Place, waits) as pid:
+        assert soon(lambda: state_of(pid) == "S", 60)
+        for _ in range(100):
+            assert place_of_main(pid).startswith("waits ")
+        assert faults_of_children(pid) == 0
 
 
 @pytest.mark.parametrize("forks", [False, True])

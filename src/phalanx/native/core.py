@@ -237,7 +237,7 @@ def library() -> ctypes.CDLL:
         ("phx_begin_parts", None, [comm, c_uint64]),
         ("phx_beside_last_call", c_int, [comm, c_uint64]),
         ("phx_process_leaves", None, []),
-        ("phx_stacks_in_copy", c_int, [c_int, c_int]),
+        ("phx_stacks_in_copy", c_int, [c_int, c_int, c_void_p]),
         ("phx_process_fails", None, [c_char_p]),
         ("phx_abort", None, [comm]),
         ("phx_set_timeout", None, [comm, c_uint64, c_uint64]),

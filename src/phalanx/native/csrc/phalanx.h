@@ -418,10 +418,11 @@ PHX_API uint32_t phx_records_read(const char *memory, uint64_t first, struct phx
 #define PHX_STACK_CHANGED "  (it was being changed)"
 
 /* Have the handler that this signal has write the stack of whichever thread gets the signal, as before, but in a copy of
- * the process, where it may fault. Costs a fork() each time.
+ * the process, where it may fault, if that thread is in the interpreter. That costs a fork().
  *
- * `fd` is where it writes. Returns PHX_OK, PHX_BAD_ARGUMENT if there is no such handler, or PHX_SYSTEM.
+ * `fd` is where it writes, `in_interpreter` any function of the interpreter. Returns PHX_OK, PHX_BAD_ARGUMENT if there is
+ * no such handler, or PHX_SYSTEM.
  */
-PHX_API int phx_stacks_in_copy(int number, int fd);
+PHX_API int phx_stacks_in_copy(int number, int fd, void *in_interpreter);
 
 #endif

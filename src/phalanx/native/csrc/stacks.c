@@ -4,6 +4,9 @@
  * the interpreter links in a new frame (Python 3.11 and later), it follows what is not set yet: it faults, which would end
  * the process, or it reads a line number for ever. So a copy of the process calls that handler, and only the copy ends.
  *
+ * The interpreter links frames in by its own code, and calls nobody meanwhile. So a thread that is elsewhere, as in torch
+ * or in the kernel, calls the handler itself, since a copy costs much time if the process has much memory.
+ *
  * The copy is a child that no wait() of the program's finds, and that sends it no SIGCHLD. It has one thread, that which
  * was asked, and its own copy of all memory, so it writes nothing but the stack. A process that is killed meanwhile leaves
  * a copy that ends by itself.
@@ -11,9 +14,11 @@
  * `writes` is set by the thread whose copy writes, and cleared by it: two stacks at once would be mixed. A thread that is
  * gone, as in a child that another thread forked meanwhile, leaves it set, so it is waited for no longer than a second.
  */
+#define _GNU_SOURCE
 #include "phalanx.h"
 
 #include <errno.h>
+#include <link.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stddef.h>
@@ -21,6 +26,7 @@
 #include <sys/time.h>
 #include <sys/wait.h>
 #include <time.h>
+#include <ucontext.h>
 #include <unistd.h>
 
 /* For how much time of a core a copy may run. A stack takes less than a thousandth of that. */
@@ -35,6 +41,37 @@ static struct asking {
 } askings[NSIG];
 
 static atomic_flag writes = ATOMIC_FLAG_INIT;
+
+/* Where the interpreter's code is. Set before the first handler is installed. */
+static struct range {
+    uintptr_t begin, end;
+} interpreter;
+
+/* Find the part of a loaded file that has the address `data` in it; for dl_iterate_phdr(). */
+static int find_range(struct dl_phdr_info *file, size_t size, void *data) {
+    (void)size;
+    for (int at = 0; at < file->dlpi_phnum; at++) {
+        const ElfW(Phdr) *part = &file->dlpi_phdr[at];
+        const uintptr_t begin = file->dlpi_addr + part->p_vaddr;
+        if (part->p_type != PT_LOAD || (uintptr_t)data - begin >= part->p_memsz) continue;
+        interpreter = (struct range){begin, begin + part->p_memsz};
+        return 1;
+    }
+    return 0;
+}
+
+/* Whether a thread may be linking in a frame: it is in the interpreter's code, or that cannot be told. */
+static int may_link(const ucontext_t *at) {
+#if defined(__x86_64__)
+    const uintptr_t now = (uintptr_t)at->uc_mcontext.gregs[REG_RIP];
+#elif defined(__aarch64__)
+    const uintptr_t now = (uintptr_t)at->uc_mcontext.pc;
+#else
+    const uintptr_t now = interpreter.begin;
+    (void)at;
+#endif
+    return interpreter.end == 0 || (now >= interpreter.begin && now < interpreter.end);
+}
 
 static void leave(int number) {
     (void)number;
@@ -57,9 +94,15 @@ static void write_and_leave(const struct asking *asking, int number) {
     _exit(0);
 }
 
-static void on_asked(int number) {
+static void on_asked(int number, siginfo_t *info, void *context) {
     const int saved = errno;
     const struct asking *asking = &askings[number];
+    (void)info;
+    if (!may_link(context)) {
+        asking->handler(number);
+        errno = saved;
+        return;
+    }
     for (int waits = 0; atomic_flag_test_and_set(&writes) && waits < MOST_WAITS; waits++)
         nanosleep(&(struct timespec){.tv_nsec = WAIT_NS}, NULL);
     const long copy = syscall(SYS_clone, 0, 0, 0, 0, 0);
@@ -73,13 +116,13 @@ static void on_asked(int number) {
     errno = saved;
 }
 
-int phx_stacks_in_copy(int number, int fd) {
+int phx_stacks_in_copy(int number, int fd, void *in_interpreter) {
     struct sigaction has;
     if (number <= 0 || number >= NSIG || sigaction(number, NULL, &has) != 0) return PHX_BAD_ARGUMENT;
     if (has.sa_flags & SA_SIGINFO || has.sa_handler == SIG_DFL || has.sa_handler == SIG_IGN) return PHX_BAD_ARGUMENT;
-    if (has.sa_handler == on_asked) return PHX_OK;
+    if (interpreter.end == 0) dl_iterate_phdr(find_range, in_interpreter);
     askings[number] = (struct asking){fd, has.sa_handler};
-    struct sigaction action = {.sa_handler = on_asked, .sa_flags = SA_RESTART};
+    struct sigaction action = {.sa_sigaction = on_asked, .sa_flags = SA_RESTART | SA_SIGINFO};
     sigfillset(&action.sa_mask); /* no other handler is to run while the copy does, but those of faults */
     sigdelset(&action.sa_mask, SIGSEGV);
     sigdelset(&action.sa_mask, SIGBUS);
