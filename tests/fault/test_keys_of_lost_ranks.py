@@ -105,6 +105,7 @@ def test_groups_that_lost_a_rank_leave_no_keys(hosts: list[int], lost: list[int]
 
 SCRIPT = """
     import sys, time
+    from pathlib import Path
     from datetime import timedelta
     import torch, torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
@@ -118,6 +119,9 @@ SCRIPT = """
     groups = [dist.new_group() for _ in range(3)]
     for group in groups:
         dist.all_reduce(torch.ones(4), group=group)
+    Path(sys.argv[8], f"called-{rank}").touch()
+    while len(list(Path(sys.argv[8]).glob("called-*"))) < size:  # one that is still in the call would raise there
+        time.sleep(0.01)
     if rank == lost and sys.argv[6] == "raises":
         raise RuntimeError("the script fails")
     elif rank != lost:
@@ -157,7 +161,7 @@ def test_ranks_whose_script_ends_while_others_wait_leave_no_keys(
         port = member.folder / "port"
         assert soon(port.exists)
         place = [member.rank, host_of(member.rank, hosts), size, port.read_text(), lost]
-        command = [sys.executable, "-c", dedent(SCRIPT), *map(str, place), way, then]
+        command = [sys.executable, "-c", dedent(SCRIPT), *map(str, place), way, then, str(member.folder)]
         ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
         member.say(f"left-{member.rank}")
         return ended.returncode, ended.stdout, ended.stderr

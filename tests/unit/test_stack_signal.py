@@ -15,12 +15,12 @@ from textwrap import dedent
 import pytest
 from tests.support.waiting import soon
 
-from phalanx.launch.output.stacks import frames_in
 from phalanx.launch.rank.trace import Trace, open_own, open_trace
 from phalanx.system.processes import state_of
 from phalanx.watch import from_outside
 from phalanx.watch.from_outside import Place, place_of_main
-from phalanx.watch.stack_signal import ignore, was_changed, write_stacks_on
+from phalanx.watch.stack_signal import ignore, write_stacks_on
+from phalanx.watch.stack_text import frames_of
 
 # With the handler that Python itself has for this, such a process died of one question in a hundred.
 QUESTIONS = 1000
@@ -69,7 +69,7 @@ def test_a_process_that_enters_functions_all_the_time_can_be_asked_where_it_is()
         for number in range(QUESTIONS):
             place = place_of_main(pid)
             assert not ended(pid), f"it died of question {number}"
-            assert place.partition(" ")[0] in FUNCTIONS, place
+            assert not place or place.partition(" ")[0] in FUNCTIONS, place  # none of one that gets no core for seconds
 
 
 def test_a_rank_that_enters_functions_all_the_time_can_be_asked_for_its_stack() -> None:
@@ -81,8 +81,8 @@ def test_a_rank_that_enters_functions_all_the_time_can_be_asked_for_its_stack() 
                 late = trace.ask({0: pid}, 60.0)
                 assert not ended(pid), f"it died of question {number}"
                 assert not late
-                frames = frames_in(trace.take([0])[0])
-                assert frames[0].function in FUNCTIONS, frames
+                *_, stack = trace.take([0])[0].split("Stack (")
+                assert frames_of(stack)[0].function in FUNCTIONS, stack
     finally:
         os.close(descriptor)
 
@@ -100,10 +100,11 @@ def test_a_process_is_copied_only_while_the_interpreter_may_be_changing_its_fram
             assert place_of_main(pid)
         assert faults_of_children(pid) > 0
     with running(Place, waits) as pid:
-        assert soon(lambda: state_of(pid) == "S", 60)
+        assert soon(lambda: place_of_main(pid).startswith("waits ") and state_of(pid) == "S", 60)
+        before = faults_of_children(pid)
         for _ in range(100):
-            assert place_of_main(pid).startswith("waits ")
-        assert faults_of_children(pid) == 0
+            place_of_main(pid)
+        assert faults_of_children(pid) == before
 
 
 @pytest.mark.parametrize("forks", [False, True])
@@ -133,7 +134,7 @@ def test_a_fault_of_the_program_itself_ends_it_as_before(tmp_path: Path, forks: 
     assert done.returncode == -signal.SIGSEGV, done.stderr
     assert "Segmentation fault" in done.stderr
     assert "string_at" in done.stderr
-    assert (tmp_path / "stacks").read_text().count("script.py") >= 301
+    assert (tmp_path / "stacks").read_text().count("Stack (") >= 301
 
 
 def test_a_signal_that_is_ignored_again_does_nothing(tmp_path: Path) -> None:
@@ -152,22 +153,19 @@ def test_a_signal_that_is_ignored_again_does_nothing(tmp_path: Path) -> None:
         os.close(file)
 
 
-def test_threads_that_are_asked_at_once_each_write_a_whole_stack() -> None:
+def test_a_process_lives_whose_threads_are_asked_at_once() -> None:
+    """As by several readers, of which some have lost their patience."""
+
     def begin() -> Place:
         for _ in range(3):
             threading.Thread(target=calls_functions, daemon=True).start()
         return Place()
 
     with running(begin) as pid:
-        ids = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
-        assert len(ids) == 4
-        path = from_outside._file_of(pid, from_outside._stacks_of(pid))
+        threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+        assert len(threads) == 4
         for _ in range(300):
-            for each in ids:
+            for each in threads:
                 from_outside._send(pid, each)
-        assert place_of_main(pid).partition(" ")[0] in FUNCTIONS
+        assert soon(lambda: place_of_main(pid).partition(" ")[0] in FUNCTIONS, 300)
         assert not ended(pid)
-        _, *stacks = Path(path).read_text().split("Stack (most recent call first):\n")
-    assert len(stacks) > 4  # signals of one number to one thread become one while it has not taken the first
-    for stack in stacks:
-        assert was_changed(stack) or all(line.startswith("  File ") for line in stack.splitlines()), stack

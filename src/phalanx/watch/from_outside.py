@@ -36,11 +36,22 @@ _BLOCK = 1 << 16
 # How long the main thread may take to begin and end its handler, and how long another one. A busy machine delays it,
 # and so does a disk that the thread waits for; one that cannot write, being stopped or gone, is not waited for.
 _MAIN_S, _WRITTEN_S = 2.0, 0.5
+_ANSWERED_S = 0.05
 _LOOK_S = 0.002
 _SILENT = ("", "T", "t", "Z", "X")  # the kernel's letters for a thread that runs no handler: gone, stopped, ended
 _MOST_THREADS = 4
 _HEADER = "Stack (most recent call first):\n"  # with which each begins
 _libc = ctypes.CDLL(None)
+
+
+def _is_used(pid: int) -> bool:
+    """Whether the program uses or blocks the signal; not whether a thread that is answering the launcher blocks it."""
+    until = time.monotonic() + _ANSWERED_S
+    while processes.uses(pid, PLACE_SIGNAL):
+        if processes.has_handler(pid, PLACE_SIGNAL) or time.monotonic() >= until:
+            return True
+        time.sleep(_LOOK_S)
+    return False
 
 
 class _Stacks:
@@ -50,7 +61,7 @@ class _Stacks:
         self.pid = os.getpid()
         self.holders = 0
         self._file = -1
-        if not processes.uses(self.pid, PLACE_SIGNAL):
+        if not _is_used(self.pid):
             self._file = os.memfd_create(_stacks_of(self.pid))
             fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # also after a reader has cut it
             stack_signal.write_stacks_on(PLACE_SIGNAL, self._file)

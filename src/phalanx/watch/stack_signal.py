@@ -5,8 +5,8 @@ called (Python 3.11 and later), ``faulthandler`` ends the process, or does not e
 many short calls died of one question in a hundred. So a copy of the process writes the stack (``stacks.c``). If it
 could not, that is noted, and whoever has asked asks again (:func:`was_changed`).
 
-A copy takes as long as a fork(), some 40 ms for each gigabyte that the process uses, and some 0.2 s more until it has
-written to all of that again. So none is made of a thread that is elsewhere than in the interpreter's own code, as in
+For a copy the process stands still, for some 40 ms for each GiB of its memory, and then loses some 0.2 s for each GiB
+that it writes to. So none is made of a thread that is elsewhere than in the interpreter's own code, as in
 torch's or in the kernel. Python 3.10 is not affected, and makes no copy.
 """
 
@@ -34,6 +34,7 @@ def write_stacks_on(number: int, file: int) -> None:
         number: the signal. What this process did with it before is forgotten.
         file: the descriptor to write to.
     """
+    faulthandler.unregister(number)
     _libc.signal(number, _IGNORE)  # which faulthandler puts back
     faulthandler.register(number, file=file, all_threads=False)
     if sys.version_info >= (3, 11):

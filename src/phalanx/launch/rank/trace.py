@@ -69,6 +69,8 @@ _LOOK_S = 0.0025
 # For a rank that blocks the signal by itself, so that another of its threads handles it: stacks are short, and a rank
 # that has begun to write one needs only to be scheduled to finish it.
 _FINISH_S = 0.01
+# How long a rank may take to answer another one, which asks by another signal.
+_ANSWERED_S = 0.05
 # A script's own descriptors should not get numbers that select() cannot take.
 _HIGHEST = 1024
 
@@ -250,7 +252,7 @@ class Trace:
         """
         # Behind the answers to earlier questions, which another process may have taken.
         ends = {part: self._end(part) for part in ranks}
-        blocked = any(processes.blocks(pid, STACK_SIGNAL) for pid in ranks.values())
+        blocked = any(self._keeps_blocked(pid) for pid in ranks.values())
         asked = [part for part, pid in ranks.items() if self._ask(part, pid)]
         until = time.monotonic() + patience_s
         while asked and time.monotonic() < until:
@@ -260,6 +262,15 @@ class Trace:
         if blocked:
             time.sleep(_FINISH_S)
         return asked
+
+    def _keeps_blocked(self, pid: int) -> bool:
+        """Whether a rank blocks the signal by itself, and not for a moment, as while it answers others."""
+        until = time.monotonic() + _ANSWERED_S
+        while processes.blocks(pid, STACK_SIGNAL):
+            if time.monotonic() >= until:
+                return True
+            time.sleep(_LOOK_S)
+        return False
 
     def _has_answered(self, part: int, pid: int, ends: dict[int, int], *, blocked: bool) -> bool:
         """Whether a rank has written a stack; one that was just entering a function, and could not, is asked again."""

@@ -414,7 +414,7 @@ PHX_API uint32_t phx_records_read(const char *memory, uint64_t first, struct phx
 
 /* Stacks on demand (watch/stack_signal.py). */
 
-/* What stands behind the beginning of a stack that could not be written, because it was just being changed. */
+/* What stands behind the beginning of a stack that could not be written, as a rule because it was being changed. */
 #define PHX_STACK_CHANGED "  (it was being changed)"
 
 /* Have the handler that this signal has write the stack of whichever thread gets the signal, as before, but in a copy of

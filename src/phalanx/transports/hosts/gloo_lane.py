@@ -309,7 +309,10 @@ class GlooEngine(Engine):
 
     def close(self) -> None:
         if not self._aborted:
-            self._part()
+            self._short.flush(_FLUSHED_S)
+            # Before the transfers end that are under way: if something came for one that is not there any more, Gloo's
+            # thread would look for it without end, and who then gives back the group would wait for that thread.
+            self._close_connections()
         if self._apart is not None:
             self._apart.end()
         # A thread that an abort has left alone may be making the group, and wait for a store that cannot be reached.
@@ -319,27 +322,14 @@ class GlooEngine(Engine):
     def forget(self, rank: int) -> None:
         self._gloo.forget(rank)
 
-    def _part(self) -> None:
-        """Close the connections to all ranks, when what was sent on them is gone.
-
-        That has to be before the transfers end that are under way, also when the interpreter ends: if something came
-        for one that is not there any more, Gloo's thread would look for it without end, and who then gives back the
-        group would wait for that thread.
-        """
-        self._short.flush(_FLUSHED_S)
-        self._close_connections()
-
     def give_back(self) -> None:
         if not self._aborted:
-            self._part()
+            self._short.flush(_FLUSHED_S)
+            self.abort()  # as in close(), and a thread may be connecting
         apart = self._apart
-        if apart is not None:
+        if apart is not None:  # one that ended while the interpreter does would end the process
             apart.end()
-            apart.thread.join(_LOOK_S)
-            if apart.thread.is_alive():  # in a wait: one that ended while the interpreter does would end the process
-                self.abort()
-                apart.thread.join(_LOOK_S)
-        self._aborted = True
+            apart.thread.join(2 * _LOOK_S)
         if self._gloo.made is not None:  # so nobody is making it, for which this would wait
             self._gloo.release()
 
