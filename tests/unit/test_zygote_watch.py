@@ -22,7 +22,8 @@ class Family:
     def __init__(self) -> None:
         self.pids: list[int] = []
 
-    def fork(self, act: Callable[[], object]) -> int:
+    def fork(self, act: Callable[[], object], then: Callable[[], object] = signal.pause) -> int:
+        """A child that does the first once and the second again and again; returns when it has done the first."""
         ready, say = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -30,7 +31,7 @@ class Family:
                 act()
                 os.write(say, b"x")
                 while True:
-                    signal.pause()
+                    then()
             os._exit(1)
         os.close(say)
         assert os.read(ready, 1) == b"x"
@@ -91,7 +92,12 @@ def test_one_that_is_stopped_before_its_own_end_is_continued(family: Family) -> 
 def test_one_that_is_stopped_again_and_again_is_given_up(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zygote_watch, "SILENCE_S", 0.5)
     rank = family.fork(lambda: None)
-    zygote = family.fork(lambda: signal.signal(signal.SIGCONT, lambda *_: os.kill(os.getpid(), signal.SIGSTOP)))
+
+    def stop_again() -> None:  # in no handler of SIGCONT, of which the next one would run within the one before
+        signal.sigwait({signal.SIGCONT})
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    zygote = family.fork(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCONT}), stop_again)
     with contextlib.closing(watch_of([rank])) as watch:
         os.kill(rank, signal.SIGKILL)
         await_end(rank)
