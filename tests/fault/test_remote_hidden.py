@@ -54,7 +54,7 @@ def relay_of(job: RemoteJob) -> int:
         if "phalanx-relay\n" in named:
             return named["phalanx-relay\n"]
         children = below
-    raise AssertionError("there is no relay")
+    raise AssertionError("no process of the job is its relay")
 
 
 def test_a_zygote_that_never_answers_is_given_up(remote: RemoteLauncher) -> None:

@@ -49,5 +49,5 @@ def ignore(number: int) -> None:
 
 
 def was_changed(stack: str) -> bool:
-    """Whether a stack could not be read, because its thread was just entering a function; it may be asked again."""
+    """Whether a stack could not be read, as a rule because its thread was just entering a function; ask again."""
     return _CHANGED in stack

@@ -117,7 +117,7 @@ static void write_in_copy(const struct asking *asking, int number) {
         waitpid((pid_t)copy, &status, __WALL);
         break;
     }
-    /* Whoever has asked finds this and asks again; if it cannot be written, as if this thread had no core to run on. */
+    /* Whoever has asked reads this and asks again. If it cannot be written, they wait until their patience is over. */
     if (status != 0 && write(asking->fd, unreadable, sizeof unreadable - 1) < 0) return;
 }
 
