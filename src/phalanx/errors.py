@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from phalanx.exception import PhalanxError
 from phalanx.lost import CallTimeout, CollectiveTimeout, ObjectLost, PeerFailed, PeerLost, WorkerLost
-from phalanx.words import format_placed
+from phalanx.words import format_limit, format_placed
 
 __all__ = [
     "OUT_OF_MEMORY_HINT",
@@ -76,7 +76,7 @@ class InitializationError(PhalanxError):
         start = f"{before} after" if before else "after"
         to = f" to {at}" if at else ""
         advice = "check whether they were started, and what they print"
-        return cls(f"{start} {timeout_s:.0f} s {missing} had not come{to}; {advice}")
+        return cls(f"{start} {format_limit(timeout_s)} {missing} had not come{to}; {advice}")
 
     @classmethod
     def ranks_ended(cls, hosts: Mapping[int, str]) -> InitializationError:

@@ -14,6 +14,7 @@ __all__ = [
     "format_bytes",
     "format_count",
     "format_gib",
+    "format_limit",
     "format_list",
     "format_named",
     "format_placed",
@@ -98,6 +99,11 @@ def format_time(microseconds: float) -> str:
     if microseconds >= 99.95:
         return f"{float(f'{microseconds:.3g}'):,.0f}"
     return f"{microseconds:.1f}" if microseconds >= 9.995 else f"{microseconds:.2f}"
+
+
+def format_limit(seconds: float) -> str:
+    """A time that was given for something: ``1800 s``, ``2.5 s``, ``0.01 s``."""
+    return f"{seconds:.0f} s" if seconds >= 9.95 else f"{seconds:.2g} s"
 
 
 def tell(text: str) -> None:

@@ -22,6 +22,12 @@ class Fault(Exception):
     """What the script of a rank raises."""
 
 
+@pytest.fixture(autouse=True)
+def no_meeting_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that dies here leaves no meeting in which the next test's processes would believe themselves to be."""
+    monkeypatch.setattr(attendance, "_open", None)
+
+
 def come(store: Store, size: int) -> list[Attendance]:
     """All ranks have come; here they are one process."""
     ranks = [Attendance(store, rank) for rank in range(size)]
@@ -72,6 +78,19 @@ def test_a_rank_that_goes_is_believed_after_a_meeting_in_the_same_store_that_fai
     leave(second, Fault("this batch is empty"))
     for rank in rest:
         assert list(rank.gone(range(size))) == [1]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_rank_0_does_not_wait_for_a_rank_that_has_its_own_reason_to_fail(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have the store, so it waits for those that have no reason yet; that one may live for long."""
+    monkeypatch.setattr(attendance, "_LINGER_S", 600.0)
+    rank_0, *others, failed = come(HashStore(), size)
+    leave(failed, Fault("this batch is empty"))
+    for rank in others:
+        leave(rank, InitializationError("a rank has failed"))
+    leave(rank_0, InitializationError("a rank has failed"))
 
 
 class Death(BaseException):

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.words import format_count, format_gib, format_named, format_size, format_spans, format_time, tell
+from phalanx.words import (
+    format_count,
+    format_gib,
+    format_limit,
+    format_named,
+    format_size,
+    format_spans,
+    format_time,
+    tell,
+)
 
 
 def test_numbers_in_a_row_are_spans() -> None:
@@ -38,6 +47,14 @@ def test_amounts_of_memory_are_rounded() -> None:
 )
 def test_times_have_three_digits(value: float, text: str) -> None:
     assert format_time(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.01, "0.01 s"), (0.5, "0.5 s"), (2.0, "2 s"), (4.99999, "5 s"), (9.99, "10 s"), (1800.0, "1800 s")],
+)
+def test_a_limit_is_said_as_it_was_given(seconds: float, text: str) -> None:
+    assert format_limit(seconds) == text
 
 
 def test_a_line_is_printed_under_phalanxs_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.launch.job.job import Job
-from phalanx.launch.output.failure import Failure, find_cause, format_failure, signal_name
+from phalanx.launch.output.failure import Failure, failure_in_short, find_cause, format_failure, signal_name
 from phalanx.launch.output.logs import Console
 from phalanx.launch.output.stacks import format_places
 from phalanx.launch.rank.trace import Stage
 from phalanx.words import format_named
 
-__all__ = ["UNWRITABLE", "Ended", "HandOver", "conclude", "conclude_attempt", "failed"]
+__all__ = ["UNWRITABLE", "Ended", "HandOver", "conclude", "conclude_attempt", "failed", "why_it_ends"]
 
 # The exit code when the ranks' output cannot be written (EX_IOERR).
 UNWRITABLE = 74
@@ -87,6 +87,26 @@ def conclude_attempt(job: Job, ended: Ended, console: Console) -> None:
     console.err.write(text.encode(errors="backslashreplace"))
     _say_overdue(ended, console)
     console.say(f"{job.attempt.title} failed; {job.attempt.next().title} starts now")
+
+
+def why_it_ends(interrupted: int | None, said: str, failures: Sequence[Failure], hosts: Sequence[str]) -> str:
+    """Why a job is being ended, as the beginning of a line about it; empty if that is not known.
+
+    Args:
+        interrupted: the signal with which somebody ends it; None if nobody does.
+        said: why it could not be watched, or its output not be written, as it is printed; empty if it could.
+        failures: the ranks that have ended so far, and not well.
+        hosts: the host of each rank.
+    """
+    if interrupted is not None:
+        return f"{signal_name(interrupted)}: "
+    if said:
+        return f"{said.removeprefix('phalanx: ').splitlines()[0].rstrip(':')}; "
+    causes = [each for each in failures if each.has_failed]
+    if not causes:
+        return ""
+    cause = find_cause(causes)
+    return f"{failure_in_short(cause, hosts[cause.rank])}; "
 
 
 def _say_overdue(ended: Ended, console: Console) -> None:

@@ -35,12 +35,18 @@ from types import FrameType
 from typing import Any
 
 from phalanx.errors import OUT_OF_MEMORY_HINT
-from phalanx.launch.conclusion import Ended, HandOver, conclude, conclude_attempt, failed
+from phalanx.launch.conclusion import Ended, HandOver, conclude, conclude_attempt, failed, why_it_ends
 from phalanx.launch.hang_watch import HangWatch
 from phalanx.launch.job.job import Job
 from phalanx.launch.mistake_watch import MistakeWatch
-from phalanx.launch.output import failure as failing
-from phalanx.launch.output.failure import End, Failure, collect_failures, describe_status
+from phalanx.launch.output.failure import (
+    End,
+    Failure,
+    collect_failures,
+    describe_lost_zygote,
+    describe_status,
+    lacks_cause,
+)
 from phalanx.launch.output.log_files import LogFiles
 from phalanx.launch.output.logs import Console, Sink
 from phalanx.launch.output.report import Report, read_report
@@ -331,7 +337,7 @@ class Supervisor:
             self.reader.drain(rank.streams)
         code = os.waitstatus_to_exitcode(status)
         if code != 0 and self.interrupted is None:
-            self.refusal = self.watch.refusal or failing.describe_lost_zygote(code, pid, self.job.host, "the ranks")
+            self.refusal = self.watch.refusal or describe_lost_zygote(code, pid, self.job.host, "the ranks")
 
     # Ending.
 
@@ -372,16 +378,8 @@ class Supervisor:
         return [number for number, rank in enumerate(self.ranks) if rank.end is None]
 
     def _why_it_ends(self) -> str:
-        if self.interrupted is not None:
-            return f"{failing.signal_name(self.interrupted)}: "
         said = self.refusal[0] if self.refusal is not None else next(iter(self.logs.faults), "")
-        if said:
-            return f"{said.removeprefix('phalanx: ').splitlines()[0].rstrip(':')}; "
-        failed = [each for each in self._failures() if each.has_failed]
-        if not failed:
-            return ""
-        cause = failing.find_cause(failed)
-        return f"{failing.failure_in_short(cause, self.rows[cause.rank].host)}; "
+        return why_it_ends(self.interrupted, said, self._failures(), [row.host for row in self.rows])
 
     def _end_for(self, text: str) -> None:
         """End the job for a mistake of its ranks; it is only said if the job ends already, or ranks have failed."""
@@ -417,7 +415,7 @@ class Supervisor:
         return read_report(self.descriptors.ranks[rank].report)
 
     def _awaits_the_cause(self) -> bool:
-        return failing.lacks_cause([(rank.end, self._report(number)) for number, rank in enumerate(self.ranks)])
+        return lacks_cause([(rank.end, self._report(number)) for number, rank in enumerate(self.ranks)])
 
     def _winding_down(self) -> list[int]:
         """The ranks whose script has failed already: they are not signalled, so that their exit handlers can finish."""

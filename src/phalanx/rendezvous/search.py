@@ -27,7 +27,7 @@ from phalanx.system.interfaces import is_loopback
 from phalanx.wire.dial import Line
 from phalanx.wire.key import Key
 from phalanx.wire.proof import NoProof, WrongKey
-from phalanx.words import tell
+from phalanx.words import format_limit, tell
 
 __all__ = ["find_store"]
 
@@ -116,7 +116,7 @@ def _find(place: Place, point: MeetingPoint, key: Key, claim: Claim, timeout_s: 
         now = clock.now()
         if now >= timeout_s:
             raise InitializationError(
-                f"rank {place.rank} on {claim.host} waited {timeout_s:.0f} s for rank 0 at "
+                f"rank {place.rank} on {claim.host} waited {format_limit(timeout_s)} for rank 0 at "
                 f"{_where(point, addresses)}: {trouble}. {_advice(place, addresses)}"
             )
         if now >= remind_s:

@@ -8,9 +8,10 @@ and killed is found by nobody, and neither is one that ends before it has come.
 Who writes, who reads, and when the writer dies. Below the meeting's part of the store:
 
 - ``<sight>/<n>``: the n-th process that came of those that see each other. Written by that process as it comes, and
-  emptied when the meeting is over for it, or has failed by another's fault; after its own fault the entry stays, so
-  that a rank that comes later finds the process gone. Read by those that came as one of the four before or after it, so
-  that a thousand ranks do not ask the store a million questions. ``<sight>/rank-0`` names the entry of rank 0, for all.
+  emptied when the meeting is over for it, or has failed by another's fault. After its own fault the entry stays, so
+  that a rank that comes later finds the process gone, and says that this one waits for nobody any more. Read by those
+  that came as one of the four before or after it, so that a thousand ranks do not ask the store a million questions.
+  ``<sight>/rank-0`` names the entry of rank 0, for all.
   If a process dies before it has written its entry, the others do not know of it, and skip its number. If it dies after
   that, they find it gone. If it dies after it has emptied the entry, nobody needs to know: it has finished its part.
 - ``gone``: the rank that has gone, with its number in the order of all comings. Written by the rank that finds it, or
@@ -51,6 +52,7 @@ from phalanx.words import format_named
 __all__ = ["Attendance", "attend", "attending"]
 
 _GONE, _COMINGS, _LEFT = "gone", "comings", "left"
+_IS_OVER = "over"  # in the entry of a process that has failed by its own fault
 _NEIGHBOURS = 4  # in the order of coming, on either side
 # Of the errors of Phalanx and of torch those that are not about other ranks.
 _OWN_FAULTS = (DeviceError, LauncherEnvironmentError)
@@ -117,6 +119,8 @@ class Attendance:
         with contextlib.suppress(RuntimeError):  # the store has gone
             if error is not None and self._is_own_fault(error):
                 self._say(self._rank, _going(error))
+                if self._number:
+                    self._store.set(self._entry(self._number), self._own_entry(_IS_OVER))
             elif self._number:
                 self._store.set(self._entry(self._number), "")
             if error is None:
@@ -134,8 +138,8 @@ class Attendance:
         self._came = self._store.add(_COMINGS, 1)
         if self._sight:
             self._number = self._store.add(self._sight, 1)
-            pid, key = os.getpid(), self._entry(self._number)
-            self._store.set(key, json.dumps([self._rank, pid, start_of(pid), this_host().name]))
+            key = self._entry(self._number)
+            self._store.set(key, self._own_entry())
             if self._rank == 0:
                 self._store.set(self._entry("rank-0"), key)
 
@@ -159,7 +163,7 @@ class Attendance:
         until = time.monotonic() + _LINGER_S
         self._read_new()
         while time.monotonic() < until and any(
-            not _has_ended(process) and process.rank not in self.stopped() and self._store.get(process.key)
+            not _has_ended(process) and process.rank not in self.stopped() and _waits(self._store.get(process.key))
             for process in self._known.values()
         ):
             time.sleep(_PAUSE_S)
@@ -206,6 +210,10 @@ class Attendance:
         if self._seat is not None:
             self._seat.check()
 
+    def seat_in_question(self) -> bool:
+        """Whether another process has come with another world size, so that one of the two is soon to raise."""
+        return self._seat is not None and self._seat.is_in_question
+
     def doubt_seat(self) -> InitializationError | None:
         """The error of a meeting that is late, if an earlier process of this rank may be why."""
         return None if self._seat is None else self._seat.doubt()
@@ -251,6 +259,10 @@ class Attendance:
     def _entry(self, name: int | str) -> str:
         return f"{self._sight}/{name}"
 
+    def _own_entry(self, *more: str) -> str:
+        pid = os.getpid()
+        return json.dumps([self._rank, pid, start_of(pid), this_host().name, *more])
+
     def _read_new(self) -> None:
         """Read the entries that this process has not read yet: of rank 0, and of those that came next to it."""
         if not self._sight:
@@ -268,7 +280,7 @@ class Attendance:
             if key not in (self._entry(self._number), *self._known) and self._store.check([key]):
                 entry = self._store.get(key)
                 if entry:
-                    rank, pid, start, host = json.loads(entry)
+                    rank, pid, start, host, *_ = json.loads(entry)
                     self._known[key] = _Process(rank, pid, start, host, key)
 
     def _ended(self, ranks: Collection[int]) -> dict[int, _Process]:
@@ -319,6 +331,11 @@ def _going(error: BaseException) -> Gone:
         return Gone(pid, host, ENDED, f"with exit code {error.code or 0}")
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return Gone(pid, host, FAILED, text[:_LONGEST_TEXT])
+
+
+def _waits(entry: bytes) -> bool:
+    """Whether the process of this entry is still in the meeting, unless it has died."""
+    return bool(entry) and _IS_OVER not in json.loads(entry)[4:]
 
 
 def _has_ended(process: _Process) -> bool:

@@ -39,6 +39,7 @@ __all__ = ["MeetingStore", "error_of", "meeting_within", "part_of", "time_left"]
 # How often a rank that waits looks for ranks that have gone; in a large group each costs the store two questions.
 _LOOK_S = 0.5
 _LOOK_S_IN_WORLD = 0.1  # the ranks that meet ask the store and the kernel, and do not look after each other otherwise
+_LOOK_S_IN_QUESTION = 0.02  # as long as a process is there that does not belong to this world
 _LOOK_S_PER_RANK = 0.002
 # How long after the store its rank may show as gone: a process takes seconds to end once torch is loaded.
 _ENDING_S = 10.0
@@ -160,14 +161,13 @@ class MeetingStore(PrefixStore):
             self._wait_in_company(keys, total_s)
             return
         clock = AwakeClock()
-        look_s = max(_LOOK_S_IN_WORLD if self._world else _LOOK_S, _LOOK_S_PER_RANK * len(self._ranks))
-        next_look_s = look_s
+        next_look_s = self._look_s()
         while not self._has(keys):
             waited_s = clock.now()
             if waited_s >= next_look_s:
-                next_look_s = waited_s + look_s
                 self._refuse_gone(keys)
                 self.look()
+                next_look_s = clock.now() + self._look_s()
             if waited_s >= total_s:
                 self._refuse_gone(keys)
                 doubt = self._attendance.doubt_seat() if self._attendance is not None else None
@@ -179,6 +179,14 @@ class MeetingStore(PrefixStore):
             time.sleep(min(max(_SHORTEST_PAUSE_S, waited_s / 8), longest_s, total_s - waited_s))
         if self._attendance is not None:
             self._attendance.read_rank_0()
+
+    def _look_s(self) -> float:
+        """How long this process waits until it looks again for ranks that have gone, and for its seat."""
+        if self._attendance is not None and self._attendance.seat_in_question():
+            shortest_s = _LOOK_S_IN_QUESTION
+        else:
+            shortest_s = _LOOK_S_IN_WORLD if self._world else _LOOK_S
+        return max(shortest_s, _LOOK_S_PER_RANK * len(self._ranks))
 
     def _wait_in_company(self, keys: Sequence[str], total_s: float) -> None:
         """Wait in a store that knows itself which ranks go, or where nobody does."""

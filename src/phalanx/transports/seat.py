@@ -14,9 +14,9 @@ have met the others. And if the meeting is late for the newcomer, its error name
 
 A world size is told alike, under a key that all sizes have in common. It has nobody's seat, but a spokesman: the first
 that looks, or the first that finds another size there as it looks for the first time. Whoever finds another size at a
-later look knows that this has come after itself. It waits half a second before it raises, because that process may be
-about to go, or this one: programs try a smaller world when a larger one has not come about. One that looks for the
-first time when all the others have met is not told.
+later look knows that this has come after itself. It waits half a second before it raises, and looks more often
+meanwhile, because that process may be about to go, or this one: programs try a smaller world when a larger one has not
+come about. One that looks for the first time when all the others have met is not told.
 
 Who writes, who reads, and when the writer dies. All keys are in a part of the store that has no world size in its name.
 Each holds claims as JSON, the holder's first; nothing at all if the holder has left before the ranks had met.
@@ -121,6 +121,11 @@ class Seat:
         self._other: _Claim | None = None  # of another size, which has come after this one
         self._other_since_s = 0.0
         self._is_over = False
+
+    @property
+    def is_in_question(self) -> bool:
+        """Whether a process with another world size has come, which is soon to be told, or to go."""
+        return self._other is not None and not self._is_over
 
     def take(self) -> None:
         """Take the seat, and wait a little if another process has it and may be alive. Two requests at most if not.

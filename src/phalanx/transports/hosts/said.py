@@ -7,7 +7,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store
 
 from phalanx.errors import InitializationError
-from phalanx.words import format_named
+from phalanx.words import format_limit, format_named
 
 __all__ = ["said_by_all"]
 
@@ -39,6 +39,6 @@ def said_by_all(store: Store, name: str, rank: int, size: int, timeout: timedelt
         absent = [other for other, key in enumerate(keys) if not store.check([key])]
         raise InitializationError(
             f"while this group over several hosts was made, {format_named('rank', absent)} said nothing for "
-            f"{timeout.total_seconds():.0f} s (in the step {name!r}); look at the output of each such rank"
+            f"{format_limit(timeout.total_seconds())} (in the step {name!r}); look at the output of each such rank"
         ) from error
     return [value.decode() for value in store.multi_get(keys)]

@@ -34,6 +34,7 @@ from phalanx.store.peek import peek
 from phalanx.system.awake import AwakeClock, ended_early
 from phalanx.transports.meeting_store import MeetingStore, error_of
 from phalanx.transports.shm.tuning import Tuning
+from phalanx.words import format_limit
 
 __all__ = ["NotOneHost", "join_segment", "own_pid"]
 
@@ -241,7 +242,7 @@ def _see_each_other(store: Store, comm: int, descriptor: int, rank: int, timeout
             raise error_of(
                 store,
                 f"rank {rank}: rank {by.value} of the group had attached to the shared segment, and did not look for "
-                f"the others within {limit_s:.0f} s. Has it ended, or is it stopped?",
+                f"the others within {format_limit(limit_s)}. Has it ended, or is it stopped?",
                 late=True,
             )
         if waited_s >= next_look_s:
@@ -272,8 +273,8 @@ def _collect_answers(store: Store, size: int, timeout: timedelta, name: str, ans
         if absent:
             names = f"rank{'s' if absent[1:] else ''} {', '.join(map(str, absent))}"
             late = (
-                f"{names} did not come within {timeout.total_seconds():.0f} s. Was each rank started, and does each "
-                f"create the same groups in the same order?"
+                f"{names} did not come within {format_limit(timeout.total_seconds())}. Was each rank started, and does "
+                f"each create the same groups in the same order?"
             )
             return late, "", ()
     answers = [answer, *map(json.loads, texts.values())]
@@ -306,4 +307,4 @@ def _wait(store: Store, key: str, timeout: timedelta, otherwise: str) -> None:
     except RuntimeError as error:  # each kind of store has a subclass of its own for a wait that timed out
         if ended_early(began, timeout.total_seconds()):
             raise InitializationError(f"{otherwise}: {_ENDED_WAIT} ({error})") from error
-        raise InitializationError(f"{otherwise} within {timeout.total_seconds():.0f} s ({error})") from error
+        raise InitializationError(f"{otherwise} within {format_limit(timeout.total_seconds())} ({error})") from error
