@@ -52,6 +52,12 @@ def need(module: str) -> None:
         pytest.skip(f"{module} is not installed; make frameworks installs it, or name an environment in {VARIABLE}")
 
 
+def need_reconfigure() -> None:
+    question = "import sys, torch.distributed as dist; sys.exit(not hasattr(dist.ProcessGroup, 'reconfigure'))"
+    if subprocess.run([PYTHON, "-c", question], check=False).returncode:
+        pytest.skip(f"groups whose ranks change need torch 2.15; name an environment that has it in {VARIABLE}")
+
+
 def run(folder: Path, command: list[str], **variables: str) -> list[dict[str, Any]]:
     """Run a job whose ranks leave their results in ``folder``; what each has left, in rank order."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "PHALANX_REPLACE"))}
@@ -148,12 +154,17 @@ def trained_by_parts(history: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_torchft_replicas_go_on_without_one_that_is_killed_and_take_in_another(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("made_by", ["recipe", "native"])
+def test_torchft_replicas_go_on_without_one_that_is_killed_and_take_in_another(
+    made_by: str, size: int, tmp_path: Path
+) -> None:
     need("torchft")
+    if made_by == "native":
+        need_reconfigure()
     recipe = re.search(r"^```python\n([^`]*ProcessGroupPhalanx.*?)^```", COMPATIBILITY.read_text(), re.M | re.DOTALL)
     assert recipe, "docs/compatibility.md has no recipe for torchft"
     (tmp_path / "recipe.py").write_text(recipe[1])
-    *others, newcomer = run(tmp_path, [PYTHON, str(PROGRAMS / "torchft_steps.py"), str(tmp_path), str(size)])
+    *others, newcomer = run(tmp_path, [PYTHON, str(PROGRAMS / "torchft_steps.py"), str(tmp_path), str(size), made_by])
     assert len(others) == size - 1
     for result in others:
         assert (result["life"], result["failed"] > 0) == ("first", True)
@@ -161,7 +172,7 @@ def test_torchft_replicas_go_on_without_one_that_is_killed_and_take_in_another(s
     history = newcomer["history"]
     assert set(history) >= {size - 1, size}
     for result in (*others, newcomer):
-        assert result["group"] == OURS
+        assert result["group"] == (OURS if made_by == "recipe" else "ReconfigurableProcessGroup")
         assert result["history"] == history
         assert torch.equal(result["parameters"], newcomer["parameters"])
         torch.testing.assert_close(result["parameters"], trained_by_parts(history), rtol=1e-9, atol=1e-12)

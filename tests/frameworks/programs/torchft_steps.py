@@ -1,8 +1,9 @@
 """Training by torchft: a replica is killed in the middle of a step, and another one joins the running training.
 
-Usage: torchft_steps.py FOLDER RANKS; starts a lighthouse and RANKS replicas, and one more in the place of the last,
-which is killed. Their process group is ``ProcessGroupPhalanx`` of a module ``recipe`` in FOLDER, where each replica
-that reaches the end leaves what it has trained.
+Usage: torchft_steps.py FOLDER RANKS recipe|native; starts a lighthouse and RANKS replicas, and one more in the place of
+the last, which is killed. Their process group is ``ProcessGroupPhalanx`` of a module ``recipe`` in FOLDER, or torch's
+own, made with ``enable_reconfigure=True`` (torch 2.15). Each replica that reaches the end leaves in FOLDER what it has
+trained.
 """
 
 import importlib
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torchft import DistributedDataParallel, Manager, Optimizer
 from torchft.coordination import LighthouseServer
@@ -40,9 +42,19 @@ def await_file(path: Path) -> None:
         time.sleep(0.05)
 
 
-def replica(folder: str, ranks: int, rank: int, lighthouse: str, life: str) -> None:
-    recipe = importlib.import_module("recipe")
-    process_group = recipe.ProcessGroupPhalanx(timeout=TIMEOUT)
+def group_of(made_by: str, ranks: int, rank: int, meeting_port: int) -> Any:
+    """The process group that a Manager is given."""
+    if made_by == "recipe":
+        return importlib.import_module("recipe").ProcessGroupPhalanx(timeout=TIMEOUT)
+    meeting = TCPStore("localhost", meeting_port, is_master=False, wait_for_workers=False)
+    dist.init_process_group(  # type: ignore[call-arg] # torch 2.15
+        "phalanx", store=meeting, rank=rank, world_size=ranks, timeout=TIMEOUT, enable_reconfigure=True
+    )
+    return dist.group.WORLD
+
+
+def replica(folder: str, ranks: int, made_by: str, rank: int, meeting_port: int, lighthouse: str, life: str) -> None:
+    process_group = group_of(made_by, ranks, rank, meeting_port)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     torch.manual_seed(0 if life == "first" else 1)  # one that comes later has its state from the others
     first = torch.nn.Linear(6, 16)
@@ -107,7 +119,7 @@ def replica(folder: str, ranks: int, rank: int, lighthouse: str, life: str) -> N
             "rank": rank,
             "pid": os.getpid(),
             "life": life,
-            "group": type(process_group.parent).__name__,
+            "group": type(process_group.parent if made_by == "recipe" else process_group).__name__,
             "history": history,
             "failed": failed,
             "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]),
@@ -119,16 +131,18 @@ def replica(folder: str, ranks: int, rank: int, lighthouse: str, life: str) -> N
 
 
 def main() -> None:
-    folder, ranks = sys.argv[1], int(sys.argv[2])
+    folder, ranks, made_by = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     sys.path.insert(0, folder)
-    if len(sys.argv) > 3:
-        rank, lighthouse, life = sys.argv[3:]
-        replica(folder, ranks, int(rank), lighthouse, life)
+    if len(sys.argv) > 4:
+        rank, meeting_port, lighthouse, life = sys.argv[4:]
+        replica(folder, ranks, made_by, int(rank), int(meeting_port), lighthouse, life)
         return
+    meeting = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # where the ranks of each group meet
     server = LighthouseServer("[::]:0", min_replicas=ranks - 1, join_timeout_ms=60_000, heartbeat_timeout_ms=5_000)
 
     def start(rank: int, life: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, __file__, folder, str(ranks), str(rank), server.address(), life])
+        places = [folder, str(ranks), made_by, str(rank), str(meeting.port), server.address(), life]
+        return subprocess.Popen([sys.executable, __file__, *places])
 
     replicas = [start(rank, "first") for rank in range(ranks)]
     try:
