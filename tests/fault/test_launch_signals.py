@@ -62,6 +62,26 @@ def test_interrupted_python_ranks_clean_up_without_a_flood(launcher: Launcher) -
     assert said == ["phalanx: SIGINT: all 3 ranks have been ended"]
 
 
+def test_ctrl_c_at_a_rank_that_ends_shows_nothing_of_phalanx(launcher: Launcher) -> None:
+    """At its end a rank waits for the others' last calls, which is nothing that the user has written."""
+    script = launcher.script("""
+        import atexit, time, torch, torch.distributed as dist
+        dist.init_process_group("phalanx")
+        dist.barrier()
+        if dist.get_rank():
+            time.sleep(300)
+        dist.broadcast(torch.zeros(4), 0)
+        atexit.register(lambda: print("ends"))  # called before the handlers that are there already
+    """)
+    job = launcher.start("-n", "3", "-q", "--grace", "250", script)
+    job.read_lines(1)
+    job.process.send_signal(signal.SIGINT)
+    outcome = job.finish()
+    assert outcome.code == 130
+    assert "atexit" not in outcome.err_text
+    assert "phalanx/" not in outcome.err_text
+
+
 def test_a_second_interrupt_kills_at_once(launcher: Launcher) -> None:
     job = launcher.start(
         "-n", "2", "-q", "--grace", "250", "sh", "-c", "trap 'echo asked' INT; echo up; while :; do sleep 1; done"

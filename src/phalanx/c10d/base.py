@@ -36,6 +36,7 @@ from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.gloo.engine import GlooOnDemand
 from phalanx.transports.layout import DTYPES
 from phalanx.watch import recorder
+from phalanx.watch.ending import cause_of_going
 from phalanx.watch.own_waits import OwnWaits, watch_own_waits
 
 __all__ = ["BaseProcessGroup"]
@@ -348,7 +349,7 @@ class BaseProcessGroup(dist.ProcessGroup):
         Raises:
             CollectiveMismatch, PeerLost: the ranks' last calls differ, which no call before could find: a broadcast's
                 root waits for nobody. The group is given back all the same. While another exception is on its way out
-                nothing is compared.
+                nothing is compared, and ranks that wait for this one are told that exception.
         """
         if self._progress.inherited:
             # Gloo's destructor would wait for threads that are not in this process.
@@ -363,9 +364,12 @@ class BaseProcessGroup(dist.ProcessGroup):
         if self._waits is not None:
             self._waits.close()
         self._progress.close()
+        going = sys.exc_info()[1]
+        if going is not None and (cause := cause_of_going(going)):
+            self._communicator.group_fails(going, cause)
         self._messages.close()
         try:
-            if sys.exc_info()[0] is None:
+            if going is None:
                 self._communicator.compare_rest(LAST_CALLS_S)
         finally:
             self._communicator.close()

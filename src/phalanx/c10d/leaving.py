@@ -8,6 +8,7 @@ an active exception". So would threads of C++ that come back to Python, as Gloo'
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import time
 import weakref
@@ -65,8 +66,10 @@ def compare_at_exit(group: Comparer) -> None:
 
 
 def _at_exit() -> None:
-    if not script_failed():
-        _compare_all()
+    # Ctrl-C has nothing to end any more but this wait; Python would print its traceback, and go on.
+    with contextlib.suppress(KeyboardInterrupt):
+        if not script_failed():
+            _compare_all()
     leavers = _alive(_leavers)
     threads = [thread for leaver in leavers for thread in leaver.leave()]
     deadline = time.monotonic() + LEAVING_S

@@ -21,6 +21,7 @@ from phalanx.launch.job.output_options import decide_output
 from phalanx.launch.job.rank_count import COUNTED_HERE, count_ranks
 from phalanx.launch.job.rehearsal import Placement, parse_rehearsal
 from phalanx.launch.job.run_words import RunCommand
+from phalanx.launch.job.seconds import Seconds
 from phalanx.launch.job.target import find_target
 from phalanx.launch.remote.starter import parse_starter
 from phalanx.system.limits import check_limits, machine_limits, raise_file_limit
@@ -123,7 +124,7 @@ __all__ = ["run"]
 @click.option("--tee", is_flag=True, help="With --log-dir: show the output as well.")
 @click.option(
     "--grace",
-    type=click.FloatRange(min=0.0),
+    type=Seconds(),
     metavar="SECONDS",
     help="How long ranks may take to end after they were asked to, before they are killed.  [default: 1 after Ctrl-C, "
     "30 after SIGTERM or SIGHUP, 5 after another rank's failure]",

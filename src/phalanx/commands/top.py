@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from phalanx.launch.job.seconds import Seconds
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -34,7 +36,7 @@ _SILENCE_S = 2.5
 @click.option(
     "--interval",
     "interval_s",
-    type=click.FloatRange(min=0.05),
+    type=Seconds(0.05),
     default=1.0,
     show_default=True,
     metavar="S",

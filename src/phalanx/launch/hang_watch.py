@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -212,7 +213,7 @@ class HangWatch:
             if self._report is not None:
                 ranks = f" but of {format_named('rank', lacking)}" if lacking else ""
                 has = f"{self._report} has every rank's stack and operations{ranks}"
-                self._say(f"{has}: phalanx report {self._wanted.report_dir}")
+                self._say(f"{has}: phalanx report {shlex.quote(str(self._wanted.report_dir))}")
         if self._report is not None and lacking and self._filled < _MOST_FILLED:
             self._reported = False
             self._report_not_before = self._clock() + _FILLED_AFTER_S * 2**self._filled

@@ -56,7 +56,7 @@ __all__ = [
     "rpc",
 ]
 
-ABI = 27
+ABI = 28
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -239,6 +239,7 @@ def library() -> ctypes.CDLL:
         ("phx_process_leaves", None, []),
         ("phx_stacks_in_copy", c_int, [c_int, c_int, c_void_p]),
         ("phx_process_fails", None, [c_char_p]),
+        ("phx_group_fails", None, [comm, c_char_p]),
         ("phx_abort", None, [comm]),
         ("phx_set_timeout", None, [comm, c_uint64, c_uint64]),
         ("phx_set_rests", None, [comm, c_int]),

@@ -269,6 +269,14 @@ class Communicator(ABC):
         """
         return True  # most transports have nothing left to compare
 
+    def group_fails(self, error: BaseException, cause: str) -> None:  # noqa: B027 - some have nobody to tell
+        """Tell the other ranks why this one is about to close the group: an exception is on its way.
+
+        Args:
+            error: the exception.
+            cause: what the others are to read of it.
+        """
+
     def leave(self) -> list[threading.Thread]:
         """Ask the transport's own threads for messages to end, whatever is under way; the process exits. They are
         returned.

@@ -7,6 +7,9 @@ from the process's exit code (``native/csrc/life.c``); a worker of ``multiproces
 there. Nothing tells an exit handler of Python the exit code, so it is told before (:func:`tell_of_exit`): by the
 launcher, which runs the script, or else when the interpreter has decided on it (``exit_code.py``).
 
+A script that closes its groups on the way of an exception, by ``with`` or ``finally``, has no groups left when the hook
+runs. So each group that is closed then tells its ranks the exception (:func:`cause_of_going`).
+
 Often a script fails because another rank has left the group in order: a message for that one cannot be sent. Then the
 other ranks are told which rank left, because that is the cause of the failure. The error that reports a rank that left
 is noted (:func:`note_left`) when it is made.
@@ -31,6 +34,7 @@ from phalanx.watch.exit_code import before_exit, exit_code
 
 __all__ = [
     "Teller",
+    "cause_of_going",
     "note_left",
     "script_failed",
     "tell_how_the_script_ends",
@@ -117,6 +121,14 @@ def tell_of_exit(error: BaseException, code: int) -> None:
             within(_TELLING_S, lambda: _tell(error, f"exit code {code}"))
 
 
+def cause_of_going(error: BaseException) -> str:
+    """Why a rank closes a group while this exception is on its way, in words; empty if that is no failure."""
+    if isinstance(error, SystemExit):
+        code = exit_code(error.code)
+        return f"exit code {code}" if code else ""
+    return _cause(error) if isinstance(error, (Exception, KeyboardInterrupt)) else ""
+
+
 def note_left(error: BaseException, maker: object, group_rank: int) -> None:
     """Note that an error, new and of this package, says that a rank has left a group in order.
 
@@ -161,10 +173,14 @@ def _interactive() -> bool:
 
 def _tell_failure(error: BaseException) -> None:
     with contextlib.suppress(Exception):  # a __str__ that fails must not hide the error itself
-        first = str(error).partition("\n")[0]
-        site = shown(raised_at(error.__traceback__))
-        text = f"{type(error).__name__}: {first}" if first else type(error).__name__
-        _tell(error, f"{text[:200]}{f' at {site}' if site else ''}")
+        _tell(error, _cause(error))
+
+
+def _cause(error: BaseException) -> str:
+    first = str(error).partition("\n")[0]
+    site = shown(raised_at(error.__traceback__))
+    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return f"{text[:200]}{f' at {site}' if site else ''}"
 
 
 def _tell(error: BaseException, cause: str) -> None:

@@ -10,6 +10,7 @@ import click
 
 from phalanx.errors import LaunchError
 from phalanx.launch.job.diagnosis import Diagnosis
+from phalanx.launch.job.seconds import Seconds
 
 __all__ = ["KEPT", "chosen_diagnosis", "diagnosis_options"]
 
@@ -26,7 +27,7 @@ def diagnosis_options(command: _Command) -> _Command:
         (
             click.option(
                 "--warn-after",
-                type=click.FloatRange(min=0.0),
+                type=Seconds(),
                 default=_DEFAULT.warn_after_s,
                 show_default=True,
                 metavar="SECONDS",
@@ -45,7 +46,7 @@ def diagnosis_options(command: _Command) -> _Command:
             ),
             click.option(
                 "--report-after",
-                type=click.FloatRange(min=0.1),
+                type=Seconds(0.1),
                 default=_DEFAULT.report_after_s,
                 show_default=True,
                 metavar="SECONDS",

@@ -35,11 +35,13 @@ from phalanx.words import format_count
 if TYPE_CHECKING:
     from phalanx.launch.job.mpi_launcher import MpiLauncher
 
-__all__ = ["Job", "make_job", "next_attempt"]
+__all__ = ["MOST_S", "Job", "make_job", "next_attempt"]
 
 # See Job.patience_s.
 GRACE_S: dict[int, float] = {signal.SIGINT: 1.0, signal.SIGTERM: 30.0, signal.SIGHUP: 30.0}
 GRACE_AFTER_FAILURE_S = 5.0
+# The longest time that may be given for something: poll() takes milliseconds as an int, so it knows no 25 days.
+MOST_S = 1_000_000.0
 
 
 @dataclass(frozen=True)
@@ -370,6 +372,8 @@ def make_job(
             interfaces.chosen_interface({settings.INTERFACE: interface})
         except InitializationError as error:
             raise LaunchError(f"--interface sets {error}") from None
+    if grace_s is not None and not 0.0 <= grace_s <= MOST_S:
+        raise LaunchError(f"grace_s={grace_s}: give a number of seconds from 0 to {MOST_S:,.0f}, which is 11 days")
     count = sum(host.slots or 0 for host in filled) if filled else ranks or 1
     count = count if rehearsal is None else rehearsal.ranks
     for option, rank in (("--stdin", reader), ("--debug", debugged)):

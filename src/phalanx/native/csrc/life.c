@@ -171,3 +171,9 @@ void phx_process_fails(const char *text)
 {
     tell_all(PHX_FAILED, text);
 }
+
+void phx_group_fails(phx_comm *comm, const char *text)
+{
+    phx_describe(comm, text);
+    phx_tell(comm, PHX_FAILED);
+}

@@ -15,7 +15,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 27
+#define PHX_ABI 28
 #define PHX_API __attribute__((visibility("default")))
 
 /* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
@@ -152,6 +152,9 @@ PHX_API int phx_beside_last_call(const phx_comm *comm, uint64_t chunk);
  * ended its script. Any thread may call it. A process that exits otherwise tells by itself, from its exit code. */
 PHX_API void phx_process_leaves(void);
 PHX_API void phx_process_fails(const char *text);
+
+/* Tell the other ranks of one group that this rank is about to close it because of an exception, in words. */
+PHX_API void phx_group_fails(phx_comm *comm, const char *text);
 
 /* Tell the others that this rank leaves, if it has not told anything, unmap the segment and free this rank's messages
  * that are not done. No other thread of the rank may be in a call. */

@@ -155,11 +155,12 @@ class SharedMemoryCommunicator(Communicator):
 
     def about_to_fail(self, error: BaseException) -> None:
         """See ``watch/ending.py``: the others are to name the rank that has left, if that is why this one fails."""
-        left = self.who_left(error)
-        if left is not None:
-            with self._mailbox.handle() as comm:
-                if comm:
-                    self._core.phx_describe(comm, left_text(*left))
+        if (left := self.who_left(error)) is not None:
+            self._mailbox.describe(left_text(*left))
+
+    def group_fails(self, error: BaseException, cause: str) -> None:
+        self.about_to_fail(error)
+        self._mailbox.group_fails(cause)
 
     def script_fails(self, cause: str) -> None:
         """See ``watch/ending.py``: the core has told the others."""
@@ -378,8 +379,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def close(self) -> None:
         self._mailbox.end()
-        comm = self._mailbox.take()
-        if not comm:
+        if not (comm := self._mailbox.take()):
             return
         self._comm = 0
         self._place.close()

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from phalanx.errors import BackendError, ClosedError, PeerLost, PhalanxError
-from phalanx.native.core import ANY_SOURCE, Breakage, Status, library
+from phalanx.native.core import ANY_SOURCE, TEXT_BYTES, Breakage, Status, library
 from phalanx.native.signals import SignalPoll
 from phalanx.transports.contract import GLANCE_S, SENT, Message
 from phalanx.watch.call_site import call_site
@@ -61,6 +61,18 @@ class Mailbox:
             yield self.comm
         finally:
             self.inside.pop()
+
+    def describe(self, text: bytes) -> None:
+        """Let the other ranks read what this one was doing, or why it goes; only the first such text counts."""
+        with self.handle() as comm:
+            if comm:
+                self.core.phx_describe(comm, text[: TEXT_BYTES - 1])
+
+    def group_fails(self, cause: str) -> None:
+        """Tell the other ranks that this one is about to close the group because of an exception."""
+        with self.handle() as comm:
+            if comm:
+                self.core.phx_group_fails(comm, cause.encode()[: TEXT_BYTES - 1])
 
     def why_broken(self) -> Breakage:
         """Why the group is broken; its status is ``OK`` while it is not, or when it has been closed."""

@@ -1,0 +1,117 @@
+"""A rank that closes its groups because an exception is on its way has not left in order: the others read why."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.islands import ISLANDS, divide_by
+from tests.support.ranks import Member, run_ranks
+
+from phalanx.errors import PeerLost
+
+HERE = r"\S*test_closed_by_exception\.py:\d+"
+
+
+@pytest.fixture(autouse=True, params=[None, "halves", "cyclic"])
+def hosts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param is not None:
+        divide_by(monkeypatch, ISLANDS[request.param])
+
+
+def fail_before_finally() -> None:
+    try:
+        raise ValueError("this batch is empty")
+    finally:
+        dist.destroy_process_group()
+
+
+def fail_in_with() -> None:
+    class Training:
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None:
+            dist.destroy_process_group()
+
+    with Training():
+        raise ValueError("this batch is empty")
+
+
+def give_up_on_an_error() -> None:
+    try:
+        raise ValueError("this batch is empty")
+    except ValueError:
+        dist.destroy_process_group()
+
+
+def exit_badly() -> None:
+    try:
+        sys.exit(3)
+    finally:
+        dist.destroy_process_group()
+
+
+def exit_well() -> None:
+    try:
+        sys.exit()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("go", "words"),
+    [
+        (fail_before_finally, rf"has failed \(ValueError: this batch is empty at {HERE}\)"),
+        (fail_in_with, rf"has failed \(ValueError: this batch is empty at {HERE}\)"),
+        (give_up_on_an_error, rf"has failed \(ValueError: this batch is empty at {HERE}\)"),
+        (exit_badly, r"has failed \(exit code 3\)"),
+        (exit_well, "left the group in order"),
+    ],
+)
+@pytest.mark.parametrize(("size", "call"), [(2, "all_reduce"), (3, "recv"), (5, "all_reduce")])
+def test_the_others_are_told_the_exception(go: Callable[[], None], words: str, call: str, size: int) -> None:
+    def body(member: Member) -> None:
+        member.join()
+        dist.barrier()
+        if member.rank == size - 1:
+            with contextlib.suppress(ValueError, SystemExit):
+                go()
+            member.say("gone")  # and its process goes on: nothing of its end has told it
+            member.await_said(*(f"told-{rank}" for rank in range(size - 1)))
+            return
+        member.await_said("gone")
+        try:
+            with pytest.raises(PeerLost, match=words) as caught:
+                if call == "all_reduce":
+                    dist.all_reduce(torch.ones(4))
+                else:
+                    dist.recv(torch.ones(4), size - 1)
+        finally:
+            member.say(f"told-{member.rank}")
+        assert caught.value.group_rank == size - 1
+
+    for outcome in run_ranks(body, size):
+        assert outcome.error is None, outcome.traceback
+
+
+def test_the_group_that_a_rank_makes_afterwards_is_whole() -> None:
+    """The exception was of the earlier group: nothing is told in the next one, which ends in order."""
+
+    def body(member: Member) -> float:
+        member.join()
+        try:
+            raise ValueError("this batch is empty")
+        except ValueError:
+            dist.destroy_process_group()
+        member.meet("again")
+        member.join(name="next")
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        dist.destroy_process_group()
+        return float(tensor)
+
+    assert [outcome.value for outcome in run_ranks(body, 3)] == [3.0] * 3
