@@ -52,7 +52,7 @@ def test_somebody_on_another_host_at_the_doors_of_a_job_does_not_hold_it_up(
     own = [job.process.pid, *children_of(job.process.pid)]
     doors = listening(job.process.pid, set().union(*map(sockets_of, own)))
     assert doors, "the launcher does not listen"
-    attack = Attack(remote.hosts.entry(1), NOBODY, doors)  # who is not the launcher's host's own user
+    attack = Attack(remote.hosts.entry(1), NOBODY, doors)  # from the other host, as nobody
     attack_all(attack, seconds, lambda: job.process.poll() is None)
     (tmp_path / "over").touch()
     assert job.finish() == 0, job.said()

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from phalanx.c10d.leaving import end_before_the_interpreter
 from phalanx.c10d.uncompiled import uncompiled
 from phalanx.errors import ClosedError, CollectiveTimeout, PhalanxError
+from phalanx.system.threads import start
 from phalanx.transports.contract import Communicator, Message
 from phalanx.watch import call_site
 
@@ -209,7 +210,7 @@ class Messages:
             with self._starting:
                 if self._thread is None and not self.closed:
                     thread = threading.Thread(target=self._serve, name=f"phalanx-mail-{self._name}", daemon=True)
-                    thread.start()
+                    start(thread)
                     self._thread = thread
 
     def refuse_if_closed(self) -> None:

@@ -56,6 +56,7 @@ import torch
 from phalanx.c10d.leaving import end_before_the_interpreter
 from phalanx.c10d.operation import Operation
 from phalanx.errors import PROCESS_LIMIT_HINT, BackendError, ClosedError, ReentryError
+from phalanx.system.threads import start
 from phalanx.system.timed_queue import TimedQueue
 
 __all__ = ["Progress"]
@@ -244,7 +245,7 @@ class Progress:
         # A daemon: an interpreter that exits with an operation still waiting for a lost rank must not wait too.
         thread = threading.Thread(target=self._serve, name=f"phalanx-{self._name}", daemon=True)
         try:
-            thread.start()
+            start(thread)
         except RuntimeError as error:
             raise BackendError(
                 f"process group {self._name!r} needs a thread for asynchronous operations, and the system gave none "

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TypeVar
 
+from phalanx.system.threads import start
+
 __all__ = ["keep_spare_thread", "on_spare_thread", "within"]
 
 T = TypeVar("T")
@@ -47,7 +49,7 @@ def within(timeout_s: float, task: Callable[[], T]) -> T:
         done.set()
 
     try:
-        threading.Thread(target=run, name="phalanx-bounded", daemon=True).start()
+        start(threading.Thread(target=run, name="phalanx-bounded", daemon=True))
     except RuntimeError:
         on_spare_thread(run)
     left_s = timeout_s
@@ -66,7 +68,7 @@ def keep_spare_thread(user: object) -> None:
     with _changing:
         if _tasks is None:
             tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-            threading.Thread(target=_work, args=(tasks,), name="phalanx-spare", daemon=True).start()
+            start(threading.Thread(target=_work, args=(tasks,), name="phalanx-spare", daemon=True))
             _tasks = tasks
         _users += 1
     weakref.finalize(user, _release, os.getpid()).atexit = False

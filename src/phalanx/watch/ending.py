@@ -122,7 +122,7 @@ def tell_of_exit(error: BaseException, code: int) -> None:
 
 
 def cause_of_going(error: BaseException) -> str:
-    """Why a rank closes a group while this exception is on its way, in words; empty if that is no failure."""
+    """The failure that an exception is by which a rank comes to close a group, in words; empty if it is none."""
     if isinstance(error, SystemExit):
         code = exit_code(error.code)
         return f"exit code {code}" if code else ""

@@ -21,6 +21,7 @@ from phalanx import settings
 from phalanx.errors import PhalanxError
 from phalanx.system.awake import AwakeClock
 from phalanx.system.processes import state_of
+from phalanx.system.threads import start
 from phalanx.watch.call_site import shown
 from phalanx.watch.from_outside import place_of_main
 from phalanx.watch.glance import Glance, glance
@@ -86,7 +87,7 @@ class OwnWaits:
         """Begin to look, if there is a thread for it."""
         thread = threading.Thread(target=self._run, name="phalanx-waits", daemon=True)
         with contextlib.suppress(RuntimeError):  # a job runs as well without
-            thread.start()
+            start(thread)
             self._thread = thread
 
     def close(self) -> None:

@@ -94,6 +94,7 @@ static uint64_t begin(const struct phx_record_group *group, uint32_t in_group, u
     struct phx_recorder_header *header = header_of(memory);
     const uint64_t n = atomic_fetch_add_explicit(&header->next, 1, memory_order_relaxed);
     struct phx_record *record = record_of(memory, n);
+    __builtin_prefetch(record_of(memory, n + 1), 1); /* the next begins with an exchange there, which would wait for it */
     uint64_t before = atomic_load_explicit(&record->word, memory_order_relaxed);
     if (before % 2 || before > 2 * n ||
         !atomic_compare_exchange_strong_explicit(&record->word, &before, 2 * n + 1, memory_order_acquire,

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from phalanx.store.client import end_calls
 from phalanx.system.bounded import keep_spare_thread, on_spare_thread, within
+from phalanx.system.threads import start
 
 __all__ = ["STORE_S", "Questions"]
 
@@ -203,7 +204,7 @@ def _aside(task: Callable[[], object]) -> None:
 
     _under_way.add(done)  # not on the thread: the process may end before that has come so far
     try:
-        threading.Thread(target=run, name="phalanx-reason", daemon=True).start()
+        start(threading.Thread(target=run, name="phalanx-reason", daemon=True))
     except RuntimeError:  # the interpreter ends
         try:
             on_spare_thread(run)

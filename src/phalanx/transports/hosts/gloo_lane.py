@@ -18,6 +18,7 @@ from torch.autograd import profiler
 
 from phalanx.system.awake import AwakeClock, ended_early
 from phalanx.system.bounded import within
+from phalanx.system.threads import start
 from phalanx.system.timed_queue import TimedQueue
 from phalanx.transports.gloo.engine import GlooOnDemand
 from phalanx.transports.hosts.lane import SHORT_BYTES, Engine, Transfer, TransferFailed, TransferLate
@@ -103,7 +104,7 @@ class _Apart:
     def __init__(self) -> None:
         self._tasks: TimedQueue[tuple[Callable[[], Any], TimedQueue[Any]] | None] = TimedQueue()
         self.thread = threading.Thread(target=self._run, name="phalanx-lanes", daemon=True)
-        self.thread.start()
+        start(self.thread)
 
     def begin(self, task: Callable[[], Any]) -> TimedQueue[Any]:
         """Have it done; what it returns or raises is put into the queue."""
@@ -115,7 +116,7 @@ class _Apart:
     def begin_alone(task: Callable[[], Any]) -> TimedQueue[Any]:
         """Have it done on a thread of its own, since it may wait for one rank while others are talked to."""
         outcome: TimedQueue[Any] = TimedQueue()
-        threading.Thread(target=_Apart._do, args=(task, outcome), name="phalanx-lane", daemon=True).start()
+        start(threading.Thread(target=_Apart._do, args=(task, outcome), name="phalanx-lane", daemon=True))
         return outcome
 
     def end(self) -> None:

@@ -40,6 +40,7 @@ from typing import Any
 
 from phalanx.system.foreign_values import read_json
 from phalanx.system.interfaces import outward_address
+from phalanx.system.threads import start
 from phalanx.transports.hosts.contact import Contact, Sign
 from phalanx.transports.hosts.reaching import AGAIN_S, HERE, KEEP_ALIVE, NO, ROLE, WELCOME, Target, has_gone, reach
 from phalanx.transports.hosts.watcher import Endpoint, Watcher
@@ -94,7 +95,7 @@ class Lookout:
         self._now, self._read_at = 0.0, time.monotonic()
         self._ended = ""  # how, once it is so
         self._thread = threading.Thread(target=self._run, name="phalanx-lookout", daemon=True)
-        self._thread.start()
+        start(self._thread)
 
         self._users = 1
 
@@ -287,7 +288,7 @@ class Lookout:
                     target=self._reach, args=(target, not dials), name="phalanx-lookout-dial", daemon=True
                 )
                 try:
-                    thread.start()
+                    start(thread)
                 except RuntimeError:  # there are too many; or the interpreter ends
                     target.dialling, target.again_at = False, self._now + AGAIN_S
 

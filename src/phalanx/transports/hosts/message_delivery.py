@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 
 from phalanx.system.awake import AwakeClock, wait_awake
+from phalanx.system.threads import start
 from phalanx.transports.hosts.lane import Engine, Transfer, TransferFailed
 from phalanx.transports.hosts.message_way import Way
 from phalanx.watch.ending import script_failed
@@ -61,7 +62,7 @@ class Delivery:
             return
         _under_way.add(self)
         try:
-            threading.Thread(target=self._run, name="phalanx-hosts-delivery", daemon=True).start()
+            start(threading.Thread(target=self._run, name="phalanx-hosts-delivery", daemon=True))
         except RuntimeError:  # Python 3.12 and later start none when the interpreter ends
             self._run()
         self._over.wait(patience_s)
@@ -98,7 +99,7 @@ class Delivery:
             for way in self._sent:
                 thread = threading.Thread(target=self._deliver, args=(way,), name="phalanx-hosts-delivery", daemon=True)
                 try:
-                    thread.start()
+                    start(thread)
                     threads.append(thread)
                 except RuntimeError:  # the interpreter has begun to end
                     without.append(way)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.system.awake import AwakeClock
+from phalanx.system.threads import start
 
 __all__ = ["Overdue"]
 
@@ -59,7 +60,7 @@ class Overdue:
             with self._starting:
                 if self._thread is None and not self._closed:
                     self._thread = threading.Thread(target=self._run, name="phalanx-hosts-overdue", daemon=True)
-                    self._thread.start()
+                    start(self._thread)
         elif self._asleep:
             self._wake.set()
 

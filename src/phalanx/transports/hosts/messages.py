@@ -21,6 +21,7 @@ import torch
 
 from phalanx.errors import ClosedError, PhalanxError
 from phalanx.system.awake import SLICE_S, wait_awake
+from phalanx.system.threads import start
 from phalanx.transports.contract import SENT, Communicator, Message
 from phalanx.transports.hosts.breaking import Reason
 from phalanx.transports.hosts.lane import Engine, TransferFailed
@@ -137,7 +138,7 @@ class HostsMessages(Matching):
             # Opening may wait until the other rank has a message for this one, which nobody who starts one may do.
             thread = threading.Thread(target=self._serve, args=(way,), name="phalanx-hosts-messages", daemon=True)
             self._serving[way] = thread
-            thread.start()
+            start(thread)
 
     def _serve(self, way: Way) -> None:
         failure: TransferFailed | None = None
@@ -205,7 +206,7 @@ class HostsMessages(Matching):
                 target=self._finish_alone, args=(message,), name="phalanx-hosts-large", daemon=True
             )
             self._finishing.add(thread)
-            thread.start()
+            start(thread)
 
     def _finish_alone(self, message: RemoteMessage) -> None:
         with self.lock:

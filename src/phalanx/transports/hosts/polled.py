@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from phalanx.system.threads import start
 from phalanx.transports.hosts.lane import SHORT_BYTES, Engine, Transfer, TransferFailed, TransferLate
 
 __all__ = ["SPIN_S", "PolledEngine", "PolledTransfer"]
@@ -148,7 +149,7 @@ class PolledEngine(Engine):
                 self._large += transfer.is_large
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._tend, name="phalanx-engine", daemon=True)
-                self._thread.start()
+                start(self._thread)
         if not self._in_use.is_set():
             self._in_use.set()
         return transfer

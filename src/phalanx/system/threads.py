@@ -1,0 +1,26 @@
+"""Starting a thread while a signal handler may raise.
+
+``Thread.start()`` keeps the thread in a table until it runs. If a handler raises in there (Ctrl-C, or the script's
+own), it takes the thread out of the table; but a thread that runs by then has done so itself. So what comes out is a
+``KeyError`` with the thread as its key, and the handler's exception is only its context (seen with CPython 3.11).
+"""
+
+from __future__ import annotations
+
+from threading import Thread
+
+__all__ = ["start"]
+
+
+def start(thread: Thread) -> None:
+    """Start it; if a signal handler raises meanwhile, its exception comes out, and the thread may run or not.
+
+    Raises:
+        RuntimeError: no thread can be started: there are too many, or the interpreter ends.
+    """
+    try:
+        thread.start()
+    except KeyError as error:
+        if error.args != (thread,) or error.__context__ is None:
+            raise
+        raise error.__context__ from None
