@@ -319,17 +319,31 @@ class CollectiveMismatch(PhalanxError):
 
     Attributes:
         calls: what each rank called, as far as that is known: by its rank in the group, in words, with the line. A rank
-            that was in no call is not in it, and neither is a message whose size alone was wrong.
+            that was in no call is not in it, nor is one of another call if the two ends of a message differ.
+        of_message: the two ends of a message differ.
+        ends: these two, in numbers that only Phalanx uses.
         group, sequence, elapsed_s: in which operation of which group this rank was, and how long, as in
             :class:`PeerLost`. A rank that need not wait for others may find only in its next operation that the one
             before differs; one that leaves the group is in none.
     """
 
     group, sequence, elapsed_s = "", -1, 0.0
+    ends: Sequence[Sequence[int]] = ()
 
-    def __init__(self, message: str, *, calls: dict[int, str] | None = None) -> None:
+    def __init__(self, message: str, *, calls: dict[int, str] | None = None, of_message: bool = False) -> None:
         super().__init__(message)
-        self.calls = calls or {}
+        self.calls, self.of_message = calls or {}, of_message
+
+    @classmethod
+    def of_message_ends(cls, listed: str, calls: dict[int, str]) -> CollectiveMismatch:
+        """A rank sends something else than the other one receives; as for :meth:`of_calls`, but of these two."""
+        return cls(
+            f"the two ends of a message differ:\n{listed}\nBoth ranks must give tensors of one size and dtype. "
+            "Messages between two ranks meet in the order of the calls, for each tag: look as well for a send or a "
+            "receive too many before these",
+            calls=calls,
+            of_message=True,
+        )
 
     @classmethod
     def of_calls(cls, listed: str, calls: dict[int, str] | None = None) -> CollectiveMismatch:

@@ -182,13 +182,13 @@ static void every_way_to_go(void)
         REQUIRE(atomic_load(&comm->places[0].sees) == 1);
         REQUIRE(phx_all_seen(comm, &by, &whom) == PHX_UNDER_WAY && by == 1);
         REQUIRE(phx_peer_life(comm, 2) == PHX_HERE);
-        phx_message *any = phx_recv(comm, &byte, 1, PHX_U8, PHX_ANY_SOURCE, 0);
+        phx_message *any = phx_recv(comm, &byte, &(struct phx_end){1, PHX_U8, 0}, PHX_ANY_SOURCE, 0);
         REQUIRE(phx_message_wait(comm, any, 120000000) == PHX_UNDER_WAY);
         REQUIRE(write(go[1], &byte, 1) == 1);
         while (phx_peer_life(comm, 2) == PHX_HERE)
             usleep(1000);
         REQUIRE(phx_peer_life(comm, 2) == expected[ending]);
-        phx_message *named = phx_recv(comm, &byte, 1, PHX_U8, 2, 1);
+        phx_message *named = phx_recv(comm, &byte, &(struct phx_end){1, PHX_U8, 0}, 2, 1);
         if (expected[ending] == PHX_LEFT) {
             REQUIRE(phx_message_wait(comm, named, 0) == PHX_PEER_LEFT);
             REQUIRE(phx_message_wait(comm, any, 120000000) == PHX_UNDER_WAY); /* rank 1 may send */
@@ -233,7 +233,7 @@ static void *come_after_a_long_stop(void *argument)
     usleep(300000);
     clock_ahead_s += 3600; /* as when the whole job was stopped for an hour */
     usleep(300000);
-    phx_message *sent = phx_send(beside, &byte, 1, PHX_U8, 0, 0);
+    phx_message *sent = phx_send(beside, &byte, &(struct phx_end){1, PHX_U8, 0}, 0, 0);
     phx_message_free(beside, sent);
     usleep(300000);
     clock_ahead_s += 3600;
@@ -249,7 +249,7 @@ static void time_in_which_the_waiter_did_not_run_does_not_count(void)
     char byte;
     phx_set_timeout(comm, 60000000000ull, 60000000000ull);
     REQUIRE(pthread_create(&late, NULL, come_after_a_long_stop, NULL) == 0);
-    phx_message *received = phx_recv(comm, &byte, 1, PHX_U8, 1, 0);
+    phx_message *received = phx_recv(comm, &byte, &(struct phx_end){1, PHX_U8, 0}, 1, 0);
     REQUIRE(phx_message_wait(comm, received, 0) == PHX_OK);
     REQUIRE(phx_barrier(comm) == PHX_OK);
     phx_message_free(comm, received);

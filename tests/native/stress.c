@@ -69,13 +69,14 @@ static void *pass_messages(void *argument)
     char *out = malloc(MAX_MESSAGE), *in = malloc(MAX_MESSAGE);
     for (int turn = 0; turn < turns; turn++) {
         const uint64_t nbytes = draw(&state) % (turn % 7 ? 3000 : MAX_MESSAGE);
+        const struct phx_end end = {.nbytes = nbytes, .dtype = PHX_U8};
         const uint32_t tag = draw(&state) % 3;
         const uint32_t source = ranks == 2 && turn % 5 == 0 ? PHX_ANY_SOURCE : (uint32_t)before;
         memset(out, turn + rank, nbytes);
         phx_message *sent = NULL;
-        if (!phx_send_now(comm, out, nbytes, PHX_U8, (uint32_t)next, tag))
-            sent = phx_send(comm, out, nbytes, PHX_U8, (uint32_t)next, tag);
-        phx_message *received = phx_recv(comm, in, nbytes, PHX_U8, source, tag);
+        if (!phx_send_now(comm, out, &end, (uint32_t)next, tag))
+            sent = phx_send(comm, out, &end, (uint32_t)next, tag);
+        phx_message *received = phx_recv(comm, in, &end, source, tag);
         REQUIRE(phx_message_wait(comm, received, 0) == PHX_OK);
         REQUIRE(phx_message_source(received) == (uint32_t)before);
         for (uint64_t i = 0; i < nbytes; i++)
@@ -171,11 +172,12 @@ static void leave(phx_comm *comm, int rank)
     REQUIRE(phx_compare_rest(comm, 60000000000ull) == PHX_OK);
     usleep((unsigned)rank * 1000u);
     if (rank == 0 && ranks > 1) {
-        phx_message *received = phx_recv(comm, &byte, 1, PHX_U8, PHX_ANY_SOURCE, 77);
+        const struct phx_end end = {.nbytes = 1, .dtype = PHX_U8};
+        phx_message *received = phx_recv(comm, &byte, &end, PHX_ANY_SOURCE, 77);
         REQUIRE(phx_message_wait(comm, received, 0) == PHX_PEER_LEFT);
         phx_message_free(comm, received);
-        REQUIRE(!phx_send_now(comm, &byte, 1, PHX_U8, 1, 77));
-        phx_message *sent = phx_send(comm, &byte, 1, PHX_U8, 1, 77);
+        REQUIRE(!phx_send_now(comm, &byte, &end, 1, 77));
+        phx_message *sent = phx_send(comm, &byte, &end, 1, 77);
         REQUIRE(phx_message_wait(comm, sent, 0) == PHX_PEER_LEFT);
         phx_message_free(comm, sent);
     }

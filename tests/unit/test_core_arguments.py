@@ -8,7 +8,7 @@ from datetime import timedelta
 from tests.support.ranks import Member, on_ranks
 from torch._C._distributed_c10d import HashStore
 
-from phalanx.native.core import Status, library
+from phalanx.native.core import End, Status, library
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 
 FLOAT32, SUM = 1, 1
@@ -35,9 +35,10 @@ def test_null_with_bytes_is_refused_and_null_without_is_not() -> None:
             core.phx_all_to_all(comm, none, sizes, some, sizes, FLOAT32),
             core.phx_all_to_all(comm, some, sizes, none, sizes, FLOAT32),
         ]
-        assert core.phx_send(comm, None, 4, FLOAT32, 0, 0) is None
-        assert core.phx_recv(comm, None, 4, FLOAT32, 0, 0) is None
-        assert core.phx_send_now(comm, None, 4, FLOAT32, 0, 0) == 0
+        end = ctypes.byref(End(4, FLOAT32, 0))
+        assert core.phx_send(comm, None, end, 0, 0) is None
+        assert core.phx_recv(comm, None, end, 0, 0) is None
+        assert core.phx_send_now(comm, None, end, 0, 0) == 0
         assert core.phx_all_reduce(comm, None, None, 0, FLOAT32, SUM, 0) == Status.OK
         assert core.phx_broadcast(comm, None, 0, FLOAT32, 0, 0) == Status.OK
         communicator.close()

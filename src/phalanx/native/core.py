@@ -43,6 +43,7 @@ __all__ = [
     "TEXT_BYTES",
     "Breakage",
     "Crossing",
+    "End",
     "Going",
     "MpiGroup",
     "MpiReduction",
@@ -56,7 +57,7 @@ __all__ = [
     "rpc",
 ]
 
-ABI = 28
+ABI = 29
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -93,6 +94,19 @@ class Going:
     REPLACED = 4
 
 
+class End(Structure):
+    """One end of a message (``struct phx_end``).
+
+    ``dtype`` is the number for copies, and ``site`` the line's number in the recorder of the rank whose end it is.
+    """
+
+    _fields_ = [("nbytes", c_uint64), ("dtype", c_uint32), ("site", c_uint32)]
+
+    nbytes: int
+    dtype: int
+    site: int
+
+
 class Breakage(Structure):
     """Why a group broke (``struct phx_breakage``)."""
 
@@ -103,6 +117,9 @@ class Breakage(Structure):
         ("peer_pid", c_uint32),
         ("chunk", c_uint64),
         ("how", c_uint32),
+        ("of_message", c_uint32),
+        ("sent", End),
+        ("expected", End),
     ]
 
     status: int
@@ -111,6 +128,9 @@ class Breakage(Structure):
     peer_pid: int
     chunk: int
     how: int
+    of_message: int
+    sent: End
+    expected: End
 
 
 class Crossing(Structure):
@@ -283,9 +303,9 @@ def library() -> ctypes.CDLL:
         ("phx_scatter", c_int, [comm, blocks, data, c_uint64, c_uint32, c_uint32, c_uint64]),
         ("phx_all_to_all", c_int, [comm, blocks, sizes, blocks, sizes, c_uint32]),
         ("phx_barrier", c_int, [comm]),
-        ("phx_send", message, [comm, data, c_uint64, c_uint32, c_uint32, c_uint32]),
-        ("phx_send_now", c_int, [comm, data, c_uint64, c_uint32, c_uint32, c_uint32]),
-        ("phx_recv", message, [comm, data, c_uint64, c_uint32, c_uint32, c_uint32]),
+        ("phx_send", message, [comm, data, POINTER(End), c_uint32, c_uint32]),
+        ("phx_send_now", c_int, [comm, data, POINTER(End), c_uint32, c_uint32]),
+        ("phx_recv", message, [comm, data, POINTER(End), c_uint32, c_uint32]),
         ("phx_message_test", c_int, [comm, message, c_int]),
         ("phx_message_expect", None, [comm, message]),
         ("phx_messages_rest", c_uint64, [comm, c_uint64]),

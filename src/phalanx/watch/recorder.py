@@ -293,6 +293,18 @@ def place_of(number: int) -> CallSite | None:
     return None if _state is None else _state.places.get(number)
 
 
+def number_here() -> int:
+    """The number of the line of the program that called the operation of this thread; 0 if it is not known."""
+    state = _state
+    return 0 if state is None or state.pid != os.getpid() else state.here()
+
+
+def number_of(site: CallSite | None) -> int:
+    """The number of a place in the program; 0 for None, and without a recorder."""
+    state = _state
+    return 0 if site is None or state is None or state.pid != os.getpid() else state.number_of(*site)
+
+
 def begin(group: int, what: int, nbytes: int, peer: int) -> int:
     """Record that an operation begins, on the thread that runs it; the ticket is for :func:`end`.
 

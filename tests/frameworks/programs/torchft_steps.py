@@ -90,6 +90,10 @@ def replica(folder: str, ranks: int, made_by: str, rank: int, meeting_port: int,
     )
     if life == "second":
         Path(folder, "come").touch()
+    else:  # two of three would begin alone, and come to the end of their steps alone before one is killed
+        Path(folder, f"manager {rank}").touch()
+        for each in range(ranks):
+            await_file(Path(folder, f"manager {each}"))
     # Several buckets, so that some gradients are averaged before the replica dies.
     ddp = DistributedDataParallel(manager, model, bucket_cap_mb=1e-6)
     optimizer = Optimizer(manager, sgd)

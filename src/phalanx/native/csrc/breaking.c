@@ -13,24 +13,20 @@
 
 #define REASON_NS 100000000ull /* how long readers wait for the reason of a break to be written */
 
-static int break_for(phx_comm *comm, int status, uint32_t peer, uint64_t chunk, enum phx_going how)
+static int break_for(phx_comm *comm, struct phx_breakage reason)
 {
     uint32_t whole = 0;
     if (atomic_compare_exchange_strong(&comm->header->breaking, &whole, 1)) {
-        struct phx_breakage *why = &comm->header->breakage;
-        why->status = (uint32_t)status;
-        why->rank = comm->rank;
-        why->peer = peer;
-        why->peer_pid = comm->places[peer].pid;
-        why->chunk = chunk;
-        why->how = how;
+        reason.rank = comm->rank;
+        reason.peer_pid = comm->places[reason.peer].pid;
+        comm->header->breakage = reason;
         atomic_store_explicit(&comm->header->breaking, 2, memory_order_release);
         for (uint32_t p = 0; p < comm->size; p++) {
             phx_wake(phx_low_half(&comm->flags[p].ready));
             phx_wake(phx_low_half(&comm->flags[p].done));
             phx_wake(&comm->places[p].bell);
         }
-        return status;
+        return (int)reason.status;
     }
     struct phx_breakage why;
     return phx_breakage(comm, &why);
@@ -38,12 +34,23 @@ static int break_for(phx_comm *comm, int status, uint32_t peer, uint64_t chunk, 
 
 int phx_break_at(phx_comm *comm, int status, uint32_t peer, uint64_t chunk)
 {
-    return break_for(comm, status, peer, chunk, PHX_HERE);
+    return break_for(comm, (struct phx_breakage){.status = (uint32_t)status, .peer = peer, .chunk = chunk});
+}
+
+int phx_break_message(phx_comm *comm, uint32_t src, const struct phx_end *sent, const struct phx_end *expected)
+{
+    return break_for(comm, (struct phx_breakage){.status = PHX_MISMATCH,
+                                                 .peer = src,
+                                                 .chunk = comm->call_chunk,
+                                                 .of_message = 1,
+                                                 .sent = *sent,
+                                                 .expected = *expected});
 }
 
 int phx_break_gone(phx_comm *comm, uint32_t peer, enum phx_going how)
 {
-    return break_for(comm, PHX_PEER_LOST, peer, comm->call_chunk, how);
+    return break_for(comm, (struct phx_breakage){
+                               .status = PHX_PEER_LOST, .peer = peer, .chunk = comm->call_chunk, .how = how});
 }
 
 int phx_break(phx_comm *comm, int status, uint32_t peer)

@@ -16,6 +16,9 @@ int phx_break(phx_comm *comm, int status, uint32_t peer);
 /* The same for two calls that differ at `chunk`. */
 int phx_break_at(phx_comm *comm, int status, uint32_t peer, uint64_t chunk);
 
+/* The same for a message from `src` whose ends differ. */
+int phx_break_message(phx_comm *comm, uint32_t src, const struct phx_end *sent, const struct phx_end *expected);
+
 /* The same for a rank that went, and how. */
 int phx_break_gone(phx_comm *comm, uint32_t peer, enum phx_going how);
 

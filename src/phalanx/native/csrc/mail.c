@@ -131,7 +131,7 @@ static void finish(phx_comm *comm, phx_message *message, int status)
 static uint64_t piece_bytes(const phx_comm *comm, const phx_message *message)
 {
     const uint64_t quarter = phx_ring_bytes(comm->size) / 4;
-    return message->nbytes >= comm->stream_bytes && quarter > PIECE ? quarter : PIECE;
+    return message->end.nbytes >= comm->stream_bytes && quarter > PIECE ? quarter : PIECE;
 }
 
 /* Whether nobody will read what is sent to this rank. One that leaves a broken group has broken it, or seen it broken,
@@ -161,13 +161,13 @@ static int move_sends(phx_comm *comm, uint32_t dst)
             break;
         uint64_t at = head;
         if (begins) {
-            const struct phx_message_header header = {message->nbytes, message->tag, message->dtype};
+            const struct phx_message_header header = {message->end, message->tag};
             phx_ring_write(comm, dst, at, &header, sizeof header);
             at += PHX_ALIGN;
             room -= PHX_ALIGN;
             message->started = 1;
         }
-        uint64_t length = message->nbytes - message->moved;
+        uint64_t length = message->end.nbytes - message->moved;
         const uint64_t most = piece_bytes(comm, message);
         if (length > most)
             length = most;
@@ -176,13 +176,13 @@ static int move_sends(phx_comm *comm, uint32_t dst)
         phx_ring_write(comm, dst, at, message->data + message->moved, length);
         at += phx_padded(length);
         message->moved += length;
-        if (at == head && message->moved < message->nbytes)
+        if (at == head && message->moved < message->end.nbytes)
             break;
         head = at;
         atomic_store_explicit(&ring->head, head, memory_order_release);
         phx_ring_bell_of(comm, dst);
         moved = 1;
-        if (message->moved == message->nbytes) {
+        if (message->moved == message->end.nbytes) {
             take_out(sends, message);
             finish(comm, message, PHX_OK);
         }
@@ -200,24 +200,25 @@ void phx_mail_send(phx_comm *comm, phx_message *message)
     pthread_mutex_unlock(&comm->mail->lock);
 }
 
-int phx_mail_send_now(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst, uint32_t tag)
+int phx_mail_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag)
 {
+    const uint64_t nbytes = sent->nbytes;
     struct phx_ring *ring = phx_ring_of(comm, comm->rank, dst);
-    int sent = 0;
+    int is_sent = 0;
     pthread_mutex_lock(&comm->mail->lock);
     const uint64_t head = atomic_load_explicit(&ring->head, memory_order_relaxed);
     const uint64_t taken = head - atomic_load_explicit(&ring->tail, memory_order_acquire);
     if (!comm->mail->sends[dst].first && nbytes <= PIECE && may_move(comm) && !has_left(comm, dst) &&
         PHX_ALIGN + phx_padded(nbytes) <= phx_ring_bytes(comm->size) - taken) {
-        const struct phx_message_header header = {nbytes, tag, dtype};
+        const struct phx_message_header header = {*sent, tag};
         phx_ring_write(comm, dst, head, &header, sizeof header);
         phx_ring_write(comm, dst, head + PHX_ALIGN, data, nbytes);
         atomic_store_explicit(&ring->head, head + PHX_ALIGN + phx_padded(nbytes), memory_order_release);
         phx_ring_bell_of(comm, dst);
-        sent = 1;
+        is_sent = 1;
     }
     pthread_mutex_unlock(&comm->mail->lock);
-    return sent;
+    return is_sent;
 }
 
 /* -- receiving --------------------------------------------------------------------------------------------------- */
@@ -227,22 +228,21 @@ static int fits(const phx_message *receive, uint32_t src, uint32_t tag)
     return (receive->peer == src || receive->peer == PHX_ANY_SOURCE) && receive->tag == tag;
 }
 
-static int agree(const phx_message *receive, uint64_t nbytes, uint32_t dtype)
+static int agree(const phx_message *receive, const struct phx_end *sent)
 {
-    return receive->nbytes == nbytes && receive->dtype == dtype;
+    return receive->end.nbytes == sent->nbytes && receive->end.dtype == sent->dtype;
 }
 
 static phx_message *set_aside(struct phx_mail *mail, uint32_t src, const struct phx_message_header *header)
 {
     phx_message *aside = malloc(sizeof *aside);
-    char *data = malloc(header->nbytes ? header->nbytes : 1);
+    char *data = malloc(header->sent.nbytes ? header->sent.nbytes : 1);
     if (!aside || !data) {
         free(aside);
         free(data);
         return NULL;
     }
-    *aside = (phx_message){.data = data, .nbytes = header->nbytes, .peer = src, .tag = header->tag,
-                           .dtype = header->dtype, .receiving = 1};
+    *aside = (phx_message){.data = data, .end = header->sent, .peer = src, .tag = header->tag, .receiving = 1};
     append(&mail->aside, aside);
     return aside;
 }
@@ -266,7 +266,7 @@ static phx_message *claim(struct phx_mail *mail, uint32_t src, const struct phx_
 static void hand_over(phx_comm *comm, phx_message *aside, phx_message *receive)
 {
     take_out(&comm->mail->aside, aside);
-    memcpy(receive->data, aside->data, aside->nbytes);
+    memcpy(receive->data, aside->data, aside->end.nbytes);
     free(aside->data);
     free(aside);
     finish(comm, receive, PHX_OK);
@@ -302,8 +302,8 @@ static int move_arrivals(phx_comm *comm, uint32_t src)
             phx_message *message = claim(comm->mail, src, &header);
             if (!message)
                 return moved;
-            if (!agree(message, header.nbytes, header.dtype)) {
-                finish(comm, message, phx_break(comm, PHX_MISMATCH, src));
+            if (!agree(message, &header.sent)) {
+                finish(comm, message, phx_break_message(comm, src, &header.sent, &message->end));
                 return 1;
             }
             *arriving = message;
@@ -311,15 +311,15 @@ static int move_arrivals(phx_comm *comm, uint32_t src)
             there -= PHX_ALIGN;
         }
         phx_message *message = *arriving;
-        uint64_t length = message->nbytes - message->moved;
+        uint64_t length = message->end.nbytes - message->moved;
         if (length > PIECE)
             length = PIECE;
         if (phx_padded(length) > there)
             length = there;
-        phx_ring_read(comm, src, at, message->data + message->moved, length, message->nbytes);
+        phx_ring_read(comm, src, at, message->data + message->moved, length, message->end.nbytes);
         at += phx_padded(length);
         message->moved += length;
-        if (message->moved == message->nbytes) {
+        if (message->moved == message->end.nbytes) {
             *arriving = NULL;
             arrived(comm, message);
         }
@@ -354,8 +354,8 @@ void phx_mail_receive(phx_comm *comm, phx_message *receive)
         move_all(comm);
     } else {
         receive->peer = aside->peer;
-        if (!agree(receive, aside->nbytes, aside->dtype))
-            finish(comm, receive, phx_break(comm, PHX_MISMATCH, aside->peer));
+        if (!agree(receive, &aside->end))
+            finish(comm, receive, phx_break_message(comm, aside->peer, &aside->end, &receive->end));
         else if (atomic_load_explicit(&aside->done, memory_order_relaxed))
             hand_over(comm, aside, receive);
         else

@@ -10,9 +10,10 @@
 
 struct phx_message {
     char *data;
-    uint64_t nbytes, moved;
+    struct phx_end end; /* this rank's; of a message that was set aside, its sender's */
+    uint64_t moved;
     _Atomic uint32_t peer;
-    uint32_t tag, dtype;
+    uint32_t tag;
     int receiving, started, status, abandoned;
     _Atomic int done;
     /* Of the one thread that waits for the message: whether the group's timeout counts; when it last checked on the
@@ -32,7 +33,7 @@ void phx_mail_send(phx_comm *comm, phx_message *message);
 /* The same for a receive; a message that was set aside for it is taken first. */
 void phx_mail_receive(phx_comm *comm, phx_message *receive);
 /* Put a whole message into the ring if nothing waits to be sent there and there is room: 1. Else do nothing: 0. */
-int phx_mail_send_now(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst, uint32_t tag);
+int phx_mail_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag);
 
 /* Move all messages of this rank as far as they can be moved now. */
 struct phx_movement {

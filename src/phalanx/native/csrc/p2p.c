@@ -13,31 +13,32 @@
 #include "life.h"
 #include "mail.h"
 
-static phx_message *new_message(void *data, uint64_t nbytes, uint32_t dtype, uint32_t peer, uint32_t tag)
+static phx_message *new_message(void *data, const struct phx_end *end, uint32_t peer, uint32_t tag)
 {
     phx_message *message = malloc(sizeof *message);
     if (message)
-        *message = (phx_message){.data = data, .nbytes = nbytes, .peer = peer, .tag = tag, .dtype = dtype};
+        *message = (phx_message){.data = data, .end = *end, .peer = peer, .tag = tag};
     return message;
 }
 
-phx_message *phx_send(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst, uint32_t tag)
+phx_message *phx_send(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag)
 {
-    phx_message *message = dst < comm->size && !phx_lacks_memory(data, nbytes) ? new_message((void *)data, nbytes, dtype, dst, tag) : NULL;
+    const int known = dst < comm->size && !phx_lacks_memory(data, sent->nbytes);
+    phx_message *message = known ? new_message((void *)data, sent, dst, tag) : NULL;
     if (message)
         phx_mail_send(comm, message);
     return message;
 }
 
-int phx_send_now(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst, uint32_t tag)
+int phx_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag)
 {
-    return dst < comm->size && !phx_lacks_memory(data, nbytes) && phx_mail_send_now(comm, data, nbytes, dtype, dst, tag);
+    return dst < comm->size && !phx_lacks_memory(data, sent->nbytes) && phx_mail_send_now(comm, data, sent, dst, tag);
 }
 
-phx_message *phx_recv(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtype, uint32_t src, uint32_t tag)
+phx_message *phx_recv(phx_comm *comm, void *data, const struct phx_end *expected, uint32_t src, uint32_t tag)
 {
     const int known = src < comm->size || src == PHX_ANY_SOURCE;
-    phx_message *message = known && !phx_lacks_memory(data, nbytes) ? new_message(data, nbytes, dtype, src, tag) : NULL;
+    phx_message *message = known && !phx_lacks_memory(data, expected->nbytes) ? new_message(data, expected, src, tag) : NULL;
     if (!message)
         return NULL;
     message->receiving = 1;

@@ -15,7 +15,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 28
+#define PHX_ABI 29
 #define PHX_API __attribute__((visibility("default")))
 
 /* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
@@ -83,12 +83,21 @@ enum phx_going {
 };
 
 /* Why a group broke: what one rank found, and about which other. */
+/* One end of a message. */
+struct phx_end {
+    uint64_t nbytes;
+    uint32_t dtype; /* the caller's number for it */
+    uint32_t site;  /* the line of the program that called, by its number in that rank's recorder; 0: not known */
+};
+
 struct phx_breakage {
     uint32_t status;         /* enum phx_status; PHX_OK if the group is whole */
     uint32_t rank;           /* the rank that broke the group; PHX_NOBODY if it lives but has not written the reason */
     uint32_t peer, peer_pid; /* the rank that it waited for or compared itself with, or PHX_NOBODY */
     uint64_t chunk;          /* where the calls differ, if that is why; else where the call of `rank` began */
     uint32_t how;            /* enum phx_going: how `peer` went, if the status is PHX_PEER_LOST */
+    uint32_t of_message;     /* with PHX_MISMATCH: whether a message's ends differ, which `peer` sent and `rank` received */
+    struct phx_end sent, expected; /* and its ends */
 };
 
 /* Called while a rank waits, at most once per slice (50 ms) and after a signal; non-zero stops the wait. */
@@ -308,16 +317,16 @@ PHX_API int phx_barrier(phx_comm *comm);
 #define PHX_ANY_SOURCE UINT32_MAX
 typedef struct phx_message phx_message;
 
-/* Start to send `nbytes` to the group rank `dst`, or to receive them from `src` (or PHX_ANY_SOURCE). The data must stay
+/* Start to send to the group rank `dst`, or to receive from `src` (or PHX_ANY_SOURCE); the end says how much, and is read
+ * in the call only. If the ends do not agree, but for their sites, the group breaks with PHX_MISMATCH. The data must stay
  * where it is until the message is done. A rank may be its own peer. Returns NULL if there is no memory or no such
  * rank, or if the data is at NULL. */
-PHX_API phx_message *phx_send(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst,
-                              uint32_t tag);
-PHX_API phx_message *phx_recv(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtype, uint32_t src, uint32_t tag);
+PHX_API phx_message *phx_send(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag);
+PHX_API phx_message *phx_recv(phx_comm *comm, void *data, const struct phx_end *expected, uint32_t src, uint32_t tag);
 
 /* Send at once if nothing waits to be sent to `dst` and the ring has room for all of it. Returns 1 if so, and there is
  * no message to wait for; 0 if nothing was done. Enough for most short messages, and the cheapest way. */
-PHX_API int phx_send_now(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst, uint32_t tag);
+PHX_API int phx_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag);
 
 /* Returns whether the message is done or the group broken, after moving what can be moved now. Never blocks. With
  * `watch` it also checks, once a slice, that the peer lives and that the message's timeout has not passed, and else

@@ -33,8 +33,8 @@
  *   sees        Written once by its rank, release, when it has looked at the processes of all others; read by all,
  *               acquire. Death before: a rank that waits for it finds the process gone, or waits a little longer.
  *               Death after: the ranks finish meeting, and the first to wait for the dead one finds it gone.
- *   going       Raised by its rank, release, when it closes the group, an exception ends its script, or it exits; read
- *               by all, acquire, by a rank that waits once a slice. Lowered only by its rank, relaxed, as that opens the
+ *   going       Raised by its rank, release, when it closes the group, whether in order or because of an exception, when
+ *               an exception ends its script, or when it exits; read by all, acquire, by a rank that waits once a slice. Lowered only by its rank, relaxed, as that opens the
  *               segment once more after it had given up meeting; the store orders that as it does `pid`. Death before:
  *               the process is found gone, and how it went is unknown. Death after: the others have it; all that the
  *               rank has published and sent before it closed the group is there.
@@ -62,6 +62,9 @@
  *               (the writer is stopped) they know only that the group is broken. Death after 2, before the sleepers
  *               were woken: they wake at the end of their slice (PHX_SLICE_NS).
  *   breakage    Written by that rank, plainly, between the two stores; read by all after `breaking` was acquired as 2.
+ *               The `site` of a message's end names a text in a rank's recorder, which that rank wrote before it gave
+ *               the message: its receiver before `breaking`, its sender before the `head` that the receiver acquired. So
+ *               who has acquired `breaking` may read both texts, also when their ranks are gone.
  *   described   0 -> 1 by the one thread of its rank that wins the exchange (seq_cst), which then writes `text` and
  *               stores 2, release. Read by all, acquire. Death before or between: the others' errors lack this rank's
  *               description. Death after: they have it.
@@ -133,8 +136,8 @@ struct phx_ring {
 
 /* The header that precedes the bytes of a message in a ring. */
 struct phx_message_header {
-    uint64_t nbytes;
-    uint32_t tag, dtype;
+    struct phx_end sent;
+    uint32_t tag;
 };
 
 /* Where each part begins, in bytes from the start of the segment. */

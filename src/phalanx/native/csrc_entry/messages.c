@@ -72,12 +72,13 @@ static int send_now(entry *self, PyObject *object, const struct entry_tensor *te
         return PyErr_Occurred() ? -1 : 0;
     if (!entry_unchanged(&entry_process.tensors, object, tensor))
         return 0;
+    const struct phx_end end = {tensor->nbytes, tensor->copied, site};
     if (tensor->nbytes <= INSIDE_PYTHON)
         return record_sent(self, tensor, site, ends->rank,
-                           entry_process.core.send_now(comm, tensor->data, tensor->nbytes, tensor->copied, peer, tag));
+                           entry_process.core.send_now(comm, tensor->data, &end, peer, tag));
     if (enter(self))
         return -1;
-    ENTRY_UNLOCKED(sent, entry_process.core.send_now(comm, tensor->data, tensor->nbytes, tensor->copied, peer, tag));
+    ENTRY_UNLOCKED(sent, entry_process.core.send_now(comm, tensor->data, &end, peer, tag));
     leave(self);
     return record_sent(self, tensor, site, ends->rank, sent);
 }
@@ -98,7 +99,8 @@ static int receive(entry *self, PyObject *object, const struct entry_tensor *ten
         return 0;
     if (enter(self))
         return -1;
-    phx_message *message = entry_process.core.recv(comm, tensor->data, tensor->nbytes, tensor->copied, peer, tag);
+    const struct phx_end end = {tensor->nbytes, tensor->copied, site};
+    phx_message *message = entry_process.core.recv(comm, tensor->data, &end, peer, tag);
     if (message)
         ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_RECV, tensor->copied, 0), tensor->nbytes, site,
                        ends->rank,

@@ -28,9 +28,11 @@ from phalanx.transports.hosts.departing import AWAY, depart
 from phalanx.transports.hosts.guard import Guard, Messages
 from phalanx.transports.hosts.lane import PeerAbsent, TransferFailed, TransferLate
 from phalanx.transports.hosts.layout import Layout
+from phalanx.transports.hosts.unequal import EndsDiffer, UnequalEnds
 from phalanx.transports.hosts.whereabouts import PATIENCE_S, PROMPT_S, Found, Note, Whereabouts
 from phalanx.transports.hosts.wording import KNOWN_BESIDE, Fact, awaited_elsewhere, late, late_message, lost, who
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
+from phalanx.transports.shm.unequal_ends import ends_of
 from phalanx.watch.ending import who_left
 from phalanx.watch.own_wait import with_own_wait
 
@@ -85,6 +87,7 @@ class Reason:
             store, layout, rank, local, abort, self._read_store, self._tell_ended, self._tell_place, timeout
         )
         self._whereabouts = Whereabouts(store, rank, layout, self.guard.pids, self.questions)
+        self._unequal = UnequalEnds(store, rank, self.questions)
 
     def attend(self, messages: Messages) -> None:
         """Judge the ranks that messages wait for as well, and tell the others which message this rank is in."""
@@ -162,6 +165,9 @@ class Reason:
         """What this rank raises for a reason."""
         if not isinstance(error, Exception):
             return error
+        if fact["kind"] == "differs" and "ends" in fact:
+            self._unequal.say(fact)
+            return self._unequal.error(fact)
         if fact["kind"] == "differs":
             return self._gather(call, with_later_calls=True).mismatch(fact.get("at", -1))
         if fact["kind"] == "late" and fact["what"] == "message":
@@ -323,6 +329,9 @@ class Reason:
 
     def _found(self, error: BaseException, of_message: bool) -> Fact | None:
         """The reason that an error of this rank is; None if it may be a consequence of what another has found."""
+        ends = error.ends if isinstance(error, EndsDiffer) else ends_of(error)
+        if ends is not None:
+            return {**self._fact("differs", "", -1), "at": -1, "ends": ends}
         if isinstance(error, (Differs, Crossed, CollectiveMismatch)):
             at = -1 if of_message else self.guard.calls - self.history.is_late()
             return {**self._fact("differs", "", -1), "at": at}
@@ -417,6 +426,7 @@ class Reason:
     # -- what the ranks were doing -----------------------------------------------------------------
 
     def _tell_place(self, place: str, message: str) -> None:
+        self._unequal.say(self.guard.reason or {})
         kind, text = ("message", message) if message else ("place", place)
         self._whereabouts.write_aside(kind, self._doing(text, 0))
 

@@ -7,20 +7,15 @@ from collections.abc import Callable, Collection
 
 from phalanx.errors import CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.system.awake import wait_awake
-from phalanx.transports.hosts.calls import Differs
 from phalanx.transports.hosts.lane import TransferFailed, TransferLate
 from phalanx.transports.hosts.layout import Layout
 from phalanx.watch.ending import note_left
 from phalanx.watch.own_wait import with_own_wait
 
-__all__ = ["BreaksGroup", "BrokenThere", "Ends", "PeerLeft", "SizesDiffer"]
+__all__ = ["BreaksGroup", "BrokenThere", "Ends", "PeerLeft"]
 
 TOLD_S = 3.0  # how long to wait for the reason why the group is broken, which another rank is about to tell
 ASK_S = 0.05
-
-
-class SizesDiffer(Differs):
-    """A message is not of the size or the dtype of the tensor that it is received into; the text says of which."""
 
 
 class BrokenThere(TransferFailed):
@@ -84,8 +79,6 @@ class Ends:
             return self.break_group(self.late(found.peer, waiting, self._timeout_s()), waiting)
         if isinstance(found, BreaksGroup):
             return self.break_group(found.error, waiting)
-        if isinstance(found, SizesDiffer):
-            return self.break_group(found, f"{waiting}, {found}")
         if isinstance(found, BrokenThere):
             wait_awake(self._is_told, TOLD_S)
         return self.break_group(found, waiting)

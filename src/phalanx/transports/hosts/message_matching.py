@@ -19,16 +19,14 @@ from phalanx.transports.contract import Message
 from phalanx.transports.hosts.calls import Differs
 from phalanx.transports.hosts.lane import Engine, TransferFailed
 from phalanx.transports.hosts.layout import Layout
-from phalanx.transports.hosts.message_ends import BrokenThere, PeerLeft, SizesDiffer
+from phalanx.transports.hosts.message_ends import BrokenThere, PeerLeft
 from phalanx.transports.hosts.message_way import BROKEN, DONE, LARGE, LEFT, SMALL, STAGED, STAGED_BYTES, Arrival, Way
 from phalanx.transports.hosts.remote_message import RemoteMessage
+from phalanx.transports.hosts.unequal import EndsDiffer
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
-from phalanx.transports.shm.numbers import DTYPE_NUMBERS
-from phalanx.watch.calls import dtype_name
+from phalanx.transports.shm.unequal_ends import MessageEnd
 
 __all__ = ["Matching"]
-
-_DTYPES = {number: dtype for dtype, (_, number) in DTYPE_NUMBERS.items()}
 
 
 class Matching(ABC):
@@ -117,10 +115,10 @@ class Matching(ABC):
                     if not way.has_room(first.nbytes):
                         return
                     if first.nbytes <= STAGED_BYTES:
-                        way.send(first.tensor, first.dtype, first.tag)
+                        way.send(first.tensor, first.dtype, first.tag, first.site)
                         self._end(first, None)
                     else:
-                        first.number, first.body = way.send_large(first.tensor, first.dtype, first.tag)
+                        first.number, first.body = way.send_large(first.tensor, first.dtype, first.tag, first.site)
                         self._unconfirmed[way, first.number] = first
                         way.release()
                 queued.pop(0)
@@ -130,6 +128,7 @@ class Matching(ABC):
     def _send_to_itself(self, message: RemoteMessage) -> Message:
         arrival = Arrival(None, SMALL, message.dtype, message.tag, message.nbytes)
         arrival.memory, arrival.address, arrival.sender = message.tensor, message.tensor.data_ptr(), message
+        arrival.site = message.site
         receive = self._claim(None, message.tag)
         if receive is None:
             self._aside.append(arrival)
@@ -254,9 +253,8 @@ class Matching(ABC):
         if arrival.lost and way is not None:
             self._end(receive, self._reason_over(way))
         elif (receive.nbytes, receive.dtype) != (arrival.nbytes, arrival.dtype):
-            dtype = _DTYPES.get(arrival.dtype)
-            kind = f" of {dtype_name(dtype)}" if dtype is not None else ""
-            self._end(receive, SizesDiffer(f"which got a message of {arrival.nbytes} bytes{kind} from rank {source}"))
+            sent = MessageEnd(source, arrival.nbytes, arrival.dtype, arrival.site)
+            self._end(receive, EndsDiffer(sent, MessageEnd(self._rank, receive.nbytes, receive.dtype, receive.site)))
         elif arrival.kind == LARGE and arrival.memory is not None:
             arrival.taker, receive.taken = receive, True  # as soon as it is here
             self._coming.add(receive)

@@ -44,8 +44,9 @@ STAGES = 4
 # What a frame says.
 SMALL, STAGED, LARGE, DONE, CREDIT, LEFT, BROKEN = range(7)
 # Its kind; the dtype's number; the slot of a large message, and the slot that later ones like it will use; the tag; the
-# message's bytes and number; how many frames and stages of the other side this one has read.
-_HEAD = struct.Struct("<BxHIIqQQQQ")
+# message's bytes and number; how many frames and stages of the other side this one has read; the line of the program
+# that sends, by its number in the sender's recorder.
+_HEAD = struct.Struct("<BxHIIqQQQQI")
 HEAD_BYTES = 64  # so that the data is aligned
 
 # The engine's tags: of frames, of stages, of the bytes by which a side knows that all it sent is there, and a pair for
@@ -71,6 +72,7 @@ class Arrival:
         "nbytes",
         "number",
         "sender",
+        "site",
         "slot",
         "tag",
         "taker",
@@ -79,7 +81,7 @@ class Arrival:
 
     def __init__(self, way: Way | None, kind: int, dtype: int, tag: int, nbytes: int) -> None:
         self.way, self.kind, self.dtype, self.tag, self.nbytes = way, kind, dtype, tag, nbytes
-        self.number = self.slot = self.key_slot = self.address = 0
+        self.number = self.slot = self.key_slot = self.address = self.site = 0
         self.memory: torch.Tensor | bytes | None = None
         self.aside = False  # whether it has no receive yet
         self.lost = False  # whether it was being set aside when the way ended
@@ -162,24 +164,31 @@ class Way:
             return False
         return not SMALL_BYTES < nbytes <= STAGED_BYTES or self._stages_sent - self._stages_known_read < STAGES
 
-    def send(self, tensor: torch.Tensor, dtype: int, tag: int) -> None:
+    def send(self, tensor: torch.Tensor, dtype: int, tag: int, site: int) -> None:
         """Send a message of at most ``STAGED_BYTES``, for which there is room. It is copied.
+
+        Args:
+            tensor: the message.
+            dtype, tag: of it.
+            site: the line of the program that sends it, by its number in this rank's recorder.
 
         Raises:
             TransferFailed: the connection is broken.
         """
         nbytes = tensor.nbytes
         if nbytes <= SMALL_BYTES:
-            self._send_frame(SMALL, dtype, 0, 0, tag, nbytes, 0, tensor.data_ptr())
+            self._send_frame(SMALL, dtype, 0, 0, tag, nbytes, 0, tensor.data_ptr(), site)
             return
         stage, address = self._outgoing_stages[self._stages_sent % STAGES]
         ctypes.memmove(address, tensor.data_ptr(), nbytes)
         self._sent_stages.append(self._engine.send(stage[:nbytes], self.peer, _STAGE))
         self._stages_sent += 1
-        self._send_frame(STAGED, dtype, 0, 0, tag, nbytes, 0, 0)
+        self._send_frame(STAGED, dtype, 0, 0, tag, nbytes, 0, 0, site)
 
-    def send_large(self, tensor: torch.Tensor, dtype: int, tag: int) -> tuple[int, tuple[Transfer, Transfer]]:
-        """Send a larger message, for which there is room.
+    def send_large(
+        self, tensor: torch.Tensor, dtype: int, tag: int, site: int
+    ) -> tuple[int, tuple[Transfer, Transfer]]:
+        """Send a larger message, for which there is room; the arguments are those of :meth:`send`.
 
         Returns:
             Its number, which the other side says when it has it, and what has to be kept until then.
@@ -191,7 +200,7 @@ class Way:
             slot = _PASSING + 2 * (number % _NUMBERED)
             if len(self._keys) < _SLOTS:
                 lasting = self._keys[key] = _LASTING + 2 * len(self._keys)
-        self._send_frame(LARGE, dtype, slot, lasting, tag, tensor.nbytes, number, 0)
+        self._send_frame(LARGE, dtype, slot, lasting, tag, tensor.nbytes, number, 0, site)
         last = torch.empty(1, dtype=torch.uint8)
         data = self._engine.send(tensor, self.peer, slot)
         return number, (data, self._engine.send(last, self.peer, slot + 1))
@@ -234,11 +243,20 @@ class Way:
         self._engine.recv(torch.empty(1, dtype=torch.uint8), self.peer, _THERE).wait()
 
     def _send_frame(
-        self, kind: int, dtype: int, slot: int, lasting: int, tag: int, nbytes: int, number: int, data: int
+        self,
+        kind: int,
+        dtype: int,
+        slot: int,
+        lasting: int,
+        tag: int,
+        nbytes: int,
+        number: int,
+        data: int,
+        site: int = 0,
     ) -> None:
         frame, memory, address = self._outgoing[self._frames_sent % (FRAMES + SPARE)]
         read = self._frames_read
-        _HEAD.pack_into(memory, 0, kind, dtype, slot, lasting, tag, nbytes, number, read, self._stages_read)
+        _HEAD.pack_into(memory, 0, kind, dtype, slot, lasting, tag, nbytes, number, read, self._stages_read, site)
         size = HEAD_BYTES
         if data:
             ctypes.memmove(address + HEAD_BYTES, data, nbytes)
@@ -269,10 +287,10 @@ class Way:
 
         """
         frame, memory, address, _ = self._frames.popleft()
-        kind, dtype, slot, lasting, tag, nbytes, number, frames_read, stages_read = _HEAD.unpack_from(memory)
+        kind, dtype, slot, lasting, tag, nbytes, number, frames_read, stages_read, site = _HEAD.unpack_from(memory)
         self._hear_of_credit(frames_read, stages_read)
         arrival = Arrival(self, kind, dtype, tag, nbytes)
-        arrival.number, arrival.slot, arrival.key_slot = number, slot, lasting
+        arrival.number, arrival.slot, arrival.key_slot, arrival.site = number, slot, lasting, site
         staged = kind == STAGED
         if kind == SMALL:
             arrival.address = address + HEAD_BYTES

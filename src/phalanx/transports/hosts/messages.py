@@ -35,6 +35,7 @@ from phalanx.transports.hosts.remote_message import RemoteMessage
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.mailbox import WithdrawableReceive
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS
+from phalanx.watch import recorder
 
 __all__ = ["HostsMessages"]
 
@@ -103,7 +104,7 @@ class HostsMessages(Matching):
             way, nbytes = self._way(peer), tensor.nbytes
             if not self._ended and nbytes <= STAGED_BYTES and not self._queued[way] and way.has_room(nbytes):
                 with contextlib.suppress(TransferFailed):  # reading finds why
-                    way.send(tensor, dtype, tag)
+                    way.send(tensor, dtype, tag, recorder.number_here())
                     return SENT
             message = self._new(tensor, dtype, "send to", peer, tag)
             self._start_send(message, way)

@@ -13,6 +13,7 @@ from phalanx.transports.hosts.lane import Transfer
 from phalanx.transports.hosts.message_timeouts import Overdue
 from phalanx.transports.hosts.message_way import Arrival, Way
 from phalanx.transports.shm.mailbox import WithdrawableReceive
+from phalanx.watch import recorder
 from phalanx.watch.call_site import capture, shown, text_of
 
 __all__ = ["RemoteMessage"]
@@ -90,6 +91,11 @@ class RemoteMessage(Message):
                 error = self._mover.explain(error, self.words())
             self._settle(error, source)
             del self.tensor
+
+    @property
+    def site(self) -> int:
+        """The line of the program that called for it, by its number in this rank's recorder."""
+        return recorder.number_of(self._site)
 
     def words(self) -> str:
         """What it is, in words, with the line that called for it. Called before it is settled."""

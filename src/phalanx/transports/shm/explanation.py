@@ -14,12 +14,14 @@ from phalanx.native.core import NOBODY, TEXT_BYTES, Breakage, Going, Status, lib
 from phalanx.system import processes
 from phalanx.system.host import machine_name
 from phalanx.system.process_use import state_text
-from phalanx.watch.call_site import shown
+from phalanx.transports.shm.unequal_ends import MessageEnd, unequal_ends
+from phalanx.watch import recorder
+from phalanx.watch.call_site import shown, text_of
 from phalanx.watch.calls import listed
 from phalanx.watch.ends import how_ended
 from phalanx.watch.from_outside import place_of_main
 from phalanx.watch.last_known import facts_in
-from phalanx.watch.records import read_memory
+from phalanx.watch.records import copy_memory, read_memory
 
 __all__ = ["explain", "facts_of", "left_text"]
 
@@ -45,6 +47,11 @@ def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: fl
     core.phx_describe(comm, call.encode()[: TEXT_BYTES - 1])
     why = Breakage()
     core.phx_breakage(comm, ctypes.byref(why))
+    if why.status == Status.MISMATCH and why.of_message:
+        ends = ((why.peer, why.sent), (why.rank, why.expected))
+        sent, received = (MessageEnd(names[which], end.nbytes, end.dtype, end.site) for which, end in ends)
+        lines = {(names[which], end.site): _line(comm, which, end.site, is_own=which == rank) for which, end in ends}
+        return unequal_ends(sent, received, lines)
     if why.status == Status.MISMATCH:
         calls = _calls(comm, [why.rank], NOTICED_PATIENCE_S) | _calls(comm, range(len(names)), PATIENCE_S)
         calls |= _calls(comm, [each for each in range(len(names)) if _is_about_to_say(comm, each)], NOTICED_PATIENCE_S)
@@ -143,6 +150,15 @@ def facts_of(comm: int, peer: int) -> dict[str, Any]:
     if recording is not None:
         facts |= facts_in(recording)
     return facts
+
+
+def _line(comm: int, rank: int, number: int, *, is_own: bool) -> str:
+    """The line of a rank's program that has this number in its flight recorder; empty if it is not known."""
+    if is_own:
+        return text_of(recorder.place_of(number))
+    memory = library().phx_recorder_of(comm, rank) if number else 0
+    copy = copy_memory(memory) if memory else None
+    return copy.place(number)[0] if copy is not None else ""
 
 
 def _is_about_to_say(comm: int, rank: int) -> bool:

@@ -9,13 +9,15 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from ctypes import byref
 
 import torch
 
 from phalanx.errors import BackendError, ClosedError, PeerLost, PhalanxError
-from phalanx.native.core import ANY_SOURCE, TEXT_BYTES, Breakage, Status, library
+from phalanx.native.core import ANY_SOURCE, TEXT_BYTES, Breakage, End, Status, library
 from phalanx.native.signals import SignalPoll
 from phalanx.transports.contract import GLANCE_S, SENT, Message
+from phalanx.watch import recorder
 from phalanx.watch.call_site import call_site
 from phalanx.watch.ending import note_left
 
@@ -63,7 +65,7 @@ class Mailbox:
             self.inside.pop()
 
     def describe(self, text: bytes) -> None:
-        """Let the other ranks read what this one was doing, or why it goes; only the first such text counts."""
+        """Write down what this rank was doing, or why it goes, for the others; only its first such text counts."""
         with self.handle() as comm:
             if comm:
                 self.core.phx_describe(comm, text[: TEXT_BYTES - 1])
@@ -89,7 +91,8 @@ class Mailbox:
             comm = self.comm
             if self.ended or not comm:
                 raise ClosedError.of_message()
-            what = (comm, tensor.data_ptr(), tensor.nbytes, dtype, peer, tag & 0xFFFFFFFF)
+            end = End(tensor.nbytes, dtype, recorder.number_here())
+            what = (comm, tensor.data_ptr(), byref(end), peer, tag & 0xFFFFFFFF)
             if self.core.phx_send_now(*what):
                 return SENT
             return SharedMemoryMessage(self, self.core.phx_send(*what), tensor, "send to", peer)
@@ -105,7 +108,8 @@ class Mailbox:
             if self.ended or not comm:
                 raise ClosedError.of_message()
             source = ANY_SOURCE if peer is None else peer
-            handle = self.core.phx_recv(comm, tensor.data_ptr(), tensor.nbytes, dtype, source, tag & 0xFFFFFFFF)
+            end = End(tensor.nbytes, dtype, recorder.number_here())
+            handle = self.core.phx_recv(comm, tensor.data_ptr(), byref(end), source, tag & 0xFFFFFFFF)
             return SharedMemoryMessage(self, handle, tensor, "recv from", peer)
         finally:
             inside.pop()
@@ -115,7 +119,8 @@ class Mailbox:
         with self.handle() as comm:
             if self.ended or not comm:
                 raise ClosedError.of_message()
-            handle = self.core.phx_recv(comm, tensor.data_ptr(), tensor.nbytes, dtype, ANY_SOURCE, tag & 0xFFFFFFFF)
+            end = End(tensor.nbytes, dtype, recorder.number_here())
+            handle = self.core.phx_recv(comm, tensor.data_ptr(), byref(end), ANY_SOURCE, tag & 0xFFFFFFFF)
             return WithdrawableReceive(self, handle, tensor, "recv from", None)
 
     def fail_recv(self, handle: int, tensor: torch.Tensor, peer: int) -> None:
