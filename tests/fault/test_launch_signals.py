@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from tests.launch_support import Launcher, RunningJob, launcher, wait_for
-from tests.support.waiting import stop
+from tests.support.waiting import soon, stop
 
 __all__ = ["launcher"]
 
@@ -62,6 +64,17 @@ def test_interrupted_python_ranks_clean_up_without_a_flood(launcher: Launcher) -
     assert said == ["phalanx: SIGINT: all 3 ranks have been ended"]
 
 
+def test_a_rank_that_had_finished_is_not_said_to_have_been_ended(launcher: Launcher) -> None:
+    job = launcher.start("-n", "3", "-q", "sh", "-c", "echo up; test $RANK = 1 || exec sleep 300")
+    job.read_lines(3)
+    command = [sys.executable, "-m", "phalanx", "top", "--once", "--json", str(job.process.pid)]
+    assert soon(lambda: "ended" in subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    job.process.send_signal(signal.SIGINT)
+    outcome = job.finish()
+    assert outcome.code == 130
+    assert outcome.err_text == "phalanx: SIGINT: rank 1 had finished; ranks 0, 2 have been ended\n"
+
+
 def test_ctrl_c_at_a_rank_that_ends_shows_nothing_of_phalanx(launcher: Launcher) -> None:
     """At its end a rank waits for the others' last calls, which is nothing that the user has written."""
     script = launcher.script("""
@@ -80,6 +93,29 @@ def test_ctrl_c_at_a_rank_that_ends_shows_nothing_of_phalanx(launcher: Launcher)
     assert outcome.code == 130
     assert "atexit" not in outcome.err_text
     assert "phalanx/" not in outcome.err_text
+
+
+def test_ctrl_c_at_a_rank_whose_exit_handlers_have_run_shows_nothing(launcher: Launcher) -> None:
+    """What is left then is how the interpreter ends; here it takes longer, and Ctrl-C comes all the time."""
+    script = launcher.script("""
+        import os, signal, threading, time
+        import phalanx.launch.rank.preload as preload
+        ends = threading.Event()
+        def interrupt():
+            ends.wait()
+            while True:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.1)
+        threading.Thread(target=interrupt, daemon=True).start()
+        others_rest = preload._others_rest
+        def slow():
+            ends.set()
+            time.sleep(0.5)
+            return others_rest()
+        preload._others_rest = slow
+    """)
+    outcome = launcher.run("-n", "2", "-q", script)
+    assert (outcome.code, outcome.err_text) == (0, "")
 
 
 def test_a_second_interrupt_kills_at_once(launcher: Launcher) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.launch.job.job import Job
-from phalanx.launch.output.failure import Failure, failure_in_short, find_cause, format_failure, signal_name
+from phalanx.launch.output.failure import End, Failure, failure_in_short, find_cause, format_failure, signal_name
 from phalanx.launch.output.logs import Console
 from phalanx.launch.output.stacks import format_places
 from phalanx.launch.rank.trace import Stage
@@ -30,6 +30,7 @@ class Ended:
 
     Attributes:
         failures: the ranks that did not end well.
+        ends: how each rank ended; None of one that has not.
         hosts: the host of each rank.
         started_at: when the ranks were started, on the monotonic clock; None if none was.
         interrupted: the signal with which somebody ended the job; None if nobody did.
@@ -45,6 +46,7 @@ class Ended:
     """
 
     failures: Sequence[Failure]
+    ends: Sequence[End | None]
     hosts: Sequence[str]
     started_at: float | None
     interrupted: int | None
@@ -171,9 +173,16 @@ def _say_interrupted(job: Job, ended: Ended, signum: int, console: Console) -> N
         what = f"{job.attempt.title} had not started" if job.attempt.number else "nothing had been started"
         console.say(f"{signal_name(signum)}: {what}")
         return
+    finished = [rank for rank, end in enumerate(ended.ends) if end and not (end.status or end.by_launcher)]
+    others = [rank for rank in range(job.ranks) if rank not in finished]
     whose = f"all {job.ranks} ranks have" if job.ranks > 1 else "the rank has"
+    if finished:
+        whose = f"{format_named('rank', finished)} had finished" + (
+            f"; {format_named('rank', others)} {'has' if len(others) == 1 else 'have'}" if others else ""
+        )
+    been_ended = " been ended" if others else ""
     places = [] if job.quiet else format_places(ended.stacks)
-    lines = [f"{signal_name(signum)}: {whose} been ended{', and had been at' if places else ''}"]
+    lines = [f"{signal_name(signum)}: {whose}{been_ended}{', and had been at' if places else ''}"]
     console.say("\n  ".join(lines + places))
 
 

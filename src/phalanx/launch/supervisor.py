@@ -429,6 +429,7 @@ class Supervisor:
         trace = self.descriptors.trace
         return Ended(
             failures=self._failures(),
+            ends=[rank.end for rank in self.ranks],
             hosts=[row.host for row in self.rows],
             started_at=self.started_at,
             interrupted=self.interrupted,

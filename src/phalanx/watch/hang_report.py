@@ -6,8 +6,10 @@ beside it (``hang-1-torch``) in which every rank's operations are written as tor
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -135,7 +137,7 @@ class HangReport:
 def write_report(folder: Path, report: HangReport, over: Path | None = None) -> Path:
     """Write a report behind those that the folder has; its path.
 
-    The file appears whole. A reader never finds the half of one.
+    The file appears whole. A reader never finds the half of one. If it cannot be written, nothing of it stays.
 
     Args:
         folder: the folder, which is made if it is not there.
@@ -149,11 +151,16 @@ def write_report(folder: Path, report: HangReport, over: Path | None = None) -> 
     match = _NAME.fullmatch(over.name) if over is not None else None
     number = int(match[1]) if match else 1 + max((number for number, _ in _reports(folder)), default=0)
     recordings = {seen.rank: seen.recording for seen in report.ranks if seen.recording is not None}
-    write_torch_traces(folder / f"hang-{number}-torch", recordings)
-    path = folder / f"hang-{number}.json"
-    with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as part:
-        json.dump(report.to_json(), part)
-    Path(part.name).replace(path)
+    traces, path = folder / f"hang-{number}-torch", folder / f"hang-{number}.json"
+    with contextlib.ExitStack() as unless_written:
+        if not path.exists():
+            unless_written.callback(shutil.rmtree, traces, ignore_errors=True)
+        write_torch_traces(traces, recordings)
+        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as part:
+            unless_written.callback(Path(part.name).unlink, missing_ok=True)
+            json.dump(report.to_json(), part)
+        Path(part.name).replace(path)
+        unless_written.pop_all()
     return path
 
 

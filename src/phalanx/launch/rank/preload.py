@@ -14,8 +14,10 @@ So both are skipped only if every other thread of the rank is asleep; that leave
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import os
+import signal
 import sys
 import threading
 import time
@@ -67,7 +69,13 @@ def _all_finalisers() -> list[weakref.finalize[..., object]]:
 
 
 def _spare_finalisers(preloader: int) -> None:
-    if os.getpid() != preloader and _others_rest():
+    if os.getpid() == preloader:
+        return
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # The script's exit handlers have run, so Ctrl-C has nothing to end any more, and would only print a traceback.
+        with contextlib.suppress(ValueError):  # the main thread has ended, and this is another one
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if _others_rest():
         for finaliser in _finalisers:
             finaliser.atexit = False
 
