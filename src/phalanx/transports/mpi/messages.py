@@ -178,6 +178,7 @@ class MpiMessage(Message):
         nbytes = self._tensor.nbytes if self._tensor is not None else 0
         error = CollectiveMismatch(
             f"{self._text()} on rank {self._mail.comm.rank} of the group: the message is not of {nbytes} bytes, as "
-            f"the tensor is, but {found}. The ranks must send and receive tensors of the same size and dtype"
+            f"the tensor is, but {found}. The ranks must send and receive tensors of the same size and dtype",
+            of_message=True,
         )
         return with_own_wait(error)
