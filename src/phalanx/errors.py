@@ -319,16 +319,16 @@ class CollectiveMismatch(PhalanxError):
 
     Attributes:
         calls: what each rank called, as far as that is known: by its rank in the group, in words, with the line. A rank
-            that was in no call is not in it, nor is one of another call if the two ends of a message differ.
-        of_message: the two ends of a message differ.
-        ends: these two, in numbers that only Phalanx uses.
+            that was in no call is not in it. If the two ends of a message differ, only its two ranks are in it.
+        of_message: whether the two ends of a message differ.
+        ends: these two, for Phalanx's own use.
         group, sequence, elapsed_s: in which operation of which group this rank was, and how long, as in
             :class:`PeerLost`. A rank that need not wait for others may find only in its next operation that the one
             before differs; one that leaves the group is in none.
     """
 
     group, sequence, elapsed_s = "", -1, 0.0
-    ends: Sequence[Sequence[int]] = ()
+    ends: Sequence[tuple[int, int, int, str]] = ()
 
     def __init__(self, message: str, *, calls: dict[int, str] | None = None, of_message: bool = False) -> None:
         super().__init__(message)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -21,6 +22,8 @@ from typing import Any
 import pytest
 from tests.mpi.environments import MpiEnvironment, mpi_parameters
 from tests.support.hosts import why_no_hosts
+
+from phalanx import settings
 
 pytestmark = pytest.mark.fault
 
@@ -71,9 +74,16 @@ def quantile(values: list[float], share: float) -> float:
 def measured(world: str, fault: str, rounds: int, python: str = sys.executable) -> tuple[dict[str, Any], float]:
     """What ``benchmarks/deaths.py`` measures, where all must have been told right, and how late this machine is."""
     options = ["--worlds", world, "--faults", fault, "--rounds", str(rounds), "--seed", "16", "--json"]
+    # The other tests want no line about ranks that wait (tests/conftest.py).
+    environment = {name: value for name, value in os.environ.items() if name != settings.WARN_AFTER}
     with Lateness() as lateness:
         ended = subprocess.run(
-            [python, str(DEATHS), *options], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+            [python, str(DEATHS), *options],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
         )
     assert ended.returncode == 0, ended.stderr
     found: dict[str, Any]

@@ -11,9 +11,13 @@ from tests.support.reports import report
 from phalanx.watch.hang_report import latest_report, read_report, write_report
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_nothing_stays_of_a_report_that_cannot_be_written(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for most in (0, 1024):  # bytes: no file has room for any, or only the small ones for what they need
+    for most in (0, 16_384):  # bytes: a file has room for nothing, or for a rank's operations but not for the report
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
         try:
             with pytest.raises(OSError, match="File too large"):
@@ -25,14 +29,15 @@ def test_nothing_stays_of_a_report_that_cannot_be_written(tmp_path: Path) -> Non
 
 def test_an_earlier_report_stays_if_one_in_its_place_cannot_be_written(tmp_path: Path) -> None:
     first = write_report(tmp_path, report(3, 60))
-    before = sorted(path.name for path in tmp_path.iterdir())
+    before = contents(tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            write_report(tmp_path, report(2, 60), over=first)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    for most in (0, 4096, 16_384):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                write_report(tmp_path, report(4, 60), over=first)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert contents(tmp_path) == before
     assert latest_report(tmp_path) == first
     assert len(read_report(first).ranks) == 3

@@ -31,6 +31,7 @@ class Ended:
     Attributes:
         failures: the ranks that did not end well.
         ends: how each rank ended; None of one that has not.
+        asked_at: when the ranks were told to end, on the monotonic clock; infinite if they were not.
         hosts: the host of each rank.
         started_at: when the ranks were started, on the monotonic clock; None if none was.
         interrupted: the signal with which somebody ended the job; None if nobody did.
@@ -47,6 +48,7 @@ class Ended:
 
     failures: Sequence[Failure]
     ends: Sequence[End | None]
+    asked_at: float
     hosts: Sequence[str]
     started_at: float | None
     interrupted: int | None
@@ -173,7 +175,7 @@ def _say_interrupted(job: Job, ended: Ended, signum: int, console: Console) -> N
         what = f"{job.attempt.title} had not started" if job.attempt.number else "nothing had been started"
         console.say(f"{signal_name(signum)}: {what}")
         return
-    finished = [rank for rank, end in enumerate(ended.ends) if end and not (end.status or end.by_launcher)]
+    finished = [rank for rank, end in enumerate(ended.ends) if end and end.status == 0 and end.at < ended.asked_at]
     others = [rank for rank in range(job.ranks) if rank not in finished]
     whose = f"all {job.ranks} ranks have" if job.ranks > 1 else "the rank has"
     if finished:

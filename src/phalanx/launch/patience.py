@@ -22,16 +22,21 @@ class Patience:
 
     Args:
         say: prints a line of the launcher's own.
+
+    Attributes:
+        begun_at: when the ranks were first told to end, on the monotonic clock.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._say_at: float | None = None
         self._kill_at = float("inf")
+        self.begun_at = float("inf")
 
     def begin(self, patience_s: float) -> None:
         """The ranks have just been told to end, and are killed in so many seconds."""
         now = time.monotonic()
+        self.begun_at = min(self.begun_at, now)
         self._kill_at = min(self._kill_at, now + patience_s)  # a later order gives nobody more time
         self._say_at = now + _SAID_AFTER_S if self._kill_at - now > _SAID_AFTER_S else None
 

@@ -430,6 +430,7 @@ class Supervisor:
         return Ended(
             failures=self._failures(),
             ends=[rank.end for rank in self.ranks],
+            asked_at=self.patience.begun_at,
             hosts=[row.host for row in self.rows],
             started_at=self.started_at,
             interrupted=self.interrupted,

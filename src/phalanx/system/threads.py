@@ -1,7 +1,7 @@
 """Starting a thread while a signal handler may raise.
 
-``Thread.start()`` keeps the thread in a table until it runs. If a handler raises in there (Ctrl-C, or the script's
-own), it takes the thread out of the table; but a thread that runs by then has done so itself. So what comes out is a
+``Thread.start()`` keeps the thread in a table until it runs. If a handler of the script's raises an ``Exception`` in
+there, it takes the thread out of the table; but a thread that runs by then has done so itself. So what comes out is a
 ``KeyError`` with the thread as its key, and the handler's exception is only its context (seen with CPython 3.11).
 """
 

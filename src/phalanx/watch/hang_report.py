@@ -6,10 +6,8 @@ beside it (``hang-1-torch``) in which every rank's operations are written as tor
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -137,7 +135,8 @@ class HangReport:
 def write_report(folder: Path, report: HangReport, over: Path | None = None) -> Path:
     """Write a report behind those that the folder has; its path.
 
-    The file appears whole. A reader never finds the half of one. If it cannot be written, nothing of it stays.
+    Its files appear whole: a reader never finds the half of one. If they cannot be written, nothing of them stays, and
+    the earlier report does.
 
     Args:
         folder: the folder, which is made if it is not there.
@@ -152,15 +151,14 @@ def write_report(folder: Path, report: HangReport, over: Path | None = None) -> 
     number = int(match[1]) if match else 1 + max((number for number, _ in _reports(folder)), default=0)
     recordings = {seen.rank: seen.recording for seen in report.ranks if seen.recording is not None}
     traces, path = folder / f"hang-{number}-torch", folder / f"hang-{number}.json"
-    with contextlib.ExitStack() as unless_written:
-        if not path.exists():
-            unless_written.callback(shutil.rmtree, traces, ignore_errors=True)
-        write_torch_traces(traces, recordings)
-        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as part:
-            unless_written.callback(Path(part.name).unlink, missing_ok=True)
-            json.dump(report.to_json(), part)
-        Path(part.name).replace(path)
-        unless_written.pop_all()
+    with tempfile.TemporaryDirectory(dir=folder, suffix=".part") as name:
+        parts = Path(name)
+        write_torch_traces(parts / "traces", recordings)
+        (parts / "report").write_text(json.dumps(report.to_json()))
+        traces.mkdir(exist_ok=True)
+        for part in (parts / "traces").iterdir():
+            part.replace(traces / part.name)
+        (parts / "report").replace(path)
     return path
 
 

@@ -162,8 +162,9 @@ class _State:
         if known is None:
             site = code, instruction
             known = code, self.text(call_site.text_of(site), identity=identity(site))
+            if known[1]:
+                self.places[known[1]] = site  # first: another thread that finds the number may ask for the place
             self._sites[key] = known
-            self.places[known[1]] = site
         return known[1]
 
     def _site_by_frames(self) -> int:
@@ -289,7 +290,7 @@ def own_place() -> tuple[int, int]:
 
 
 def place_of(number: int) -> CallSite | None:
-    """The place in the program that has this number; None if there is none."""
+    """The place in the program that has this number; None if there is none, and for 0."""
     return None if _state is None else _state.places.get(number)
 
 

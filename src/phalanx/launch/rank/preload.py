@@ -71,13 +71,10 @@ def _all_finalisers() -> list[weakref.finalize[..., object]]:
 def _spare_finalisers(preloader: int) -> None:
     if os.getpid() == preloader:
         return
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # The script's exit handlers have run, so Ctrl-C has nothing to end any more, and would only print a traceback.
-        with contextlib.suppress(ValueError):  # the main thread has ended, and this is another one
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if _others_rest():
-        for finaliser in _finalisers:
-            finaliser.atexit = False
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C has nothing to end here, and would print this module's lines
+        if _others_rest():
+            for finaliser in _finalisers:
+                finaliser.atexit = False
 
 
 def _others_rest() -> bool:
@@ -110,6 +107,10 @@ def _sleeps(task: str) -> bool:
 def _leave_alone(preloader: int) -> None:
     if os.getpid() == preloader:
         return
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # This is the last handler. Ctrl-C has nothing to end any more, and Python would print where it was.
+        with contextlib.suppress(ValueError):  # the main thread has ended, and this is another one
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
     restore_torch()
     rest = _others_rest()
     _preloaded[:] = [

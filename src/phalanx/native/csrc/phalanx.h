@@ -82,7 +82,6 @@ enum phx_going {
     PHX_REPLACED, /* its process runs another program (exec) */
 };
 
-/* Why a group broke: what one rank found, and about which other. */
 /* One end of a message. */
 struct phx_end {
     uint64_t nbytes;
@@ -90,6 +89,7 @@ struct phx_end {
     uint32_t site;  /* the line of the program that called, by its number in that rank's recorder; 0: not known */
 };
 
+/* Why a group broke: what one rank found, and about which other. */
 struct phx_breakage {
     uint32_t status;         /* enum phx_status; PHX_OK if the group is whole */
     uint32_t rank;           /* the rank that broke the group; PHX_NOBODY if it lives but has not written the reason */

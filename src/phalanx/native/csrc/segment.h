@@ -34,8 +34,9 @@
  *               acquire. Death before: a rank that waits for it finds the process gone, or waits a little longer.
  *               Death after: the ranks finish meeting, and the first to wait for the dead one finds it gone.
  *   going       Raised by its rank, release, when it closes the group, whether in order or because of an exception, when
- *               an exception ends its script, or when it exits; read by all, acquire, by a rank that waits once a slice. Lowered only by its rank, relaxed, as that opens the
- *               segment once more after it had given up meeting; the store orders that as it does `pid`. Death before:
+ *               an exception ends its script, or when it exits; read by all, acquire, by a rank that waits once a slice.
+ *               Lowered only by its rank, relaxed, as that opens the segment once more after it had given up meeting;
+ *               the store orders that as it does `pid`. Death before:
  *               the process is found gone, and how it went is unknown. Death after: the others have it; all that the
  *               rank has published and sent before it closed the group is there.
  *   ready, done Written by their rank, seq_cst, because the store must not pass the load of `sleepers`; read by all,

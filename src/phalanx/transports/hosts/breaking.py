@@ -22,17 +22,16 @@ from phalanx.store.peek import peek
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gone import ENDED, FAILED, LEFT, Gone
 from phalanx.transports.hosts.asking import Questions
-from phalanx.transports.hosts.calls import Differs, History, LeftOut
+from phalanx.transports.hosts.calls import Differs, EndsDiffer, History, LeftOut
 from phalanx.transports.hosts.crossing import Crossed
 from phalanx.transports.hosts.departing import AWAY, depart
 from phalanx.transports.hosts.guard import Guard, Messages
 from phalanx.transports.hosts.lane import PeerAbsent, TransferFailed, TransferLate
 from phalanx.transports.hosts.layout import Layout
-from phalanx.transports.hosts.unequal import EndsDiffer, UnequalEnds
 from phalanx.transports.hosts.whereabouts import PATIENCE_S, PROMPT_S, Found, Note, Whereabouts
 from phalanx.transports.hosts.wording import KNOWN_BESIDE, Fact, awaited_elsewhere, late, late_message, lost, who
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
-from phalanx.transports.shm.unequal_ends import ends_of
+from phalanx.transports.shm.unequal_ends import MessageEnd, ends_of, unequal_ends
 from phalanx.watch.ending import who_left
 from phalanx.watch.own_wait import with_own_wait
 
@@ -87,7 +86,6 @@ class Reason:
             store, layout, rank, local, abort, self._read_store, self._tell_ended, self._tell_place, timeout
         )
         self._whereabouts = Whereabouts(store, rank, layout, self.guard.pids, self.questions)
-        self._unequal = UnequalEnds(store, rank, self.questions)
 
     def attend(self, messages: Messages) -> None:
         """Judge the ranks that messages wait for as well, and tell the others which message this rank is in."""
@@ -166,8 +164,8 @@ class Reason:
         if not isinstance(error, Exception):
             return error
         if fact["kind"] == "differs" and "ends" in fact:
-            self._unequal.say(fact)
-            return self._unequal.error(fact)
+            sent, received = (MessageEnd(*end) for end in self._in_full(fact)["ends"])
+            return unequal_ends(sent, received)
         if fact["kind"] == "differs":
             return self._gather(call, with_later_calls=True).mismatch(fact.get("at", -1))
         if fact["kind"] == "late" and fact["what"] == "message":
@@ -188,6 +186,13 @@ class Reason:
         if fact["kind"] == "failed" and fact["by"] == self._rank:
             return error
         return lost(self._with_what_is_known_beside(fact), self._layout, self.guard.pids, self._rank, call)
+
+    def _in_full(self, fact: Fact) -> Fact:
+        """A segment may have had no room for the lines of a message's ends; the store, which was told before, had."""
+        if all(line for *_, line in fact["ends"]):
+            return fact
+        written = self.questions.ask(self._written)
+        return written if written is not None and "ends" in written else fact
 
     def _with_what_is_known_beside(self, fact: Fact) -> Fact:
         """Another host's ranks see that a rank has ended; those beside it, and the launcher, know more and say so.
@@ -426,7 +431,6 @@ class Reason:
     # -- what the ranks were doing -----------------------------------------------------------------
 
     def _tell_place(self, place: str, message: str) -> None:
-        self._unequal.say(self.guard.reason or {})
         kind, text = ("message", message) if message else ("place", place)
         self._whereabouts.write_aside(kind, self._doing(text, 0))
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["Differs", "History", "LeftOut"]
+from phalanx.transports.shm.unequal_ends import MessageEnd
+
+__all__ = ["Differs", "EndsDiffer", "History", "LeftOut"]
 
 
 class History(Protocol):
@@ -21,6 +23,18 @@ class History(Protocol):
 
 class Differs(Exception):
     """The ranks' calls do not match."""
+
+
+class EndsDiffer(Differs):
+    """A message is not of the size or the dtype of the tensor that it is received into.
+
+    Attributes:
+        ends: what was sent, and what was to be received.
+    """
+
+    def __init__(self, sent: MessageEnd, received: MessageEnd) -> None:
+        super().__init__("the two ends of a message differ")
+        self.ends = sent, received
 
 
 class LeftOut(Exception):

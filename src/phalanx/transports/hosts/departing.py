@@ -32,7 +32,7 @@ _GONE = "departed/gone"  # the key that is there once a rank has been counted th
 # The last rank to leave looks for what only a group that broke has written if it finds one of the marks. A rank that
 # writes such a key writes a mark in the same question, so a rank that has left the group has written both.
 _MARKS = ("broken", AWAY, NOTED, _GONE)
-_WRITTEN_WHEN_BROKEN = ("call", "message", "place", "stands", "gone", "how", "lines")
+_WRITTEN_WHEN_BROKEN = ("call", "message", "place", "stands", "gone", "how")
 
 
 def depart(

@@ -417,8 +417,11 @@ class Guard:
 
 
 def _short(fact: Fact) -> str:
-    """A reason as a segment takes it, without the end of what it says if that is too long."""
+    """A reason as a segment takes it, without the end of what it says, and lines of a program, if that is too long."""
     text = json.dumps(fact)
+    if len(text) >= TEXT_BYTES and "ends" in fact:
+        fact = {**fact, "ends": [[*end, ""] for *end, _ in fact["ends"]]}
+        text = json.dumps(fact)
     while len(text) >= TEXT_BYTES and fact["text"]:
         fact = {**fact, "text": fact["text"][: -1 - (len(text) - TEXT_BYTES) // 12]}
         text = json.dumps(fact)

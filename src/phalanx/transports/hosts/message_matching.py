@@ -16,13 +16,12 @@ from abc import ABC, abstractmethod
 import torch
 
 from phalanx.transports.contract import Message
-from phalanx.transports.hosts.calls import Differs
+from phalanx.transports.hosts.calls import Differs, EndsDiffer
 from phalanx.transports.hosts.lane import Engine, TransferFailed
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.message_ends import BrokenThere, PeerLeft
 from phalanx.transports.hosts.message_way import BROKEN, DONE, LARGE, LEFT, SMALL, STAGED, STAGED_BYTES, Arrival, Way
 from phalanx.transports.hosts.remote_message import RemoteMessage
-from phalanx.transports.hosts.unequal import EndsDiffer
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.unequal_ends import MessageEnd
 
@@ -128,7 +127,7 @@ class Matching(ABC):
     def _send_to_itself(self, message: RemoteMessage) -> Message:
         arrival = Arrival(None, SMALL, message.dtype, message.tag, message.nbytes)
         arrival.memory, arrival.address, arrival.sender = message.tensor, message.tensor.data_ptr(), message
-        arrival.site = message.site
+        arrival.line = message.line
         receive = self._claim(None, message.tag)
         if receive is None:
             self._aside.append(arrival)
@@ -253,8 +252,8 @@ class Matching(ABC):
         if arrival.lost and way is not None:
             self._end(receive, self._reason_over(way))
         elif (receive.nbytes, receive.dtype) != (arrival.nbytes, arrival.dtype):
-            sent = MessageEnd(source, arrival.nbytes, arrival.dtype, arrival.site)
-            self._end(receive, EndsDiffer(sent, MessageEnd(self._rank, receive.nbytes, receive.dtype, receive.site)))
+            sent = MessageEnd(source, arrival.nbytes, arrival.dtype, arrival.line)
+            self._end(receive, EndsDiffer(sent, MessageEnd(self._rank, receive.nbytes, receive.dtype, receive.line)))
         elif arrival.kind == LARGE and arrival.memory is not None:
             arrival.taker, receive.taken = receive, True  # as soon as it is here
             self._coming.add(receive)

@@ -32,6 +32,8 @@ from typing import Any
 import torch
 
 from phalanx.transports.hosts.lane import Engine, Transfer, TransferFailed
+from phalanx.watch import recorder
+from phalanx.watch.call_site import text_of
 
 __all__ = ["BROKEN", "DONE", "LARGE", "LEFT", "SMALL", "SMALL_BYTES", "STAGED", "STAGED_BYTES", "Arrival", "Key", "Way"]
 
@@ -45,9 +47,11 @@ STAGES = 4
 SMALL, STAGED, LARGE, DONE, CREDIT, LEFT, BROKEN = range(7)
 # Its kind; the dtype's number; the slot of a large message, and the slot that later ones like it will use; the tag; the
 # message's bytes and number; how many frames and stages of the other side this one has read; the line of the program
-# that sends, by its number in the sender's recorder.
-_HEAD = struct.Struct("<BxHIIqQQQQI")
+# that sends, by its number in the sender's recorder, and how many bytes of its text follow the data.
+_HEAD = struct.Struct("<BxHIIqQQQQIH")
 HEAD_BYTES = 64  # so that the data is aligned
+_LINE_BYTES = 512  # of the text of a line, which goes with the first message from there
+_FRAME_BYTES = HEAD_BYTES + SMALL_BYTES + _LINE_BYTES
 
 # The engine's tags: of frames, of stages, of the bytes by which a side knows that all it sent is there, and a pair for
 # each slot: its data and its last byte. MPI allows 32767.
@@ -67,12 +71,12 @@ class Arrival:
         "dtype",
         "key_slot",
         "kind",
+        "line",
         "lost",
         "memory",
         "nbytes",
         "number",
         "sender",
-        "site",
         "slot",
         "tag",
         "taker",
@@ -81,7 +85,8 @@ class Arrival:
 
     def __init__(self, way: Way | None, kind: int, dtype: int, tag: int, nbytes: int) -> None:
         self.way, self.kind, self.dtype, self.tag, self.nbytes = way, kind, dtype, tag, nbytes
-        self.number = self.slot = self.key_slot = self.address = self.site = 0
+        self.number = self.slot = self.key_slot = self.address = 0
+        self.line = ""  # of the sender's program
         self.memory: torch.Tensor | bytes | None = None
         self.aside = False  # whether it has no receive yet
         self.lost = False  # whether it was being set aside when the way ended
@@ -127,6 +132,8 @@ class Way:
         self._held = [0, 0]  # frames and stages that have been read and keep their credit
         self._numbers = 0
         self._there: list[Transfer] = []
+        self._told_lines: set[int] = set()
+        self._lines: dict[int, str] = {}  # of the other side
 
     # -- opening -----------------------------------------------------------------------------------
 
@@ -140,9 +147,9 @@ class Way:
         for _ in range(STAGES):
             self._await_stage(torch.empty(STAGED_BYTES, dtype=torch.uint8))
         for _ in range(FRAMES + SPARE):
-            frame = torch.empty(HEAD_BYTES + SMALL_BYTES, dtype=torch.uint8)
+            frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
             self._await_frame(frame, memoryview(frame.numpy()), frame.data_ptr())  # type: ignore[arg-type]
-            frame = torch.empty(HEAD_BYTES + SMALL_BYTES, dtype=torch.uint8)
+            frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
             self._outgoing.append((frame, memoryview(frame.numpy()), frame.data_ptr()))  # type: ignore[arg-type]
         for _ in range(STAGES):
             stage = torch.empty(STAGED_BYTES, dtype=torch.uint8)
@@ -242,6 +249,14 @@ class Way:
             transfer.wait()
         self._engine.recv(torch.empty(1, dtype=torch.uint8), self.peer, _THERE).wait()
 
+    def _line_for(self, site: int) -> bytes:
+        """The text of a line of this rank's program, unless the other side has it."""
+        if not site or site in self._told_lines:
+            return b""
+        self._told_lines.add(site)
+        text = text_of(recorder.place_of(site)).encode(errors="replace")
+        return text if len(text) <= _LINE_BYTES else b""
+
     def _send_frame(
         self,
         kind: int,
@@ -255,12 +270,16 @@ class Way:
         site: int = 0,
     ) -> None:
         frame, memory, address = self._outgoing[self._frames_sent % (FRAMES + SPARE)]
-        read = self._frames_read
-        _HEAD.pack_into(memory, 0, kind, dtype, slot, lasting, tag, nbytes, number, read, self._stages_read, site)
+        read, line = self._frames_read, self._line_for(site)
+        progress = read, self._stages_read
+        _HEAD.pack_into(memory, 0, kind, dtype, slot, lasting, tag, nbytes, number, *progress, site, len(line))
         size = HEAD_BYTES
         if data:
             ctypes.memmove(address + HEAD_BYTES, data, nbytes)
             size += nbytes
+        if line:
+            ctypes.memmove(address + size, line, len(line))
+            size += len(line)
         self._sent.append(self._engine.send(frame[:size], self.peer, _FRAME))
         self._frames_sent += 1
         self._frames_told, self._stages_told = read, self._stages_read
@@ -287,10 +306,14 @@ class Way:
 
         """
         frame, memory, address, _ = self._frames.popleft()
-        kind, dtype, slot, lasting, tag, nbytes, number, frames_read, stages_read, site = _HEAD.unpack_from(memory)
-        self._hear_of_credit(frames_read, stages_read)
+        kind, dtype, slot, lasting, tag, nbytes, number, *progress, site, length = _HEAD.unpack_from(memory)
+        self._hear_of_credit(*progress)
         arrival = Arrival(self, kind, dtype, tag, nbytes)
-        arrival.number, arrival.slot, arrival.key_slot, arrival.site = number, slot, lasting, site
+        arrival.number, arrival.slot, arrival.key_slot = number, slot, lasting
+        if length:
+            at = address + HEAD_BYTES + (nbytes if kind == SMALL else 0)
+            self._lines[site] = ctypes.string_at(at, length).decode(errors="replace")
+        arrival.line = self._lines.get(site, "")
         staged = kind == STAGED
         if kind == SMALL:
             arrival.address = address + HEAD_BYTES

@@ -97,6 +97,11 @@ class RemoteMessage(Message):
         """The line of the program that called for it, by its number in this rank's recorder."""
         return recorder.number_of(self._site)
 
+    @property
+    def line(self) -> str:
+        """The same as ``file:line``; empty if it is not known."""
+        return text_of(self._site)
+
     def words(self) -> str:
         """What it is, in words, with the line that called for it. Called before it is settled."""
         line = shown(text_of(self._site))

@@ -17,7 +17,7 @@ __all__ = ["KNOWN_BESIDE", "Fact", "awaited_elsewhere", "late", "late_message", 
 # message if one is late, as far as a word says it; else ``text`` says what happened, and with raised by which
 # exception. ``group_rank``: whom it is about. ``by``: the rank that noticed it. If that is a rank of the same
 # host, the fact may have ``KNOWN_BESIDE`` too. A rank of that host adds to ended ``how``, ``was_in_it`` and these, and
-# tells the other hosts. ``at``: which call differs; ``ends``: if it is a message, its two ends (``MessageEnd``).
+# tells the other hosts. ``at``: which call differs; ``ends``: if it is a message, its ends (``MessageEnd``).
 Fact = dict[str, Any]
 #: What the ranks beside a lost one know of it, as attributes of their errors.
 KNOWN_BESIDE = ("signal", "last_operation", "last_line")

@@ -49,9 +49,11 @@ def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: fl
     core.phx_breakage(comm, ctypes.byref(why))
     if why.status == Status.MISMATCH and why.of_message:
         ends = ((why.peer, why.sent), (why.rank, why.expected))
-        sent, received = (MessageEnd(names[which], end.nbytes, end.dtype, end.site) for which, end in ends)
-        lines = {(names[which], end.site): _line(comm, which, end.site, is_own=which == rank) for which, end in ends}
-        return unequal_ends(sent, received, lines)
+        sent, received = (
+            MessageEnd(names[which], end.nbytes, end.dtype, _line(comm, which, end.site, is_own=which == rank))
+            for which, end in ends
+        )
+        return unequal_ends(sent, received)
     if why.status == Status.MISMATCH:
         calls = _calls(comm, [why.rank], NOTICED_PATIENCE_S) | _calls(comm, range(len(names)), PATIENCE_S)
         calls |= _calls(comm, [each for each in range(len(names)) if _is_about_to_say(comm, each)], NOTICED_PATIENCE_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from phalanx.errors import CollectiveMismatch
@@ -21,34 +20,30 @@ class MessageEnd(NamedTuple):
     Attributes:
         rank: what the group's errors call that rank.
         nbytes: of its tensor.
-        dtype: the core's number for copies of it.
-        site: the line of its program, by its number in that rank's flight recorder; 0 if it is not known.
+        dtype: the core's number for copies of it. A complex tensor travels as pairs of floats, and is named as such.
+        line: of its program, as ``file:line``; empty if it is not known.
     """
 
     rank: int
     nbytes: int
     dtype: int
-    site: int
+    line: str
 
-    def text(self, verb: str, other: int, line: str) -> str:
+    def text(self, verb: str, other: int) -> str:
         """It in words, as ``send to rank 1, float32[8] at train.py:5``, whatever the shape of these 8 elements."""
         dtype = _DTYPES.get(self.dtype)
         what = f"{self.nbytes} bytes" if dtype is None else f"{dtype_name(dtype)}[{self.nbytes // dtype.itemsize}]"
-        return f"{verb} rank {other}, {what}" + (f" at {shown(line)}" if line else "")
+        return f"{verb} rank {other}, {what}" + (f" at {shown(self.line)}" if self.line else "")
 
 
-def unequal_ends(sent: MessageEnd, received: MessageEnd, lines: Mapping[tuple[int, int], str]) -> CollectiveMismatch:
-    """The error, which is the same on every rank.
-
-    Args:
-        sent, received: the two ends.
-        lines: by rank and ``site``, as ``file:line``; those that are not known may be missing.
-    """
-    sending = sent.text("send to", received.rank, lines.get((sent.rank, sent.site), ""))
-    receiving = received.text("recv from", sent.rank, lines.get((received.rank, received.site), ""))
+def unequal_ends(sent: MessageEnd, received: MessageEnd) -> CollectiveMismatch:
+    """The error, which is the same on every rank."""
+    sending, receiving = sent.text("send to", received.rank), received.text("recv from", sent.rank)
+    calls = {sent.rank: sending, received.rank: receiving}
+    if sent.rank == received.rank:
+        calls = {sent.rank: f"{sending}; {receiving}"}
     error = CollectiveMismatch.of_message_ends(
-        f"  rank {sent.rank}: {sending}\n  rank {received.rank}: {receiving}",
-        {sent.rank: sending} | {received.rank: receiving},
+        f"  rank {sent.rank}: {sending}\n  rank {received.rank}: {receiving}", calls
     )
     error.ends = sent, received
     return error
