@@ -310,7 +310,7 @@ class Way:
         self._hear_of_credit(*progress)
         arrival = Arrival(self, kind, dtype, tag, nbytes)
         arrival.number, arrival.slot, arrival.key_slot = number, slot, lasting
-        if length:
+        if 0 < length <= _LINE_BYTES:  # the frame has no room for more
             at = address + HEAD_BYTES + (nbytes if kind == SMALL else 0)
             self._lines[site] = ctypes.string_at(at, length).decode(errors="replace")
         arrival.line = self._lines.get(site, "")

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from phalanx.transports.mpi.notices import Notice
 from phalanx.transports.mpi.runtime import Runtime
 from phalanx.watch.call_site import call_site
 from phalanx.watch.calls import call_text, exchange_text, listed
+from phalanx.watch.ends import how_ended
 from phalanx.watch.own_wait import with_own_wait
 from phalanx.words import format_list, format_named
 
@@ -47,6 +48,7 @@ YIELD_S = 0.001
 NAP_S = 0.00005
 LONG_S, LONG_NAP_S = 0.1, 0.001
 CHECK_S = 0.005  # how often a waiting rank checks for notices
+ENDED_S = 1.0  # how long to look for the rank whose end may be why MPI has failed
 # How long a rank that gives up collects the notices of the other ranks that were waiting, if more than one may be
 # missing. They send them at once, but on a busy machine that takes them a second.
 PATIENCE_S = 2.0
@@ -175,12 +177,30 @@ class Agreement:
 
     def failed(self, error: Exception, name: str, tensor: torch.Tensor | None, op: int = -1, root: int = -1) -> Any:
         """The error for what MPI itself reported in an operation."""
-        self.broken = BackendError(
-            f"MPI failed in {self._text(name, tensor, op, root)} on rank {self._rank} of the group: {error}. "
+        call = self._text(name, tensor, op, root)
+        self.broken = self.lost_in(call, range(self._size)) or BackendError(
+            f"MPI failed in {call} on rank {self._rank} of the group: {error}. "
             f"Look at the other ranks' output; the ranks of the group are out of step"
         )
-        self._give_up("interrupted", self._text(name, tensor, op, root))
+        self._give_up("interrupted", call)
         return self.broken
+
+    def lost_in(self, call: str, ranks: Iterable[int]) -> PeerLost | None:
+        """The error for the first of these ranks that has ended, if one has.
+
+        MPI copies large data from another process's memory, and fails with the kernel's words if that process is killed
+        meanwhile. It may do so a moment before it can be seen that the process has ended.
+        """
+        others = [rank for rank in ranks if rank != self._rank]
+        until = time.monotonic() + ENDED_S
+        while not (lost := [rank for rank in others if self._runtime.peers.has_ended(self._members[rank])]):
+            if time.monotonic() > until:
+                return None
+            time.sleep(CHECK_S)
+        facts = self._facts(lost[0])
+        pid = facts.pop("pid")
+        ending, waiting = how_ended(pid), f"rank {self._rank} was in {call}"
+        return with_own_wait(PeerLost.ended(lost[0], pid, waiting, ending.text, signal=ending.signal, **facts))
 
     def close(self) -> None:
         """Give back what MPI holds for the comparison. No call may follow."""

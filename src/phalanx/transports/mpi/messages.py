@@ -16,6 +16,7 @@ from phalanx.transports.contract import GLANCE_S, SENT, Message
 from phalanx.transports.mpi.agreement import CHECK_S, Agreement, pause
 from phalanx.transports.mpi.runtime import Runtime
 from phalanx.transports.mpi.types import Types
+from phalanx.watch.call_site import call_site
 from phalanx.watch.own_wait import with_own_wait
 
 __all__ = ["Mail", "MpiMessage"]
@@ -172,7 +173,10 @@ class MpiMessage(Message):
         mpi = self._mail.mpi
         if error.Get_error_class() == mpi.ERR_TRUNCATE:
             return self._wrong_length("longer")
-        return BackendError(f"MPI failed in {self._text()} on rank {self._mail.comm.rank} of the group: {error}")
+        mail, site = self._mail, call_site()
+        call = f"{self._text()} at {site}" if site else self._text()
+        lost = mail.agreement.lost_in(call, range(mail.comm.size) if self._peer is None else [self._peer])
+        return lost or BackendError(f"MPI failed in {call} on rank {mail.comm.rank} of the group: {error}")
 
     def _wrong_length(self, found: str) -> PhalanxError:
         nbytes = self._tensor.nbytes if self._tensor is not None else 0

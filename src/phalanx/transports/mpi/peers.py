@@ -79,6 +79,10 @@ class Peers:
         state = state_of(self._peers[rank].pid)
         return state_text(state) if state in ("T", "t") else ""
 
+    def has_ended(self, rank: int) -> bool:
+        """Whether the process of a rank of the world is seen to have ended."""
+        return self._can_be_seen(rank) and state_of(self._peers[rank].pid) in ("", "Z", "X")
+
     def at(self, rank: int) -> str:
         """Where the main thread of a rank of the world is in its program; empty if that cannot be found out."""
         return shown(place_of_main(self._peers[rank].pid)) if self._can_be_seen(rank) else ""
