@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -11,8 +12,10 @@ import torch
 import torch.distributed as dist
 from tests.support.islands import ISLANDS, divide_by
 from tests.support.ranks import Member, run_ranks, values
+from tests.support.waiting import soon
 
 from phalanx.errors import CollectiveMismatch, PhalanxError
+from phalanx.system.processes import state_of
 
 SECOND_TAG = 7
 
@@ -127,6 +130,34 @@ def test_all_ranks_read_both_lines_of_a_sender_that_is_in_no_call(sender_is: str
     wanted = expected(sender, "float32[8]", found[sender][1], receiver, "float32[4]", found[receiver][1])
     for rank, (text, _) in enumerate(found):
         assert rank == sender or re.match(wanted, text), text
+
+
+@pytest.mark.parametrize("hosts", [None], indirect=True)
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_all_ranks_of_a_host_read_the_line_of_a_sender_whose_process_is_gone(size: int) -> None:
+    sender, receiver = neighbours(size)
+
+    def body(member: Member) -> tuple[str, int]:
+        member.join()
+        process = member.folder / "process"
+        if member.rank == sender:
+            dist.send(torch.ones(8), receiver)
+            process.write_text(f"{os.getpid()} {line_here() - 1}")
+            member.say("sent")
+            os._exit(0)
+        member.await_said("sent")
+        pid, line = map(int, process.read_text().split())
+        assert soon(lambda: state_of(pid) in ("Z", ""))
+        if member.rank != receiver:
+            return error_of(lambda: dist.recv(torch.ones(4), receiver)), line
+        text = error_of(lambda: dist.recv(torch.ones(4), sender))
+        wanted = expected(sender, "float32[8]", line, receiver, "float32[4]", line_here() - 1)
+        assert re.match(wanted, text), text
+        return text, line
+
+    *others, gone = run_ranks(body, size)
+    assert gone.rank == sender
+    assert len({text for text, _ in values(others)}) == 1
 
 
 def test_the_receive_is_named_to_which_the_message_went_not_the_one_that_waits() -> None:

@@ -104,5 +104,5 @@ class RemoteMessage(Message):
 
     def words(self) -> str:
         """What it is, in words, with the line that called for it. Called before it is settled."""
-        line = shown(text_of(self._site))
+        line = shown(self.line)
         return f"{self._text()} at {line}" if line else self._text()

@@ -91,8 +91,7 @@ class Mailbox:
             comm = self.comm
             if self.ended or not comm:
                 raise ClosedError.of_message()
-            end = End(tensor.nbytes, dtype, recorder.number_here())
-            what = (comm, tensor.data_ptr(), byref(end), peer, tag & 0xFFFFFFFF)
+            what = (comm, tensor.data_ptr(), _end(tensor, dtype), peer, tag & 0xFFFFFFFF)
             if self.core.phx_send_now(*what):
                 return SENT
             return SharedMemoryMessage(self, self.core.phx_send(*what), tensor, "send to", peer)
@@ -108,8 +107,7 @@ class Mailbox:
             if self.ended or not comm:
                 raise ClosedError.of_message()
             source = ANY_SOURCE if peer is None else peer
-            end = End(tensor.nbytes, dtype, recorder.number_here())
-            handle = self.core.phx_recv(comm, tensor.data_ptr(), byref(end), source, tag & 0xFFFFFFFF)
+            handle = self.core.phx_recv(comm, tensor.data_ptr(), _end(tensor, dtype), source, tag & 0xFFFFFFFF)
             return SharedMemoryMessage(self, handle, tensor, "recv from", peer)
         finally:
             inside.pop()
@@ -119,8 +117,7 @@ class Mailbox:
         with self.handle() as comm:
             if self.ended or not comm:
                 raise ClosedError.of_message()
-            end = End(tensor.nbytes, dtype, recorder.number_here())
-            handle = self.core.phx_recv(comm, tensor.data_ptr(), byref(end), ANY_SOURCE, tag & 0xFFFFFFFF)
+            handle = self.core.phx_recv(comm, tensor.data_ptr(), _end(tensor, dtype), ANY_SOURCE, tag & 0xFFFFFFFF)
             return WithdrawableReceive(self, handle, tensor, "recv from", None)
 
     def fail_recv(self, handle: int, tensor: torch.Tensor, peer: int) -> None:
@@ -167,6 +164,11 @@ class Mailbox:
         while self.inside and time.monotonic() < patience:
             time.sleep(GLANCE_S)
         return not self.inside
+
+
+def _end(tensor: torch.Tensor, dtype: int) -> object:
+    """This rank's end of a message that its program starts now, as the core reads it in the call."""
+    return byref(End(tensor.nbytes, dtype, recorder.number_here()))
 
 
 _open: weakref.WeakSet[Mailbox] = weakref.WeakSet()
