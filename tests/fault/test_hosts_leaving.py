@@ -262,3 +262,39 @@ FORKS = """
 def test_a_child_that_fails_breaks_nothing_of_its_parents(size: int, tmp_path: Path) -> None:
     ends = run_to_the_end(FORKS, size, tmp_path)
     assert [(out, code) for out, _, code in ends] == [(f"{float(size * size)}\n", 0)] * size, ends
+
+
+# Ranks 1 and 2 are on one host. Rank 1 waits for the last call of rank 2, to compare it with its own, before it leaves.
+LATE = """
+    import sys, time
+    from datetime import timedelta
+    from pathlib import Path
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
+    from tests.support.islands import pretend_host
+
+    rank, size, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    seen = Path(file).with_name("seen")
+    pretend_host(min(rank, 1))
+    store = FileStore(file, size)
+    dist.init_process_group("phalanx", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=100))
+    dist.barrier()
+    if rank < 2:
+        dist.broadcast(torch.ones(4), 0)
+    if rank == 0:
+        reason = dist.group.WORLD._communicator._reason
+        while not reason.guard.is_silent_for_good(1):
+            time.sleep(0.01)
+        print("has left" if reason.unwanting([1]) else "is gone without a word")
+        seen.touch()
+    while rank == 2 and not seen.exists():
+        time.sleep(0.01)
+"""
+
+
+def test_a_rank_answers_until_it_has_said_that_it_leaves(tmp_path: Path) -> None:
+    """Or else a rank that asks in between, because it has not been connected with it, takes it for dead."""
+    (said, _, code), *_ = run_to_the_end(LATE, 3, tmp_path)
+    assert said.strip() == "has left"
+    assert code == 0

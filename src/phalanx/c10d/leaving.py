@@ -7,7 +7,6 @@ an active exception". So would threads of C++ that come back to Python, as Gloo'
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import threading
 import time
@@ -15,6 +14,7 @@ import weakref
 from typing import Protocol, TypeVar
 
 from phalanx.errors import PhalanxError
+from phalanx.system.exit_order import Stage, at_exit
 from phalanx.watch.ending import script_failed
 from phalanx.words import tell
 
@@ -93,4 +93,4 @@ def _compare_all() -> None:
             tell(f"{type(error).__name__}: {error}")
 
 
-atexit.register(_at_exit)
+at_exit(Stage.LEAVE_GROUPS, _at_exit)

@@ -11,7 +11,6 @@ Rank 0 itself uses the table directly, under the same lock: its requests need no
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import os
@@ -31,6 +30,7 @@ from phalanx.store.guest import Guest
 from phalanx.store.seats import Seats
 from phalanx.store.table import Table
 from phalanx.system.awake import SLICE_S, AwakeClock, wait_awake
+from phalanx.system.exit_order import Stage, at_exit
 from phalanx.wire import door as doors
 from phalanx.wire.door import Arrival, Displaced, Door, Silent
 from phalanx.wire.framing import Malformed
@@ -424,5 +424,5 @@ def _after_fork() -> None:
         server.let_go()
 
 
-atexit.register(_at_exit)
+at_exit(Stage.END_STORES, _at_exit)
 os.register_at_fork(after_in_child=_after_fork)

@@ -16,6 +16,8 @@ import sys
 import weakref
 from typing import Any, NoReturn, TextIO, cast
 
+from phalanx.system import exit_order
+
 __all__ = ["forget_interpreter"]
 
 # What an interpreter keeps of an exception that ended something, and of its prompt.
@@ -59,10 +61,7 @@ def _no_input(prompt: Any = "", /) -> NoReturn:
 
 def _forget_exit_handlers() -> None:
     atexit._clear()
-    # Handlers of this package's modules, which do nothing for what belongs to another process.
-    for name, module in list(sys.modules.items()):
-        if name.startswith("phalanx.") and callable(handler := getattr(module, "_at_exit", None)):
-            atexit.register(handler)
+    exit_order.register()  # what this package does at exit, which is nothing for what belongs to another process
     # One exit handler runs all finalisers; without this line it would not run those that are made from here on.
     if exit_function := getattr(weakref.finalize, "_exitfunc", None):
         atexit.register(exit_function)

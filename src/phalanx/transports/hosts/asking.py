@@ -10,7 +10,6 @@ could recreate a key that another rank has deleted, or wait for one.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import threading
@@ -20,6 +19,7 @@ from typing import TypeVar
 
 from phalanx.store.client import end_calls
 from phalanx.system.bounded import keep_spare_thread, on_spare_thread, within
+from phalanx.system.exit_order import Stage, at_exit
 from phalanx.system.threads import start
 
 __all__ = ["STORE_S", "Questions"]
@@ -225,5 +225,5 @@ def _all_done() -> bool:
     return all(done.wait(max(0.0, until - time.monotonic())) for done in list(_under_way))
 
 
-atexit.register(_at_exit)
+at_exit(Stage.AWAIT_STORE, _at_exit)
 os.register_at_fork(after_in_child=_under_way.clear)  # those threads are the parent's

@@ -24,7 +24,6 @@ ordered of a thread that has ended.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import secrets
@@ -38,6 +37,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from phalanx.system.exit_order import Stage, at_exit
 from phalanx.system.foreign_values import read_json
 from phalanx.system.interfaces import outward_address
 from phalanx.system.threads import start
@@ -411,5 +411,5 @@ def _after_fork() -> None:
         _made = None
 
 
-atexit.register(_at_exit)
+at_exit(Stage.END_LOOKOUT, _at_exit)
 os.register_at_fork(after_in_child=_after_fork)

@@ -7,7 +7,6 @@ does not end, until the other ranks have all of it, or want none of it any more,
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import threading
 import time
@@ -15,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 
 from phalanx.system.awake import AwakeClock, wait_awake
+from phalanx.system.exit_order import Stage, at_exit
 from phalanx.system.threads import start
 from phalanx.transports.hosts.lane import Engine, Transfer, TransferFailed
 from phalanx.transports.hosts.message_way import Way
@@ -142,4 +142,4 @@ def _at_exit() -> None:
         delivery.wait()
 
 
-atexit.register(_at_exit)
+at_exit(Stage.DELIVER_MESSAGES, _at_exit)
