@@ -346,7 +346,7 @@ def test_a_receive_that_has_failed_is_not_written_when_its_message_has_been_set_
     assert isinstance(outcome_of(message.wait), ClosedError)
     pair.wire.hold(NONE)
     assert outcome_of(large.wait) is True
-    until(lambda: not receiver._finishing)
+    until(lambda: not receiver._bringing._finishing)
     assert bool((box == 0).all())
 
 
@@ -366,7 +366,7 @@ def test_a_large_message_whose_sender_leaves_while_it_is_set_aside_is_lost(pair:
     assert outcome_of(receiver.recv(numbers(SMALL), 0, 2).wait) is True
     receives = [receiver.recv(box, 0, 1)] if early else []
     sender.end()
-    until(lambda: not receiver._finishing)
+    until(lambda: not receiver._bringing._finishing)
     lost = outcome_of((receives or [receiver.recv(box, 0, 1)])[0].wait)
     assert isinstance(lost, PeerLost)
     assert "rank 0 of the group, on host 0, left the group in order" in str(lost)
@@ -419,7 +419,7 @@ def test_a_wake_that_comes_late_leaves_nothing_spinning(monkeypatch: pytest.Monk
         return look(overdue, asked)
 
     monkeypatch.setattr(Overdue, "_look", counted)
-    overdue = Overdue(PATIENCE_S, print, lambda: False, print, lambda: None)
+    overdue = Overdue(PATIENCE_S, print, lambda: False, print, lambda: None, print)
     overdue.begin(Awaited())
     until(lambda: looks)
     overdue._wake.set()

@@ -21,10 +21,11 @@ import torch.distributed as dist
 
 from phalanx.c10d.leaving import end_before_the_interpreter
 from phalanx.c10d.uncompiled import uncompiled
-from phalanx.errors import ClosedError, CollectiveTimeout, PhalanxError
+from phalanx.errors import BackendError, ClosedError, CollectiveTimeout, PhalanxError
 from phalanx.system.threads import start
 from phalanx.transports.contract import Communicator, Message
 from phalanx.watch import call_site
+from phalanx.words import tell
 
 __all__ = ["DoneWork", "MessageWork", "Messages"]
 
@@ -185,9 +186,10 @@ class MessageWork(dist.Work):
 class Messages:
     """The messages of one group that were not done when they were called.
 
-    ``_thread`` and ``closed`` are written under ``_starting`` and read without it. ``_pending`` belongs to the thread,
-    and to :meth:`close` once the thread has ended. In a forked child all of it counts as closed: the messages are the
-    parent's, in memory that it shares with the other ranks.
+    ``_thread`` and ``closed`` are written under ``_starting`` and read without it. The thread itself writes ``_thread``
+    as it begins, and so does the one that has started it, unless a signal handler raises there. ``_pending`` belongs to
+    the thread, and to :meth:`close` once the thread has ended. In a forked child all of it counts as closed: the
+    messages are the parent's, in memory that it shares with the other ranks.
     """
 
     def __init__(self, name: str, communicator: Communicator) -> None:
@@ -199,7 +201,7 @@ class Messages:
         self._starting = threading.Lock()
         self._leaving = False  # set by the thread that ends the process, read by the group's
         self.closed = False
-        self._inherited = False
+        self._inherited = self._has_warned = False
         _groups.add(self)
         end_before_the_interpreter(self)
 
@@ -209,9 +211,19 @@ class Messages:
         if self._thread is None:
             with self._starting:
                 if self._thread is None and not self.closed:
-                    thread = threading.Thread(target=self._serve, name=f"phalanx-mail-{self._name}", daemon=True)
-                    start(thread)
-                    self._thread = thread
+                    self._start_thread()
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._serve, name=f"phalanx-mail-{self._name}", daemon=True)
+        try:
+            start(thread)
+        except BackendError as error:
+            # The message is under way already, so that to raise now would have it sent again if the call is repeated.
+            if not self._has_warned:
+                self._has_warned = True
+                tell(f"warning: {error}. Until it can have one, a message moves on only while it is waited for")
+            return
+        self._thread = thread
 
     def refuse_if_closed(self) -> None:
         if self._inherited:
@@ -254,6 +266,11 @@ class Messages:
         self._starting = threading.Lock()
 
     def _serve(self) -> None:
+        with self._starting:
+            # A signal handler may have raised in the thread that started this one, which then started another.
+            if self._thread not in (None, threading.current_thread()):
+                return
+            self._thread = threading.current_thread()
         while not (self.closed or self._leaving):
             new = not self._pending
             if new:

@@ -55,7 +55,7 @@ import torch
 
 from phalanx.c10d.leaving import end_before_the_interpreter
 from phalanx.c10d.operation import Operation
-from phalanx.errors import PROCESS_LIMIT_HINT, BackendError, ClosedError, ReentryError
+from phalanx.errors import BackendError, ClosedError, ReentryError
 from phalanx.system.threads import start
 from phalanx.system.timed_queue import TimedQueue
 
@@ -244,13 +244,7 @@ class Progress:
     def _start_thread(self) -> None:
         # A daemon: an interpreter that exits with an operation still waiting for a lost rank must not wait too.
         thread = threading.Thread(target=self._serve, name=f"phalanx-{self._name}", daemon=True)
-        try:
-            start(thread)
-        except RuntimeError as error:
-            raise BackendError(
-                f"process group {self._name!r} needs a thread for asynchronous operations, and the system gave none "
-                f"({error}): {PROCESS_LIMIT_HINT}"
-            ) from error
+        start(thread)
         self._threads.append(thread)
 
     def _serve(self) -> None:

@@ -38,6 +38,7 @@ from phalanx.c10d.base import BaseProcessGroup
 from phalanx.c10d.shared_device import tell_if_shared
 from phalanx.c10d.stalled_calls import StalledCalls
 from phalanx.native.core import RecordedGroup
+from phalanx.system.threads import start
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
 from phalanx.watch import recorder
 from phalanx.watch.records import KINDS
@@ -348,8 +349,10 @@ def _look_after_them() -> None:
         return
     with _looking:
         if _looker is None or not _looker.is_alive():
-            _looker = threading.Thread(target=_look, name="phalanx-recorder", daemon=True)
-            _looker.start()
+            looker = threading.Thread(target=_look, name="phalanx-recorder", daemon=True)
+            with contextlib.suppress(RuntimeError):  # there is no thread for it, and the operation needs none
+                start(looker)
+                _looker = looker
 
 
 def _look() -> None:

@@ -1,4 +1,4 @@
-"""Starting a thread while a signal handler may raise.
+"""Starting a thread where the system may refuse it, and while a signal handler may raise.
 
 ``Thread.start()`` keeps the thread in a table until it runs. If a handler of the script's raises an ``Exception`` in
 there, it takes the thread out of the table; but a thread that runs by then has done so itself. So what comes out is a
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from threading import Thread
 
+from phalanx.errors import PROCESS_LIMIT_HINT, BackendError
+
 __all__ = ["start"]
 
 
@@ -16,7 +18,8 @@ def start(thread: Thread) -> None:
     """Start it; if a signal handler raises meanwhile, its exception comes out, and the thread may run or not.
 
     Raises:
-        RuntimeError: no thread can be started: there are too many, or the interpreter ends.
+        BackendError: the system gives this process no more threads.
+        RuntimeError: the interpreter ends, when Python 3.12 and later start none.
     """
     try:
         thread.start()
@@ -24,3 +27,7 @@ def start(thread: Thread) -> None:
         if error.args != (thread,) or error.__context__ is None:
             raise
         raise error.__context__ from None
+    except RuntimeError as error:
+        if "interpreter shutdown" in str(error):
+            raise
+        raise BackendError(f"the system gives this process no more threads ({error}): {PROCESS_LIMIT_HINT}") from error

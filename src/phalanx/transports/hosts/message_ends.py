@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 
-from phalanx.errors import CollectiveTimeout, PeerLost, PhalanxError
+from phalanx.errors import BackendError, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.system.awake import wait_awake
 from phalanx.transports.hosts.lane import TransferFailed, TransferLate
 from phalanx.transports.hosts.layout import Layout
 from phalanx.watch.ending import note_left
 from phalanx.watch.own_wait import with_own_wait
 
-__all__ = ["BreaksGroup", "BrokenThere", "Ends", "PeerLeft"]
+__all__ = ["BreaksGroup", "BrokenThere", "Ends", "NoThread", "PeerLeft"]
 
 TOLD_S = 3.0  # how long to wait for the reason why the group is broken, which another rank is about to tell
 ASK_S = 0.05
@@ -20,6 +20,10 @@ ASK_S = 0.05
 
 class BrokenThere(TransferFailed):
     """Another rank has found the group broken."""
+
+
+class NoThread(TransferFailed):
+    """This rank can start no thread that brings the messages of a peer."""
 
 
 class BreaksGroup(Exception):
@@ -68,8 +72,12 @@ class Ends:
 
     def error(self, found: Exception, waiting: str) -> PhalanxError:
         """The error of a message, given why it ended and what it is in words, with its line."""
+        if isinstance(found, NoThread):
+            return self.break_group(BackendError(str(found)), waiting)
         if isinstance(found, TransferFailed) and not isinstance(found, BrokenThere) and self._left([found.peer]):
             found = PeerLeft(found.peer)
+        if isinstance(found, PeerLeft) and self.broken():  # before it left, perhaps by that rank
+            found = BrokenThere(found.peer, "the group is broken")
         if isinstance(found, PeerLeft):
             who = f"rank {found.peer} of the group, on {self._layout.name(found.peer)},"
             error = with_own_wait(PeerLost.left_before_message(who, waiting, group_rank=found.peer))

@@ -15,11 +15,12 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from phalanx.errors import BackendError
 from phalanx.transports.contract import Message
 from phalanx.transports.hosts.calls import Differs, EndsDiffer
 from phalanx.transports.hosts.lane import Engine, TransferFailed
 from phalanx.transports.hosts.layout import Layout
-from phalanx.transports.hosts.message_ends import BrokenThere, PeerLeft
+from phalanx.transports.hosts.message_ends import BrokenThere, NoThread, PeerLeft
 from phalanx.transports.hosts.message_way import BROKEN, DONE, LARGE, LEFT, SMALL, STAGED, STAGED_BYTES, Arrival, Way
 from phalanx.transports.hosts.remote_message import RemoteMessage
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
@@ -59,6 +60,7 @@ class Matching(ABC):
         self._unconfirmed: dict[tuple[Way, int], RemoteMessage] = {}
         # Receives that a large message is coming for, and those that receive one aside; no longer posted.
         self._coming: set[RemoteMessage] = set()
+        self._held: list[object] = []  # what large messages need that were given up while they were under way
         self._cut: list[tuple[int | None, str]] = []  # what the end of the group has ended: the peers, and in words
 
     @abstractmethod
@@ -154,9 +156,11 @@ class Matching(ABC):
         if message.peer is None:
             if self.inside is not None:
                 message.inside = self.inside.recv_for_now(message.tensor, message.tag)
+            self._posted.append(message)  # now, so that it ends if a way is lost that cannot be opened
             for each in self.ways:
                 self._let_through(self._way(each))
-        elif way is not None:
+            return
+        if way is not None:
             self._let_through(way)
             slot = way.known.get((message.tag, message.dtype, message.nbytes), 0)
             if slot and way.is_open and self._is_next(message):
@@ -315,6 +319,19 @@ class Matching(ABC):
             if message.way is way:
                 self._end(message, reason)
         self.turn[way.peer].notify_all()
+
+    def _give_up(self, message: RemoteMessage, error: BackendError) -> None:
+        """There is no thread that a message needs: it ends, and so does the group when that is told."""
+        self._hold(message)
+        without = NoThread(-1 if message.way is None else message.way.peer, str(error))
+        if message.way is not None:
+            self._lose(message.way, without)
+        self._end(message, without)
+
+    def _hold(self, message: RemoteMessage) -> None:
+        # Gloo gets stuck in a transfer whose memory it has lost, and what follows on the connection with it.
+        if message.body is not None:
+            self._held.append((message.tensor, message.body))
 
     def _is_alone(self, message: RemoteMessage) -> bool:
         """Whether nobody is left whom a receive from any rank could get a message from."""

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from phalanx.errors import BackendError
 from phalanx.system.awake import AwakeClock
 from phalanx.system.threads import start
 
@@ -32,6 +33,7 @@ class Overdue:
         broken: whether the group is broken. It may take a while, and is asked seldom.
         break_off: called when it is.
         look: called as often as that is asked.
+        unwatched: called with a message that no thread looks after, and why there is none.
     """
 
     def __init__(
@@ -41,9 +43,11 @@ class Overdue:
         broken: Callable[[], bool],
         break_off: Callable[[], None],
         look: Callable[[], None],
+        unwatched: Callable[[Any, BackendError], None],
     ) -> None:
         self.timeout_s = timeout_s
         self._late, self._broken, self._break_off, self._look_on = late, broken, break_off, look
+        self._unwatched = unwatched
         self._since: dict[Any, float | None] = {}
         self._clock = AwakeClock()
         self._thread: threading.Thread | None = None
@@ -57,12 +61,22 @@ class Overdue:
         if message not in self._since:
             self._since[message] = None  # the thread notes the time
         if self._thread is None:
-            with self._starting:
-                if self._thread is None and not self._closed:
-                    self._thread = threading.Thread(target=self._run, name="phalanx-hosts-overdue", daemon=True)
-                    start(self._thread)
+            try:
+                self._start()
+            except BackendError as error:
+                self._unwatched(message, error)
         elif self._asleep:
             self._wake.set()
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name="phalanx-hosts-overdue", daemon=True)
+                try:
+                    start(self._thread)
+                except RuntimeError:
+                    self._thread = None
+                    raise
 
     def end(self, message: Any) -> None:
         """Nobody waits any more."""

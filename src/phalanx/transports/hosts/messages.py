@@ -19,16 +19,16 @@ from functools import partial
 
 import torch
 
-from phalanx.errors import ClosedError, PhalanxError
+from phalanx.errors import BackendError, ClosedError, PhalanxError
 from phalanx.system.awake import SLICE_S, wait_awake
-from phalanx.system.threads import start
 from phalanx.transports.contract import SENT, Communicator, Message
 from phalanx.transports.hosts.breaking import Reason
 from phalanx.transports.hosts.lane import Engine, TransferFailed
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.message_delivery import Delivery
-from phalanx.transports.hosts.message_ends import BreaksGroup, BrokenThere, Ends
+from phalanx.transports.hosts.message_ends import BreaksGroup, BrokenThere, Ends, NoThread
 from phalanx.transports.hosts.message_matching import Matching
+from phalanx.transports.hosts.message_threads import MessageThreads
 from phalanx.transports.hosts.message_timeouts import Overdue
 from phalanx.transports.hosts.message_way import BROKEN, LEFT, STAGED_BYTES, Way
 from phalanx.transports.hosts.remote_message import RemoteMessage
@@ -82,16 +82,16 @@ class HostsMessages(Matching):
         self.explain = self._ends.error
         self._opening: set[Way] = set()
         self._led: set[Way] = set()
-        self._serving: dict[Way, threading.Thread] = {}
-        self._finishing: set[threading.Thread] = set()
+        self._bringing = MessageThreads(self.lock)
         self._ended = False
-        self._held: list[object] = []  # what large messages that were under way when this rank left need
         self._ways_ended = False  # later than that; then nobody uses the engine, and it can be closed
         self._close_engine: Callable[[], None] | None = None
         self._delivery: Delivery | None = None
         self._reason = reason
         self._absent: set[int] = set()  # ranks that had left when that was looked for, as the thread of overdue knows
-        self.overdue = Overdue(timeout_s, self._is_late, reason.is_told, self._break_off, self._look_for_absent)
+        self.overdue = Overdue(
+            timeout_s, self._is_late, reason.is_told, self._break_off, self._look_for_absent, self._is_unwatched
+        )
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
         """Start to send to a rank of the group; a message of at most ``STAGED_BYTES`` is mostly done at once."""
@@ -135,11 +135,12 @@ class HostsMessages(Matching):
         return way
 
     def _start_serving(self, way: Way) -> None:
-        if way not in self._serving:
+        try:
             # Opening may wait until the other rank has a message for this one, which nobody who starts one may do.
-            thread = threading.Thread(target=self._serve, args=(way,), name="phalanx-hosts-messages", daemon=True)
-            self._serving[way] = thread
-            start(thread)
+            self._bringing.read(way, self._serve)
+        except BackendError as error:
+            self._opening.discard(way)
+            self._lose(way, NoThread(way.peer, str(error)))
 
     def _serve(self, way: Way) -> None:
         failure: TransferFailed | None = None
@@ -165,7 +166,7 @@ class HostsMessages(Matching):
                     self._lead(way)
                 else:
                     self.turn[way.peer].wait(SLICE_S)
-            del self._serving[way]
+            self._bringing.has_read(way)
 
     def serve(self, message: RemoteMessage) -> None:
         """Have a thread bring a message, as none may wait for it."""
@@ -203,16 +204,10 @@ class HostsMessages(Matching):
         """Have a thread wait for the body of a large message, since none may come that waits for it."""
         if not message.claimed and message.outcome is None:
             message.claimed = True
-            thread = threading.Thread(
-                target=self._finish_alone, args=(message,), name="phalanx-hosts-large", daemon=True
-            )
-            self._finishing.add(thread)
-            start(thread)
-
-    def _finish_alone(self, message: RemoteMessage) -> None:
-        with self.lock:
-            self._finish(message)
-            self._finishing.discard(threading.current_thread())
+            try:
+                self._bringing.finish(message, self._finish)
+            except BackendError as error:
+                self._give_up(message, error)
 
     def _finish(self, message: RemoteMessage) -> None:
         """Wait for the body of a large message. Called with the lock, which is let go meanwhile."""
@@ -333,6 +328,10 @@ class HostsMessages(Matching):
             self._end(message, BreaksGroup(late))
         self._ends.break_group(late, text)  # the thread that waits may be in the engine, which only this ends
 
+    def _is_unwatched(self, message: RemoteMessage, error: BackendError) -> None:
+        with self.lock:
+            self._give_up(message, error)
+
     def _break_off(self) -> None:
         """Another rank has broken the group: end the waits of this one."""
         with self.lock:
@@ -385,9 +384,8 @@ class HostsMessages(Matching):
                             sent[way] = last
             self._ended = True
             under_way = {*self._under_way(), *self.overdue.waiting()}
-            # Gloo gets stuck in a transfer whose memory it has lost, and what follows on the connection with it.
-            self._held = [(message.tensor, message.body) for message in under_way if message.body is not None]
             for message in under_way:
+                self._hold(message)
                 self._end(message, ClosedError.of_message())
         self.overdue.close()
         if self.inside is not None:
@@ -420,7 +418,7 @@ class HostsMessages(Matching):
 
     def _threads(self) -> list[threading.Thread]:
         with self.lock:
-            return [*self._serving.values(), *self._finishing, *self.overdue.threads()]
+            return [*self._bringing.all(), *self.overdue.threads()]
 
     def give_back(self) -> None:
         """Give back what would disturb the interpreter's end."""

@@ -143,16 +143,23 @@ class PolledEngine(Engine):
         with self.lock:
             if self._why_ended:
                 raise TransferFailed(transfer.peer, self._why_ended)
+            if self._thread is None and not self._closed:
+                self._start_thread()
             self._begin(transfer, tag)
             if not transfer.settled:
                 self.under_way[id(transfer)] = transfer
                 self._large += transfer.is_large
-            if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._tend, name="phalanx-engine", daemon=True)
-                start(self._thread)
         if not self._in_use.is_set():
             self._in_use.set()
         return transfer
+
+    def _start_thread(self) -> None:
+        self._thread = threading.Thread(target=self._tend, name="phalanx-engine", daemon=True)
+        try:
+            start(self._thread)
+        except RuntimeError:
+            self._thread = None
+            raise
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout

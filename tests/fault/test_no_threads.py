@@ -1,0 +1,100 @@
+"""A rank that can start no more threads, as under a limit on processes: its messages go on, or say at once why not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.islands import divide_by
+from tests.support.ranks import Member, on_ranks
+
+from phalanx.errors import BackendError, PeerLost
+
+TIMEOUT_S = 200.0
+SMALL, LARGE = 4, 1_000_000
+START = next(name for name in ("_start_new_thread", "_start_joinable_thread") if hasattr(threading, name))
+
+Call = Callable[[torch.Tensor, int], object]
+# What the first rank does, and what the last one does with it, each given a tensor and the other rank.
+CALLS: dict[str, tuple[Call, Call]] = {
+    "send": (dist.send, dist.recv),
+    "isend": (lambda tensor, peer: dist.isend(tensor, peer).wait(), dist.recv),  # type: ignore[union-attr]
+    "recv": (dist.recv, dist.send),
+    "irecv": (lambda tensor, peer: dist.irecv(tensor, peer).wait(), dist.send),  # type: ignore[union-attr]
+    "recv from any": (lambda tensor, peer: dist.recv(tensor), dist.send),
+}
+
+
+def refuse(*arguments: object, **options: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def join(member: Member) -> None:
+    member.join(timeout_s=TIMEOUT_S)
+    dist.barrier()
+    member.meet("joined")  # one that is still in there might raise there
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("count", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("name", CALLS)
+def test_messages_of_one_host_need_no_thread_to_be_waited_for(
+    name: str, count: int, size: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def body(member: Member) -> list[float]:
+        join(member)
+        got, last = torch.full((count,), float(member.rank)), size - 1
+        if member.rank == 0:
+            with monkeypatch.context() as patch:
+                patch.setattr(threading, START, refuse)
+                CALLS[name][0](got, last)
+            CALLS[name][0](got, last)  # there are threads again
+        if member.rank == last:
+            for _ in range(2):
+                CALLS[name][1](got, 0)
+        dist.barrier()
+        dist.destroy_process_group()
+        return [got[0].item(), got[-1].item()]
+
+    first, *_, last = on_ranks(body, size)
+    sent = 0.0 if "send" in name else size - 1.0
+    assert first == last == [sent, sent]
+    said = capfd.readouterr().err
+    assert said.count("warning") <= 1
+    assert said.count("a message moves on only while it is waited for") == said.count("warning")
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("count", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rank_that_has_no_thread_for_messages_between_hosts_is_told(
+    name: str, count: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call that needs the thread raises; the other ranks are told, and nobody waits for the timeout."""
+    divide_by(monkeypatch, lambda rank, size: int(rank == size - 1))
+
+    def body(member: Member) -> str:
+        join(member)
+        tensor, last = torch.full((count,), float(member.rank)), size - 1
+        if member.rank == 0:
+            with monkeypatch.context() as patch:
+                patch.setattr(threading, START, refuse)
+                with pytest.raises(BackendError, match=r"no more threads .*ulimit -u") as caught:
+                    CALLS[name][0](tensor, last)
+            text = str(caught.value)
+        else:
+            with pytest.raises(PeerLost) as lost:
+                if member.rank == last:
+                    CALLS[name][1](tensor, 0)
+                dist.barrier()
+            assert lost.value.group_rank == 0
+            text = str(lost.value)
+        dist.destroy_process_group()
+        return text
+
+    for text in on_ranks(body, size, timeout_s=TIMEOUT_S / 2)[1:]:
+        assert "rank 0 of the group" in text
+        assert "has failed (BackendError: the system gives this process no more threads" in text
