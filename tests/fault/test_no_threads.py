@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import torch
@@ -11,7 +16,7 @@ import torch.distributed as dist
 from tests.support.islands import divide_by
 from tests.support.ranks import Member, on_ranks
 
-from phalanx.errors import BackendError, PeerLost
+from phalanx.errors import BackendError, InitializationError, PeerLost
 
 TIMEOUT_S = 200.0
 SMALL, LARGE = 4, 1_000_000
@@ -98,3 +103,50 @@ def test_a_rank_that_has_no_thread_for_messages_between_hosts_is_told(
     for text in on_ranks(body, size, timeout_s=TIMEOUT_S / 2)[1:]:
         assert "rank 0 of the group" in text
         assert "has failed (BackendError: the system gives this process no more threads" in text
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_rank_that_has_no_thread_for_a_group_over_hosts_is_told(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    divide_by(monkeypatch, lambda rank, size: int(rank == size - 1))
+
+    def body(member: Member) -> str:
+        if member.rank == 0:
+            monkeypatch.setattr(threading, START, refuse)
+        with pytest.raises(BackendError if member.rank == 0 else InitializationError) as caught:
+            member.join(timeout_s=TIMEOUT_S)
+        return str(caught.value)
+
+    for rank, text in enumerate(on_ranks(body, size, timeout_s=TIMEOUT_S / 2)):
+        assert "no more threads" in text
+        assert rank == 0 or text.startswith("rank 0 ")
+
+
+SCRIPT = f"""
+    import threading
+
+    def refuse(*arguments, **options):
+        raise RuntimeError("can't start new thread")
+
+    threading.{START} = refuse
+    import phalanx
+    phalanx.init(timeout_s=200)
+"""
+
+
+def test_rank_0_that_has_no_thread_for_the_store_says_only_that(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(dedent(SCRIPT))
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = str(found.getsockname()[1])
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ended = subprocess.run(
+        [sys.executable, script],
+        env={"PYTHONPATH": ":".join(sys.path), **place},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=TIMEOUT_S / 2,
+        check=False,
+    )
+    assert ended.returncode == 1
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("phalanx.errors.BackendError: the system gives this process no more threads"), ended.stderr

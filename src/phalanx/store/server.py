@@ -31,6 +31,7 @@ from phalanx.store.seats import Seats
 from phalanx.store.table import Table
 from phalanx.system.awake import SLICE_S, AwakeClock, wait_awake
 from phalanx.system.exit_order import Stage, at_exit
+from phalanx.system.threads import start
 from phalanx.wire import door as doors
 from phalanx.wire.door import Arrival, Displaced, Door, Silent
 from phalanx.wire.framing import Malformed
@@ -91,9 +92,13 @@ class StoreServer:
         for sock in (self._wake_read, self._wake_write):
             sock.setblocking(False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._on_wake)
-        _servers.add(self)
         self._thread = threading.Thread(target=self._serve, name="phalanx-store", daemon=True)
-        self._thread.start()
+        try:
+            start(self._thread)
+        except RuntimeError:
+            self._release()
+            raise
+        _servers.add(self)
 
     # -- rank 0's own calls ------------------------------------------------------------------------
 
@@ -191,12 +196,15 @@ class StoreServer:
             with self._lock:
                 self._stopped = True
                 self._over = self._over or "rank 0 has left"
-                self._door.close()
-                for guest in list(self._guests.values()):
-                    self._dismiss(guest)
-                self._selector.close()
-                self._wake_read.close()
-                self._wake_write.close()
+                self._release()
+
+    def _release(self) -> None:
+        self._door.close()
+        for guest in list(self._guests.values()):
+            self._dismiss(guest)
+        self._selector.close()
+        self._wake_read.close()
+        self._wake_write.close()
 
     def _on_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -39,7 +39,7 @@ from typing import NamedTuple
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 
-from phalanx.errors import DeviceError, InitializationError, LauncherEnvironmentError, PhalanxError
+from phalanx.errors import BackendError, DeviceError, InitializationError, LauncherEnvironmentError, PhalanxError
 from phalanx.store.client import JobStore, underlying
 from phalanx.system.host import this_host
 from phalanx.system.process_use import has_ended, start_of
@@ -55,7 +55,7 @@ _GONE, _COMINGS, _LEFT = "gone", "comings", "left"
 _IS_OVER = "over"  # in the entry of a process that has failed by its own fault
 _NEIGHBOURS = 4  # in the order of coming, on either side
 # Of the errors of Phalanx and of torch those that are not about other ranks.
-_OWN_FAULTS = (DeviceError, LauncherEnvironmentError)
+_OWN_FAULTS = (BackendError, DeviceError, LauncherEnvironmentError)
 _LINGER_S = 1.0
 _PAUSE_S = 0.02
 _LONGEST_TEXT = 200  # characters of an exception
