@@ -97,12 +97,14 @@ class Contexts:
             self._worker_id = -1
 
     def count_as(self, worker: int, incarnation: int = 0) -> None:
-        """Number new contexts and edges as those of this worker."""
+        """Number new contexts and edges as those of this worker, unless another thread has begun to."""
         with self._lock:
-            self._worker_id = worker
+            if self._worker_id >= 0:
+                return
             start = worker << COUNT_BITS | (incarnation & 0xFFFF) << LIFE_BITS
             self._numbers = itertools.count(start)
             self._edges = itertools.count(start)
+            self._worker_id = worker  # the last, because others read it without the lock, and then count
 
     @property
     def worker_id(self) -> int:

@@ -435,8 +435,9 @@ def _forget(number: int, why: str) -> Context | None:
 
 
 def _require_agent() -> Agent:
-    if _agent is None:
+    agent = _agent  # another thread may end it
+    if agent is None:
         raise ClosedError("distributed autograd needs workers: call rpc.init() first, on every rank that takes part")
     if contexts.worker_id < 0:
-        contexts.count_as(worker_id(_agent.me), _agent.me.incarnation)
-    return _agent
+        contexts.count_as(worker_id(agent.me), agent.me.incarnation)
+    return agent
