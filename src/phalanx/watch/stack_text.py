@@ -14,6 +14,9 @@ ASKED = "\nAsked: "
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d{1,9}) in (?P<function>.*)$', re.MULTILINE)
 _LIBRARIES = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+# Where installed packages are that are not this environment's own: a virtual environment may see those of another one,
+# as ones made with --system-site-packages do, or find them by a .pth file or PYTHONPATH.
+_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _MADE = f"{os.sep}torchinductor_"
 # This package's own files, which need not be among the installed ones.
 OWN = f"{os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}{os.sep}"
@@ -38,7 +41,7 @@ def is_library(file: str) -> bool:
 
     So is what torch's compiler has made, in the folder of its cache that it has by default.
     """
-    return file.startswith(("<", *_LIBRARIES, OWN)) or _MADE in file
+    return file.startswith(("<", *_LIBRARIES, OWN)) or any(part in file for part in (*_PACKAGES, _MADE))
 
 
 def frames_of(stack: str) -> list[Frame]:
