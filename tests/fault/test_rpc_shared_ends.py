@@ -265,6 +265,8 @@ def test_offers_that_lead_nowhere_are_refused_and_leave_nothing() -> None:
         offer = peer.hub.offer()
         peer.hub.withdraw(offer)
         assert other.hub.accept(offer) is None
+        with pytest.raises(LinkEnded, match="has left"):
+            peer.hub.confirm(offer)  # as a thread does that makes a link while this process leaves
         unanswered = peer.hub.offer()
         with pytest.raises(LinkEnded, match="out of reach"):
             peer.hub.confirm(unanswered)

@@ -220,6 +220,31 @@ def test_a_caller_that_has_to_send_much_while_it_delivers_lets_others_read() -> 
         assert not waiting.is_alive()
 
 
+def test_a_caller_that_reads_sends_what_the_kernel_had_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that is woken when there is room again finds that the caller reads, and is woken once only.
+
+    What is kept back may be what lets the other side send the rest of the answer that the caller waits for.
+    """
+    with linked() as ((side, link), (other, _)):
+        gate = other.gates["slow"] = threading.Event()
+        caller = threading.Thread(target=side.call, args=(link, b"head"), kwargs={"service": "slow"})
+        caller.start()
+        assert soon(link._reading.locked)
+        with monkeypatch.context() as patch:
+            patch.setattr(link, "_try_to_send", lambda parts: 0)
+            assert link._writing.acquire(timeout=PATIENCE_S)
+            link._acknowledges = True
+            link._stop_writing()
+            assert link._unsent
+            time.sleep(0.2)  # for the thread to be woken
+        began = time.monotonic()
+        assert soon(lambda: not link._unsent)
+        took_s = time.monotonic() - began
+        gate.set()
+        caller.join()
+        assert took_s < PATIENCE_S / 2  # and not when the caller gives up
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_no_message_is_lost_or_doubled_when_many_threads_call_in_both_directions(seed: int) -> None:
     def work(side: Side, link: SocketLink, seed: int, failed: list[BaseException]) -> None:

@@ -98,9 +98,9 @@ class Agent:
         self._serving.add(NEIGHBOUR, on_neighbour, quick=False, codec=FACTS)
         self._place: Place | None = None
         try:
+            self.me = self._members.new(name, rank, self._pid, address, self._connections.port)
             for register in equip:
                 register(self)
-            self.me = self._members.new(name, rank, self._pid, address, self._connections.port)
             self._place = Place(place_name(self.me))
             self._connections.start(self.me)
             self._members.join(self.me, self._connections.is_there)

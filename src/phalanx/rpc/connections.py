@@ -307,7 +307,8 @@ class Connections:
     def _add_arrival(self, peer: Member, number: str, arrival: Arrival, session: Session) -> None:
         mend, readers = self._mender.dialled(peer), self._network.readers
         link = SocketLink(arrival.sock, session, self._receiver, arrival.rest, readers, mend)
-        self._accepted[peer.incarnation, number] = link
+        with self._lock:  # another thread may look for a link that has ended
+            self._accepted[peer.incarnation, number] = link
         with contextlib.suppress(LinkEnded):
             self._add(peer, link)
 

@@ -88,24 +88,32 @@ def begin(
         InitializationError: it is a worker already, another has its name, or it cannot encrypt, and was to.
     """
     global _agent
+
+    def publish(agent: Agent) -> None:
+        global _agent
+        _agent = agent  # before others can find this worker: what they ask for may make calls of its own
+
     if _agent is not None:
         raise InitializationError(
             f"rpc.init() was called twice in this process, which is {_agent.me}; shut it down first"
         )
     key = job_key()
-    _agent = Agent(
-        store,
-        name,
-        rank,
-        key,
-        address,
-        timeout_s,
-        equip=_equip,
-        typed_only=typed_only,
-        long_s=warn_after_s,
-        encrypt=_encrypts(encrypt, key),
-    )
-    return _agent
+    try:
+        return Agent(
+            store,
+            name,
+            rank,
+            key,
+            address,
+            timeout_s,
+            equip=[*_equip, publish],
+            typed_only=typed_only,
+            long_s=warn_after_s,
+            encrypt=_encrypts(encrypt, key),
+        )
+    except BaseException:
+        _agent = None
+        raise
 
 
 def _encrypts(asked: bool | None, key: Key) -> bool:

@@ -39,15 +39,15 @@ class Watch:
         self._stopped = False
         self._forget = agent.on_change(lambda member, event: self._changes.put((member, event)))
         self._thread = threading.Thread(target=self._run, name="phalanx-rpc-watch", daemon=True)
+        _watches.setdefault(agent, set()).add(self)  # before it runs, so that it is stopped if the agent is closed now
         self._thread.start()
-        _watches.setdefault(agent, set()).add(self)
 
     def stop(self) -> None:
         """Call the callback no more. When this returns, it is not running, unless it is the one that calls this."""
         self._stopped = True
         self._forget()
         self._changes.put(None)
-        if self._thread is not threading.current_thread():
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
         _watches.get(self._agent, set()).discard(self)
 

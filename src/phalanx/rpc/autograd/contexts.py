@@ -97,19 +97,12 @@ class Contexts:
             self._worker_id = -1
 
     def count_as(self, worker: int, incarnation: int = 0) -> None:
-        """Number new contexts and edges as those of this worker, unless another thread has begun to."""
+        """Number new contexts and edges as those of this worker; once, before any thread can make one."""
         with self._lock:
-            if self._worker_id >= 0:
-                return
+            self._worker_id = worker
             start = worker << COUNT_BITS | (incarnation & 0xFFFF) << LIFE_BITS
             self._numbers = itertools.count(start)
             self._edges = itertools.count(start)
-            self._worker_id = worker  # the last, because others read it without the lock, and then count
-
-    @property
-    def worker_id(self) -> int:
-        """This worker's id."""
-        return self._worker_id
 
     def max_id(self) -> int:
         """The largest number that a context of this worker can have."""

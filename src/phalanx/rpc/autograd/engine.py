@@ -62,6 +62,7 @@ def install(agent: Agent) -> None:
     """Let other workers ask this one for its part in their backward passes. What an earlier agent had is forgotten."""
     global _agent
     contexts.clear()
+    contexts.count_as(worker_id(agent.me), agent.me.incarnation)
     _agent = agent
     agent.serve(MARK, _on_mark)
     agent.serve(GRADIENTS, _on_gradients)
@@ -110,7 +111,11 @@ def wrap(
     member = agent.member(to)
     if member.incarnation != agent.me.incarnation:
         with inside.lock:
+            fresh = inside.known.get(worker_id(member)) != member
             inside.known[worker_id(member)] = member
+        if fresh and contexts.was_released(inside.number):  # by another thread, which did not know this member
+            with contextlib.suppress(PhalanxError, OSError):
+                agent.notify(member, RELEASE, inside.number)
     places = tuple(place for place, tensor in enumerate(tensors) if tensor.requires_grad)
     if not places or not torch.is_grad_enabled():
         return [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors], (inside.number, None, ())
@@ -438,6 +443,4 @@ def _require_agent() -> Agent:
     agent = _agent  # another thread may end it
     if agent is None:
         raise ClosedError("distributed autograd needs workers: call rpc.init() first, on every rank that takes part")
-    if contexts.worker_id < 0:
-        contexts.count_as(worker_id(agent.me), agent.me.incarnation)
     return agent

@@ -109,7 +109,7 @@ class Readers:
         """Read a connection no more; before its socket is closed, which makes the descriptor another one's."""
         descriptor = connection.fileno()
         if self._connections.get(descriptor) is connection:
-            del self._connections[descriptor]
+            self._connections.pop(descriptor, None)  # another thread may have done so meanwhile
             with contextlib.suppress(OSError, ValueError):
                 self._epoll.unregister(descriptor)
 

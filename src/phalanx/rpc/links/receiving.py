@@ -127,6 +127,7 @@ class ReceivingLink(SendingLink):
                 left_ms = 1000 * (until - time.monotonic())
                 if left_ms <= 0:
                     break
+                self._send_rest()  # the thread that was woken for it could not, because this one reads
                 self._receive(serving=False, sleep_ms=math.ceil(min(left_ms, _SLICE_MS)))
         finally:
             self._stop_reading()
@@ -155,16 +156,20 @@ class ReceivingLink(SendingLink):
                 self._armed.disarm()
             if self._came:  # what a thread has left that was interrupted, or had to send
                 self._deliver(serving=False)
-            if self._unsent and self._writing.acquire(False):
-                try:
-                    if self._unsent and not self.down:
-                        with contextlib.suppress(LinkEnded):
-                            self._finish([memoryview(self._unsent)], 0.0)
-                finally:
-                    self._stop_writing()
+            self._send_rest()
             return self._receive(serving=True)
         finally:
             self._stop_reading()
+
+    def _send_rest(self) -> None:
+        """Send what the kernel had no room for, as far as it has now."""
+        if self._unsent and self._writing.acquire(False):
+            try:
+                if self._unsent and not self.down:
+                    with contextlib.suppress(LinkEnded):
+                        self._finish([memoryview(self._unsent)], 0.0)
+            finally:
+                self._stop_writing()
 
     def read(self) -> None:
         """Read what has come, and deliver the messages in it."""

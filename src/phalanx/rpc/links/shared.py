@@ -304,7 +304,10 @@ class SharedHub:
         Raises:
             LinkEnded: that process is gone, or its memory is out of reach.
         """
-        link, descriptor = self._offers.pop(offer)
+        offered = self._offers.pop(offer, None)
+        if offered is None:
+            raise LinkEnded("this worker has left")
+        link, descriptor = offered
         os.close(descriptor)
         if self._core.phx_rpc_confirm(link._handle) != Status.OK:
             reason = os.strerror(ctypes.get_errno())
