@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.errors import BackendError
 from phalanx.system.bounded import within
 from phalanx.system.threads import start
 
@@ -46,3 +47,23 @@ def test_a_key_error_of_something_else_stays_one(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(threading, START, refuse)
     with pytest.raises(KeyError, match="another"):
         start(threading.Thread(target=print))
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (RuntimeError("can't start new thread"), BackendError),
+        (RuntimeError("what the program's signal handler raises"), RuntimeError),
+        (RuntimeError("can't create new thread at interpreter shutdown"), RuntimeError),
+    ],
+)
+def test_only_the_systems_refusal_is_told_as_one(
+    raised: RuntimeError, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr(threading, START, refuse)
+    with pytest.raises(RuntimeError, match=str(raised)) as caught:
+        start(threading.Thread())
+    assert type(caught.value) is expected

@@ -350,7 +350,7 @@ def _look_after_them() -> None:
     with _looking:
         if _looker is None or not _looker.is_alive():
             looker = threading.Thread(target=_look, name="phalanx-recorder", daemon=True)
-            with contextlib.suppress(RuntimeError):  # there is no thread for it, and the operation needs none
+            with contextlib.suppress(RuntimeError):  # the operation itself needs no thread of Phalanx's
                 start(looker)
                 _looker = looker
 

@@ -28,6 +28,6 @@ def start(thread: Thread) -> None:
             raise
         raise error.__context__ from None
     except RuntimeError as error:
-        if "interpreter shutdown" in str(error):
+        if str(error) != "can't start new thread":  # a signal handler has raised it, or the interpreter ends
             raise
         raise BackendError(f"the system gives this process no more threads ({error}): {PROCESS_LIMIT_HINT}") from error

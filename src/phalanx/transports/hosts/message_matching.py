@@ -321,7 +321,7 @@ class Matching(ABC):
         self.turn[way.peer].notify_all()
 
     def _give_up(self, message: RemoteMessage, error: BackendError) -> None:
-        """There is no thread that a message needs: it ends, and so does the group when that is told."""
+        """End a message that needs a thread which cannot be started. The group breaks when its caller is told."""
         self._hold(message)
         without = NoThread(-1 if message.way is None else message.way.peer, str(error))
         if message.way is not None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from phalanx.errors import BackendError
 from phalanx.system.threads import start
 from phalanx.transports.hosts.message_way import Way
 
@@ -28,14 +29,14 @@ class MessageThreads:
         """Have a thread read a way, unless one does.
 
         Raises:
-            BackendError: there is no thread for it.
+            BackendError: the system gives this process no more threads.
         """
         if way not in self._reading:
             thread = threading.Thread(target=task, args=(way,), name="phalanx-hosts-messages", daemon=True)
             self._reading[way] = thread
             try:
                 start(thread)
-            except RuntimeError:
+            except BackendError:
                 del self._reading[way]
                 raise
 
@@ -47,13 +48,13 @@ class MessageThreads:
         """Have a thread wait for the body of a large message; ``task`` is called with the lock, and may let it go.
 
         Raises:
-            BackendError: there is no thread for it.
+            BackendError: the system gives this process no more threads.
         """
         thread = threading.Thread(target=self._finish, args=(message, task), name="phalanx-hosts-large", daemon=True)
         self._finishing.add(thread)
         try:
             start(thread)
-        except RuntimeError:
+        except BackendError:
             self._finishing.discard(thread)
             raise
 

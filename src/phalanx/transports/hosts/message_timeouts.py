@@ -74,7 +74,7 @@ class Overdue:
                 self._thread = threading.Thread(target=self._run, name="phalanx-hosts-overdue", daemon=True)
                 try:
                     start(self._thread)
-                except RuntimeError:
+                except BackendError:
                     self._thread = None
                     raise
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from phalanx.errors import BackendError
 from phalanx.system.threads import start
 from phalanx.transports.hosts.lane import SHORT_BYTES, Engine, Transfer, TransferFailed, TransferLate
 
@@ -144,7 +145,7 @@ class PolledEngine(Engine):
             if self._why_ended:
                 raise TransferFailed(transfer.peer, self._why_ended)
             if self._thread is None and not self._closed:
-                self._start_thread()
+                self._start_thread()  # first, so that nothing is under way if there can be none
             self._begin(transfer, tag)
             if not transfer.settled:
                 self.under_way[id(transfer)] = transfer
@@ -157,7 +158,7 @@ class PolledEngine(Engine):
         self._thread = threading.Thread(target=self._tend, name="phalanx-engine", daemon=True)
         try:
             start(self._thread)
-        except RuntimeError:
+        except BackendError:
             self._thread = None
             raise
 
