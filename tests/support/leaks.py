@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ class Holdings:
 
     children: frozenset[int]
     threads: frozenset[str]
-    descriptors: int
+    descriptors: tuple[str, ...]
     shared_memory: frozenset[str]
 
     @staticmethod
@@ -30,7 +31,7 @@ class Holdings:
         return Holdings(
             children=frozenset(children),
             threads=frozenset(thread.name for thread in threading.enumerate()),
-            descriptors=len(descriptors()),
+            descriptors=tuple(descriptors()),
             # Only what torch, multiprocessing or Phalanx would make: other programs of this machine come and go.
             shared_memory=frozenset(
                 name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "psm_", "sem.", "phalanx"))
@@ -44,8 +45,10 @@ class Holdings:
             left.append(f"processes {sorted(more)}")
         if names := later.threads - self.threads:
             left.append(f"threads {sorted(names)}")
-        if later.descriptors > self.descriptors:
-            left.append(f"{later.descriptors - self.descriptors} descriptors")
+        if (more_of := len(later.descriptors) - len(self.descriptors)) > 0:
+            new = Counter(later.descriptors) - Counter(self.descriptors)
+            gone = Counter(self.descriptors) - Counter(later.descriptors)
+            left.append(f"{more_of} descriptors: {sorted(new.elements())} in the place of {sorted(gone.elements())}")
         if files := {name for name in later.shared_memory - self.shared_memory if lasts(name)}:
             left.append(f"/dev/shm/{sorted(files)}")
         return left

@@ -16,6 +16,7 @@ from phalanx.c10d.ddp_parameters import name_parameters
 from phalanx.c10d.hooked import group_class
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.quick import quicken, quicken_messages
+from phalanx.system.autograd_engine import renew_engine
 from phalanx.transports.attendance import attend
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
@@ -151,6 +152,7 @@ def create_process_group(
                 group.watch_waits(dict(zip(layout.here, here, strict=True)))
         return group
 
+    renew_engine()  # functions of the program may run in the group's threads
     open_recorder()  # before the ranks meet, because then they begin to hold each other's
     communicator: Communicator
     if size == 1:

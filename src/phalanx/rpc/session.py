@@ -21,6 +21,7 @@ from phalanx.rendezvous.meet import kept_store
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.inquiry import LONG_S
 from phalanx.rpc.members import Member, store_lost
+from phalanx.system.autograd_engine import renew_engine
 from phalanx.system.bounded import within
 from phalanx.system.interfaces import LOOPBACK, chosen_interface, is_loopback, outward_address, resolve
 from phalanx.wire.key import Key, job_key
@@ -98,6 +99,7 @@ def begin(
             f"rpc.init() was called twice in this process, which is {_agent.me}; shut it down first"
         )
     key = job_key()
+    renew_engine()
     try:
         return Agent(
             store,

@@ -39,6 +39,7 @@ from phalanx.launch.rank.descriptors import RankEnds, release_input
 from phalanx.launch.rank.late_variables import apply_threads, hide_torch
 from phalanx.launch.rank.other_ends import ended_elsewhere, how_ended
 from phalanx.launch.rank.trace import Stage, advance, note_asked, open_own, place_of_recorder
+from phalanx.system.autograd_engine import renew_engine
 from phalanx.system.processes import die_with_parent, set_name, skip_library_teardown
 from phalanx.topology.frameworks import cpu_settings
 from phalanx.watch.ends import learn_by, learn_elsewhere_by
@@ -134,6 +135,7 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     sys.stdout = _stream(sys.stdout, 1, "w")
     sys.stderr = _stream(sys.stderr, 2, "w")
     faulthandler.enable()
+    renew_engine()
     open_own(ends.trace, start.part)
     publish_by(partial(note_asked, start.run_id))
     keep_in(partial(place_of_recorder, start.run_id))

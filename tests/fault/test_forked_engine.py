@@ -1,0 +1,121 @@
+"""Ranks that are forked by a process with torch in it: their first operations with gradients may run in two threads.
+
+torch then makes its autograd engine anew, and is not safe against two threads that do so. A library that is loaded
+before torch counts how often that happens, and makes it take long.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+NATIVE = Path(__file__).parents[1] / "native"
+SIZES = [1, 2, 3, 5]
+TIMEOUT_S = 300
+
+TWO_THREADS = """
+    import ctypes, threading
+    import torch
+
+    def ends():
+        return ctypes.CDLL(None).engine_ends()
+
+    def compute(together):
+        values = torch.ones(3, requires_grad=True)
+        together.wait()
+        (values * 2).exp()
+
+    def in_two_threads():
+        together = threading.Barrier(2)
+        threads = [threading.Thread(target=compute, args=(together,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+"""
+# How often the engine has been made anew, before and after.
+SCRIPT = """
+    before = ends()
+    in_two_threads()
+    assert (before, ends()) == (1, 1), (before, ends())
+"""
+FUNCTION = """
+    import phalanx
+
+    def rank():
+        before = ends()
+        in_two_threads()
+        return before, ends()
+
+    in_two_threads()
+    assert phalanx.launch(rank, n={size}) == [(1, 1)] * {size}
+"""
+# A program that forks its processes itself: Phalanx sees them when they join.
+FORKED = """
+    import sys
+    import torch.multiprocessing
+    import torch.distributed as dist
+    from phalanx import rpc
+
+    def rank(rank):
+        {join}
+        before = ends()
+        in_two_threads()
+        assert (before, ends()) == (1, 1), (before, ends())
+        {leave}
+        dist.destroy_process_group()
+
+    in_two_threads()
+    torch.multiprocessing.start_processes(rank, nprocs={size}, start_method="fork")
+"""
+JOIN = "dist.init_process_group({backend!r}, init_method='file://' + sys.argv[1], rank=rank, world_size={size})"
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a program whose engines are counted."""
+    library = tmp_path_factory.mktemp("engine") / "engine_ends.so"
+    source = NATIVE / "engine_ends.c"
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"], check=True)
+    return {**os.environ, "LD_PRELOAD": str(library)}
+
+
+@pytest.fixture
+def run(counting: dict[str, str], tmp_path: Path) -> Callable[..., None]:
+    """Runs a program, in which two threads may compute, and which must succeed."""
+
+    def run(program: str, *arguments: str) -> None:
+        path = tmp_path / "program.py"
+        path.write_text(dedent(TWO_THREADS) + dedent(program))
+        command = [sys.executable, *arguments, str(path), str(tmp_path / "store")]
+        done = subprocess.run(command, env=counting, capture_output=True, text=True, timeout=TIMEOUT_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return run
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_of_a_script(size: int, run: Callable[..., None]) -> None:
+    run(SCRIPT, "-m", "phalanx", "run", "-n", str(size))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_of_a_function(size: int, run: Callable[..., None]) -> None:
+    run(FUNCTION.format(size=size))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_group_of_forked_processes(size: int, run: Callable[..., None]) -> None:
+    run(FORKED.format(join=JOIN.format(backend="phalanx", size=size), leave="", size=size))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_workers_of_forked_processes(size: int, run: Callable[..., None]) -> None:
+    join = JOIN.format(backend="gloo", size=size) + "; rpc.init()"
+    run(FORKED.format(join=join, leave="rpc.shutdown()", size=size))
