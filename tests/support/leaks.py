@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,13 @@ class Holdings:
                 name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "psm_", "sem.", "phalanx"))
             ),
         )
+
+    def left_in_time(self, look: Callable[[], Holdings], patience_s: float = 30.0) -> list[str]:
+        """:meth:`left_by`, as soon as a look finds nothing any more, or else at the last one."""
+        until = time.monotonic() + patience_s
+        while (left := self.left_by(look())) and time.monotonic() < until:
+            time.sleep(0.005)
+        return left
 
     def left_by(self, later: Holdings) -> list[str]:
         """In words, everything that ``later`` holds and this does not."""
