@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from phalanx import rpc
-from phalanx.errors import PhalanxError
+from phalanx.errors import InitializationError, PhalanxError
 from phalanx.rpc import session
 from phalanx.rpc.members import Members
+from tests.rpc.workers import add, next_of
 from tests.support.ranks import Member, on_ranks
 
 
@@ -52,3 +53,48 @@ def test_a_worker_that_could_not_join_is_none(monkeypatch: pytest.MonkeyPatch) -
         return is_none
 
     assert on_ranks(body, 2) == [True, True]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("first", [True, False], ids=["rank 0", "the last rank"])
+def test_one_that_could_not_join_meets_the_others_when_it_tries_again(
+    first: bool, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for it meanwhile."""
+
+    def fail(*_: Any) -> None:
+        raise PhalanxError("the store does not answer")
+
+    def body(member: Member) -> Any:
+        member.join()
+        if member.rank == (0 if first else size - 1):
+            for _ in range(2):
+                with monkeypatch.context() as patch:
+                    patch.setattr(Members, "join", fail)
+                    with pytest.raises(PhalanxError, match="does not answer"):
+                        rpc.init()
+        rpc.init()
+        value = rpc.call(next_of(member), add, member.rank, 1)
+        rpc.shutdown()
+        return value
+
+    assert on_ranks(body, size) == [rank + 1 for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_second_init_changes_nothing(size: int) -> None:
+    """Neither where processes that are no ranks find this world, nor where its ranks meet the next time."""
+
+    def body(member: Member) -> Any:
+        member.join()
+        values = []
+        for _ in range(2):
+            rpc.init()
+            if member.rank == 0:
+                with pytest.raises(InitializationError, match="called twice"):
+                    rpc.init()
+            values.append(rpc.call(next_of(member), add, member.rank, 1))
+            rpc.shutdown()
+        return values
+
+    assert on_ranks(body, size) == [[rank + 1] * 2 for rank in range(size)]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from phalanx.rpc.links.contract import Link
 from phalanx.rpc.links.readers import Readers
 from phalanx.rpc.links.socket import END_S, SocketLink
+from phalanx.rpc.links.unacknowledged import Unacknowledged
 from phalanx.rpc.message import Kind, Message
 from phalanx.wire.session import Session
 from tests.support.waiting import soon
@@ -70,19 +72,31 @@ class Side:
         return thread
 
 
-@contextmanager
-def linked() -> Iterator[tuple[tuple[Side, SocketLink], tuple[Side, SocketLink]]]:
-    """Two sides of one link, in one process."""
+def connected(buffer_bytes: int = 0) -> tuple[socket.socket, socket.socket]:
+    """The two ends of a connection, whose kernel keeps about so much of what nobody takes; by default as it likes."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        if buffer_bytes:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
         near = socket.create_connection(listener.getsockname())
         far, _ = listener.accept()
+    if buffer_bytes:
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
     for sock in (near, far):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return near, far
+
+
+@contextmanager
+def linked(
+    mend: Callable[[SocketLink, str], None] | None = None,
+) -> Iterator[tuple[tuple[Side, SocketLink], tuple[Side, SocketLink]]]:
+    """Two sides of one link, in one process."""
+    near, far = connected()
     ends, readers = [], []
     for sock, is_listener in ((near, False), (far, True)):
         side = Side()
         readers.append(Readers())
-        link = SocketLink(sock, Session(KEY, is_listener=is_listener), side, b"", readers[-1])
+        link = SocketLink(sock, Session(KEY, is_listener=is_listener), side, b"", readers[-1], mend)
         link.begin()
         ends.append((side, link))
     try:
@@ -243,6 +257,43 @@ def test_a_caller_that_reads_sends_what_the_kernel_had_no_room_for(monkeypatch: 
         gate.set()
         caller.join()
         assert took_s < PATIENCE_S / 2  # and not when the caller gives up
+
+
+def test_what_is_sent_again_is_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection breaks while a message is sent, and another one takes its place as the sender returns.
+
+    The sender may then change its memory, while the message is still being sent again.
+    """
+    kept, sending_again = threading.Event(), threading.Event()
+    own = Unacknowledged.own
+
+    def own_late(frames: Unacknowledged) -> None:
+        if threading.current_thread() is sender:
+            kept.set()
+            sending_again.wait(PATIENCE_S)
+        own(frames)
+
+    monkeypatch.setattr(Unacknowledged, "own", own_late)
+    with linked(mend=lambda link, why: None) as ((side, link), (_, other)):
+        assert link.suspend()
+        assert other.suspend()
+        memory = bytearray(b"a" * 2_000_000)
+        message = Message(Kind.REQUEST, 1, "echo", b"head", [memoryview(memory)])
+        sender = threading.Thread(target=link.send, args=(message, PATIENCE_S))
+        sender.start()
+        assert kept.wait(PATIENCE_S)
+        near, far = connected(buffer_bytes=10_000)
+        resumer = threading.Thread(target=link.resume, args=(near, Session(KEY, is_listener=False), b"", 0))
+        resumer.start()
+        assert select.select([far], [], [], PATIENCE_S)[0]
+        sending_again.set()
+        sender.join()
+        assert resumer.is_alive()
+        memory[:] = b"b" * len(memory)
+        other.resume(far, Session(KEY, is_listener=True), b"", 0)
+        resumer.join()
+        assert soon(lambda: 1 in side.answers)
+        assert [bytes(part) for part in side.answers[1][0].buffers] == [b"a" * len(memory)]
 
 
 @pytest.mark.parametrize("seed", range(3))

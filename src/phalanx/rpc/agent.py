@@ -92,8 +92,13 @@ class Agent:
         self._serving = Serving(self._handlers, typed_only=typed_only)
         self._members = Members(store)
         self._departures = Departures(self._members, self._handlers)
-        own_key, found = shared_key(store, key), self._departures.found
-        self._connections = Connections(self._members, address, own_key, self, found, encrypt=encrypt)
+        try:
+            own_key, found = shared_key(store, key), self._departures.found
+            self._connections = Connections(self._members, address, own_key, self, found, encrypt=encrypt)
+        except BaseException:
+            self._handlers.close()
+            self._members.close()
+            raise
         self.inquiries = Inquiries(self._connections, self._members, self.request)
         self._serving.add(NEIGHBOUR, on_neighbour, quick=False, codec=FACTS)
         self._place: Place | None = None

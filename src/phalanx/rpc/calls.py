@@ -18,6 +18,7 @@ from phalanx.rpc.future import Future
 from phalanx.rpc.links.contract import Link
 from phalanx.rpc.members import Member
 from phalanx.rpc.message import Kind, Message
+from phalanx.system.threads import start
 from phalanx.watch.call_site import CallSite, shown, text_of
 from phalanx.watch.waiting import publish
 
@@ -208,11 +209,11 @@ class Calls:
         due = min(call.until, call.note_at)
         if due < self._next:
             with self._changed:
-                self._next = min(self._next, due)
                 if self._thread is None and not self._closed:
                     thread = threading.Thread(target=self._watch, name="phalanx-rpc-timeouts", daemon=True)
-                    thread.start()
+                    start(thread)
                     self._thread = thread
+                self._next = min(self._next, due)
                 self._changed.notify()
 
     def take(self, number: int) -> Call | None:

@@ -95,6 +95,9 @@ class Connections:
             self._hub = SharedHub(receiver)
         except OSError as error:
             tell(f"note: workers of this host talk over TCP: {error}")
+        except BaseException:
+            self._network.stop()
+            raise
         self.port: int = self._network.port
 
     def start(self, me: Member) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.errors import PROCESS_LIMIT_HINT
+from phalanx.system.threads import start
 from phalanx.words import tell
 
 __all__ = ["Handlers"]
@@ -32,7 +33,7 @@ class Handlers:
         self._closed = False
         self._later: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._mover = threading.Thread(target=self._move, name="phalanx-rpc-finalizers", daemon=True)
-        self._mover.start()
+        start(self._mover)
 
     def run_later(self, task: Callable[..., None], *arguments: Any) -> None:
         """:meth:`run` from a finalizer: it takes no lock, because the thread that runs the finalizer may hold it."""

@@ -21,9 +21,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from phalanx.errors import BackendError
 from phalanx.rpc.links.socket import SocketLink
 from phalanx.rpc.members import Member
 from phalanx.rpc.network import EncryptionMismatch, Network
+from phalanx.system.threads import start
 from phalanx.wire.dial import NoAnswer
 from phalanx.wire.door import Arrival
 from phalanx.wire.framing import Malformed
@@ -130,7 +132,10 @@ class Mender:
                     arrival.sock.close()
                     link.give_up(f"it cannot go on after the connection was lost: {error}")
 
-        threading.Thread(target=resume, name="phalanx-rpc-resume", daemon=True).start()
+        try:
+            start(threading.Thread(target=resume, name="phalanx-rpc-resume", daemon=True))
+        except BackendError:
+            arrival.sock.close()  # the caller tries again
 
     def _in_background(self, attempt: Callable[[SocketLink], str], name: str) -> Callable[[SocketLink, str], None]:
         def mend(link: SocketLink, why: str) -> None:

@@ -23,6 +23,7 @@ from phalanx import settings
 from phalanx.errors import InitializationError
 from phalanx.rpc.links.readers import Readers
 from phalanx.rpc.links.socket import KEEP_ALIVE
+from phalanx.system.threads import start
 from phalanx.wire.dial import Line, dial
 from phalanx.wire.door import Arrival, Door
 from phalanx.wire.framing import Malformed
@@ -90,7 +91,7 @@ class Network:
 
     def start(self) -> None:
         """Begin to accept."""
-        self._thread.start()
+        start(self._thread)
 
     def ask(self, address: str, port: int, question: dict[str, Any], patience_s: float) -> dict[str, Any]:
         """What another worker answers to a question, which is no secret, on a connection of its own.

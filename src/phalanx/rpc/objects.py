@@ -28,6 +28,7 @@ from phalanx.rpc.autograd import requests
 from phalanx.rpc.codecs import pickled_parts
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
+from phalanx.system import threads
 from phalanx.watch.call_site import capture, text_of
 
 __all__ = ["ObjectInfo", "RemoteObject", "local", "make", "objects"]
@@ -81,7 +82,7 @@ class _Table:
         self.dropped: queue.SimpleQueue[tuple[Member, int] | None] = queue.SimpleQueue()
         self.gone: set[int] = set()  # incarnations: what one of them said last may be read after its end
         self.thread = threading.Thread(target=self._let_go, name="phalanx-rpc-leases", daemon=True)
-        self.thread.start()
+        threads.start(self.thread)
 
     def add(self, value: Any, made_by: str, made_at: str) -> int:
         """Keep a new object; the caller makes a reference to it."""

@@ -94,10 +94,7 @@ def begin(
         global _agent
         _agent = agent  # before others can find this worker: what they ask for may make calls of its own
 
-    if _agent is not None:
-        raise InitializationError(
-            f"rpc.init() was called twice in this process, which is {_agent.me}; shut it down first"
-        )
+    _require_none()
     key = job_key()
     renew_engine()
     try:
@@ -116,6 +113,13 @@ def begin(
     except BaseException:
         _agent = None
         raise
+
+
+def _require_none() -> None:
+    if _agent is not None:
+        raise InitializationError(
+            f"rpc.init() was called twice in this process, which is {_agent.me}; shut it down first"
+        )
 
 
 def _encrypts(asked: bool | None, key: Key) -> bool:
@@ -173,16 +177,19 @@ def init(
         InitializationError: it is a worker already, the name is taken, ranks did not come in time, or it cannot
             encrypt, and was to.
     """
+    global _openings
     how: dict[str, Any] = {"typed_only": typed_only, "warn_after_s": warn_after_s, "encrypt": encrypt}
     if join is not None:
         if name is None:
             raise InitializationError("a worker that is no rank needs a name: rpc.init(name, join=...)")
         store, address = _foreign_store(join, wait_s)
         return begin(store, name, -1, address, timeout_s, **how).me
+    _require_none()
     store, rank, size, one_host = _world_store()
     address = own_address(one_host=one_host)
     own_name = name or f"worker{rank}"
     made = begin(_opening(store, rank, size, wait_s), own_name, rank, address, timeout_s, **how)
+    _openings += 1
     try:
         wait_for(
             # A rank that was quick may have called shutdown() before this one has seen it.
@@ -321,13 +328,11 @@ def _opening(store: Store, rank: int, size: int, wait_s: float) -> Store:
     otherwise find those who are about to leave. It lies outside of the prefixes that torch or a program puts before
     the keys of a world, since a worker that is no rank does not know them.
     """
-    global _openings
-    _openings += 1
-    named = f"phalanx/rpc/{place_with(None, None, None, None).attempt}/{_openings}"
+    named = f"phalanx/rpc/{place_with(None, None, None, None).attempt}/{_openings + 1}"
     whole = store
     while isinstance(whole, PrefixStore):
         whole = whole.underlying_store
-    if rank == 0:
+    if rank == 0 and not store.check([named]):  # else it has tried before, and failed
         part = f"phalanx/rpc/{secrets.token_hex(8)}"
         store.set(named, part)
         whole.set(_NEWEST, part)

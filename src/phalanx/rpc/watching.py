@@ -16,6 +16,7 @@ from phalanx.errors import ArgumentError
 from phalanx.rpc import session
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.members import Member
+from phalanx.system.threads import start
 from phalanx.system.timed_queue import TimedQueue
 from phalanx.words import tell
 
@@ -40,7 +41,11 @@ class Watch:
         self._forget = agent.on_change(lambda member, event: self._changes.put((member, event)))
         self._thread = threading.Thread(target=self._run, name="phalanx-rpc-watch", daemon=True)
         _watches.setdefault(agent, set()).add(self)  # before it runs, so that it is stopped if the agent is closed now
-        self._thread.start()
+        try:
+            start(self._thread)
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self) -> None:
         """Call the callback no more. When this returns, it is not running, unless it is the one that calls this."""

@@ -27,6 +27,7 @@ from phalanx.rpc.links.image import OWN, Box, Damaged, pack, pieces, received
 from phalanx.rpc.message import Kind, Message, SentToMany
 from phalanx.system.awake import AwakeClock
 from phalanx.system.processes import state_of
+from phalanx.system.threads import start
 from phalanx.words import tell
 
 __all__ = ["SharedHub", "SharedLink"]
@@ -357,7 +358,7 @@ class SharedHub:
             thread = threading.Thread(target=self._serve, name="phalanx-rpc-shared", daemon=True)
             self._threads.add(thread)
         try:
-            thread.start()
+            start(thread)
         except RuntimeError:
             with self._lock:
                 self._threads.discard(thread)

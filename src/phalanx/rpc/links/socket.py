@@ -164,6 +164,7 @@ class SocketLink(ReceivingLink):
         # From here on this thread writes, and others read: both sides have to take what the other one sends again.
         try:
             self._arm()
+            self._kept.own()  # the sender of a large message may return meanwhile
             for parts in self._kept.all():
                 self._send_frame(parts, math.inf)
         except LinkEnded:

@@ -17,6 +17,7 @@ from phalanx.rpc import session
 from phalanx.rpc.members import Member
 from phalanx.rpc.torch_api import current
 from phalanx.rpc.torch_api.torch_names import api
+from phalanx.system.threads import start
 
 __all__ = ["say_who_is_late"]
 
@@ -62,7 +63,7 @@ class _Watch:
             self._agent.say_done()  # before others may be told to go on
             self._others = [member for member in self._agent.members() if member.rank >= 0]
         self._thread = threading.Thread(target=self._run, name="phalanx-rpc-leaving", daemon=True)
-        self._thread.start()
+        start(self._thread)
 
     def end(self, *, failed: bool) -> InitializationError | None:
         """Torch waits no more: who is late, as an error.

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from phalanx.errors import ClosedError, PhalanxError
 from phalanx.rpc.agent import Agent, Incoming, Member
 from phalanx.rpc.future import Future
+from phalanx.system.threads import start
 
 __all__ = ["FORKED", "Forked", "Identity", "Owned", "Owner", "References", "User"]
 
@@ -141,7 +142,7 @@ class References:
         agent.serve(SERVICE, self._serve, quick=True)
         agent.on_change(self._on_change)
         self._reporter = threading.Thread(target=self._report, name="phalanx-rpc-references", daemon=True)
-        self._reporter.start()
+        start(self._reporter)
 
     # Making them
 
