@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from phalanx import rpc
 from phalanx.errors import InitializationError, PhalanxError
 from phalanx.rpc import session
+from phalanx.rpc.agent import Agent
 from phalanx.rpc.members import Members
 from tests.rpc.workers import add, next_of
 from tests.support.ranks import Member, on_ranks
@@ -98,3 +101,41 @@ def test_a_second_init_changes_nothing(size: int) -> None:
         return values
 
     assert on_ranks(body, size) == [[rank + 1] * 2 for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_worker_begins_when_the_one_before_it_has_let_go_of_everything(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if another thread shuts that one down, and a third tries to."""
+    close = Agent.close
+    closing, go_on = threading.Event(), threading.Event()
+
+    def close_late(agent: Agent) -> None:
+        if not go_on.is_set():
+            closing.set()
+            go_on.wait(60.0)
+        close(agent)
+
+    def body(member: Member) -> tuple[int, int]:
+        member.join()
+        rpc.init()
+        with monkeypatch.context() as patch:
+            patch.setattr(Agent, "close", close_late)
+            leaving = [threading.Thread(target=rpc.shutdown) for _ in range(2)]
+            for thread in leaving:
+                thread.start()
+            assert closing.wait(60.0)
+            threading.Timer(0.2, go_on.set).start()
+            rpc.init()  # waits
+            for thread in leaving:
+                thread.join()
+        with rpc.context() as number:
+            weight = torch.ones(2, requires_grad=True)
+            rpc.backward(number, [rpc.call(next_of(member), add, weight, 1).sum()])
+            gradient = rpc.get_gradients(number)[weight]
+        value = rpc.call(next_of(member), add, member.rank, 1)
+        rpc.shutdown()
+        return value, int(gradient.sum())
+
+    assert on_ranks(body, size) == [(rank + 1, 2) for rank in range(size)]

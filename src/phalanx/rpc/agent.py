@@ -294,8 +294,8 @@ class Agent:
     def notify(self, to: str | int | Member, service: str, value: Any) -> None:
         """Like ``request``, but nothing comes back, and nobody learns of an error.
 
-        Notices and requests from one thread to one worker begin in the order in which they were sent, if all are small
-        and their services are quick.
+        Notices from one thread to one worker begin in the order in which they were sent, if all are small and their
+        services are quick. A request may begin before a notice that was sent earlier, or after a later one.
         """
         self._require_open()
         member = self.member(to)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -46,6 +47,7 @@ _NEWEST = "phalanx/rpc/newest"  # where the workers of the job meet now, for tho
 T = TypeVar("T")
 
 _agent: Agent | None = None
+_ending = threading.RLock()  # a signal handler may become a worker while its thread shuts one down
 _openings = 0  # how often this process has become a worker of its world
 # What the rooms of RPC do with a new agent: they register their services.
 _equip: list[Callable[[Agent], None]] = []
@@ -94,6 +96,8 @@ def begin(
         global _agent
         _agent = agent  # before others can find this worker: what they ask for may make calls of its own
 
+    with _ending:
+        pass  # what another thread shuts down lets go of things that the new one is about to have
     _require_none()
     key = job_key()
     renew_engine()
@@ -220,8 +224,10 @@ def shutdown(*, wait: bool = True, timeout_s: float = 300.0) -> None:
         if wait and made.me.rank >= 0:
             _wait_for_others(made, timeout_s)
     finally:
-        _agent = None
-        made.close()
+        with _ending:
+            if _agent is made:  # else another thread has shut it down meanwhile, and there may be a new one
+                _agent = None
+            made.close()
 
 
 def _wait_for_others(made: Agent, timeout_s: float) -> None:
@@ -394,3 +400,11 @@ def _connected(host: str, port: int, wait_s: float) -> Store:
         else:
             store.set_timeout(timedelta(seconds=wait_s))
             return store
+
+
+def _after_fork() -> None:
+    global _ending
+    _ending = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
