@@ -41,13 +41,15 @@ _LINK_AFTER_S = 0.1
 _LINKS_AT_ONCE = 4
 _REACH_S = 2.0
 _ATTEMPT_S = 5.0  # for one attempt to connect to the store of a job that this process is no rank of
+CLOSING_S = 10.0  # what a thread that closes a worker waits for, it waits for that long at most
 JOIN_S = 60.0  # for connecting to a launcher's store
 _NEWEST = "phalanx/rpc/newest"  # where the workers of the job meet now, for those that are no rank
 
 T = TypeVar("T")
 
 _agent: Agent | None = None
-_ending = threading.RLock()  # a signal handler may become a worker while its thread shuts one down
+_leaving: threading.Thread | None = None  # that closes the worker that this process was; guarded by _left
+_left = threading.Condition()
 _openings = 0  # how often this process has become a worker of its world
 # What the rooms of RPC do with a new agent: they register their services.
 _equip: list[Callable[[Agent], None]] = []
@@ -96,8 +98,8 @@ def begin(
         global _agent
         _agent = agent  # before others can find this worker: what they ask for may make calls of its own
 
-    with _ending:
-        pass  # what another thread shuts down lets go of things that the new one is about to have
+    with _left:  # a worker that another thread closes lets go of what the new one is about to have
+        _left.wait_for(lambda: _leaving in (None, threading.current_thread()), CLOSING_S)
     _require_none()
     key = job_key()
     renew_engine()
@@ -216,7 +218,7 @@ def shutdown(*, wait: bool = True, timeout_s: float = 300.0) -> None:
             this worker. A worker that is no rank does not wait.
         timeout_s: how long to wait, in seconds; then it leaves all the same, and says who had not come.
     """
-    global _agent
+    global _agent, _leaving
     made = _agent
     if made is None:
         return
@@ -224,10 +226,17 @@ def shutdown(*, wait: bool = True, timeout_s: float = 300.0) -> None:
         if wait and made.me.rank >= 0:
             _wait_for_others(made, timeout_s)
     finally:
-        with _ending:
-            if _agent is made:  # else another thread has shut it down meanwhile, and there may be a new one
-                _agent = None
-            made.close()
+        with _left:
+            closes = _agent is made  # else another thread does so, or has done so, and there may be a new one
+            if closes:
+                _agent, _leaving = None, threading.current_thread()
+        if closes:
+            try:
+                made.close()
+            finally:
+                with _left:
+                    _leaving = None
+                    _left.notify_all()
 
 
 def _wait_for_others(made: Agent, timeout_s: float) -> None:
@@ -403,8 +412,8 @@ def _connected(host: str, port: int, wait_s: float) -> Store:
 
 
 def _after_fork() -> None:
-    global _ending
-    _ending = threading.RLock()
+    global _leaving, _left
+    _leaving, _left = None, threading.Condition()
 
 
 os.register_at_fork(after_in_child=_after_fork)
