@@ -16,6 +16,7 @@ from phalanx.rpc.agent import Agent
 from phalanx.rpc.members import Members
 from tests.rpc.workers import add, next_of
 from tests.support.ranks import Member, on_ranks
+from tests.support.waiting import soon
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -126,6 +127,7 @@ def test_a_worker_begins_when_the_one_before_it_has_let_go_of_everything(
             for thread in leaving:
                 thread.start()
             assert closing.wait(60.0)
+            assert soon(lambda: sum(thread.is_alive() for thread in leaving) == 1)  # the other one has nothing to do
             threading.Timer(0.2, go_on.set).start()
             rpc.init()  # waits
             for thread in leaving:
