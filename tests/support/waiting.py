@@ -29,10 +29,15 @@ def soon(happens: Callable[[], bool], timeout_s: float = 60.0) -> bool:
 def stop(pid: int) -> None:
     """Stop another process (SIGSTOP), and return when none of its threads runs any more.
 
-    ``os.kill`` returns before that, and a quick worker may still answer a call meanwhile.
+    ``os.kill`` returns before that, and a quick worker may still answer a call meanwhile. If somebody continues it
+    before that, as a launcher does that has an order for it, it is stopped again.
     """
-    os.kill(pid, signal.SIGSTOP)
-    await_stop(pid)
+
+    def stopped() -> bool:
+        os.kill(pid, signal.SIGSTOP)
+        return _states(pid) == {"T"}
+
+    assert soon(stopped), _states(pid)
 
 
 def await_stop(pid: int) -> None:
