@@ -17,6 +17,7 @@ from tests.support.ranks import Member, on_ranks
 
 from phalanx import rpc
 from phalanx.errors import BackendError, CallTimeout
+from phalanx.rpc import session, watching
 
 SIZES = [2, 3, 5]
 START = next(name for name in ("_start_new_thread", "_start_joinable_thread") if hasattr(threading, name))
@@ -84,7 +85,7 @@ def test_a_call_that_cannot_be_watched_is_not_made(size: int) -> None:
 
     def body(member: Member) -> int:
         with refused(1), pytest.raises(BackendError, match=TOLD):
-            rpc.call(next_of(member), add, 1, 1, timeout_s=5.0)
+            rpc.call(next_of(member), add, 1, 1, timeout_s=0.2)  # due before the next one
         with pytest.raises(CallTimeout):
             rpc.call(next_of(member), sleep, 2.0, timeout_s=0.5)
         return int(rpc.call(next_of(member), add, member.rank, 1))
@@ -94,6 +95,10 @@ def test_a_call_that_cannot_be_watched_is_not_made(size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_watch_that_cannot_begin_leaves_nothing(size: int) -> None:
+    def watched() -> tuple[int, int]:
+        agent = session.agent()
+        return len(watching._watches.get(agent, ())), len(agent._departures._watchers)
+
     def body(member: Member) -> list[str]:
         seen: list[str] = []
         came = threading.Event()
@@ -103,8 +108,10 @@ def test_a_watch_that_cannot_begin_leaves_nothing(size: int) -> None:
             if len(seen) == size - 1:
                 came.set()
 
+        kept = watched()
         with refused(1), pytest.raises(BackendError, match=TOLD):
             rpc.watch(note)
+        assert watched() == kept
         watch = rpc.watch(note)
         assert came.wait(60.0)
         watch.stop()
@@ -126,3 +133,27 @@ def test_torchs_own_init_rpc_says_so_too(size: int) -> None:
         return int(value)
 
     assert on_ranks(body, size) == [rank + 1 for rank in range(size)]
+
+
+def test_nothing_is_left_of_a_failed_init_rpc_of_torchs() -> None:
+    """Whichever thread is refused."""
+
+    def body(member: Member) -> int:
+        failed, before = 0, Holdings.now()
+        for number in itertools.count(1):
+            with refused(number):
+                told = ""
+                try:
+                    torch_rpc = started(member)
+                except BackendError as error:
+                    told = str(error)
+            if not told:
+                break
+            assert "no more threads" in told
+            failed += 1
+            assert not before.left_in_time(Holdings.now)
+        torch_rpc.shutdown()
+        return failed
+
+    (failed,) = on_ranks(body, 1)
+    assert failed > 5

@@ -135,7 +135,7 @@ class Mender:
         try:
             start(threading.Thread(target=resume, name="phalanx-rpc-resume", daemon=True))
         except BackendError:
-            arrival.sock.close()  # the caller tries again
+            arrival.sock.close()  # the caller tries again for ``UNREACHED_S``
 
     def _in_background(self, attempt: Callable[[SocketLink], str], name: str) -> Callable[[SocketLink, str], None]:
         def mend(link: SocketLink, why: str) -> None:

@@ -193,7 +193,12 @@ def _on_call(incoming: Incoming, asked: _Asked) -> Any:
 def _equip(agent: Agent) -> None:
     for name, codec in _offered.items():
         agent.serve(_PREFIX + name, _on_call, codec=codec)
-    agent.on_close(_offered.clear)
+
+    def end() -> None:
+        if agent.joined and session.current() is None:
+            _offered.clear()
+
+    agent.on_close(end)
 
 
 session.on_init(_equip)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import secrets
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,7 +19,8 @@ from phalanx.place.arguments import place_with
 from phalanx.rendezvous.meet import kept_store
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.inquiry import LONG_S
-from phalanx.rpc.members import Member, store_lost
+from phalanx.rpc.meeting import NEWEST, find_meeting
+from phalanx.rpc.members import Member
 from phalanx.system.autograd_engine import renew_engine
 from phalanx.system.bounded import within
 from phalanx.system.interfaces import LOOPBACK, chosen_interface, is_loopback, outward_address, resolve
@@ -41,16 +40,11 @@ _LINK_AFTER_S = 0.1
 _LINKS_AT_ONCE = 4
 _REACH_S = 2.0
 _ATTEMPT_S = 5.0  # for one attempt to connect to the store of a job that this process is no rank of
-CLOSING_S = 10.0  # what a thread that closes a worker waits for, it waits for that long at most
 JOIN_S = 60.0  # for connecting to a launcher's store
-_NEWEST = "phalanx/rpc/newest"  # where the workers of the job meet now, for those that are no rank
 
 T = TypeVar("T")
 
 _agent: Agent | None = None
-_leaving: threading.Thread | None = None  # that closes the worker that this process was; guarded by _left
-_left = threading.Condition()
-_openings = 0  # how often this process has become a worker of its world
 # What the rooms of RPC do with a new agent: they register their services.
 _equip: list[Callable[[Agent], None]] = []
 
@@ -91,6 +85,7 @@ def begin(
 
     Raises:
         InitializationError: it is a worker already, another has its name, or it cannot encrypt, and was to.
+        BackendError: the system gives this process no more threads.
     """
     global _agent
 
@@ -98,8 +93,6 @@ def begin(
         global _agent
         _agent = agent  # before others can find this worker: what they ask for may make calls of its own
 
-    with _left:  # a worker that another thread closes lets go of what the new one is about to have
-        _left.wait_for(lambda: _leaving in (None, threading.current_thread()), CLOSING_S)
     _require_none()
     key = job_key()
     renew_engine()
@@ -181,9 +174,10 @@ def init(
 
     Raises:
         InitializationError: it is a worker already, the name is taken, ranks did not come in time, or it cannot
-            encrypt, and was to.
+            encrypt, and was to. It may be called again. If it has waited in vain, the others are told, and have to
+            call it again as well.
+        BackendError: the system gives this process no more threads.
     """
-    global _openings
     how: dict[str, Any] = {"typed_only": typed_only, "warn_after_s": warn_after_s, "encrypt": encrypt}
     if join is not None:
         if name is None:
@@ -194,17 +188,20 @@ def init(
     store, rank, size, one_host = _world_store()
     address = own_address(one_host=one_host)
     own_name = name or f"worker{rank}"
-    made = begin(_opening(store, rank, size, wait_s), own_name, rank, address, timeout_s, **how)
-    _openings += 1
+    meeting = find_meeting(store, rank, size, lambda missing: wait_for(missing, wait_s, "for rpc.init() of", size))
+    made = begin(meeting.store, own_name, rank, address, timeout_s, **how)
+    meeting.enter()
+
+    def missing() -> list[int]:
+        # A rank that was quick may have called shutdown() before this one has seen it.
+        if late := sorted(set(range(size)) - made.ranks_seen()):
+            meeting.require_others()
+        return late
+
     try:
-        wait_for(
-            # A rank that was quick may have called shutdown() before this one has seen it.
-            lambda: sorted(set(range(size)) - made.ranks_seen()),
-            wait_s,
-            "for rpc.init() of",
-            size,
-        )
-    except BaseException:
+        wait_for(missing, wait_s, "for rpc.init() of", size)
+    except BaseException as error:
+        meeting.give_up(rank, error)
         shutdown(wait=False)
         raise
     return made.me
@@ -218,7 +215,7 @@ def shutdown(*, wait: bool = True, timeout_s: float = 300.0) -> None:
             this worker. A worker that is no rank does not wait.
         timeout_s: how long to wait, in seconds; then it leaves all the same, and says who had not come.
     """
-    global _agent, _leaving
+    global _agent
     made = _agent
     if made is None:
         return
@@ -226,17 +223,9 @@ def shutdown(*, wait: bool = True, timeout_s: float = 300.0) -> None:
         if wait and made.me.rank >= 0:
             _wait_for_others(made, timeout_s)
     finally:
-        with _left:
-            closes = _agent is made  # else another thread does so, or has done so, and there may be a new one
-            if closes:
-                _agent, _leaving = None, threading.current_thread()
-        if closes:
-            try:
-                made.close()
-            finally:
-                with _left:
-                    _leaving = None
-                    _left.notify_all()
+        if _agent is made:  # else another thread has shut it down meanwhile, and there may be a new one
+            _agent = None
+        made.close()
 
 
 def _wait_for_others(made: Agent, timeout_s: float) -> None:
@@ -336,32 +325,6 @@ def wait_for(
         time.sleep(max(1 / _MOST_LOOKS_PER_S, size / _LOOKS_PER_S))
 
 
-def _opening(store: Store, rank: int, size: int, wait_s: float) -> Store:
-    """The part of a world's store in which its workers meet, as rank 0 has named it.
-
-    Each attempt of a launcher has its own, and each time that the ranks become workers anew: a rank that is quick would
-    otherwise find those who are about to leave. It lies outside of the prefixes that torch or a program puts before
-    the keys of a world, since a worker that is no rank does not know them.
-    """
-    named = f"phalanx/rpc/{place_with(None, None, None, None).attempt}/{_openings + 1}"
-    whole = store
-    while isinstance(whole, PrefixStore):
-        whole = whole.underlying_store
-    if rank == 0 and not store.check([named]):  # else it has tried before, and failed
-        part = f"phalanx/rpc/{secrets.token_hex(8)}"
-        store.set(named, part)
-        whole.set(_NEWEST, part)
-    else:
-        try:
-            wait_for(lambda: [] if store.check([named]) else [0], wait_s, "for rpc.init() of", size)
-            part = store.get(named).decode()
-        except InitializationError:
-            raise
-        except (dist.DistError, RuntimeError) as error:
-            raise store_lost(error) from error
-    return PrefixStore(part, whole)
-
-
 def _world_store() -> tuple[Store, int, int, bool]:
     """The store of this process's world, its rank, the world's size, and whether all ranks are on this host."""
     world = worlds._world
@@ -381,7 +344,7 @@ def _foreign_store(join: str, wait_s: float) -> tuple[Store, str]:
         raise InitializationError(f"join={join!r} is not HOST:PORT")
     store = _connected(host, int(port), wait_s)
     try:
-        part = store.get(_NEWEST).decode()
+        part = store.get(NEWEST).decode()
     except (dist.DistError, RuntimeError) as error:
         raise InitializationError(
             f"no rank of the job whose store is at {join} has called rpc.init() within {wait_s:g} s, or the job has "
@@ -409,11 +372,3 @@ def _connected(host: str, port: int, wait_s: float) -> Store:
         else:
             store.set_timeout(timedelta(seconds=wait_s))
             return store
-
-
-def _after_fork() -> None:
-    global _leaving, _left
-    _leaving, _left = None, threading.Condition()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -21,6 +21,7 @@ from phalanx.rpc.codecs import pickled_parts
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
 from phalanx.rpc.message import SentToMany
+from phalanx.system import threads
 
 __all__ = ["ASKED", "CALL", "Asked", "call", "each", "name_of", "perform", "start"]
 
@@ -160,6 +161,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 _loop: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
+_user: Agent | None = None  # which has the loop: the newest worker that this process has become
 _loop_lock = threading.Lock()
 
 
@@ -170,15 +172,19 @@ def event_loop() -> asyncio.AbstractEventLoop:
         if _loop is None:
             loop = asyncio.new_event_loop()
             thread = threading.Thread(target=loop.run_forever, name="phalanx-rpc-asyncio", daemon=True)
-            thread.start()
+            try:
+                threads.start(thread)
+            except BaseException:
+                loop.close()
+                raise
             _loop = loop, thread
         return _loop[0]
 
 
-def _end_event_loop() -> None:
+def _end_event_loop(agent: Agent) -> None:
     global _loop
     with _loop_lock:
-        if _loop is not None:
+        if _loop is not None and _user is agent:
             loop, thread = _loop
             loop.call_soon_threadsafe(loop.stop)
             if thread is not threading.current_thread():
@@ -206,8 +212,11 @@ def _on_call(incoming: Incoming, asked: Asked) -> Any:
 
 
 def _equip(agent: Agent) -> None:
+    global _user
     requests.serve(agent, CALL, _on_call, operator.itemgetter(0))
-    agent.on_close(_end_event_loop)
+    with _loop_lock:
+        _user = agent
+    agent.on_close(lambda: _end_event_loop(agent))
 
 
 session.on_init(_equip)

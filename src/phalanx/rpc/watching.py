@@ -125,6 +125,7 @@ def watch(callback: Callback, to: str | int | Member | None = None) -> Watch:
 
     Raises:
         ArgumentError: ``callback`` cannot be called.
+        BackendError: the system gives this process no more threads.
     """
     if not callable(callback):
         raise ArgumentError(f"rpc.watch(callback) needs a function, and not {callback!r}")

@@ -72,13 +72,15 @@ def install(agent: Agent) -> None:
     agent.serve(JOINED, _on_joined)
     agent.serve(STATE, _on_state, quick=True, codec=FACTS)
     agent.on_change(_on_change)
-    agent.on_close(_end)
+    agent.on_close(lambda: _end(agent))
 
 
-def _end() -> None:
+def _end(agent: Agent) -> None:
     """This process is no worker any more: it has no part in what others have begun, and keeps no way to the store."""
     global _agent
-    agent, _agent = _require_agent(), None
+    if _agent is not agent:
+        return  # it is another one meanwhile, which has forgotten all that
+    _agent = None
     for inside in contexts.all():
         if not is_creator(agent.me, inside.number):
             _forget(inside.number, "this worker has left")

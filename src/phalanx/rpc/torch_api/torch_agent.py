@@ -85,22 +85,27 @@ class TensorPipeAgent:
             PrefixStore("phalanx", store), name, worker_id, address, self.timeout_s or float("inf")
         )
         self.me: Member = self.phalanx.me
-        self.pool = Handlers()
-        self._lock = threading.Condition()
-        self._calls = 0  # of this worker, under way
-        self._joins = 0
-        self.lost: set[str] = set()  # the names of workers that went without shutdown()
-        self.phalanx.on_change(self._on_change)
-        self.references = References(self.phalanx, worker_id)
-        self._service = Service(self)
-        if world_size:  # nobody calls a worker that is not in the directory yet, or serves nothing
-            there = PrefixStore("phalanx/there", store)
-            there.set(str(worker_id), "")
-            _wait_for(there, range(world_size), self.timeout_s)
-        else:
-            for member in self.phalanx.members():
-                self._infos[member.name] = cpp.WorkerInfo(member.name, member.rank)
-        self._infos[name] = cpp.WorkerInfo(name, worker_id)
+        with contextlib.ExitStack() as begun:
+            begun.callback(session.shutdown, wait=False)
+            self.pool = Handlers()
+            begun.callback(self.pool.close)
+            self._lock = threading.Condition()
+            self._calls = 0  # of this worker, under way
+            self._joins = 0
+            self.lost: set[str] = set()  # the names of workers that went without shutdown()
+            self.phalanx.on_change(self._on_change)
+            self.references = References(self.phalanx, worker_id)
+            begun.callback(self.references.close)
+            self._service = Service(self)
+            if world_size:  # nobody calls a worker that is not in the directory yet, or serves nothing
+                there = PrefixStore("phalanx/there", store)
+                there.set(str(worker_id), "")
+                _wait_for(there, range(world_size), self.timeout_s)
+            else:
+                for member in self.phalanx.members():
+                    self._infos[member.name] = cpp.WorkerInfo(member.name, member.rank)
+            self._infos[name] = cpp.WorkerInfo(name, worker_id)
+            begun.pop_all()
 
     # What torch asks
 

@@ -1,0 +1,234 @@
+"""Ranks that become workers again: after they were, after an attempt that failed, beside a worker that still ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx import rpc
+from phalanx.errors import InitializationError, PhalanxError
+from phalanx.rpc.agent import Agent
+from phalanx.rpc.members import Members
+from tests.rpc.workers import add, add_later, next_of
+from tests.support.ranks import Member, on_ranks
+from tests.support.waiting import soon
+
+SIZES = [2, 3, 5]
+FIRST_OR_LAST = pytest.mark.parametrize("first", [True, False], ids=["rank 0", "the last rank"])
+
+
+@contextmanager
+def no_store() -> Iterator[None]:
+    """No rank can become a worker in this process."""
+
+    def fail(*_: Any) -> None:
+        raise PhalanxError("the store does not answer")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Members, "join", fail)
+        yield
+
+
+def works(member: Member) -> Any:
+    """What a call to the next rank returns; then this rank is no worker any more."""
+    assert len(rpc.workers()) == member.size
+    value = rpc.call(next_of(member), add, member.rank, 1)
+    rpc.shutdown()
+    return value
+
+
+@FIRST_OR_LAST
+@pytest.mark.parametrize("size", SIZES)
+def test_one_that_could_not_become_a_worker_meets_the_others_when_it_tries_again(size: int, first: bool) -> None:
+    """They wait for it meanwhile."""
+
+    def body(member: Member) -> Any:
+        member.join()
+        if member.rank == (0 if first else size - 1):
+            for _ in range(2):
+                with no_store(), pytest.raises(PhalanxError, match="does not answer"):
+                    rpc.init()
+        rpc.init()
+        return works(member)
+
+    assert on_ranks(body, size) == [rank + 1 for rank in range(size)]
+
+
+@FIRST_OR_LAST
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "is late"])
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_that_have_waited_in_vain_for_one_meet_it_when_all_try_again(size: int, fails: bool, first: bool) -> None:
+    def body(member: Member) -> Any:
+        member.join()
+        if member.rank == (0 if first else size - 1):
+            if fails:
+                with no_store(), pytest.raises(PhalanxError, match="does not answer"):
+                    rpc.init()
+        else:
+            with pytest.raises(InitializationError):
+                rpc.init(wait_s=1.0)
+        member.meet("again")
+        rpc.init()
+        return works(member)
+
+    assert on_ranks(body, size) == [rank + 1 for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_those_that_wait_are_told_that_another_has_given_up(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    join, last = Members.join, size - 1
+
+    def body(member: Member) -> str:
+        def join_and_say(members: Members, *arguments: Any) -> None:
+            join(members, *arguments)
+            member.say(f"joined-{member.rank}")
+
+        monkeypatch.setattr(Members, "join", join_and_say)
+        member.join()
+        if member.rank == last:
+            member.await_said(*[f"told-{rank}" for rank in range(last)])
+            return ""
+        if member.rank == 1:
+            member.await_said(*[f"joined-{rank}" for rank in range(last) if rank != 1])
+        with pytest.raises(InitializationError) as told:
+            rpc.init(wait_s=0.5 if member.rank == 1 else 300.0)
+        member.say(f"told-{member.rank}")
+        return str(told.value)
+
+    texts = on_ranks(body, size)
+    said = texts[1]
+    assert said.startswith(f"waited 0.5 s for rpc.init() of rank {last}.")
+    told = f"rpc.init() cannot succeed: rank 1 has given up ({said}). Call it again on all ranks"
+    assert texts == [told, said, *[told] * (size - 3), ""]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_second_init_changes_nothing(size: int) -> None:
+    def body(member: Member) -> Any:
+        member.join()
+        values = []
+        for _ in range(3):
+            rpc.init()
+            if member.rank == 0:
+                with pytest.raises(InitializationError, match="called twice"):
+                    rpc.init()
+            values.append(works(member))
+        return values
+
+    assert on_ranks(body, size) == [[rank + 1] * 3 for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_processes_of_one_job_that_have_not_met_are_workers_each_by_itself(size: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        dedent(
+            """
+            from phalanx import rpc
+            rpc.init()
+            assert [worker.name for worker in rpc.workers()] == ["worker0"]
+            rpc.shutdown()
+            """
+        )
+    )
+    command = [sys.executable, "-m", "phalanx", "run", "-n", str(size), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+class Adder:
+    def sum(self, one: int, other: int) -> int:
+        return one + other
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_new_worker_loses_nothing_to_the_one_before_it(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread is shutting that one down, and a third tries to."""
+    close = Agent.close
+    closing, go_on = threading.Event(), threading.Event()
+
+    def close_late(agent: Agent) -> None:
+        if not closing.is_set():
+            closing.set()
+            go_on.wait(60.0)
+        close(agent)
+
+    def body(member: Member) -> tuple[Any, ...]:
+        member.join()
+        rpc.init()
+        assert rpc.call(next_of(member), add_later, 1, 1) == 2
+        member.meet("called")
+        with monkeypatch.context() as patch:
+            patch.setattr(Agent, "close", close_late)
+            leaving = [threading.Thread(target=rpc.shutdown) for _ in range(2)]
+            for thread in leaving:
+                thread.start()
+            assert closing.wait(60.0)
+            rpc.init()
+            rpc.serve("adder", Adder(), ["sum"])
+            go_on.set()
+            for thread in leaving:
+                thread.join()
+        member.meet("left")
+        with rpc.context() as number:
+            weight = torch.ones(2, requires_grad=True)
+            rpc.backward(number, [rpc.call(next_of(member), add, weight, 1).sum()])
+            gradient = rpc.get_gradients(number)[weight]
+        served = rpc.service(next_of(member), "adder", Adder).sum(member.rank, 2)
+        later = rpc.call(next_of(member), add_later, member.rank, 3)
+        return works(member), served, later, gradient.tolist()
+
+    assert on_ranks(body, size) == [(rank + 1, rank + 2, rank + 3, [1.0, 1.0]) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_callback_may_make_a_new_worker_while_the_old_one_ends(size: int) -> None:
+    """The end of the old one waits for its callbacks."""
+
+    def body(member: Member) -> Any:
+        member.join()
+        rpc.init()
+        begun, ending = threading.Event(), threading.Event()
+
+        def again(*_: object) -> None:
+            if not begun.is_set():
+                begun.set()
+                ending.wait(60.0)
+                assert soon(lambda: _closing(watch))
+                rpc.init()
+
+        watch = rpc.watch(again)
+        assert begun.wait(60.0)
+        ending.set()
+        rpc.shutdown()
+        return works(member)
+
+    assert on_ranks(body, size) == [rank + 1 for rank in range(size)]
+
+
+def _closing(watch: rpc.Watch) -> bool:
+    """Whether its agent has come to the end of its watches."""
+    return watch._stopped
+
+
+def test_what_is_served_before_a_failed_init_is_served_after_the_next() -> None:
+    def body(member: Member) -> Any:
+        member.join()
+        rpc.serve("adder", Adder(), ["sum"])
+        with no_store(), pytest.raises(PhalanxError):
+            rpc.init()
+        rpc.init()
+        value = rpc.service(next_of(member), "adder", Adder).sum(member.rank, 2)
+        rpc.shutdown()
+        return value
+
+    assert on_ranks(body, 3) == [2, 3, 4]
