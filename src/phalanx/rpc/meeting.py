@@ -68,9 +68,13 @@ class Meeting:
         """Check that nobody has waited here in vain.
 
         Raises:
-            InitializationError: somebody has.
+            InitializationError: somebody has; or the store is gone.
         """
-        if said := self.given_up():
+        try:
+            said = self.given_up()
+        except (dist.DistError, RuntimeError) as error:
+            raise store_lost(error) from error
+        if said:
             raise InitializationError(f"rpc.init() cannot succeed: {said}. Call it again on all ranks")
 
 
