@@ -18,7 +18,7 @@ from phalanx import rpc
 from phalanx.errors import InitializationError, PhalanxError
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.members import Members
-from tests.rpc.workers import add, add_later, next_of
+from tests.rpc.workers import add, add_later, count_to, next_of
 from tests.support.ranks import Member, on_ranks
 from tests.support.waiting import soon
 
@@ -41,7 +41,7 @@ def no_store() -> Iterator[None]:
 def works(member: Member) -> Any:
     """What a call to the next rank returns; then this rank is no worker any more."""
     assert len(rpc.workers()) == member.size
-    value = rpc.call(next_of(member), add, member.rank, 1)
+    value = rpc.call((member.rank + 1) % member.size, add, member.rank, 1)
     rpc.shutdown()
     return value
 
@@ -69,6 +69,7 @@ def test_one_that_could_not_become_a_worker_meets_the_others_when_it_tries_again
 def test_ranks_that_have_waited_in_vain_for_one_meet_it_when_all_try_again(size: int, fails: bool, first: bool) -> None:
     def body(member: Member) -> Any:
         member.join()
+        rpc.serve("adder", Adder(), ["sum"])
         if member.rank == (0 if first else size - 1):
             if fails:
                 with no_store(), pytest.raises(PhalanxError, match="does not answer"):
@@ -78,9 +79,55 @@ def test_ranks_that_have_waited_in_vain_for_one_meet_it_when_all_try_again(size:
                 rpc.init(wait_s=1.0)
         member.meet("again")
         rpc.init()
+        served = rpc.service(next_of(member), "adder", Adder).sum(member.rank, 2)
+        return works(member), served
+
+    assert on_ranks(body, size) == [(rank + 1, rank + 2) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_one_that_is_slow_is_not_left_alone_in_what_the_others_have_given_up(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join, last = Members.join, size - 1
+
+    def body(member: Member) -> Any:
+        def join_late(members: Members, *arguments: Any) -> None:
+            member.await_said(*[f"in-vain-{rank}" for rank in range(last)])
+            join(members, *arguments)
+
+        member.join()
+        with monkeypatch.context() as patch:
+            if member.rank == last:
+                patch.setattr(Members, "join", join_late)
+            with pytest.raises(InitializationError, match="given up" if member.rank == last else None):
+                rpc.init(wait_s=3.0)
+            member.say(f"in-vain-{member.rank}")
+        member.meet("again")
+        rpc.init()
         return works(member)
 
     assert on_ranks(body, size) == [rank + 1 for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_one_whose_name_was_taken_meets_the_others_under_another(size: int) -> None:
+    def body(member: Member) -> list[str]:
+        member.join()
+        refused = ""
+        try:
+            rpc.init("x" if member.rank in (0, size - 1) else None)
+        except InitializationError as error:
+            refused = str(error)
+        if refused:
+            assert "is called x already" in refused
+            rpc.init("y")
+        names = sorted(worker.name for worker in rpc.workers())
+        works(member)
+        return names
+
+    expected = sorted(["x", "y", *[f"worker{rank}" for rank in range(1, size - 1)]])
+    assert on_ranks(body, size) == [expected] * size
 
 
 @pytest.mark.parametrize("size", [3, 5])
@@ -145,6 +192,33 @@ def test_processes_of_one_job_that_have_not_met_are_workers_each_by_itself(size:
     assert done.returncode == 0, done.stderr
 
 
+WORLDS = """
+    import sys, time
+    import phalanx
+    from phalanx import rpc
+
+    for turn in range(3):
+        with phalanx.init() as world:
+            if world.rank == 0:
+                time.sleep(0.5)  # the others are there before it
+            rpc.init(f"{world.rank}")
+            assert len(rpc.workers()) == world.world_size, rpc.workers()
+            rpc.shutdown()
+        rpc.init("alone")
+        assert [worker.name for worker in rpc.workers()] == ["alone"]
+        rpc.shutdown()
+"""
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_that_were_workers_by_themselves_meanwhile_meet_again(size: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(dedent(WORLDS))
+    command = [sys.executable, "-m", "phalanx", "run", "-n", str(size), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 class Adder:
     def sum(self, one: int, other: int) -> int:
         return one + other
@@ -175,10 +249,14 @@ def test_a_new_worker_loses_nothing_to_the_one_before_it(size: int, monkeypatch:
             assert closing.wait(60.0)
             rpc.init()
             rpc.serve("adder", Adder(), ["sum"])
+            member.meet("begun")
+            stream = rpc.call(next_of(member), count_to, 1000)
+            assert next(stream) == 0
             go_on.set()
             for thread in leaving:
                 thread.join()
         member.meet("left")
+        assert list(stream) == list(range(1, 1000))
         with rpc.context() as number:
             weight = torch.ones(2, requires_grad=True)
             rpc.backward(number, [rpc.call(next_of(member), add, weight, 1).sum()])

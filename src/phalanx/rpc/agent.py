@@ -64,7 +64,6 @@ class Agent:
 
     Attributes:
         me: this worker.
-        joined: whether others could find it.
         inquiries: why others do not answer.
     """
 
@@ -103,7 +102,6 @@ class Agent:
         self.inquiries = Inquiries(self._connections, self._members, self.request)
         self._serving.add(NEIGHBOUR, on_neighbour, quick=False, codec=FACTS)
         self._place: Place | None = None
-        self.joined = False
         try:
             self.me = self._members.new(name, rank, self._pid, address, self._connections.port)
             for register in equip:
@@ -111,7 +109,6 @@ class Agent:
             self._place = Place(place_name(self.me))
             self._connections.start(self.me)
             self._members.join(self.me, self._connections.is_there)
-            self.joined = True
         except BaseException:
             self.close()
             raise

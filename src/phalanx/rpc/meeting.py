@@ -2,12 +2,13 @@
 
 Rank 0 names a part that nobody has used, and the others read the name. The rules are:
 
-- A rank that was a worker does not go again into the part where it was, but waits for the next name. One that is quick
-  would otherwise find those who are about to leave.
-- An attempt that fails before its rank is a worker leaves no trace. The rank tries again in the same part, where the
-  others wait for it.
-- A worker that has waited in vain for others says so in the part. Nobody goes into that part any more, and whoever
-  waits in it gives up too: those who come later would count the ranks that have gone. Rank 0 names another part.
+- A rank does not go again into a part where it was a worker, but waits for the next name. One that is quick would
+  otherwise find those who are about to leave.
+- An attempt that fails before its rank is a worker does not count. The rank tries again in the same part, where the
+  others wait for it: each that has come says so there.
+- How it ends is said once, in one key: the first who sees that all have come writes that they have met, or the first
+  who has waited in vain that it gives up. All obey that. If one has given up, nobody goes into that part any more, and
+  whoever waits in it gives up too: those who come later would count ranks that have gone. Rank 0 names another part.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from phalanx.system.bounded import within
 __all__ = ["NEWEST", "Meeting", "find_meeting"]
 
 NEWEST = "phalanx/rpc/newest"  # the key of the part in which workers of the job meet now, for those that are no rank
-_GIVEN_UP = "given up"
+_OUTCOME, _MET = "outcome", "met"
 _STORE_S = 1.0
 
-_left = ""  # the part in which this process became a worker last
+_been: set[str] = set()  # the parts in which this process has been a worker
 _named = ""  # the part that this process has named last, as rank 0
 
 
@@ -44,38 +45,53 @@ class Meeting:
     def __init__(self, part: str, whole: Store) -> None:
         self._part, self.store = part, PrefixStore(part, whole)
 
-    def enter(self) -> None:
+    def come(self, rank: int) -> None:
         """This process has become a worker here."""
-        global _left
-        _left = self._part
+        _been.add(self._part)
+        self.store.set(_came(rank), "")
 
-    def give_up(self, rank: int, why: BaseException) -> None:
-        """This rank has waited here in vain."""
+    def missing(self, seen: set[int], size: int) -> list[int]:
+        """The ranks that have not come.
 
-        def say() -> None:
-            if not self.given_up():
-                self.store.set(_GIVEN_UP, f"rank {rank} has given up ({str(why) or type(why).__name__})")
-
-        # The store may be gone with its host, and then those who wait learn of that.
-        with contextlib.suppress(dist.DistError, RuntimeError, TimeoutError):
-            within(_STORE_S, say)
-
-    def given_up(self) -> str:
-        """Who has waited here in vain, and for what; empty if nobody has."""
-        return self.store.get(_GIVEN_UP).decode() if self.store.check([_GIVEN_UP]) else ""
-
-    def require_others(self) -> None:
-        """Check that nobody has waited here in vain.
+        Args:
+            seen: the ranks that were seen here; some may have been refused.
+            size: how many ranks there are.
 
         Raises:
-            InitializationError: somebody has; or the store is gone.
+            InitializationError: another rank has given up; or the store is gone.
         """
         try:
-            said = self.given_up()
+            late = sorted(set(range(size)) - seen)
+            if not late and not self.store.check([_came(rank) for rank in range(size)]):
+                late = [rank for rank in range(size) if not self.store.check([_came(rank)])]
+            outcome = self._outcome() if late else self._conclude(_MET)
         except (dist.DistError, RuntimeError) as error:
             raise store_lost(error) from error
-        if said:
-            raise InitializationError(f"rpc.init() cannot succeed: {said}. Call it again on all ranks")
+        if outcome in ("", _MET):
+            return late
+        raise InitializationError(f"rpc.init() cannot succeed: {outcome}. Call it again on all ranks")
+
+    def give_up(self, rank: int, why: BaseException) -> bool:
+        """This rank has waited here in vain. Whether that counts: False if all have met, as another one has seen."""
+        text = f"rank {rank} has given up ({str(why) or type(why).__name__})"
+        # The store may be gone with its host, and then those who wait learn of that.
+        with contextlib.suppress(dist.DistError, RuntimeError, TimeoutError):
+            return within(_STORE_S, lambda: self._conclude(text)) != _MET
+        return True
+
+    def was_given_up(self) -> bool:
+        """Whether somebody has waited here in vain."""
+        return self._outcome() not in ("", _MET)
+
+    def _outcome(self) -> str:
+        return self.store.get(_OUTCOME).decode() if self.store.check([_OUTCOME]) else ""
+
+    def _conclude(self, outcome: str) -> str:
+        return self.store.compare_set(_OUTCOME, "", outcome).decode()
+
+
+def _came(rank: int) -> str:
+    return f"came/{rank}"
 
 
 def find_meeting(store: Store, rank: int, size: int, wait: Callable[[Callable[[], list[int]]], None]) -> Meeting:
@@ -99,7 +115,7 @@ def find_meeting(store: Store, rank: int, size: int, wait: Callable[[Callable[[]
         whole = whole.underlying_store
     try:
         if rank == 0:
-            if not _named or _named == _left or Meeting(_named, whole).given_up():
+            if not _named or _named in _been or Meeting(_named, whole).was_given_up():
                 _named = f"phalanx/rpc/{secrets.token_hex(8)}"
             whole.set(NEWEST, _named)
             store.set(key, _named)
@@ -109,7 +125,7 @@ def find_meeting(store: Store, rank: int, size: int, wait: Callable[[Callable[[]
         def named_by() -> list[int]:
             part = store.get(key).decode() if store.check([key]) else ""
             meeting = Meeting(part, whole)
-            if not part or part == _left or meeting.given_up():
+            if not part or part in _been or meeting.was_given_up():
                 return [0]
             found.append(meeting)
             return []

@@ -191,14 +191,9 @@ def _on_call(incoming: Incoming, asked: _Asked) -> Any:
 
 
 def _equip(agent: Agent) -> None:
-    for name, codec in _offered.items():
+    for name, codec in list(_offered.items()):
         agent.serve(_PREFIX + name, _on_call, codec=codec)
-
-    def end() -> None:
-        if agent.joined and session.current() is None:
-            _offered.clear()
-
-    agent.on_close(end)
 
 
 session.on_init(_equip)
+session.on_shutdown(_offered.clear)

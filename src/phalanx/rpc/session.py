@@ -47,11 +47,17 @@ T = TypeVar("T")
 _agent: Agent | None = None
 # What the rooms of RPC do with a new agent: they register their services.
 _equip: list[Callable[[Agent], None]] = []
+_at_shutdown: list[Callable[[], None]] = []
 
 
 def on_init(equip: Callable[[Agent], None]) -> None:
     """Have ``equip`` called with every agent of this process before other workers can find it."""
     _equip.append(equip)
+
+
+def on_shutdown(forget: Callable[[], None]) -> None:
+    """Have ``forget`` called when this process stops being a worker, but not when it could not become one."""
+    _at_shutdown.append(forget)
 
 
 def agent() -> Agent:
@@ -190,20 +196,19 @@ def init(
     own_name = name or f"worker{rank}"
     meeting = find_meeting(store, rank, size, lambda missing: wait_for(missing, wait_s, "for rpc.init() of", size))
     made = begin(meeting.store, own_name, rank, address, timeout_s, **how)
-    meeting.enter()
-
-    def missing() -> list[int]:
-        # A rank that was quick may have called shutdown() before this one has seen it.
-        if late := sorted(set(range(size)) - made.ranks_seen()):
-            meeting.require_others()
-        return late
-
     try:
-        wait_for(missing, wait_s, "for rpc.init() of", size)
+        meeting.come(rank)
+        # A rank that was quick may have called shutdown() before this one has seen it.
+        wait_for(lambda: meeting.missing(made.ranks_seen(), size), wait_s, "for rpc.init() of", size)
     except BaseException as error:
-        meeting.give_up(rank, error)
-        shutdown(wait=False)
-        raise
+        try:
+            in_vain = meeting.give_up(rank, error)
+        except BaseException:
+            _close(made)
+            raise
+        if in_vain or not isinstance(error, InitializationError):
+            _close(made)
+            raise
     return made.me
 
 
@@ -215,7 +220,6 @@ def shutdown(*, wait: bool = True, timeout_s: float = 300.0) -> None:
             this worker. A worker that is no rank does not wait.
         timeout_s: how long to wait, in seconds; then it leaves all the same, and says who had not come.
     """
-    global _agent
     made = _agent
     if made is None:
         return
@@ -223,9 +227,17 @@ def shutdown(*, wait: bool = True, timeout_s: float = 300.0) -> None:
         if wait and made.me.rank >= 0:
             _wait_for_others(made, timeout_s)
     finally:
-        if _agent is made:  # else another thread has shut it down meanwhile, and there may be a new one
-            _agent = None
-        made.close()
+        if _agent is made:
+            for forget in _at_shutdown:
+                forget()
+        _close(made)
+
+
+def _close(made: Agent) -> None:
+    global _agent
+    if _agent is made:  # else another thread has closed it, and there may be a new one
+        _agent = None
+    made.close()
 
 
 def _wait_for_others(made: Agent, timeout_s: float) -> None:

@@ -84,8 +84,10 @@ class Offered:
 class _Source:
     """A generator, and the requests for its items that wait for it. One thread at a time runs it."""
 
-    def __init__(self, number: int, peer: Member, items: Any, loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
-        self.peer = peer
+    def __init__(
+        self, number: int, peer: Member, agent: Agent, items: Any, loop: Callable[[], asyncio.AbstractEventLoop]
+    ) -> None:
+        self.peer, self.agent = peer, agent
         self._number = number
         self._items = items
         self._loop = loop
@@ -170,9 +172,9 @@ _numbers = itertools.count(1)
 
 def offer(peer: Member, items: Any, loop: Callable[[], asyncio.AbstractEventLoop]) -> Offered:
     """Keep a generator for the worker that called it."""
-    number = next(_numbers)
-    _sources[number] = _Source(number, peer, items, loop)
-    return Offered(number, session.agent())
+    number, agent = next(_numbers), session.agent()
+    _sources[number] = _Source(number, peer, agent, items, loop)
+    return Offered(number, agent)
 
 
 def received(value: Any, timeout_s: float | None = None) -> Any:
@@ -272,8 +274,9 @@ def _equip(agent: Agent) -> None:
                 agent.run(_drop, number)
 
     def end() -> None:
-        for number in list(_sources):
-            _drop(number)
+        for number, source in list(_sources.items()):
+            if source.agent is agent:
+                _drop(number)
 
     agent.on_change(changed)
     agent.on_close(end)

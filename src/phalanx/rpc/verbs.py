@@ -182,9 +182,12 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _end_event_loop(agent: Agent) -> None:
-    global _loop
+    global _loop, _user
     with _loop_lock:
-        if _loop is not None and _user is agent:
+        if _user is not agent:
+            return  # it is another one's now
+        _user = None
+        if _loop is not None:
             loop, thread = _loop
             loop.call_soon_threadsafe(loop.stop)
             if thread is not threading.current_thread():
