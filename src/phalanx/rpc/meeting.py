@@ -46,9 +46,16 @@ class Meeting:
         self._part, self.store = part, PrefixStore(part, whole)
 
     def come(self, rank: int) -> None:
-        """This process has become a worker here."""
+        """This process has become a worker here.
+
+        Raises:
+            InitializationError: the store is gone.
+        """
         _been.add(self._part)
-        self.store.set(_came(rank), "")
+        try:
+            self.store.set(_came(rank), "")
+        except (dist.DistError, RuntimeError) as error:
+            raise store_lost(error) from error
 
     def missing(self, seen: set[int], size: int) -> list[int]:
         """The ranks that have not come.
