@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,13 @@ class Member:
     rank: int
     size: int
     folder: Path
+    _stores: list[Store] = field(default_factory=list, repr=False, compare=False)
 
     def store(self, name: str = "store") -> Store:
-        return PrefixStore("test", FileStore(str(self.folder / name), self.size))
+        store = PrefixStore("test", FileStore(str(self.folder / name), self.size))
+        # When the last of all ranks' stores is gone, torch removes the file, also if another one has just opened it.
+        self._stores.append(store)
+        return store
 
     def join(self, backend: str = "phalanx", timeout_s: float = 60.0, name: str = "store") -> None:
         """``init_process_group`` through a file in this run's folder, so that no port is needed."""
