@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,11 +17,12 @@ import pytest
 import torch
 
 from phalanx import rpc
-from phalanx.errors import InitializationError, PhalanxError
+from phalanx.errors import InitializationError, PhalanxError, WorkerLost
 from phalanx.rpc.agent import Agent
+from phalanx.rpc.meeting import Meeting
 from phalanx.rpc.members import Members
 from tests.rpc.workers import add, add_later, count_to, next_of
-from tests.support.ranks import Member, on_ranks
+from tests.support.ranks import Member, on_ranks, run_ranks
 from tests.support.waiting import soon
 
 SIZES = [2, 3, 5]
@@ -39,7 +42,7 @@ def no_store() -> Iterator[None]:
 
 
 def works(member: Member) -> Any:
-    """What a call to the next rank returns; then this rank is no worker any more."""
+    """Call the next rank, then stop being a worker; returns what the call has returned."""
     assert len(rpc.workers()) == member.size
     value = rpc.call((member.rank + 1) % member.size, add, member.rank, 1)
     rpc.shutdown()
@@ -156,6 +159,48 @@ def test_those_that_wait_are_told_that_another_has_given_up(size: int, monkeypat
     assert said.startswith(f"waited 0.5 s for rpc.init() of rank {last}.")
     told = f"rpc.init() cannot succeed: rank 1 has given up ({said}). Call it again on all ranks"
     assert texts == [told, said, *[told] * (size - 3), ""]
+
+
+@pytest.mark.parametrize("part", ["before it has come", "after it has come", "before it gives up"])
+@pytest.mark.parametrize("size", [3, 5])
+def test_one_that_is_killed_beside_a_key_of_the_meeting_holds_nobody(
+    size: int, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rank is. Those that had to wait for it say so; for those that had not it is a worker that is lost."""
+    come, last = Meeting.come, size - 1
+
+    def kill(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def come_and_be_killed(meeting: Meeting, rank: int) -> None:
+        come(meeting, rank)
+        kill()
+
+    def body(member: Member) -> str:
+        def say_and_be_killed(*_: Any) -> None:
+            member.say("waited in vain")
+            kill()
+
+        member.join("gloo")
+        if member.rank == last:
+            if part == "before it gives up":
+                monkeypatch.setattr(Meeting, "give_up", say_and_be_killed)
+            else:
+                monkeypatch.setattr(Meeting, "come", kill if "before" in part else come_and_be_killed)
+            rpc.init(wait_s=1.0 if "gives up" in part else 300.0)
+        if "gives up" in part and member.rank == 1:
+            member.await_said("waited in vain")
+        try:
+            rpc.init(wait_s=5.0 if part == "before it has come" else 300.0)
+            rpc.call(last, add, 1, 1)
+        except (InitializationError, WorkerLost) as error:
+            return type(error).__name__
+        return ""
+
+    outcomes = run_ranks(body, size)
+    assert outcomes[last].signal == signal.SIGKILL
+    expected = "InitializationError" if part == "before it has come" else "WorkerLost"
+    assert [outcome.value for outcome in outcomes[:last]] == [expected] * last
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -53,10 +53,10 @@ class Holdings:
             left.append(f"processes {sorted(more)}")
         if names := later.threads - self.threads:
             left.append(f"threads {sorted(names)}")
-        if (more_of := len(later.descriptors) - len(self.descriptors)) > 0:
+        if (grown := len(later.descriptors) - len(self.descriptors)) > 0:
             new = Counter(later.descriptors) - Counter(self.descriptors)
             gone = Counter(self.descriptors) - Counter(later.descriptors)
-            left.append(f"{more_of} descriptors: {sorted(new.elements())} in the place of {sorted(gone.elements())}")
+            left.append(f"{grown} descriptors: {sorted(new.elements())} in the place of {sorted(gone.elements())}")
         if files := {name for name in later.shared_memory - self.shared_memory if lasts(name)}:
             left.append(f"/dev/shm/{sorted(files)}")
         return left

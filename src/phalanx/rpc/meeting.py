@@ -9,6 +9,15 @@ Rank 0 names a part that nobody has used, and the others read the name. The rule
 - How it ends is said once, in one key: the first who sees that all have come writes that they have met, or the first
   who has waited in vain that it gives up. All obey that. If one has given up, nobody goes into that part any more, and
   whoever waits in it gives up too: those who come later would count ranks that have gone. Rank 0 names another part.
+
+The keys, who writes them, and what a death leaves:
+
+- The name, at the world's store: rank 0 writes it, the others read it. If rank 0 dies before it writes, they wait for
+  their time; if after that, they wait for it in the part that it has named.
+- ``came/R``, in the part: rank R writes it when it is a worker, all read it. A rank that dies before that is waited
+  for; one that dies after that counts as come, and its loss is noticed as that of any worker.
+- ``outcome``, in the part: by compare_set from empty, so the first writer decides, and nobody changes it. Who dies
+  before it writes leaves that to the others: each writes it when it sees all, or when its own time is over.
 """
 
 from __future__ import annotations
@@ -104,8 +113,8 @@ def _came(rank: int) -> str:
 def find_meeting(store: Store, rank: int, size: int, wait: Callable[[Callable[[], list[int]]], None]) -> Meeting:
     """The part of a world's store in which its workers meet now.
 
-    Each attempt of a launcher has its own. It lies outside of the prefixes that torch or a program puts before the keys
-    of a world, since a worker that is no rank does not know them.
+    Each attempt of a launcher has a part of its own. No prefix of torch's or of the program's stands before its keys: a
+    worker that is no rank reads them too, and cannot know such a prefix.
 
     Args:
         store: the world's.

@@ -196,19 +196,22 @@ def init(
     own_name = name or f"worker{rank}"
     meeting = find_meeting(store, rank, size, lambda missing: wait_for(missing, wait_s, "for rpc.init() of", size))
     made = begin(meeting.store, own_name, rank, address, timeout_s, **how)
+    in_vain = True
     try:
         meeting.come(rank)
         # A rank that was quick may have called shutdown() before this one has seen it.
         wait_for(lambda: meeting.missing(made.ranks_seen(), size), wait_s, "for rpc.init() of", size)
+        in_vain = False
+    except InitializationError as error:
+        in_vain = meeting.give_up(rank, error)  # no, if another one has seen that all have met
+        if in_vain:
+            raise
     except BaseException as error:
-        try:
-            in_vain = meeting.give_up(rank, error)
-        except BaseException:
+        meeting.give_up(rank, error)
+        raise
+    finally:
+        if in_vain:
             _close(made)
-            raise
-        if in_vain or not isinstance(error, InitializationError):
-            _close(made)
-            raise
     return made.me
 
 

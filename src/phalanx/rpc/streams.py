@@ -96,7 +96,7 @@ class _Source:
         self._at = 0  # the item that is next
         self._running = self._ended = self._closed = False
 
-    def take(self, at: int, agent: Agent) -> _Answer | Future[_Answer]:
+    def take(self, at: int) -> _Answer | Future[_Answer]:
         """The item of a number, now or later; requests for items may come in any order."""
         with self._lock:
             if self._closed or self._ended:
@@ -109,7 +109,7 @@ class _Source:
             goes_on = self._ended or self._closed or self._at in self._asked
             self._running = goes_on
         if goes_on:
-            agent.run(self._go_on)
+            self.agent.run(self._go_on)
         return answer
 
     def close(self) -> None:
@@ -249,7 +249,7 @@ def _on_next(incoming: Incoming, wanted: tuple[int, int]) -> Any:
     source = _sources.get(number)
     if source is None or source.peer.incarnation != incoming.peer.incarnation:
         return None, True, None  # it has ended
-    return source.take(at, session.agent())
+    return source.take(at)
 
 
 def _on_close(incoming: Incoming, number: int) -> None:

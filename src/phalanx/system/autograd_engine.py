@@ -18,8 +18,8 @@ def renew_engine() -> None:
     """Have torch make its autograd engine anew, if this process is a fork that has not used the engine yet.
 
     It must be called before another thread computes: in a new rank, and wherever threads are about to begin that run
-    functions of the program. The first call in a fork takes about 0.1 ms, any other 2 µs. If torch has not been
-    imported it does nothing: the engine of what is imported later is new.
+    functions of the program. Only the first call in a fork does anything. If torch has not been imported, none does:
+    the engine of what is imported later is new.
     """
     torch = sys.modules.get("torch")
     if torch is not None:
