@@ -264,6 +264,58 @@ def test_ranks_that_were_workers_by_themselves_meanwhile_meet_again(size: int, t
     assert done.returncode == 0, done.stderr
 
 
+SERVER = """
+    import sys
+    from phalanx import rpc
+
+    print("comes", flush=True)
+    rpc.init("server", join=sys.argv[1])
+    print("joined", flush=True)
+    sys.stdin.read()
+"""
+IN_VAIN_FIRST = """
+    import os, subprocess, sys, time
+    import phalanx
+    from phalanx import rpc
+    from phalanx.errors import InitializationError
+
+    with phalanx.init() as world:
+        late = world.rank == world.world_size - 1
+        if world.rank == 0:
+            where = os.environ["MASTER_ADDR"] + ":" + os.environ["MASTER_PORT"]
+            server = subprocess.Popen(
+                [sys.executable, sys.argv[1], where], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+            assert server.stdout.readline() == b"comes\\n"
+        world.barrier()
+        try:
+            if not late:
+                rpc.init(wait_s=3.0)
+        except InitializationError:
+            pass
+        world.barrier()
+        rpc.init()
+        if world.rank == 0:
+            assert server.stdout.readline() == b"joined\\n"
+            assert rpc.call("server", os.getpid) == server.pid
+        rpc.shutdown()
+        if world.rank == 0:
+            server.stdin.close()
+            assert server.wait() == 0
+"""
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_worker_that_is_no_rank_is_not_left_alone_in_what_the_ranks_have_given_up(size: int, tmp_path: Path) -> None:
+    """It comes while they wait for one of them."""
+    (tmp_path / "server.py").write_text(dedent(SERVER))
+    script = tmp_path / "script.py"
+    script.write_text(dedent(IN_VAIN_FIRST))
+    command = [sys.executable, "-m", "phalanx", "run", "-n", str(size), str(script), str(tmp_path / "server.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 class Adder:
     def sum(self, one: int, other: int) -> int:
         return one + other

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -133,3 +134,34 @@ def test_a_loaded_function_that_uses_rpc_is_refused_with_the_reason() -> None:
     [text] = values(run_ranks(rank, 1))
     assert "uses RPC inside TorchScript" in text
     assert "has not compiled it from a Python function" in text
+
+
+class NameBesideACompilation(str):
+    """A name in torch's list of compiled functions; whoever reads it meets another thread that compiles one."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        compiling = threading.Thread(target=torch.jit.script, args=(compiled_meanwhile,))
+        compiling.start()
+        compiling.join()
+        return str.__eq__(self, other)
+
+
+def compiled_meanwhile(tensor: Tensor) -> Tensor:
+    return tensor + 1.5
+
+
+def test_functions_may_be_compiled_while_another_thread_first_calls_one() -> None:
+    def rank(member: Member) -> Any:
+        compiled = torch.jit._state._jit_caching_layer
+        compiled[plain] = NameBesideACompilation("plain")
+        others = [function for function in compiled if function is not plain]
+        for function in others:  # so that the name is read before that of the function that is called
+            compiled[function] = compiled.pop(function)
+        api = started(member)
+        value = calls(f"worker{member.rank}", torch.ones(2)).tolist()
+        api.shutdown()
+        return value
+
+    assert values(run_ranks(rank, 2)) == [[5.0, 5.0]] * 2

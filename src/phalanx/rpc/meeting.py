@@ -9,11 +9,14 @@ Rank 0 names a part that nobody has used, and the others read the name. The rule
 - How it ends is said once, in one key: the first who sees that all have come writes that they have met, or the first
   who has waited in vain that it gives up. All obey that. If one has given up, nobody goes into that part any more, and
   whoever waits in it gives up too: those who come later would count ranks that have gone. Rank 0 names another part.
+- A worker that is no rank takes no part in this. It goes into the part that was named last, once the ranks have met
+  there; before that it might be alone in a part that they give up.
 
 The keys, who writes them, and what a death leaves:
 
-- The name, at the world's store: rank 0 writes it, the others read it. If rank 0 dies before it writes, they wait for
-  their time; if after that, they wait for it in the part that it has named.
+- The name, at the world's store, and once more for workers that are no rank: rank 0 writes both, the others read them.
+  If rank 0 dies before it writes, they wait for their time; if after that, the ranks wait for it in the part that it
+  has named, and a worker that is no rank waits until they have met there.
 - ``came/R``, in the part: rank R writes it when it is a worker, all read it. A rank that dies before that is waited
   for; one that dies after that counts as come, and its loss is noticed as that of any worker.
 - ``outcome``, in the part: by compare_set from empty, so the first writer decides, and nobody changes it. Who dies
@@ -34,9 +37,9 @@ from phalanx.place.arguments import place_with
 from phalanx.rpc.members import store_lost
 from phalanx.system.bounded import within
 
-__all__ = ["NEWEST", "Meeting", "find_meeting"]
+__all__ = ["Meeting", "find_meeting", "newest_meeting"]
 
-NEWEST = "phalanx/rpc/newest"  # the key of the part in which workers of the job meet now, for those that are no rank
+_NEWEST = "phalanx/rpc/newest"  # the key of the part in which workers of the job meet now, for those that are no rank
 _OUTCOME, _MET = "outcome", "met"
 _STORE_S = 1.0
 
@@ -99,6 +102,10 @@ class Meeting:
         """Whether somebody has waited here in vain."""
         return self._outcome() not in ("", _MET)
 
+    def has_met(self) -> bool:
+        """Whether all ranks have come here, as one of them has seen."""
+        return self._outcome() == _MET
+
     def _outcome(self) -> str:
         return self.store.get(_OUTCOME).decode() if self.store.check([_OUTCOME]) else ""
 
@@ -133,7 +140,7 @@ def find_meeting(store: Store, rank: int, size: int, wait: Callable[[Callable[[]
         if rank == 0:
             if not _named or _named in _been or Meeting(_named, whole).was_given_up():
                 _named = f"phalanx/rpc/{secrets.token_hex(8)}"
-            whole.set(NEWEST, _named)
+            whole.set(_NEWEST, _named)
             store.set(key, _named)
             return Meeting(_named, whole)
         found: list[Meeting] = []
@@ -152,3 +159,31 @@ def find_meeting(store: Store, rank: int, size: int, wait: Callable[[Callable[[]
         raise
     except (dist.DistError, RuntimeError) as error:
         raise store_lost(error) from error
+
+
+def newest_meeting(whole: Store, wait: Callable[[Callable[[], bool]], None]) -> Meeting:
+    """The part of a job's store in which its ranks have met, for a worker that is none of them.
+
+    Args:
+        whole: the job's store.
+        wait: waits as long as the function that it is given says so.
+
+    Raises:
+        InitializationError: what ``wait`` raises; or the store is gone.
+    """
+    found = Meeting("", whole)
+
+    def pending() -> bool:
+        nonlocal found
+        if whole.check([_NEWEST]):
+            found = Meeting(whole.get(_NEWEST).decode(), whole)
+            return not found.has_met()
+        return True
+
+    try:
+        wait(pending)
+    except InitializationError:
+        raise
+    except (dist.DistError, RuntimeError) as error:
+        raise store_lost(error) from error
+    return found

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from phalanx import settings
 from phalanx import world as worlds
@@ -19,7 +19,7 @@ from phalanx.place.arguments import place_with
 from phalanx.rendezvous.meet import kept_store
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.inquiry import LONG_S
-from phalanx.rpc.meeting import NEWEST, find_meeting
+from phalanx.rpc.meeting import find_meeting, newest_meeting
 from phalanx.rpc.members import Member
 from phalanx.system.autograd_engine import renew_engine
 from phalanx.system.bounded import within
@@ -161,12 +161,12 @@ def init(
 
     Every rank of the world may call it, after ``phalanx.init()`` or ``init_process_group``; it returns when all ranks
     of the world have. A process that is no rank, such as a parameter server that was started by itself, names the job's
-    store and may come and go at any time.
+    store. For such a process it returns as soon as the ranks have met; from then on it may leave and come back.
 
     Args:
         name: this worker's name, which no other living worker has; ``worker{rank}`` by default.
         timeout_s: how long a call may take, unless it says otherwise, in seconds.
-        wait_s: how long to wait for the other ranks, in seconds.
+        wait_s: how long to wait for the ranks, in seconds.
         join: ``host:port`` of the job's store (its ranks' MASTER_ADDR and MASTER_PORT), for a process that is no rank.
         typed_only: unpickle nothing that another worker sends: only typed services (``rpc.serve``) can be called here,
             and only those of others can be called from here.
@@ -328,16 +328,32 @@ def wait_for(
     Raises:
         InitializationError: the time is over.
     """
+    late: list[int] = []
+
+    def pending() -> bool:
+        late[:] = missing()
+        return bool(late)
+
+    _wait_while(pending, lambda: f"{what} {format_named('rank', late)}. {why()}".rstrip(), timeout_s, size)
+
+
+def _wait_while(pending: Callable[[], bool], text: Callable[[], str], timeout_s: float, waiting: int) -> None:
+    """Wait as long as it is pending, say now and then what for, and raise an InitializationError after the time.
+
+    Args:
+        text: what for, in words that go behind "waiting".
+        waiting: how many processes look as this one does.
+    """
     began = time.monotonic()
     silent_s = _TELL_S
-    while late := missing():
+    while pending():
         waited_s = time.monotonic() - began
         if waited_s > timeout_s:
-            raise InitializationError(f"waited {timeout_s:g} s {what} {format_named('rank', late)}. {why()}".rstrip())
+            raise InitializationError(f"waited {timeout_s:g} s {text()}")
         if waited_s > silent_s:
             silent_s = 4 * waited_s  # a worker that only serves waits for as long as the others train
-            tell(f"waiting {what} {format_named('rank', late)}. {why()}".rstrip())
-        time.sleep(max(1 / _MOST_LOOKS_PER_S, size / _LOOKS_PER_S))
+            tell(f"waiting {text()}")
+        time.sleep(max(1 / _MOST_LOOKS_PER_S, waiting / _LOOKS_PER_S))
 
 
 def _world_store() -> tuple[Store, int, int, bool]:
@@ -358,15 +374,10 @@ def _foreign_store(join: str, wait_s: float) -> tuple[Store, str]:
     if not host or not port.isdecimal():
         raise InitializationError(f"join={join!r} is not HOST:PORT")
     store = _connected(host, int(port), wait_s)
-    try:
-        part = store.get(NEWEST).decode()
-    except (dist.DistError, RuntimeError) as error:
-        raise InitializationError(
-            f"no rank of the job whose store is at {join} has called rpc.init() within {wait_s:g} s, or the job has "
-            f"ended: {str(error).splitlines()[0]}"
-        ) from error
+    what = f"for all ranks of the job whose store is at {join} to call rpc.init()"
+    meeting = newest_meeting(store, lambda pending: _wait_while(pending, lambda: what, wait_s, 1))
     local = all(is_loopback(found) for found in resolve(host))
-    return PrefixStore(part, store), own_address(one_host=local)
+    return meeting.store, own_address(one_host=local)
 
 
 def _connected(host: str, port: int, wait_s: float) -> Store:

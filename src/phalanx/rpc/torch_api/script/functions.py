@@ -74,8 +74,10 @@ def _by_arguments(function: Any, name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _source_of(name: str) -> Callable[..., Any]:
-    for python, compiled in jit._state._jit_caching_layer.items():
-        if compiled == name:
+    cache = jit._state._jit_caching_layer
+    for reference in cache.keyrefs():  # a list: another thread may compile a function meanwhile
+        python = reference()
+        if python is not None and cache.get(python) == name:
             return python  # type: ignore[no-any-return]
     raise PhalanxError(
         f"the script function {name} uses RPC inside TorchScript, which runs here only as Python, and this process has "
