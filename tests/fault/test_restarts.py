@@ -53,6 +53,46 @@ def test_ranks_are_started_again_after_one_was_killed(launcher: Launcher, ranks:
     assert outcome.err_text.count(" after the start, ended by signal 9 (SIGKILL)") == 2
 
 
+@pytest.mark.parametrize("moment", ["in the middle of the file", "before it takes its place"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_nothing_stays_of_a_checkpoint_whose_rank_was_killed_in_it(launcher: Launcher, ranks: int, moment: str) -> None:
+    """Rank 0 is, in the second of three saves and again in the second attempt."""
+    script = launcher.script(f"""
+        import os, signal, torch, phalanx
+        from pathlib import Path
+        world = phalanx.init()
+        (folder := Path("saved")).mkdir(exist_ok=True)
+
+        def kill(*_):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        save = torch.save
+
+        def half(contents, file, **how):
+            if not isinstance(contents, dict):  # a tensor of an object that goes to another rank
+                return save(contents, file, **how)
+            file.write(bytes(1 << 16))
+            file.flush()
+            kill()
+
+        held = world.load(folder / "run.pt")["step"] if world.attempt else 0
+        for step in range(held + 1, 4):
+            dies = step == 2 and world.attempt < 2 and world.rank == 0
+            if dies and {moment.startswith("before")}:
+                Path.replace = kill
+            elif dies:
+                torch.save = half
+            world.save(folder / "run.pt", {{"step": step, "weight": torch.ones(1 << 16)}})
+        if world.rank == 0:
+            print(world.attempt, *sorted(os.listdir(folder)), flush=True)
+        world.barrier()
+    """)
+    outcome = launcher.run("-n", str(ranks), *PLAIN, "--restarts", "3", script)
+    assert outcome.code == 0, outcome.err_text
+    assert outcome.err_text.count(" after the start, ended by signal 9 (SIGKILL)") == 2
+    assert outcome.out_lines == ["2 run.pt"]
+
+
 def test_the_last_attempts_failure_is_the_jobs(launcher: Launcher) -> None:
     script = launcher.script("""
         import os, sys

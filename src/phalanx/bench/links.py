@@ -32,6 +32,7 @@ RATE_S = 1.0  # how long the rate is measured
 _PIECE = 1 << 20
 _SKIPPED_BYTES = 4 * _PIECE  # until the connection has found its speed
 _PATIENCE_S = 30.0
+_TOKEN_S = 1.0  # the other rank sends its token as soon as it is connected
 _TOKEN_BYTES = 16
 _COUNTERS = Path("/proc/net/dev")  # of this process's network; /sys may be that of another one
 _TCP_COUNTERS = Path("/proc/net/snmp")
@@ -149,9 +150,9 @@ def _receive(server: socket.socket, token: bytes) -> float:
     while True:
         connection, _ = server.accept()
         with connection:
+            if not _brings(connection, token):
+                continue
             connection.settimeout(_PATIENCE_S)
-            if connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL) != token:
-                continue  # somebody else who found the port
             memory = bytearray(_PIECE)
             received, counted, since = 0, 0, 0.0
             while got := connection.recv_into(memory):
@@ -161,6 +162,22 @@ def _receive(server: socket.socket, token: bytes) -> float:
                 elif received >= _SKIPPED_BYTES:
                     since = time.perf_counter()
             return counted / (time.perf_counter() - since)
+
+
+def _brings(connection: socket.socket, token: bytes) -> bool:
+    """Whether it is the other rank's; somebody else may have found the port, and say anything, or nothing."""
+    until = time.monotonic() + _TOKEN_S
+    brought = b""
+    try:
+        while len(brought) < len(token):
+            connection.settimeout(max(1e-3, until - time.monotonic()))
+            more = connection.recv(len(token) - len(brought))
+            if not more:
+                return False
+            brought += more
+    except OSError:  # it was reset, or the time is over
+        return False
+    return secrets.compare_digest(brought, token)
 
 
 def _send(address: tuple[str, int], token: bytes) -> None:

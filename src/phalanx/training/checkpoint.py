@@ -1,7 +1,7 @@
 """A training state as one file: a dict that plain ``torch.load`` reads, with nothing in it that is executed.
 
-The file appears whole or not at all: it is written under another name beside its own, flushed to the disk, and then
-renamed. Beside the state it has one more entry, ``MARK``, by which it is recognised.
+The file appears whole or not at all, and nothing stays of one whose writer is killed (``system/whole_files.py``).
+Beside the state it has one more entry, ``MARK``, by which it is recognised.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from phalanx.errors import ArgumentError, CheckpointError
+from phalanx.system.whole_files import check_creatable, whole_file
 
 __all__ = ["MARK", "check_writable", "contents_of", "plain", "read", "restore", "write"]
 
@@ -58,30 +59,25 @@ def write(
             of that name is still there then.
     """
     target = _target(path)
-    partial = _partial(target)
     mark = {"format": FORMAT, "id": secrets.token_hex(16), "random": random_states, "exchanges": dict(exchanges or {})}
     marked = {**contents, MARK: mark}
     try:
-        with partial.open("wb") as file:
+        with whole_file(target) as file:
             torch.save(marked, file)
             file.flush()
-            os.fsync(file.fileno())
-        strange = get_unsafe_globals_in_checkpoint(str(partial))
-        if strange:
-            raise CheckpointError(
-                f"{path} was not written, because it could not be read again: a checkpoint holds numbers, texts, "
-                f"tensors, and dicts and lists of them, but the state has {', '.join(sorted(strange))}"
-            )
-        partial.replace(target)
-        _flush_directory(target.parent)
+            file.seek(0)
+            strange = get_unsafe_globals_in_checkpoint(file)
+            if strange:
+                raise CheckpointError(
+                    f"{path} was not written, because it could not be read again: a checkpoint holds numbers, texts, "
+                    f"tensors, and dicts and lists of them, but the state has {', '.join(sorted(strange))}"
+                )
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
             f"{path} was not written: {error}. An earlier checkpoint of that name is intact"
         ) from error
-    finally:  # after a failure or Ctrl-C, remove the unfinished file; after the replacement there is none
-        partial.unlink(missing_ok=True)
 
 
 def read(path: _PATHS) -> dict[str, Any]:
@@ -142,28 +138,14 @@ def check_writable(path: _PATHS) -> None:
         raise CheckpointError(f"There is no directory {Path(path).parent} for the checkpoint")
     if target.is_dir():
         raise CheckpointError(f"{path} is a directory; a checkpoint is a file")
-    partial = _partial(target)
     try:
-        partial.touch()
-        partial.unlink()
+        check_creatable(target)
     except OSError as error:
         raise CheckpointError(f"No checkpoint can be written to {Path(path).parent}: {error.strerror}") from error
 
 
 def _target(path: _PATHS) -> Path:
     return Path(os.path.realpath(path))  # what a link means is replaced, not the link
-
-
-def _partial(target: Path) -> Path:
-    return target.with_name(f".{target.name}.{os.getpid()}")  # in the same directory, so that replacing is atomic
-
-
-def _flush_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def plain(entry: Any) -> Any:

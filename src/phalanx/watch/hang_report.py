@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.system.foreign_values import checked, is_number, read_json
+from phalanx.system.whole_files import folder_for_a_while
 from phalanx.watch.records import Record, Recording
 from phalanx.watch.torch_trace import write_torch_traces
 from phalanx.watch.verdict import Seen, Verdict
@@ -151,8 +151,7 @@ def write_report(folder: Path, report: HangReport, over: Path | None = None) -> 
     number = int(match[1]) if match else 1 + max((number for number, _ in _reports(folder)), default=0)
     recordings = {seen.rank: seen.recording for seen in report.ranks if seen.recording is not None}
     traces, path = folder / f"hang-{number}-torch", folder / f"hang-{number}.json"
-    with tempfile.TemporaryDirectory(dir=folder, suffix=".part") as name:
-        parts = Path(name)
+    with folder_for_a_while(folder, ".hang-") as parts:
         write_torch_traces(parts / "traces", recordings)
         (parts / "report").write_text(json.dumps(report.to_json()))
         traces.mkdir(exist_ok=True)

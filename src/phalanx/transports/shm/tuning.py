@@ -17,6 +17,7 @@ from pathlib import Path
 
 from phalanx import settings
 from phalanx.system.foreign_values import read_json
+from phalanx.system.whole_files import whole_file
 
 __all__ = ["Tuning", "load_tuning", "save_tuning", "tuning_in_force", "tuning_path"]
 
@@ -93,8 +94,7 @@ def save_tuning(tuning: Tuning) -> Path:
     """Write the file that :func:`load_tuning` reads, whole or not at all; returns its path."""
     path = tuning_path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(asdict(tuning), indent=2) + "\n")
-    partial.replace(path)
+    with whole_file(path) as file:
+        file.write(json.dumps(asdict(tuning), indent=2).encode() + b"\n")
     _read.cache_clear()
     return path
