@@ -34,8 +34,9 @@ Of the others the time is that
 A world is a number of ranks on this host under ``phalanx run``, or hosts x ranks on each. These hosts are network
 namespaces of this machine (``tests/support/hosts.py``) that share its cores, so they need root and iproute2. ``mpi:3``
 is one under ``phalanx run --mpi``, ``mpiexec:3`` under an MPI launcher alone: start this program for them by the Python
-of an environment that has mpi4py and an MPI library. Ranks of ``hand:3`` have their places from variables set by hand,
-those of ``torchrun:3`` from torchrun's, with the store of its agent. What cannot happen in a world is left out there.
+of an environment that has mpi4py and an MPI library. ``gloo:3`` is ``phalanx run`` with torch's Gloo. Ranks of
+``hand:3`` have their places from variables set by hand, those of ``torchrun:3`` from torchrun's, with the store of its
+agent. What cannot happen in a world is left out there.
 
     python benchmarks/deaths.py
     python benchmarks/deaths.py --worlds 8 --faults killed --rounds 100
@@ -77,10 +78,10 @@ FAULTS = {
     "raised": Fault(losses.raised, ("run", "hosts", "hand")),
     **{name: Fault(losses.lost, ("hosts",)) for name in losses.HOSTS},
     "mismatch": Fault(mismatch.mismatch, ("run", "hosts", "mpi", "mpiexec", "hand")),
-    "stopped-rank": Fault(losses.silent, ("run", "hosts", "mpi", "hand")),
-    "absent": Fault(losses.silent, ("run", "hosts", "mpi", "hand")),
-    "launcher-killed": Fault(job_ends.launcher_killed, ("run", "hosts", "mpi")),
-    "raised-ends": Fault(job_ends.raised, ("run", "hosts", "mpi", "mpiexec")),
+    "stopped-rank": Fault(losses.silent, ("run", "hosts", "mpi", "gloo", "hand")),
+    "absent": Fault(losses.silent, ("run", "hosts", "mpi", "gloo", "hand")),
+    "launcher-killed": Fault(job_ends.launcher_killed, ("run", "hosts", "mpi", "gloo")),
+    "raised-ends": Fault(job_ends.raised, ("run", "hosts", "mpi", "mpiexec", "gloo")),
     "twice": Fault(joining.joining, ("hand", "torchrun")),
     "sizes": Fault(joining.joining, ("hand", "torchrun")),
 }

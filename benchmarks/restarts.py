@@ -165,6 +165,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=1, help="in each job, one after the other [%(default)s]")
     parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0], help="of the ranks [%(default)s]")
     parser.add_argument("--against-torchrun", action="store_true", help="measure torchrun --max-restarts as well")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with every time, in seconds")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
@@ -179,7 +180,12 @@ def main() -> None:
             taken[launcher] += times
             lost = options.kills - len(times)
             words = [f"{time_s:.2f} s" for time_s in times] + ([f"{lost} not recovered"] if lost else [])
-            print(f"{number + 1:4} {launcher}: {', '.join(words)}", flush=True)
+            line = f"{number + 1:4} {launcher}: {', '.join(words)}"
+            print(line, flush=True, file=sys.stderr if options.json else sys.stdout)
+    if options.json:
+        kills = options.rounds * options.kills
+        print(json.dumps([{"launcher": one, "kills": kills, "taken_s": times} for one, times in taken.items()]))
+        return
     for launcher in launchers:
         print(describe(launcher, options, taken[launcher]))
 

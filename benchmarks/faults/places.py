@@ -76,12 +76,12 @@ class Place:
 
     @property
     def _backend(self) -> str:
-        return "mpi" if self.world.by in ("mpi", "mpiexec") else "phalanx"
+        return {"mpi": "mpi", "mpiexec": "mpi", "gloo": "gloo"}.get(self.world.by, "phalanx")
 
     def _starting(self) -> list[str]:
         """The words before the script and its arguments."""
         python, count = sys.executable, ["-n", str(self.world.size)]
-        if self.world.by == "run":
+        if self.world.by in ("run", "gloo"):
             return [python, "-m", "phalanx", "run", *count]
         mpiexec = shutil.which("mpiexec", path=f"{Path(python).parent}:{os.environ['PATH']}")
         if mpiexec is None:

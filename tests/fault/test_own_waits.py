@@ -17,7 +17,7 @@ from tests.support.golden import await_told
 from tests.support.waiting import soon, stop
 
 SCRIPT = """
-    import os, sys, time
+    import ctypes, os, sys, time
     from datetime import timedelta
     from pathlib import Path
     import torch
@@ -25,7 +25,8 @@ SCRIPT = """
     from torch._C._distributed_c10d import FileStore
     from tests.support.islands import pretend_host
 
-    rank, size, hosts, folder = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    rank, size, hosts, holds_lock = map(int, sys.argv[1:5])
+    is_absent, folder = str(rank) in sys.argv[5].split(","), Path(sys.argv[6])
     if hosts > 1:
         pretend_host(rank * hosts // size)
     store = FileStore(str(folder / "store"), size)
@@ -36,7 +37,9 @@ SCRIPT = """
         while not (folder / name).exists():
             time.sleep(0.01)  # sleeps
 
-    if rank == 1:
+    if is_absent and holds_lock:
+        ctypes.PyDLL(None).system(f"until test -e {folder}/go; do sleep 0.05; done".encode())
+    elif is_absent:
         wait_for("go")
     dist.all_reduce(torch.ones(4))  # call
     dist.destroy_process_group()
@@ -46,14 +49,23 @@ SCRIPT = """
 class Job:
     """Ranks that no launcher has started."""
 
-    def __init__(self, folder: Path, size: int, hosts: int = 1, warn_after: str = "0.5") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        size: int,
+        hosts: int = 1,
+        *,
+        warn_after: str = "0.5",
+        absent: str = "1",
+        holds_lock: bool = False,
+    ) -> None:
         self.folder, self.script = folder, folder / "script.py"
         self.script.write_text(dedent(SCRIPT))
         environment = {"PYTHONPATH": ":".join(sys.path), "PATH": os.environ["PATH"], "PHALANX_WARN_AFTER": warn_after}
         self.ranks = []
         for rank in range(size):
             with open(folder / f"err-{rank}", "wb") as err:
-                command = [sys.executable, *map(str, (self.script, rank, size, hosts, folder))]
+                command = [sys.executable, *map(str, (self.script, rank, size, hosts, int(holds_lock), absent, folder))]
                 self.ranks.append(subprocess.Popen(command, env=environment, stderr=err))
 
     def said(self, rank: int) -> str:
@@ -122,11 +134,50 @@ def test_it_is_said_ever_more_seldom(jobs: list[Job], tmp_path: Path) -> None:
     assert all(later >= 2 * earlier for earlier, later in pairwise(times)), times
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_nothing_is_said_if_the_user_wants_that_or_the_awaited_rank_is_not_seen(
-    jobs: list[Job], tmp_path: Path, hosts: int
+# Ranks 0 and 1 are on the first host if there are more than two; of five, 2 and 3 are on the second one.
+@pytest.mark.parametrize(
+    ("size", "hosts", "absent", "others"),
+    [
+        (2, 2, 1, "rank 0 waits"),
+        (2, 2, 0, "rank 1 waits"),
+        (3, 2, 2, "ranks 0-1 wait"),
+        (5, 3, 4, "ranks 0-3 wait"),
+    ],
+)
+def test_a_rank_of_another_host_is_named_too(
+    jobs: list[Job], tmp_path: Path, size: int, hosts: int, absent: int, others: str
 ) -> None:
-    jobs.append(job := Job(tmp_path, 2, hosts, warn_after="0" if hosts == 1 else "0.1"))
+    jobs.append(job := Job(tmp_path, size, hosts, absent=str(absent)))
+    first = 0 if absent else 1
+    facts = {**job.facts(), "others": others, "rank": absent, "host": f"h{absent * hosts // size}"}
+    await_told("own-waits.elsewhere", lambda: job.said(first), lambda: facts, job.has_ended)
+    job.finish()
+    for rank in range(size):
+        assert rank == first or f"rank {absent} " not in job.said(rank)
+
+
+def test_the_next_rank_answers_for_a_host_whose_first_is_stopped(jobs: list[Job], tmp_path: Path) -> None:
+    """Ranks 2 and 3 are on the other host, and both stay away."""
+    jobs.append(job := Job(tmp_path, 4, 2, absent="2,3"))
+    assert soon(lambda: "ranks 2-3 on h1 are at wait_for" in job.said(0), 60), [*map(job.said, range(4))]
+    stop(job.ranks[2].pid)
+    assert soon(lambda: "rank 2 on h1 is stopped (state T)" in job.said(0), 60), [*map(job.said, range(4))]
+    assert "rank 3 on h1 is at wait_for" in job.said(0)
+    os.kill(job.ranks[2].pid, signal.SIGCONT)
+    job.finish()
+
+
+def test_a_host_of_which_nobody_answers_is_named(jobs: list[Job], tmp_path: Path) -> None:
+    """Its only rank holds the interpreter's lock in C code."""
+    jobs.append(job := Job(tmp_path, 2, 2, absent="1", holds_lock=True))
+    said = "rank 1 on h1 is out of sight: the host does not answer; rank 0 waits for it in all_reduce #2 at "
+    assert soon(lambda: said in job.said(0), 60), [*map(job.said, range(2))]
+    job.finish()
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_nothing_is_said_if_the_user_wants_that(jobs: list[Job], tmp_path: Path, hosts: int) -> None:
+    jobs.append(job := Job(tmp_path, 2, hosts, warn_after="0"))
     soon(job.has_ended, 3.0)
     job.finish()
     assert [job.said(rank) for rank in range(2)] == ["", ""]

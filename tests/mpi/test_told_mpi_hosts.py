@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tests.fault.test_times_of_deaths import Lateness
 from tests.launch_support import wait_for
 from tests.mpi.environments import MpiEnvironment
 from tests.mpi.over_hosts import hosts, remote
@@ -29,6 +28,7 @@ from tests.support.faults import (
 )
 from tests.support.golden import await_told, block_of, check_told
 from tests.support.hosts import why_no_hosts
+from tests.support.lateness import Lateness
 from tests.support.remote import RemoteLauncher
 
 __all__ = ["hosts", "remote"]  # fixtures

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from phalanx.store.peek import peek
 from phalanx.transports.hosts import asking, departing
 from phalanx.transports.hosts.asking import Questions
-from phalanx.transports.hosts.departing import _GONE, _MARKS, _WRITTEN_WHEN_BROKEN
+from phalanx.transports.hosts.departing import _GONE, _MARKS, _WRITTEN_WITH_A_MARK
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.whereabouts import Whereabouts
 
@@ -35,7 +35,7 @@ def die() -> None:
 def fill(store: Store, size: int, broken: bool) -> None:
     """Write what the ranks of a group write as long as they are in it."""
     for rank in range(size):
-        kinds = ["lookout", "left", *ADDRESSES, *(_WRITTEN_WHEN_BROKEN if broken else [])]
+        kinds = ["lookout", "left", *ADDRESSES, *(_WRITTEN_WITH_A_MARK if broken else [])]
         for kind in kinds:
             store.set(f"{kind}/{rank}", "something")
     for key in _MARKS if broken else []:

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 import phalanx
+from phalanx import settings
 
 __all__ = ["hosts", "remote"]  # fixtures
 
@@ -118,6 +119,36 @@ def test_groups_that_were_never_used_leave_no_keys(size: int) -> None:
         return keys_after_groups(member, tcp_store(member), 2, lambda group, member: None, dist.destroy_process_group)
 
     assert on_ranks(body, size) == [0] * size
+
+
+@pytest.mark.parametrize(("size", "hosts"), [(2, 2), (3, 2), (5, 3)])
+def test_a_wait_about_which_other_hosts_were_asked_leaves_no_keys(
+    size: int, hosts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(settings.WARN_AFTER, "0.5")
+
+    def body(member: Member) -> tuple[set[str], set[str]]:
+        store = tcp_store(member)
+        pretend_host(member.rank % hosts)
+        dist.init_process_group("phalanx", store=store, rank=member.rank, world_size=size, timeout=TIMEOUT)
+
+        def asked_and_answered() -> set[str]:
+            return {key for key in store.list_keys() if key.endswith("/asked") or "/seen/" in key}
+
+        if member.rank == size - 1:
+            assert soon(lambda: len(asked_and_answered()) >= 2)
+        dist.all_reduce(torch.ones(2))
+        between = asked_and_answered()
+        dist.destroy_process_group()
+        member.meet("left")
+        soon(lambda: not asked_and_answered())
+        after = asked_and_answered()
+        member.meet("looked")  # the store goes with rank 0
+        return between, after
+
+    for between, after in on_ranks(body, size):
+        assert len(between) >= 2
+        assert after == set()
 
 
 @sizes

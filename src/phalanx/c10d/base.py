@@ -37,7 +37,7 @@ from phalanx.transports.gloo.engine import GlooOnDemand
 from phalanx.transports.layout import DTYPES
 from phalanx.watch import recorder
 from phalanx.watch.ending import cause_of_going
-from phalanx.watch.own_waits import OwnWaits, watch_own_waits
+from phalanx.watch.own_waits import OtherHosts, OwnWaits, watch_own_waits
 
 __all__ = ["BaseProcessGroup"]
 
@@ -106,13 +106,14 @@ class BaseProcessGroup(dist.ProcessGroup):
         if self.recorded is not None:
             self._calls = RecordedCalls(self._communicator, self.recorded)
 
-    def watch_waits(self, pids: Mapping[int, int]) -> None:
+    def watch_waits(self, pids: Mapping[int, int], others: OtherHosts | None = None) -> None:
         """Without ``phalanx run``: have a thread say for whom this rank waits, until the group is closed or dropped.
 
         Args:
             pids: the process ids of this group's ranks on this host, by rank; the group is the world.
+            others: asks the ranks of other hosts, if there are any that can be asked.
         """
-        waits = watch_own_waits(self._rank, pids)
+        waits = watch_own_waits(self._rank, pids, others)
         if waits is not None:
             self._waits = waits
             end_before_the_interpreter(waits)

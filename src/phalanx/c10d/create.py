@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
@@ -24,6 +25,7 @@ from phalanx.transports.gone import call_witness
 from phalanx.transports.hosts.choosing import choose_engine
 from phalanx.transports.hosts.communicator import HostsCommunicator
 from phalanx.transports.hosts.gloo_lane import UNLIMITED, GlooEngine
+from phalanx.transports.hosts.inquiry import Inquiry
 from phalanx.transports.hosts.islands import join_islands
 from phalanx.transports.meeting_store import MeetingStore, time_left
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
@@ -147,9 +149,10 @@ def create_process_group(
             quicken_messages(group, hosts.messages.inside, rank, size, hosts.messages.places)
         if not ranks:
             call_witness(hosts)
-            if local.size > 1:
-                here = process_ids(cast(SharedMemoryCommunicator, local).handle, local.size)
-                group.watch_waits(dict(zip(layout.here, here, strict=True)))
+            handle = cast(SharedMemoryCommunicator, local).handle if local.size > 1 else None
+            here = process_ids(handle, local.size) if handle is not None else [os.getpid()]
+            inquiry = Inquiry(reasons, rank, layout, hosts.questions)
+            group.watch_waits(dict(zip(layout.here, here, strict=True)), inquiry)
         return group
 
     renew_engine()  # functions of the program may run in the group's threads

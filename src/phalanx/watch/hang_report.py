@@ -16,7 +16,8 @@ from typing import Any
 
 from phalanx.system.foreign_values import checked, is_number, read_json
 from phalanx.system.whole_files import folder_for_a_while
-from phalanx.watch.records import Record, Recording
+from phalanx.watch.records import Record
+from phalanx.watch.seen_values import seen_from_json, seen_to_json
 from phalanx.watch.torch_trace import write_torch_traces
 from phalanx.watch.verdict import Seen, Verdict
 from phalanx.words import format_named
@@ -72,18 +73,8 @@ class HangReport:
 
     def _rank(self, seen: Seen) -> dict[str, Any]:
         kept = min(_MOST_KEPT, max(_FEWEST_KEPT, _KEPT // len(self.ranks)))
-        recording = seen.recording.latest(kept).to_json() if seen.recording is not None else None
-        return {
-            "rank": seen.rank,
-            "state": seen.state,
-            "ended": seen.ended,
-            "place": seen.place,
-            "asked": seen.asked,
-            "host": seen.host,
-            "silent": seen.silent,
-            "stack": self.stacks.get(seen.rank, []),
-            "recording": recording,
-        }
+        recording = seen.recording.latest(kept) if seen.recording is not None else None
+        return {**seen_to_json(seen, recording), "stack": self.stacks.get(seen.rank, [])}
 
     def text(self) -> str:
         """The report for people: the verdict, then each rank's operation, then stacks, then the last operations."""
@@ -187,20 +178,12 @@ def read_report(path: Path) -> HangReport:
         hint = values.get("hint", "")
         said = {"sentence": values["verdict"], "awaited": who[0], "waiting": who[1], "since_ns": values["since_ns"]}
         verdict = checked(Verdict, {**said, "hint": hint})
-        ranks = [_seen(rank) for rank in values["ranks"]]
+        ranks = [seen_from_json(rank) for rank in values["ranks"]]
         stacks = {rank["rank"]: _lines(rank["stack"]) for rank in values["ranks"] if rank["stack"]}
         own = {name: values[name] for name in ("job", "host", "when", "now_ns")}
         return checked(HangReport, {**own, "verdict": verdict, "ranks": ranks, "stacks": stacks})
     except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is not a whole report: {error}") from None
-
-
-def _seen(rank: dict[str, Any]) -> Seen:
-    recording = Recording.from_json(rank["recording"]) if rank["recording"] is not None else None
-    own = {name: rank[name] for name in ("rank", "state", "ended", "place", "asked")}
-    # An earlier Phalanx wrote reports on jobs of one host only.
-    more = {"recording": recording, "host": rank.get("host", ""), "silent": rank.get("silent", False)}
-    return checked(Seen, {**own, **more})
 
 
 def _lines(stack: Any) -> list[str]:

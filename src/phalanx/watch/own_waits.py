@@ -6,23 +6,27 @@ operation has lasted for long, the thread reads the recorders of the world's oth
 from all of them who keeps the others (``verdict.py``). Of the ranks of a host that wait the first says so, and ever
 more seldom.
 
-Ranks of other hosts are not seen. If it depends on one of them, nothing is said, and the group's timeout names it.
+The recorders of other hosts cannot be read. If it depends on a rank there, that host is asked, where it can be, and one
+of its ranks answers for all of them (``transports/hosts/inquiry.py``). If ranks beside that rank wait for it too, they
+say it themselves. Where nobody can be asked, as over MPI, nothing is said, and the group's timeout names the rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from phalanx import settings
 from phalanx.errors import PhalanxError
 from phalanx.system.awake import AwakeClock
 from phalanx.system.processes import state_of
 from phalanx.system.threads import start
-from phalanx.watch.call_site import shown
+from phalanx.watch.call_site import running_at, shown
 from phalanx.watch.from_outside import place_of_main
 from phalanx.watch.glance import Glance, glance
 from phalanx.watch.recorder import is_kept, own_place
@@ -30,26 +34,43 @@ from phalanx.watch.records import read_process, read_recording
 from phalanx.watch.verdict import Seen, Verdict, judge
 from phalanx.words import tell
 
-__all__ = ["OwnWaits", "watch_own_waits"]
+__all__ = ["OtherHosts", "OwnWaits", "watch_own_waits"]
 
 _WARN_AFTER_S = 5.0
 _LOOK_S = 0.5
 _AGAIN = 4  # each line about one wait comes when it has lasted so many times longer than at the last
 _MOST_ASKED = 2  # of those that others wait for; each may take seconds to say where it is
 _ENDS_IN_S = 0.3
+_GONE = ("", "Z", "X")  # states of a process
+_CANNOT_ANSWER = (*_GONE, "T", "t")
+_ANSWERS_S = 1.0  # other hosts are asked so much sooner, so that the line does not come later
 
 
-def watch_own_waits(rank: int, pids: Mapping[int, int]) -> OwnWaits | None:
+class OtherHosts(Protocol):
+    """The ranks of other hosts. Each of these may take seconds."""
+
+    def answer(self, seen: Callable[[], Sequence[Seen]]) -> None:
+        """If one of them has asked what the ranks of this host do, tell it; ``seen`` looks at these."""
+
+    def ask(self, seen: Callable[[], Sequence[Seen]], over: Callable[[], bool]) -> list[Seen]:
+        """What they do; empty if they cannot be asked. ``seen`` as above; ``over`` says that nobody wants to know."""
+
+    def named(self, seen: Seen) -> Seen:
+        """The same with the name of its host."""
+
+
+def watch_own_waits(rank: int, pids: Mapping[int, int], others: OtherHosts | None = None) -> OwnWaits | None:
     """Begin to watch, with a thread; None where the launcher does, where nobody else is seen, or nobody wants it.
 
     Args:
         rank: this process's rank in the world.
         pids: the process ids of the ranks of the world on this host, by rank.
+        others: asks the ranks of other hosts, if there are any that can be asked.
     """
     after_s = _wanted()
-    if is_kept() or len(pids) < 2 or not after_s:
+    if is_kept() or (len(pids) < 2 and others is None) or not after_s:
         return None
-    waits = OwnWaits(rank, pids, after_s)
+    waits = OwnWaits(rank, pids, after_s, others)
     waits.start()
     return waits
 
@@ -71,12 +92,21 @@ class OwnWaits:
         rank: this process's rank in the world.
         pids: the process ids of the ranks of the world on this host, by rank.
         after_s: how long a wait is nothing to speak of.
+        others: as in :func:`watch_own_waits`.
         say: prints a line.
     """
 
-    def __init__(self, rank: int, pids: Mapping[int, int], after_s: float, say: Callable[[str], None] = tell) -> None:
-        self._rank, self._pids, self._after_s, self._say = rank, dict(pids), after_s, say
+    def __init__(
+        self,
+        rank: int,
+        pids: Mapping[int, int],
+        after_s: float,
+        others: OtherHosts | None = None,
+        say: Callable[[str], None] = tell,
+    ) -> None:
+        self._rank, self._pids, self._after_s, self._others, self._say = rank, dict(pids), after_s, others, say
         self._look_s = min(_LOOK_S, after_s / 4)
+        self._sooner_s = self._look_s if others is None else self._look_s + min(_ANSWERS_S, after_s / 4)
         self._clock = AwakeClock()  # a job that was suspended has not waited meanwhile
         self._last: Glance | None = None
         self._since_s = self._say_at_s = 0.0
@@ -108,6 +138,8 @@ class OwnWaits:
         while not self._over.wait(self._look_s):
             try:
                 self.look()
+                if self._others is not None and self._answers():
+                    self._others.answer(self._here)
             except (OSError, ValueError, PhalanxError):  # the program has closed the recorder's file
                 return
 
@@ -122,33 +154,65 @@ class OwnWaits:
             self._last = None
             return
         if found != self._last:
-            self._last, self._since_s, self._say_at_s = found, now_s, self._after_s - self._look_s
+            self._last, self._since_s, self._say_at_s = found, now_s, self._after_s - self._sooner_s
         waited_s = now_s - self._since_s
         if waited_s < self._say_at_s:
             return
         text = self._concluded()
         waited_s = self._clock.now() - self._since_s  # others may have taken seconds to say where they are
-        self._say_at_s = waited_s * _AGAIN
+        self._say_at_s = max(waited_s, self._after_s) * _AGAIN
+        if text and self._over.wait(self._after_s - self._look_s - waited_s):
+            return
+        waited_s = self._clock.now() - self._since_s
         if text and found == glance(*own_place()):  # else it has gone on meanwhile
             self._say(f"{text}, for {waited_s + self._look_s:.0f} s now")
 
     def _concluded(self) -> str:
-        """Put into words who keeps this rank. The text is empty if another rank says it, or if nobody here can know."""
-        seen = [self._seen(rank, pid) for rank, pid in sorted(self._pids.items())]
+        """Put into words who keeps this rank. The text is empty if another rank says it, or if nobody can know."""
+        seen = self._sight()
         verdict = judge(seen)
-        if verdict is None or not self._says(verdict, seen):
+        if verdict is None or not self._is_first(verdict, seen):
             return ""
-        asked = [rank for rank in verdict.awaited if rank != self._rank][:_MOST_ASKED]
-        seen = [replace(each, place=self._place(each)) if each.rank in asked else each for each in seen]
+        if self._others is not None and not _are_there(verdict, seen):
+            seen = [*map(self._others.named, seen), *self._others.ask(self._here, self._over.is_set)]
+            verdict = judge(seen)
+            if verdict is None or not self._is_first(verdict, seen) or self._is_said_there(verdict, seen):
+                return ""
+        if not _are_there(verdict, seen):
+            return ""
+        seen = self._placed(seen, verdict.awaited)
         verdict = judge(seen)
-        return verdict.sentence if verdict is not None and self._says(verdict, seen) else ""
+        says = verdict is not None and self._is_first(verdict, seen) and _are_there(verdict, seen)
+        return verdict.sentence if verdict is not None and says else ""
 
-    def _says(self, verdict: Verdict, seen: list[Seen]) -> bool:
-        """Whether this rank is the first of those that wait, and all that are waited for are seen, and there."""
-        there = {each.rank for each in seen if each.state not in ("", "Z", "X")}
+    def _is_first(self, verdict: Verdict, seen: Sequence[Seen]) -> bool:
+        """Whether this rank is the first of those that wait, and none of them waits to join."""
         joins = any(each.operation is not None and each.operation.kind == "init" for each in seen)
-        own = min(verdict.waiting, default=-1) == self._rank
-        return own and not joins and bool(verdict.awaited) and set(verdict.awaited) <= there
+        return not joins and min(verdict.waiting, default=-1) == self._rank
+
+    def _is_said_there(self, verdict: Verdict, seen: Sequence[Seen]) -> bool:
+        """Whether the awaited ranks have others beside them that wait as well, and so say it."""
+        host = {each.rank: each.host for each in seen}
+        waits = {host[rank] for rank in verdict.waiting} - {host[self._rank]}
+        return bool(verdict.awaited) and {host.get(rank) for rank in verdict.awaited} <= waits
+
+    def _answers(self) -> bool:
+        """Whether this rank is the first here that is not stopped."""
+        before = [pid for rank, pid in sorted(self._pids.items()) if rank < self._rank]
+        return all(state_of(pid) in _CANNOT_ANSWER for pid in before)
+
+    def _here(self) -> list[Seen]:
+        """What the ranks of this host do, and where those are that are in no operation."""
+        seen = self._sight()
+        return self._placed(seen, [each.rank for each in seen if each.operation is None])
+
+    def _sight(self) -> list[Seen]:
+        return [self._seen(rank, pid) for rank, pid in sorted(self._pids.items())]
+
+    def _placed(self, seen: Sequence[Seen], ranks: Collection[int]) -> list[Seen]:
+        """The same with the places of these ranks, of the first few that are here."""
+        asked = [rank for rank in sorted(ranks) if rank in self._pids][:_MOST_ASKED]
+        return [replace(each, place=self._place(each)) if each.rank in asked else each for each in seen]
 
     def _seen(self, rank: int, pid: int) -> Seen:
         recording = None
@@ -157,5 +221,14 @@ class OwnWaits:
         return Seen(rank, recording, state_of(pid))
 
     def _place(self, seen: Seen) -> str:
-        place = "" if seen.state in ("T", "t") else place_of_main(self._pids[seen.rank])
+        if seen.rank == self._rank:
+            place = running_at(sys._current_frames().get(threading.main_thread().ident or 0))
+        else:
+            place = "" if seen.state in ("T", "t") else place_of_main(self._pids[seen.rank])
         return shown(place) if place else ""
+
+
+def _are_there(verdict: Verdict, seen: Sequence[Seen]) -> bool:
+    """Whether somebody is waited for, and all of them are seen and there, or their hosts are silent."""
+    there = {each.rank for each in seen if each.silent or each.state not in _GONE}
+    return bool(verdict.awaited) and set(verdict.awaited) <= there

@@ -103,7 +103,7 @@ class HostsCommunicator(Communicator):
             timeout=timeout,
             world=world,
         )
-        self._reason = reason
+        self._reason, self.questions = reason, reason.questions
         self._depart = partial(reason.depart, partial(_forget, engine, way, store, layout), forget_gone)
         self._last_calls = LastCalls(store, layout, local, reason)
         try:

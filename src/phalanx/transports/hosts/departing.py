@@ -23,16 +23,17 @@ from collections.abc import Callable, Collection
 
 from torch._C._distributed_c10d import Store
 
+from phalanx.transports.hosts.inquiry import ASKED, SEEN
 from phalanx.transports.hosts.whereabouts import NOTED
 
 __all__ = ["AWAY", "depart"]
 
 AWAY = "away"  # the key that is there once a rank of the world has gone
 _GONE = "departed/gone"  # the key that is there once a rank has been counted that was gone
-# The last rank to leave looks for what only a group that broke has written if it finds one of the marks. A rank that
-# writes such a key writes a mark in the same question, so a rank that has left the group has written both.
-_MARKS = ("broken", AWAY, NOTED, _GONE)
-_WRITTEN_WHEN_BROKEN = ("call", "message", "place", "stands", "gone", "how")
+# The last rank to leave looks for what only a group has written that broke, or in which a rank waited for long, if it
+# finds one of the marks. A rank that writes such a key writes a mark in the same question, or has found one.
+_MARKS = ("broken", AWAY, NOTED, ASKED, _GONE)
+_WRITTEN_WITH_A_MARK = ("call", "message", "place", "stands", "gone", "how", SEEN)
 
 
 def depart(
@@ -65,7 +66,7 @@ def depart(
         if counted < size:
             return
         marked = any(store.check([mark]) for mark in _MARKS)
-        kinds = ("lookout", "left", "departed", *(_WRITTEN_WHEN_BROKEN if marked else ()))
+        kinds = ("lookout", "left", "departed", *(_WRITTEN_WITH_A_MARK if marked else ()))
         for each in range(size):
             if not goes_on():
                 return
