@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--faults", choices=FAULTS, nargs="+", default=list(FAULTS), help="which [%(default)s]")
     parser.add_argument("--rounds", type=int, default=10, help="of each fault in each world [%(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="of the ranks and moments that are drawn [%(default)s]")
-    parser.add_argument("--json", action="store_true", help="print one JSON object with every sample, in seconds")
+    parser.add_argument("--json", action="store_true", help="print one JSON array with every sample, in seconds")
     options = parser.parse_args()
     outcomes: dict[tuple[str, str], Outcome] = {}
     for world in map(World.parse, options.worlds):

@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=1, help="in each job, one after the other [%(default)s]")
     parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0], help="of the ranks [%(default)s]")
     parser.add_argument("--against-torchrun", action="store_true", help="measure torchrun --max-restarts as well")
-    parser.add_argument("--json", action="store_true", help="print one JSON object with every time, in seconds")
+    parser.add_argument("--json", action="store_true", help="print one JSON array with every time, in seconds")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:

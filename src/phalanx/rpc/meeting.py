@@ -9,14 +9,14 @@ Rank 0 names a part that nobody has used, and the others read the name. The rule
 - How it ends is said once, in one key: the first who sees that all have come writes that they have met, or the first
   who has waited in vain that it gives up. All obey that. If one has given up, nobody goes into that part any more, and
   whoever waits in it gives up too: those who come later would count ranks that have gone. Rank 0 names another part.
-- A worker that is no rank takes no part in this. It goes into the part that was named last, once the ranks have met
-  there; before that it might be alone in a part that they give up.
+- A worker that is no rank waits until the ranks have met in the part that was named last, and only then becomes a
+  worker there. If it came earlier, and the ranks gave that part up, it would stay there alone.
 
 The keys, who writes them, and what a death leaves:
 
 - The name, at the world's store, and once more for workers that are no rank: rank 0 writes both, the others read them.
-  If rank 0 dies before it writes, they wait for their time; if after that, the ranks wait for it in the part that it
-  has named, and a worker that is no rank waits until they have met there.
+  If rank 0 dies before it writes, all wait until their time is over. If it dies after that, the other ranks wait for
+  rank 0 in the part that it has named, and a worker that is no rank waits for them.
 - ``came/R``, in the part: rank R writes it when it is a worker, all read it. A rank that dies before that is waited
   for; one that dies after that counts as come, and its loss is noticed as that of any worker.
 - ``outcome``, in the part: by compare_set from empty, so the first writer decides, and nobody changes it. Who dies

@@ -22,6 +22,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -40,7 +41,7 @@ ASKED, SEEN = "asked", "seen"
 _PATIENCE_S = 3.0
 _LOOK_S = 0.05
 _RECORDS = 32  # of each rank, beside those that show which collectives it has come to
-_LONGEST = 1 << 24  # characters of an answer
+_LONGEST = 1 << 24  # bytes of an answer
 
 
 class Inquiry:
@@ -99,7 +100,7 @@ class Inquiry:
 
     def named(self, seen: Seen) -> Seen:
         """The same with the name of its host."""
-        return Seen(**{**vars(seen), "host": self._layout.name(seen.rank)})
+        return replace(seen, host=self._layout.name(seen.rank))
 
     def _answer(self, seen: Callable[[], Sequence[Seen]]) -> None:
         number = int(peek(self._store, ASKED) or 0)
@@ -120,7 +121,7 @@ def answer_from(said: bytes, ranks: Sequence[int]) -> tuple[int, list[Seen]]:
     """The number of the question up to which this is an answer, and what these ranks do.
 
     Raises:
-        ValueError: it is no answer for them.
+        ValueError: it is not an answer about these ranks.
     """
     if len(said) > _LONGEST:
         raise ValueError("too long")
