@@ -7,8 +7,8 @@ medians is printed. He looks for every port on which a process of the job listen
 - sends requests for the store to torch's protocol and to Phalanx's, broken messages, and claims of the wrong form,
 - where the ranks derive their port from the job's id, sits on the first one and passes on what he hears.
 
-He pauses between his attacks: what he does to the processor is not the question. Root alone can start another user's
-process.
+He pauses between his attacks: what he does to the processor is not the question. How many connections he has made in a
+run, in the middle, is printed too. Root alone can start another user's process.
 
     python benchmarks/strangers.py
     python benchmarks/strangers.py --rounds 9
@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import encodings.idna  # noqa: F401 - another user may not be able to read it when it is first needed
 import json
+import mmap
 import os
 import signal
 import socket
@@ -79,8 +81,17 @@ def listening(owner: int) -> set[int]:
     return ports
 
 
-def attack(owner: int, spared: set[int], first: int | None) -> None:
-    """Attack whatever listens that did not before, until this process is killed."""
+def attack(owner: int, spared: set[int], first: int | None, count: mmap.mmap) -> None:
+    """Attack whatever listens that did not before, until this process is killed; count the connections."""
+    made = 0
+
+    def connect(port: int) -> socket.socket:
+        nonlocal made
+        sock = socket.create_connection(("127.0.0.1", port), timeout=1)
+        made += 1
+        count[:8] = made.to_bytes(8, "little")
+        return sock
+
     if first is not None:
         threading.Thread(target=sit_on, args=(first, owner, spared), daemon=True).start()
     held: list[socket.socket] = []
@@ -88,12 +99,12 @@ def attack(owner: int, spared: set[int], first: int | None) -> None:
         for port in sorted(listening(owner) - spared):
             for _ in range(SILENT - len(held) if len(held) < SILENT else 0):
                 with contextlib.suppress(OSError):
-                    held.append(socket.create_connection(("127.0.0.1", port), timeout=1))
+                    held.append(connect(port))
             for words in WORDS:
-                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1) as sock:
+                with contextlib.suppress(OSError), connect(port) as sock:
                     sock.sendall(words)
             for claim in CLAIMS:
-                with contextlib.suppress(Exception), socket.create_connection(("127.0.0.1", port), timeout=1) as sock:
+                with contextlib.suppress(Exception), connect(port) as sock:
                     sock.settimeout(0.1)
                     greeting = sock.recv(GREETING_BYTES, socket.MSG_WAITALL)
                     said = json.dumps(claim).encode()
@@ -142,8 +153,8 @@ def pass_on(source: socket.socket, sink: socket.socket) -> None:
         sink.shutdown(socket.SHUT_WR)
 
 
-def start_stranger(first: int | None) -> int:
-    """Start the other user's process; return its pid."""
+def start_stranger(first: int | None, count: mmap.mmap) -> int:
+    """Start the other user's process, which counts in ``count`` how often it has connected; return its pid."""
     owner = os.geteuid()
     spared = listening(owner)
     pid = os.fork()
@@ -153,7 +164,7 @@ def start_stranger(first: int | None) -> int:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-        attack(owner, spared, first)
+        attack(owner, spared, first, count)
     finally:
         os._exit(1)
 
@@ -173,22 +184,32 @@ def start_job(form: str, script: str, job: str) -> list[subprocess.Popen[bytes]]
     return [subprocess.Popen(words, env=variables, stdout=pipe, stderr=pipe) for words, variables in commands]
 
 
-def time_once(form: str, script: str, *, attacked: bool) -> float:
-    """Run the job once; return the seconds from its last rank's having imported torch to its end. It must succeed."""
+def time_once(form: str, script: str, *, attacked: bool) -> tuple[float, int]:
+    """Run the job once. It must succeed, and the stranger must have attacked it to its end.
+
+    Returns:
+        The seconds from its last rank's having imported torch to its end, and how often the stranger has connected.
+    """
     job = str(uuid.uuid4().int % 10**9)
     ports = derived_ports(f"SLURM_JOB_ID={job} SLURM_STEP_ID=0")
-    stranger = start_stranger(ports[0] if form == "a derived port" else None) if attacked else None
+    count = mmap.mmap(-1, 8)  # the stranger alone writes, and this process reads it when that has ended
+    stranger = start_stranger(ports[0] if form == "a derived port" else None, count) if attacked else None
     try:
         processes = start_job(form, script, job)
         said = [[text.decode() for text in process.communicate()] for process in processes]
     finally:
         if stranger is not None:
             os.kill(stranger, signal.SIGKILL)
-            os.waitpid(stranger, 0)
+            status = os.waitstatus_to_exitcode(os.waitpid(stranger, 0)[1])
+            if status != -signal.SIGKILL:
+                sys.exit(f"the stranger had ended before, with {status}")
     if any(process.returncode for process in processes):
         sys.exit(f"the job failed{' under attack' if attacked else ''}:\n{''.join(err for _, err in said)}")
     times = [line.split()[-2:] for out, _ in said for line in out.splitlines()]
-    return max(float(end) for _, end in times) - max(float(began) for began, _ in times)
+    made = int.from_bytes(count[:8], "little")
+    if attacked and not made:
+        sys.exit("the stranger could not connect to anything")
+    return max(float(end) for _, end in times) - max(float(began) for began, _ in times), made
 
 
 def main() -> None:
@@ -204,14 +225,17 @@ def main() -> None:
         script = Path(folder) / "script.py"
         script.write_text(SCRIPT)
         for form in options.form or FORMS:
-            alone_s, attacked_s = [], []
+            alone_s, attacked_s, connections = [], [], []
             for _ in range(rounds):
-                alone_s.append(time_once(form, str(script), attacked=False))
-                attacked_s.append(time_once(form, str(script), attacked=True))
+                alone_s.append(time_once(form, str(script), attacked=False)[0])
+                took_s, made = time_once(form, str(script), attacked=True)
+                attacked_s.append(took_s)
+                connections.append(made)
             one, other = statistics.median(alone_s), statistics.median(attacked_s)
             print(
                 f"{form}: {one:.2f} s ({min(alone_s):.2f} to {max(alone_s):.2f}), attacked {other:.2f} s "
-                f"({min(attacked_s):.2f} to {max(attacked_s):.2f}), so {other - one:+.2f} s (median of {rounds})",
+                f"({min(attacked_s):.2f} to {max(attacked_s):.2f}), so {other - one:+.2f} s "
+                f"(median of {rounds}; {statistics.median(connections):.0f} connections)",
                 flush=True,
             )
 

@@ -263,12 +263,28 @@ def _rank_falls(case: Case) -> Right:
         code = 128 + case.signal
         cause = rf"rank {rank} of {world} failed\n.*ended by signal {case.signal:d} \({case.fault}\)"
     said = (cause, rf"host h{case.host(rank)}, pid ") if case.place == "two hosts" else (cause,)
-    how = "has ended|has failed|interrupted|stopped|is gone|lost"
     if case.is_in_init:
-        return Right((code,), said, (), IN_INIT, (rf"rank {rank}\b", how), may_be_ended=True)
+        return Right((code,), said, (), IN_INIT, (rf"rank {rank}\b", _told_of_fall(case)), may_be_ended=True)
     closes = case.operation == "close"
-    words = (rf"rank {rank} of the group", how)
+    words = (rf"rank {rank} of the group", _told_of_fall(case))
     return Right((code,), said, (), ("PeerLost",), words, may_come_through=closes, may_be_ended=case.place == "mpi")
+
+
+def _told_of_fall(case: Case) -> str:
+    """What a survivor is told of how it fell.
+
+    The kernel's word for a signal is known on one host to all. On another host it comes from those beside the lost one
+    or from the launcher, if it comes within the time for which one waits for it; a wrong one comes never. Nobody sees
+    an exit code but the launcher. An exception interrupts a call, if it comes in one.
+    """
+    if case.fault == "exception":
+        return r"has failed \(Fell: the victim fell at kill_program\.py:\d+\)|was interrupted in|interrupted \(Fell\)"
+    if case.fault == "os._exit":
+        return rf"has ended(?! by signal)( with exit code {EXIT_CODE}\b)?"
+    signalled = rf" by signal {case.signal:d} \({case.fault}\)"
+    if case.place == "one host" and not case.is_in_init:
+        return f"has ended{signalled}"
+    return rf"has ended({signalled}|(?! by signal))"
 
 
 def _block(world: int, lost: int) -> tuple[str, ...]:

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.parsers import Parser, parsers
+from tests.support.parser import Parser
+from tests.support.parsers import parsers
 
 __all__ = ["Finding", "changed", "try_all"]
 

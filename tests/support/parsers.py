@@ -1,5 +1,7 @@
 """Every parser of bytes that come from outside, with valid bytes and the refusals that it may answer with.
 
+``reading.py`` has a list of all modules that read bytes, and ``tests/unit/test_every_parser.py`` holds it complete.
+
 Bytes before the proof may be anybody's. What follows it has a digest, so it is another rank's; without a key it may be
 anybody's too. Files and memory are those of the same user, or reports that somebody has sent him.
 """
@@ -10,38 +12,34 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from ctypes import addressof
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import click
-import torch
 
+from phalanx.c10d.one_sided_memory import RemoteMemory
 from phalanx.c10d.reconfigure_handles import Handle
 from phalanx.commands.run import run as run_command
-from phalanx.errors import ArgumentError, EncodingError, LaunchError
+from phalanx.errors import ArgumentError, LaunchError
 from phalanx.launch.job.config_file import read_config
 from phalanx.launch.output import report as rank_report
 from phalanx.launch.rank.trace import Trace, open_trace
 from phalanx.launch.running import jobs
 from phalanx.native.core import RECORDER_BYTES
-from phalanx.rpc.codecs import FACTS, NUMBER
-from phalanx.rpc.failure import Failure
-from phalanx.rpc.large_heads import put_together, take_apart
-from phalanx.rpc.links.wire_format import Layout
-from phalanx.rpc.members import Member
-from phalanx.rpc.message import Kind
-from phalanx.rpc.typed import decode_call, encode_call
 from phalanx.store import requests
 from phalanx.store.claim import Claim, Verdict
 from phalanx.store.table import Table
 from phalanx.store.torch_requests import Conversation, TorchTable
 from phalanx.system.foreign_values import read_json
-from phalanx.transports.hosts.contact import Contact
+from phalanx.system.sight import own_sight
+from phalanx.transports import seat
+from phalanx.transports.hosts.contact import _MESSAGE, Contact
+from phalanx.transports.hosts.inquiry import answer_from
 from phalanx.transports.hosts.lookout import Lookout
 from phalanx.transports.shm import tuning
 from phalanx.watch import recorder
@@ -50,38 +48,22 @@ from phalanx.watch.done_calls import DoneCall, DoneCalls
 from phalanx.watch.hang_report import HangReport, read_report, write_report
 from phalanx.watch.html_page import page
 from phalanx.watch.records import Group, Record, Recording, read_recording
+from phalanx.watch.seen_values import seen_to_json
 from phalanx.watch.sent_calls import calls_from_json, calls_to_json
 from phalanx.watch.stack_text import frames_of
-from phalanx.watch.verdict import Seen
+from phalanx.watch.verdict import Seen, judge
 from phalanx.watch.verdict import Verdict as HangVerdict
 from phalanx.wire.framing import LONGEST_UNPROVEN, Malformed, end_of_frame, frame
 from phalanx.wire.key import Key
 from phalanx.wire.proof import Challenge, NoProof, PassedOn, Response, WrongKey
 from phalanx.wire.session import TAG_BYTES, Session
+from tests.support.parser import Parser, as_bytes
+from tests.support.parsers_of_workers import from_workers
 
-__all__ = ["Parser", "parsers"]
+__all__ = ["parsers"]
 
 KEY, HERE, ROLE = Key(b"the key of the tests", "a test"), ("127.0.0.1", 29500), "store"
 NOW = 10**15
-
-
-@dataclass(frozen=True)
-class Parser:
-    """A parser.
-
-    Attributes:
-        name: what it reads, for people.
-        valid: bytes from which inputs are made; it takes some of them, and the others belong to another state.
-        feed: gives it bytes.
-        refusals: what it may raise.
-        share: how many inputs it gets, of those that a quick parser gets.
-    """
-
-    name: str
-    valid: Sequence[bytes]
-    feed: Callable[[bytes], object]
-    refusals: tuple[type[BaseException], ...] = ()
-    share: float = 1.0
 
 
 @contextmanager
@@ -89,11 +71,15 @@ def parsers() -> Iterator[list[Parser]]:
     """All of them; what they need is given back afterwards."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-test-")))
-        yield [*_before_the_proof(), *_from_ranks(), *_from_workers(), *_memory(stack), *_files(folder)]
-
-
-def _object(**values: Any) -> bytes:
-    return json.dumps(values).encode()
+        yield [
+            *_before_the_proof(),
+            *_from_ranks(),
+            *_from_scripts(),
+            *_from_stores(),
+            *from_workers(),
+            *_memory(stack),
+            *_files(folder),
+        ]
 
 
 def _before_the_proof() -> Iterator[Parser]:
@@ -183,7 +169,7 @@ def _from_ranks() -> Iterator[Parser]:
 
     def signs(data: bytes) -> None:
         """The content of a message whose digest is right, and a stream of bytes."""
-        for stream in (b"m" + Session(b"k" * 32, is_listener=False).seal(frame(data)), data):
+        for stream in (_MESSAGE + Session(b"k" * 32, is_listener=False).seal(frame(data)), data):
             contact = Contact.__new__(Contact)
             contact._session, contact._incoming = Session(b"k" * 32, is_listener=True), bytearray(stream)
             contact.ended = False
@@ -191,7 +177,11 @@ def _from_ranks() -> Iterator[Parser]:
             for message in contact.read(0.0):
                 assert isinstance(message, dict)
 
-    said = [_object(joined=True, group="0"), _object(dialled=True), _object(leaves=1, group="0", why="x", ranks=[1, 2])]
+    said = [
+        as_bytes(joined=True, group="0"),
+        as_bytes(dialled=True),
+        as_bytes(leaves=1, group="0", why="x", ranks=[1, 2]),
+    ]
     yield Parser("a message between lookouts", said, signs)
 
     lookout = cast(Any, SimpleNamespace(endpoint=SimpleNamespace(identity="mine"), _unused={}))
@@ -203,6 +193,45 @@ def _from_ranks() -> Iterator[Parser]:
 
     claims = [json.dumps({"from": "one", "to": "another", "probes": probes}).encode() for probes in (True, False)]
     yield Parser("the claim of a lookout", claims, knocks)
+
+
+def _from_scripts() -> Iterator[Parser]:
+    """Descriptions that a script carries from one process to another."""
+    memory = RemoteMemory("an endpoint", 4096, 64, 4160, 7).serialize()
+    yield Parser("the description of memory", [memory], RemoteMemory.deserialize, (ValueError,))
+
+
+def _from_stores() -> Iterator[Parser]:
+    """Values in a store of torch's, where anybody may write who reaches it."""
+    claim = {
+        "rank": 1,
+        "size": 3,
+        "pid": 4242,
+        "start": 7,
+        "sight": own_sight(),
+        "host": "h1",
+        "thread": "t",
+        "number": "a1",
+    }
+
+    def claims(data: bytes) -> None:
+        for each in seat._decoded(data):
+            assert each.name
+            assert each.has_left() in (True, False)
+
+    yield Parser("who claims a rank", [json.dumps([claim, claim]).encode()], claims)
+
+    world = Group("0", "phalanx", (0, 1, 2), 2)
+    record = Record(3, world, 4, "all_reduce", 64, "float32", "sum", -1, "train.py:7", "", 3, NOW - 9, 0, False, -1)
+    seen = [Seen(rank, Recording(42, rank, 3, 3, "", 4, (record,)), "S", place="train.py:7") for rank in (1, 2)]
+    waiting = Seen(0, Recording(41, 0, 3, 3, "", 4, (replace(record, entered_ns=NOW - 99),)), "S")
+    answer = as_bytes(number=3, ranks=[seen_to_json(each, each.recording) for each in seen])
+
+    def answered(data: bytes) -> None:
+        _, ranks = answer_from(data, [1, 2])
+        judge([waiting, *ranks])
+
+    yield Parser("what the ranks of another host do", [answer], answered, (ValueError,))
 
 
 def _sent_calls() -> bytes:
@@ -227,42 +256,6 @@ def _nothing_more(count: int) -> bytes:
     raise BlockingIOError
 
 
-def _example(x: torch.Tensor, count: int, names: list[str], scale: float = 1.0) -> None: ...
-
-
-def _from_workers() -> Iterator[Parser]:
-    layout = Layout(Kind.REQUEST, 7, "a service", 4, [1, 2, 3]).encode() + b"head"
-    yield Parser("the layout of a call", [layout], lambda data: Layout.decode(memoryview(data)), (Malformed,))
-
-    worker = Member("worker1", 1, "h1", 4242, 3, "10.0.0.1", 4000)
-    fields = _object(**vars(worker)) if hasattr(worker, "__dict__") else json.dumps(_fields(worker)).encode()
-    named = (ValueError, TypeError, KeyError, OverflowError, RecursionError)  # all of which Connections refuses
-    yield Parser("the claim of a worker", [fields], lambda data: Member.from_claim(json.loads(data)), named)
-
-    head, buffers = encode_call(_example, (torch.ones(3), 2, ["a", "b"]), {"scale": 2.0})
-
-    def call(data: bytes) -> None:
-        decode_call(_example, data, buffers)
-
-    yield Parser("a call without pickle", [bytes(head)], call, (EncodingError,))
-    failure = Failure(b"", "ValueError", "a text", "a traceback").encode()
-    yield Parser("the failure of a call", [failure], Failure.decode, (EncodingError,))
-    yield Parser("facts of a worker", [b'{"a": [1, 2.5, null]}'], lambda data: FACTS.decode(data, []), (EncodingError,))
-    yield Parser("the number of a call", [bytes(8)], lambda data: NUMBER.decode(data, []), (EncodingError,))
-    pieces = [b"begins", b"x" * 300_000, b"ends", b"y" * 300_000]
-    whole, beside = put_together(pieces, [])
-
-    def head_of(data: bytes) -> None:
-        file, _ = take_apart(data, beside)
-        assert len(file.read(1 << 30)) <= len(data) + 600_000
-
-    yield Parser("the head of a large call", [whole], head_of, (EncodingError,))
-
-
-def _fields(worker: Member) -> dict[str, Any]:
-    return {name: getattr(worker, name) for name in worker.__dataclass_fields__}
-
-
 def _memory(stack: ExitStack) -> Iterator[Parser]:
     file = os.memfd_create("test")
     stack.callback(os.close, file)
@@ -283,7 +276,7 @@ def _memory(stack: ExitStack) -> Iterator[Parser]:
         "arguments": ["--lr", "0.1"], "directory": "/", "host": "h0", "hosts": [], "mpi": "", "is_python": True,
         "end_s": 30.0, "descriptor": 5,
     }  # fmt: skip
-    lines = _object(**job) + b"\n" + _object(processes=[rank], trace=9) + b"\n"
+    lines = as_bytes(**job) + b"\n" + as_bytes(processes=[rank], trace=9) + b"\n"
     yield Parser("the description of a job", [lines], described)
 
     def of_rank(data: bytes) -> None:
@@ -293,7 +286,7 @@ def _memory(stack: ExitStack) -> Iterator[Parser]:
             json.dumps(found.to_record())
 
     told = rank_report.Report("ValueError", "a text", "Traceback", False, None, 1)
-    others = _object(message={"message": "of torch's @record", "extraInfo": {}})
+    others = as_bytes(message={"message": "of torch's @record", "extraInfo": {}})
     yield Parser("the report of a rank that failed", [json.dumps(told.to_record()).encode(), others], of_rank)
 
     traced = open_trace("phalanx-test")
@@ -384,4 +377,6 @@ def _files(folder: Path) -> Iterator[Parser]:
         finally:
             tuning.tuning_path = before
 
-    yield Parser("measured sizes", [_object(chunk_bytes=4096, small_bytes=100, stream_bytes=1 << 20)], tuned, share=0.5)
+    yield Parser(
+        "measured sizes", [as_bytes(chunk_bytes=4096, small_bytes=100, stream_bytes=1 << 20)], tuned, share=0.5
+    )

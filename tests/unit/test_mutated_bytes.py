@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import pytest
 from tests.support.mutations import try_all
-from tests.support.parsers import Parser, parsers
+from tests.support.parser import Parser
+from tests.support.parsers import parsers
 from tests.support.ranks import on_ranks
 
 from phalanx.system.foreign_values import checked, is_number, read_json

@@ -23,6 +23,7 @@ from phalanx import settings
 from phalanx.errors import InitializationError
 from phalanx.rpc.links.readers import Readers
 from phalanx.rpc.links.socket import KEEP_ALIVE
+from phalanx.system.foreign_values import read_json
 from phalanx.system.threads import start
 from phalanx.wire.dial import Line, dial
 from phalanx.wire.door import Arrival, Door
@@ -32,7 +33,7 @@ from phalanx.wire.session import Session
 from phalanx.wire.sockets import listen
 from phalanx.words import tell
 
-__all__ = ["ROLE", "EncryptionMismatch", "Network"]
+__all__ = ["ROLE", "EncryptionMismatch", "Network", "answer_of"]
 
 ROLE = "rpc"
 
@@ -145,10 +146,10 @@ class Network:
         proof = json.dumps(claim).encode()
         line, said = dial((address, port), self._key, ROLE, proof, patience_s=patience_s, keep_alive=KEEP_ALIVE)
         try:
-            return line, json.loads(said)
-        except ValueError as error:  # its answer to a claim that is not the one that was sent is empty
+            return line, answer_of(said)
+        except ConnectionAbortedError:
             line.close()
-            raise ConnectionAbortedError("somebody on the way has changed what this worker said") from error
+            raise
 
     def session(self, arrival: Arrival, claim: dict[str, Any]) -> tuple[Session, dict[str, Any]] | None:
         """What follows on the connection of a caller, and what the answer to its claim must have beside the rest.
@@ -227,3 +228,18 @@ class Network:
                     key.data()
                 except Exception as error:  # the other connections go on
                     tell(f"warning: a connection of RPC failed: {error!r}")
+
+
+def answer_of(said: bytes) -> dict[str, Any]:
+    """What a worker has answered to a claim.
+
+    Raises:
+        ConnectionAbortedError: that is no answer: somebody has changed it, or the claim.
+    """
+    try:
+        values = read_json(said)
+        if isinstance(values, dict) and type(values.get("received", 0)) is int:
+            return values
+        raise ValueError("it is no answer")
+    except ValueError as error:  # the answer to a claim that is not the one that was sent is empty
+        raise ConnectionAbortedError("somebody on the way has changed what this worker said") from error

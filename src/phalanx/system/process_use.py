@@ -66,7 +66,7 @@ def has_ended(pid: int, start: int) -> bool:
         return True  # a zombie, or another process of the same id
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # the second for a number that no process can have
         return True
     except PermissionError:
         return False

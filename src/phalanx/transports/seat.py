@@ -50,6 +50,7 @@ from torch.distributed import DistError
 
 from phalanx.errors import InitializationError
 from phalanx.store.peek import peek
+from phalanx.system.foreign_values import checked, read_json
 from phalanx.system.host import this_host
 from phalanx.system.process_use import has_ended, start_of
 from phalanx.system.sight import own_sight
@@ -205,7 +206,7 @@ class Seat:
             raise self._rank_is_twice(self._before, have_met=True)
         if not found:
             self._set(self._key, "", self._text)
-        elif (text := found.decode()) != self._text:
+        elif (text := found.decode(errors="replace")) != self._text:
             claims = _decoded(text)
             others = [claim for claim in claims if claim != self._own]
             if claims == others and others and all(claim.has_left() for claim in others):
@@ -271,7 +272,7 @@ class Seat:
         return self.error
 
     def _set(self, key: str, expected: str, desired: str) -> str:
-        return bytes(self._store.compare_set(key, expected, desired)).decode()
+        return bytes(self._store.compare_set(key, expected, desired)).decode(errors="replace")
 
 
 def _named(claims: list[_Claim]) -> list[str]:
@@ -287,7 +288,8 @@ def _encoded(claims: list[_Claim]) -> str:
 
 
 def _decoded(text: str | bytes) -> list[_Claim]:
+    """The claims; none if it is something else, as of another release. In a store of torch's anybody may write."""
     try:
-        return [_Claim(**claim) for claim in json.loads(text)] if text else []
-    except (TypeError, ValueError):
-        return []  # of another release
+        return [checked(_Claim, claim) for claim in read_json(text)] if text else []
+    except (TypeError, ValueError, AttributeError):
+        return []
