@@ -104,10 +104,14 @@ class PeerLost(_OfRank, PhalanxError):
         return cls._of(rank, pid, text, waiting, "Every rank must make the same calls before it leaves", known)
 
     @classmethod
-    def left_before_message(cls, who: str, waiting: str, *, group_rank: int = -1) -> PeerLost:
-        """The ranks that could take part in a message have left the group in order; the group is whole."""
+    def left_before_message(cls, waiting: str, *, group_rank: int = -1, pid: int = 0, host: str = "") -> PeerLost:
+        """The ranks that could take part in a message have left the group in order; the group is whole.
+
+        ``group_rank`` is the other end of the message; -1 if any rank could be, and all have left.
+        """
+        who = "all other ranks of the group" if group_rank < 0 else rank_of_group(group_rank, pid, host)
         text = "left the group in order (destroyed it, or came to the end of the script)"
-        return cls(f"{who} {text}, so this cannot be done: {waiting}", group_rank=group_rank)
+        return cls(f"{who} {text}, so this cannot be done: {waiting}", group_rank=group_rank, pid=pid, host=host)
 
     @classmethod
     def left_before_failure(cls, rank: int, error: str, failed: int, pid: int, waiting: str) -> PeerLost:

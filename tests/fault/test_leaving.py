@@ -18,6 +18,7 @@ from tests.support.waiting import await_stop
 
 from phalanx.c10d import base
 from phalanx.errors import CollectiveMismatch, PeerLost, PhalanxError
+from phalanx.system.host import machine_name
 
 
 def until(path: Path) -> None:
@@ -71,15 +72,18 @@ def test_only_a_message_of_the_rank_that_left_fails(size: int) -> None:
         if member.rank == last:
             dist.send(torch.full((4,), 7.0), 0)
             dist.destroy_process_group()
-            gone.touch()
+            (part := member.folder / "part").write_text(str(os.getpid()))
+            part.rename(gone)
             return True
         until(gone)
+        pid, host = int(gone.read_text()), machine_name()
         if member.rank == 0:
             dist.recv(tensor, last)  # what it sent before it left is there
             assert tensor.tolist() == [7.0] * 4
-        with pytest.raises(PeerLost, match=f"rank {last} of the group left the group in order") as caught:
+        text = rf"rank {last} of the group \(pid {pid} on {host}\) left the group in order"
+        with pytest.raises(PeerLost, match=text) as caught:
             dist.recv(tensor, last)
-        assert caught.value.group_rank == last
+        assert (caught.value.group_rank, caught.value.pid, caught.value.host) == (last, pid, host)
         for numel in (4, 3_000_000):
             with pytest.raises(PeerLost, match="send to"):
                 dist.send(torch.ones(numel), last)

@@ -90,7 +90,7 @@ def test_it_is_known_in_time(
     taken_s = quantile(found["taken_s"], share)
     record_property("taken_s", taken_s)
     record_property("factor", factor)
-    if fault == "killed":
+    if fault == "killed" and world != "hand:3":  # the signal is known to the launcher alone
         # The ranks of another host wait 0.75 s to hear the signal. On a busy machine they take a tenth of that for all.
         assert found["signals"] == found["expected"], found
     assert taken_s <= bound_s * factor, f"{taken_s:.3f} s, of {bound_s} s times {factor:.2f}: {found['taken_s']}"

@@ -219,19 +219,21 @@ def _rank_stops(case: Case, *, waits_in_mpi: bool) -> Right:
     rank = case.actor
     if case.operation == "close":
         return Right((128 + signal.SIGTERM,), may_come_through=True, may_be_ended=True, end="SIGTERM")
-    if case.operation == "init" and case.place != "one host":
-        return Right((128 + signal.SIGTERM,), end="SIGTERM")
-    line = rf"phalanx: rank {rank} is stopped \(state T\)[,;] .*waits? for it"
-    if case.place == "one host":
-        return Right((128 + signal.SIGTERM,), (line,), end="SIGTERM")
-    words = (rf"rank {rank} of the group",)
-    if case.place == "two hosts" and case.is_alone:
-        return Right((1,), _block(case.world, rank), errors=("PeerLost",), words=(*words, "stopped"))
+    line = rf"phalanx: rank {rank}( on h[01])?( \(local rank \d+\))? is stopped \(state T\)[,;] .*waits? for it"
     block, errors = _block(case.world, rank), ("CollectiveTimeout", "PeerLost")
+    if case.place == "one host" or case.is_in_init:
+        return Right((128 + signal.SIGTERM,), (line,), end="SIGTERM")
+    if case.operation == "init":  # the ranks' lookouts may have found each other by then
+        return Right((1, 128 + signal.SIGTERM), (line,), block, end="SIGTERM", timeout_s=GIVEN_UP_S)
+    words: tuple[str, ...] = (rf"rank {rank} of the group",)
+    if case.place == "two hosts" and case.is_alone:
+        return Right((1,), block, errors=("PeerLost",), words=(*words, "stopped"))
     by_mpi = case.place == "mpi"  # there the first that fails ends the job
     if by_mpi and (waits_in_mpi or case.moment in ("first", "between")):
         codes = (1, 128 + signal.SIGTERM)
         return Right(codes, (line,), block, errors, words, may_be_ended=True, end="SIGTERM", timeout_s=GIVEN_UP_S)
+    if not by_mpi:
+        words = (*words, r"stopped \(state T\)")
     return Right((1,), block, errors=errors, words=words, may_be_ended=by_mpi, timeout_s=GIVEN_UP_S)
 
 
@@ -244,7 +246,7 @@ def _rank_exits_well(case: Case) -> Right:
         said = (rf"phalanx: rank \d+ of {case.world} failed: phalanx\.errors\.\w+: .*rank {rank}\b.* ended",)
         return Right((1,), said, (), IN_INIT, (rf"rank {rank}\b.* ended",), may_be_ended=by_mpi)
     # Whether it is within a call that it leaves the others alone, or between two, is for chance.
-    words = (rf"rank {rank} of the group", "left|interrupted|has ended")
+    words = (rf"rank {rank} of the group", r"has left|left the group in order|was interrupted (in|\(SystemExit\))")
     return Right((1,), _block(case.world, rank), errors=("PeerLost",), words=words, may_be_ended=by_mpi)
 
 
@@ -274,17 +276,19 @@ def _told_of_fall(case: Case) -> str:
     """What a survivor is told of how it fell.
 
     The kernel's word for a signal is known on one host to all. On another host it comes from those beside the lost one
-    or from the launcher, if it comes within the time for which one waits for it; a wrong one comes never. Nobody sees
-    an exit code but the launcher. An exception interrupts a call, if it comes in one.
+    or from the launcher, if it comes within the time for which one waits for it; a wrong one comes never. Within a call
+    an exception is told by the rank that it interrupts, and the exit code by whoever sees its process go.
     """
     if case.fault == "exception":
-        return r"has failed \(Fell: the victim fell at kill_program\.py:\d+\)|was interrupted in|interrupted \(Fell\)"
-    if case.fault == "os._exit":
-        return rf"has ended(?! by signal)( with exit code {EXIT_CODE}\b)?"
-    signalled = rf" by signal {case.signal:d} \({case.fault}\)"
+        return (
+            r"has failed \(Fell: the victim fell at \S*kill_program\.py:\d+\)|was interrupted in|interrupted \(Fell\)"
+        )
+    known = f"failed \\(exit code {EXIT_CODE}\\)|ended with exit code {EXIT_CODE}\\b"
+    if case.fault.startswith("SIG"):
+        known = rf"ended by signal {case.signal:d} \({case.fault}\)"
     if case.place == "one host" and not case.is_in_init:
-        return f"has ended{signalled}"
-    return rf"has ended({signalled}|(?! by signal))"
+        return f"has ({known})"
+    return rf"has ({known}|ended(?! by | with ))"
 
 
 def _block(world: int, lost: int) -> tuple[str, ...]:

@@ -128,6 +128,9 @@ class NothingTold:
 
     unwanting = left
 
+    def pid_of(self, rank: int) -> int:
+        return 70 + rank
+
     def cannot_come(self, rank: int) -> bool:
         return False
 
@@ -369,7 +372,8 @@ def test_a_large_message_whose_sender_leaves_while_it_is_set_aside_is_lost(pair:
     until(lambda: not receiver._bringing._finishing)
     lost = outcome_of((receives or [receiver.recv(box, 0, 1)])[0].wait)
     assert isinstance(lost, PeerLost)
-    assert "rank 0 of the group, on host 0, left the group in order" in str(lost)
+    assert "rank 0 of the group (pid 70 on host 0) left the group in order" in str(lost)
+    assert (lost.group_rank, lost.pid, lost.host) == (0, 70, "host 0")
     small = numbers(SMALL)
     assert outcome_of(receiver.recv(small, 0, 1).wait) is True
     assert bool((small == 4).all())

@@ -259,6 +259,10 @@ class Reason:
         # A store that is late is told as well, since others may wait for this rank when it answers again.
         self.questions.ask(tell, anyway=True)
 
+    def pid_of(self, rank: int) -> int:
+        """The process id of a rank."""
+        return self.guard.pids[rank]
+
     def left(self, ranks: Collection[int]) -> list[int]:
         """Those of these ranks that have left, and whose messages for this one have come, as far as the store says."""
 

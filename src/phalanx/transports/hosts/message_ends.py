@@ -53,6 +53,7 @@ class Ends:
         broken: whether a rank has told why the group is broken.
         left: which of some ranks have told that they left in order.
         timeout_s: how long a message may take.
+        pid_of: the process id of a rank.
         maker: in whose name errors about ranks that left are noted.
     """
 
@@ -64,9 +65,10 @@ class Ends:
         broken: Callable[[], bool],
         left: Callable[[Collection[int]], Collection[int]],
         timeout_s: Callable[[], float],
+        pid_of: Callable[[int], int],
         maker: object,
     ) -> None:
-        self._maker = maker
+        self._pid_of, self._maker = pid_of, maker
         self._layout, self._rank, self._left, self._timeout_s = layout, rank, left, timeout_s
         self.break_group, self.broken = break_group, broken
 
@@ -79,8 +81,9 @@ class Ends:
         if isinstance(found, PeerLeft) and self.broken():  # before it left, perhaps by that rank
             found = BrokenThere(found.peer, "the group is broken")
         if isinstance(found, PeerLeft):
-            who = f"rank {found.peer} of the group, on {self._layout.name(found.peer)},"
-            error = with_own_wait(PeerLost.left_before_message(who, waiting, group_rank=found.peer))
+            host = self._layout.name(found.peer)
+            lost = PeerLost.left_before_message(waiting, group_rank=found.peer, pid=self._pid_of(found.peer), host=host)
+            error = with_own_wait(lost)
             note_left(error, self._maker, found.peer)
             return error
         if isinstance(found, TransferLate):  # Gloo's own patience, with which it connects two ranks

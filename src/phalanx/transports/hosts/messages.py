@@ -76,9 +76,8 @@ class HostsMessages(Matching):
         if self.inside is not None:
             for place, member in enumerate(layout.here):
                 self.places[member] = place
-        self._ends = Ends(
-            layout, rank, break_group, reason.is_told, reason.left, lambda: self.overdue.timeout_s, maker=reason
-        )
+        limit = lambda: self.overdue.timeout_s  # noqa: E731
+        self._ends = Ends(layout, rank, break_group, reason.is_told, reason.left, limit, reason.pid_of, reason)
         self.explain = self._ends.error
         self._opening: set[Way] = set()
         self._led: set[Way] = set()

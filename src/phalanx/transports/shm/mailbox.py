@@ -16,6 +16,7 @@ import torch
 from phalanx.errors import BackendError, ClosedError, PeerLost, PhalanxError
 from phalanx.native.core import ANY_SOURCE, TEXT_BYTES, Breakage, End, Status, library
 from phalanx.native.signals import SignalPoll
+from phalanx.system.host import machine_name
 from phalanx.transports.contract import GLANCE_S, SENT, Message
 from phalanx.watch import recorder
 from phalanx.watch.call_site import call_site
@@ -265,9 +266,12 @@ class SharedMemoryMessage(Message):
         site = call_site()
         waiting = f"{self._text()} at {site}" if site else self._text()
         if self._peer is None:
-            return PeerLost.left_before_message("all other ranks of the group", waiting)
-        peer = self._mailbox.names[self._peer]
-        error = PeerLost.left_before_message(f"rank {peer} of the group", waiting, group_rank=peer)
+            return PeerLost.left_before_message(waiting)
+        peer, pid = self._mailbox.names[self._peer], ctypes.c_uint32()
+        with self._mailbox.handle() as comm:
+            if comm:
+                self._mailbox.core.phx_going(comm, self._peer, byref(pid))
+        error = PeerLost.left_before_message(waiting, group_rank=peer, pid=pid.value, host=machine_name())
         note_left(error, self._mailbox, peer)
         return error
 
