@@ -76,7 +76,7 @@ class HostsMessages(Matching):
         if self.inside is not None:
             for place, member in enumerate(layout.here):
                 self.places[member] = place
-        limit = lambda: self.overdue.timeout_s  # noqa: E731
+        limit: Callable[[], float] = lambda: self.overdue.timeout_s  # noqa: E731
         self._ends = Ends(layout, rank, break_group, reason.is_told, reason.left, limit, reason.pid_of, reason)
         self.explain = self._ends.error
         self._opening: set[Way] = set()
