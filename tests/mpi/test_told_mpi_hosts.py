@@ -5,7 +5,9 @@ The launcher is on neither host, and knows both by the connections of the ranks'
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping
@@ -125,6 +127,30 @@ def test_a_link_that_is_cut_is_said_in_time(remote: RemoteLauncher, warn_after_s
         taken_s = cut_and_check(remote, 1, "--warn-after", warn_after_s)
     print(f"{taken_s:.2f} s after the cut the job had ended")
     assert taken_s <= 5.0 * lateness.factor(0.99)
+
+
+@pytest.mark.fault
+def test_a_host_of_which_all_processes_are_stopped_is_said_in_time(remote: RemoteLauncher) -> None:
+    """The job can be ended all the same; what MPI has started there ends when somebody lets it go on."""
+    script = remote.script(CUT_OVER_TORCHS)
+    job = remote.start("-H", BESIDE_2, "-q", script, str(remote.folder), "mpi")
+    wait_for(lambda: is_ready(remote.folder) or job.process.poll() is not None, complaint=job.said)
+    there = [pid for pid in remote.hosts.processes(1) if pid != remote.hosts.holder(1)]
+    with Lateness() as lateness:
+        for pid in there:
+            os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        line = re.compile(r"^phalanx: ranks 1-2 on h1 are stopped \(state T\)[,;] .*rank 0 waits for them in .*", re.M)
+        wait_for(lambda: line.search(job.err) is not None or job.process.poll() is not None, complaint=job.said)
+        taken_s = time.monotonic() - began
+    assert line.search(job.err), job.said()
+    print(f"{taken_s:.2f} s after the stop it was said")
+    assert taken_s <= 5.0 * lateness.factor(0.99)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish() == 128 + signal.SIGTERM, job.said()
+    for pid in there:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 def cut_and_check(remote: RemoteLauncher, cut: int, *options: str) -> float:
