@@ -252,7 +252,7 @@ def init(
             contextlib.nullcontext() if alone else attend(store, place.rank, place.world_size),
         ):
             with Joining("", settings.BACKEND, range(place.world_size), place.rank):
-                reports = MeetingStore("topology", store, range(place.world_size), world=True)
+                reports = MeetingStore("topology", store, range(place.world_size), True, place.rank)
                 topology = gather(reports, place, this_host(), time_left(timeout).total_seconds())
             neighbours = topology.node_of(place.rank).ranks
             chosen = devices.choose_device(

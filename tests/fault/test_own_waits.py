@@ -115,7 +115,7 @@ def test_the_first_rank_that_waits_says_for_whom_and_then_that_it_is_stopped(
     for rank in range(size):
         for line in job.said(rank).splitlines():
             # On a busy machine another one is the first, as long as rank 0 has not come.
-            waiting = re.search(r"ranks? (\d)[\d, -]* waits? for ", line)
+            waiting = re.search(r"ranks? (\d)[\d, -]*( wait|, which wait)s? for ", line)
             assert waiting is not None, line
             assert int(waiting[1]) == rank, line
 

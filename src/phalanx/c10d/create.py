@@ -76,7 +76,7 @@ def create_process_group(
     # are in one place, so that they hear of each other.
     in_common = f"phalanx/{group_name}"
     name = f"{in_common}/{','.join(map(str, ranks)) or f'of {size}'}"
-    own = MeetingStore(name, store, ranks or range(size), world=not ranks)
+    own = MeetingStore(name, store, ranks or range(size), world=not ranks, rank=rank)
     limit = timeout if ranks else time_left(timeout)
 
     def split(members: Sequence[int], timeout: timedelta, name: str) -> PhalanxProcessGroup:

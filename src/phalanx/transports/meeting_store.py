@@ -32,9 +32,11 @@ from phalanx.system.awake import AwakeClock, ended_early
 from phalanx.system.process_use import state_text
 from phalanx.transports.attendance import Attendance, attending
 from phalanx.transports.gone import WAYS, gone_ranks, has_witness
+from phalanx.watch.own_waits import AGAIN, warn_after_s
+from phalanx.watch.recorder import is_kept
 from phalanx.words import format_named, tell
 
-__all__ = ["MeetingStore", "error_of", "meeting_within", "part_of", "time_left"]
+__all__ = ["OFFER", "MeetingStore", "error_of", "meeting_within", "part_of", "time_left"]
 
 # How often a rank that waits looks for ranks that have gone; in a large group each costs the store two questions.
 _LOOK_S = 0.5
@@ -53,6 +55,9 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.05
 _LONGEST_PAUSE_S_PER_RANK = 0.0005
 # For how long a rank is stopped before the user is told: one that is suspended with its whole job goes on with it.
 _STOPPED_S = 3.0
+
+
+OFFER = "offer"  # the key in which rank 0 of a group offers the shared memory
 
 
 class _Deadline:
@@ -103,13 +108,14 @@ class MeetingStore(PrefixStore):
         store: the whole.
         ranks: the ranks of the new group, in the world.
         world: the new group is the world, whose ranks look after each other while they attend (``attendance.py``).
+        rank: this process's rank in the group, so that it can say for whom it waits; it says nothing if that is -1.
     """
 
     timeout: timedelta  # torch's own property, which its stubs leave out
 
-    def __init__(self, name: str, store: Store, ranks: Sequence[int], world: bool = False) -> None:
+    def __init__(self, name: str, store: Store, ranks: Sequence[int], world: bool = False, rank: int = -1) -> None:
         super().__init__(name, store)
-        self._ranks = ranks
+        self._ranks, self._rank = ranks, rank
         self._world = world
         whole = underlying(store)
         # What this process sees of the others while they meet in Phalanx's own store.
@@ -122,7 +128,7 @@ class MeetingStore(PrefixStore):
 
     def part(self, name: str) -> MeetingStore:
         """A part of this part."""
-        made = MeetingStore(name, self, self._ranks, self._world)
+        made = MeetingStore(name, self, self._ranks, self._world, self._rank)
         made._whole, made._path, made._written = self._whole, f"{self._path}{name}/", self._written
         return made
 
@@ -162,8 +168,13 @@ class MeetingStore(PrefixStore):
             return
         clock = AwakeClock()
         next_look_s = self._look_s()
+        # Under phalanx run the launcher says it.
+        says_at_s = (not is_kept() and warn_after_s()) or math.inf
         while not self._has(keys):
             waited_s = clock.now()
+            if waited_s >= says_at_s:
+                says_at_s = AGAIN * waited_s
+                self._say_who_is_missing(keys, waited_s)
             if waited_s >= next_look_s:
                 self._refuse_gone(keys)
                 self.look()
@@ -179,6 +190,18 @@ class MeetingStore(PrefixStore):
             time.sleep(min(max(_SHORTEST_PAUSE_S, waited_s / 8), longest_s, total_s - waited_s))
         if self._attendance is not None:
             self._attendance.read_rank_0()
+
+    def _say_who_is_missing(self, keys: Sequence[str], waited_s: float) -> None:
+        """Say for whom this rank waits, if it is the first that does; of what it waits for the others may know more."""
+        missing = {_rank_of(key) for key in keys if not self._has([key])}
+        first = min({*range(len(self._ranks))} - missing, default=-1)
+        if missing and -1 not in missing and first == self._rank:
+            them = "it" if len(missing) == 1 else "them"
+            who = format_named("rank", sorted(self._ranks[each] for each in missing))
+            tell(
+                f"{who} {'has' if len(missing) == 1 else 'have'} not come as far as rank {self._ranks[first]}, which "
+                f"waits for {them} to make a group of {self._group}, for {waited_s:.0f} s now"
+            )
 
     def _look_s(self) -> float:
         """How long this process waits until it looks again for ranks that have gone, and for its seat."""
@@ -239,7 +262,7 @@ class MeetingStore(PrefixStore):
 
     def _answers(self) -> bool:
         try:
-            self.check(["offer"])
+            self.check([OFFER])
         except RuntimeError:
             return False
         return True
@@ -321,6 +344,12 @@ class MeetingStore(PrefixStore):
     @property
     def _group(self) -> str:
         return format_named("rank", self._ranks)
+
+
+def _rank_of(key: str) -> int:
+    """The rank of the group that writes a key; -1 if its name does not say that."""
+    last = key.rpartition("/")[2]
+    return 0 if key == OFFER else int(last) if last.isdecimal() else -1
 
 
 def error_of(store: Store, otherwise: str, *, late: bool = False) -> InitializationError:

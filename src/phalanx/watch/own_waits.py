@@ -34,11 +34,11 @@ from phalanx.watch.records import read_process, read_recording
 from phalanx.watch.verdict import Seen, Verdict, judge
 from phalanx.words import tell
 
-__all__ = ["OtherHosts", "OwnWaits", "watch_own_waits"]
+__all__ = ["AGAIN", "OtherHosts", "OwnWaits", "warn_after_s", "watch_own_waits"]
 
 _WARN_AFTER_S = 5.0
 _LOOK_S = 0.5
-_AGAIN = 4  # each line about one wait comes when it has lasted so many times longer than at the last
+AGAIN = 4  # each line about one wait comes when it has lasted so many times longer than at the last
 _MOST_ASKED = 2  # of those that others wait for; each may take seconds to say where it is
 _ENDS_IN_S = 0.3
 _GONE = ("", "Z", "X")  # states of a process
@@ -67,7 +67,7 @@ def watch_own_waits(rank: int, pids: Mapping[int, int], others: OtherHosts | Non
         pids: the process ids of the ranks of the world on this host, by rank.
         others: asks the ranks of other hosts, if there are any that can be asked.
     """
-    after_s = _wanted()
+    after_s = warn_after_s()
     if is_kept() or (len(pids) < 2 and others is None) or not after_s:
         return None
     waits = OwnWaits(rank, pids, after_s, others)
@@ -75,8 +75,8 @@ def watch_own_waits(rank: int, pids: Mapping[int, int], others: OtherHosts | Non
     return waits
 
 
-def _wanted() -> float:
-    """After how many seconds to say something; 0 for never."""
+def warn_after_s() -> float:
+    """After how many seconds a rank says for whom it waits, as the user wants it; 0 for never."""
     with contextlib.suppress(ValueError):
         return max(0.0, float(os.environ.get(settings.WARN_AFTER) or _WARN_AFTER_S))
     return _WARN_AFTER_S
@@ -160,7 +160,7 @@ class OwnWaits:
             return
         text = self._concluded()
         waited_s = self._clock.now() - self._since_s  # others may have taken seconds to say where they are
-        self._say_at_s = max(waited_s, self._after_s) * _AGAIN
+        self._say_at_s = max(waited_s, self._after_s) * AGAIN
         if text and self._over.wait(self._after_s - self._look_s - waited_s):
             return
         waited_s = self._clock.now() - self._since_s

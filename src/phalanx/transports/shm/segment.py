@@ -32,7 +32,7 @@ from phalanx.errors import InitializationError
 from phalanx.native.core import NOBODY, Status, library
 from phalanx.store.peek import peek
 from phalanx.system.awake import AwakeClock, ended_early
-from phalanx.transports.meeting_store import MeetingStore, error_of
+from phalanx.transports.meeting_store import OFFER, MeetingStore, error_of
 from phalanx.transports.shm.tuning import Tuning
 from phalanx.words import format_limit
 
@@ -153,7 +153,7 @@ def _offer(
         attach; and the rank that has gone, if one has, with its pid and host. All empty when all is well.
     """
     try:
-        store.set("offer", json.dumps([own_pid(), descriptor, name]))
+        store.set(OFFER, json.dumps([own_pid(), descriptor, name]))
         outcome = _collect_answers(store, size, timeout, name, reason)
     except BaseException as error:
         # The others must neither wait for an outcome nor find this offer at their next attempt. If the store is out of
@@ -174,8 +174,8 @@ def _await_offer(store: Store, size: int, timeout: timedelta) -> bytes:
     offer = None
     while offer is None:
         left_s = max(_SHORTEST_WAIT_S, timeout.total_seconds() - (time.monotonic() - began))
-        _wait(store, "offer", timedelta(seconds=left_s), f"rank 0 did not come to a group of {size} ranks")
-        offer = peek(store, "offer")
+        _wait(store, OFFER, timedelta(seconds=left_s), f"rank 0 did not come to a group of {size} ranks")
+        offer = peek(store, OFFER)
     return offer
 
 
@@ -188,7 +188,7 @@ def own_pid() -> int:
 
 
 def _publish(store: Store, name: str, outcome: _Outcome) -> None:
-    store.delete_key("offer")  # first: see the module's docstring
+    store.delete_key(OFFER)  # first: see the module's docstring
     store.set(f"{name}/outcome", json.dumps(outcome))
 
 

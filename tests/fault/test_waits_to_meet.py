@@ -1,0 +1,117 @@
+"""Without ``phalanx run`` a rank that waits for others to make a group says for whom, long before the timeout."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from tests.support.waiting import soon
+
+SCRIPT = """
+    import os, signal, sys, threading, time
+    from datetime import timedelta
+    from pathlib import Path
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
+    from phalanx.transports import attendance, seat
+    from tests.support.islands import pretend_host
+
+    rank, size, how, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    last = rank == size - 1
+    if how == "killed":  # alone on its host, where no other rank sees its process
+        pretend_host(int(last))
+        if last:
+            attendance.own_sight = seat.own_sight = lambda: "another host"
+
+    def wait_for(name):
+        while not (folder / name).exists():
+            time.sleep(0.01)
+
+    if how == "killed" and last:
+        come = attendance.Attendance._come
+        def come_and_die(self):
+            come(self)
+            os.kill(os.getpid(), signal.SIGKILL)
+        attendance.Attendance._come = come_and_die
+    if how == "last" and last or how == "first" and rank == 0:
+        wait_for("go")
+    store = FileStore(str(folder / "store"), size)
+    dist.init_process_group("phalanx", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=600))
+    if how == "group":
+        if last:
+            wait_for("go")
+        dist.new_group([0, size - 1] if size > 2 else None)
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+class Job:
+    """Ranks that no launcher has started."""
+
+    def __init__(self, folder: Path, size: int, how: str, warn_after: str = "1") -> None:
+        self.folder, script = folder, folder / "script.py"
+        script.write_text(dedent(SCRIPT))
+        environment = {"PYTHONPATH": ":".join(sys.path), "PATH": os.environ["PATH"], "PHALANX_WARN_AFTER": warn_after}
+        self.ranks = []
+        for rank in range(size):
+            with open(folder / f"err-{rank}", "wb") as err:
+                command = [sys.executable, str(script), str(rank), str(size), how, str(folder)]
+                self.ranks.append(subprocess.Popen(command, env=environment, stderr=err))
+
+    def lines(self) -> list[tuple[int, str]]:
+        """What the ranks have said of their waits: the rank, and its line."""
+        said = [(rank, (self.folder / f"err-{rank}").read_text()) for rank in range(len(self.ranks))]
+        return [(rank, line) for rank, text in said for line in text.splitlines() if "waits for" in line]
+
+    def everything(self) -> str:
+        return "\n".join((self.folder / f"err-{rank}").read_text() for rank in range(len(self.ranks)))
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    made: list[Job] = []
+    yield made
+    for job in made:
+        for rank in job.ranks:
+            rank.kill()
+            rank.wait()
+
+
+def text(missing: int, first: int, group: str) -> str:
+    return (
+        rf"phalanx: rank {missing} has not come as far as rank {first}, which waits for it to make a group of {group}, "
+        r"for \d+ s now"
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("how", ["last", "first", "group", "killed"])
+def test_the_first_rank_that_waits_says_for_whom(jobs: list[Job], tmp_path: Path, size: int, how: str) -> None:
+    jobs.append(job := Job(tmp_path, size, how))
+    missing, first = (0, 1) if how == "first" else (size - 1, 0)
+    members = f"ranks 0, {size - 1}" if how == "group" and size > 2 else f"ranks 0-{size - 1}"
+    line = re.compile(text(missing, first, members))
+
+    def is_said() -> bool:
+        return any(rank == first and line.fullmatch(said) for rank, said in job.lines())
+
+    assert soon(lambda: is_said() or job.ranks[first].poll() is not None), job.everything()
+    assert is_said(), job.everything()
+    (tmp_path / "go").touch()
+    if how != "killed":
+        assert [rank.wait(200) for rank in job.ranks] == [0] * size, job.everything()
+
+
+def test_nothing_is_said_if_the_user_wants_that(jobs: list[Job], tmp_path: Path) -> None:
+    jobs.append(job := Job(tmp_path, 2, "last", warn_after="0"))
+    assert not soon(lambda: job.lines() != [], 4.0)
+    (tmp_path / "go").touch()
+    assert [rank.wait(200) for rank in job.ranks] == [0, 0], job.everything()
