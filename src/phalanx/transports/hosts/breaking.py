@@ -32,7 +32,7 @@ from phalanx.transports.hosts.whereabouts import PATIENCE_S, PROMPT_S, Found, No
 from phalanx.transports.hosts.wording import KNOWN_BESIDE, Fact, awaited_elsewhere, late, late_message, lost, who
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.unequal_ends import MessageEnd, ends_of, unequal_ends
-from phalanx.watch.ending import who_left
+from phalanx.watch.ending import cause_of_going, who_left
 from phalanx.watch.own_wait import with_own_wait
 
 __all__ = ["Reason"]
@@ -365,7 +365,7 @@ class Reason:
             return {**self._fact("lost", self._here(error), error.group_rank), **known}
         self_named = f"rank {self._rank} of the group on {self._layout.name(self._rank)}"
         if isinstance(error, Exception):
-            return self._fact("failed", f"{self_named} has failed ({type(error).__name__}: {error})", self._rank)
+            return self._fact("failed", f"{self_named} has failed ({cause_of_going(error)})", self._rank)
         return self._fact("interrupted", f"{self_named} was interrupted ({type(error).__name__})", self._rank)
 
     def _guessed(self, error: BaseException) -> Fact:
