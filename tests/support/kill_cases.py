@@ -273,11 +273,11 @@ def _rank_falls(case: Case) -> Right:
 
 
 def _told_of_fall(case: Case) -> str:
-    """What a survivor is told of how it fell.
+    """The words, as a regular expression, in which a survivor's error says how the victim fell.
 
-    The kernel's word for a signal is known on one host to all. On another host it comes from those beside the lost one
-    or from the launcher, if it comes within the time for which one waits for it; a wrong one comes never. Within a call
-    an exception is told by the rank that it interrupts, and the exit code by whoever sees its process go.
+    On one host every survivor knows the signal. On another host a survivor waits for a moment to hear of it, and says
+    only that the victim has ended if it hears nothing; it never names another signal. A victim that an exception
+    interrupts within a call tells the others itself.
     """
     if case.fault == "exception":
         return (

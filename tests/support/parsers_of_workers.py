@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -36,7 +37,7 @@ def from_workers() -> Iterator[Parser]:
     yield Parser("the layout of a call", [layout], lambda data: Layout.decode(memoryview(data)), (Malformed,))
 
     worker = Member("worker1", 1, "h1", 4242, 3, "10.0.0.1", 4000)
-    fields = as_bytes(**vars(worker)) if hasattr(worker, "__dict__") else json.dumps(_fields(worker)).encode()
+    fields = as_bytes(**asdict(worker))
     named = (ValueError, TypeError, KeyError, OverflowError, RecursionError)  # all of which Connections refuses
     yield Parser("the claim of a worker", [fields], lambda data: Member.from_claim(json.loads(data)), named)
 
@@ -91,7 +92,3 @@ def _before_links() -> Iterator[Parser]:
         Exchange().session(session, data.decode("utf-8", "surrogateescape"), is_listener=True)
 
     yield Parser("a key for encryption", [Exchange().public.encode()], exchange, (Malformed,), share=0.2)
-
-
-def _fields(worker: Member) -> dict[str, Any]:
-    return {name: getattr(worker, name) for name in worker.__dataclass_fields__}

@@ -234,12 +234,13 @@ def answer_of(said: bytes) -> dict[str, Any]:
     """What a worker has answered to a claim.
 
     Raises:
-        ConnectionAbortedError: that is no answer: somebody has changed it, or the claim.
+        ConnectionAbortedError: a worker would not have answered this. Somebody on the way has changed the answer,
+            or the claim before it.
     """
     try:
         values = read_json(said)
         if isinstance(values, dict) and type(values.get("received", 0)) is int:
             return values
-        raise ValueError("it is no answer")
+        raise ValueError("a worker answers with an object, and with a whole number of frames")
     except ValueError as error:  # the answer to a claim that is not the one that was sent is empty
         raise ConnectionAbortedError("somebody on the way has changed what this worker said") from error

@@ -192,10 +192,10 @@ class MeetingStore(PrefixStore):
             self._attendance.read_rank_0()
 
     def _say_who_is_missing(self, keys: Sequence[str], waited_s: float) -> None:
-        """Say for whom this rank waits, if it is the first that does; of what it waits for the others may know more."""
+        """Say which ranks have not written these keys, if this rank is the first of those that have come."""
         missing = {_rank_of(key) for key in keys if not self._has([key])}
         first = min({*range(len(self._ranks))} - missing, default=-1)
-        if missing and -1 not in missing and first == self._rank:
+        if missing and -1 not in missing and first == self._rank >= 0:
             them = "it" if len(missing) == 1 else "them"
             who = format_named("rank", sorted(self._ranks[each] for each in missing))
             tell(
