@@ -34,7 +34,7 @@ BEGIN = """
     def knows(error, **more):
         facts = {name: getattr(error, name, None) for name in ("rank", "pid", "host")}
         note(what="knows", at=time.monotonic(), asked=asked[:1], error=type(error).__name__, of=facts,
-             text=str(error)[:2000], **more)
+             last=getattr(error, "last_operation", ""), text=str(error)[:2000], **more)
 """
 
 

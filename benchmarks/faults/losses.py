@@ -108,6 +108,7 @@ def add_errors(job: Job, gone: Collection[dict[str, Any]], waiting: set[int], si
         if said["error"] == "PeerLost" and said["of"] in right and said["at"] >= since:
             outcome.taken_s.append(said["at"] - since)
             outcome.signals += "SIGKILL" in said["text"]
+            outcome.operations += said["last"].startswith("all_reduce #")
             outcome.asked += bool(said["asked"])
         else:
             outcome.complain(f"rank {said['rank']} should have lost {right}, but: {said}")

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from phalanx.exception import PhalanxError
-from phalanx.lost import CallTimeout, CollectiveTimeout, ObjectLost, PeerFailed, PeerLost, WorkerLost
+from phalanx.lost import CallTimeout, CollectiveTimeout, ObjectLost, PeerFailed, PeerLost, WorkerLost, let_continue
 from phalanx.words import format_limit, format_placed
 
 __all__ = [
@@ -102,8 +102,7 @@ class InitializationError(PhalanxError):
     @classmethod
     def rank_stopped(cls, rank: int, pid: int, host: str, state: str, group: str) -> InitializationError:
         """A rank is stopped that is needed to make a group; ``state`` says how, as ``stopped (state T)``."""
-        remedy = f"Let it continue (kill -CONT {pid}), or end it"
-        return cls.rank_gone(rank, pid, host, f"is {state}", remedy, group)
+        return cls.rank_gone(rank, pid, host, f"is {state}", let_continue(pid), group)
 
     @classmethod
     def rank_twice(cls, rank: int, named: Sequence[str], have_met: bool, pid: int, host: str) -> InitializationError:
@@ -149,8 +148,8 @@ class InitializationError(PhalanxError):
     def store_lost(cls, who: str, error: BaseException) -> InitializationError:
         """A store cannot be asked any more; ``who`` does what there, as ``ranks 0-2 were meeting``."""
         return cls(
-            f"the store in which {who} cannot be asked any more ({error}). Its process has ended, or cannot be "
-            f"reached: rank 0's, unless the launcher keeps the store"
+            f"the store in which {who} cannot be asked any more ({error}). The process that keeps it (the launcher, or "
+            f"rank 0) has ended, or cannot be reached; look at its output"
         )
 
     @classmethod

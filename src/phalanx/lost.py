@@ -14,6 +14,7 @@ __all__ = [
     "PeerLost",
     "WorkerLost",
     "did_last",
+    "let_continue",
     "rank_of_group",
 ]
 
@@ -26,6 +27,11 @@ def rank_of_group(rank: int, pid: int, host: str = "") -> str:
 def did_last(operation: str, *, within: bool) -> str:
     """A sentence on the last operation of a rank, as it follows another one; empty if that is not known."""
     return "" if not operation else f". It was in {operation}" if within else f". Its last operation was {operation}"
+
+
+def let_continue(pid: int) -> str:
+    """What to do about a process that is stopped."""
+    return f"Let it continue (kill -CONT {pid}), or end it"
 
 
 class _OfRank:
@@ -119,7 +125,7 @@ class PeerLost(_OfRank, PhalanxError):
 
         ``failed`` is that other one, of this pid; ``waiting`` says which rank needed it, and in which call.
         """
-        text = f"{error}. With that, rank {failed} of the group (pid {pid}) has failed, while {waiting}"
+        text = f"rank {failed} of the group (pid {pid}) has failed while {waiting}. It failed with: {error}"
         return cls(f"{text}. Every rank must make the same calls before it leaves", group_rank=rank)
 
     @classmethod
@@ -136,7 +142,8 @@ class PeerLost(_OfRank, PhalanxError):
         ``known`` has further attributes, and whether the rank ``was_in_it``, in its last operation.
         """
         known.pop("was_in_it", None)
-        return cls(f"{cause}; the ranks of the group are out of step", group_rank=group_rank, **known)
+        text = f"{cause}; the ranks of the group are out of step. Look at that rank's own output for the cause"
+        return cls(text, group_rank=group_rank, **known)
 
 
 class PeerFailed(PhalanxError):
@@ -180,18 +187,31 @@ class CollectiveTimeout(_OfRank, PhalanxError):
 
     @classmethod
     def did_not_come(
-        cls, missing: str, waiting: str, timeout_s: float, *, group_rank: int, elapsed_s: float, **known: Any
+        cls,
+        missing: str,
+        waiting: str,
+        timeout_s: float,
+        *,
+        group_rank: int,
+        elapsed_s: float,
+        several: bool = False,
+        stopped_pid: int = 0,
+        **known: Any,
     ) -> CollectiveTimeout:
         """Ranks are missing in an operation; ``waiting`` says which rank waited for them, and in which call.
 
-        ``known`` is as in :class:`PeerLost`'s methods.
+        ``several`` of them are missing. ``stopped_pid`` is the process of one that is stopped, 0 if none is known to
+        be. ``known`` is as in :class:`PeerLost`'s methods.
         """
         within = known.pop("was_in_it", False)
         last = known.get("last_operation", "")
         where = "" if not last else f" It is in {last}." if within else f" Its last operation was {last}."
+        if stopped_pid:
+            advice = let_continue(stopped_pid)
+        else:
+            advice = f"{'Are they' if several else 'Is it'} in other code, or much slower? {cls.remedy()}"
         return cls(
-            f"{missing} did not come within {timeout_s:g} s while {waiting}.{where} Is it in other code, or much "
-            f"slower? {cls.remedy()}",
+            f"{missing} did not come within {timeout_s:g} s while {waiting}.{where} {advice}",
             group_rank=group_rank,
             elapsed_s=elapsed_s,
             **known,
@@ -296,5 +316,5 @@ class CallTimeout(_OfWorker, PhalanxError, TimeoutError):
     def not_answered(cls, who: str, waiting: str, timeout_s: float, why: str, **facts: Any) -> CallTimeout:
         """``who`` has not answered what ``waiting`` says; ``why`` is a sentence about what keeps it, if known."""
         because = why or "Is it slow, stopped, or waiting for this worker?"
-        text = f"{who} did not answer within {timeout_s:g} s: {waiting}. {because} More time: timeout_s=..."
+        text = f"{who} did not answer within {timeout_s:g} s: {waiting}. {because} For more time: timeout_s=..."
         return cls(text, timeout_s=timeout_s, **facts)

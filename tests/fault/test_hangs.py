@@ -197,7 +197,7 @@ def test_the_warnings_can_be_turned_off(launcher: Launcher, option: tuple[str, .
 def test_a_folder_without_a_report_and_a_file_that_is_none_are_refused(tmp_path: Path) -> None:
     empty = phalanx("report", str(tmp_path))
     assert empty.returncode == 2
-    assert f"{tmp_path} has no report: phalanx run --report-dir" in empty.stderr
+    assert f"{tmp_path} has no report. phalanx run --report-dir" in empty.stderr
     assert f"--log-dir {tmp_path}" in empty.stderr
     (tmp_path / "hang-1.json").write_text("[]")
     wrong = phalanx("report", str(tmp_path))

@@ -152,7 +152,7 @@ def test_a_rank_of_another_host_is_named_with_its_line(remote: RemoteLauncher, w
     [
         (
             "if rank == 2:\n    os.kill(os.getpid(), signal.SIGSTOP)\nworld.all_reduce(x)  # WAIT\n",
-            r"rank 2 on h1 is stopped \(state T\), behind all_reduce #\d+ at \S+; "
+            r"rank 2 on h1 is stopped \(state T\), after all_reduce #\d+ at \S+; "
             r"ranks 0-1, 3 wait for it in all_reduce #\d+ at WAIT",
         ),
         (

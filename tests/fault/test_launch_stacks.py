@@ -36,7 +36,7 @@ def test_a_job_that_hangs_says_where_when_it_is_ended(launcher: Launcher, signum
     job.process.send_signal(signum)
     job.finish()
     text = errors.read_text()
-    assert f"{signal.Signals(signum).name}: all 3 ranks have been ended, and had been at\n" in text
+    assert f"{signal.Signals(signum).name}: all 3 ranks have been ended; they were at:\n" in text
     assert "  ranks 0, 2: hang.py:7 dist.all_reduce(x)\n" in text
     assert "  rank 1: hang.py:5 time.sleep(300)\n" in text
     assert "Traceback" not in text.partition("SIG")[0]

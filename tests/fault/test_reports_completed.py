@@ -40,12 +40,14 @@ def test_a_report_without_a_late_rank_is_written_again_with_it(launcher: Launche
         job = launcher.start("-n", "3", *options, path, str(go), stderr=file)
     wait_for(lambda: folder.exists() and read(folder), complaint=errors.read_text)
     assert [bool(rank["stack"]) for rank in read(folder)[0]["ranks"]][1] is False
-    wait_for(lambda: "has every rank's stack and operations but of" in errors.read_text())
+    wait_for(
+        lambda: "has every rank's stack and operations (rank 1 did not answer); read it with" in errors.read_text()
+    )
     go.touch()
     # In the place of the first one: a slow machine may write another one of what came then.
     wait_for(lambda: all(rank["stack"] for rank in read(folder)[0]["ranks"]), complaint=errors.read_text)
     line = next(number for number, text in enumerate(Path(path).read_text().splitlines(), 1) if "# HERE" in text)
     assert read(folder)[0]["verdict"].startswith(f"rank 1 is at {Path(path).name}:{line} ")
-    wait_for(lambda: "has every rank's stack and operations: phalanx report" in errors.read_text())
+    wait_for(lambda: "has every rank's stack and operations; read it with" in errors.read_text())
     job.process.send_signal(signal.SIGINT)
     job.finish()

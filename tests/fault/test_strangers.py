@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import resource
 import socket
 import struct
 from pathlib import Path
@@ -17,6 +19,7 @@ from tests.support.strangers import as_another_user, needs_another_user
 __all__ = ["launcher"]
 
 GREETING = b"\0" + struct.pack("=I", 0x3C85F7CE)
+CONNECTIONS, OPEN_FILES = 1_200, 1_024  # more of the stranger's than any process of the job may open files
 SET, GETNUMKEYS, LIST = b"\1", b"\7", b"\21"
 
 WORKS_ON = """
@@ -71,8 +74,11 @@ def write_and_go(port: int) -> None:
 
 def stay(port: int) -> list[bytes]:
     """Open many connections and say nothing."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20)) for _ in range(600)]
+        connect = functools.partial(socket.create_connection, ("127.0.0.1", port), timeout=20)
+        socks = [stack.enter_context(connect()) for _ in range(CONNECTIONS)]
         return [heard(sock) for sock in socks]
 
 
@@ -97,9 +103,12 @@ def test_the_store_of_phalanx_run_answers_no_other_user(launcher: Launcher, tmp_
     done = tmp_path / "done"
     job = launcher.start("-n", "2", "--no-prefix", launcher.script(WORKS_ON), backend, str(done))
     port = int(job.read_lines(1)[0])
+    for pid in job.processes():
+        hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (OPEN_FILES, hard))
     assert as_another_user(read_the_store, port) == [b"", b""]
     as_another_user(write_and_go, port)
-    assert as_another_user(stay, port) == [b""] * 600
+    assert as_another_user(stay, port) == [b""] * CONNECTIONS
     assert as_another_user(claim_the_port, port) == ["Address already in use"] * 2
     done.touch()
     outcome = job.finish()

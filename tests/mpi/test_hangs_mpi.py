@@ -38,7 +38,7 @@ def with_places(script: str, pattern: str) -> str:
     [
         (2, "", SLEEPS, "is at HERE .*, in no operation"),
         (3, "backend='mpi'", SLEEPS, "is at HERE .*, in no operation"),
-        (4, "", STOPS, r"is stopped \(state T\), behind all_reduce #2 at \S+"),
+        (4, "", STOPS, r"is stopped \(state T\), after all_reduce #2 at \S+"),
     ],
 )
 def test_the_line_and_the_report_name_the_rank(

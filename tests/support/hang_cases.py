@@ -71,7 +71,7 @@ HANGS = {
             os.kill(os.getpid(), signal.SIGSTOP)
         world.all_reduce(x)  # WAIT
         """,
-        r"rank 1 is stopped \(state T\), behind all_reduce #\d+ at \S+; "
+        r"rank 1 is stopped \(state T\), after all_reduce #\d+ at \S+; "
         r"ranks 0, 2 wait for it in all_reduce #\d+ at WAIT",
     ),
     "held by a debugger": (
@@ -85,7 +85,7 @@ HANGS = {
             time.sleep(300)
         world.all_reduce(x)  # WAIT
         """,
-        r"rank 1 is held by a debugger \(state t\), behind all_reduce #\d+ at \S+; "
+        r"rank 1 is held by a debugger \(state t\), after all_reduce #\d+ at \S+; "
         r"ranks 0, 2 wait for it in all_reduce #\d+ at WAIT",
     ),
     "uninterruptible in the kernel": (
@@ -95,7 +95,7 @@ HANGS = {
             os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, "pipe", os.O_RDONLY, 0)])
         world.all_reduce(x)  # WAIT
         """,
-        r"rank 1 is waiting for a disk or a driver \(state D\), behind all_reduce #\d+ at \S+; "
+        r"rank 1 is waiting for a disk or a driver \(state D\), after all_reduce #\d+ at \S+; "
         r"ranks 0, 2 wait for it in all_reduce #\d+ at WAIT",
     ),
     "stopped in the operation": (

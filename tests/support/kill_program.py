@@ -69,7 +69,7 @@ def fall() -> None:
     """The fault, in this thread."""
     global fallen
     fallen = True
-    put("fell", time.time())
+    put("fell", {"at": time.time(), "pid": os.getpid()})
     fault = case["fault"]
     if not case["of_rank"]:
         return  # the test strikes

@@ -55,7 +55,7 @@ def run_case(
     try:
         assert soon(lambda: (folder / "fell").exists() or job.process.poll() is not None, PATIENCE_S), "nobody fell"
         assert (folder / "fell").exists(), "the job has ended before"
-        fell = json.loads((folder / "fell").read_text())
+        fell = json.loads((folder / "fell").read_text())["at"]
         if not case.of_rank:
             os.kill(find_victim(job), case.signal)
         if right.end:
@@ -115,9 +115,10 @@ def check_survivor(case: Case, right: Right, folder: Path, rank: int) -> float |
     assert told[name] == case.actor, f"rank {rank}: {told}"
     if case.place == "two hosts" and case.host(rank) != case.host(case.actor):
         assert f"h{case.host(case.actor)}" in told["text"], f"rank {rank} is not told the host: {told}"
+    fell = json.loads((folder / "fell").read_text())
+    assert told["pid"] == fell["pid"], f"rank {rank} is told another process: {told}, {fell}"
     if right.timeout_s == 300:
-        since = json.loads((folder / "fell").read_text())
-        assert told["at"] - since < SOON_S, f"rank {rank} is told late: {told}"
+        assert told["at"] - fell["at"] < SOON_S, f"rank {rank} is told late: {told}"
     at: float = told["at"]
     return at
 

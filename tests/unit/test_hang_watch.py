@@ -107,7 +107,7 @@ def test_a_stopped_rank_is_named_sooner_and_once() -> None:
     job.run(30)
     (first, text), (second, _) = job.said
     assert text == (
-        "rank 1 is stopped (state T), behind all_reduce #1 at a.py:1; "
+        "rank 1 is stopped (state T), after all_reduce #1 at a.py:1; "
         f"ranks 0, 2 wait for it in all_reduce #2 at a.py:1, for {first - began:.0f} s now"
     )
     assert 1.0 <= first - began <= 3.0

@@ -21,7 +21,7 @@ LAYOUT = Layout("aabb", 0, ["h0", "h0", "h1", "h1"])
 )
 def test_a_rank_that_does_not_answer_is_blamed_before_one_that_does(places: dict[int, str], blamed: int) -> None:
     """A rank of the host of one that is stopped has not come either, because it waits for that one."""
-    error = late(places, LAYOUT, PIDS, 0, "barrier() at train.py:5", 30.0)
+    error = late(places, [], LAYOUT, PIDS, 0, "barrier() at train.py:5", 30.0)
     assert (error.group_rank, error.pid, error.host) == (blamed, PIDS[blamed], LAYOUT.name(blamed))
     assert all(f"rank {rank} of the group (pid {PIDS[rank]} on {LAYOUT.name(rank)})" in str(error) for rank in places)
     assert "rank 0 was in barrier() at train.py:5" in str(error)
@@ -54,15 +54,29 @@ def test_a_message_that_ends_with_a_late_collective_names_the_ranks_that_did_not
     places: dict[int, str], blamed: int
 ) -> None:
     fact = {"kind": "late", "what": "", "text": "", "group_rank": -1, "by": 0}
-    error = awaited_elsewhere(fact, "barrier() at train.py:5", places, LAYOUT, PIDS, 3, "recv from rank 2", 30.0)
+    error = awaited_elsewhere(fact, "barrier() at train.py:5", places, [2], LAYOUT, PIDS, 3, "recv from rank 2", 30.0)
     assert (error.group_rank, error.pid, error.host, error.elapsed_s) == (blamed, PIDS[blamed], "h1", 30.0)
     assert "rank 0 of the group was in barrier() at train.py:5" in str(error)
     assert "rank 2 of the group (pid 12 on h1), which was stopped (state T)" in str(error)
+    assert str(error).endswith("Let it continue (kill -CONT 12), or end it")
     assert "Rank 3 was in recv from rank 2" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("places", "stopped", "advice"),
+    [
+        ({2: "stopped (state T)"}, [2], "Let it continue (kill -CONT 12), or end it"),
+        ({1: "in barrier", 2: "stopped (state T)"}, [2], "Let it continue (kill -CONT 12), or end it"),
+        ({2: "at train.py:7"}, [], "Is it in other code, or much slower? A longer timeout"),
+        ({2: "at train.py:7", 3: "at train.py:7"}, [], "Are they in other code, or much slower? A longer timeout"),
+    ],
+)
+def test_what_to_do_about_a_rank_that_did_not_come(places: dict[int, str], stopped: list[int], advice: str) -> None:
+    assert advice in str(late(places, stopped, LAYOUT, PIDS, 0, "barrier() at train.py:5", 30.0))
 
 
 def test_such_a_message_says_so_if_nothing_is_known_of_the_ranks() -> None:
     fact = {"kind": "late", "what": "", "text": "", "group_rank": -1, "by": 0}
-    error = awaited_elsewhere(fact, "", {}, LAYOUT, PIDS, 3, "recv from rank 2", 30.0)
+    error = awaited_elsewhere(fact, "", {}, [], LAYOUT, PIDS, 3, "recv from rank 2", 30.0)
     assert "rank 0 of the group was in a collective, and not all ranks came within 30 s" in str(error)
     assert (error.group_rank, error.rank) == (-1, -1)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,8 +19,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 LISTEN = "0A"
-CONNECTIONS = 1_100
-OPEN_FILES = 1_024
 
 SIZES = [1, 2, 3]
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -165,30 +161,3 @@ def test_gloo_is_made_where_it_is_needed(size: int, program: Callable[[Member], 
     outcomes = on_ranks(body, size)
     by_itself = program is into_a_given_tensor and torch.__version__ >= "2.15"
     assert outcomes == [(True, 0 if by_itself else 1)] * size
-
-
-def test_idle_connections_do_not_end_a_job() -> None:
-    """Rank 0 opens more connections than a rank may open files, to whatever the others listen on."""
-
-    def body(member: Member) -> bool:
-        member.join()
-        trains(member)
-        seen: list[Any] = [None] * member.size
-        dist.all_gather_object(seen, ports())
-        if member.rank:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES))
-        dist.barrier()
-        idle = []
-        if member.rank == 0:
-            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2 * CONNECTIONS), hard))
-            for port in {port for held in seen[1:] for port in held}:
-                idle += [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(CONNECTIONS)]
-        dist.barrier()
-        sums(member)
-        for each in idle:
-            each.close()
-        dist.destroy_process_group()
-        return True
-
-    assert on_ranks(body, 2) == [True] * 2

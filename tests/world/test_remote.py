@@ -128,9 +128,7 @@ def test_ctrl_c_ends_the_ranks_of_all_hosts_and_says_where_they_were(remote: Rem
     ask_until(job.process, lambda: job.err, r"ranks 0-3 are at\n")  # those of both hosts, at once
     job.process.send_signal(signal.SIGINT)
     assert job.finish() == 130
-    assert "phalanx: SIGINT: all 4 ranks have been ended, and had been at\n  ranks 0-3: script.py:" in job.err, (
-        job.said()
-    )
+    assert "phalanx: SIGINT: all 4 ranks have been ended; they were at:\n  ranks 0-3: script.py:" in job.err, job.said()
 
 
 def test_a_host_that_loses_its_network_is_named_and_the_others_are_ended(

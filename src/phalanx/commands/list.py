@@ -28,7 +28,7 @@ def list(as_json: bool) -> None:
     directory, host, hosts (those that were asked for), mpi (the MPI launcher's name, or empty), is_python, and pids
     (of the ranks, once they have been started).
     """
-    from phalanx.launch.running.jobs import running_jobs
+    from phalanx.launch.running.jobs import WHERE_LISTED, running_jobs
     from phalanx.launch.running.table import described_job, format_jobs
 
     jobs = running_jobs()
@@ -38,4 +38,4 @@ def list(as_json: bool) -> None:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         click.echo(format_jobs(jobs, width), nl=False)
     else:
-        click.echo("no job of yours runs on this host; phalanx run starts one")
+        click.echo(f"no job of yours runs on this host. {WHERE_LISTED}")

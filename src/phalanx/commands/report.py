@@ -46,8 +46,8 @@ def report(path: str, as_json: bool, html_file: str | None) -> None:
             found = latest_report(found)
         if found is None:
             raise LaunchError(
-                f"{path} has no report: phalanx run --report-dir {path} writes one when ranks hang, and so does "
-                f"--log-dir {path}"
+                f"{path} has no report. phalanx run --report-dir {path} (or --log-dir {path}) writes one when no rank "
+                f"has gone on for 30 s, but none with --warn-after 0"
             )
         read = read_report(found)
     except OSError as error:

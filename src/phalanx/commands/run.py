@@ -108,7 +108,12 @@ __all__ = ["run"]
     metavar="RANK",
     help="Hand the terminal to this rank, for breakpoint(), pdb or input(). With -n 1 it has it anyway.",
 )
-@click.option("-q", "--quiet", is_flag=True, help="Print no rank table and no notes; errors are still printed.")
+@click.option(
+    "-q",
+    "--quiet",
+    is_flag=True,
+    help="Print no rank table, no notes, and at Ctrl-C not where the ranks were; errors are still printed.",
+)
 @click.option("--no-prefix", is_flag=True, help="Do not write '[rank 3]' before each line of output.")
 @click.option(
     "--only",
@@ -298,7 +303,8 @@ def run(
     OMP_NUM_THREADS is each rank's share of the cores unless you set it.
 
     Exit codes: 0 if every rank ends well; otherwise that of the rank that failed first (128 + signal if it was killed);
-    1 if --strict ended the job; 2 for a mistake on the command line; 74 if the output cannot be written; 128 + the
+    1 if --strict ended the job, or a host is lost or cannot be reached; 2 for a mistake on the command line; 74 if
+    the output cannot be written; 126 if the program that starts Phalanx on other hosts (ssh) cannot be run; 128 + the
     signal if Ctrl-C (130), SIGTERM (143) or SIGHUP (129) ended the job.
     """
     if placement is not None and rehearse is None:

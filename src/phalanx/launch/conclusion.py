@@ -184,7 +184,8 @@ def _say_interrupted(job: Job, ended: Ended, signum: int, console: Console) -> N
         )
     been_ended = " been ended" if others else ""
     places = [] if job.quiet else format_places(ended.stacks)
-    lines = [f"{signal_name(signum)}: {whose}{been_ended}{', and had been at' if places else ''}"]
+    were_at = f"; {'they were' if len(others) > 1 else 'it was'} at:" if places else ""
+    lines = [f"{signal_name(signum)}: {whose}{been_ended}{were_at}"]
     console.say("\n  ".join(lines + places))
 
 

@@ -104,7 +104,7 @@ class HangWatch:
             yield
         except Exception as error:
             self._on, self._asked_at = False, None
-            self._say(f"no more is said of ranks that wait, because that has failed: {type(error).__name__}: {error}")
+            self._say(f"the job goes on, but nothing more is said of ranks that wait: {type(error).__name__}: {error}")
 
     def _look(self) -> None:
         now = self._clock()
@@ -211,9 +211,9 @@ class HangWatch:
             self._report = self._write(verdict, seen, stacks)
             self._lacking = lacking
             if self._report is not None:
-                ranks = f" but of {format_named('rank', lacking)}" if lacking else ""
-                has = f"{self._report} has every rank's stack and operations{ranks}"
-                self._say(f"{has}: phalanx report {shlex.quote(str(self._wanted.report_dir))}")
+                but = f" ({format_named('rank', lacking)} did not answer)" if lacking else ""
+                read = f"phalanx report {shlex.quote(str(self._wanted.report_dir))}"
+                self._say(f"{self._report} has every rank's stack and operations{but}; read it with: {read}")
         if self._report is not None and lacking and self._filled < _MOST_FILLED:
             self._reported = False
             self._report_not_before = self._clock() + _FILLED_AFTER_S * 2**self._filled

@@ -97,4 +97,4 @@ class MistakeWatch:
                 self._tell(text)
         except Exception as error:
             self._on = False
-            self._say(f"the calls of ranks are compared no longer: {type(error).__name__}: {error}")
+            self._say(f"the job goes on, but calls are not compared any more: {type(error).__name__}: {error}")

@@ -169,12 +169,12 @@ class MeetingStore(PrefixStore):
         clock = AwakeClock()
         next_look_s = self._look_s()
         # Under phalanx run the launcher says it.
-        says_at_s = (not is_kept() and warn_after_s()) or math.inf
+        says_at_s, said = (not is_kept() and warn_after_s()) or math.inf, 0
         while not self._has(keys):
             waited_s = clock.now()
             if waited_s >= says_at_s:
-                says_at_s = AGAIN * waited_s
-                self._say_who_is_missing(keys, waited_s)
+                says_at_s, said = AGAIN * says_at_s, said + 1
+                self._say_who_is_missing(keys, waited_s, said)
             if waited_s >= next_look_s:
                 self._refuse_gone(keys)
                 self.look()
@@ -191,17 +191,27 @@ class MeetingStore(PrefixStore):
         if self._attendance is not None:
             self._attendance.read_rank_0()
 
-    def _say_who_is_missing(self, keys: Sequence[str], waited_s: float) -> None:
-        """Say which ranks have not written these keys, if this rank is the first of those that have come."""
+    def _say_who_is_missing(self, keys: Sequence[str], waited_s: float, nth: int) -> None:
+        """Say which ranks have not written these keys, unless another rank has said it for the ``nth`` time."""
         missing = {_rank_of(key) for key in keys if not self._has([key])}
-        first = min({*range(len(self._ranks))} - missing, default=-1)
-        if missing and -1 not in missing and first == self._rank >= 0:
+        if not missing or -1 in missing or self._rank < 0:
+            return
+        if self._is_first_to_set(f"said/{min(missing)}-{max(missing)}/{nth}"):
             them = "it" if len(missing) == 1 else "them"
             who = format_named("rank", sorted(self._ranks[each] for each in missing))
             tell(
-                f"{who} {'has' if len(missing) == 1 else 'have'} not come as far as rank {self._ranks[first]}, which "
-                f"waits for {them} to make a group of {self._group}, for {waited_s:.0f} s now"
+                f"{who} {'has' if len(missing) == 1 else 'have'} not come as far as rank {self._ranks[self._rank]}, "
+                f"which waits for {them} to make a group of {self._group}, for {waited_s:.0f} s now"
             )
+
+    def _is_first_to_set(self, key: str) -> bool:
+        """Whether no other rank of the group has set this key. If that rank dies right after, nobody else sets it."""
+        own = f"{os.getpid()} {secrets.token_hex(4)}"
+        with contextlib.suppress(RuntimeError):  # the store has gone
+            if self.compare_set(key, "", own).decode() == own:
+                self._written[self._path + key] = None
+                return True
+        return False
 
     def _look_s(self) -> float:
         """How long this process waits until it looks again for ranks that have gone, and for its seat."""
@@ -327,10 +337,8 @@ class MeetingStore(PrefixStore):
         if stopped.rank in self._told_of:
             return
         self._told_of.add(stopped.rank)
-        own = f"{os.getpid()} {secrets.token_hex(4)}"
-        with contextlib.suppress(RuntimeError):  # it has gone
-            if self.compare_set(f"stopped/{stopped.rank}/{stopped.pid}", "", own).decode() == own:
-                tell(str(stopped))
+        if self._is_first_to_set(f"stopped/{stopped.rank}/{stopped.pid}"):
+            tell(str(stopped))
 
     @property
     def _is_watched(self) -> bool:

@@ -195,8 +195,8 @@ def _doing(rank: Seen) -> str:
     how = STATES.get(rank.state, "")
     if rank.state in ("T", "t", "D") and record is None:
         last = rank.recording.last if rank.recording is not None else None
-        behind = f", behind {last.name()}{_at(last)}" if last is not None and not place else ""
-        return f"{how}{f' {place}' if place else ''}{behind}"
+        after = f", after {last.name()}{_at(last)}" if last is not None and not place else ""
+        return f"{how}{f' {place}' if place else ''}{after}"
     if record is not None:
         inside = f"in {record.name()}{_at(record)}"
         return f"{how}, {inside}" if rank.state in ("T", "t", "D") else inside

@@ -257,7 +257,8 @@ def _signal_hints(out_of_memory: bool, where: str) -> Mapping[int, str]:
     return {
         signal.SIGKILL: killed,
         signal.SIGSEGV: f"native code accessed memory that it may not; the Python stack, if there is one, is {where}",
-        signal.SIGBUS: f"memory could not be provided (a full /dev/shm?); the Python stack, if any, is {where}",
+        signal.SIGBUS: f"memory could not be provided; have a DataLoader's workers filled /dev/shm (df -h /dev/shm; in "
+        f"Docker --shm-size=8g)? The Python stack, if any, is {where}",
         signal.SIGABRT: f"native code gave up; its message and the Python stack, if any, are {where}",
         signal.SIGFPE: f"native code divided by zero; the Python stack, if there is one, is {where}",
         signal.SIGILL: f"native code was built for another processor; the Python stack, if any, is {where}",

@@ -164,8 +164,13 @@ class Arrivals:
         if self._refuse_at is not None and (now >= self._refuse_at or not missing):
             raise Refusal("\n".join(f"phalanx: {line}" for _, line in sorted(self._failures.items())), 1)
         if missing and now >= self._came_at + _GIVEN_UP_S:
-            raise Refusal(f"phalanx: {format_list(missing)} did not join within {_GIVEN_UP_S:.0f} s", 1)
+            raise Refusal(
+                f"phalanx: {format_list(missing)} did not join within {_GIVEN_UP_S:.0f} s. The command that starts "
+                f"Phalanx there ran, but nothing has connected from there: try phalanx doctor -H",
+                1,
+            )
         if missing and not self._named and now >= self._came_at + _NAMED_S:
             self._named = True
-            lines.append(f"phalanx: after {now - self._began:.0f} s {format_list(missing)} has not joined yet")
+            who = f"{format_list(missing)} {'has' if len(missing) == 1 else 'have'}"
+            lines.append(f"phalanx: after {now - self._began:.0f} s {who} not joined yet")
         return lines

@@ -330,7 +330,7 @@ class _Head:
 
 def _lost(host: Host) -> str:
     called = "" if host.here.get("name", host.name) == host.name else f" ({host.here['name']})"
-    return f"host {host.name}{called} is lost: it has failed, its network has, or its agent was killed"
+    return f"host {host.name}{called} is lost: it has failed, its network has, or Phalanx's process there was killed"
 
 
 def serve_hosts(job: Job, descriptors: Descriptors, listener: socket.socket) -> None:

@@ -30,7 +30,9 @@ from phalanx.system.foreign_values import checked, read_json
 from phalanx.system.host import machine_name
 from phalanx.system.process_use import start_of
 
-__all__ = ["Description", "RankProcess", "RunningJob", "find_job", "running_jobs"]
+__all__ = ["WHERE_LISTED", "Description", "RankProcess", "RunningJob", "find_job", "running_jobs"]
+
+WHERE_LISTED = "A job is listed on the host on which phalanx run was called"
 
 _NAME, _SUFFIX = "/memfd:", "-job (deleted)"
 _MOST_BYTES = 1 << 26
@@ -251,7 +253,7 @@ def find_job(name: str | None) -> RunningJob:
     jobs = running_jobs()
     if not jobs:
         raise LaunchError(
-            f"{'no job' if name is None else f'no job {name}'} of yours runs on this host; phalanx run starts one"
+            f"{'no job' if name is None else f'no job {name}'} of yours runs on this host. {WHERE_LISTED}"
         )
     if name is None:
         found = jobs

@@ -73,7 +73,7 @@ def stop(job: RunningJob, *, at_once: bool, say: Callable[[str], None]) -> float
         if left:
             raise LaunchError(
                 f"job {job.id}: {format_named('process', left)} could not be ended: "
-                f"{'it waits' if len(left) == 1 else 'they wait'} inside the kernel, or for another user"
+                f"{'it hangs' if len(left) == 1 else 'they hang'} inside the kernel, or belongs to another user"
             )
     return time.monotonic() - begun
 

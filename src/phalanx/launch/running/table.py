@@ -284,6 +284,7 @@ def _notes(look: Look) -> list[str]:
     silent = [rank.rank for rank in look.ranks if rank.pace is None and rank.state != "ended"]
     if silent:
         who = format_named("rank", silent)
-        why = "what C++ calls on gloo and nccl is not recorded" if job.is_python else "the job is not a Python program"
+        of_cpp = "what C++ calls on gloo and nccl is recorded only if it lasts 2 s"
+        why = of_cpp if job.is_python else "the job is not a Python program"
         notes.append(f"{who}: no operation recorded so far ({why}), so only the process is shown")
     return notes

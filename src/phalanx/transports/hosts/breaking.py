@@ -179,10 +179,12 @@ class Reason:
                 number, theirs, _ = found.calls[fact["by"]]
                 places = found.behind(number)
                 places.pop(self._rank, None)
-            return awaited_elsewhere(fact, theirs, places, self._layout, self.guard.pids, self._rank, call, timeout_s)
+            who = (self._layout, self.guard.pids, self._rank)
+            return awaited_elsewhere(fact, theirs, places, found.standing, *who, call, timeout_s)
         if fact["kind"] == "late":
-            places = self._gather(call).behind(self.guard.calls)
-            return late(places, self._layout, self.guard.pids, self._rank, call, timeout_s)
+            found = self._gather(call)
+            places = found.behind(self.guard.calls)
+            return late(places, found.standing, self._layout, self.guard.pids, self._rank, call, timeout_s)
         if fact["kind"] == "failed" and fact["by"] == self._rank:
             return error
         return lost(self._with_what_is_known_beside(fact), self._layout, self.guard.pids, self._rank, call)

@@ -96,11 +96,14 @@ class Ends:
 
     def late(self, peer: int | None, waiting: str, timeout_s: float) -> CollectiveTimeout:
         """The error of a message whose time is over."""
+        if peer is None:
+            message = f"{waiting} on rank {self._rank} of the group"
+            return CollectiveTimeout.of_message(message, "any rank", timeout_s, group_rank=-1, elapsed_s=timeout_s)
         return CollectiveTimeout.did_not_come(
-            "any rank" if peer is None else f"rank {peer} of the group on {self._layout.name(peer)}",
+            f"rank {peer} of the group on {self._layout.name(peer)}",
             f"rank {self._rank} was in {waiting}",
             timeout_s,
-            group_rank=-1 if peer is None else peer,
+            group_rank=peer,
             elapsed_s=timeout_s,
         )
 

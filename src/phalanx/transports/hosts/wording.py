@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from phalanx.errors import CollectiveTimeout, PeerLost
-from phalanx.lost import did_last, rank_of_group
+from phalanx.lost import did_last, let_continue, rank_of_group
 from phalanx.transports.hosts.contact import SILENT_S, STILL_S
 from phalanx.transports.hosts.layout import Layout
 from phalanx.words import format_list
@@ -97,6 +97,7 @@ def awaited_elsewhere(
     fact: Fact,
     theirs: str,
     places: Mapping[int, str],
+    stopped: Collection[int],
     layout: Layout,
     pids: Sequence[int],
     own: int,
@@ -108,31 +109,39 @@ def awaited_elsewhere(
     Args:
         fact: why the group broke.
         theirs: the collective, as far as that is known.
-        places: the other ranks that did not come to it; see :func:`late`.
+        places, stopped: the other ranks that did not come to it; see :func:`late`.
         layout, pids, own, call: see :func:`lost`.
         timeout_s: the group's timeout.
     """
     by, what = fact["by"], theirs or "a collective"
     came = f"{_all_of(places, layout, pids)} did not come" if places else "not all ranks came"
     blamed: dict[str, Any] = {"group_rank": fact["group_rank"]}
+    advice = CollectiveTimeout.remedy()
     if places:
         first = _first_missing(places)
+        advice = let_continue(pids[first]) if first in stopped else advice
         blamed = {"group_rank": first, "pid": pids[first], "host": layout.name(first)}
     return CollectiveTimeout(
-        f"rank {by} of the group was in {what}, and {came} within {timeout_s:g} s. Rank {own} was in {call}. "
-        f"{CollectiveTimeout.remedy()}",
+        f"rank {by} of the group was in {what}, and {came} within {timeout_s:g} s. Rank {own} was in {call}. {advice}",
         elapsed_s=timeout_s,
         **blamed,
     )
 
 
 def late(
-    places: Mapping[int, str], layout: Layout, pids: Sequence[int], own: int, call: str, timeout_s: float
+    places: Mapping[int, str],
+    stopped: Collection[int],
+    layout: Layout,
+    pids: Sequence[int],
+    own: int,
+    call: str,
+    timeout_s: float,
 ) -> CollectiveTimeout:
     """The error for ranks that did not come in time.
 
     Args:
         places: the ranks that are missing, each with where it is instead, as far as that is known.
+        stopped: those whose processes are known to be stopped.
         layout, pids, own, call: see :func:`lost`.
         timeout_s: the group's timeout.
     """
@@ -146,7 +155,15 @@ def late(
     first = _first_missing(places)
     missing = _all_of(places, layout, pids)
     return CollectiveTimeout.did_not_come(
-        missing, waiting, timeout_s, group_rank=first, elapsed_s=timeout_s, pid=pids[first], host=layout.name(first)
+        missing,
+        waiting,
+        timeout_s,
+        group_rank=first,
+        elapsed_s=timeout_s,
+        several=len(places) > 1,
+        stopped_pid=pids[first] if first in stopped else 0,
+        pid=pids[first],
+        host=layout.name(first),
     )
 
 

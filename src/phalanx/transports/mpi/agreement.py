@@ -341,6 +341,8 @@ class Agreement:
             self.timeout_s,
             group_rank=missing[0] if missing else -1,
             elapsed_s=waited,
+            several=len(missing) > 1,
+            stopped_pid=facts.get("pid", 0) if standing else 0,
             **facts,
         )
         of_one.pop("was_in_it", None)

@@ -72,12 +72,14 @@ def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: fl
     noticed = _calls(comm, [why.rank], patience_s).get(why.rank, "an operation")
     waiting = f"rank {whose} was in {noticed}"
     if why.status == Status.TIMEOUT:
+        living, is_stopped = _living(why.peer_pid, is_own=why.peer == rank)
         return CollectiveTimeout.did_not_come(
-            f"{rank_of_group(lost, why.peer_pid, host)}, which {_living(why.peer_pid, is_own=why.peer == rank)},",
+            f"{rank_of_group(lost, why.peer_pid, host)}, which {living},",
             waiting,
             timeout_s,
             group_rank=lost,
             elapsed_s=timeout_s,
+            stopped_pid=why.peer_pid if is_stopped else 0,
             pid=why.peer_pid,
             **facts_of(comm, why.peer),
         )
@@ -109,16 +111,16 @@ def _gone(comm: int, why: Breakage, lost: int, waiting: str) -> PeerLost:
     return PeerLost.ended(lost, why.peer_pid, waiting, ending.text, signal=ending.signal, **facts)
 
 
-def _living(pid: int, *, is_own: bool) -> str:
-    """What a process does that does not come: what the kernel says of it, or where its main thread is.
+def _living(pid: int, *, is_own: bool) -> tuple[str, bool]:
+    """What a process does that does not come: what the kernel says of it, or where its main thread is; is it stopped?
 
     Of this process, which has come late, that would be the call itself.
     """
     state = processes.state_of(pid)
     if state in ("T", "t", "D"):
-        return f"is {state_text(state)}"
+        return f"is {state_text(state)}", state != "D"
     place = "" if is_own else place_of_main(pid)
-    return f"is at {shown(place)}" if place else "is alive"
+    return f"is at {shown(place)}" if place else "is alive", False
 
 
 def left_text(rank: int, error: str) -> bytes:
