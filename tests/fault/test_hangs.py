@@ -25,7 +25,7 @@ def numbered(script: str, pattern: str) -> str:
     """The pattern with the places of the comments."""
     for number, line in enumerate(script.splitlines(), 1):
         mark = line.rpartition("# ")[2]
-        if mark in ("HERE", "THERE", "WAIT"):
+        if mark in ("HERE", "THERE", "WAIT", "ALSO", "LAST"):
             pattern = re.sub(rf"\b{mark}\b", rf"script\\.py:{number}", pattern)
     return pattern
 

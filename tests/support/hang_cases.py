@@ -25,12 +25,12 @@ def compute():
 
 for step in range(2):
     world.step(step)
-    world.all_reduce(x)
+    world.all_reduce(x)  # LAST
 """
 
 # Each: the body, and what the first sentence says. HERE stands for the place of this comment, WAIT for that of the
-# others' call, and THERE for that in compute(). The line with BRANCH is to be looked at, as the end of the sentence
-# says; without one the sentence has no such end.
+# others' call, ALSO for that of another call, LAST for that of the last one before, and THERE for that in compute().
+# The line with BRANCH is to be looked at, as the end of the sentence says; without one the sentence has no such end.
 HANGS = {
     "sleeping": (
         """
@@ -71,7 +71,7 @@ HANGS = {
             os.kill(os.getpid(), signal.SIGSTOP)
         world.all_reduce(x)  # WAIT
         """,
-        r"rank 1 is stopped \(state T\), after all_reduce #\d+ at \S+; "
+        r"rank 1 is stopped \(state T\), after all_reduce #\d+ at LAST; "
         r"ranks 0, 2 wait for it in all_reduce #\d+ at WAIT",
     ),
     "held by a debugger": (
@@ -85,7 +85,7 @@ HANGS = {
             time.sleep(300)
         world.all_reduce(x)  # WAIT
         """,
-        r"rank 1 is held by a debugger \(state t\), after all_reduce #\d+ at \S+; "
+        r"rank 1 is held by a debugger \(state t\), after all_reduce #\d+ at LAST; "
         r"ranks 0, 2 wait for it in all_reduce #\d+ at WAIT",
     ),
     "uninterruptible in the kernel": (
@@ -95,7 +95,7 @@ HANGS = {
             os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, "pipe", os.O_RDONLY, 0)])
         world.all_reduce(x)  # WAIT
         """,
-        r"rank 1 is waiting for a disk or a driver \(state D\), after all_reduce #\d+ at \S+; "
+        r"rank 1 is waiting for a disk or a driver \(state D\), after all_reduce #\d+ at LAST; "
         r"ranks 0, 2 wait for it in all_reduce #\d+ at WAIT",
     ),
     "stopped in the operation": (
@@ -160,13 +160,13 @@ HANGS = {
         if rank == 0:
             dist.all_reduce(x, group=pairs[0])  # WAIT
         if rank == 1:
-            dist.all_reduce(x, group=pairs[1])
+            dist.all_reduce(x, group=pairs[1])  # ALSO
         if rank == 2:
             compute()
         """,
         r"rank 2 is at THERE time\.sleep\(0\.01\)  # \w+, in no operation; "
         r"ranks 0-1 wait for it in all_reduce #1 of group '\S+' at WAIT "
-        r"and all_reduce #1 of group '\S+' at script\.py:\d+",
+        r"and all_reduce #1 of group '\S+' at ALSO",
     ),
     "two that receive from each other": (
         """
@@ -200,10 +200,10 @@ HANGS = {
             with phalanx.label("evaluation"):
                 compute()
         world.reduce(x, dst=0)  # WAIT
-        world.barrier()
+        world.barrier()  # ALSO
         """,
         r"rank 1 is at THERE .*, in no operation; "
-        r"ranks 0, 2 wait for it in reduce #\d+ at WAIT and barrier #\d+ at \S+",
+        r"ranks 0, 2 wait for it in reduce #\d+ at WAIT and barrier #\d+ at ALSO",
     ),
     "an input that nobody gives": (
         """
@@ -239,6 +239,17 @@ HANGS = {
         dist.all_gather([x] * 3, x)  # WAIT
         """,
         r"ranks 1-2 are at HERE .*, in no operation; rank 0 waits for them in all_gather #\d+ at WAIT",
+    ),
+    "a slow rank": (
+        """
+        rows = 10_000 if rank == 1 else 1
+        for step in range(10):
+            world.step(step)
+            for _ in range(rows):  # BRANCH
+                time.sleep(0.01)  # HERE
+            world.all_reduce(x)  # WAIT
+        """,
+        r"rank 1 is at HERE .*, in no operation; ranks 0, 2 wait for it in all_reduce #\d+ at WAIT",
     ),
     "an exception's handler that waits": (
         """

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["as_another_user", "needs_another_user"]
+__all__ = ["NOBODY", "as_another_user", "needs_another_user"]
 
 NOBODY = 65534
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.strangers import NOBODY, needs_another_user
 
 from phalanx.launch.mpi import leftover_records
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
@@ -30,13 +31,15 @@ def file() -> Iterator[Path]:
     path.unlink(missing_ok=True)
 
 
-def killed_keeper(file: Path, *, noted: bool = True) -> None:
+def killed_keeper(file: Path, *, noted: bool = True, of_another: bool = False) -> None:
     """A keeper, and a rank that makes a file, which are both killed at once."""
     pid = os.fork()
     if not pid:
         watch = SharedMemoryWatch()
         with open(file, "xb+") as made:
             made.truncate(4096)
+            if of_another:
+                os.fchown(made.fileno(), NOBODY, NOBODY)
             if noted:
                 watch.poll([os.getpid()])
         os._exit(9)  # without anything that it would do at its end
@@ -50,6 +53,14 @@ def test_the_next_launch_removes_the_files_of_a_killed_one(folder: Path, file: P
     SharedMemoryWatch().close()
     assert not file.exists()
     assert not folder.exists()
+
+
+@needs_another_user
+def test_a_file_of_another_user_is_left(folder: Path, file: Path) -> None:
+    killed_keeper(file, of_another=True)
+    assert not folder.exists()
+    SharedMemoryWatch().close()
+    assert file.exists()
 
 
 def test_a_file_that_a_process_holds_is_left_until_it_does_not(folder: Path, file: Path) -> None:
