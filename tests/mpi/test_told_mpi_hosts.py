@@ -25,10 +25,12 @@ from tests.support.faults import (
     LATE,
     MISSING,
     MISTAKES_FOR_ALL,
+    PASSES,
+    UNUSED,
     known_of,
     told_by,
 )
-from tests.support.golden import await_told, block_of, check_told
+from tests.support.golden import await_told, block_of, check_told, warnings_of, without_frames
 from tests.support.hosts import why_no_hosts
 from tests.support.lateness import Lateness
 from tests.support.remote import RemoteLauncher
@@ -62,6 +64,52 @@ def test_every_rank_of_both_hosts_says_which_calls_differ_or_who_did_not_come(re
     (of_other_host,), (of_same_host,) = told_by(remote.folder, "late", [0]), told_by(remote.folder, "late", [2])
     check_told("late.mpi.hosts", of_other_host, facts)
     check_told("late.mpi", of_same_host, facts)
+
+
+@pytest.mark.parametrize("row", ["swapped", "skipped"])
+@pytest.mark.parametrize("where", [BESIDE_2, BESIDE_0])
+def test_equal_calls_that_do_not_belong_together_are_warned_of(remote: RemoteLauncher, row: str, where: str) -> None:
+    script = remote.script(PASSES)
+    job = remote.run("-H", where, "-q", "--warn-after", "0", script, str(remote.folder), "mpi", row)
+    assert job.process.returncode == 0, job.said()
+    (warning,) = warnings_of(job.err).values()
+    check_told(f"{row}.run.warning", warning, known_of(remote.folder, script, PASSES, 3))
+
+
+@pytest.mark.parametrize("row", ["swapped", "skipped"])
+def test_with_strict_the_job_fails_with_both_calls(remote: RemoteLauncher, row: str) -> None:
+    script = remote.script(PASSES)
+    job = remote.run("-H", BESIDE_2, "-q", "--strict", script, str(remote.folder), "mpi", row)
+    assert job.process.returncode == 1, job.said()
+    block = without_frames(block_of(job.err))
+    first = re.match(r"phalanx: rank (\d)", block)
+    assert first is not None, block
+    facts = {**known_of(remote.folder, script, PASSES, 3), "host": "h0" if first[1] == "0" else "h1"}
+    check_told(f"{row}.strict.launcher", block, facts)
+
+
+def test_parameters_that_a_rank_leaves_unused_are_named(remote: RemoteLauncher) -> None:
+    script = remote.script(UNUSED)
+    job = remote.run("-H", BESIDE_2, script, str(remote.folder), "mpi")
+    assert job.process.returncode == 1, job.said()
+    facts = {**known_of(remote.folder, script, UNUSED, 3), "host": "h1"}
+    check_told("unused.rank-1", told_by(remote.folder, "unused", [1])[0], facts)
+
+
+@pytest.mark.parametrize("where", [BESIDE_2, BESIDE_0])
+def test_at_the_timeout_a_rank_beside_a_stopped_one_says_that_it_is(remote: RemoteLauncher, where: str) -> None:
+    """The first rank that fails ends the job; one on the other host cannot see why the stopped one does not come."""
+    script = remote.script(ENDS)
+    job = remote.run("-H", where, script, str(remote.folder), "mpi", "stopped")
+    assert job.process.returncode == 1, job.said()
+    facts = {**known_of(remote.folder, script, ENDS, 3), "host": host_of_1(where)}
+    beside, elsewhere = (2, 0) if where == BESIDE_2 else (0, 2)
+    of_beside, of_elsewhere = (told_by(remote.folder, "stopped", [rank])[0] for rank in (beside, elsewhere))
+    assert of_beside or of_elsewhere, job.said()
+    if of_beside:
+        check_told("stopped.mpi", of_beside, facts)
+    if of_elsewhere:
+        check_told("stopped.mpi.hosts", of_elsewhere, facts)
 
 
 @pytest.mark.parametrize("where", [BESIDE_2, BESIDE_0])
