@@ -240,9 +240,13 @@ def test_the_text_example_trains_over_two_hosts(remote: RemoteLauncher) -> None:
 
 def test_files_of_ranks_on_other_hosts_are_here(remote: RemoteLauncher) -> None:
     script = remote.script("""
-        import os, socket
-        print(socket.gethostname(), os.environ["RANK"])
+        import os, pathlib, socket, time
+        print(socket.gethostname(), os.environ["RANK"], flush=True)
+        here = pathlib.Path(__file__).parent
+        (here / ("printed-" + os.environ["RANK"])).touch()
         if os.environ["RANK"] == "2":
+            while len(list(here.glob("printed-*"))) < 3:  # a rank that has printed nothing is ended with this one
+                time.sleep(0.01)
             raise ValueError("two")
     """)
     logs = remote.folder / "logs"

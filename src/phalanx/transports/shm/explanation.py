@@ -90,10 +90,10 @@ def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: fl
             pid=why.peer_pid,
             **facts_of(comm, why.rank),
         )
-    return _gone(comm, why, lost, waiting)
+    return _gone(comm, why, lost, waiting, names)
 
 
-def _gone(comm: int, why: Breakage, lost: int, waiting: str) -> PeerLost:
+def _gone(comm: int, why: Breakage, lost: int, waiting: str, names: Sequence[int]) -> PeerLost:
     """The error for a rank that went, and for how it went."""
     facts = facts_of(comm, why.peer)
     if why.how == Going.LEFT:
@@ -104,7 +104,9 @@ def _gone(comm: int, why: Breakage, lost: int, waiting: str) -> PeerLost:
         # A rank that an exception ended has described it before it told that it goes.
         left = _left(comm, why.peer)
         if left is not None:
-            return PeerLost.left_before_failure(left[0], left[1], lost, why.peer_pid, waiting)
+            pid = _pid_of(comm, left[0], names)
+            told = (*left, lost, why.peer_pid, waiting)
+            return PeerLost.left_before_failure(*told, left_pid=pid, host=machine_name())
         cause = _calls(comm, [why.peer], 0.0).get(why.peer, "")
         return PeerLost.failed(lost, why.peer_pid, cause, waiting, **facts)
     ending = how_ended(why.peer_pid)
@@ -154,6 +156,13 @@ def facts_of(comm: int, peer: int) -> dict[str, Any]:
     if recording is not None:
         facts |= facts_in(recording)
     return facts
+
+
+def _pid_of(comm: int, name: int, names: Sequence[int]) -> int:
+    """The process id of a rank of this host, by its flight recorder; 0 if it is not known."""
+    memory = library().phx_recorder_of(comm, names.index(name)) if name in names else 0
+    recording = read_memory(memory) if memory else None
+    return recording.pid if recording is not None else 0
 
 
 def _line(comm: int, rank: int, number: int, *, is_own: bool) -> str:
