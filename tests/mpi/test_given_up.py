@@ -146,6 +146,20 @@ dist.all_reduce(torch.ones(1000))
 """
 
 
+EXITS_WITHIN = """
+import signal, sys, time, torch, torch.distributed as dist
+
+dist.init_process_group("mpi")
+dist.barrier()
+if dist.get_rank() == 1:
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(0))
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+else:
+    time.sleep(300)  # so that nobody else says it
+dist.all_reduce(torch.ones(4))
+"""
+
+
 def run(mpi: MpiEnvironment, ranks: int, folder: Path, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
     script.write_text(text)
@@ -212,6 +226,16 @@ def test_a_message_that_nobody_waits_for_arrives_whole(
 ) -> None:
     ended = run(mpi, ranks, tmp_path, NOT_WAITED_FOR, end)
     assert (ended.returncode, ended.stdout.split()) == (0, ["7.0", "7.0"]), ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_that_exits_within_a_call_says_in_which(mpi: MpiEnvironment, ranks: int, tmp_path: Path) -> None:
+    """MPI cannot end in order, so its end is a failure, although the exit code was 0."""
+    ended = run(mpi, ranks, tmp_path, EXITS_WITHIN)
+    assert ended.returncode != 0, ended.stdout + ended.stderr
+    why = r"all_reduce\(float32\[4\], sum\) at \S*script\.py:11 was interrupted by SystemExit"
+    words = rf"rank 1: MPI cannot end in order, .* may still answer \({why}\); the job is aborted when this rank ends"
+    assert re.search(words, ended.stderr + ended.stdout), ended.stdout + ended.stderr
 
 
 def test_an_exit_handler_that_destroys_the_group_keeps_the_exit_code(mpi: MpiEnvironment, tmp_path: Path) -> None:

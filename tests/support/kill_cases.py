@@ -247,7 +247,14 @@ def _rank_exits_well(case: Case) -> Right:
         return Right((1,), said, (), IN_INIT, (rf"rank {rank}\b.* ended",), may_be_ended=by_mpi)
     # Whether it is within a call that it leaves the others alone, or between two, is for chance.
     words = (rf"rank {rank} of the group", r"has left|left the group in order|was interrupted (in|\(SystemExit\))")
-    return Right((1,), _block(case.world, rank), errors=("PeerLost",), words=words, may_be_ended=by_mpi)
+    block = _block(case.world, rank)
+    # Within a call MPI cannot end in order. Its abort may come before the others have their errors: then it is the
+    # victim that failed, and its own output says of what.
+    aborted = (
+        rf"(?s)rank {rank}: MPI cannot end in order, [^;]* was interrupted by SystemExit\);.* rank {rank} of \d+ failed"
+    )
+    instead = (aborted,) if by_mpi else ()
+    return Right((1,), block, instead, ("PeerLost",), words, may_be_ended=by_mpi)
 
 
 def _rank_falls(case: Case) -> Right:

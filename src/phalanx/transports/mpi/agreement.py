@@ -373,19 +373,19 @@ class Agreement:
             group_rank=self._rank,
             **self._facts(self._rank),
         )
-        self._give_up("interrupted", call)
+        self._give_up("interrupted", call, f"{call} was interrupted by {type(error).__name__}")
 
-    def _give_up(self, kind: str, call: str) -> None:
-        """Leave the operation that was begun to MPI, and send the others a notice."""
-        self._leave_unanswered()
+    def _give_up(self, kind: str, call: str, why: str = "") -> None:
+        """Leave the operation that was begun to MPI, and send the others a notice; ``why`` as in the runtime."""
+        self._leave_unanswered(why)
         try:
             self._runtime.notices.send(kind, self.key, self.sequence, call, self._members)
         except self._runtime.mpi.Exception:
             return  # the others will find out by themselves; the error that led here matters more
 
-    def _leave_unanswered(self) -> None:
+    def _leave_unanswered(self, why: str = "") -> None:
         """Keep the memory of the operation under way: it may never end, and MPI goes on with it until MPI ends."""
-        self._runtime.leave_unanswered(self)
+        self._runtime.leave_unanswered(self, why)
 
     def abort(self) -> None:
         """End the operation under way, on every rank, from any thread."""

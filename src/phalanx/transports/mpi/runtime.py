@@ -72,6 +72,7 @@ class Runtime:
         self._alone = mpi.COMM_WORLD.size == 1
         self._end_with_the_process()
         self.failed = self._in_world = self._hopeless = False
+        self._given_up = ""  # which operation was given up first, and why, as far as that is known
         self._watch_exceptions()
         self.world = mpi.COMM_WORLD.Dup()
         self._require_one_world()
@@ -107,14 +108,15 @@ class Runtime:
         neighbours.Free()
         return list(self.world.allgather(first))
 
-    def leave_unanswered(self, what: object) -> None:
+    def leave_unanswered(self, what: object, why: str = "") -> None:
         """Record that an operation of several ranks was given up: MPI_Finalize would wait for it without end.
 
         Args:
             what: an object whose memory MPI may still use.
+            why: which operation, and what has ended it, if this rank's output does not say so anyway.
         """
         self.keep(what)
-        self._hopeless = True
+        self._hopeless, self._given_up = True, self._given_up or why
         self._core.phx_mpi_hopeless()
 
     def keep(self, what: object) -> None:
@@ -172,9 +174,10 @@ class Runtime:
         if self._in_world and self.usable and not self.failed:
             self._in_world = False
             if self._hopeless:
+                which = f" ({self._given_up})" if self._given_up else ""
                 print(
                     f"rank {self.world.rank}: MPI cannot end in order, since an operation was given up that other "
-                    f"ranks may still answer; the job is aborted when this rank ends",
+                    f"ranks may still answer{which}; the job is aborted when this rank ends",
                     file=sys.stderr,
                     flush=True,
                 )
