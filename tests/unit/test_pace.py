@@ -109,6 +109,18 @@ def test_rates_are_those_since_the_look_before(recorder: Recorder) -> None:
     assert found.complete
 
 
+def test_what_begins_after_the_time_of_a_look_counts_at_the_next_one(recorder: Recorder) -> None:
+    """The look itself may be late, as on a busy machine: then the recorder has more than there was at its time."""
+    pace = PaceOfRank(recorder.file, 0)
+    recorder.write([Operation(0.25, 0.5), Operation(0.75, 1.0), Operation(1.5, 1.75), Operation(2.25, 2.5)])
+    at_first = look(pace, 1.0)
+    assert (at_first.operations_per_s, at_first.bytes_per_s) == pytest.approx((2 / 0.75, 8 / 0.75))
+    recorder.write([Operation(3.5, 3.75)])
+    then = look(pace, 3.0)
+    assert (then.operations_per_s, then.bytes_per_s) == pytest.approx((1.0, 4.0))
+    assert look(pace, 4.0).operations_per_s == pytest.approx(1.0)
+
+
 def test_the_operation_is_a_collective_before_a_message(recorder: Recorder) -> None:
     recorder.write([Operation(0.0, None, SEND), Operation(0.5, None, BARRIER), Operation(0.6, None)])
     found = look(PaceOfRank(recorder.file, 0), 1.0)

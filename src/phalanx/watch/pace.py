@@ -98,7 +98,7 @@ class PaceOfRank:
                 copy.begun - len(seen),
             )
         found = self._compare(copy, seen, order, max(now_ns, self._before_ns + 1))
-        self._before_ns, self._begun, self._step = now_ns, copy.begun, copy.step
+        self._before_ns, self._begun, self._step = now_ns, _begun_by(copy, seen, now_ns), copy.step
         return found
 
     def _compare(
@@ -123,7 +123,7 @@ class PaceOfRank:
             last=copy.record(int(order[-1])) if len(order) else None,
             step=copy.step,
             label=copy.label,
-            operations_per_s=max(0, copy.begun - self._begun) / elapsed_s,
+            operations_per_s=max(0, _begun_by(copy, seen, now_ns) - self._begun) / elapsed_s,
             bytes_per_s=float(ended.sum()) / covered_s,
             steps_per_s=self._steps_per_s(seen, copy.step, now_ns, elapsed_s),
             communication=min(1.0, _covered_ns(entered, left, since_ns, now_ns) / 1e9 / covered_s),
@@ -146,6 +146,11 @@ class PaceOfRank:
         # What the script says next is late if it takes more than twice as long as usual. It may not say every step.
         late = now_ns - int(times[-1]) > 2 * duration_ns / len(differences)
         return done / ((now_ns - int(times[0]) if late else duration_ns) / 1e9)
+
+
+def _begun_by(copy: RecorderCopy, seen: npt.NDArray[np.void], now_ns: int) -> int:
+    """How many operations had begun at a time. A busy machine may take the copy long after that."""
+    return copy.begun - int((seen["entered_ns"] > now_ns).sum())
 
 
 def _covered_ns(entered: _Array, left: _Array, since_ns: int, now_ns: int) -> int:
