@@ -71,10 +71,9 @@ def stop(job: RunningJob, *, at_once: bool, say: Callable[[str], None]) -> float
             process.send(signal.SIGKILL)
         left = sorted(process.pid for process in held.await_ends(_KILL_S))
         if left:
-            raise LaunchError(
-                f"job {job.id}: {format_named('process', left)} could not be ended: "
-                f"{'it hangs' if len(left) == 1 else 'they hang'} inside the kernel, or belongs to another user"
-            )
+            why = "it hangs inside the kernel, or is" if len(left) == 1 else "they hang inside the kernel, or are"
+            who = format_named("process", left)
+            raise LaunchError(f"job {job.id}: {who} could not be ended: {why} another user's")
     return time.monotonic() - begun
 
 
