@@ -31,6 +31,8 @@ def test_ranks_that_wait_for_others_say_so_as_well(capfd: pytest.CaptureFixture[
     assert "rank 0 has not come as far as rank 2" in capfd.readouterr().err
     first._say_who_is_missing(["joined/1", "joined/2"], 5.0, 1)
     assert "ranks 1-2 have not come as far as rank 0, which waits for them" in capfd.readouterr().err
+    last._say_who_is_missing(["joined/0", "joined/1"], 5.0, 1)  # of a later step, in which rank 0 is late again
+    assert "ranks 0-1 have not come as far as rank 2" in capfd.readouterr().err
 
 
 def test_the_key_of_what_was_said_goes_with_the_others_of_its_rank(capfd: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,10 @@ for it. If its writer dies right before it has written, the wait ends at the nex
 it dies right after, the key is there: it is looked for once more after its writer was found gone. A rank that is found
 gone although its keys are there has come to the end of this step only; the next step finds it gone as well.
 
+Two kinds of keys are read by nobody who waits: ``said/KEY/N`` and ``stopped/RANK/PID`` are set by the first rank that
+is about to tell the user something, by a comparison, so the others stay silent. If it dies right before, another one
+sets the key. If it dies right after, that line is lost; of ranks that wait, another one says the next, under N + 1.
+
 Who deletes. A rank deletes the keys of a part that it has written itself, once all ranks have come to a later step and
 so have read them (:meth:`MeetingStore.clear`). If it dies before, or the meeting fails for it, its keys stay. Nobody
 reads them by then, because every meeting of a group is under a name of its own.
@@ -193,10 +197,11 @@ class MeetingStore(PrefixStore):
 
     def _say_who_is_missing(self, keys: Sequence[str], waited_s: float, nth: int) -> None:
         """Say which ranks have not written these keys, unless another rank has said it for the ``nth`` time."""
-        missing = {_rank_of(key) for key in keys if not self._has([key])}
+        lacking = [key for key in keys if not self._has([key])]
+        missing = {_rank_of(key) for key in lacking}
         if not missing or -1 in missing or self._rank < 0:
             return
-        if self._is_first_to_set(f"said/{min(missing)}-{max(missing)}/{nth}"):
+        if self._is_first_to_set(f"said/{lacking[0]}/{nth}"):
             them = "it" if len(missing) == 1 else "them"
             who = format_named("rank", sorted(self._ranks[each] for each in missing))
             tell(
