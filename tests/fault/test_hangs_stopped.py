@@ -40,7 +40,7 @@ while not x[0]:
 """
 # No other line comes within the test.
 LATE = ("--warn-after", "600", "--report-after", "600")
-NAMED = r"phalanx: rank 1{} is stopped \(state T\), (in|behind) all_reduce #\d+ at \S*script\.py:\d+; "
+NAMED = r"phalanx: rank 1{} is stopped \(state T\), (in|after) all_reduce #\d+ at \S*script\.py:\d+; "
 # A rank of another host may be in the next one, if the stopped one has done its part for that host and not for its own.
 WAITING = (
     r"ranks 0, 2 wait for it in all_reduce #\d+ at \S*script\.py:\d+( and all_reduce #\d+ at \S*script\.py:\d+)?, "
