@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 import time
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,6 +145,64 @@ def test_a_message_waits_on_another_thread_while_a_handler_runs(size: int) -> No
                 dist.send(torch.ones(1), dst=0)
         dist.barrier()
         dist.destroy_process_group()
+        return True
+
+    assert on_ranks(body, size, timeout_s=60) == [True] * size
+
+
+class Interrupted(Exception):
+    """What the handler of a program's own alarm raises."""
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("call", ["irecv", "isend"])
+def test_an_interrupt_in_the_call_that_begins_a_message_breaks_the_group(call: str, size: int) -> None:
+    """The transport has the message, and nobody could wait for it: its tensor stays, and no later call takes it."""
+    large = 1 << 20
+
+    def body(member: Member) -> bool:
+        member.join(timeout_s=WAIT_S)
+        dist.barrier()
+        group: Any = dist.group.WORLD
+        if member.rank == 1:
+            wait_for(member, "interrupted")
+            with pytest.raises(PhalanxError) as broken:
+                dist.send(torch.ones(large), dst=0) if call == "irecv" else dist.recv(torch.ones(large), src=0)
+            words = "recv from" if call == "irecv" else "send to"
+            assert f"was interrupted in {words} rank 1, float32[{large}] at " in str(broken.value), broken.value
+            assert "test_signals.py:" in str(broken.value)
+            return True
+        if member.rank:
+            wait_for(member, "interrupted")
+            return True
+
+        def handler(number: int, frame: FrameType | None) -> None:
+            raise Interrupted
+
+        signal.signal(signal.SIGALRM, handler)
+        mailbox = group._communicator._mailbox
+        name = f"phx_{call[1:]}"
+        begin = getattr(mailbox.core, name)
+
+        def begin_and_be_interrupted(*arguments: Any) -> Any:
+            message = begin(*arguments)
+            signal.raise_signal(signal.SIGALRM)  # as one that comes while the core copies
+            return message
+
+        mailbox.core = SimpleNamespace(**{**vars(mailbox.core), name: begin_and_be_interrupted})
+
+        def begin_message() -> int:
+            tensor = torch.zeros(large)
+            with pytest.raises(Interrupted):
+                dist.irecv(tensor, src=1) if call == "irecv" else dist.isend(tensor, dst=1)
+            return tensor.data_ptr()
+
+        place = begin_message()
+        gc.collect()
+        assert torch.zeros(large).data_ptr() != place
+        (member.folder / "interrupted").touch()
+        with pytest.raises(PhalanxError):
+            dist.all_reduce(torch.ones(4))
         return True
 
     assert on_ranks(body, size, timeout_s=60) == [True] * size

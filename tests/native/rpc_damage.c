@@ -90,9 +90,11 @@ static void send_one(uint32_t kind, uint64_t call)
     const void *data[2] = {image, image + cut};
     const uint64_t parts[2] = {cut, nbytes - cut};
     const int large = nbytes > PHX_RPC_SMALL;
-    const uint64_t shared = large && chance() % 2 ? phx_rpc_share(hub, 2, data, parts) : 0;
-    const uint64_t handle = large && !shared ? phx_rpc_put(peer, 2, data, parts) : 0;
-    uint64_t done = 0;
+    uint64_t shared = 0, handle = 0, done = 0;
+    if (large && chance() % 2)
+        phx_rpc_share(hub, 2, data, parts, &shared);
+    if (large && !shared)
+        phx_rpc_put(peer, 2, data, parts, &handle);
     int status = PHX_UNDER_WAY;
     for (int turn = 0; turn < 3 && status == PHX_UNDER_WAY; turn++) {
         const uint64_t taken = phx_rpc_taken(peer, large);
@@ -105,8 +107,7 @@ static void send_one(uint32_t kind, uint64_t call)
     }
     if (status != PHX_OK && handle)
         phx_rpc_take_back(peer, handle);
-    if (shared)
-        phx_rpc_unshare(hub, shared);
+    phx_rpc_unshare(hub, &shared);
     free(image);
 }
 

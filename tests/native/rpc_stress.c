@@ -116,12 +116,12 @@ static void send_to_all(struct worker *worker, uint64_t call, uint64_t body)
     char *image = make(call, PHX_RPC_NOTICE, body);
     const void *data[1] = {image};
     const uint64_t sizes[1] = {sizeof(struct phx_rpc_image) + body};
-    const uint64_t shared = phx_rpc_share(worker->hub, 1, data, sizes);
+    uint64_t shared;
+    phx_rpc_share(worker->hub, 1, data, sizes, &shared);
     for (uint32_t to = 0; shared && to < count; to++)
         if (to != worker->number)
             lend_image(worker, to, shared, call);
-    if (shared)
-        phx_rpc_unshare(worker->hub, shared);
+    phx_rpc_unshare(worker->hub, &shared);
     free(image);
 }
 
@@ -142,7 +142,8 @@ static int send_image(struct worker *worker, uint32_t to, char *image)
         const uint64_t cut = nbytes / 3 + 32;
         const void *data[3] = {image, image + cut, NULL};
         const uint64_t sizes[3] = {cut, nbytes - cut, 0};
-        const uint64_t handle = phx_rpc_put(link, 3, data, sizes);
+        uint64_t handle;
+        phx_rpc_put(link, 3, data, sizes, &handle);
         pthread_mutex_lock(&bulk[worker->number][to]);
         for (;;) {
             const uint64_t taken = phx_rpc_taken(link, PHX_RPC_BULK_LANE);

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from tests.support.waiting import stop
+from tests.support.waiting import soon, stop
 
 from phalanx.system import processes
 from phalanx.watch import from_outside
@@ -199,3 +203,29 @@ def test_a_program_that_uses_the_signal_itself_is_not_sent_it(how: str) -> None:
     os.close(writes)
     with os.fdopen(reads) as said:
         assert said.read() == "('', [], [])"
+
+
+def test_a_process_that_has_become_another_program_gets_no_signal() -> None:
+    """Its reader has waited for another reader meanwhile; the signal would end a program that does not expect it."""
+    program = (
+        "import os; from phalanx.watch.from_outside import Place; place = Place(); print(flush=True); input(); "
+        "os.execvp('cat', ['cat'])"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    with child:
+        child.stdout.readline()
+        path = from_outside._file_of(child.pid, from_outside._stacks_of(child.pid))
+        with open(path, "rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # the other reader
+            asked: list[str] = []
+            reader = threading.Thread(target=lambda: asked.append(place_of_main(child.pid)))
+            reader.start()
+            child.stdin.write(b"go\n")
+            child.stdin.flush()
+            assert soon(lambda: Path(f"/proc/{child.pid}/comm").read_text() == "cat\n")
+            reader.join()
+        assert asked == [""]
+        assert child.communicate(b"still here")[0] == b"still here"
+    assert child.returncode == 0

@@ -16,6 +16,7 @@ import pytest
 from tests.support.waiting import soon
 
 from phalanx.launch.rank.trace import Trace, open_own, open_trace
+from phalanx.system.process_use import start_of
 from phalanx.system.processes import state_of
 from phalanx.watch import from_outside
 from phalanx.watch.from_outside import Place, place_of_main
@@ -166,6 +167,6 @@ def test_a_process_lives_whose_threads_are_asked_at_once() -> None:
         assert len(threads) == 4
         for _ in range(300):
             for each in threads:
-                from_outside._send(pid, each)
+                from_outside._Asked(pid, start_of(pid), each).signal()
         assert soon(lambda: place_of_main(pid).partition(" ")[0] in FUNCTIONS, 300)
         assert not ended(pid)

@@ -32,10 +32,11 @@ from phalanx.c10d.watched import around
 from phalanx.c10d.work import PhalanxWork
 from phalanx.errors import BackendError, PhalanxError
 from phalanx.native.core import RecordedGroup
-from phalanx.transports.contract import Communicator, Message
+from phalanx.transports.contract import Communicator, Message, message_text
 from phalanx.transports.gloo.engine import GlooOnDemand
 from phalanx.transports.layout import DTYPES
 from phalanx.watch import recorder
+from phalanx.watch.call_site import call_site
 from phalanx.watch.ending import cause_of_going
 from phalanx.watch.own_waits import OtherHosts, OwnWaits, watch_own_waits
 
@@ -301,7 +302,7 @@ class BaseProcessGroup(dist.ProcessGroup):
         self._check.on_cpu(tensors)
         self._messages.refuse_if_closed()
         self._check.peer(dst)
-        return self._message(self._calls.send(dense(tensor), dst, tag), tensors, [])
+        return self._begin(self._calls.send, "send to", dense(tensor), dst, tag, tensors, [])
 
     @by_device()
     def recv(self, tensors: list[torch.Tensor], src: int | None, tag: int = 0) -> Any:
@@ -311,7 +312,7 @@ class BaseProcessGroup(dist.ProcessGroup):
         self._check.peer(src)
         buffer = tensor if as_it_is(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
         write_back = [] if buffer is tensor else [tensor, buffer]
-        return self._message(self._calls.recv(buffer, src, tag), tensors, write_back)
+        return self._begin(self._calls.recv, "recv from", buffer, src, tag, tensors, write_back)
 
     def send_now(self, tensor: torch.Tensor, dst: int, tag: int) -> bool:
         """Send it and return True, or do nothing; for ``Group.send``. The quick methods (``quick.py``) do it."""
@@ -325,12 +326,34 @@ class BaseProcessGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
         return BaseProcessGroup.recv(self, tensors, None, tag)
 
-    def _message(self, message: Message, tensors: list[torch.Tensor], write_back: list[torch.Tensor]) -> dist.Work:
-        if message.done:
-            return DoneWork(tensors)
-        work = MessageWork(message, tensors, write_back)
-        self._messages.look_after(work)
-        return work
+    def _begin(
+        self,
+        start: Callable[[torch.Tensor, int | None, int], Message],
+        verb: str,
+        tensor: torch.Tensor,
+        peer: int | None,
+        tag: int,
+        tensors: list[torch.Tensor],
+        write_back: list[torch.Tensor],
+    ) -> dist.Work:
+        """Start a message, and have it looked after from then on."""
+        try:
+            message = start(tensor, peer, tag)
+            if message.done:
+                return DoneWork(tensors)
+            work = MessageWork(message, tensors, write_back)
+            self._messages.look_after(work)
+            return work
+        except PhalanxError:  # it was refused, and not begun
+            raise
+        except BaseException:
+            # What a signal's handler has raised may have come between the transport, which has the message, and
+            # look_after(). Nobody knows of that message, and it would take the place of the next one.
+            self._messages.hold(tensor)
+            site = call_site()
+            words = message_text(verb, str(peer) if peer is not None else "", tensor)
+            self._communicator.give_up(tensor, f"{words} at {site}" if site else words)
+            raise
 
     # -- lifetime ----------------------------------------------------------------------------------
 

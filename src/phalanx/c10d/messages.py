@@ -197,6 +197,7 @@ class Messages:
         self._communicator = communicator
         self._left: queue.SimpleQueue[MessageWork | None] = queue.SimpleQueue()
         self._pending: list[MessageWork] = []
+        self._held: list[torch.Tensor] = []
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._leaving = False  # set by the thread that ends the process, read by the group's
@@ -212,6 +213,10 @@ class Messages:
             with self._starting:
                 if self._thread is None and not self.closed:
                     self._start_thread()
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Keep a tensor as long as the group: the transport may use it for a message that nobody looks after."""
+        self._held.append(tensor)
 
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._serve, name=f"phalanx-mail-{self._name}", daemon=True)

@@ -326,8 +326,8 @@ class Supervisor:
         # The ranks closed their copies of the zygote's end, so the end of this socket is the end of the zygote.
         self.selector.unregister(self.descriptors.supervisor)
         self.descriptors.supervisor.close()
-        pid, status = os.waitpid(self.zygote, 0)
-        self.zygote = 0
+        pid, self.zygote = self.zygote, 0  # first: a signal's handler may run as soon as the process is gone
+        _, status = os.waitpid(pid, 0)
         if not self.job.is_local:
             # The keepers, or this host's agent, end their ranks and tidy up after a killed relay.
             processes.await_children(KEEPERS_S, but=self.strangers)

@@ -57,7 +57,7 @@ __all__ = [
     "rpc",
 ]
 
-ABI = 29
+ABI = 30
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -361,12 +361,12 @@ def rpc(*, holding: bool = False) -> ctypes.CDLL:
         ("phx_rpc_drop", None, [link]),
         ("phx_rpc_facts", c_uint32, [link, POINTER(c_uint64), POINTER(c_uint64)]),
         ("phx_rpc_send", c_int, [link, c_char_p, c_uint64]),
-        ("phx_rpc_put", c_uint64, pieces),
+        ("phx_rpc_put", None, [*pieces, POINTER(c_uint64)]),
         ("phx_rpc_post", c_int, [link, c_uint64]),
         ("phx_rpc_take_back", None, [link, c_uint64]),
         ("phx_rpc_stream", c_int, [*pieces, POINTER(c_uint64)]),
-        ("phx_rpc_share", c_uint64, [hub, *pieces[1:]]),
-        ("phx_rpc_unshare", None, [hub, c_uint64]),
+        ("phx_rpc_share", None, [hub, *pieces[1:], POINTER(c_uint64)]),
+        ("phx_rpc_unshare", None, [hub, POINTER(c_uint64)]),
         ("phx_rpc_lend", c_int, [link, c_uint64, c_uint64]),
         ("phx_rpc_taken", c_uint64, [link, c_uint32]),
         ("phx_rpc_wait_room", None, [link, c_uint32, c_uint64]),

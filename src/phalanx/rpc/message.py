@@ -8,6 +8,7 @@ can hand it on without a copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from ctypes import c_uint64
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -27,20 +28,28 @@ class SentToMany(list[Buffer]):
 
     def __init__(self, buffers: Iterable[Buffer]) -> None:
         super().__init__(buffers)
-        self._copies: dict[object, tuple[int, Callable[[int], None]]] = {}
+        self._copies: dict[object, tuple[c_uint64, Callable[[c_uint64], None]]] = {}
 
-    def copy_of(self, owner: object, make: Callable[[], int], give_up: Callable[[int], None]) -> int:
-        """The handle of ``owner``'s copy, which is made by ``make`` if there is none; 0 if none can be made."""
+    def copy_of(self, owner: object, make: Callable[[c_uint64], None], give_up: Callable[[c_uint64], None]) -> int:
+        """The handle of ``owner``'s copy; 0 if none can be made.
+
+        Args:
+            owner: who can lend the copy.
+            make: makes it if there is none, and writes its handle, which is 0 before. What it returned could be lost: a
+                signal's handler may raise as soon as it has returned.
+            give_up: gives it up, and writes 0 into the handle. May be called again.
+        """
         if owner not in self._copies:
-            self._copies[owner] = make(), give_up
-        return self._copies[owner][0]
+            handle = c_uint64()
+            self._copies[owner] = handle, give_up
+            make(handle)
+        return self._copies[owner][0].value
 
     def close(self) -> None:
         """Give the copies up."""
-        while self._copies:
-            handle, give_up = self._copies.popitem()[1]
-            if handle:
-                give_up(handle)
+        for handle, give_up in self._copies.values():
+            give_up(handle)
+        self._copies.clear()
 
 
 class Kind(IntEnum):

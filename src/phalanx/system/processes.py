@@ -196,8 +196,10 @@ def is_ending(pid: int) -> bool:
     """
     try:
         return bool(int(_fields_in(f"/proc/{pid}/stat")[6]) & _PF_EXITING)
-    except (OSError, IndexError):
+    except (FileNotFoundError, ProcessLookupError, IndexError):
         return True
+    except OSError:  # this process has no descriptor left to look with
+        return False
 
 
 def await_standstill(child: int, patience_s: float) -> bool:

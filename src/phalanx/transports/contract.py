@@ -24,7 +24,7 @@ from phalanx.transports.layout import even_pieces, pieces
 from phalanx.watch import recorder
 from phalanx.watch.calls import dtype_name
 
-__all__ = ["COLLECTIVES", "GLANCE_S", "SENT", "Communicator", "Message"]
+__all__ = ["COLLECTIVES", "GLANCE_S", "SENT", "Communicator", "Message", "message_text"]
 
 # The collectives that ranks distinguish when they compare their calls, each with the name of the argument that is its
 # root ("" for none). The forms with one tensor for all ranks (all_gather_single, ...) count as those with lists: they
@@ -161,13 +161,23 @@ class Message(ABC):
 
     def _text(self) -> str:
         """``send to rank 3, float32[4]``. Called with the lock, before it is settled."""
-        whom = "any rank" if self._peer is None else f"rank {self._name_of(self._peer)}"
-        shape = "" if self._tensor is None else f", {dtype_name(self._tensor.dtype)}{list(self._tensor.shape)}"
-        return f"{self._verb} {whom}{shape}"
+        return message_text(self._verb, "" if self._peer is None else str(self._name_of(self._peer)), self._tensor)
 
     def _name_of(self, peer: int) -> int:
         """What errors call a peer, where the transport counts ranks otherwise than the group."""
         return peer
+
+
+def message_text(verb: str, peer: str, tensor: torch.Tensor | None) -> str:
+    """A message in words: ``send to rank 3, float32[4]``.
+
+    Args:
+        verb: ``send to`` or ``recv from``.
+        peer: what the other rank is called; empty for any.
+        tensor: what is sent, or received into; None if it is not known any more.
+    """
+    shape = "" if tensor is None else f", {dtype_name(tensor.dtype)}{list(tensor.shape)}"
+    return f"{verb} {f'rank {peer}' if peer else 'any rank'}{shape}"
 
 
 _forks = 0  # changed only in a forked child, when it has one thread
@@ -293,6 +303,16 @@ class Communicator(ABC):
         Args:
             doing: what this rank is doing, for the others' errors.
         """
+
+    def give_up(self, tensor: torch.Tensor, doing: str) -> None:
+        """Break the group, since a message may have been begun of which nobody knows; see :meth:`abort`.
+
+        Args:
+            tensor: the message's, which its owner keeps until the group is closed. A transport that may use it even
+                longer keeps it too.
+            doing: the message, in words.
+        """
+        self.abort(doing)
 
     @abstractmethod
     def close(self) -> None:

@@ -22,8 +22,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from phalanx.system import processes
+from phalanx.system.process_use import start_of
 from phalanx.watch import stack_signal
 from phalanx.watch.stack_text import frames_of
 
@@ -166,8 +168,9 @@ def place_of_main(pid: int) -> str:
 
 
 def _place(pid: int, choose: Callable[[int], list[int]], patience_s: float) -> str:
+    start = start_of(pid)
     path = _file_of(pid, _stacks_of(pid))
-    if not path or not processes.has_handler(pid, PLACE_SIGNAL):
+    if not path:
         return ""
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -175,7 +178,7 @@ def _place(pid: int, choose: Callable[[int], list[int]], patience_s: float) -> s
         return ""
     try:
         for thread in choose(pid):
-            for frame in frames_of(_stack_of(pid, thread, file, patience_s)):
+            for frame in frames_of(_stack_of(_Asked(pid, start, thread), file, patience_s)):
                 if not frame.is_librarys:
                     return f"{frame.function} ({frame.file}:{frame.line})"
     except OSError:  # it has ended
@@ -208,7 +211,33 @@ def _threads(pid: int) -> list[int]:
     return [*running[:_MOST_THREADS], pid]
 
 
-def _stack_of(pid: int, thread: int, file: int, patience_s: float) -> str:
+class _Asked(NamedTuple):
+    """A thread that is asked for its stack.
+
+    Attributes:
+        pid, start: its process, and when that was started.
+        thread: the thread's id.
+    """
+
+    pid: int
+    start: int
+    thread: int
+
+    def signal(self) -> None:
+        """Have it write its stack, if the process is still the one that does so, and not another program by now.
+
+        Between the look and the signal it could still become one. An exec takes the handler away first, and both are
+        microseconds, while a reader may have waited for seconds before.
+        """
+        if start_of(self.pid) != self.start or not processes.has_handler(self.pid, PLACE_SIGNAL):
+            return
+        if hasattr(_libc, "tgkill"):
+            _libc.tgkill(self.pid, self.thread, int(PLACE_SIGNAL))
+        elif self.thread == self.pid:
+            os.kill(self.pid, PLACE_SIGNAL)
+
+
+def _stack_of(asked: _Asked, file: int, patience_s: float) -> str:
     until = time.monotonic() + patience_s
     while time.monotonic() < until:  # without the lock after that: another reader may have been stopped with it
         with contextlib.suppress(BlockingIOError):
@@ -216,37 +245,30 @@ def _stack_of(pid: int, thread: int, file: int, patience_s: float) -> str:
             break
         time.sleep(_LOOK_S)
     try:
-        return _asked(pid, thread, file, patience_s)
+        return _answer(asked, file, patience_s)
     finally:
         fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _asked(pid: int, thread: int, file: int, patience_s: float) -> str:
+def _answer(asked: _Asked, file: int, patience_s: float) -> str:
     before = os.fstat(file).st_size
     if before > _LARGEST:
         os.ftruncate(file, 0)
         before = 0
-    _send(pid, thread)
+    asked.signal()
     until = time.monotonic() + patience_s
     while time.monotonic() < until:
         time.sleep(_LOOK_S)
         # The stack is written in many small pieces, by the signal's handler, which blocks the signal until it returns.
         stack = _first_whole(file, before)
-        if stack and not processes.blocks(thread, PLACE_SIGNAL):
+        if stack and not processes.blocks(asked.thread, PLACE_SIGNAL):
             if not stack_signal.was_changed(_first_whole(file, before)):
                 break
             before = os.fstat(file).st_size
-            _send(pid, thread)
-        if processes.state_of_thread(pid, thread) in _SILENT:
+            asked.signal()
+        if processes.state_of_thread(asked.pid, asked.thread) in _SILENT:
             break
     return _first_whole(file, before)
-
-
-def _send(pid: int, thread: int) -> None:
-    if hasattr(_libc, "tgkill"):
-        _libc.tgkill(pid, thread, int(PLACE_SIGNAL))
-    elif thread == pid:
-        os.kill(pid, PLACE_SIGNAL)
 
 
 def _first_whole(file: int, begin: int) -> str:

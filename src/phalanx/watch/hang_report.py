@@ -139,17 +139,41 @@ def write_report(folder: Path, report: HangReport, over: Path | None = None) -> 
     """
     folder.mkdir(parents=True, exist_ok=True)
     match = _NAME.fullmatch(over.name) if over is not None else None
-    number = int(match[1]) if match else 1 + max((number for number, _ in _reports(folder)), default=0)
     recordings = {seen.rank: seen.recording for seen in report.ranks if seen.recording is not None}
-    traces, path = folder / f"hang-{number}-torch", folder / f"hang-{number}.json"
     with folder_for_a_while(folder, ".hang-") as parts:
         write_torch_traces(parts / "traces", recordings)
         (parts / "report").write_text(json.dumps(report.to_json()))
-        traces.mkdir(exist_ok=True)
+        if match is not None:
+            number = int(match[1])
+            _traces(folder, number).mkdir(exist_ok=True)
+        else:
+            number = _claim(folder)
         for part in (parts / "traces").iterdir():
-            part.replace(traces / part.name)
+            part.replace(_traces(folder, number) / part.name)
+        path = folder / f"hang-{number}.json"
         (parts / "report").replace(path)
     return path
+
+
+def _claim(folder: Path) -> int:
+    """A number for a new report that no other job takes, which may write into the same folder at the same time.
+
+    Who makes the folder of the traces has its number. A job that ends before its report is there leaves that folder,
+    and the number is used no more.
+    """
+    number = 1 + max((number for number, _ in _reports(folder)), default=0)
+    while True:
+        try:
+            _traces(folder, number).mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return number
+
+
+def _traces(folder: Path, number: int) -> Path:
+    """Where a report has its ranks' operations as torch's flight recorder writes them."""
+    return folder / f"hang-{number}-torch"
 
 
 def latest_report(folder: Path) -> Path | None:

@@ -15,7 +15,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 29
+#define PHX_ABI 30
 #define PHX_API __attribute__((visibility("default")))
 
 /* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */

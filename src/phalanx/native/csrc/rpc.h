@@ -103,23 +103,28 @@ PHX_API uint32_t phx_rpc_facts(phx_rpc_link *link, uint64_t *alive_ns, uint64_t 
 /* Send a small image without waiting. Returns PHX_OK; PHX_UNDER_WAY if the lane is full, so that the caller tries again
  * after phx_rpc_wait_room(); PHX_PEER_LOST if the link has ended. */
 PHX_API int phx_rpc_send(phx_rpc_link *link, const void *image, uint64_t nbytes);
-/* Copy a large image, given in pieces, into the slab. Returns a handle for phx_rpc_post(), or 0 if the slab has no room;
- * then phx_rpc_stream() can send it. */
-PHX_API uint64_t phx_rpc_put(phx_rpc_link *link, uint32_t pieces, const void *const *data, const uint64_t *sizes);
+/* Copy a large image, given in pieces, into the slab. `placed` receives a handle for phx_rpc_post(), or 0 if the slab has
+ * no room; then phx_rpc_stream() can send it. A result could be lost: in Python a signal's handler may raise as soon as the
+ * call has returned. */
+PHX_API void phx_rpc_put(phx_rpc_link *link, uint32_t pieces, const void *const *data, const uint64_t *sizes,
+                         uint64_t *placed);
 /* Send what phx_rpc_put() has copied; returns what phx_rpc_send() does. Of phx_rpc_post(), phx_rpc_stream() and
  * phx_rpc_lend(), only one at a time may run for a link. After PHX_UNDER_WAY the caller tries again, or takes the image back. */
 PHX_API int phx_rpc_post(phx_rpc_link *link, uint64_t handle);
-/* Give back the room of an image that was put and not posted. */
+/* Give back the room of an image that was put and not posted; of one that was posted, the receiver does, and this does
+ * nothing. */
 PHX_API void phx_rpc_take_back(phx_rpc_link *link, uint64_t handle);
 /* Send a large image from byte `*done` on, as far as there is room for it, and add what was sent to `*done`. Returns
  * PHX_OK when all of it has been sent, else what phx_rpc_send() returns. */
 PHX_API int phx_rpc_stream(phx_rpc_link *link, uint32_t pieces, const void *const *data, const uint64_t *sizes,
                            uint64_t *done);
-/* Copy a large image that goes over several links, given in pieces, to memory that all their receivers can read. Returns
- * a handle, or 0 if that memory is full. The caller then calls phx_rpc_lend() for each link, with the number of that link's
- * own call, and phx_rpc_unshare() after the last one. The memory is free when all receivers have released the image. */
-PHX_API uint64_t phx_rpc_share(phx_rpc_hub *hub, uint32_t pieces, const void *const *data, const uint64_t *sizes);
-PHX_API void phx_rpc_unshare(phx_rpc_hub *hub, uint64_t handle);
+/* Copy a large image that goes over several links, given in pieces, to memory that all their receivers can read.
+ * `shared` receives a handle, or 0 if that memory is full. The caller then calls phx_rpc_lend() for each link, with the
+ * number of that link's own call, and phx_rpc_unshare() after the last one, which takes the handle and leaves 0. The memory
+ * is free when all receivers have released the image. */
+PHX_API void phx_rpc_share(phx_rpc_hub *hub, uint32_t pieces, const void *const *data, const uint64_t *sizes,
+                           uint64_t *shared);
+PHX_API void phx_rpc_unshare(phx_rpc_hub *hub, uint64_t *shared);
 /* Send what was shared; as phx_rpc_post(). PHX_BAD_ARGUMENT: this link cannot borrow it, and phx_rpc_put() can send it. */
 PHX_API int phx_rpc_lend(phx_rpc_link *link, uint64_t handle, uint64_t call);
 /* Return how many bytes the other process has taken from the lane since the channel was made. */

@@ -48,24 +48,27 @@ void phx_rpc_collect(struct phx_rpc_loans *loans, int all)
         phx_rpc_drop(returned[--count]);
 }
 
-uint64_t phx_rpc_share(phx_rpc_hub *hub, uint32_t pieces, const void *const *data, const uint64_t *sizes)
+void phx_rpc_share(phx_rpc_hub *hub, uint32_t pieces, const void *const *data, const uint64_t *sizes, uint64_t *shared)
 {
     struct phx_rpc_loans *loans = &hub->loans;
     struct phx_rpc_block block;
+    *shared = 0;
     if (!phx_rpc_mine(hub) || atomic_load(&hub->shut))
-        return 0;
+        return;
     phx_rpc_collect(loans, 0);
     if (!phx_rpc_copy_in(&loans->slab, pieces, data, sizes, &block))
-        return 0;
+        return;
     pthread_mutex_lock(&loans->lock);
     loans->holders[block.block] = 1;
     pthread_mutex_unlock(&loans->lock);
-    return (uint64_t)block.sequence << 32 | block.block;
+    *shared = (uint64_t)block.sequence << 32 | block.block;
 }
 
-void phx_rpc_unshare(phx_rpc_hub *hub, uint64_t handle)
+void phx_rpc_unshare(phx_rpc_hub *hub, uint64_t *shared)
 {
+    const uint64_t handle = *shared;
     struct phx_rpc_block block;
+    *shared = 0;
     if (!phx_rpc_mine(hub) ||
         !phx_rpc_find(&hub->loans.slab, (uint32_t)handle, (uint32_t)(handle >> 32), &block))
         return;

@@ -38,7 +38,8 @@
  *   released    One for each block of the sender's slab. Set to 0 by the sending side, relaxed, when it allocates the
  *               block; the receiving side learns of the block only after that, by the ring's head. Written by the
  *               receiving side, release, with the block's sequence number, when nobody there can reach the block's memory
- *               any more; by the sending side, likewise, if the block was never sent. Read by the sending side, acquire,
+ *               any more; by the sending side, likewise, under its slab's lock, if it gives up a block that it has not
+ *               handed over to the ring (phx_rpc_free()). Read by the sending side, acquire,
  *               before it uses the block again. Death before: the link ends, and the whole channel with it.
  *   returned    As `released`, for the images of the hub's slab: one for each loan, in the lender's side of the channel.
  *               Death of the receiver: the lender finds that its process is gone.

@@ -95,12 +95,11 @@ int phx_rpc_copy_in(struct phx_rpc_slab *slab, uint32_t pieces, const void *cons
     return 1;
 }
 
-uint64_t phx_rpc_put(phx_rpc_link *link, uint32_t pieces, const void *const *data, const uint64_t *sizes)
+void phx_rpc_put(phx_rpc_link *link, uint32_t pieces, const void *const *data, const uint64_t *sizes, uint64_t *placed)
 {
     struct phx_rpc_block block;
-    if (phx_rpc_cannot_send(link) || !phx_rpc_copy_in(&link->slab, pieces, data, sizes, &block))
-        return 0;
-    return (uint64_t)block.sequence << 32 | block.block;
+    const int is_there = !phx_rpc_cannot_send(link) && phx_rpc_copy_in(&link->slab, pieces, data, sizes, &block);
+    *placed = is_there ? (uint64_t)block.sequence << 32 | block.block : 0;
 }
 
 int phx_rpc_post(phx_rpc_link *link, uint64_t handle)
@@ -116,6 +115,7 @@ int phx_rpc_post(phx_rpc_link *link, uint64_t handle)
         return phx_rpc_no_room(link, out);
     struct phx_rpc_image image; /* once it is published, the block may be released and used again */
     memcpy(&image, link->slab.data + block.at, sizeof image);
+    phx_rpc_hand_over(&link->slab, &block);
     memcpy(place, &block, sizeof block);
     phx_rpc_publish(out, sizeof block);
     phx_rpc_ring_for(link, &image);
@@ -124,9 +124,8 @@ int phx_rpc_post(phx_rpc_link *link, uint64_t handle)
 
 void phx_rpc_take_back(phx_rpc_link *link, uint64_t handle)
 {
-    struct phx_rpc_block block;
-    if (phx_rpc_mine(link->hub) && phx_rpc_find(&link->slab, (uint32_t)handle, (uint32_t)(handle >> 32), &block))
-        atomic_store_explicit(&link->own->released[block.block], block.sequence, memory_order_release);
+    if (phx_rpc_mine(link->hub))
+        phx_rpc_free(&link->slab, (uint32_t)handle, (uint32_t)(handle >> 32));
 }
 
 /* Wait for the other process to take something after it had taken `taken`. Returns 1, or 0 if it did not, or if a signal

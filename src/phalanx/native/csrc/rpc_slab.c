@@ -50,6 +50,7 @@ static int place(struct phx_rpc_slab *slab, uint64_t nbytes, struct phx_rpc_bloc
         slab->sequence = 1;
     /* Else a number that was released long ago would release this block when the sequence numbers come round to it. */
     atomic_store_explicit(&slab->released[number], 0, memory_order_relaxed);
+    slab->handed_over[number] = 0;
     slab->blocks[number] = *block =
         (struct phx_rpc_block){.at = at, .nbytes = nbytes, .block = number, .sequence = slab->sequence};
     return 1;
@@ -115,4 +116,19 @@ int phx_rpc_find(struct phx_rpc_slab *slab, uint32_t number, uint32_t sequence, 
         *block = slab->blocks[number];
     pthread_mutex_unlock(&slab->lock);
     return found;
+}
+
+void phx_rpc_hand_over(struct phx_rpc_slab *slab, const struct phx_rpc_block *block)
+{
+    pthread_mutex_lock(&slab->lock);
+    slab->handed_over[block->block] = 1;
+    pthread_mutex_unlock(&slab->lock);
+}
+
+void phx_rpc_free(struct phx_rpc_slab *slab, uint32_t number, uint32_t sequence)
+{
+    pthread_mutex_lock(&slab->lock);
+    if (number < PHX_RPC_BLOCKS && sequence && slab->blocks[number].sequence == sequence && !slab->handed_over[number])
+        atomic_store_explicit(&slab->released[number], sequence, memory_order_release);
+    pthread_mutex_unlock(&slab->lock);
 }

@@ -18,6 +18,7 @@ struct phx_rpc_slab {
     uint32_t sequence, used;
     uint16_t order[PHX_RPC_BLOCKS]; /* the used blocks, by where they lie */
     struct phx_rpc_block blocks[PHX_RPC_BLOCKS]; /* by number; one that is not used has the sequence number 0 */
+    uint8_t handed_over[PHX_RPC_BLOCKS];         /* by number: the other process alone releases it from now on */
 };
 
 /* Allocate a block of `nbytes`, whose memory the caller may write. Returns 1; or 0 if the slab is full, or the system has
@@ -30,5 +31,9 @@ int phx_rpc_copy_in(struct phx_rpc_slab *slab, uint32_t pieces, const void *cons
                     struct phx_rpc_block *block);
 /* Describe a block by its number and sequence number. Returns 1, or 0 if it has been released since. */
 int phx_rpc_find(struct phx_rpc_slab *slab, uint32_t number, uint32_t sequence, struct phx_rpc_block *block);
+/* Note, before the other process is told of a block, that it is no longer this process's to free. */
+void phx_rpc_hand_over(struct phx_rpc_slab *slab, const struct phx_rpc_block *block);
+/* Free a block by its number and sequence number, unless it was handed over. */
+void phx_rpc_free(struct phx_rpc_slab *slab, uint32_t number, uint32_t sequence);
 
 #endif

@@ -133,17 +133,19 @@ class SharedLink(Link):
             lend = partial(self._core.phx_rpc_lend, self._handle, shared, message.call)
             if shared and self._post(lend, timeout_s) != Status.BAD_ARGUMENT:
                 return
+        placed = c_uint64()
         with pieces(message) as where:
-            placed = self._core.phx_rpc_put(self._handle, *where)  # beside other large messages, and small ones
-            if placed:
-                attempt = partial(self._core.phx_rpc_post, self._handle, placed)
-            else:
-                attempt = partial(self._core.phx_rpc_stream, self._handle, *where, c_uint64())
             try:
+                self._core.phx_rpc_put(self._handle, *where, placed)  # beside other large messages, and small ones
+                if placed.value:
+                    attempt = partial(self._core.phx_rpc_post, self._handle, placed)
+                else:
+                    attempt = partial(self._core.phx_rpc_stream, self._handle, *where, c_uint64())
                 if self._post(attempt, timeout_s) != Status.OK:
                     raise self._lost()
             except BaseException:
-                if placed:
+                # Unless it has been posted: a signal's handler may raise as soon as the core has done so.
+                if placed.value:
                     self._core.phx_rpc_take_back(self._handle, placed)
                 raise
 
@@ -336,11 +338,11 @@ class SharedHub:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
 
-    def _share(self, message: Message) -> int:
+    def _share(self, message: Message, shared: c_uint64) -> None:
         with pieces(message) as where:
-            return int(self._core.phx_rpc_share(self._handle, *where))
+            self._core.phx_rpc_share(self._handle, *where, shared)
 
-    def _unshare(self, shared: int) -> None:
+    def _unshare(self, shared: c_uint64) -> None:
         self._core.phx_rpc_unshare(self._handle, shared)
 
     def _box(self) -> Box:

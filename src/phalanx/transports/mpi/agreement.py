@@ -387,11 +387,15 @@ class Agreement:
         """Keep the memory of the operation under way: it may never end, and MPI goes on with it until MPI ends."""
         self._runtime.leave_unanswered(self, why)
 
-    def abort(self) -> None:
-        """End the operation under way, on every rank, from any thread."""
+    def abort(self, interrupted_in: str = "") -> None:
+        """End the operation under way, on every rank, from any thread.
+
+        Args:
+            interrupted_in: the call that an exception has interrupted, if it is one; else the program wants it so.
+        """
         self.aborted = True
         if self._runtime.usable:
-            self._give_up("abort", "destroying it")
+            self._give_up("interrupted" if interrupted_in else "abort", interrupted_in or "destroying it")
 
     def _text(self, name: str, tensor: torch.Tensor | None, op: int, root: int) -> str:
         dtype, shape = (None, ()) if tensor is None else (tensor.dtype, tensor.shape)

@@ -303,6 +303,10 @@ class MpiCommunicator(Communicator):
     def abort(self, doing: str = "") -> None:
         self._agreement.abort()
 
+    def give_up(self, tensor: torch.Tensor, doing: str) -> None:
+        self._runtime.keep(tensor)  # MPI has the request, and takes none back
+        self._agreement.abort(interrupted_in=doing)
+
     def close(self) -> None:
         if self._closed:
             return

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from phalanx.lost import rank_of_group
 from phalanx.system.host import machine_name
-from phalanx.system.process_use import state_text
+from phalanx.system.process_use import has_ended, start_of, state_text
 from phalanx.system.processes import state_of
 from phalanx.watch.call_site import shown
 from phalanx.watch.from_outside import Place, place_of_main
@@ -28,12 +28,14 @@ class _Peer(NamedTuple):
     """What a rank tells the others of its process.
 
     Attributes:
-        pid, namespace: its process id, and the namespace in which it is one; empty if that is not known.
+        pid, start, namespace: its process id, when it was started, and the namespace in which that is its id; empty if
+            that is not known.
         host: the name of its host.
         descriptor, at: where its flight recorder is; -1 if it has none.
     """
 
     pid: int
+    start: int
     namespace: str
     host: str
     descriptor: int
@@ -53,7 +55,7 @@ class Peers:
         with contextlib.suppress(OSError):
             namespace = os.readlink("/proc/self/ns/pid")
         open_recorder()
-        own = (os.getpid(), namespace, machine_name(), *own_place())
+        own = (os.getpid(), start_of(os.getpid()), namespace, machine_name(), *own_place())
         self._peers = [_Peer(*said) for said in world.allgather(own)]
         self._own, self._is_beside = self._peers[world.rank], is_beside
         self._place = Place()  # until the process ends, as MPI's world does
@@ -81,7 +83,8 @@ class Peers:
 
     def has_ended(self, rank: int) -> bool:
         """Whether the process of a rank of the world is seen to have ended."""
-        return self._can_be_seen(rank) and state_of(self._peers[rank].pid) in ("", "Z", "X")
+        peer = self._peers[rank]
+        return self._can_be_seen(rank) and has_ended(peer.pid, peer.start)
 
     def at(self, rank: int) -> str:
         """Where the main thread of a rank of the world is in its program; empty if that cannot be found out."""

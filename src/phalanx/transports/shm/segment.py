@@ -22,6 +22,7 @@ import ctypes
 import json
 import os
 import secrets
+import stat
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -214,11 +215,23 @@ def _attach(descriptor: int, rank: int, cookie: bytes, spin: int, poll: Callable
 
 
 def _reach(pid: int, number: int) -> tuple[int, str]:
-    """A descriptor of the file that rank 0 has open under this number; or -1, and why there is none."""
+    """A descriptor of the file that rank 0 has open under this number; or -1, and why there is none.
+
+    On another host, or in another container, it is the number of any process of this user, which may have a pipe or a
+    device there. To open such a thing does something to it, so it is looked at first, by O_PATH.
+    """
     try:
-        return os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC), ""
+        seen = os.open(f"/proc/{pid}/fd/{number}", os.O_PATH | os.O_CLOEXEC)
     except OSError as error:
         return -1, f"{error.strerror} (/proc/{pid}/fd)"
+    try:
+        if not stat.S_ISREG(os.fstat(seen).st_mode):
+            return -1, f"another file is there (/proc/{pid}/fd)"
+        return os.open(f"/proc/self/fd/{seen}", os.O_RDWR | os.O_CLOEXEC), ""
+    except OSError as error:
+        return -1, f"{error.strerror} (/proc/{pid}/fd)"
+    finally:
+        os.close(seen)
 
 
 def _see_each_other(store: Store, comm: int, descriptor: int, rank: int, timeout_s: float) -> str:
