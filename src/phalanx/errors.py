@@ -79,16 +79,16 @@ class InitializationError(PhalanxError):
         return cls(f"{start} {format_limit(timeout_s)} {missing} had not come{to}; {advice}")
 
     @classmethod
-    def ranks_ended(cls, hosts: Mapping[int, str]) -> InitializationError:
+    def ranks_ended(cls, hosts: Mapping[int, str], call: str = "phalanx.init()") -> InitializationError:
         """Ranks have ended in order, and had not met the others; each with its host, as for ``format_placed``.
 
-        The first of them is the error's ``rank``.
+        The first of them is the error's ``rank``. ``call`` is where ranks meet.
         """
         who = format_placed(hosts)
         have = "has" if len(hosts) == 1 else "have"
         text = (
             f"{who} {have} ended, without a failure, while the ranks were meeting. Every rank must come to "
-            f"phalanx.init(), and get past it, before its script ends"
+            f"{call}, and get past it, before its script ends"
         )
         first = min(hosts)
         return cls.of_rank(text, first, 0, hosts[first])

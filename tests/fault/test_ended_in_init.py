@@ -1,4 +1,4 @@
-"""A rank that comes to its end, without a failure, while the others wait for it in ``phalanx.init()``."""
+"""A rank that comes to its end, without a failure, while the others wait for it to make the world."""
 
 from __future__ import annotations
 
@@ -28,24 +28,35 @@ SCRIPT = """
 """
 
 
+BY_TORCH = (
+    SCRIPT.replace("phalanx.init(timeout_s=600)", "dist.init_process_group('phalanx', timeout=timedelta(minutes=10))")
+    .replace("phalanx.close", "dist.destroy_process_group")
+    .replace("import phalanx\n", "from datetime import timedelta\n    import torch.distributed as dist\n    import phalanx\n")
+)
+WAYS = pytest.mark.parametrize("way", [SCRIPT, BY_TORCH], ids=["phalanx", "torch"])
+
+
+@WAYS
 @pytest.mark.parametrize("worlds", [0, 1])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_on_one_host_the_others_are_told_at_once(launcher: Launcher, victim: int, worlds: int) -> None:
-    outcome = launcher.run("-n", "3", "-q", "--no-prefix", launcher.script(SCRIPT), str(victim), str(worlds))
+def test_on_one_host_the_others_are_told_at_once(launcher: Launcher, victim: int, worlds: int, way: str) -> None:
+    outcome = launcher.run("-n", "3", "-q", "--no-prefix", launcher.script(way), str(victim), str(worlds))
     told = [line for line in outcome.out_lines if line.startswith("told: ")]
     assert outcome.code == 1, outcome.err_text
     assert told, outcome.err_text  # the launcher ends the others when the first has failed
     assert all(f"rank {victim} has ended" in line for line in told), told
     assert all(line.endswith(f"(rank={victim})") for line in told), told
+    assert "DistStoreError" not in outcome.err_text
 
 
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
+@WAYS
 @pytest.mark.parametrize("worlds", [0, 1])
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_on_two_hosts_the_others_are_told_which_rank_and_where(
-    remote: RemoteLauncher, victim: int, worlds: int
+    remote: RemoteLauncher, victim: int, worlds: int, way: str
 ) -> None:
-    script = remote.script(SCRIPT)
+    script = remote.script(way)
     job = remote.run("-H", "h0:2,h1:2", "-q", "--no-prefix", script, str(victim), str(worlds))
     told = [line for line in job.out.splitlines() if line.startswith("told: ")]
     assert job.process.returncode == 1, job.said()

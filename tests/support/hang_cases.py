@@ -232,6 +232,27 @@ HANGS = {
         """,
         r"rank 0 is at HERE .*, in no operation; ranks 1-2 wait for it in all_reduce #\d+ at WAIT",
     ),
+    "a script that has ended, but for a thread": (
+        """
+        if rank == 1:
+            threading.Thread(target=time.sleep, args=(300,), name="saver").start()
+            sys.exit()
+        world.all_reduce(x)  # WAIT
+        """,
+        r"rank 1 is at the end of its script, where Python waits for a thread that is no daemon, in no operation; "
+        r"ranks 0, 2 wait for it in all_reduce #\d+ at WAIT",
+    ),
+    "an exit handler that does not return": (
+        """
+        import atexit
+        if rank == 2:
+            atexit.register(compute)
+            sys.exit()
+        world.all_reduce(x)  # WAIT
+        """,
+        r"rank 2 is at THERE time\.sleep\(0\.01\)  # \w+, in no operation; "
+        r"ranks 0-1 wait for it in all_reduce #\d+ at WAIT",
+    ),
     "two that are missing": (
         """
         if rank:  # BRANCH

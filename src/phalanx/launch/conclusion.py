@@ -184,6 +184,10 @@ def _say_interrupted(job: Job, ended: Ended, signum: int, console: Console) -> N
         )
     been_ended = " been ended" if others else ""
     places = [] if job.quiet else format_places(ended.stacks)
+    ran = [rank for rank, end in enumerate(ended.ends) if end is None or end.at >= ended.asked_at]
+    silent = [rank for rank in ran if rank not in ended.stacks]
+    if places and silent:  # the last thing that is said of a rank that was stopped
+        places.append(f"{format_named('rank', silent)}: no answer")
     were_at = f"; {'they were' if len(others) > 1 else 'it was'} at:" if places else ""
     lines = [f"{signal_name(signum)}: {whose}{been_ended}{were_at}"]
     console.say("\n  ".join(lines + places))

@@ -3,6 +3,9 @@
 A rank that ends in order ends no job, and a store cannot know that nobody will write a key any more. The launcher
 knows which ranks have ended, and the keys of a meeting (``phalanx.init()``) say which ranks have all that they need of
 it. So the store ends every wait in a meeting that a rank has not seen through and never will.
+
+Where a script makes the world by torch's ``init_process_group``, the first thing that a rank writes for the others is
+that it has come (``transports/shm/segment.py``). The store ends every wait for that word of a rank that has ended.
 """
 
 from __future__ import annotations
@@ -12,19 +15,21 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the launcher imports this, and must not import torch
     from torch._C._distributed_c10d import Store
 
-__all__ = ["ENDED", "SLASH", "EndsChannel", "is_vain", "meeting_prefix", "met_key", "ranks_that_ended"]
+__all__ = ["ENDED", "SLASH", "EndsChannel", "ended_of", "is_vain", "meeting_prefix", "met_key", "ranks_that_ended"]
 
 #: Under this key the store keeps the ranks that have ended, each with its host, as JSON.
 ENDED = "phalanx/ended"
 #: What torch's client puts before each key.
 SLASH = b"/"
 _OF_MEETING = re.compile(rb"/phalanx/\d+/world/\d+/")
+# That a rank of the world has come: rank 0 by its offer, any other by its answer (transports/shm/segment.py).
+_HAS_COME = re.compile(rb".*/phalanx/[^/]+/of \d+/shm/(?:offer|[^/]+/answer/(\d+))$", re.DOTALL)
 _PIPE_BYTES = 1 << 20  # the kernel may grant less
 
 
@@ -46,6 +51,8 @@ def is_vain(key: bytes, ended: Collection[int], entries: Container[bytes]) -> bo
         ended: the ranks that have ended.
         entries: the keys that are there.
     """
+    if (come := _HAS_COME.match(key)) is not None:
+        return int(come[1] or 0) in ended
     meeting = _OF_MEETING.match(key)
     return meeting is not None and any(meeting[0] + met_key(rank).encode() not in entries for rank in ended)
 
@@ -61,6 +68,21 @@ def ranks_that_ended(store: Store, meeting: Store) -> dict[int, str]:
         return {}
     ended: dict[str, str] = json.loads(store.get(ENDED))
     return {int(rank): host for rank, host in ended.items() if not meeting.check([met_key(int(rank))])}
+
+
+def ended_of(store: Store, keys: Iterable[str]) -> dict[int, str]:
+    """The ranks that have ended and should have written these keys, by which they say that they have come.
+
+    Args:
+        store: the launcher's, or one that knows of no ends.
+        keys: with the meeting's own name in front; those that say something else are left out.
+    """
+    if not store.check([ENDED]):
+        return {}
+    ended: dict[str, str] = json.loads(store.get(ENDED))
+    come = [_HAS_COME.match(SLASH + key.encode()) for key in keys]
+    ranks = {int(each[1] or 0) for each in come if each is not None}
+    return {int(rank): host for rank, host in ended.items() if int(rank) in ranks}
 
 
 class EndsChannel:

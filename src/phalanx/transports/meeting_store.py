@@ -32,6 +32,7 @@ from torch.distributed import DistError, DistStoreError
 
 from phalanx.errors import InitializationError
 from phalanx.store.client import JobStore, underlying
+from phalanx.store.ended import ended_of
 from phalanx.system.awake import AwakeClock, ended_early
 from phalanx.system.process_use import state_text
 from phalanx.transports.attendance import Attendance, attending
@@ -128,12 +129,14 @@ class MeetingStore(PrefixStore):
         # The keys that this process has written and not deleted, by their names in the whole meeting, which all its
         # parts note in the same place. Written by the thread that meets, and by others once the group is watched.
         self._whole, self._path, self._written = PrefixStore(name, store), "", dict[str, None]()
+        self._meeting = name
         self._told_of: set[int] = set()  # the stopped ranks of which this process has told, or another one has
 
     def part(self, name: str) -> MeetingStore:
         """A part of this part."""
         made = MeetingStore(name, self, self._ranks, self._world, self._rank)
         made._whole, made._path, made._written = self._whole, f"{self._path}{name}/", self._written
+        made._meeting = self._meeting
         return made
 
     def set(self, key: str, value: str) -> None:
@@ -234,10 +237,21 @@ class MeetingStore(PrefixStore):
         except InitializationError:
             raise
         except RuntimeError as error:
-            stopped = None if ended_early(began, total_s) else self.find_stopped()
-            if stopped is None:
+            if not ended_early(began, total_s):
+                why = self.find_stopped()
+            elif (why := self._find_ended(keys)) is not None:
+                raise why from None  # the store has ended the wait for this reason
+            if why is None:
                 raise
-            raise stopped from error
+            raise why from error
+
+    def _find_ended(self, keys: Sequence[str]) -> InitializationError | None:
+        """The error for ranks of the world that have ended before they came, if the launcher's store knows of them."""
+        with contextlib.suppress(RuntimeError):  # it has gone
+            absent = [f"{self._meeting}/{self._path}{key}" for key in keys if self._world and not self._has([key])]
+            if absent and (ended := ended_of(underlying(self), absent)):
+                return InitializationError.ranks_ended(ended, "init_process_group()")
+        return None
 
     def _has(self, keys: Sequence[str]) -> bool:
         # Asked for again and again, rather than waited for in slices: at the end of each slice torch's TCPStore writes

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from phalanx.system import processes
 from phalanx.system.process_use import start_of
 from phalanx.watch import stack_signal
-from phalanx.watch.stack_text import frames_of
+from phalanx.watch.stack_text import SCRIPT_ENDED, frames_of, has_ended
 
 __all__ = ["PLACE_SIGNAL", "Place", "is_there", "place_of", "place_of_main"]
 
@@ -157,7 +157,8 @@ def place_of(pid: int, name: str) -> str:
         name: of its :class:`Place`.
 
     Returns:
-        The innermost place in its user's program; empty if it cannot be found out, as of a process that is stopped.
+        The innermost place in its user's program, or ``SCRIPT_ENDED`` if that is over; empty if it cannot be found out,
+        as of a process that is stopped.
     """
     return _place(pid, _threads, _WRITTEN_S) if is_there(pid, name) else ""
 
@@ -178,9 +179,12 @@ def _place(pid: int, choose: Callable[[int], list[int]], patience_s: float) -> s
         return ""
     try:
         for thread in choose(pid):
-            for frame in frames_of(_stack_of(_Asked(pid, start, thread), file, patience_s)):
+            frames = frames_of(_stack_of(_Asked(pid, start, thread), file, patience_s))
+            for frame in frames:
                 if not frame.is_librarys:
                     return f"{frame.function} ({frame.file}:{frame.line})"
+            if has_ended(frames):
+                return SCRIPT_ENDED
     except OSError:  # it has ended
         pass
     finally:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ASKED", "OWN", "Frame", "asked_in", "frames_of", "is_library"]
+__all__ = ["ASKED", "OWN", "SCRIPT_ENDED", "Frame", "asked_in", "frames_of", "has_ended", "is_library"]
 
 # In front of what a rank has asked another process for (``waiting.py``), behind its stack.
 ASKED = "\nAsked: "
+# Where a process is whose script has come to its end, but which cannot end yet; it stands behind "at".
+SCRIPT_ENDED = "the end of its script, where Python waits for a thread that is no daemon"
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d{1,9}) in (?P<function>.*)$', re.MULTILINE)
 _LIBRARIES = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -47,6 +50,11 @@ def is_library(file: str) -> bool:
 def frames_of(stack: str) -> list[Frame]:
     """The frames of a stack, the innermost first, as faulthandler lists them."""
     return [Frame(match["file"], int(match["line"]), match["function"]) for match in _FRAME.finditer(stack)]
+
+
+def has_ended(frames: Sequence[Frame]) -> bool:
+    """Whether this is the stack of a main thread whose script is over, and which waits for other threads to end."""
+    return bool(frames) and frames[-1].function == "_shutdown" and os.path.basename(frames[-1].file) == "threading.py"
 
 
 def asked_in(stack: str) -> str:

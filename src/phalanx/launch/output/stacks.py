@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from phalanx.system.folder import beside, own_folder
-from phalanx.watch.stack_text import OWN, Frame, asked_in, frames_of
+from phalanx.watch.stack_text import OWN, SCRIPT_ENDED, Frame, asked_in, frames_of, has_ended
 from phalanx.words import format_named
 
 __all__ = ["format_places", "format_stack", "format_stacks", "frames_in", "place_in"]
@@ -32,11 +32,13 @@ def _described(frame: Frame) -> str:
 def _frames(stack: str) -> list[Frame]:
     """The frames of a stack without the launcher's, the innermost first, as faulthandler lists them."""
     found = frames_of(stack)
-    # Below the script are the frames of the launcher and of the console script that called it.
-    while found and not _is_launchers(found[-1]):
-        found.pop()
-    while found and _is_launchers(found[-1]):
-        found.pop()
+    # Below the script are the frames of the launcher and of the console script that called it; below an exit handler,
+    # which the interpreter calls after the script, is nothing.
+    if any(map(_is_launchers, found)):
+        while not _is_launchers(found[-1]):
+            found.pop()
+        while found and _is_launchers(found[-1]):
+            found.pop()
     return found
 
 
@@ -48,13 +50,13 @@ def _place(stack: str) -> str:
 def _line(stack: str) -> str:
     frames = _frames(stack)
     own = [frame for frame in frames if not frame.is_librarys]
-    if own or frames:
+    if own or (frames and not has_ended(frames)):
         return _described((own or frames)[0])
-    return "not in its script"
+    return SCRIPT_ENDED if frames else "not in its script"
 
 
 def place_in(stack: str) -> str:
-    """The innermost line of the script in a stack, with its text; empty if the stack has none."""
+    """The innermost line of the script in a stack, with its text, or that it is over; empty if the stack has neither."""
     return _line(_last(stack)) if _frames(_last(stack)) else ""
 
 
