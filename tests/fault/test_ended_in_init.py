@@ -29,9 +29,10 @@ SCRIPT = """
 
 
 BY_TORCH = (
-    SCRIPT.replace("phalanx.init(timeout_s=600)", "dist.init_process_group('phalanx', timeout=timedelta(minutes=10))")
+    SCRIPT.replace("import phalanx\n", "import phalanx\n    import torch.distributed as dist\n")
+    .replace("import os, sys\n", "import os, sys\n    from datetime import timedelta\n")
+    .replace("phalanx.init(timeout_s=600)", "dist.init_process_group('phalanx', timeout=timedelta(minutes=10))")
     .replace("phalanx.close", "dist.destroy_process_group")
-    .replace("import phalanx\n", "from datetime import timedelta\n    import torch.distributed as dist\n    import phalanx\n")
 )
 WAYS = pytest.mark.parametrize("way", [SCRIPT, BY_TORCH], ids=["phalanx", "torch"])
 

@@ -56,7 +56,7 @@ def _line(stack: str) -> str:
 
 
 def place_in(stack: str) -> str:
-    """The innermost line of the script in a stack, with its text, or that it is over; empty if the stack has neither."""
+    """The innermost line of the script in a stack, with its text, or that it is over; empty if it has neither."""
     return _line(_last(stack)) if _frames(_last(stack)) else ""
 
 
