@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tests.support.islands import divide_by
 from tests.support.ranks import Member, on_ranks
 
+from phalanx.c10d import base
 from phalanx.errors import CollectiveMismatch
 
 # The host of a rank, given the world's size; None for one host.
@@ -95,3 +96,55 @@ def test_a_rank_that_makes_no_call_has_none_there() -> None:
         return sorted(caught.value.calls)
 
     assert on_ranks(body, 3) == [[0, 1], [0, 1], None]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_the_call_of_a_rank_that_has_gone_on_is_read_from_its_recorder(size: int) -> None:
+    """A broadcast's root waits for nobody: it is in other code when the others find that one of them differs."""
+
+    def body(member: Member) -> dict[int, str]:
+        member.join()
+        dist.barrier()
+        if member.rank == 0:
+            dist.broadcast(torch.ones(4), src=0)
+            member.say("went on")
+            member.await_said("told")
+            return {}
+        member.await_said("went on")
+        with pytest.raises(CollectiveMismatch) as caught:
+            dist.all_reduce(torch.ones(4))
+        if member.rank == 1:
+            member.say("told")
+        return caught.value.calls
+
+    line = body.__code__.co_firstlineno + 4
+    for calls in on_ranks(body, size)[1:]:
+        assert calls[0] == f"broadcast #2 (float32, 16 B, src=0) at {__file__}:{line}", calls
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_rank_that_closes_is_told_of_a_call_that_differed_before_its_last_one(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "LAST_CALLS_S", 60.0)
+
+    def body(member: Member) -> str:
+        member.join()
+        dist.barrier()
+        last = size - 1
+        if member.rank < last:
+            for length in (4, 5):
+                dist.broadcast(torch.ones(length), src=0)
+            member.say(f"closes-{member.rank}")
+            with pytest.raises(CollectiveMismatch) as caught:
+                dist.destroy_process_group()
+            return str(caught.value)
+        for rank in range(last):
+            member.await_said(f"closes-{rank}")
+        with pytest.raises(CollectiveMismatch) as caught:
+            dist.all_reduce(torch.ones(4))
+        return str(caught.value)
+
+    for text in on_ranks(body, size):
+        assert f"rank {size - 1}: all_reduce(float32[4], sum) at {__file__}:" in text, text
+        assert "broadcast" in text, text

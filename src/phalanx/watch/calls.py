@@ -53,8 +53,6 @@ def listed(calls: dict[int, str], ranks: Iterable[int]) -> str:
     """One line for each different call, with those of the ranks that made it."""
     ranks_of: dict[str, list[int]] = {}
     for rank in ranks:
-        ranks_of.setdefault(
-            calls.get(rank, "did not say what it called: it is in other code, or has ended"), []
-        ).append(rank)
+        ranks_of.setdefault(calls.get(rank, "not known; in other code, or ended"), []).append(rank)
     lines = [f"  {format_named('rank', sorted(members))}: {call}" for call, members in ranks_of.items()]
     return "\n".join(first_kinds(lines))

@@ -364,17 +364,17 @@ class SharedMemoryCommunicator(Communicator):
 
     def compare_rest(self, patience_s: float) -> bool:
         with self._mailbox.handle() as comm:
-            why = Breakage()
             if not comm or self._told:
                 return False
-            broken = self._core.phx_breakage(comm, ctypes.byref(why))
+            broken = self._core.phx_breakage(comm, ctypes.byref(why := Breakage()))
             if not broken and (status := self._core.phx_compare_rest(comm, int(patience_s * 1e9))) <= 0:
                 return bool(status == Status.OK)
             self._core.phx_breakage(comm, ctypes.byref(why))
-            mismatch = why.status == Status.MISMATCH and not self._core.phx_beside_last_call(comm, why.chunk)
-            if mismatch or (not broken and why.how == Going.LEFT):
+            beside = self._core.phx_beside_last_call(comm, why.chunk) if why.status == Status.MISMATCH else 1
+            if beside <= 0 or (not broken and why.how == Going.LEFT):
                 place, text, arguments = self._last_unheard() or (None, lambda: "leaving the group", ())
-                raise self._error(comm, text(*arguments), shown(text_of(place)))
+                later = "a later call: " if beside < 0 else ""
+                raise self._error(comm, later + text(*arguments), shown(text_of(place)))
         return False
 
     def close(self) -> None:

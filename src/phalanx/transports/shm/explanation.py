@@ -6,6 +6,7 @@ import ctypes
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
@@ -31,6 +32,7 @@ PATIENCE_S = 0.3
 # The same for the rank that broke the group, and for those that are in a call of it. They are about to write their
 # calls down, so only a busy machine or their end can delay that.
 NOTICED_PATIENCE_S = 2.0
+_MOST_READ = 16  # recorders, of which each takes some milliseconds
 
 
 def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: float) -> PhalanxError:
@@ -57,6 +59,7 @@ def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: fl
     if why.status == Status.MISMATCH:
         calls = _calls(comm, [why.rank], NOTICED_PATIENCE_S) | _calls(comm, range(len(names)), PATIENCE_S)
         calls |= _calls(comm, [each for each in range(len(names)) if _is_about_to_say(comm, each)], NOTICED_PATIENCE_S)
+        calls |= _recorded_calls(comm, rank, call, [each for each in range(len(names)) if each not in calls])
         named = {names[rank]: text for rank, text in calls.items()}
         return CollectiveMismatch.of_calls(listed(named, names), named)
     if why.rank == NOBODY:
@@ -182,6 +185,31 @@ def _is_about_to_say(comm: int, rank: int) -> bool:
     if recording is None or last is None or not (last.under_way or last.failed) or last.group.own != rank:
         return False
     return processes.state_of(recording.pid) in ("R", "S", "D")
+
+
+def _recorded_calls(comm: int, rank: int, call: str, silent: Sequence[int]) -> dict[int, str]:
+    """The calls that ranks have recorded which wrote none down: they have gone on, as a broadcast's root may.
+
+    Args:
+        comm: the core's handle.
+        rank: this process's rank in the group.
+        call: what it was doing.
+        silent: the others' ranks in the group.
+    """
+    own = read_memory(recorder.own_memory()) if silent and recorder.own_memory() else None
+    last = own.last if own is not None else None
+    if last is None or last.is_message or not last.site:
+        return {}
+    if not (call.startswith(f"{last.kind}(") and call.endswith(shown(last.site))):
+        return {}  # this rank's call is an earlier one
+    found = {}
+    for each in silent[:_MOST_READ]:
+        memory = library().phx_recorder_of(comm, each)
+        recording = read_memory(memory) if memory else None
+        for record in recording.records if recording is not None else ():
+            if (record.group.name, record.in_group) == (last.group.name, last.in_group) and not record.is_message:
+                found[each] = replace(record, site=shown(record.site)).text()
+    return found
 
 
 def _calls(comm: int, ranks: range | list[int], patience_s: float) -> dict[int, str]:
