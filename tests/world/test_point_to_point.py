@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.support.contract import draw
 from tests.support.ranks import Member, on_ranks
 
-from phalanx.errors import CollectiveMismatch
+from phalanx.errors import CollectiveMismatch, UnsupportedTensor
 
 LARGE = 1_000_000  # float32: far more than one ring holds
 
@@ -220,3 +220,25 @@ def test_a_message_that_fails_before_it_is_waited_for_names_its_call() -> None:
     for text in on_ranks(body, 2):
         assert f"rank 0: send to rank 1, float32[{LARGE}] at " in text
         assert "rank 1: recv from rank 0, float32[3] at " in text
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_tensor_that_cannot_be_written_to_is_refused_and_later_messages_come(size: int) -> None:
+    def body(member: Member) -> list[float]:
+        member.join()
+        if member.rank == 0:
+            for _ in range(2):
+                dist.send(torch.ones(3, 4), dst=1)
+            return []
+        if member.rank > 1:
+            return []
+        with pytest.raises(UnsupportedTensor, match=r"shape \[3, 4\] and stride \[0, 1\]"):
+            dist.irecv(torch.zeros(4).expand(3, 4), src=0)
+        into = torch.zeros(2, 3, 4)
+        requests = [dist.irecv(part, src=0) for part in into]
+        for request in requests:
+            assert request is not None
+            request.wait()
+        return into.flatten().tolist()
+
+    assert on_ranks(body, size)[1] == [1.0] * 24

@@ -310,6 +310,7 @@ class BaseProcessGroup(dist.ProcessGroup):
         self._check.on_cpu(tensors)
         self._messages.refuse_if_closed()
         self._check.peer(src)
+        self._check.can_be_written("recv", tensor)
         buffer = tensor if as_it_is(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
         write_back = [] if buffer is tensor else [tensor, buffer]
         return self._begin(self._calls.recv, "recv from", buffer, src, tag, tensors, write_back)

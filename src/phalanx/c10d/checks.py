@@ -34,6 +34,20 @@ class Checks:
         self._name, self._communicator = name, communicator
         self._rank, self._size = communicator.rank, communicator.size
 
+    def can_be_written(self, call: str, tensor: torch.Tensor) -> None:
+        """Refuse to receive into a tensor of which several elements are at one place in memory.
+
+        Raises:
+            UnsupportedTensor: it is such a tensor.
+        """
+        if tensor.is_contiguous() or all(tensor.stride(i) or tensor.size(i) < 2 for i in range(tensor.dim())):
+            return
+        raise UnsupportedTensor(
+            f"{call} cannot write to a tensor of which several elements are at one place in memory, as after expand(); "
+            f"rank {self._rank} gave one of shape {list(tensor.shape)} and stride {list(tensor.stride())}. Give "
+            f"torch.empty_like(), and copy from it"
+        )
+
     def on_cpu(self, tensors: Sequence[torch.Tensor]) -> None:
         """Refuse tensors whose elements do not lie one by one in the memory of this process.
 
