@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+import re
 import signal
+from pathlib import Path
 
 import pytest
 from tests.launch_support import Launcher, launcher
@@ -74,3 +76,28 @@ def test_parameters_that_a_rank_leaves_unused_are_named(launcher: Launcher, size
     facts = {**known_of(launcher.directory, script, UNUSED, size), "host": platform.node()}
     check_told("unused.rank-1", told_by(launcher.directory, "unused", [1])[0], facts)
     check_told("unused.gloo.launcher", without_frames(block_of(done.err_text)), facts)
+
+
+LEAVES = """
+import os, sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(4))
+if dist.get_rank() == 1:
+    sys.exit() if sys.argv[1] == "sys" else os._exit(0)
+dist.all_reduce(torch.ones(4))  # call
+"""
+
+
+@pytest.mark.parametrize("how", ["sys", "os"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_ended_with_code_0_is_said_to_have_ended(launcher: Launcher, size: int, how: str) -> None:
+    """All that the others know is that a connection has ended."""
+    script = launcher.script(LEAVES)
+    done = launcher.run("-n", str(size), "-q", script, how)
+    assert done.code == 1, done.err_text
+    line = 1 + next(n for n, text in enumerate(Path(script).read_text().splitlines()) if text.endswith("# call"))
+    told = rf"\n  rank 1, which ended \(exit code 0\), had not come to all_reduce #2 at \S*script\.py:{line}; "
+    assert re.search(told, done.err_text), done.err_text

@@ -112,6 +112,9 @@ def test_a_rank_that_had_not_come_is_named_also_if_it_came_afterwards() -> None:
         found = both() | {1: recorded(*records)}
         assert disagreement(found, 0, AT_NS) == [line]
     assert disagreement(both() | {1: recorded()}, 0, AT_NS) == ["rank 1 had not come to all_reduce #2 at train.py:7"]
+    for states, how in (([1], []), "which was stopped (state T)"), (([1], [1]), "which ended (exit code 0)"):
+        told = disagreement(both() | {1: recorded()}, 0, AT_NS, *states)
+        assert told == [f"rank 1, {how}, had not come to all_reduce #2 at train.py:7"]
 
 
 def test_of_a_collective_found_late_nobody_is_said_not_to_have_come() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.launch.job.job import Job
@@ -43,7 +43,8 @@ class Ended:
         last_lines: the last lines of the output of each rank that was not shown.
         unwritten: why a rank's file could not be written any more; empty if all could.
         last_operation: gives a rank's last operation before a time, in words; empty if it has recorded none.
-        parted: gives lines on how the ranks' calls differed when a rank failed at a time, if its error cannot say it.
+        parted: gives lines on how the ranks' calls differed when a rank failed at a time, given the ranks that ended
+            by themselves with exit code 0, if its error cannot say it.
     """
 
     failures: Sequence[Failure]
@@ -60,7 +61,7 @@ class Ended:
     last_lines: Mapping[int, Sequence[str]] = field(default_factory=dict)
     unwritten: str = ""
     last_operation: Callable[[int, float], str] = field(default=lambda rank, at: "")
-    parted: Callable[[int, float], Sequence[str]] = field(default=lambda rank, at: ())
+    parted: Callable[[int, float, Collection[int]], Sequence[str]] = field(default=lambda rank, at, ended: ())
 
 
 def conclude(job: Job, ended: Ended, console: Console, hand_over: HandOver | None = None) -> int:
@@ -159,8 +160,13 @@ def _explain(job: Job, ended: Ended) -> tuple[Failure, str]:
         log=job.output.log_of(cause.rank),
         last_lines=ended.last_lines.get(cause.rank),
         last=ended.last_operation(cause.rank, cause.time),
-        parted=ended.parted(cause.rank, cause.time),
+        parted=ended.parted(cause.rank, cause.time, _finished(ended)),
     )
+
+
+def _finished(ended: Ended) -> list[int]:
+    """The ranks that ended by themselves, with exit code 0."""
+    return [rank for rank, end in enumerate(ended.ends) if end and end.status == 0 and end.at < ended.asked_at]
 
 
 def _give(rank: int, text: str, code: int, console: Console, hand_over: HandOver | None) -> None:
@@ -175,7 +181,7 @@ def _say_interrupted(job: Job, ended: Ended, signum: int, console: Console) -> N
         what = f"{job.attempt.title} had not started" if job.attempt.number else "nothing had been started"
         console.say(f"{signal_name(signum)}: {what}")
         return
-    finished = [rank for rank, end in enumerate(ended.ends) if end and end.status == 0 and end.at < ended.asked_at]
+    finished = _finished(ended)
     others = [rank for rank in range(job.ranks) if rank not in finished]
     whose = f"all {job.ranks} ranks have" if job.ranks > 1 else "the rank has"
     if finished:

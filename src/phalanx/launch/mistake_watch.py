@@ -73,20 +73,21 @@ class MistakeWatch:
             found = Recording.from_json(message["recording"]).later(message["later_ns"])
             self._recordings[message["rank"]] = found.beside(own_folder())
 
-    def parted(self, rank: int, at: float, stopped: Collection[int] = ()) -> list[str]:
+    def parted(self, rank: int, at: float, stopped: Collection[int] = (), ended: Collection[int] = ()) -> list[str]:
         """Lines on how the calls of ranks differed when one failed; see ``watch/disagreement.py``.
 
         Args:
             rank: the one that failed.
             at: when, on the monotonic clock.
             stopped: the ranks that were stopped then (state T).
+            ended: those that ended by themselves, with exit code 0.
         """
         if self._is_local:
-            return parted(self._trace, self._ranks, rank, at, stopped)
+            return parted(self._trace, self._ranks, rank, at, stopped, ended)
         # Which calls differ does not depend on who came first, and clocks of hosts are not known to the microsecond.
         late = (at + _CLOCKS_DIFFER_S) * 1e9
         differing = calls_that_differ(self._recordings, rank, late)
-        return differing or disagreement(self._recordings, rank, at * 1e9, stopped)
+        return differing or disagreement(self._recordings, rank, at * 1e9, stopped, ended)
 
     def _attempt(self, calls: Callable[[], list[DoneCalls]]) -> None:
         """Compare these; what goes wrong ends the watch."""

@@ -440,7 +440,7 @@ class Supervisor:
             stages=[trace.stage(rank) for rank in range(self.job.ranks)],
             asked=[trace.asked(rank) for rank in range(self.job.ranks)],
             last_operation=partial(last_operation, trace),
-            parted=lambda rank, at: self.mistakes.parted(rank, at, self.hangs.stopped_at(at)),
+            parted=lambda rank, at, ended: self.mistakes.parted(rank, at, self.hangs.stopped_at(at), ended),
             last_lines={
                 number: last_lines(rank.streams)
                 for number, rank in enumerate(self.ranks)

@@ -13,6 +13,7 @@ from phalanx.words import first_kinds, format_named
 __all__ = ["calls_that_differ", "disagreement", "ranks_alike"]
 
 _STOPPED = ", which was stopped (state T),"
+_ENDED = ", which ended (exit code 0),"
 _RECENT = 64  # calls that ranks have done together are compared, the last of them only
 # Each rank may bring its own number of bytes in these. Backends of devices also gather parts of different sizes, which
 # Gloo refuses; in a gather or scatter no backend of torch's does.
@@ -38,7 +39,11 @@ class Call(Protocol):
 
 
 def disagreement(
-    recordings: Mapping[int, Recording], rank: int, at_ns: float, stopped: Collection[int] = ()
+    recordings: Mapping[int, Recording],
+    rank: int,
+    at_ns: float,
+    stopped: Collection[int] = (),
+    ended: Collection[int] = (),
 ) -> list[str]:
     """Lines that say which calls differed, or who had not come, when an operation of a rank failed; none if neither.
 
@@ -47,6 +52,7 @@ def disagreement(
         rank: the rank whose operation failed, or that ended in it.
         at_ns: when, on the host's monotonic clock.
         stopped: the ranks that were stopped then (state T).
+        ended: those that ended by themselves, with exit code 0.
     """
     last = _last(recordings, rank)
     if last is None:
@@ -55,8 +61,9 @@ def disagreement(
     late = [other for other, records in calls.items() if max(records, default=0) < last.in_group]
     # A rank that came to such a collective a moment ago has no record of it yet.
     come = "was not seen in" if last.found_late else "had not come to"
+    how = dict.fromkeys(stopped, _STOPPED) | dict.fromkeys(ended, _ENDED)
     return _differing(calls, last) or [
-        f"rank {other}{_STOPPED * (other in stopped)} {come} {last.name()}{last.where()}{_before(calls[other])}"
+        f"rank {other}{how.get(other, '')} {come} {last.name()}{last.where()}{_before(calls[other])}"
         for other in late[:4]
     ]
 

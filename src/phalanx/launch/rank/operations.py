@@ -55,7 +55,9 @@ def last_call(trace: Trace, part: int) -> dict[str, Any]:
     return {"last_operation": text, "last_line": last.site, "was_in_it": last.under_way}
 
 
-def parted(trace: Trace, ranks: int, rank: int, at: float, stopped: Collection[int] = ()) -> list[str]:
+def parted(
+    trace: Trace, ranks: int, rank: int, at: float, stopped: Collection[int] = (), ended: Collection[int] = ()
+) -> list[str]:
     """Lines on how the calls of ranks of this host differed when a rank failed; see ``watch/disagreement.py``.
 
     Args:
@@ -64,6 +66,7 @@ def parted(trace: Trace, ranks: int, rank: int, at: float, stopped: Collection[i
         rank: the one that failed.
         at: when, on the monotonic clock.
         stopped: the ranks that were stopped then (state T).
+        ended: those that ended by themselves, with exit code 0.
     """
     if _recording(trace, rank) is None:
         return []
@@ -72,7 +75,7 @@ def parted(trace: Trace, ranks: int, rank: int, at: float, stopped: Collection[i
 
     nothing = Recording(0, -1, 0, -1, "", 0, ())  # of a rank that has not come to a group so far
     found = {part: (_recording(trace, part) or nothing).beside(own_folder()) for part in range(ranks)}
-    return disagreement(found, rank, at * 1e9, stopped)
+    return disagreement(found, rank, at * 1e9, stopped, ended)
 
 
 def _recording(trace: Trace, part: int) -> Recording | None:
