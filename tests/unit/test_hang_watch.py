@@ -187,3 +187,36 @@ def test_a_rank_in_a_debugger_is_named_at_the_limit() -> None:
     job.run(10)
     assert [round(when - began, 3) for when, _ in job.said] == [4.75], job.said
     assert "rank 1 is held by a debugger (state t)" in job.said[0][1]
+
+
+class ComesWhenAsked(Watched):
+    """A job whose last rank comes to the operation while the others are asked where they are."""
+
+    def __init__(self, *, goes_on: bool) -> None:
+        super().__init__()
+        self._goes_on = goes_on
+
+    def ask(self, of: Sequence[int], skip: Sequence[int], *, whole: bool) -> Examination | None:
+        if of:
+            self.wait(1)
+        return super().ask(of, skip, whole=whole)
+
+    def look(self) -> Pace:
+        if self._goes_on and self.now > self.waits_since.get(1, self.now):
+            self.waits_since.clear()
+        return super().look()
+
+
+def test_nothing_is_said_of_ranks_that_have_all_come_meanwhile() -> None:
+    job = ComesWhenAsked(goes_on=True)
+    job.wait(0, 2)
+    job.run(10)
+    assert not job.said
+
+
+def test_ranks_that_have_all_come_and_do_not_go_on_are_told_of() -> None:
+    job = ComesWhenAsked(goes_on=False)
+    job.wait(0, 2)
+    job.run(10)
+    assert len(job.said) == 1, job.said
+    assert "all have come, and none goes on" in job.said[0][1]

@@ -64,6 +64,7 @@ class HangWatch:
         self._reported = False
         self._asked_at: float | None = None
         self._asks_for_stacks = False
+        self._was_awaited = False  # whether some rank was, before the ranks were asked where they are
         self._wants_report = False
         self._report_not_before = 0.0
         self._report: Path | None = None  # the one on the present wait
@@ -177,6 +178,7 @@ class HangWatch:
             seen.rank for seen in found.ranks if not seen.ended and not seen.silent and seen.state not in ("T", "t")
         ]
         asked = running if self._wants_report else [*verdict.awaited, *_one_for_each_line(verdict, found.ranks)]
+        self._was_awaited = bool(verdict.awaited)
         self._ask([rank for rank in running if rank in asked], found.silent, for_stacks=True)
 
     def _tell(self, found: Examination) -> None:
@@ -185,6 +187,8 @@ class HangWatch:
         verdict = judge(seen)
         if verdict is None or found.waited_s < self._wanted.ask_after_s:
             return  # they went on meanwhile
+        if self._was_awaited and not verdict.awaited:
+            return  # they have all come meanwhile; if that does not go on, the next look finds it
         differing = _differing(verdict, seen)
         if not differing or set(verdict.awaited) <= set(verdict.waiting):
             # Else the ranks are at different lines because their calls differed.
