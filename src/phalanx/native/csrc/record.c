@@ -51,9 +51,9 @@ void *phx_recorder_open(int fd, uint64_t offset, uint32_t pid, int32_t rank, uin
     phx_clock_open();
     struct phx_recorder_header *header = header_of(mapped);
     header->version = PHX_ABI;
-    header->size = size;
     header->pid = pid;
-    header->rank = rank;
+    atomic_store_explicit(&header->size, size, memory_order_relaxed);
+    atomic_store_explicit(&header->rank, rank, memory_order_relaxed);
     atomic_store_explicit(&header->step, -1, memory_order_relaxed);
     atomic_store_explicit(&header->magic, PHX_RECORDER_MAGIC, memory_order_release);
     memory = mapped;
@@ -70,9 +70,9 @@ void phx_recorder_names(uint32_t dtypes, int32_t rank, uint32_t size)
 {
     if (!memory)
         return;
-    header_of(memory)->dtypes = dtypes;
-    header_of(memory)->rank = rank;
-    header_of(memory)->size = size;
+    atomic_store_explicit(&header_of(memory)->dtypes, dtypes, memory_order_release);
+    atomic_store_explicit(&header_of(memory)->rank, rank, memory_order_relaxed);
+    atomic_store_explicit(&header_of(memory)->size, size, memory_order_relaxed);
 }
 
 void phx_recorder_mark(int32_t step, uint32_t label)

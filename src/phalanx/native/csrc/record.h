@@ -10,9 +10,13 @@
  * Every shared word: its writer, its readers, the memory order, and the state left behind if the writer dies right
  * before or right after the store.
  *
- *   magic, version, size, pid, rank, dtypes
+ *   magic, version, pid
  *               Written once by the process that opens the recorder, plainly; `magic` last, release, and read first,
  *               acquire. Death before: readers find no recorder. Death after: an empty one.
+ *   size, rank, dtypes
+ *               As the script joins a world, written by the thread that opens its group, once for each world: `dtypes`,
+ *               release, behind the text that it names; then `rank` and `size`, relaxed. Read by all, on their own. Death
+ *               in between: what is not known yet reads as not known, or as in the world before.
  *   next        How many operations have begun: added to by every thread that begins one, relaxed, which takes the
  *               record. Read by all, relaxed. Death before: nothing has happened. Death after: the record of that
  *               operation still is the one of PHX_RECORDS operations ago, whose number does not fit `next`; the
@@ -59,10 +63,11 @@
 
 struct phx_recorder_header {
     _Atomic uint64_t magic;
-    uint32_t version, size; /* `size`: of the world, 0 if it is not known */
+    uint32_t version;
+    _Atomic uint32_t size; /* of the world; 0 if it is not known */
     uint32_t pid;
-    int32_t rank;    /* in the world; -1 if it is not known */
-    uint32_t dtypes; /* a text: the names of the core's dtype numbers */
+    _Atomic int32_t rank;    /* in the world; -1 if it is not known */
+    _Atomic uint32_t dtypes; /* a text: the names of the core's dtype numbers */
     _Atomic int32_t step;
     _Atomic uint32_t label;
     _Alignas(64) _Atomic uint64_t next;
