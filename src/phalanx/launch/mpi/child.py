@@ -154,7 +154,7 @@ class Child:
             when = (report.get("phalanx") or {}).get("time")
             age = 0.0 if when is None else max(0.0, time.monotonic() - when)
             self._say(event="reported", age=age, report=report)
-        self._sent = data
+            self._sent = data
 
     def last_operation(self, when: float) -> str:
         """Its last operation, in words, as it was at this time; empty if it has recorded none."""

@@ -250,8 +250,8 @@ class LocalRanks:
 
     def _on_zygote_gone(self) -> None:
         self._descriptors.supervisor.close()
-        pid, status = os.waitpid(self.zygote, 0)
-        self.zygote = 0
+        pid, self.zygote = self.zygote, 0  # first: a signal's handler may run as soon as the process is gone
+        _, status = os.waitpid(pid, 0)
         self.watch.close()
         # Processes that the zygote could not end have become children of this one, which is a subreaper.
         processes.end_descendants(but=self._branch.pids)
