@@ -19,7 +19,7 @@ MISTAKEN = [program.__name__ for program in MISTAKES]
 CORRECT = [program.__name__ for program in RIGHT]
 # Compiling takes each rank many seconds, and nothing in it depends on the number of ranks.
 CORRECT_AT_MANY = [name for name in CORRECT if name != "compiled_on_one_rank"]
-WAS_CALL = re.compile(r"call_programs\.py:\d+(?: or \d+)* was call #\d+ of rank \d and #\d+ of rank \d")
+WAS_CALL = re.compile(r"call_programs\.py:\d+ was call #\d+ of rank \d and #\d+ of rank \d")
 
 
 SWAPS = """

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.watch.call_site import CallSite
-from phalanx.watch.program_text import are_alternatives, identity, lines_alike
+from phalanx.watch.program_text import are_alternatives, identity
 
 PROGRAMS = {
     "if": "if c:\n  a()\nelse:\n  b()\n",
@@ -78,12 +78,6 @@ def test_they_are_also_where_columns_are_not_known(name: str, tmp_path: Path, mo
     found = sites(tmp_path / "program.py", PROGRAMS[name])
     monkeypatch.setattr("phalanx.watch.program_text.getattr", lambda *_: None, raising=False)
     assert are_alternatives(found["a"], found["b"]) == (name in IN_TURNS)
-
-
-def test_the_same_call_in_the_arms_of_a_branch_is_one_place_with_all_of_its_lines(tmp_path: Path) -> None:
-    found = sites(tmp_path / "program.py", "if c:\n  a(); b()\nelse:\n  b()\n  a()\nb()\n")
-    assert lines_alike(found["a"]) == [2, 5]
-    assert lines_alike(found["b"]) == [6]  # which runs in any case
 
 
 def test_a_text_that_is_too_deep_for_the_parser_is_no_error(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from phalanx import settings
 from phalanx.errors import CollectiveMismatch, InitializationError
 from phalanx.native.core import Crossing
 from phalanx.watch.call_site import CallSite, shown, text_of
-from phalanx.watch.program_text import are_alternatives, call_text_at, lines_alike
+from phalanx.watch.program_text import are_alternatives, call_text_at
 from phalanx.watch.recorder import place_of
 from phalanx.words import tell
 
@@ -88,7 +88,7 @@ class CrossedLines:
 
     def briefly(self) -> str:
         """``train.py:12 was call #7 of rank 0 and #8 of rank 1, train.py:14 was call #8 of …``."""
-        return ", ".join(sorted(f"{os.path.basename(_line(site))} {call}" for site, call in self.calls))
+        return ", ".join(sorted(f"{os.path.basename(text_of(site))} {call}" for site, call in self.calls))
 
     def warn(self) -> None:
         """Tell the user, once for a group."""
@@ -120,12 +120,5 @@ def crossed_lines(found: Crossing, own: int, peer: int) -> CrossedLines | None:
 
 def _place(site: CallSite | None) -> str:
     text = call_text_at(site) if site is not None else ""
-    line = shown(_line(site))
+    line = shown(text_of(site))
     return f"{text} at {line}" if text else line
-
-
-def _line(site: CallSite | None) -> str:
-    """``train.py:12``, or ``train.py:12 or 14`` if the same call stands in two arms of a branch: each rank ran one."""
-    line = text_of(site)
-    alike = lines_alike(site) if site is not None else []
-    return f"{line.rpartition(':')[0]}:{' or '.join(map(str, alike))}" if alike[1:] else line

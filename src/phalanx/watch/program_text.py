@@ -20,7 +20,7 @@ from types import CodeType
 
 from phalanx.watch.call_site import CallSite
 
-__all__ = ["are_alternatives", "call_text_at", "identity", "lines_alike"]
+__all__ = ["are_alternatives", "call_text_at", "identity"]
 
 _LONGEST_FILE = 20_000  # lines; the branches of a longer one are not looked at
 _Span = tuple[
@@ -73,22 +73,6 @@ def are_alternatives(one: CallSite, other: CallSite) -> bool:
         return False
     first, second = _calls_at(one), _calls_at(other)
     return not (first and second) or any(_exclude(a, b) for a in first for b in second)
-
-
-def lines_alike(site: CallSite) -> list[int]:
-    """The lines of all calls that count as one place with this one, in order; empty if there is no source text.
-
-    Those are the call itself, and its like in the arms of a branch that run in its place.
-    """
-    own, text = _call_at(site), call_text_at(site)
-    if own is None:
-        return []
-    lines = linecache.getlines(site[0].co_filename)
-    return sorted(
-        call.span[0]
-        for call in _calls(site[0].co_filename).values()
-        if call.span == own.span or (_exclude(call, own) and _segment(lines, call.span) == text)
-    )
 
 
 def _order(site: CallSite, text: str) -> int:
