@@ -239,7 +239,7 @@ HANGS = {
             sys.exit()
         world.all_reduce(x)  # WAIT
         """,
-        r"rank 1 is at the end of its script, where Python waits for a thread that is no daemon, in no operation; "
+        r"rank 1 is at the end of its script, waiting for its other threads to end, in no operation; "
         r"ranks 0, 2 wait for it in all_reduce #\d+ at WAIT",
     ),
     "an exit handler that does not return": (

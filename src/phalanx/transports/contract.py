@@ -274,7 +274,7 @@ class Communicator(ABC):
             Whether the calls of all ranks have been compared that have not ended before.
 
         Raises:
-            CollectiveMismatch: the last calls differ, and this rank has not been told so.
+            CollectiveMismatch: the last calls or earlier ones differ, and this rank has not been told so.
             PeerLost: a rank has left the group without the last call.
         """
         return True  # most transports have nothing left to compare

@@ -12,8 +12,8 @@ __all__ = ["ASKED", "OWN", "SCRIPT_ENDED", "Frame", "asked_in", "frames_of", "ha
 
 # In front of what a rank has asked another process for (``waiting.py``), behind its stack.
 ASKED = "\nAsked: "
-# Where a process is whose script has come to its end, but which cannot end yet; it stands behind "at".
-SCRIPT_ENDED = "the end of its script, where Python waits for a thread that is no daemon"
+# Where a process is whose script has ended, while Python still waits for its threads; it stands after the word "at".
+SCRIPT_ENDED = "the end of its script, waiting for its other threads to end"
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d{1,9}) in (?P<function>.*)$', re.MULTILINE)
 _LIBRARIES = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")})

@@ -31,7 +31,7 @@ int phx_rpc_copy_in(struct phx_rpc_slab *slab, uint32_t pieces, const void *cons
                     struct phx_rpc_block *block);
 /* Describe a block by its number and sequence number. Returns 1, or 0 if it has been released since. */
 int phx_rpc_find(struct phx_rpc_slab *slab, uint32_t number, uint32_t sequence, struct phx_rpc_block *block);
-/* Note, before the other process is told of a block, that it is no longer this process's to free. */
+/* Note that the other process alone may release this block from now on. Called right before it is told of the block. */
 void phx_rpc_hand_over(struct phx_rpc_slab *slab, const struct phx_rpc_block *block);
 /* Free a block by its number and sequence number, unless it was handed over. */
 void phx_rpc_free(struct phx_rpc_slab *slab, uint32_t number, uint32_t sequence);
