@@ -29,7 +29,12 @@ _ANY = {
     "seconds": r"\d+(?:\.\d+)?",
     "error of torch's": r"(?:RuntimeError: \[|torch\.distributed\.DistStoreError: wait timeout).*",
     "explanation of torch's": r"(?:.+\n?)+",
-    "others over torch's": r"  ranks? [\d, -]+ then failed(?:: |, rank \d with ).*(?:\n  rank \d then failed: .*)?",
+    "others over torch's": (
+        r"  ranks? [\d, -]+ then failed(?:: |, rank \d with ).*(?:\n  rank \d then failed: .*)?"
+        # Gloo may wait for ever for the rest of a message of another size, and lets no handler of a signal run.
+        r"(?:\n  rank \d ended by the launcher\n"
+        r"phalanx: rank \d did not end within \d+ s and was killed; --grace gives ranks longer)?"
+    ),
 }
 _PART = re.compile(r"<(?P<name>[^<>\n]+)>|\{(?P<ways>[^{}\n]*\|[^{}\n]*)\}")
 
