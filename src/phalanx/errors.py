@@ -230,11 +230,11 @@ class DeviceMismatch(PhalanxError, ValueError):
     """A tensor lives on a device the group's backend does not serve. Move it, or choose another backend."""
 
 
-class ArgumentError(PhalanxError, ValueError):
-    """A function was called with tensors or options that cannot be right, or that no backend here serves.
+class ArgumentError(PhalanxError, ValueError, TypeError):
+    """A function was called with arguments that cannot be right, or with tensors that no backend here serves.
 
     Raised on the rank that made the call, before it sends anything to the others. The message says what was given and
-    what is needed.
+    what is needed. Python raises a ``ValueError`` or a ``TypeError`` for the like.
     """
 
     @classmethod
@@ -247,7 +247,7 @@ class ArgumentError(PhalanxError, ValueError):
 
 
 class UnsupportedTensor(ArgumentError, NotImplementedError):
-    """A tensor whose elements do not lie in memory one by one: sparse, compressed, quantized.
+    """A tensor whose elements do not lie in memory one by one: sparse, compressed, quantized, nested.
 
     A ``NotImplementedError``, because that is what torch's dispatcher raises for the same call over Gloo. Convert the
     tensor (``to_dense()``, ``dequantize()``), or move its parts, which are plain tensors.

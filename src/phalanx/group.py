@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GatherOptions
 from torch.distributed.constants import default_pg_timeout
 
-from phalanx.c10d.uncompiled import uncompiled
 from phalanx.errors import ArgumentError, ClosedError, DeviceMismatch, RankError
 from phalanx.groups.partition import group_among
 from phalanx.groups.turns import Turns
@@ -42,16 +41,17 @@ class Session:
             group._let_go()
 
 
-@uncompiled
 class Group(ValueCalls, Turns):
     """Point-to-point and collective communication among some ranks of the world.
 
     Methods on tensors are the ``torch.distributed`` functions of the same name with this group filled in, and all
     ranks named (``src``, ``dst``) are counted within the group. A collective must be called by every rank of the
-    group, in the same order. Tensors are changed in place where torch changes them. With ``async_op=True`` a
-    collective returns a ``torch.distributed.Work`` at once; ``wait()`` on it before touching the tensors.
+    group, in the same order. Tensors are changed in place where torch changes them. A reduction may be given by its
+    name, ``op="max"``. With ``async_op=True`` a collective returns a ``torch.distributed.Work`` at once; ``wait()`` on
+    it before touching the tensors.
 
     All methods raise:
+        ArgumentError: an argument is of a kind that the method does not take, or has an unknown name.
         ClosedError: after ``phalanx.close()``.
         RankError: a rank outside the group was named.
         DeviceMismatch: a tensor is on a device that the group's backend does not serve.
@@ -105,12 +105,12 @@ class Group(ValueCalls, Turns):
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> dist.Work:
         """Start sending ``tensor`` to rank ``dst``; ``wait()`` before changing it."""
-        return _work(dist.isend(tensor, group=self._use(tensor), tag=tag, group_dst=self._other(dst)))
+        return dist.isend(tensor, group=self._use(tensor), tag=tag, group_dst=self._other(dst))  # type: ignore[return-value]
 
     def irecv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> dist.Work:
         """Start receiving into ``tensor`` from rank ``src``, or from any rank; ``wait()`` before reading it."""
         source = None if src is None else self._other(src)
-        return _work(dist.irecv(tensor, group=self._use(tensor), tag=tag, group_src=source))
+        return dist.irecv(tensor, group=self._use(tensor), tag=tag, group_src=source)  # type: ignore[return-value]
 
     def batch_isend_irecv(self, p2p_op_list: Sequence[tuple[Any, ...]]) -> list[dist.Work]:
         """Start several messages as one batch, in which the order of sends and receives does not matter.
@@ -210,7 +210,7 @@ class Group(ValueCalls, Turns):
     def reduce(self, tensor: torch.Tensor, dst: int = 0, op: Any = _SUM, async_op: bool = False) -> dist.Work | None:
         """Reduce every rank's ``tensor`` into that of rank ``dst``; on the others it is left undefined."""
         group = self._use(tensor)
-        return dist.reduce(tensor, op=op, group=group, async_op=async_op, group_dst=self._member(dst))
+        return dist.reduce(tensor, op=_op(op), group=group, async_op=async_op, group_dst=self._member(dst))
 
     # -- all to all --------------------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class Group(ValueCalls, Turns):
         quick = self._sum_in_place
         if quick is not None and op is _SUM and not async_op and type(tensor) is torch.Tensor and quick(tensor):
             return None
-        return dist.all_reduce(tensor, op=op, group=self._use(tensor), async_op=async_op)
+        return dist.all_reduce(tensor, op=_op(op), group=self._use(tensor), async_op=async_op)
 
     def reduce_scatter(
         self,
@@ -231,7 +231,8 @@ class Group(ValueCalls, Turns):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce ``input_list[r]`` of all ranks into ``output`` of rank r."""
-        return dist.reduce_scatter(output, input_list, op=op, group=self._use(output, *input_list), async_op=async_op)
+        group = self._use(output, *input_list)
+        return dist.reduce_scatter(output, input_list, op=_op(op), group=group, async_op=async_op)
 
     def all_gather(
         self, tensor_list: list[torch.Tensor], tensor: torch.Tensor, async_op: bool = False
@@ -244,7 +245,7 @@ class Group(ValueCalls, Turns):
     ) -> dist.Work | None:
         """Reduce all ranks' ``tensor`` and cut it into equal parts: part r goes into ``output`` of rank r."""
         group = self._use(output, tensor)
-        return dist.reduce_scatter_tensor(output, tensor, op=op, group=group, async_op=async_op)
+        return dist.reduce_scatter_tensor(output, tensor, op=_op(op), group=group, async_op=async_op)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool = False) -> dist.Work | None:
         """Copy every rank's ``tensor`` into ``output`` in rank order, on every rank."""
@@ -317,10 +318,14 @@ class Group(ValueCalls, Turns):
         """
         answers = self.all_gather_object((color, key))
         parts: dict[int, list[int]] = {}
-        for rank in sorted(range(self.size), key=lambda rank: (answers[rank][1], rank)):
-            if answers[rank][0] is not None:
-                parts.setdefault(answers[rank][0], []).append(rank)
-        return self._parts([parts[each] for each in sorted(parts)])
+        try:
+            for rank in sorted(range(self.size), key=lambda rank: (answers[rank][1], rank)):
+                if answers[rank][0] is not None:
+                    parts.setdefault(answers[rank][0], []).append(rank)
+            divided = [parts[each] for each in sorted(parts)]
+        except TypeError:
+            raise ArgumentError(f"split() takes numbers, or color=None; by rank, color and key are {answers}") from None
+        return self._parts(divided)
 
     def _parts(self, parts: Sequence[Sequence[int]]) -> Group | None:
         """Make all groups of a division, which every rank gives alike; return this rank's, or None.
@@ -374,7 +379,9 @@ class Group(ValueCalls, Turns):
         return rank
 
 
-def _work(work: dist.Work | None) -> dist.Work:
-    if work is None:  # torch returns None outside the group, and a Group exists only in its members
-        raise RankError("this process is not in the group")
-    return work
+def _op(op: Any) -> Any:
+    """The reduction, which may be given by its name, as to torch's functional collectives."""
+    found = getattr(dist.ReduceOp, op.upper(), None) if isinstance(op, str) else op
+    if not isinstance(found, dist.ReduceOp):
+        raise ArgumentError(f"op={op!r} is not a reduction; write 'sum', 'avg', 'min', 'max', 'product' or torch's own")
+    return found

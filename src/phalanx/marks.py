@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from phalanx.watch import recorder
+from phalanx.wrong_arguments import explained
 
 __all__ = ["label"]
 
 
+@explained
 @contextmanager
 def label(text: str) -> Iterator[None]:
     """Name what the script does in a ``with`` block; every operation that begins there is recorded with it.
@@ -23,7 +25,7 @@ def label(text: str) -> Iterator[None]:
             :meth:`World.step <phalanx.World.step>` for numbers.
     """
     before = recorder.label_now()
-    recorder.mark(label=text)
+    recorder.mark(label=str(text))
     try:
         yield
     finally:

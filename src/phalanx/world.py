@@ -17,8 +17,7 @@ from phalanx import settings
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.register import forget_failed_groups, register
 from phalanx.c10d.replace import replaces
-from phalanx.c10d.uncompiled import uncompiled
-from phalanx.errors import ClosedError, DeviceError, InitializationError, PhalanxError, RankError
+from phalanx.errors import ArgumentError, ClosedError, DeviceError, InitializationError, PhalanxError
 from phalanx.group import Group, Session
 from phalanx.place.arguments import place_with
 from phalanx.place.place import Place
@@ -37,6 +36,7 @@ from phalanx.transports.meeting_store import MeetingStore, meeting_within, time_
 from phalanx.transports.mpi.broadcast import mpi_broadcast
 from phalanx.watch.joining import Joining
 from phalanx.words import format_count, tell
+from phalanx.wrong_arguments import explained
 
 __all__ = ["World", "close", "init"]
 
@@ -49,7 +49,6 @@ _openings = 0
 _store: Store | None = None
 
 
-@uncompiled
 class World(TrainingCalls):
     """All ranks of the job. It is the default group: every method of :class:`Group` works on it.
 
@@ -133,10 +132,7 @@ class World(TrainingCalls):
 
     def _own_part(self, parts: Sequence[Sequence[int]]) -> Group:
         """Make all groups of a division that has every rank, and return the one of this rank."""
-        group = self._parts(parts)
-        if group is None:
-            raise RankError(f"rank {self.rank} is in none of the groups {[list(part) for part in parts]}")
-        return group
+        return self._parts(parts)  # type: ignore[return-value]
 
     def _process_group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """As for any group; of the world every rank calls it, so torch can name the group."""
@@ -182,6 +178,7 @@ class World(TrainingCalls):
         return format_rank_table(rows, title=title, backend=f"{self.backend} over {engine}" if engine else self.backend)
 
 
+@explained
 def init(
     backend: str | None = None,
     *,
@@ -285,6 +282,8 @@ def init(
             tell_meeting(_store, store, place.rank, begins=False)
     except BaseException as error:
         reason = why_failed(error, _store, store)
+        if backend and isinstance(error, AssertionError):  # torch's: it does not know the backend
+            reason = ArgumentError(f"{error}. It is one of {', '.join(dist.Backend.backend_list)}")
         if isinstance(error, InitializationError) and error.was_refused:
             _openings -= 1
         # The caller gets no world, so nothing may remain that would prevent another attempt.

@@ -58,7 +58,7 @@ def test_a_watch_tells_who_is_there_and_ends_with_stop_or_shutdown(size: int) ->
         seen = log.wait_for(*others), of_one.wait_for(("worker0", "came"))
         watch.stop()
         watch.stop()
-        with pytest.raises(ArgumentError, match="needs a function"):
+        with pytest.raises(ArgumentError, match="takes callback: Callable"):
             rpc.watch("worker0")  # type: ignore[arg-type]
         return sorted(seen[0]) == sorted(others), seen[1] == [("worker0", "came")]
 

@@ -56,7 +56,7 @@ class Checks:
             UnsupportedTensor: a tensor is sparse, compressed or quantized.
         """
         for tensor in tensors:
-            if tensor.is_cpu and tensor.layout is _STRIDED and not tensor.is_quantized:
+            if tensor.is_cpu and tensor.layout is _STRIDED and not (tensor.is_quantized or tensor.is_nested):
                 continue
             if not tensor.is_cpu:
                 raise DeviceMismatch(
@@ -70,7 +70,8 @@ class Checks:
                 )
             raise UnsupportedTensor(
                 f"backend {self._name!r} takes strided tensors, and sparse COO ones in all_reduce; rank {self._rank} "
-                f"gave one of the layout {tensor.layout}. Call .to_dense(), or move its indices and its values"
+                f"gave one {'that is nested' if tensor.is_nested else f'of the layout {tensor.layout}'}. Move its "
+                f"parts, or call .to_dense(), for a nested one .to_padded_tensor(0.0)"
             )
 
     def one(self, name: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -140,14 +141,15 @@ class Checks:
         if sent[self._rank] != expected[self._rank]:
             raise ArgumentError(f"{name}: what this rank sends itself is not what it expects from itself")
 
-    def peer(self, rank: int | None) -> None:
-        """Check the other rank of a message; None stands for any rank.
+    def peer(self, rank: Any) -> Any:
+        """Check the other rank of a message, or the root of a collective, and return it; None stands for any rank.
 
         Raises:
             RankError: the group has no such rank.
         """
         if rank is not None and not 0 <= rank < self._size:
             raise RankError.not_in_group(rank, self._size)
+        return rank
 
     def reduction(self, name: str, tensors: Sequence[torch.Tensor], reduce_op: Any) -> tuple[int, float | None]:
         """The operation's number, and the factor of a pre-multiplied sum; the transport is given real numbers.

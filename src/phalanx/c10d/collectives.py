@@ -92,8 +92,9 @@ class Collectives(BaseProcessGroup):
 
     def _summable(self, tensor: torch.Tensor) -> bool:
         """Whether the communicator can sum the tensor as it is."""
-        strided = tensor.is_cpu and tensor.layout is torch.strided  # others may not know whether they are contiguous
-        return strided and tensor.dtype in self._summed and tensor.is_contiguous() and not tensor.is_neg()
+        # Others may not know whether they are contiguous.
+        plain = tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
+        return plain and tensor.dtype in self._summed and tensor.is_contiguous() and not tensor.is_neg()
 
     @by_device()
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
@@ -101,7 +102,7 @@ class Collectives(BaseProcessGroup):
 
     @by_device()
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        root = opts.rootRank
+        root = self._check.peer(opts.rootRank)
         if not opts.asyncOp and opts.reduceOp == dist.ReduceOp.SUM and len(tensors) == 1 and self._summable(tensors[0]):
             return self._progress.run(self._calls.reduce, tensors[0], root, SUM)
         (tensor,) = self._check.one("reduce", tensors)
@@ -174,7 +175,7 @@ class Collectives(BaseProcessGroup):
 
     @by_device()
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        body, root = self._calls.broadcast, opts.rootRank
+        body, root = self._calls.broadcast, self._check.peer(opts.rootRank)
         self._check.on_cpu(tensors)
         if not opts.asyncOp and len(tensors) == 1 and as_it_is(tensors[0]):
             return self._progress.run(body, tensors[0], root)
@@ -248,7 +249,7 @@ class Collectives(BaseProcessGroup):
 
     @by_device()
     def gather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
-        (tensor,), root, body = self._check.one("gather", inputs), opts.rootRank, self._calls.gather
+        (tensor,), root, body = self._check.one("gather", inputs), self._check.peer(opts.rootRank), self._calls.gather
         self._check.on_cpu([tensor])
         if self._rank != root:
             if output_lists:
@@ -265,7 +266,7 @@ class Collectives(BaseProcessGroup):
     @by_device()
     def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, opts: Any) -> Any:
         """``gather`` into one tensor, as of torch 2.15. The ``output`` of ranks other than the root is ignored."""
-        root, body, ready = opts.rootRank, self._calls.gather_single, as_it_is(tensor)
+        root, body, ready = self._check.peer(opts.rootRank), self._calls.gather_single, as_it_is(tensor)
         self._check.on_cpu([tensor])
         if self._rank != root:
             output = None
@@ -289,7 +290,8 @@ class Collectives(BaseProcessGroup):
 
     @by_device()
     def scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any) -> Any:
-        (output,), root, body = self._check.one("scatter", outputs), opts.rootRank, self._calls.scatter
+        root, body = self._check.peer(opts.rootRank), self._calls.scatter
+        (output,) = self._check.one("scatter", outputs)
         inputs: list[torch.Tensor] | None = None
         self._check.on_cpu([output])
         ready = as_it_is(output)

@@ -141,6 +141,8 @@ def front(name: str, body: Callable[..., Any]) -> Callable[..., Any]:
                 return _done if work is None and from_cpp else work
         if torchs is None:
             return _without_torch(self, name, body, *given, **named)
+        if nested := [tensor for tensor in _tensors((*given, *named.values())) if tensor.is_nested]:
+            self._check.on_cpu(nested)  # which refuses them: torch would speak of keys of its dispatcher
         with _Flight(self, name, given, named) as flight:
             # torch's method finds this frame by its name and its first argument, and then does not call it again.
             answer = torchs(self, *given, **named)

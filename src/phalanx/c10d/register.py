@@ -33,7 +33,9 @@ def register() -> None:
 
         if not dist.is_available() or settings.BACKEND in dist.Backend.backend_list:
             return
-        dist.Backend.register_backend(settings.BACKEND, _create, extended_api=True, devices=["cpu"])
+        from phalanx.c10d.uncompiled import uncompiled
+
+        dist.Backend.register_backend(settings.BACKEND, uncompiled(_create), extended_api=True, devices=["cpu"])
     with contextlib.suppress(Exception):
         from phalanx.c10d.mpi_slot import fill_mpi_slot
 

@@ -13,7 +13,7 @@ import torch
 
 __all__ = ["uncompiled"]
 
-_Class = TypeVar("_Class", bound=type)
+_Owner = TypeVar("_Owner")
 
 
 def _skip(code: CodeType) -> None:
@@ -31,9 +31,9 @@ def _skip(code: CodeType) -> None:
         return
 
 
-def uncompiled(owner: _Class) -> _Class:
-    """A decorator of a class: ``torch.compile`` neither compiles nor traces into its own methods."""
-    for value in vars(owner).values():
+def uncompiled(owner: _Owner) -> _Owner:
+    """A decorator of a class or a function: ``torch.compile`` neither compiles it nor traces into it."""
+    for value in vars(owner).values() if isinstance(owner, type) else (owner,):
         function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         if isinstance(function, FunctionType):
             _skip(function.__code__)

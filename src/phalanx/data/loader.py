@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from phalanx.data.sampler import ShardedBatchSampler, hashed_seed
 from phalanx.data.stream import Located, ShardedStream
 from phalanx.errors import ArgumentError
+from phalanx.wrong_arguments import explained
 
 __all__ = ["ShardedLoader", "sharded_loader"]
 
@@ -102,7 +104,7 @@ class ShardedLoader(DataLoader[Any]):
 
 
 def sharded_loader(
-    dataset: Dataset[Any],
+    dataset: Any,
     batch_size: int,
     *,
     rank: int,
@@ -132,24 +134,23 @@ def sharded_loader(
             is given.
 
     Raises:
-        TypeError: the dataset has no length and is not an ``IterableDataset``, or an option that the sharding decides
-            (``sampler``, ``batch_sampler``) was given.
-        ValueError: a number is out of range, or a stream was to be shuffled.
+        ArgumentError: the dataset has no length or no items by index and is not an ``IterableDataset``; an option that
+            the sharding decides (``sampler``, ``batch_sampler``) was given; a number is out of range, or a stream was
+            to be shuffled.
     """
-    taken = {"sampler", "batch_sampler"} & options.keys()
-    if taken:
-        raise TypeError(f"{', '.join(sorted(taken))}: the sharded loader brings its own; use torch's DataLoader")
-    own_seed = options.get("num_workers", 0) > 0 and options.get("generator") is None
+    if taken := {"sampler", "batch_sampler"} & options.keys():
+        raise ArgumentError(f"{', '.join(sorted(taken))}: the sharded loader brings its own; use torch's DataLoader")
+    own_seed = bool(options.get("num_workers")) and options.get("generator") is None
     if own_seed:
         options["generator"] = torch.Generator()
     share: ShardedBatchSampler | ShardedStream
     if isinstance(dataset, IterableDataset):
         if shuffle:
-            raise ValueError(f"{type(dataset).__name__} is a stream and cannot be shuffled here; let it shuffle itself")
+            raise ArgumentError(f"{type(dataset).__name__} is a stream and cannot be shuffled here; shuffle inside it")
         share = ShardedStream(dataset, batch_size, rank=rank, world_size=world_size, drop_last=drop_last)
         options["collate_fn"] = Located(options.get("collate_fn") or default_collate)
-        loader = ShardedLoader(share, batch_size=None, **options)
-    elif hasattr(dataset, "__len__"):
+        loader = explained(partial(ShardedLoader, share, batch_size=None))(**options)
+    elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         share = ShardedBatchSampler(
             len(dataset),
             batch_size,
@@ -159,11 +160,11 @@ def sharded_loader(
             seed=seed,
             drop_last=drop_last,
         )
-        loader = ShardedLoader(dataset, batch_sampler=share, **options)
+        loader = explained(partial(ShardedLoader, dataset, batch_sampler=share))(**options)
     else:
-        raise TypeError(
-            f"{type(dataset).__name__} has no length, so it cannot be shared out by index. Give it a __len__, or make "
-            f"it an IterableDataset"
+        raise ArgumentError(
+            f"{type(dataset).__name__} has no length, or no items by index. Give a dataset with both, such as the "
+            f".dataset of a DataLoader, or an IterableDataset"
         )
     loader._workers_seed = hashed_seed(seed, rank) if own_seed else None
     return loader

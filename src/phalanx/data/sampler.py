@@ -9,6 +9,7 @@ size, not on the number of ranks that share it, and every pass over the sampler 
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -54,7 +55,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         position: the epoch and the items done, from the first batch that a loader hands out to the end of the pass.
 
     Raises:
-        ValueError: a number is out of range, or ``drop_last`` would leave nothing.
+        ArgumentError: a number is out of range, or ``drop_last`` would leave nothing.
     """
 
     def __init__(
@@ -68,13 +69,13 @@ class ShardedBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        if batch_size < 1 or length < 0 or not 0 <= rank < world_size:
-            raise ValueError(
+        if operator.index(batch_size) < 1 or length < 0 or not 0 <= rank < world_size:
+            raise ArgumentError(
                 f"batch_size must be at least 1 and rank in the world; got batch_size={batch_size}, "
                 f"length={length}, rank={rank}, world_size={world_size}"
             )
         if drop_last and length < batch_size * world_size:
-            raise ValueError(
+            raise ArgumentError(
                 f"drop_last=True leaves nothing: the dataset has {length} items, one global batch "
                 f"{batch_size} x {world_size} ranks = {batch_size * world_size}. Use a smaller batch_size"
             )
@@ -82,7 +83,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         self.batch_size = batch_size
         self.rank = rank
         self.world_size = world_size
-        self.shuffle = shuffle
+        self.shuffle = bool(shuffle)
         self.seed = seed
         self.drop_last = drop_last
         self.epoch = 0

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 
 import torch
 import torch.distributed as dist
+
+from phalanx.c10d.uncompiled import uncompiled
+from phalanx.wrong_arguments import explained
 
 __all__ = ["Members"]
 
@@ -15,6 +19,11 @@ class Members(ABC):
 
     rank: int
     size: int
+
+    def __init_subclass__(cls) -> None:
+        for name in [name for name, value in vars(cls).items() if name[0] != "_" and inspect.isfunction(value)]:
+            setattr(cls, name, explained(vars(cls)[name]))
+        uncompiled(cls)
 
     @abstractmethod
     def _use(self, *tensors: torch.Tensor) -> dist.ProcessGroup:

@@ -10,7 +10,6 @@ from typing import Any, overload
 
 import torch.distributed as dist
 
-from phalanx.c10d.uncompiled import uncompiled
 from phalanx.errors import ArgumentError
 from phalanx.groups.members import Members
 
@@ -19,7 +18,6 @@ __all__ = ["ObjectCalls"]
 _NOT_GIVEN: Any = object()
 
 
-@uncompiled
 class ObjectCalls(Members):
     """The methods of a group that move objects.
 
@@ -34,13 +32,10 @@ class ObjectCalls(Members):
         """Send the objects in ``object_list`` to rank ``dst``."""
         dist.send_object_list(object_list, group=self._use(), group_dst=self._other(dst))
 
-    def recv_object_list(self, object_list: list[Any], src: int | None = None) -> int:
-        """Fill ``object_list`` (of the sender's length) from rank ``src``, or any rank; returns the sender's rank."""
-        group = self._use()
-        if src is not None:
-            dist.recv_object_list(object_list, group=group, group_src=self._other(src))
-            return src
-        return dist.get_group_rank(group, dist.recv_object_list(object_list, group=group))
+    def recv_object_list(self, object_list: list[Any], src: int) -> int:
+        """Fill ``object_list`` (of the sender's length) from rank ``src``; returns that rank. torch takes no other."""
+        dist.recv_object_list(object_list, group=self._use(), group_src=self._other(src))
+        return src
 
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
         """Return the ``obj`` of rank ``src`` on every rank; what the other ranks give is ignored.
@@ -106,6 +101,7 @@ class ObjectCalls(Members):
         """
         if obj is _NOT_GIVEN:
             object_list, obj = [None] * self.size, object_list
+        if not isinstance(object_list, list):
+            raise ArgumentError(f"all_gather_object: to fill, it takes a list; got a {type(object_list).__name__}")
         dist.all_gather_object(object_list, obj, group=self._use())
-        filled: list[Any] = object_list
-        return filled
+        return object_list

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from phalanx.c10d.uncompiled import uncompiled
 from phalanx.errors import PeerFailed, PhalanxError
 from phalanx.groups.objects import ObjectCalls
 
@@ -15,7 +14,6 @@ __all__ = ["Turns"]
 Result = TypeVar("Result")
 
 
-@uncompiled
 class Turns(ObjectCalls):
     """The methods of a group by which rank 0 goes first, or alone."""
 

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from phalanx.c10d.uncompiled import uncompiled
-from phalanx.errors import ArgumentError
+from phalanx.errors import ArgumentError, UnsupportedTensor
 from phalanx.groups.objects import ObjectCalls
 
 __all__ = ["ValueCalls"]
@@ -21,7 +20,6 @@ Value = TypeVar("Value")
 Leaves = dict[str, Any]  # numbers and tensors by where they stand in the value, as ``['loss'][0]``
 
 
-@uncompiled
 class ValueCalls(ObjectCalls):
     """The methods of a group that take a *value*: a number, a tensor, or a dict, list or tuple of values.
 
@@ -154,6 +152,11 @@ def _leaves(call: str, value: Any, place: str = "") -> Iterator[tuple[str, Any]]
     elif isinstance(value, (list, tuple)):
         for index, entry in enumerate(value):
             yield from _leaves(call, entry, f"{place}[{index}]")
+    elif isinstance(value, torch.Tensor) and (value.layout != torch.strided or value.is_nested or value.is_quantized):
+        raise UnsupportedTensor(
+            f"{call} takes strided tensors, neither nested nor quantized; got one of {value.dtype}, {value.layout}. "
+            f"Convert it, as by .to_dense(), .dequantize() or torch.nested.to_padded_tensor()"
+        )
     elif isinstance(value, (Real, torch.Tensor)):
         yield place, value
     else:

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from phalanx.errors import ArgumentError
+
 __all__ = ["accumulated"]
 
 Batch = TypeVar("Batch")
@@ -21,7 +23,7 @@ def accumulated(module: torch.nn.Module, batches: Iterable[Batch]) -> Iterator[B
         batches: those of one step. One more than is handed out has been taken from it, to know which one is the last.
 
     Raises:
-        TypeError: the module cannot hold back its exchange.
+        ArgumentError: the module cannot hold back its exchange.
     """
     held_back = _holding_back(module)
     iterator = iter(batches)
@@ -49,6 +51,6 @@ def _holding_back(module: Any) -> Any:
                 module.set_requires_gradient_sync(True)
 
         return without_sync
-    raise TypeError(
+    raise ArgumentError(
         f"{type(module).__name__} exchanges no gradients; give accumulate() what world.data_parallel() has returned"
     )

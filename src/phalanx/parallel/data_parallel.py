@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from phalanx.errors import ArgumentError
 from phalanx.parallel.choosing import choose
 from phalanx.parallel.exchange import Exchange, Narrow, Unchanged
 from phalanx.parallel.gradients import narrow_hook
@@ -16,6 +18,7 @@ from phalanx.parallel.low_rank import LowRank
 from phalanx.parallel.refusals import refuse
 from phalanx.parallel.replica import Replica
 from phalanx.words import tell
+from phalanx.wrong_arguments import require
 
 __all__ = ["COMM_HOOKS", "data_parallel"]
 
@@ -99,15 +102,16 @@ def data_parallel(
         The wrapped model; the plain one is its ``.module``.
 
     Raises:
-        ValueError: ``comm_hook`` is a name that is not in ``COMM_HOOKS``.
-        ArgumentError: a combination that is refused, with the reason and what to do; also a ValueError.
+        ArgumentError: ``comm_hook`` is a name that is not in ``COMM_HOOKS``, an option is none of
+            ``DistributedDataParallel``, or a combination is refused, with the reason and what to do.
         RuntimeError: no parameter of the module requires a gradient (torch's own error).
     """
     if isinstance(comm_hook, str):
         if comm_hook not in COMM_HOOKS:
-            raise ValueError(f"comm_hook={comm_hook!r} is not known; names are {', '.join(sorted(COMM_HOOKS))}")
+            raise ArgumentError(f"comm_hook={comm_hook!r} is not known; names are {', '.join(sorted(COMM_HOOKS))}")
         comm_hook = COMM_HOOKS[comm_hook]
     refuse(module, comm_hook=comm_hook, compress=compress, sync_every=sync_every, outer=outer, options=options)
+    require(DistributedDataParallel, module, **options)
     if device.type != "cpu":
         options.setdefault("device_ids", [device.index])
     if sync_every > 1:

@@ -9,6 +9,8 @@ with phalanx.init() as world:
     rpc.shutdown()
 """
 
+import inspect
+
 from phalanx.rpc.autograd.engine import backward, context, get_gradients
 from phalanx.rpc.failure import RemoteError, RemoteTraceback
 from phalanx.rpc.future import Cancelled, Future
@@ -21,6 +23,7 @@ from phalanx.rpc.services import serve, service
 from phalanx.rpc.session import init, shutdown
 from phalanx.rpc.verbs import call, each, start
 from phalanx.rpc.watching import Watch, watch
+from phalanx.wrong_arguments import explained
 
 __all__ = [
     "Cancelled",
@@ -51,3 +54,8 @@ __all__ = [
     "watch",
     "workers",
 ]
+
+for _name in __all__:
+    if inspect.isfunction(globals()[_name]):
+        globals()[_name] = explained(globals()[_name])
+        globals()[_name].__module__ = __name__  # where pickle finds it

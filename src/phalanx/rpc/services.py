@@ -19,6 +19,7 @@ from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.codecs import Codec
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
+from phalanx.wrong_arguments import require
 
 if TYPE_CHECKING:
     from phalanx.rpc.typed import Signature
@@ -61,6 +62,7 @@ def serve(name: str, thing: Any, methods: Iterable[str]) -> None:
     """
     from phalanx.rpc.typed import Signature
 
+    require(serve, name, thing, methods)
     if name in _offered:
         raise ArgumentError(f"this worker has a service {name!r} already; give each its own name")
     named = [methods] if isinstance(methods, str) else list(methods)
@@ -100,6 +102,7 @@ def service(to: str | int | Member, name: str, interface: type[T], *, timeout_s:
     Raises:
         EncodingError: msgspec is not installed.
     """
+    require(service, to, name, interface, timeout_s=timeout_s)  # they are used only when it is called
     return cast(T, _Client(to, name, interface, timeout_s))
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from phalanx.errors import ArgumentError, WorkerLost
 from phalanx.rpc import in_transit, session, streams
@@ -32,6 +32,7 @@ _PAUSE_S = 0.1
 _LOOP_END_S = 2.0
 
 
+@runtime_checkable
 class Callee(Protocol):
     """What can be called in the place of a worker: a remote object (``objects.py``)."""
 
@@ -102,8 +103,6 @@ def start(
     """
     if not isinstance(to, (str, int, Member)):
         return to._start_call(function, args, kwargs, timeout_s)
-    if isinstance(function, str):
-        raise ArgumentError(f"{function!r} is the name of a method, and {to!r} is not a remote object")
     return requests.request(
         session.agent(),
         to,
@@ -155,8 +154,10 @@ def perform(incoming: Incoming, function: Callable[..., Any], args: tuple[Any, .
     return result
 
 
-def name_of(function: Callable[..., Any]) -> str:
-    """A function's name for people."""
+def name_of(function: object) -> str:
+    """A function's name for people; it must be one."""
+    if not callable(function):
+        raise ArgumentError(f"{function!r} is not a function; names are those of methods, of remote objects")
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 

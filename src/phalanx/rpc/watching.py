@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 
-from phalanx.errors import ArgumentError
 from phalanx.rpc import session
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.members import Member
 from phalanx.system.threads import start
 from phalanx.system.timed_queue import TimedQueue
 from phalanx.words import tell
+from phalanx.wrong_arguments import require
 
 __all__ = ["Watch", "watch"]
 
@@ -127,8 +127,7 @@ def watch(callback: Callback, to: str | int | Member | None = None) -> Watch:
         ArgumentError: ``callback`` cannot be called.
         BackendError: the system gives this process no more threads.
     """
-    if not callable(callback):
-        raise ArgumentError(f"rpc.watch(callback) needs a function, and not {callback!r}")
+    require(watch, callback, to)
     return Watch(session.agent(), callback, to)
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import Dataset
 
-from phalanx.c10d.uncompiled import uncompiled
 from phalanx.data.loader import ShardedLoader, sharded_loader
 from phalanx.errors import ArgumentError, CheckpointError, PhalanxError
 from phalanx.group import Group
@@ -28,7 +27,6 @@ __all__ = ["TrainingCalls"]
 Batch = TypeVar("Batch")
 
 
-@uncompiled
 class TrainingCalls(Group):
     """The methods of a world that a training loop is written with."""
 
@@ -97,7 +95,7 @@ class TrainingCalls(Group):
 
     def loader(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[Any] | Sized,
         batch_size: int,
         *,
         shuffle: bool = False,
@@ -138,9 +136,9 @@ class TrainingCalls(Group):
             batches: the batches of one step, equally many on every rank; parts of one batch by ``zip(x.chunk(4), …)``.
 
         Raises:
-            TypeError: the module exchanges no gradients.
+            ArgumentError: the module exchanges no gradients.
         """
-        return accumulated(module, batches)
+        return accumulated(module, iter(batches))
 
     def print(self, *values: object, **options: Any) -> None:
         """``print`` on rank 0, at once; nothing on the other ranks."""

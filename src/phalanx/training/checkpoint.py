@@ -7,6 +7,7 @@ Beside the state it has one more entry, ``MARK``, by which it is recognised.
 from __future__ import annotations
 
 import os
+import pickle
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -58,6 +59,7 @@ def write(
         CheckpointError: the file could not be written, or has objects that :func:`read` would refuse. An earlier file
             of that name is still there then.
     """
+    check_writable(path)
     target = _target(path)
     mark = {"format": FORMAT, "id": secrets.token_hex(16), "random": random_states, "exchanges": dict(exchanges or {})}
     marked = {**contents, MARK: mark}
@@ -72,12 +74,17 @@ def write(
                     f"{path} was not written, because it could not be read again: a checkpoint holds numbers, texts, "
                     f"tensors, and dicts and lists of them, but the state has {', '.join(sorted(strange))}"
                 )
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"{path} was not written: {error}. An earlier checkpoint of that name is intact"
-        ) from error
+    except CheckpointError:
+        raise
+    except (
+        OSError,
+        RuntimeError,
+        pickle.PicklingError,
+        AttributeError,
+        TypeError,
+    ) as error:  # a full disk, or pickle's
+        earlier = ". The earlier checkpoint of that name is intact" if target.exists() else ""
+        raise CheckpointError(f"{path} was not written: {error}{earlier}") from error
 
 
 def read(path: _PATHS) -> dict[str, Any]:
@@ -87,7 +94,7 @@ def read(path: _PATHS) -> dict[str, Any]:
         CheckpointError: there is no such file, it is cut short, or something else wrote it.
     """
     try:
-        file = open(path, "rb")  # noqa: SIM115 - closed below, where its errors mean something else
+        file = open(os.fspath(path), "rb")  # noqa: SIM115 - closed below, where its errors mean something else
     except FileNotFoundError:
         raise CheckpointError(f"There is no checkpoint {path}") from None
     except OSError as error:

@@ -32,6 +32,7 @@ from phalanx.launch.output.failure import describe_status
 from phalanx.launch.rank.forked import forget_interpreter
 from phalanx.launch.rank.preload import import_for_ranks
 from phalanx.place.environment import read_environment
+from phalanx.wrong_arguments import explained, require
 
 __all__ = ["StartMethod", "launch"]
 
@@ -43,6 +44,7 @@ _BLOCK = 1 << 16
 _starting = threading.Lock()
 
 
+@explained
 def launch(
     function: Callable[..., T],
     args: Sequence[Any] = (),
@@ -94,10 +96,7 @@ def launch(
             neither start method works. The message says what to change.
         KeyboardInterrupt: Ctrl-C; all ranks have been ended.
     """
-    if not callable(function):
-        raise ArgumentError(f"phalanx.launch() calls a function on each rank, and {function!r} is none")
-    if isinstance(args, str) or not isinstance(args, Sequence):
-        raise ArgumentError(f"args={args!r} is not a list of arguments; write args=({args!r},)")
+    require(launch, function, args, kwargs, n=n, device=device, variables=variables)
     if start_method not in (None, "fork", "spawn"):
         raise ArgumentError(f"start_method={start_method!r} is neither 'fork' nor 'spawn'; leave it out for the best")
     _refuse_in_rank()

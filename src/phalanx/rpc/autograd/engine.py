@@ -279,7 +279,7 @@ def backward(
         CallTimeout: the pass has not ended in time. It names the worker that keeps it, and where that worker is.
     """
     if not isinstance(context_id, int) or not _are_tensors(roots):
-        raise TypeError(
+        raise ArgumentError(
             "backward(): incompatible function arguments. It takes the number of a context, a list of tensors, and "
             f"whether to retain the graph; it got {type(context_id).__name__} and {type(roots).__name__}"
         )
