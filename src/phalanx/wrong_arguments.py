@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 import inspect
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from numbers import Integral, Real
@@ -28,7 +28,7 @@ def explained(function: Function) -> Function:
     def call(*args: Any, **named: Any) -> Any:
         try:
             return function(*args, **named)
-        except (TypeError, AttributeError, ValueError, LookupError, NotImplementedError) as error:
+        except Exception as error:
             if not isinstance(error, PhalanxError):
                 require(function, *args, **named)
             raise
@@ -68,4 +68,4 @@ def _fits(value: Any, kind: Any) -> bool:
         return True
     if not isinstance(value, kind) or (isinstance(value, str) and kind in (Iterable, Sequence)):
         return False
-    return len(inner) != 1 or not isinstance(value, (list, tuple)) or all(_fits(each, inner[0]) for each in value)
+    return len(inner) != 1 or not isinstance(value, Collection) or all(_fits(each, inner[0]) for each in value)

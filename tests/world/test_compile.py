@@ -154,8 +154,12 @@ def test_collectives_work_in_compiled_functions_and_after_graph_breaks(size: int
             world.barrier()
             return x
 
+        def in_a_new_group(x: torch.Tensor) -> torch.Tensor:
+            dist.all_reduce(x, group=dist.new_group(list(range(n))))
+            return x
+
         programs: list[Program] = [all_reduce, all_reduce_max_asynchronously, reduce, broadcast, gather, scatter]
-        programs += [all_gather, all_to_all, reduce_scatter, functional_collectives, of_a_group]
+        programs += [all_gather, all_to_all, reduce_scatter, functional_collectives, of_a_group, in_a_new_group]
         if n > 1:
             programs += [messages, messages_asynchronously, messages_in_a_batch]
         for program in programs:

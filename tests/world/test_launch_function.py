@@ -214,9 +214,9 @@ def test_large_results() -> None:
         ((total,), {"n": 2.0}, "n=2.0"),
         ((total,), {"n": True}, "n=True"),
         ((total,), {"n": "many"}, "n='many'"),
-        (("total",), {"n": 1}, "'total' is none"),
-        ((total, 2.0), {"n": 1}, "args=(2.0,)"),
-        ((total, "ab"), {"n": 1}, "args=('ab',)"),
+        (("total",), {"n": 1}, "takes function: Callable"),
+        ((total, 2.0), {"n": 1}, "got 2.0 (float). Write [2.0]"),
+        ((total, "ab"), {"n": 1}, "got 'ab' (str). Write ['ab']"),
         ((total,), {"n": 1, "start_method": "forkserver"}, "'forkserver'"),
     ],
 )

@@ -9,7 +9,6 @@ size, not on the number of ranks that share it, and every pass over the sampler 
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -69,7 +68,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        if operator.index(batch_size) < 1 or length < 0 or not 0 <= rank < world_size:
+        if not range(batch_size) or length < 0 or not 0 <= rank < world_size:
             raise ArgumentError(
                 f"batch_size must be at least 1 and rank in the world; got batch_size={batch_size}, "
                 f"length={length}, rank={rank}, world_size={world_size}"

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.errors import ArgumentError
 from phalanx.parallel.choosing import choose
@@ -111,7 +110,7 @@ def data_parallel(
             raise ArgumentError(f"comm_hook={comm_hook!r} is not known; names are {', '.join(sorted(COMM_HOOKS))}")
         comm_hook = COMM_HOOKS[comm_hook]
     refuse(module, comm_hook=comm_hook, compress=compress, sync_every=sync_every, outer=outer, options=options)
-    require(DistributedDataParallel, module, **options)
+    require(torch.nn.parallel.DistributedDataParallel, module, **options)
     if device.type != "cpu":
         options.setdefault("device_ids", [device.index])
     if sync_every > 1:

@@ -76,13 +76,7 @@ def write(
                 )
     except CheckpointError:
         raise
-    except (
-        OSError,
-        RuntimeError,
-        pickle.PicklingError,
-        AttributeError,
-        TypeError,
-    ) as error:  # a full disk, or pickle's
+    except (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeError) as error:  # RuntimeError: disk full
         earlier = ". The earlier checkpoint of that name is intact" if target.exists() else ""
         raise CheckpointError(f"{path} was not written: {error}{earlier}") from error
 

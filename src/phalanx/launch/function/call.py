@@ -96,7 +96,7 @@ def launch(
             neither start method works. The message says what to change.
         KeyboardInterrupt: Ctrl-C; all ranks have been ended.
     """
-    require(launch, function, args, kwargs, n=n, device=device, variables=variables)
+    require(launch, function, args, kwargs)
     if start_method not in (None, "fork", "spawn"):
         raise ArgumentError(f"start_method={start_method!r} is neither 'fork' nor 'spawn'; leave it out for the best")
     _refuse_in_rank()

@@ -20,6 +20,7 @@ from phalanx.rpc.members import Member
 from phalanx.rpc.parameter_server.service import ATTACH, LEAVE, OPTIONS, PULL, PUSH, ROWS, WRITE
 from phalanx.rpc.parameter_server.shard import BOUNDED, MODES, SYNCHRONOUS, Pulled, Settings
 from phalanx.rpc.parameter_server.sharing import Piece, shared_out
+from phalanx.wrong_arguments import require
 
 __all__ = ["Parameters", "parameters"]
 
@@ -300,6 +301,7 @@ def parameters(
         ArgumentError: the mode is none of these, or another model has the name.
         WorkerLost, RankError: a server is not there.
     """
+    require(parameters, model, on=on, optimizer=optimizer)
     if mode not in MODES:
         raise ArgumentError(f"mode={mode!r} is none of {', '.join(MODES)}")
     if (mode == BOUNDED) != (staleness is not None) or (staleness is not None and staleness < 0):
