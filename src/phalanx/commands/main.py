@@ -6,9 +6,12 @@ an exit code, or None for 0; ``run`` returns a job, which is launched here.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import os
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 
 import click
@@ -64,6 +67,21 @@ def _with_command(words: list[str]) -> list[str]:
     return words
 
 
+@contextlib.contextmanager
+def _names_escaped() -> Iterator[None]:
+    """Print what standard output cannot encode, as the name of a file, escaped; a rank's standard output is its own."""
+    stream = sys.stdout
+    if not isinstance(stream, io.TextIOWrapper):  # it is closed
+        yield
+        return
+    errors = stream.errors
+    stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        stream.reconfigure(errors=errors)
+
+
 def main() -> int | None:
     """Run the command line; the entry point of ``phalanx``.
 
@@ -74,7 +92,8 @@ def main() -> int | None:
         The exit code; in a rank that of its script.
     """
     try:
-        outcome = command(_with_command(sys.argv[1:]), prog_name="phalanx", standalone_mode=False)
+        with _names_escaped():
+            outcome = command(_with_command(sys.argv[1:]), prog_name="phalanx", standalone_mode=False)
         if isinstance(outcome, Job):
             outcome = launch(outcome)
     except (ArgumentError, LaunchError, LauncherEnvironmentError) as error:

@@ -11,7 +11,7 @@ import click
 from phalanx import settings
 from phalanx.c10d.replace import names_to_replace
 from phalanx.errors import LaunchError
-from phalanx.launch.job.allocation import find_allocation
+from phalanx.launch.job.allocation import find_allocation, note_ignored
 from phalanx.launch.job.binding import Bind
 from phalanx.launch.job.hang_options import chosen_diagnosis, diagnosis_options
 from phalanx.launch.job.host_slots import HostSlots, parse_hosts, read_hostfile
@@ -327,6 +327,9 @@ def run(
         where, start_by = _allotted(None if ranks in COUNTED_HERE else count, ppn, quiet=quiet)
         if where and ranks in COUNTED_HERE:
             count = None  # as many as the batch system has allotted
+    started_here = not (where or start_by or launcher is not None or rehearse is not None)
+    if started_here and not quiet and (ignored := note_ignored(os.environ, count)):
+        tell(f"note: {ignored}")
     job = make_job(
         count,
         find_target(target, arguments, module=module),

@@ -146,7 +146,7 @@ def words_of_config(
             before += [option.opts[0], str(value)]
     if "target" in replaced or "target" not in config:
         return before, []
-    return before, [str(config["target"]), *config.get("arguments", [])]
+    return before, ["--", str(config["target"]), *config.get("arguments", [])]
 
 
 def format_config(ctx: click.Context) -> str:
@@ -167,16 +167,20 @@ def format_config(ctx: click.Context) -> str:
 
 def _toml(value: Any) -> str:
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(_toml_text, value))}]"
     if isinstance(value, bool):
         return "true" if value else "false"
     if not isinstance(value, str):
         return repr(value)
+    if value.isdecimal() and str(int(value)) == value:
+        return value  # the option -n takes words too, so its numbers are words
+    return _toml_text(value)
+
+
+def _toml_text(value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
         raise LaunchError(f"--save-config: {os.fsencode(value)!r} is not UTF-8, which a TOML file has to be") from None
-    if value.isdecimal() and str(int(value)) == value:
-        return value  # the option -n takes words too, so its numbers are words
     # JSON writes texts as TOML does, but for one character that it leaves as it is.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -34,7 +34,7 @@ class RankLog:
 
     Args:
         path: where it is; the folder exists.
-        faults: if it cannot be written to any more, the reason is added here.
+        faults: if it cannot be written to, the reason is added here, unless there is one.
 
     Raises:
         OSError: it cannot be opened for writing. A ``BlockingIOError`` if another job is writing it.
@@ -55,12 +55,13 @@ class RankLog:
 
     def write(self, stream: str, lines: bytes) -> None:
         """Add whole lines, each with the time and the name of the stream."""
-        if not lines or self._sink.closed:
+        if not lines:
             return
+        failed, self._sink.closed = self._sink.closed, False  # a disk that was full may have room again
         now = datetime.now().astimezone().isoformat(timespec="milliseconds")
-        self._sink.write(mark_lines(lines, f"{now} {stream} ".encode()))
-        if self._sink.closed:
-            self._faults.append(f"{self._path} cannot be written: {self._sink.fault}")
+        self._sink.write(b"\n" * failed + mark_lines(lines, f"{now} {stream} ".encode()))
+        if self._sink.closed and not self._faults:
+            self._faults.append(f"{self._path} cannot be written: {self._sink.fault or 'its disk or its reader is gone'}")
 
     def note(self, text: str) -> None:
         """Add the launcher's own words, of one or several lines."""
@@ -85,8 +86,10 @@ class LogFiles:
     def __init__(self, job: Job) -> None:
         options = job.output
         self.ranks: list[RankLog] = []
-        #: Why files cannot be written to any more; empty while all can.
+        #: Why a file could not be written to; empty while all can.
         self.faults: list[str] = []
+        #: Whether the user has been told.
+        self.said = False
         if not options.log_dir:
             return
         try:
