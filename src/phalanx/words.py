@@ -21,6 +21,7 @@ __all__ = [
     "format_size",
     "format_spans",
     "format_time",
+    "printable",
     "tell",
 ]
 
@@ -104,6 +105,11 @@ def format_time(microseconds: float) -> str:
 def format_limit(seconds: float) -> str:
     """A time that was given for something: ``1800 s``, ``2.5 s``, ``0.01 s``."""
     return f"{seconds:.0f} s" if seconds >= 9.95 else f"{seconds:.2g} s"
+
+
+def printable(text: str) -> str:
+    """Escape what is not Unicode: names of files, hosts, users and variables may be any bytes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def tell(text: str) -> None:

@@ -6,12 +6,10 @@ an exit code, or None for 0; ``run`` returns a job, which is launched here.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import os
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 
 import click
@@ -37,6 +35,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
+        if cmd_name != "run" and isinstance(sys.stdout, io.TextIOWrapper):  # that of `run` becomes its ranks' own
+            sys.stdout.reconfigure(errors="backslashreplace")
         found: click.Command = getattr(import_module(f"phalanx.commands.{cmd_name}"), cmd_name)
         return found
 
@@ -67,21 +67,6 @@ def _with_command(words: list[str]) -> list[str]:
     return words
 
 
-@contextlib.contextmanager
-def _names_escaped() -> Iterator[None]:
-    """Print what standard output cannot encode, as the name of a file, escaped; a rank's standard output is its own."""
-    stream = sys.stdout
-    if not isinstance(stream, io.TextIOWrapper):  # it is closed
-        yield
-        return
-    errors = stream.errors
-    stream.reconfigure(errors="backslashreplace")
-    try:
-        yield
-    finally:
-        stream.reconfigure(errors=errors)
-
-
 def main() -> int | None:
     """Run the command line; the entry point of ``phalanx``.
 
@@ -92,8 +77,7 @@ def main() -> int | None:
         The exit code; in a rank that of its script.
     """
     try:
-        with _names_escaped():
-            outcome = command(_with_command(sys.argv[1:]), prog_name="phalanx", standalone_mode=False)
+        outcome = command(_with_command(sys.argv[1:]), prog_name="phalanx", standalone_mode=False)
         if isinstance(outcome, Job):
             outcome = launch(outcome)
     except (ArgumentError, LaunchError, LauncherEnvironmentError) as error:

@@ -134,7 +134,10 @@ def resolve(name: str) -> list[str]:
     Raises:
         OSError: the name does not resolve.
     """
-    answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    try:
+        answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except UnicodeError:  # it is not UTF-8, or too long
+        raise socket.gaierror(socket.EAI_NONAME, "no host can have this name") from None
     return list(dict.fromkeys(str(answer[4][0]) for answer in answers))
 
 

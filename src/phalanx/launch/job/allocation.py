@@ -35,7 +35,7 @@ _SRUN = (
 )
 # Called as ``blaunch HOST COMMAND...``, in place of rsh. It passes its standard input on, and ends with the command.
 _STARTERS = {"": (), "srun": _SRUN, "blaunch": ("blaunch",)}
-# Variables by which platforms say how many processes a job has, those that count a host's alone, and what asks for none.
+# Variables that say how many processes a job has, those that count a host's alone, and values that ask for no others.
 _OF_JOB = ("PET_NNODES", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _OF_HOST = ("PET_NPROC_PER_NODE", "SLURM_NTASKS")
 _ALONE = ("", "0", "1", "1:1", "-1")
@@ -82,7 +82,6 @@ def note_ignored(environment: Mapping[str, str], ranks: int | None) -> str:
     names = _OF_JOB if ranks is not None else (*_OF_JOB, *_OF_HOST)
     asked = ", ".join(f"{name}={environment[name]}" for name in names if environment.get(name, "") not in _ALONE)
     return asked and (
-        f"{asked}: phalanx run ignores that, and starts {format_count(ranks or 1, 'rank')} on this host. Say how many with "
-        "-n 2, and where with -H h1:2,h2:2; or start the script by what reads it (torchrun, srun, mpiexec), under which "
-        "Phalanx works too"
+        f"{asked}: phalanx run ignores that, and starts {format_count(ranks or 1, 'rank')} on this host. Say how many "
+        "with -n 2, and where with -H h1:2,h2:2; or start the script by torchrun, srun or mpiexec, which read it"
     )

@@ -25,6 +25,7 @@ from phalanx.errors import LaunchError
 from phalanx.launch.job.job import Job
 from phalanx.launch.output.logs import Sink, mark_lines
 from phalanx.launch.output.report import Report
+from phalanx.words import printable
 
 __all__ = ["LogFiles", "RankLog"]
 
@@ -61,11 +62,11 @@ class RankLog:
         now = datetime.now().astimezone().isoformat(timespec="milliseconds")
         self._sink.write(b"\n" * failed + mark_lines(lines, f"{now} {stream} ".encode()))
         if self._sink.closed and not self._faults:
-            self._faults.append(f"{self._path} cannot be written: {self._sink.fault or 'its disk or its reader is gone'}")
+            self._faults.append(f"{self._path} cannot be written: {self._sink.fault or 'it is gone'}")
 
     def note(self, text: str) -> None:
         """Add the launcher's own words, of one or several lines."""
-        self.write("phalanx", text.rstrip("\n").encode(errors="backslashreplace") + b"\n")
+        self.write("phalanx", printable(text).rstrip("\n").encode() + b"\n")
 
     def close(self) -> None:
         """Close the file."""

@@ -5,9 +5,9 @@ lines with a prefix. They stay bytes throughout, because the output of a program
 is read becomes one block to write: ``bytes.replace`` puts in all prefixes at once, so a hundred thousand lines cost
 little.
 
-A progress bar redraws its line with carriage returns. A file or a pipe gets all that was written, with the prefix behind
-each carriage return too. On a terminal only the last state of the line stays, and the unfinished line that changed last
-is the *live line*: it is drawn below all other output, and again whenever it changes.
+A progress bar redraws its line with carriage returns. Files and pipes get all of it, with the prefix behind each of
+these too. On a terminal only the last state of a line stays, and the unfinished line that changed last is the *live
+line*: it is drawn below all other output, and again whenever it changes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import select
 import stat
 import time
 from collections.abc import Mapping
+
+from phalanx.words import printable
 
 __all__ = ["Console", "LineAssembler", "Sink", "make_prefixes", "mark_lines", "visible_state"]
 
@@ -76,7 +78,7 @@ class LineAssembler:
     def finish(self) -> bytes:
         """Return the last line of a stream that has ended without a newline, with one added; empty if it is blank."""
         line, self._pending = self._pending, b""
-        if not self._state(line).strip():
+        if not (visible_state(line) if self._redraws else line).strip():
             # A progress bar that has erased itself leaves blanks.
             return b""
         return self._prefixed(line)
@@ -145,13 +147,10 @@ class Sink:
         self._poll.register(descriptor, select.POLLOUT)
 
     def write(self, data: bytes | str) -> None:
-        """Write all of ``data``; if the stream cannot be written to any more, ``closed`` becomes true.
-
-        What is not UTF-8 in a text, as the names of files need not be, is escaped.
-        """
+        """Write all of ``data``; if the stream cannot be written to any more, ``closed`` becomes true."""
         if self.closed:
             return
-        view = memoryview(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
+        view = memoryview(printable(data).encode() if isinstance(data, str) else data)
         while view:
             if self._may_block and not self._wait():
                 return

@@ -91,7 +91,7 @@ def _read() -> Tuning:
 
 
 def check_tuning_file() -> Path:
-    """Return the path of :func:`save_tuning`'s file if it can be made; raise OSError, or RuntimeError without a home."""
+    """Return the path of the file if it can be made; raise OSError if not, and RuntimeError without a home."""
     path = tuning_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     check_creatable(path)
