@@ -18,8 +18,9 @@ LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d) (stdout
 
 def content(path: Path) -> list[tuple[str, str]]:
     """The lines of a file without their times, of which each is a time and none is before the one of the line above."""
-    found = [LINE.fullmatch(line) for line in path.read_text(errors="surrogateescape").splitlines()]
-    assert all(found), path.read_text(errors="surrogateescape")
+    lines = path.read_bytes().decode(errors="surrogateescape").removesuffix("\n").split("\n")
+    found = [LINE.fullmatch(line) for line in lines]
+    assert all(found), [line for line, match in zip(lines, found, strict=True) if not match]
     times = [datetime.fromisoformat(line[1]) for line in found if line]
     assert times == sorted(times)
     return [(line[2], line[3]) for line in found if line]

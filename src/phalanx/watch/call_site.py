@@ -77,10 +77,8 @@ def shown(place: str) -> str:
     Args:
         place: ``file:line``, or ``function (file:line)`` as :func:`running_at` gives it.
     """
-    if place.endswith(")"):
-        function, bracket, line = place.partition(" (")
-        return printable(f"{function}{bracket}{beside(line, jobs_folder())}")
-    return printable(beside(place, jobs_folder()))
+    function, bracket, line = place.partition(" (") if place.endswith(")") else ("", "", place)
+    return printable(f"{function}{bracket}{beside(line, jobs_folder())}")
 
 
 def call_site() -> str:

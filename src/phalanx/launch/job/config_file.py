@@ -167,17 +167,11 @@ def format_config(ctx: click.Context) -> str:
 
 def _toml(value: Any) -> str:
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml_text, value))}]"
+        return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, bool):
         return "true" if value else "false"
     if not isinstance(value, str):
         return repr(value)
-    if value.isdecimal() and str(int(value)) == value:
-        return value  # the option -n takes words too, so its numbers are words
-    return _toml_text(value)
-
-
-def _toml_text(value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:

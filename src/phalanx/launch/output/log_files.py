@@ -87,9 +87,8 @@ class LogFiles:
     def __init__(self, job: Job) -> None:
         options = job.output
         self.ranks: list[RankLog] = []
-        #: Why a file could not be written to; empty while all can.
+        #: Why a file could not be written to, empty while all can; and whether the user has been told.
         self.faults: list[str] = []
-        #: Whether the user has been told.
         self.said = False
         if not options.log_dir:
             return
