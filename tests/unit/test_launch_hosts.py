@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import LaunchError
-from phalanx.launch.job.allocation import note_ignored
 from phalanx.launch.job.host_slots import HostSlots, fill_hosts, parse_hosts, read_hostfile
+from phalanx.place.allocated import note_ignored
 
 
 def slots(hosts: list[HostSlots]) -> list[tuple[str, int | None]]:

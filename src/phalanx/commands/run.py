@@ -11,7 +11,7 @@ import click
 from phalanx import settings
 from phalanx.c10d.replace import names_to_replace
 from phalanx.errors import LaunchError
-from phalanx.launch.job.allocation import find_allocation, note_ignored
+from phalanx.launch.job.allocation import find_allocation
 from phalanx.launch.job.binding import Bind
 from phalanx.launch.job.hang_options import chosen_diagnosis, diagnosis_options
 from phalanx.launch.job.host_slots import HostSlots, parse_hosts, read_hostfile
@@ -24,6 +24,7 @@ from phalanx.launch.job.run_words import RunCommand
 from phalanx.launch.job.seconds import Seconds
 from phalanx.launch.job.target import find_target
 from phalanx.launch.remote.starter import parse_starter
+from phalanx.place.allocated import note_ignored
 from phalanx.system.limits import check_limits, machine_limits, raise_file_limit
 from phalanx.words import format_count, tell
 

@@ -14,9 +14,8 @@ from phalanx.errors import LauncherEnvironmentError, LaunchError
 from phalanx.launch.job.host_slots import HostSlots, read_hostfile
 from phalanx.place.allocated import read_allocated
 from phalanx.system.interfaces import is_own_name
-from phalanx.words import format_count
 
-__all__ = ["Allocation", "find_allocation", "note_ignored"]
+__all__ = ["Allocation", "find_allocation"]
 
 # One task on one node of the job, beside whatever runs there, with all that the job has there. ``srun`` passes its
 # standard input on. Ranks must not take the variables of its process manager for theirs.
@@ -35,10 +34,6 @@ _SRUN = (
 )
 # Called as ``blaunch HOST COMMAND...``, in place of rsh. It passes its standard input on, and ends with the command.
 _STARTERS = {"": (), "srun": _SRUN, "blaunch": ("blaunch",)}
-# Variables that say how many processes a job has, those that count a host's alone, and values that ask for no others.
-_OF_JOB = ("PET_NNODES", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-_OF_HOST = ("PET_NPROC_PER_NODE", "SLURM_NTASKS")
-_ALONE = ("", "0", "1", "1:1", "-1")
 
 
 @dataclass(frozen=True)
@@ -75,13 +70,3 @@ def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
     if len(hosts) == 1 and is_own_name(hosts[0].name):
         return None
     return Allocation(read.title, hosts, _STARTERS[read.program])
-
-
-def note_ignored(environment: Mapping[str, str], ranks: int | None) -> str:
-    """A note on variables that ask for processes which ``phalanx run`` does not start, given -n; else empty."""
-    names = _OF_JOB if ranks is not None else (*_OF_JOB, *_OF_HOST)
-    asked = ", ".join(f"{name}={environment[name]}" for name in names if environment.get(name, "") not in _ALONE)
-    return asked and (
-        f"{asked}: phalanx run ignores that, and starts {format_count(ranks or 1, 'rank')} on this host. Say how many "
-        "with -n 2, and where with -H h1:2,h2:2; or start the script by torchrun, srun or mpiexec, which read it"
-    )

@@ -45,7 +45,6 @@ from phalanx.topology.frameworks import cpu_settings
 from phalanx.watch.ends import learn_by, learn_elsewhere_by
 from phalanx.watch.recorder import keep_in
 from phalanx.watch.waiting import publish_by
-from phalanx.words import printable
 
 __all__ = ["RankStart", "become", "enter_rank", "leave_siblings", "reported"]
 
@@ -441,5 +440,5 @@ def _execute(start: RankStart) -> None:
         os.execv(target.path, target.argv)
     except OSError as error:
         code = 127 if isinstance(error, FileNotFoundError) else 126
-        os.write(2, printable(f"phalanx: {target.name} cannot be executed: {error.strerror}\n").encode())
+        os.write(2, f"phalanx: {target.name} cannot be executed: {error.strerror}\n".encode(errors="backslashreplace"))
         os._exit(code)
