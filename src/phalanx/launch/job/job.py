@@ -20,7 +20,7 @@ from phalanx.launch.job.contradictions import check_together
 from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.host_slots import HostSlots, fill_hosts
 from phalanx.launch.job.output_options import PLAIN_OUTPUT, OutputOptions
-from phalanx.launch.job.reach import LOOPBACK, check_hosts, launcher_address, reach_other_hosts
+from phalanx.launch.job.reach import LOOPBACK, check_hosts, launcher_addresses, reach_other_hosts
 from phalanx.launch.job.rehearsal import Rehearsal
 from phalanx.launch.job.target import Target
 from phalanx.system import interfaces
@@ -66,7 +66,7 @@ class Job:
             chooses.
         starter: the program that starts a command on another host, and its arguments; empty for ssh.
         named: the variables that the user has named, which go to other hosts whatever they are.
-        address: the address at which ranks reach the launcher, and the store.
+        addresses: those at which ranks may reach the launcher, and the store; an agent knows which one they can.
         rehearsal: the hosts that the ranks report in place of their real one; None if they report that.
         bind: how ranks are bound to cores.
         cpus: the logical cores of each rank; empty if they are not bound.
@@ -98,7 +98,7 @@ class Job:
     hosts: tuple[HostSlots, ...] = ()
     starter: tuple[str, ...] = ()
     named: tuple[str, ...] = ()
-    address: str = LOOPBACK
+    addresses: tuple[str, ...] = (LOOPBACK,)
     rehearsal: Rehearsal | None = None
     bind: Bind = "none"
     cpus: tuple[tuple[int, ...], ...] = ()
@@ -238,7 +238,7 @@ class Job:
             "ROLE_RANK": str(rank),
             "ROLE_NAME": "default",
             "ROLE_WORLD_SIZE": world,
-            "MASTER_ADDR": self.address,
+            "MASTER_ADDR": self.addresses[0],
             "MASTER_PORT": str(port),
             **self.attempt.environment(),
             "TORCHELASTIC_RUN_ID": self.run_id,
@@ -388,6 +388,7 @@ def make_job(
     threads = _threads_per_rank(min([cores // count, *(len(own) // shared[own] for own in cpus)]), environment)
     if elsewhere and not environment.get("OMP_NUM_THREADS"):
         threads = ""
+    found = [address] if address else launcher_addresses(mpi, filled if elsewhere else (), interface, environment)
     attempt = Attempt(restarts=restarts)
     job = Job(
         ranks=count,
@@ -404,7 +405,7 @@ def make_job(
         hosts=filled if elsewhere else (),
         starter=tuple(starter),
         named=tuple(named),
-        address=address or launcher_address(mpi, filled if elsewhere else (), interface, environment),
+        addresses=tuple(found),
         rehearsal=rehearsal,
         bind=bind,
         cpus=tuple(cpus),
