@@ -22,6 +22,7 @@ from phalanx.launch.job.host_slots import HostSlots, fill_hosts
 from phalanx.launch.job.output_options import PLAIN_OUTPUT, OutputOptions
 from phalanx.launch.job.reach import LOOPBACK, check_hosts, launcher_addresses, reach_other_hosts
 from phalanx.launch.job.rehearsal import Rehearsal
+from phalanx.launch.job.spellings import count_after_target
 from phalanx.launch.job.target import Target
 from phalanx.system import interfaces
 from phalanx.system.device_files import accelerator_files, count_devices
@@ -148,8 +149,8 @@ class Job:
             parts.append(self.rehearsal.title(self.host))
         if self.replace:
             parts.append(f"{settings.BACKEND} in place of {' and '.join(self.replace)}")
-        if described := rank_memory.describe(self.memory):
-            parts.append(described)
+        if rank_memory.MMAP_MAX in self.memory:
+            parts.append("freed memory is kept")
         if self.attempt.number:
             parts.append(self.attempt.title)
         return ", ".join(parts)
@@ -271,6 +272,11 @@ class Job:
                 f"and a timing says little about a machine with a core for each"
             )
         warnings += filter(None, [self.output.note(self.ranks)])
+        if (misplaced := count_after_target(self.target.argv[1:])) and not self.counted:
+            warnings.append(
+                f"{misplaced} stands after {self.target.name}, so it is an argument of that, and one rank runs; did "
+                f"you mean phalanx run {misplaced} {self.target.name} …?"
+            )
         devices = count_devices()
         if not self.counted and self.is_local and devices > 1 and self.device_of(0) != "cpu":
             warnings.append(
@@ -361,7 +367,7 @@ def make_job(
         raise LaunchError(f"-n {ranks}: a job has at least one rank")
     if ppn is not None and (ppn < 1 or not hosts):
         raise LaunchError(
-            f"--ppn {ppn}: is the most ranks a host takes, at least 1; it needs --hosts, --hostfile or an allocation"
+            f"--ppn {ppn}: is the most ranks a host takes, at least 1; name the hosts, as in -H h1,h2, or leave it out"
         )
     filled = tuple(fill_hosts(hosts, ranks, ppn)) if hosts else ()
     elsewhere = mpi is not None or reach_other_hosts(filled, starter)
