@@ -31,9 +31,9 @@ _MOST_KINDS = 4
 _UNITS = (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
 
 
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``did you mean bench? `` of a name that is nearly one of those that are known; empty if it is not."""
-    near = difflib.get_close_matches(name, known, 1, cutoff)
+    near = difflib.get_close_matches(name, known, 1)
     return f"did you mean {near[0]}? " if near else ""
 
 

@@ -53,11 +53,8 @@ def test_others_reach_this_host_by_the_chosen_interface_else_by_the_way_to_them(
     assert outward_address([], {"PHALANX_INTERFACE": "ib0"}) == "fd01::3"
     assert outward_addresses([], {"PHALANX_INTERFACE": "ib0"}) == ["10.1.0.3"]
     assert outward_addresses(["fast"]) == ["10.1.0.3", "10.0.0.3"]
-    assert [listening_address(found) for found in (["fd00::3"], ["fd00::3", "fd01::3"], ["10.0.0.3", "10.1.0.3"])] == [
-        "fd00::3",
-        "::",
-        "0.0.0.0",
-    ]
+    lists = (["fd00::3"], ["fd00::3", "fd01::3"], ["10.0.0.3", "10.1.0.3"])
+    assert [*map(listening_address, lists)] == ["fd00::3", "::", "0.0.0.0"]
     with pytest.raises(InitializationError, match="has no address on it"):
         outward_address([], {"PHALANX_INTERFACE": "down0"})
 

@@ -68,10 +68,13 @@ def _with_command(words: list[str]) -> list[str]:
 
 def _in_one_line(error: click.ClickException) -> str:
     """An error of click's as ours are."""
-    text = error.format_message().rstrip(".")
     context = getattr(error, "ctx", None)
-    more = f"{context.command_path if context is not None else 'phalanx'} --help says more"
-    return f"{text[:1].lower()}{text[1:]}{'' if text.endswith(('?', ')')) else ';'} {more}"
+    path = context.command_path if context is not None else "phalanx"
+    if isinstance(error, click.NoSuchOption):
+        meant = did_you_mean(error.option_name, error.possibilities or ())
+        return f"no such option {error.option_name}; {meant}{path} --help lists all"
+    text = error.format_message().rstrip(".")
+    return f"{text[:1].lower()}{text[1:]}; {path} --help says more"
 
 
 def main() -> int | None:

@@ -165,10 +165,7 @@ def outward_address(towards: Iterable[str] = (), environment: Mapping[str, str] 
 
 
 def outward_addresses(towards: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> list[str]:
-    """All addresses of :func:`outward_address`, or of the chosen interface, the likeliest first.
-
-    They are those of IPv4, or of IPv6 if there are no others; loopback only if there is nothing else.
-    """
+    """All addresses of :func:`outward_address`, the likeliest first; IPv6 and loopback only if there are no others."""
     chosen = chosen_interface(environment)
     found = chosen[1] if chosen is not None else list(dict.fromkeys(_outward(towards, environment)))
     found = [address for address in found if not is_loopback(address) and "%" not in address] or found

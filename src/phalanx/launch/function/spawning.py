@@ -18,6 +18,7 @@ from phalanx.launch.job.job import Job
 
 __all__ = ["Start", "pickle_call", "spawn"]
 
+
 @dataclass(frozen=True)
 class Start:
     """What a fresh interpreter is told, as a pickle in a file in memory.

@@ -273,10 +273,8 @@ class Job:
             )
         warnings += filter(None, [self.output.note(self.ranks)])
         if (misplaced := count_after_target(self.target.argv[1:])) and not self.counted:
-            warnings.append(
-                f"{misplaced} stands after {self.target.name}, so it is an argument of that, and one rank runs; did "
-                f"you mean phalanx run {misplaced} {self.target.name} …?"
-            )
+            meant = f"phalanx run {misplaced} {self.target.name} …"
+            warnings.append(f"one rank runs, and {misplaced} is an argument of the program; did you mean {meant}?")
         devices = count_devices()
         if not self.counted and self.is_local and devices > 1 and self.device_of(0) != "cpu":
             warnings.append(

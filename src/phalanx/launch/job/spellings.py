@@ -36,29 +36,9 @@ _FLAGS = {
     "module": ("-m",),
     "cpu": ("--device", "cpu"),
     "bind-to-core": ("--bind", "core"),
-    **dict.fromkeys(
-        (
-            "standalone",
-            "no-python",
-            "run-path",
-            "use-env",
-            "allow-run-as-root",
-            "oversubscribe",
-            "tag-output",
-            "prepend-rank",
-            "l",
-            "label",
-            "genvall",
-            "envall",
-            "display-map",
-            "print-rank-map",
-            "multi-gpu",
-            "same-network",
-            "gloo",
-            "disable-cache",
-        ),
-        (),
-    ),
+    **dict.fromkeys(("standalone", "no-python", "run-path", "use-env", "allow-run-as-root", "oversubscribe"), ()),
+    **dict.fromkeys(("tag-output", "prepend-rank", "l", "label", "genvall", "envall", "display-map"), ()),
+    **dict.fromkeys(("print-rank-map", "multi-gpu", "same-network", "gloo", "disable-cache"), ()),
 }
 # Options with a variable and its value, as two words or as one with an equals sign.
 _VARIABLES = ("genv", "env")
@@ -215,8 +195,7 @@ def translate(words: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str],
 def count_after_target(arguments: Sequence[str]) -> str:
     """The first option for the number of ranks among a target's own arguments, as ``-n 2``; empty if there is none."""
     names = "|".join(("n", "ranks", *_SAME["-n"])).replace("-", "[-_]")
-    found = re.search(rf"(?<!\S)--?(?:{names})[ =]\d+(?!\S)", " ".join(arguments))
-    return found[0] if found else ""
+    return next(iter(re.findall(rf"(?<!\S)--?(?:{names})[ =]\d+(?!\S)", " ".join(arguments))), "")
 
 
 def _take(name: str, left: list[str]) -> str:

@@ -91,7 +91,7 @@ class Notices:
         self._send(content, range(self._comm.size))
 
     def receive_last(self) -> None:
-        """Wait until all have left. MPI_Finalize waits for them, too, and there UCX warns of what nobody has received."""
+        """Wait until all have left. MPI_Finalize does so, too, and there UCX warns of what nobody has received."""
         while len(self._left) < self._comm.size - 1:
             self._receive()
             time.sleep(0.001)
