@@ -181,7 +181,7 @@ __all__ = ["run"]
 @click.option(
     "--address",
     metavar="ADDR",
-    help="With other hosts: this host's address on their network, if phalanx would choose another one.",
+    help="With other hosts: the address by which they reach this one.  [default: its first that answers them]",
 )
 @click.option(
     "--replace",
@@ -244,7 +244,7 @@ def run(
     """Start TARGET as N processes (ranks) that work together, and give each its place among them.
 
     TARGET is a Python script (or a directory or zip archive with a __main__.py), a module with -m, or any other
-    program. Options of the launcher come before TARGET; all arguments after it are its own.
+    program; python train.py means train.py. Options of the launcher come before TARGET; all after it is its own.
 
     \b
       phalanx run -n 4 train.py --lr 0.1      four ranks of a script
