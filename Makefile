@@ -7,6 +7,7 @@ FRAMEWORKS := .venv-frameworks
 TORCHES ?= .venv-torch
 RANKS ?= 2
 ARGS ?=
+SOURCES := pyproject.toml setup.py $(wildcard src/phalanx/native/csrc/* src/phalanx/native/csrc_entry/*)
 # How many tests run side by side: one more than there are cores, since many only wait.
 JOBS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
@@ -17,7 +18,7 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 help:  ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-run: $(VENV)/.installed  ## Train the example on $(RANKS) ranks (RANKS=4, ARGS="--epochs 1")
+run: $(VENV)/.example  ## Train the example on $(RANKS) ranks (RANKS=4, ARGS="--epochs 1")
 	@$(BIN)/phalanx run --no-prefix -n $(RANKS) examples/text_classification.py $(ARGS)
 
 test: lint types unit  ## Style, types and the tests that take minutes
@@ -99,16 +100,25 @@ $(FRAMEWORKS)/.installed: $(VENV)/.installed requirements/frameworks.txt require
 clean:  ## Remove what the build made (not the environment)
 	rm -rf build dist src/*.egg-info src/phalanx/native/*.so .mypy_cache .pytest_cache .ruff_cache
 
-# Two stamps: the environment when the requirements change, the package when its C or its metadata does.
-$(VENV)/.requirements: requirements/development.txt requirements/constraints.txt
+# Stamps: the environment, what the example needs, what development needs when that changes, and the package when its C
+# or its metadata does.
+$(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Phalanx needs Python 3.10 or newer; choose one with: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { echo "No virtual environment could be made. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
-	@echo "Installing the development requirements into $(VENV) (once; a minute or two)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/development.txt
+	@command -v $${CC:-cc} >/dev/null || { echo "No C compiler. On Debian and Ubuntu: apt-get install gcc libc6-dev" >&2; exit 1; }
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.requirements pyproject.toml setup.py $(wildcard src/phalanx/native/csrc/* src/phalanx/native/csrc_entry/*)
-	@command -v $${CC:-cc} >/dev/null || { echo "No C compiler. On Debian and Ubuntu: apt-get install gcc libc6-dev" >&2; exit 1; }
+$(VENV)/.example: $(VENV)/.made requirements/constraints.txt $(SOURCES)
+	@echo "Installing torch, Phalanx and what the example needs into $(VENV) (once; torch alone has hundreds of megabytes)"
+	@$(BIN)/python -m pip install --disable-pip-version-check -c requirements/constraints.txt --editable '.[examples]'
+	@touch $@
+
+$(VENV)/.requirements: $(VENV)/.made requirements/development.txt requirements/constraints.txt
+	@echo "Installing the development requirements into $(VENV) (once; torch alone has hundreds of megabytes)"
+	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements/development.txt
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.requirements $(SOURCES)
 	@echo "Building Phalanx and its C core"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@

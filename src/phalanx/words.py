@@ -6,10 +6,12 @@ These texts are for people only: no code may read them back.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
+    "did_you_mean",
     "first_kinds",
     "format_bytes",
     "format_count",
@@ -21,12 +23,19 @@ __all__ = [
     "format_size",
     "format_spans",
     "format_time",
+    "printable",
     "tell",
 ]
 
 # The launcher's block about calls that differ has at most 12 lines then, beside the frames of a traceback.
 _MOST_KINDS = 4
 _UNITS = (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``did you mean bench? `` of a name that is nearly one of those that are known; empty if it is not."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {near[0]}? " if near else ""
 
 
 def format_spans(numbers: Sequence[int]) -> str:
@@ -104,6 +113,11 @@ def format_time(microseconds: float) -> str:
 def format_limit(seconds: float) -> str:
     """A time that was given for something: ``1800 s``, ``2.5 s``, ``0.01 s``."""
     return f"{seconds:.0f} s" if seconds >= 9.95 else f"{seconds:.2g} s"
+
+
+def printable(text: str) -> str:
+    """Escape what is not Unicode: names of files, hosts, users and variables may be any bytes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def tell(text: str) -> None:

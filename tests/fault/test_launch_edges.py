@@ -158,6 +158,7 @@ def test_ranks_that_never_joined_are_noticed(launcher: Launcher, kind: str) -> N
     assert ("--pass-local-rank" in outcome.err_text) is noted
     if noted:
         assert "ranks joined" not in launcher.run("-n", "1", script).err_text
+        assert "none of the 2 ranks joined" in launcher.run("-n", "2", sys.executable, "-u", script).err_text
         assert launcher.run("-n", "2", "-q", script).err_text == ""
 
 

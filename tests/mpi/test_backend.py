@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -190,6 +191,16 @@ def test_mpi_starts_with_the_group_and_ends_with_it(mpi: MpiEnvironment, tmp_pat
     out = ran(run(mpi, 2, script))
     assert out.count("cannot be started twice in a process") == 2
     assert out.count("from mpi4py import MPI") == 2
+
+
+def test_mpi_ends_in_silence_where_its_messages_go_over_a_network(mpi: MpiEnvironment, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(f"localhost\n{socket.gethostname()}\n")  # two for Hydra, with a rank each
+    script = tmp_path / "silent.py"
+    script.write_text(
+        "import torch.distributed as d; d.init_process_group('mpi'); d.barrier(); d.destroy_process_group()"
+    )
+    done = run(mpi, 2, script, HYDRA_HOST_FILE=str(tmp_path / "hosts"))
+    assert ran(done) == done.stderr == ""
 
 
 def test_too_few_threads_are_refused(mpi: MpiEnvironment) -> None:

@@ -59,7 +59,7 @@ def test_table_prefixes_arguments_and_places(launcher: Launcher, mpi: MpiEnviron
     outcome = launcher.run("-n", "3", script, "--lr", "a b", environment={"OWN": "line\nbreak = 'x'"})
     assert outcome.code == 0, outcome.err_text
     title, *table = outcome.err_text.splitlines()
-    assert title.startswith(f"phalanx run: 3 ranks of {script}, huge pages, started by ")
+    assert title.startswith(f"phalanx run: 3 ranks of {script}, started by ")
     assert [line.split()[:4] for line in table[1:]] == [
         [str(rank), "0", os.uname().nodename, str(rank)] for rank in range(3)
     ]
@@ -295,7 +295,7 @@ def test_dry_run_shows_the_command_and_starts_nothing(launcher: Launcher) -> Non
     script = launcher.script(f"open({str(made)!r}, 'w')")
     outcome = launcher.run("--hosts", "h1:2,h2:1", "--dry-run", script)
     title, _, *rows, command = outcome.out.decode().splitlines()
-    assert title == f"phalanx run: 3 ranks of {script}, huge pages"
+    assert title == f"phalanx run: 3 ranks of {script}"
     assert [row.split()[:4] for row in rows] == [["0", "0", "h1", "0"], ["1", "0", "h1", "1"], ["2", "1", "h2", "0"]]
     assert "mpiexec" in command
     assert not made.exists()

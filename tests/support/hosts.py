@@ -271,6 +271,10 @@ class TestHosts:
         )
         starter.chmod(0o755)
 
+    def add_login_address(self, address: str, device: str = "lo") -> None:
+        """Give the place of :meth:`outside` one more address; the hosts have a way to it on device ``sw``."""
+        self._ip(self._switch, f"addr add {address} dev {device} nodad")
+
     @property
     def starter(self) -> str:
         """A program that starts a command on a host: ``starter h1 COMMAND...``; it works from :meth:`outside`."""

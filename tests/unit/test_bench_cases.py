@@ -63,7 +63,7 @@ def test_operations_and_dtypes_are_names_that_are_known() -> None:
     assert parse_operations(["all"]) == tuple(OPERATIONS)
     assert parse_dtypes("float32,bfloat16") == ("float32", "bfloat16")
     with pytest.raises(
-        ValueError, match="'allreduce' is not an operation that can be measured; choose from all_reduce,"
+        ValueError, match="'allreduce' is not an operation that can be measured; did you mean all_reduce"
     ):
         parse_operations(["allreduce"])
     with pytest.raises(ValueError, match="'float' is not a dtype"):

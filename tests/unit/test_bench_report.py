@@ -247,17 +247,31 @@ def test_a_plot_is_a_png(tmp_path: Path) -> None:
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_plot_of_nothing_that_has_a_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plot, "require_matplotlib", lambda: None)
-    with pytest.raises(plot.PlotError, match="a barrier has no size"):
-        plot.draw(make_results(make_row(used_nbytes=0)), tmp_path / "none.png")
+def test_a_plot_of_nothing_that_has_a_size_is_refused_after_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    (tmp_path / "old.json").write_text(json.dumps(make_results(make_row(used_nbytes=0))))
+    arguments = ["--load", str(tmp_path / "old.json"), "--plot", str(tmp_path / "none.png")]
+    result = CliRunner().invoke(bench, arguments)
+    assert (result.exit_code, "### 2 ranks" in result.output) == (2, True)
+    assert "a barrier has no size" in result.output
 
 
-def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    result = CliRunner().invoke(bench, ["--plot", "out.png"])
-    assert result.exit_code == 2
-    assert "--plot needs matplotlib: pip install matplotlib" in result.output
+@pytest.mark.parametrize(
+    ("arguments", "installed", "said"),
+    [
+        (["--plot", "out.png"], None, "--plot needs matplotlib: pip install matplotlib"),
+        (["--plot", "/dev/null/out.png"], "here", "--plot /dev/null/out.png: cannot be written: Not a directory"),
+        (["--tune"], None, "--tune cannot write its file: [Errno 17] File exists: '/dev/null'; PHALANX_TUNING=FILE"),
+    ],
+)
+def test_files_are_looked_at_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], installed: str | None, said: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed)
+    result = CliRunner(env={"PHALANX_TUNING": "/dev/null/tuning.json"}).invoke(bench, arguments)
+    assert (result.exit_code, said in result.output) == (2, True), result.output
 
 
 def test_an_old_file_is_shown_again(tmp_path: Path) -> None:

@@ -267,7 +267,7 @@ class Relay:
     def __init__(self) -> None:
         self.channels: list[Channel] = []
         self.selector = selectors.DefaultSelector()
-        self.door, self.invitation = channel.open_door("127.0.0.1", self.selector, self.channels.append)
+        self.door, self.invitation = channel.open_door(["127.0.0.1"], self.selector, self.channels.append)
         host, port, _ = self.invitation.rsplit(":", 2)
         self.where = host, int(port)
         self.over = False

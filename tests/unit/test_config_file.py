@@ -5,10 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.commands.run import run
+from phalanx.launch.job.config_file import format_config
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))  # what a command line can hold
 
 
 def phalanx(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -75,6 +83,17 @@ def test_a_saved_file_says_the_same(folder: Path) -> None:
     saved = (folder / "saved.toml").read_text()
     assert saved == (folder / "again.toml").read_text()
     assert 'warn-after = 0.5\nreport-dir = "reports"\n' in saved
+
+
+@given(TEXTS, st.lists(st.one_of(TEXTS, st.integers().map(str))), st.lists(TEXTS))
+def test_any_words_come_back_from_a_saved_file(target: str, arguments: list[str], variables: list[str]) -> None:
+    words = [word for variable in variables for word in ("-x", variable)]
+    typed = run.make_context("run", ["-n", "2", *words, "--", target, *arguments])
+    with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
+        file.write(format_config(typed))
+        file.flush()
+        read = run.make_context("run", ["--config", file.name])
+    assert {**read.params, "config": None} == typed.params
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from phalanx.launch.job.target import Target
 from phalanx.launch.mpi import keeper
 from phalanx.system import interfaces
 from phalanx.system.host import machine_name, this_host
-from phalanx.system.interfaces import is_other_host, outward_address
+from phalanx.system.interfaces import is_other_host, listening_address, outward_address, outward_addresses
 
 PACKAGE = Path(__file__).parents[2] / "src" / "phalanx"
 TARGET = Target("program", "true", "/bin/true", ("true",))
@@ -51,7 +51,10 @@ def test_others_reach_this_host_by_the_chosen_interface_else_by_the_way_to_them(
     assert outward_address(["no-such-name", "alias", "fast"]) == "10.1.0.3"
     assert outward_address(["fast"], {"PHALANX_INTERFACE": "eth0"}) == "10.0.0.3"
     assert outward_address([], {"PHALANX_INTERFACE": "ib0"}) == "fd01::3"
-    assert outward_address([], {"PHALANX_INTERFACE": "ib0"}, ipv4_only=True) == "10.1.0.3"
+    assert outward_addresses([], {"PHALANX_INTERFACE": "ib0"}) == ["10.1.0.3"]
+    assert outward_addresses(["fast"]) == ["10.1.0.3", "10.0.0.3"]
+    lists = (["fd00::3"], ["fd00::3", "fd01::3"], ["10.0.0.3", "10.1.0.3"])
+    assert [*map(listening_address, lists)] == ["fd00::3", "::", "0.0.0.0"]
     with pytest.raises(InitializationError, match="has no address on it"):
         outward_address([], {"PHALANX_INTERFACE": "down0"})
 
@@ -89,7 +92,7 @@ def test_the_launcher_is_reached_by_the_same_address(
         interface=interface,
         environment=environment,
     )
-    assert job.address == address
+    assert job.addresses == (address,)
 
 
 def test_a_rank_of_an_mpi_launcher_reports_the_host_that_it_reports_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,28 @@ import pytest
 
 from phalanx.errors import LaunchError
 from phalanx.launch.job.host_slots import HostSlots, fill_hosts, parse_hosts, read_hostfile
+from phalanx.place.allocated import note_ignored
 
 
 def slots(hosts: list[HostSlots]) -> list[tuple[str, int | None]]:
     return [(host.name, host.slots) for host in hosts]
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks", "asked"),
+    [
+        ("PET_NNODES=2 PET_NPROC_PER_NODE=2", None, "PET_NNODES=2, PET_NPROC_PER_NODE=2"),
+        ("PET_NNODES=1:4 PET_NPROC_PER_NODE=gpu", 2, "PET_NNODES=1:4"),
+        ("PET_NNODES=1 PET_NPROC_PER_NODE=1", None, ""),
+        ("SLURM_NTASKS=2", None, "SLURM_NTASKS=2"),
+        ("SLURM_NTASKS=2", 3, ""),
+        ("RANK=0 WORLD_SIZE=2", None, "WORLD_SIZE=2"),
+        ("OMPI_COMM_WORLD_SIZE=2", 1, "OMPI_COMM_WORLD_SIZE=2"),
+    ],
+)
+def test_what_variables_ask_for_is_not_ignored_in_silence(variables: str, ranks: int | None, asked: str) -> None:
+    environment = dict(pair.split("=") for pair in variables.split())
+    assert note_ignored(environment, ranks).partition(": phalanx run ignores that")[0] == asked
 
 
 def test_hosts() -> None:

@@ -67,6 +67,16 @@ def test_directories_and_archives_need_a_main(tmp_path: Path) -> None:
     assert spec.name == "__main__"
 
 
+def test_what_this_python_would_run_is_forked(tmp_path: Path) -> None:
+    (script := tmp_path / "train.py").touch()
+    python = sys.executable
+    assert find_target(python, (str(script), "a")) == find_target(str(script), ("a",))
+    assert find_target(python, ("-m", "json.tool", "-n")) == find_target("json.tool", ("-n",), module=True)
+    for words in ((), ("-c", "1"), ("-m",), ("-O", str(script))):
+        assert find_target(python, words).kind == "program"
+    assert find_target(executable(tmp_path / "python", "#!/bin/sh\n"), (str(script),)).kind == "program"
+
+
 def test_programs_are_found_on_the_path() -> None:
     target = find_target("sh", ("-c", "true"))
     assert target.kind == "program"

@@ -12,21 +12,19 @@ import pytest
 from phalanx.launch.output.logs import LONGEST_LINE, Console, LineAssembler, Sink, fit, make_prefixes, visible_state
 
 
-def assemble(data: bytes, cuts: list[int], prefix: bytes = b"> ") -> bytes:
-    lines = LineAssembler(prefix)
+def assemble(data: bytes, cuts: list[int], prefix: bytes = b"> ", *, redraws: bool = False) -> bytes:
+    lines = LineAssembler(prefix, redraws=redraws)
     edges = [0, *sorted(cuts), len(data)]
     done = b"".join(lines.feed(data[a:b]) for a, b in itertools.pairwise(edges) if a < b)
     return done + lines.finish()
 
 
-def expected(data: bytes, prefix: bytes = b"> ") -> bytes:
-    """The same by the simplest means: split at newlines, and keep of each line what a carriage return left visible."""
-    lines = data.split(b"\n")
-    last = lines.pop()
-    shown = [prefix + (line.rstrip(b"\r").split(b"\r")[-1]) + b"\n" for line in lines]
-    if last.rstrip(b"\r").split(b"\r")[-1].strip():
-        shown.append(prefix + last.rstrip(b"\r").split(b"\r")[-1] + b"\n")
-    return b"".join(shown)
+def expected(data: bytes, *, redraws: bool) -> bytes:
+    """The same by the simplest means: split at newlines, and of each line keep all, or what a terminal shows."""
+    states = [line.rstrip(b"\r").split(b"\r")[-1 if redraws else 0 :] for line in data.split(b"\n")]
+    if not b"\r".join(states[-1]).strip():
+        states.pop()
+    return b"".join(b"\r".join(b"> " + state for state in line) + b"\n" for line in states)
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -36,26 +34,27 @@ def test_any_splitting_gives_the_same_lines(seed: int) -> None:
     for _ in range(40):
         data = b"".join(dice.choice(alphabet) for _ in range(dice.randrange(60)))
         cuts = [dice.randrange(len(data) + 1) for _ in range(dice.randrange(12))]
-        assert assemble(data, cuts) == expected(data), (data, cuts)
+        for redraws in (False, True):
+            assert assemble(data, cuts, redraws=redraws) == expected(data, redraws=redraws), (data, cuts)
 
 
 @pytest.mark.parametrize(
-    ("data", "lines"),
+    ("data", "lines", "on_terminal"),
     [
-        (b"one\ntwo\n", b"> one\n> two\n"),
-        (b"no newline", b"> no newline\n"),
-        (b"dos\r\nline\r\n", b"> dos\n> line\n"),
-        (b"  0%\r 50%\r100%\n", b"> 100%\n"),
-        (b" 50%\r", b">  50%\n"),
-        (b"50%\r      \r", b""),
-        (b"\n\n", b"> \n> \n"),
-        (b"\xff\xfe\n", b"> \xff\xfe\n"),
-        (b"", b""),
+        (b"one\ntwo\n", b"> one\n> two\n", b"> one\n> two\n"),
+        (b"no newline", b"> no newline\n", b"> no newline\n"),
+        (b"dos\r\nline\r\n", b"> dos\n> line\n", b"> dos\n> line\n"),
+        (b"  0%\r 50%\r100%\n", b">   0%\r>  50%\r> 100%\n", b"> 100%\n"),
+        (b" 50%\r", b">  50%\n", b">  50%\n"),
+        (b"50%\r      \r", b"> 50%\r>       \n", b""),
+        (b"\n\n", b"> \n> \n", b"> \n> \n"),
+        (b"\xff\xfe\n", b"> \xff\xfe\n", b"> \xff\xfe\n"),
+        (b"", b"", b""),
     ],
 )
-def test_lines(data: bytes, lines: bytes) -> None:
+def test_lines(data: bytes, lines: bytes, on_terminal: bytes) -> None:
     for cut in range(len(data) + 1):
-        assert assemble(data, [cut]) == lines
+        assert (assemble(data, [cut]), assemble(data, [cut], redraws=True)) == (lines, on_terminal)
 
 
 def test_without_a_prefix() -> None:
@@ -70,7 +69,7 @@ def test_a_line_without_end_is_cut_and_not_kept_in_memory() -> None:
 
 
 def test_a_progress_bar_does_not_grow() -> None:
-    lines = LineAssembler(b"")
+    lines = LineAssembler(b"", redraws=True)
     for step in range(10_000):
         assert lines.feed(b"\r%d%%" % step) == b""
         assert len(lines.live()) < 20

@@ -23,7 +23,7 @@ class Entrance:
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
         self.admitted: list[Channel] = []
-        self.door, self.invitation = open_door("127.0.0.1", self.selector, self.admitted.append)
+        self.door, self.invitation = open_door(["127.0.0.1"], self.selector, self.admitted.append)
 
     def __enter__(self) -> Entrance:
         return self

@@ -62,7 +62,7 @@ def test_this_host_by_any_of_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_hosts_that_are_this_one_alone_are_no_other_hosts() -> None:
     job = make_job(None, find_target("true"), hosts=[HostSlots("localhost", 3)])
-    assert (job.ranks, job.is_local, job.address) == (3, True, "127.0.0.1")
+    assert (job.ranks, job.is_local, job.addresses) == (3, True, ("127.0.0.1",))
 
 
 def test_the_command_on_a_host() -> None:
@@ -131,7 +131,7 @@ def test_a_job_on_the_wire_keeps_everything_that_its_ranks_see() -> None:
     assert not job.is_local
     sent = json.loads(json.dumps(job_as_sent(job)))
     assert job.key not in json.dumps(sent)  # it goes by standard input
-    got = received_job(sent, key=job.key, cpus=(), threads="4")
+    got = received_job(sent, address=job.addresses[0], key=job.key, cpus=(), threads="4")
     rows = job.rows()
     for rank in range(3):
         assert got.environment(rank, port=1, rows=rows) | {"OMP_NUM_THREADS": "1"} == job.environment(

@@ -54,6 +54,29 @@ def test_ranks_of_two_hosts_join_each_other(remote: RemoteLauncher) -> None:
     ]
 
 
+def test_hosts_take_the_first_address_of_the_launcher_that_answers(remote: RemoteLauncher, hosts: TestHosts) -> None:
+    hosts.add_login_address("192.168.99.1/32")
+    # The name of the login node means another network, and only ssh's configuration knows those of the hosts.
+    remote.files["/etc/hosts"] = remote.folder / "names"
+    remote.files["/etc/hosts"].write_text("127.0.0.1 localhost\n192.168.99.1 login\n")
+    script = remote.script("""
+        import os, torch, phalanx
+        world = phalanx.init()
+        total = torch.tensor([1.0])
+        world.all_reduce(total)
+        print(os.environ["MASTER_ADDR"], total.item())
+    """)
+    job = remote.run("-q", "-H", "localhost,h0,h1", script)
+    assert job.process.returncode == 0, job.said()
+    login = hosts.address(253)
+    assert lines(job.out) == ["[rank 0] 192.168.99.1 3.0", f"[rank 1] {login} 3.0", f"[rank 2] {login} 3.0"]
+    job = remote.run("-q", "-H", "h0", "--address", "192.168.99.1", script)
+    assert "it could not reach phalanx run at 192.168.99.1:" in job.err, job.said()
+    hosts.add_login_address(f"{(own := hosts.address6(253))}/64", "sw")
+    job = remote.run("-q", "-H", "h0,h1", "--address", own, script)
+    assert lines(job.out) == [f"[rank 0] {own} 2.0", f"[rank 1] {own} 2.0"], job.said()
+
+
 def test_what_the_user_set_reaches_the_ranks(remote: RemoteLauncher) -> None:
     script = remote.script("""
         import os, sys

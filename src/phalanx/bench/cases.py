@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.bench.operations import DTYPES, OPERATIONS, SizeOf
-from phalanx.words import format_size
+from phalanx.words import did_you_mean, format_size
 
 __all__ = [
     "MEMCPY",
@@ -157,5 +157,6 @@ def _parts(text: str) -> list[str]:
 def _known(names: Sequence[str], known: tuple[str, ...], what: str) -> tuple[str, ...]:
     for name in names:
         if name not in known:
-            raise ValueError(f"{name!r} is not {what} that can be measured; choose from {', '.join(known)}")
+            meant = did_you_mean(name, known)
+            raise ValueError(f"{name!r} is not {what} that can be measured; {meant}choose from {', '.join(known)}")
     return tuple(dict.fromkeys(names))

@@ -12,9 +12,10 @@ from phalanx import settings
 from phalanx.bench.cases import MEMCPY, MPI
 from phalanx.bench.report import backend_title
 from phalanx.bench.samples import Summary
+from phalanx.system.whole_files import check_creatable
 from phalanx.words import format_count, format_size
 
-__all__ = ["PlotError", "draw", "require_matplotlib", "series"]
+__all__ = ["PlotError", "check_plot", "draw", "series"]
 
 _STYLES = ("-", "--", ":", "-.")
 _MARKERS = ("o", "s", "^", "D")
@@ -22,17 +23,22 @@ _COLUMNS = 3
 
 
 class PlotError(ValueError):
-    """A plot was asked for that cannot be drawn: matplotlib is missing, or nothing that has a size was measured."""
+    """A plot cannot be drawn: matplotlib or its file's folder is missing, or nothing that has a size was measured."""
 
 
-def require_matplotlib() -> None:
-    """Check for matplotlib before anything is measured, so that a missing one is reported at once.
+def check_plot(path: Path) -> None:
+    """Check that a plot can be drawn, before anything is measured.
 
     Raises:
-        PlotError: matplotlib is not installed.
+        PlotError: matplotlib is not installed, or the file cannot be made.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise PlotError("--plot needs matplotlib: pip install matplotlib")
+    try:
+        if not path.exists():
+            check_creatable(path)
+    except OSError as error:
+        raise PlotError(f"--plot {path}: cannot be written: {error.strerror}") from error
 
 
 def series(results: dict[str, Any]) -> dict[str, dict[tuple[str, int, str], list[tuple[int, Summary]]]]:
@@ -59,16 +65,15 @@ def _rows(results: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, A
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw the medians with their quartiles into a PNG file.
+    """Draw the medians with their quartiles into a PNG file, or by its suffix into a PDF or SVG.
 
     Args:
         results: what ``--json`` prints.
         path: the file to write; its parent folder exists.
 
     Raises:
-        PlotError: matplotlib is missing, or no operation with a size was measured.
+        PlotError: no operation with a size was measured.
     """
-    require_matplotlib()
     panels = series(results)
     if not panels:
         raise PlotError("nothing to plot: a barrier has no size")
@@ -120,4 +125,4 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     machine = results["machine"]
     figure.suptitle(f"{machine['cpu']}, {machine['usable_cores']} cores, {results['date'][:10]}", fontsize=10)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, format=path.suffix[1:] if path.suffix in (".pdf", ".svg") else "png")

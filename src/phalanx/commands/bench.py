@@ -186,7 +186,7 @@ def bench(
     2 for a mistake on the command line; 130 after Ctrl-C, which prints what was measured so far.
     """
     from phalanx.bench.measurement import choose_mpis, load_results, measure
-    from phalanx.bench.plot import draw, require_matplotlib
+    from phalanx.bench.plot import check_plot, draw
     from phalanx.bench.report import format_report
 
     options = BenchOptions(
@@ -213,7 +213,7 @@ def bench(
         return _tune(options, operations, as_json, quiet)
     try:
         if plot is not None:
-            require_matplotlib()
+            check_plot(plot)
         if load is not None:
             results = load_results(load)
         elif _is_rank():
@@ -226,11 +226,11 @@ def bench(
             results = found
         else:
             results = measure(options, choose_mpis(against, mpiexecs), command=sys.argv[1:], quiet=quiet)
+        click.echo(json.dumps(results) if as_json else format_report(results), nl=as_json)
         if plot is not None:
             draw(results, plot)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    click.echo(json.dumps(results) if as_json else format_report(results), nl=as_json)
     return int(results["exit_code"]) if load is None else 0
 
 
@@ -260,7 +260,12 @@ def _tune(options: BenchOptions, operations: tuple[str, ...], as_json: bool, qui
                 "--round-ms, --patience, --json and --quiet"
             )
     from phalanx.bench.tune import format_finding, tune
+    from phalanx.transports.shm.tuning import check_tuning_file
 
+    try:
+        check_tuning_file()
+    except (OSError, RuntimeError) as error:
+        raise click.UsageError(f"--tune cannot write its file: {error}; PHALANX_TUNING=FILE names another") from error
     finding = tune(options, command=sys.argv[1:], quiet=quiet)
     click.echo(json.dumps(finding.as_json()) if as_json else format_finding(finding), nl=as_json)
     return finding.exit_code or (0 if finding.path else 1)

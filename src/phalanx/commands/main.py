@@ -7,6 +7,7 @@ an exit code, or None for 0; ``run`` returns a job, which is launched here.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from importlib import import_module
@@ -19,6 +20,7 @@ from phalanx.launch.attempts import launch
 from phalanx.launch.conclusion import UNWRITABLE
 from phalanx.launch.job.job import Job
 from phalanx.launch.rank.start import RankStart, become
+from phalanx.words import did_you_mean
 
 __all__ = ["main"]
 
@@ -31,9 +33,12 @@ class _Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
         if cmd_name not in COMMANDS:
-            return None
+            meant = did_you_mean(cmd_name, COMMANDS)
+            raise ArgumentError(f"no such command {cmd_name}; {meant}phalanx --help lists all")
+        if cmd_name != "run" and isinstance(sys.stdout, io.TextIOWrapper):  # that of `run` becomes its ranks' own
+            sys.stdout.reconfigure(errors="backslashreplace")
         found: click.Command = getattr(import_module(f"phalanx.commands.{cmd_name}"), cmd_name)
         return found
 
@@ -64,6 +69,17 @@ def _with_command(words: list[str]) -> list[str]:
     return words
 
 
+def _in_one_line(error: click.ClickException) -> str:
+    """An error of click's as ours are."""
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "phalanx"
+    if isinstance(error, click.NoSuchOption):
+        meant = did_you_mean(error.option_name, error.possibilities or ())
+        return f"no such option {error.option_name}; {meant}{path} --help lists all"
+    text = error.format_message().rstrip(".")
+    return f"{text[:1].lower()}{text[1:]}; {path} --help says more"
+
+
 def main() -> int | None:
     """Run the command line; the entry point of ``phalanx``.
 
@@ -74,14 +90,14 @@ def main() -> int | None:
         The exit code; in a rank that of its script.
     """
     try:
-        outcome = command(_with_command(sys.argv[1:]), prog_name="phalanx", standalone_mode=False)
+        outcome = command(_with_command(sys.argv[1:] or ["--help"]), prog_name="phalanx", standalone_mode=False)
         if isinstance(outcome, Job):
             outcome = launch(outcome)
     except (ArgumentError, LaunchError, LauncherEnvironmentError) as error:
         print(f"phalanx: {error}", file=sys.stderr)
         return 2
     except click.ClickException as error:
-        error.show()
+        print(f"phalanx: {_in_one_line(error)}", file=sys.stderr)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return 130

@@ -24,6 +24,7 @@ from phalanx.launch.job.run_words import RunCommand
 from phalanx.launch.job.seconds import Seconds
 from phalanx.launch.job.target import find_target
 from phalanx.launch.remote.starter import parse_starter
+from phalanx.place.allocated import note_ignored
 from phalanx.system.limits import check_limits, machine_limits, raise_file_limit
 from phalanx.words import format_count, tell
 
@@ -180,7 +181,7 @@ __all__ = ["run"]
 @click.option(
     "--address",
     metavar="ADDR",
-    help="With other hosts: this host's address on their network, if phalanx would choose another one.",
+    help="With other hosts: the address by which they reach this one.  [default: its first that answers them]",
 )
 @click.option(
     "--replace",
@@ -243,7 +244,7 @@ def run(
     """Start TARGET as N processes (ranks) that work together, and give each its place among them.
 
     TARGET is a Python script (or a directory or zip archive with a __main__.py), a module with -m, or any other
-    program. Options of the launcher come before TARGET; all arguments after it are its own.
+    program; python train.py means train.py. Options of the launcher come before TARGET; all after it is its own.
 
     \b
       phalanx run -n 4 train.py --lr 0.1      four ranks of a script
@@ -327,6 +328,9 @@ def run(
         where, start_by = _allotted(None if ranks in COUNTED_HERE else count, ppn, quiet=quiet)
         if where and ranks in COUNTED_HERE:
             count = None  # as many as the batch system has allotted
+    started_here = not (where or start_by or launcher is not None or rehearse is not None)
+    if started_here and not quiet and (ignored := note_ignored(os.environ, count)):
+        tell(f"note: {ignored}")
     job = make_job(
         count,
         find_target(target, arguments, module=module),

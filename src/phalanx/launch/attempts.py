@@ -62,7 +62,7 @@ def launch(job: Job, hand_over: HandOver | None = None) -> RankStart | int:
     limits = machine_limits(python=job.target.is_python, forked=job.is_local, logs=bool(job.output.log_dir))
     check_limits(job.ranks, limits)
     if job.ranks > 1 or job.target.is_python:
-        check_reachable(job.address)
+        check_reachable(job.addresses[0])
     supervisor, listener = _open(job)
     # Text that is still in the buffers would be copied by the fork, and printed twice.
     for stream in (sys.stdout, sys.stderr):
@@ -84,7 +84,7 @@ def _open(job: Job, before: Supervisor | None = None) -> tuple[Supervisor, socke
     """Open all that an attempt needs: its supervisor, and the listening socket of its store."""
     descriptors = open_descriptors(job.ranks, job.run_id)
     logs = LogFiles(job)
-    listener = open_store(job.address)
+    listener = open_store(job.addresses)
     return Supervisor(job, descriptors, logs, before), listener
 
 

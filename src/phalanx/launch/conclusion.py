@@ -41,7 +41,6 @@ class Ended:
         stages: how far each rank came.
         asked: what each rank had asked another process for last, and waited for.
         last_lines: the last lines of the output of each rank that was not shown.
-        unwritten: why a rank's file could not be written any more; empty if all could.
         last_operation: gives a rank's last operation before a time, in words; empty if it has recorded none.
         parted: gives lines on how the ranks' calls differed when a rank failed at a time, given the ranks that ended
             by themselves with exit code 0, if its error cannot say it.
@@ -59,7 +58,6 @@ class Ended:
     stages: Sequence[Stage] = field(default=())
     asked: Sequence[str] = field(default=())
     last_lines: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    unwritten: str = ""
     last_operation: Callable[[int, float], str] = field(default=lambda rank, at: "")
     parted: Callable[[int, float, Collection[int]], Sequence[str]] = field(default=lambda rank, at, ended: ())
 
@@ -83,13 +81,13 @@ def conclude(job: Job, ended: Ended, console: Console, hand_over: HandOver | Non
 def failed(ended: Ended, console: Console) -> bool:
     """Whether a job ended because a rank failed, and not because somebody ended it, or its output has no reader."""
     by_others = ended.interrupted is not None or ended.refusal is not None
-    return bool(ended.failures) and not (by_others or ended.unwritten or console.out.closed or console.err.closed)
+    return bool(ended.failures) and not (by_others or console.out.closed or console.err.closed)
 
 
 def conclude_attempt(job: Job, ended: Ended, console: Console) -> None:
     """Print why an attempt :func:`failed`, and that the next one starts."""
     _, text = _explain(job, ended)
-    console.err.write(text.encode(errors="backslashreplace"))
+    console.err.write(text)
     _say_overdue(ended, console)
     console.say(f"{job.attempt.title} failed; {job.attempt.next().title} starts now")
 
@@ -130,9 +128,6 @@ def _conclude(job: Job, ended: Ended, console: Console, hand_over: HandOver | No
         if sink.fault:
             console.say(f"{name} cannot be written: {sink.fault}; the job was ended")
             return UNWRITABLE
-    if ended.unwritten:
-        console.say(f"{ended.unwritten}; the job was ended")
-        return UNWRITABLE
     if console.out.closed or console.err.closed:
         return 128 + signal.SIGPIPE
     if ended.refusal is not None:
@@ -171,7 +166,7 @@ def _finished(ended: Ended) -> list[int]:
 
 def _give(rank: int, text: str, code: int, console: Console, hand_over: HandOver | None) -> None:
     if hand_over is None:
-        console.err.write(text.encode(errors="backslashreplace"))
+        console.err.write(text)
     else:
         hand_over(rank, text, code)
 

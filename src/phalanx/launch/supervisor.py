@@ -216,9 +216,7 @@ class Supervisor:
             return
         width = err.columns() if err.terminal else None
         backend = f"started by {job.mpi.title}" if job.mpi is not None else None
-        err.write(
-            format_rank_table(self.rows, title=job.title(), backend=backend, width=width, color=err.color).encode()
-        )
+        err.write(format_rank_table(self.rows, title=job.title(), backend=backend, width=width, color=err.color))
         for warning in [*job.warnings(), *notes]:
             self.console.say(f"note: {warning}")
 
@@ -240,8 +238,11 @@ class Supervisor:
         self.watch.act(self.zygote)
         if not (self.console.out.closed or self.console.err.closed):
             self.patience.look(self._unended, self._why_it_ends)
-        if (self.console.out.closed or self.console.err.closed or self.logs.faults) and not self.ending:
+        if (self.console.out.closed or self.console.err.closed) and not self.ending:
             self._order(signal.SIGTERM)
+        if self.logs.faults and not self.logs.said:
+            self.logs.said = True
+            self.console.say(f"warning: {self.logs.faults[0]}; the job goes on, and lines are lost while that lasts")
         if self.settle_until is not None and (time.monotonic() >= self.settle_until or self._all_ended()):
             self.settle_until = None
             if not self.ending and time.monotonic() < self.cause_until and self._awaits_the_cause():
@@ -299,7 +300,7 @@ class Supervisor:
                 self.descriptors.supervisor.send(do="go")
         elif message["event"] == "said":
             if not self.job.quiet:
-                self.console.write(self.console.err, f"{message['text']}\n".encode(errors="backslashreplace"))
+                self.console.write(self.console.err, f"{message['text']}\n")
         elif message["event"] == "refused":
             self.refusal = message["text"], message["code"]
         elif message["event"] == "store lost" and not self.ending:
@@ -378,7 +379,7 @@ class Supervisor:
         return [number for number, rank in enumerate(self.ranks) if rank.end is None]
 
     def _why_it_ends(self) -> str:
-        said = self.refusal[0] if self.refusal is not None else next(iter(self.logs.faults), "")
+        said, _ = self.refusal or ("", 0)
         return why_it_ends(self.interrupted, said, self._failures(), [row.host for row in self.rows])
 
     def _end_for(self, text: str) -> None:
@@ -446,5 +447,4 @@ class Supervisor:
                 for number, rank in enumerate(self.ranks)
                 if not self.job.output.shows(number) and not self.job.keeps_terminal(number)
             },
-            unwritten=next(iter(self.logs.faults), ""),
         )

@@ -8,13 +8,18 @@ from dataclasses import dataclass
 from phalanx.errors import LauncherEnvironmentError
 from phalanx.place.node_lists import expand_node_list, expand_task_counts
 from phalanx.place.readers import read_host_slots
+from phalanx.words import format_count
 
-__all__ = ["Allocated", "is_allocated", "read_allocated"]
+__all__ = ["Allocated", "is_allocated", "note_ignored", "read_allocated"]
 
 # The variables of a task of mpiexec, or of LSF's jsrun, which it has beside those of the batch system.
 _OF_TASKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK")
 # Slurm numbers steps from 0; those of a batch script and of an interactive shell have numbers from here on.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
+# Variables that say how many processes a job has, those that count a host's alone, and values that ask for no others.
+_OF_JOB = ("PET_NNODES", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_OF_HOST = ("PET_NPROC_PER_NODE", "SLURM_NTASKS")
+_ALONE = ("", "0", "1", "1:1", "-1")
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,16 @@ def read_allocated(environment: Mapping[str, str]) -> Allocated | None:
 def is_allocated(environment: Mapping[str, str]) -> bool:
     """Whether this process belongs to a job of a batch system that gives each node devices of its own."""
     return any(name in environment for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"))
+
+
+def note_ignored(environment: Mapping[str, str], ranks: int | None) -> str:
+    """A note on variables that ask for processes which ``phalanx run`` does not start, given -n; else empty."""
+    names = _OF_JOB if ranks is not None else (*_OF_JOB, *_OF_HOST)
+    asked = ", ".join(f"{name}={environment[name]}" for name in names if environment.get(name, "") not in _ALONE)
+    return asked and (
+        f"{asked}: phalanx run ignores that, and starts {format_count(ranks or 1, 'rank')} on this host. Say how many "
+        "with -n 2, and where with -H h1:2,h2:2; or start the script by torchrun, srun or mpiexec, which read it"
+    )
 
 
 def _slurm(environment: Mapping[str, str]) -> Allocated | None:

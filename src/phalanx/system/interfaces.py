@@ -9,7 +9,7 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from phalanx import settings
@@ -28,7 +28,9 @@ __all__ = [
     "is_loopback",
     "is_other_host",
     "is_own_name",
+    "listening_address",
     "outward_address",
+    "outward_addresses",
     "resolve",
 ]
 
@@ -134,13 +136,14 @@ def resolve(name: str) -> list[str]:
     Raises:
         OSError: the name does not resolve.
     """
-    answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    try:
+        answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except UnicodeError:  # it is not UTF-8, or too long
+        raise socket.gaierror(socket.EAI_NONAME, "no host can have this name") from None
     return list(dict.fromkeys(str(answer[4][0]) for answer in answers))
 
 
-def outward_address(
-    towards: Iterable[str] = (), environment: Mapping[str, str] | None = None, *, ipv4_only: bool = False
-) -> str:
+def outward_address(towards: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> str:
     """The address by which processes on other hosts reach this one.
 
     The first of these that exists:
@@ -157,12 +160,24 @@ def outward_address(
         towards: the hosts that will connect, by name or number, if they are known. A name that does not resolve is
             skipped, because a launcher may know names that the resolver does not.
         environment: where ``PHALANX_INTERFACE`` is read; ``os.environ`` by default.
-        ipv4_only: skip IPv6 addresses, for a listener that cannot use them.
 
     Raises:
         InitializationError: this host does not have the interface that was chosen.
     """
-    return next(address for address in _outward(towards, environment) if not (ipv4_only and ":" in address))
+    return next(_outward(towards, environment))
+
+
+def outward_addresses(towards: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> list[str]:
+    """All addresses of :func:`outward_address`, the likeliest first; IPv6 and loopback only if there are no others."""
+    chosen = chosen_interface(environment)
+    found = chosen[1] if chosen is not None else list(dict.fromkeys(_outward(towards, environment)))
+    found = [address for address in found if not is_loopback(address) and "%" not in address] or found
+    return [address for address in found if ":" not in address] or found
+
+
+def listening_address(addresses: Sequence[str]) -> str:
+    """Where to listen so that others can connect to each of these addresses of this host: on it, or on all."""
+    return addresses[0] if len(addresses) == 1 else "::" if ":" in addresses[0] else "0.0.0.0"
 
 
 def _outward(towards: Iterable[str], environment: Mapping[str, str] | None) -> Iterator[str]:
@@ -235,7 +250,8 @@ def check_reachable(address: str) -> None:
     Raises:
         LaunchError: they cannot; the message says why.
     """
-    with socket.socket() as listener, socket.socket() as caller:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as listener, socket.socket(family) as caller:
         try:
             listener.bind((address, 0))
             listener.listen()

@@ -41,6 +41,8 @@ TASKS_BESIDE = 8
 # Ranks rarely end all at once, so this leaves a reserve. The script's own data is unknown, so it is not counted.
 BYTES_PER_RANK = 60 << 20
 BYTES_BESIDE = 400 << 20
+# How far apart the ranks' parts of the file in memory are in which they say where they are.
+TRACE_BYTES_PER_RANK = 1 << 32
 
 
 class Resource(Enum):
@@ -49,10 +51,11 @@ class Resource(Enum):
     FILES = "open files"
     TASKS = "processes and threads"
     MEMORY = "memory"
+    FILE_SIZE = "file size"
 
     def describe(self, amount: int) -> str:
         """An amount of it, for a message: ``137 open files``, ``1.2 GiB of memory``."""
-        if self is Resource.MEMORY:
+        if self in (Resource.MEMORY, Resource.FILE_SIZE):
             return f"{format_gib(amount)} of {self.value}"
         return f"{amount} {self.value}"
 
@@ -106,8 +109,8 @@ def machine_limits(*, python: bool, forked: bool = True, logs: bool = False) -> 
     Args:
         python: whether the ranks run Python with torch. If not, memory is not checked, because it is unknown how much
             another program needs.
-        forked: whether they are forked here. If not, only the limit on open files is checked, because the ranks of an
-            MPI launcher may be on other hosts, with other limits.
+        forked: whether they are forked here. If not, only the limits on open files and on the size of files are
+            checked, because the ranks of an MPI launcher may be on other hosts, with other limits.
         logs: whether each rank has a log file, which is open as well.
     """
     limits = []
@@ -115,6 +118,10 @@ def machine_limits(*, python: bool, forked: bool = True, logs: bool = False) -> 
     if soft != resource.RLIM_INFINITY:
         remedy = "raise the hard limit (ulimit -Hn, or LimitNOFILE)"
         limits.append(Limit(Resource.FILES, remedy, soft, FILES_PER_RANK + logs, FILES_BESIDE))
+    largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if largest != resource.RLIM_INFINITY:
+        remedy = "lift the limit, which holds for files in memory too: ulimit -f unlimited"
+        limits.append(Limit(Resource.FILE_SIZE, remedy, largest, TRACE_BYTES_PER_RANK, 0))
     if not forked:
         return limits
     tasks = _tasks_left()

@@ -9,6 +9,7 @@ from types import CodeType, FrameType, TracebackType
 
 from phalanx.system.folder import beside, jobs_folder
 from phalanx.watch.stack_text import is_library
+from phalanx.words import printable
 
 __all__ = ["CallSite", "call_site", "capture", "inside", "raised_at", "running", "running_at", "shown", "text_of"]
 
@@ -76,10 +77,8 @@ def shown(place: str) -> str:
     Args:
         place: ``file:line``, or ``function (file:line)`` as :func:`running_at` gives it.
     """
-    if place.endswith(")"):
-        function, bracket, line = place.partition(" (")
-        return f"{function}{bracket}{beside(line, jobs_folder())}"
-    return beside(place, jobs_folder())
+    function, bracket, line = place.partition(" (") if place.endswith(")") else ("", "", place)
+    return printable(f"{function}{bracket}{beside(line, jobs_folder())}")
 
 
 def call_site() -> str:

@@ -31,6 +31,7 @@ from phalanx.native.core import TEXT_BYTES, library
 from phalanx.system.bounded import within
 from phalanx.watch.call_site import raised_at, shown
 from phalanx.watch.exit_code import before_exit, exit_code
+from phalanx.words import printable
 
 __all__ = [
     "Teller",
@@ -180,7 +181,7 @@ def _cause(error: BaseException) -> str:
     first = str(error).partition("\n")[0]
     site = shown(raised_at(error.__traceback__))
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__
-    return f"{text[:200]}{f' at {site}' if site else ''}"
+    return printable(f"{text[:200]}{f' at {site}' if site else ''}")
 
 
 def _tell(error: BaseException, cause: str) -> None:

@@ -18,8 +18,6 @@ from phalanx.launch.job.job import Job
 
 __all__ = ["Start", "pickle_call", "spawn"]
 
-_REMEDY = "define it in a module, or install cloudpickle, or use start_method='fork'"
-
 
 @dataclass(frozen=True)
 class Start:
@@ -65,7 +63,8 @@ def pickle_call(call: Any) -> bytes:
         return pickled
     except Exception as error:
         raise LaunchError(
-            f"the function and its arguments cannot be sent to a fresh interpreter: {error}; {_REMEDY}"
+            f"the function and its arguments cannot be sent to a fresh interpreter: {error}; define it in a module, or "
+            f"install cloudpickle"
         ) from error
 
 

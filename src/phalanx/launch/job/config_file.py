@@ -17,7 +17,6 @@ typed replaces that of the file, by click's own rule that the last one counts; `
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import sys
@@ -28,6 +27,7 @@ import click
 
 from phalanx.errors import LaunchError
 from phalanx.launch.job.hang_options import KEPT
+from phalanx.words import did_you_mean
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -99,8 +99,7 @@ def _hint(key: str, keys: Mapping[str, click.Parameter]) -> str:
     by_letter = {name.lstrip("-"): own for own, option in keys.items() for name in option.opts}
     if key in by_letter:
         return f"its name in a file is {by_letter[key]}"
-    near = difflib.get_close_matches(key, keys, 1, 0.6)
-    meant = f"did you mean {near[0]}? " if near else ""
+    meant = did_you_mean(key, keys)
     return f"{meant}The keys are the long options of phalanx run --help, and target, arguments, module and variables"
 
 
@@ -146,7 +145,7 @@ def words_of_config(
             before += [option.opts[0], str(value)]
     if "target" in replaced or "target" not in config:
         return before, []
-    return before, [str(config["target"]), *config.get("arguments", [])]
+    return before, ["--", str(config["target"]), *config.get("arguments", [])]
 
 
 def format_config(ctx: click.Context) -> str:
@@ -176,7 +175,5 @@ def _toml(value: Any) -> str:
         value.encode()
     except UnicodeEncodeError:
         raise LaunchError(f"--save-config: {os.fsencode(value)!r} is not UTF-8, which a TOML file has to be") from None
-    if value.isdecimal() and str(int(value)) == value:
-        return value  # the option -n takes words too, so its numbers are words
     # JSON writes texts as TOML does, but for one character that it leaves as it is.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

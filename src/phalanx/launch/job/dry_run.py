@@ -10,6 +10,7 @@ import click
 
 from phalanx.launch.job.job import Job
 from phalanx.topology.table import format_rank_table
+from phalanx.words import printable
 
 __all__ = ["describe"]
 
@@ -34,10 +35,10 @@ def describe(job: Job, *, as_json: bool) -> None:
         }
         click.echo(json.dumps(description))
         return
-    click.echo(format_rank_table(job.rows(), title=job.title()), nl=False)
+    click.echo(printable(format_rank_table(job.rows(), title=job.title())), nl=False)
     if job.mpi is not None:
         words = job.mpi.command(job.ranks, job.hosts, [job.target.name, *job.target.argv[1:]], "HOSTS")
-        click.echo(f"started by {job.mpi.title}: {shlex.join(words)}")
+        click.echo(f"started by {job.mpi.title}: {printable(shlex.join(words))}")
     if not job.quiet:
         for warning in job.warnings():
             click.echo(f"phalanx: note: {warning}", err=True)

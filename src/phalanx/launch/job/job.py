@@ -20,8 +20,9 @@ from phalanx.launch.job.contradictions import check_together
 from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.host_slots import HostSlots, fill_hosts
 from phalanx.launch.job.output_options import PLAIN_OUTPUT, OutputOptions
-from phalanx.launch.job.reach import LOOPBACK, check_hosts, launcher_address, reach_other_hosts
+from phalanx.launch.job.reach import LOOPBACK, check_hosts, launcher_addresses, reach_other_hosts
 from phalanx.launch.job.rehearsal import Rehearsal
+from phalanx.launch.job.spellings import count_after_target
 from phalanx.launch.job.target import Target
 from phalanx.system import interfaces
 from phalanx.system.device_files import accelerator_files, count_devices
@@ -66,7 +67,7 @@ class Job:
             chooses.
         starter: the program that starts a command on another host, and its arguments; empty for ssh.
         named: the variables that the user has named, which go to other hosts whatever they are.
-        address: the address at which ranks reach the launcher, and the store.
+        addresses: those at which ranks may reach the launcher, and the store; an agent knows which one they can.
         rehearsal: the hosts that the ranks report in place of their real one; None if they report that.
         bind: how ranks are bound to cores.
         cpus: the logical cores of each rank; empty if they are not bound.
@@ -98,7 +99,7 @@ class Job:
     hosts: tuple[HostSlots, ...] = ()
     starter: tuple[str, ...] = ()
     named: tuple[str, ...] = ()
-    address: str = LOOPBACK
+    addresses: tuple[str, ...] = (LOOPBACK,)
     rehearsal: Rehearsal | None = None
     bind: Bind = "none"
     cpus: tuple[tuple[int, ...], ...] = ()
@@ -148,8 +149,8 @@ class Job:
             parts.append(self.rehearsal.title(self.host))
         if self.replace:
             parts.append(f"{settings.BACKEND} in place of {' and '.join(self.replace)}")
-        if described := rank_memory.describe(self.memory):
-            parts.append(described)
+        if rank_memory.MMAP_MAX in self.memory:
+            parts.append("freed memory is kept")
         if self.attempt.number:
             parts.append(self.attempt.title)
         return ", ".join(parts)
@@ -238,7 +239,7 @@ class Job:
             "ROLE_RANK": str(rank),
             "ROLE_NAME": "default",
             "ROLE_WORLD_SIZE": world,
-            "MASTER_ADDR": self.address,
+            "MASTER_ADDR": self.addresses[0],
             "MASTER_PORT": str(port),
             **self.attempt.environment(),
             "TORCHELASTIC_RUN_ID": self.run_id,
@@ -271,6 +272,9 @@ class Job:
                 f"and a timing says little about a machine with a core for each"
             )
         warnings += filter(None, [self.output.note(self.ranks)])
+        if (misplaced := count_after_target(self.target.argv[1:])) and not self.counted:
+            meant = f"phalanx run {misplaced} {self.target.name} …"
+            warnings.append(f"one rank runs, and {misplaced} is an argument of the program; did you mean {meant}?")
         devices = count_devices()
         if not self.counted and self.is_local and devices > 1 and self.device_of(0) != "cpu":
             warnings.append(
@@ -361,7 +365,7 @@ def make_job(
         raise LaunchError(f"-n {ranks}: a job has at least one rank")
     if ppn is not None and (ppn < 1 or not hosts):
         raise LaunchError(
-            f"--ppn {ppn}: is the most ranks a host takes, at least 1; it needs --hosts, --hostfile or an allocation"
+            f"--ppn {ppn}: is the most ranks a host takes, at least 1; name the hosts, as in -H h1,h2, or leave it out"
         )
     filled = tuple(fill_hosts(hosts, ranks, ppn)) if hosts else ()
     elsewhere = mpi is not None or reach_other_hosts(filled, starter)
@@ -388,6 +392,7 @@ def make_job(
     threads = _threads_per_rank(min([cores // count, *(len(own) // shared[own] for own in cpus)]), environment)
     if elsewhere and not environment.get("OMP_NUM_THREADS"):
         threads = ""
+    found = [address] if address else launcher_addresses(mpi, filled if elsewhere else (), interface, environment)
     attempt = Attempt(restarts=restarts)
     job = Job(
         ranks=count,
@@ -404,7 +409,7 @@ def make_job(
         hosts=filled if elsewhere else (),
         starter=tuple(starter),
         named=tuple(named),
-        address=address or launcher_address(mpi, filled if elsewhere else (), interface, environment),
+        addresses=tuple(found),
         rehearsal=rehearsal,
         bind=bind,
         cpus=tuple(cpus),

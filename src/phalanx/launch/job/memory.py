@@ -25,7 +25,7 @@ import ctypes
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-__all__ = ["MODES", "Memory", "apply_to_this_process", "describe", "variables"]
+__all__ = ["MODES", "Memory", "apply_to_this_process", "variables"]
 
 Memory = Literal["huge", "keep", "return"]
 MODES: tuple[Memory, ...] = get_args(Memory)
@@ -69,13 +69,6 @@ def variables(
         return huge
     kept_nbytes = _LARGEST if memory_nbytes is None else min(_LARGEST, memory_nbytes // (4 * ranks))
     return {**huge, MMAP_MAX: "0", TRIM_THRESHOLD: str(kept_nbytes)}
-
-
-def describe(chosen: Mapping[str, str]) -> str:
-    """What the title of the rank table says of these variables; empty for none."""
-    if MMAP_MAX in chosen:
-        return "freed memory is kept"
-    return "huge pages" if HUGE in chosen else ""
 
 
 def apply_to_this_process(environment: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Which of a job's hosts are other machines, and the address by which they reach this one."""
+"""Which of a job's hosts are other machines, and the addresses by which they reach this one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.system.interfaces import LOOPBACK
 if TYPE_CHECKING:
     from phalanx.launch.job.mpi_launcher import MpiLauncher
 
-__all__ = ["LOOPBACK", "check_hosts", "is_here", "launcher_address", "reach_other_hosts"]
+__all__ = ["LOOPBACK", "check_hosts", "is_here", "launcher_addresses", "reach_other_hosts"]
 
 
 def is_here(name: str, *, starter: bool = False) -> bool:
@@ -93,10 +93,12 @@ def check_hosts(
         raise LaunchError(f"{' and '.join(here)} are one host, this one; list it once, with the number of its ranks")
 
 
-def launcher_address(
+def launcher_addresses(
     mpi: MpiLauncher | None, hosts: Sequence[HostSlots], interface: str | None, environment: Mapping[str, str]
-) -> str:
+) -> list[str]:
     """Where the ranks find the launcher: loopback if every rank is on this host, so that no other host can connect.
+
+    Of several addresses, as a login node has, the hosts take the first that answers. Ranks of MPI are given one.
 
     Args:
         mpi: the MPI launcher; None without one.
@@ -110,16 +112,18 @@ def launcher_address(
     names = [host.name.rpartition("@")[2] for host in hosts]
     elsewhere = [name for name in names if interfaces.is_other_host(name)]
     if mpi is None and not hosts:
-        return LOOPBACK
+        return [LOOPBACK]
     if mpi is not None and not elsewhere and (hosts or not mpi.may_leave_this_host(environment)):
-        return LOOPBACK
+        return [LOOPBACK]
     # The ranks' interface need not exist on the host that starts them, such as a login node.
     chosen = interface or environment.get(settings.INTERFACE, "")
     own = {settings.INTERFACE: chosen} if interfaces.interface_addresses().get(chosen) else {}
-    address = interfaces.outward_address(elsewhere, own, ipv4_only=True)
-    if mpi is None and interfaces.is_loopback(address):
+    addresses = interfaces.outward_addresses(elsewhere, own)
+    if mpi is not None:
+        return addresses[:1]
+    if interfaces.is_loopback(addresses[0]):
         raise LaunchError(
             f"other hosts cannot reach this one, whose interfaces are {interfaces.describe_interfaces()}; if one of "
             f"them leads there, name it: --interface, or --address"
         )
-    return address
+    return addresses

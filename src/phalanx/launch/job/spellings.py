@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from phalanx.errors import LaunchError
 from phalanx.system.host import machine_name
 
-__all__ = ["translate"]
+__all__ = ["count_after_target", "translate"]
 
 # Options that mean the same as one of ours, with a value.
 _SAME = {
@@ -36,29 +36,9 @@ _FLAGS = {
     "module": ("-m",),
     "cpu": ("--device", "cpu"),
     "bind-to-core": ("--bind", "core"),
-    **dict.fromkeys(
-        (
-            "standalone",
-            "no-python",
-            "run-path",
-            "use-env",
-            "allow-run-as-root",
-            "oversubscribe",
-            "tag-output",
-            "prepend-rank",
-            "l",
-            "label",
-            "genvall",
-            "envall",
-            "display-map",
-            "print-rank-map",
-            "multi-gpu",
-            "same-network",
-            "gloo",
-            "disable-cache",
-        ),
-        (),
-    ),
+    **dict.fromkeys(("standalone", "no-python", "run-path", "use-env", "allow-run-as-root", "oversubscribe"), ()),
+    **dict.fromkeys(("tag-output", "prepend-rank", "l", "label", "genvall", "envall", "display-map"), ()),
+    **dict.fromkeys(("print-rank-map", "multi-gpu", "same-network", "gloo", "disable-cache"), ()),
 }
 # Options with a variable and its value, as two words or as one with an equals sign.
 _VARIABLES = ("genv", "env")
@@ -212,6 +192,12 @@ def translate(words: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str],
     return found + left, notes
 
 
+def count_after_target(arguments: Sequence[str]) -> str:
+    """The first option for the number of ranks among a target's own arguments, as ``-n 2``; empty if there is none."""
+    names = "|".join(("n", "ranks", *_SAME["-n"])).replace("-", "[-_]")
+    return next(iter(re.findall(rf"(?<!\S)--?(?:{names})[ =]\d+(?!\S)", " ".join(arguments))), "")
+
+
 def _take(name: str, left: list[str]) -> str:
     if not left:
         raise LaunchError(f"{name} needs a value")
@@ -247,18 +233,8 @@ def _streams(name: str, plain: str, value: str, left: list[str]) -> list[str]:
 
 
 def _nearest(plain: str, undashed: Mapping[str, str]) -> str:
-    known = [
-        *undashed,
-        *_OURS,
-        *_FLAGS,
-        *_VARIABLES,
-        *_AS_VARIABLE,
-        *_DEFAULTS,
-        *_STREAMS,
-        *_ADDRESSES,
-        *_NEEDLESS,
-        *_OTHERWISE,
-    ]
-    near = difflib.get_close_matches(plain, known, 1, 0.7)
-    meant = f"did you mean {undashed.get(near[0]) or _OURS.get(near[0], f'--{near[0]}')}? " if near else ""
+    theirs = (_FLAGS, _VARIABLES, _AS_VARIABLE, _DEFAULTS, _STREAMS, _ADDRESSES, _NEEDLESS, _OTHERWISE)
+    shown = {**{name: f"--{name}" for names in theirs for name in names}, **_OURS, **undashed}
+    near = difflib.get_close_matches(plain, shown, 1, 0.7)
+    meant = f"did you mean {shown[near[0]]}? " if near else ""
     return f"{meant}phalanx run --help lists all; options of the script come after the script"

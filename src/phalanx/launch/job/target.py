@@ -21,6 +21,7 @@ import importlib.machinery
 import importlib.util
 import marshal
 import os
+import re
 import shutil
 import stat
 import sys
@@ -32,6 +33,7 @@ from types import CodeType, ModuleType
 from typing import Any, Literal
 
 from phalanx.errors import LaunchError
+from phalanx.words import did_you_mean
 
 __all__ = ["Refusal", "Target", "compile_target", "find_target", "prepare_target"]
 
@@ -87,8 +89,15 @@ def find_target(name: str, arguments: tuple[str, ...] = (), *, module: bool = Fa
     Raises:
         LaunchError: nothing of that name can be run. The message says what was searched, and where.
     """
+    if any(word == ":" and after.startswith("-") for word, after in zip((name, *arguments), arguments, strict=False)):
+        raise LaunchError("':' begins a second program; a job here has one for all ranks, which may ask for its rank")
     if module:
         return _find_module(name, arguments)
+    if re.fullmatch(r"python[\d.]*", os.path.basename(name)) and _is_this_python(shutil.which(name) or "/"):
+        # What this Python would run is forked, which is quicker, and more can be said of it.
+        own = arguments[1:] if arguments[:1] in (("-m",), ("-u",)) else arguments
+        if own and (own[0].endswith(".py") or arguments[0] == "-m"):
+            return find_target(own[0], own[1:], module=arguments[0] == "-m")
     target = _find_file(name, arguments)
     if target.is_python:
         current_folder()  # torch cannot be imported without one
@@ -101,7 +110,10 @@ def _find_file(name: str, arguments: tuple[str, ...]) -> Target:
         if found is None:
             where = "" if os.path.isabs(name) else f" in {current_folder()}"
             path = "" if os.sep in name else ", and no program of that name on PATH"
-            raise LaunchError(f"{name}: no such file{where}{path}")
+            folder, base = os.path.split(name)
+            beside = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+            meant = f"did you mean -n {name}? " if name.isdigit() else did_you_mean(base, beside)
+            raise LaunchError(f"{name}: no such file{where}{path}{'; ' if meant else ''}{meant.rstrip()}")
         return _classify(name, found, arguments)
     return _classify(name, name, arguments)
 
@@ -150,8 +162,10 @@ def _names_this_python(first_line: bytes) -> bool:
     if os.path.basename(interpreter) == "env":
         names = [name for name in arguments if not name.startswith("-") and "=" not in name]
         return bool(names) and names[0].startswith("python")
-    if not os.path.basename(interpreter).startswith("python"):
-        return False
+    return os.path.basename(interpreter).startswith("python") and _is_this_python(interpreter)
+
+
+def _is_this_python(interpreter: str) -> bool:
     # Virtual environments are links to one interpreter, so the folders of the links are compared, not their targets.
     directory = os.path.dirname(interpreter)
     return os.path.realpath(directory) == os.path.realpath(os.path.dirname(sys.executable))

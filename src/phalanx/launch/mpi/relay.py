@@ -105,7 +105,7 @@ class _Relay:
         self.selector = selectors.DefaultSelector()
         self.rows: list[RankRow] = []
         self.exchange = Exchange(self.selector, self._on_first, self._on_message, self._on_lost)
-        self.door, invitation = open_door(job.address, self.selector, self.exchange.welcome)
+        self.door, invitation = open_door(job.addresses, self.selector, self.exchange.welcome)
         self.reader = ranks[job.reader or 0]
         self.input = Input(
             self.selector,

@@ -25,6 +25,7 @@ from phalanx.errors import LaunchError
 from phalanx.launch.job.job import Job
 from phalanx.launch.output.logs import Sink, mark_lines
 from phalanx.launch.output.report import Report
+from phalanx.words import printable
 
 __all__ = ["LogFiles", "RankLog"]
 
@@ -34,7 +35,7 @@ class RankLog:
 
     Args:
         path: where it is; the folder exists.
-        faults: if it cannot be written to any more, the reason is added here.
+        faults: if it cannot be written to, the reason is added here, unless there is one.
 
     Raises:
         OSError: it cannot be opened for writing. A ``BlockingIOError`` if another job is writing it.
@@ -55,16 +56,17 @@ class RankLog:
 
     def write(self, stream: str, lines: bytes) -> None:
         """Add whole lines, each with the time and the name of the stream."""
-        if not lines or self._sink.closed:
+        if not lines:
             return
+        failed, self._sink.closed = self._sink.closed, False  # a disk that was full may have room again
         now = datetime.now().astimezone().isoformat(timespec="milliseconds")
-        self._sink.write(mark_lines(lines, f"{now} {stream} ".encode()))
-        if self._sink.closed:
-            self._faults.append(f"{self._path} cannot be written: {self._sink.fault}")
+        self._sink.write(b"\n" * failed + mark_lines(lines, f"{now} {stream} ".encode()))
+        if self._sink.closed and not self._faults:
+            self._faults.append(f"{self._path} cannot be written: {self._sink.fault or 'it is gone'}")
 
     def note(self, text: str) -> None:
         """Add the launcher's own words, of one or several lines."""
-        self.write("phalanx", text.rstrip("\n").encode(errors="backslashreplace") + b"\n")
+        self.write("phalanx", printable(text).rstrip("\n").encode() + b"\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -85,8 +87,9 @@ class LogFiles:
     def __init__(self, job: Job) -> None:
         options = job.output
         self.ranks: list[RankLog] = []
-        #: Why files cannot be written to any more; empty while all can.
+        #: Why a file could not be written to, empty while all can; and whether the user has been told.
         self.faults: list[str] = []
+        self.said = False
         if not options.log_dir:
             return
         try:

@@ -5,9 +5,9 @@ lines with a prefix. They stay bytes throughout, because the output of a program
 is read becomes one block to write: ``bytes.replace`` puts in all prefixes at once, so a hundred thousand lines cost
 little.
 
-A progress bar redraws its line with carriage returns. If the output is not a terminal, only the last state of the line
-is printed. On a terminal, the unfinished line that changed last is the *live line*: it is drawn below all other output,
-and again whenever it changes.
+A progress bar redraws its line with carriage returns. Files and pipes get all of it, with the prefix behind each of
+these too. On a terminal only the last state of a line stays, and the unfinished line that changed last is the *live
+line*: it is drawn below all other output, and again whenever it changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import stat
 import time
 from collections.abc import Mapping
 
-__all__ = ["Console", "LineAssembler", "Sink", "make_prefixes", "mark_lines"]
+from phalanx.words import printable
+
+__all__ = ["Console", "LineAssembler", "Sink", "make_prefixes", "mark_lines", "visible_state"]
 
 # A line that grows longer is cut, because a stream that never ends its line would fill the memory.
 LONGEST_LINE = 1 << 20
@@ -54,10 +56,12 @@ class LineAssembler:
 
     Args:
         prefix: what is written before each line; may be empty.
+        redraws: whether text that a carriage return has overwritten is left out, as on a terminal.
     """
 
-    def __init__(self, prefix: bytes) -> None:
+    def __init__(self, prefix: bytes, *, redraws: bool = False) -> None:
         self._prefix = prefix
+        self._redraws = redraws
         self._pending = b""
 
     def feed(self, data: bytes) -> bytes:
@@ -74,7 +78,7 @@ class LineAssembler:
     def finish(self) -> bytes:
         """Return the last line of a stream that has ended without a newline, with one added; empty if it is blank."""
         line, self._pending = self._pending, b""
-        if not visible_state(line).strip():
+        if not (visible_state(line) if self._redraws else line).strip():
             # A progress bar that has erased itself leaves blanks.
             return b""
         return self._prefixed(line)
@@ -86,13 +90,16 @@ class LineAssembler:
 
     def _prefixed(self, lines: bytes) -> bytes:
         if b"\r" in lines:
-            lines = b"\n".join(visible_state(line) if b"\r" in line else line for line in lines.split(b"\n"))
+            lines = b"\n".join(map(self._state, lines.split(b"\n")))
         return mark_lines(lines + b"\n", self._prefix) if self._prefix else lines + b"\n"
+
+    def _state(self, line: bytes) -> bytes:
+        return visible_state(line) if self._redraws else line.rstrip(b"\r").replace(b"\r", b"\r" + self._prefix)
 
     def _keep(self, pending: bytes) -> None:
         # A carriage return as the last byte is kept: it may be the first half of "\r\n".
         cut = pending.rfind(b"\r", 0, max(0, len(pending) - 1))
-        if cut >= 0 and pending[cut + 1 :].strip(b"\r"):
+        if self._redraws and cut >= 0 and pending[cut + 1 :].strip(b"\r"):
             pending = pending[cut + 1 :]
         self._pending = pending
 
@@ -139,11 +146,11 @@ class Sink:
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLOUT)
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | str) -> None:
         """Write all of ``data``; if the stream cannot be written to any more, ``closed`` becomes true."""
         if self.closed:
             return
-        view = memoryview(data)
+        view = memoryview(printable(data).encode() if isinstance(data, str) else data)
         while view:
             if self._may_block and not self._wait():
                 return
@@ -190,7 +197,7 @@ class Console:
         self._wanted: tuple[Sink, bytes, object] | None = None
         self._drawn_at = 0.0
 
-    def write(self, sink: Sink, lines: bytes) -> None:
+    def write(self, sink: Sink, lines: bytes | str) -> None:
         """Print whole lines above the live line."""
         if not lines:
             return
@@ -203,7 +210,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """Print the launcher's own words on standard error, under its name."""
-        self.write(self.err, f"phalanx: {text}\n".encode(errors="backslashreplace"))
+        self.write(self.err, f"phalanx: {text}\n")
 
     def show(self, sink: Sink, line: bytes, owner: object) -> None:
         """Make ``line`` the live line at the next redraw. An empty one removes the live line if it is ``owner``'s."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from phalanx.launch.job.job import Job
 from phalanx.launch.output.log_files import LogFiles, RankLog
-from phalanx.launch.output.logs import Console, LineAssembler, Sink, make_prefixes
+from phalanx.launch.output.logs import Console, LineAssembler, Sink, make_prefixes, visible_state
 
 __all__ = ["RankStream", "StreamReader", "last_lines", "open_streams"]
 
@@ -42,7 +42,7 @@ class RankStream:
         self.last_lines: deque[bytes] = deque(maxlen=_LAST_LINES)
         self._console = console
         self._sink = sink
-        self._shown = LineAssembler(prefix) if shown else None
+        self._shown = LineAssembler(prefix, redraws=sink.terminal) if shown else None
         # Without the prefix, which says what the file's name says.
         self._kept = LineAssembler(b"") if log is not None or not shown else None
         self._log = log
@@ -83,7 +83,7 @@ class RankStream:
         if self._log is not None:
             self._log.write(self.name, lines)
         if self._shown is None:
-            self.last_lines.extend(lines.splitlines()[-_LAST_LINES:])
+            self.last_lines.extend(map(visible_state, lines.split(b"\n")[-_LAST_LINES - 1 : -1]))
 
 
 class StreamReader:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.launch.rank.trace import Trace, open_trace
+from phalanx.system.interfaces import listening_address
+from phalanx.wire.sockets import listen
 
 __all__ = [
     "Control",
@@ -221,16 +223,13 @@ def report_name(run_id: str, rank: int) -> str:
     return f"{run_id}-rank-{rank}"
 
 
-def open_store(address: str) -> socket.socket:
+def open_store(addresses: Sequence[str]) -> socket.socket:
     """The listening socket of the job's store, on a free port.
 
     It is bound by the supervisor, and the store inherits it, so no other program can take the port in between.
     """
     _guard_standard_streams()
-    listener = socket.socket()
-    listener.bind((address, 0))
-    listener.listen(4096)
-    return listener
+    return listen(listening_address(addresses), 0)
 
 
 def open_descriptors(ranks: int, run_id: str) -> Descriptors:

@@ -13,6 +13,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import weakref
 from typing import Any, NoReturn, TextIO, cast
 
@@ -31,6 +32,7 @@ def forget_interpreter() -> None:
     and error are what descriptors 1 and 2 are. Signals have the actions that Python gives them.
     """
     _forget_exit_handlers()
+    threading.main_thread().name = "MainThread"  # the one that forked had another name
     for name in _OF_A_PROMPT:
         with contextlib.suppress(AttributeError):
             delattr(sys, name)

@@ -124,6 +124,7 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     resource.setrlimit(resource.RLIMIT_NOFILE, file_limit)
     os.environ.update(start.environment)
     os.environ.update(cpu_settings(os.environ))
+    time.tzset()  # Python does not look at TZ again by itself
     apply_to_this_process(os.environ)
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{start.pid}/fd/{ends.report}"
     if not start.target.is_python:
@@ -154,12 +155,17 @@ def _stream(stream: TextIO | None, descriptor: int, mode: str) -> TextIO:
 
 
 def leave_siblings(start: RankStart) -> None:
-    """In a rank that was forked from a process with torch: give it what forked processes must not share.
+    """In a rank that was forked from a process with torch: renew what a fresh process would have of its own.
 
-    These are the random state of numpy and the secret of multiprocessing. Also skip libtorch's teardown, which would
-    copy the pages that the ranks have in common, and hide torch until the script imports it. A function may use a torch
-    that was imported before the fork, so torch is not hidden from it, and is told how many threads the rank has.
+    These are the random states of torch and numpy and the secret of multiprocessing; Python renews its own generator
+    after a fork, and those of accelerators begin in the rank (docs/launchers.md lists what ranks share). Also skip
+    libtorch's teardown, which would copy the pages that the ranks have in common, and hide torch until the script
+    imports it. A function may use a torch that was imported before the fork, so torch is not hidden from it, and is
+    told how many threads the rank has.
     """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
@@ -197,6 +203,9 @@ def become(start: RankStart) -> None:
         _execute(start)
         return
     sys.argv = list(target.argv)
+    # A program that starts itself again goes by this, and must not start the launcher again.
+    named = ("-m", target.name) if target.kind == "module" else target.argv[:1]
+    sys.orig_argv = [sys.executable, *named, *target.argv[1:]]
     _set_search_path(target.search_path)
     main = types.ModuleType("__main__")
     main.__dict__.update(
@@ -204,7 +213,8 @@ def become(start: RankStart) -> None:
     )
     if start.spec is None:
         main.__dict__["__loader__"] = importlib.machinery.SourceFileLoader("__main__", target.path)
-    sys.modules["__main__"] = main
+    # multiprocessing's children name the script's classes by the second name, and their parent looks them up by it.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     # Exit handlers run in reverse order, so the script's own run first, and may join yet.
     atexit.register(_note_end, start)
     with reported(start):
@@ -430,5 +440,5 @@ def _execute(start: RankStart) -> None:
         os.execv(target.path, target.argv)
     except OSError as error:
         code = 127 if isinstance(error, FileNotFoundError) else 126
-        os.write(2, f"phalanx: {target.name} cannot be executed: {error.strerror}\n".encode())
+        os.write(2, f"phalanx: {target.name} cannot be executed: {error.strerror}\n".encode(errors="backslashreplace"))
         os._exit(code)

@@ -38,6 +38,7 @@ from collections.abc import Collection, Mapping
 
 from phalanx.native.core import RECORDER_BYTES
 from phalanx.system import processes
+from phalanx.system.limits import TRACE_BYTES_PER_RANK
 from phalanx.watch import stack_signal
 from phalanx.watch.stack_text import ASKED
 
@@ -57,7 +58,7 @@ __all__ = [
 
 # No library is known to use it, and a process that a rank starts gets its default action back.
 STACK_SIGNAL = signal.SIGRTMAX - 3
-_PART = 1 << 32
+_PART = TRACE_BYTES_PER_RANK
 _PAGE = 4096
 _RECORDER = 1 << 31  # where the recorder begins in a part
 _ELSEWHERE = 3 << 30  # behind the recorder

@@ -19,9 +19,10 @@ import select
 import selectors
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from phalanx.system.interfaces import listening_address
 from phalanx.wire.acknowledged import unanswered_s
 from phalanx.wire.dial import dial
 from phalanx.wire.door import Arrival, Door
@@ -84,6 +85,11 @@ class Channel:
     def fileno(self) -> int:
         """The descriptor, for a selector."""
         return self._socket.fileno()
+
+    @property
+    def peer(self) -> str:
+        """The other side's address."""
+        return str(self._socket.getpeername()[0])
 
     @property
     def waiting(self) -> int:
@@ -181,12 +187,12 @@ class Channel:
 
 
 def open_door(
-    address: str, selector: selectors.BaseSelector, admit: Callable[[Channel], None], secret: str = ""
+    addresses: Sequence[str], selector: selectors.BaseSelector, admit: Callable[[Channel], None], secret: str = ""
 ) -> tuple[Door, str]:
     """Listen for keepers, or for agents: the door, and the invitation that :func:`join` needs.
 
     Args:
-        address: the interface to listen on.
+        addresses: those of this host that keepers and agents may connect to.
         selector: where the caller waits; see :class:`Door`.
         admit: takes the connection of each process that has proven the key.
         secret: the key; by default a new one.
@@ -195,8 +201,8 @@ def open_door(
         OSError: the address is not this host's.
     """
     secret = secret or new_key()
-    listener = listen(address, 0)
-    host, port = listener.getsockname()[:2]
+    listener = listen(listening_address(addresses), 0)
+    port = listener.getsockname()[1]
 
     def welcome(arrival: Arrival) -> None:
         arrival.answer(b"")
@@ -204,25 +210,33 @@ def open_door(
 
     key = Key(secret.encode(), "phalanx run")
     door = Door(listener, key, ROLE, _KEEP_ALIVE, selector, welcome, most=_MOST_STRANGERS)
-    return door, f"{host}:{port}:{secret}"
+    return door, f"{','.join(addresses)}:{port}:{secret}"
 
 
 def join(invitation: str, patience_s: float = JOIN_S) -> Channel:
-    """Connect to the launcher's door and prove that this process belongs to the job.
+    """Connect to the launcher's door, at its first address that answers, and prove to belong to the job.
 
     Args:
         invitation: as :func:`open_door` has made it.
-        patience_s: how long connecting may take, in seconds, and then the handshake as long again.
+        patience_s: how long connecting to an address may take, in seconds, and then the handshake as long again.
 
     Raises:
         OSError: nothing listens there, the launcher has ended, or what listens there does not know the job's key.
     """
-    address, port, secret = invitation.rsplit(":", 2)
-    where, key = (address, int(port)), Key(secret.encode(), "phalanx run")
+    addresses, port, secret = invitation.rsplit(":", 2)
+    key = Key(secret.encode(), "phalanx run")
+
+    def join_at(address: str) -> Channel:
+        line, _ = dial((address, int(port)), key, ROLE, b"", patience_s=patience_s, keep_alive=_KEEP_ALIVE)
+        return Channel(line.sock, line.session)
+
+    *others, last = addresses.split(",")
+    for address in others:
+        with contextlib.suppress(OSError, NoProof, WrongKey):
+            return join_at(address)
     try:
-        line, _ = dial(where, key, ROLE, b"", patience_s=patience_s, keep_alive=_KEEP_ALIVE)
+        return join_at(last)
     except ConnectionResetError as error:
         raise ConnectionRefusedError("the connection was closed: phalanx run has ended") from error
     except (NoProof, WrongKey) as error:
         raise ConnectionRefusedError("what answers there does not know the job's key") from error
-    return Channel(line.sock, line.session)

@@ -200,7 +200,8 @@ class _Agent:
             self.channel.say(event="refused", text=f"phalanx: {self.invitation.name}: {error}\n", code=2)
             return None
         key, threads = self.invitation.door.rpartition(":")[2], str(rows[numbers.start].threads or 1)
-        job = received_job(order["job"], key=key, cpus=tuple(cpus), threads=order["job"]["threads"] or threads)
+        threads = order["job"]["threads"] or threads
+        job = received_job(order["job"], address=self.channel.peer, key=key, cpus=tuple(cpus), threads=threads)
         share = Share(numbers, rows, order["port"], None, order["terminal"])
         descriptors = open_descriptors(len(numbers), job.run_id)
         fed, feed = os.pipe() if order["input"] else (os.open(os.devnull, os.O_RDONLY), -1)

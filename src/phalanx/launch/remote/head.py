@@ -72,7 +72,7 @@ class _Head:
         self.port = listener.getsockname()[1]
         self.store = StoreOnDemand(descriptors, listener, self.selector, self._look_up, self.announcer.lose_store)
         self.selector.register(descriptors.zygote, selectors.EVENT_READ, self._on_order)
-        self.door, invitation = open_door(job.address, self.selector, self.exchange.welcome, job.key)
+        self.door, invitation = open_door(job.addresses, self.selector, self.exchange.welcome, job.key)
         self.arrivals = Arrivals(job, self.hosts, self.selector, invitation)
         self.sweeps = Sweeps(job.starter)
         self.going = self.ordered = False

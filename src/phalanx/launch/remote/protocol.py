@@ -150,11 +150,14 @@ def job_as_sent(job: Job) -> dict[str, Any]:
     return {**fields, **plain, "strict": job.diagnosis.strict, "warn_after_s": job.diagnosis.warn_after_s}
 
 
-def received_job(sent: Mapping[str, Any], *, key: str, cpus: tuple[tuple[int, ...], ...], threads: str) -> Job:
+def received_job(
+    sent: Mapping[str, Any], *, address: str, key: str, cpus: tuple[tuple[int, ...], ...], threads: str
+) -> Job:
     """The job as an agent and its zygote see it.
 
     Args:
         sent: what :func:`job_as_sent` has made.
+        address: where this host reaches the head, and its ranks the store.
         key: the job's key.
         cpus: the cores to which the ranks of this host are bound, if they are.
         threads: how many threads each of them gets.
@@ -167,6 +170,7 @@ def received_job(sent: Mapping[str, Any], *, key: str, cpus: tuple[tuple[int, ..
         "attempt": Attempt(**sent["attempt"]),
         "diagnosis": Diagnosis(sent["warn_after_s"], strict=sent["strict"]),
         "replace": tuple(sent["replace"]),
+        "addresses": (address,),
         "key": key,
         "cpus": cpus,
         "threads": threads,

@@ -90,6 +90,12 @@ class Notices:
         content = {"kind": "left", "world": self.world, "sequences": sequences, "call": call[:TEXT_BYTES]}
         self._send(content, range(self._comm.size))
 
+    def receive_last(self) -> None:
+        """Wait until all have left. MPI_Finalize does so, too, and there UCX warns of what nobody has received."""
+        while len(self._left) < self._comm.size - 1:
+            self._receive()
+            time.sleep(0.001)
+
     def about(self, group: str, sequence: int, members: Iterable[int]) -> Notice | None:
         """The notice that an operation of a group will not be answered, if one has arrived.
 

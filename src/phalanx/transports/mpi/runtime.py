@@ -166,6 +166,7 @@ class Runtime:
             return
         self._leave()
         if self._owned and not self.failed and not self._keeps:
+            self.notices.receive_last()
             self.mpi.Finalize()
             self._core.phx_mpi_ended()
 

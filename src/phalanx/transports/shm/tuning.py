@@ -17,9 +17,9 @@ from pathlib import Path
 
 from phalanx import settings
 from phalanx.system.foreign_values import read_json
-from phalanx.system.whole_files import whole_file
+from phalanx.system.whole_files import check_creatable, whole_file
 
-__all__ = ["Tuning", "load_tuning", "save_tuning", "tuning_in_force", "tuning_path"]
+__all__ = ["Tuning", "check_tuning_file", "load_tuning", "save_tuning", "tuning_in_force", "tuning_path"]
 
 LINE_BYTES = 64
 
@@ -74,10 +74,10 @@ def load_tuning() -> Tuning:
 
 @cache
 def _read() -> Tuning:
-    path = tuning_path()
     try:
+        path = tuning_path()
         data = path.read_bytes()
-    except OSError:
+    except (OSError, RuntimeError):  # a RuntimeError if the user has no home directory
         return Tuning()
     try:
         values = read_json(data)
@@ -90,10 +90,17 @@ def _read() -> Tuning:
     return tuning
 
 
-def save_tuning(tuning: Tuning) -> Path:
-    """Write the file that :func:`load_tuning` reads, whole or not at all; returns its path."""
+def check_tuning_file() -> Path:
+    """Return the path of the file if it can be made; raise OSError if not, and RuntimeError without a home."""
     path = tuning_path()
     path.parent.mkdir(parents=True, exist_ok=True)
+    check_creatable(path)
+    return path
+
+
+def save_tuning(tuning: Tuning) -> Path:
+    """Write the file that :func:`load_tuning` reads, whole or not at all; returns its path."""
+    path = check_tuning_file()
     with whole_file(path) as file:
         file.write(json.dumps(asdict(tuning), indent=2).encode() + b"\n")
     _read.cache_clear()
