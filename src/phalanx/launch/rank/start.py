@@ -261,7 +261,7 @@ def _code_of(error: SystemExit) -> int:
 def _note_end(start: RankStart) -> None:
     """Note that the script has come to its end, if this rank had met the others.
 
-    Whether it had is known by torch's traces of a process group, which may have gone.
+    Whether it had is known by the stores that it opened, and by torch's traces of a process group, which may have gone.
     """
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None:
@@ -271,7 +271,7 @@ def _note_end(start: RankStart) -> None:
         c10d.is_initialized()
         or getattr(c10d, "_default_pg_init_method", None) is not None
         or getattr(world, "_openings", 0)
-        or getattr(sys.excepthook, "__module__", "") == c10d.__name__
+        or getattr(sys.modules.get("phalanx.c10d.register"), "has_met", False)
     ):
         advance(start.run_id, Stage.ENDED)
 
