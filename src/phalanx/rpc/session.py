@@ -45,6 +45,7 @@ JOIN_S = 60.0  # for connecting to a launcher's store
 T = TypeVar("T")
 
 _agent: Agent | None = None
+_own_world: worlds.World | None = None  # that init() has joined, and shutdown() leaves
 # What the rooms of RPC do with a new agent: they register their services.
 _equip: list[Callable[[Agent], None]] = []
 _at_shutdown: list[Callable[[], None]] = []
@@ -160,7 +161,8 @@ def init(
     """Become a worker, so that others can call functions here and this process can call them.
 
     Every rank of the world may call it, after ``phalanx.init()`` or ``init_process_group``; it returns when all ranks
-    of the world have. A process that is no rank, such as a parameter server that was started by itself, names the job's
+    of the world have. Without either it joins the launcher's ranks first, by ``phalanx.init(device="cpu")``, and
+    ``shutdown`` leaves them; a process that was started plainly is the only worker. A process that is no rank, such as a parameter server that was started by itself, names the job's
     store. For such a process it returns as soon as the ranks have met; from then on it may leave and come back.
 
     Args:
@@ -184,6 +186,7 @@ def init(
             call it again as well.
         BackendError: the system gives this process no more threads.
     """
+    global _own_world
     how: dict[str, Any] = {"typed_only": typed_only, "warn_after_s": warn_after_s, "encrypt": encrypt}
     if join is not None:
         if name is None:
@@ -191,6 +194,8 @@ def init(
         store, address = _foreign_store(join, wait_s)
         return begin(store, name, -1, address, timeout_s, **how).me
     _require_none()
+    if not dist.is_initialized() and place_with(None, None, None, None).world_size > 1:
+        _own_world = worlds.init(device="cpu", timeout_s=wait_s)
     store, rank, size, one_host = _world_store()
     address = own_address(one_host=one_host)
     own_name = name or f"worker{rank}"
@@ -234,6 +239,8 @@ def shutdown(*, wait: bool = True, timeout_s: float = 300.0) -> None:
             for forget in _at_shutdown:
                 forget()
         _close(made)
+        if _own_world is not None and worlds._world is _own_world:
+            worlds.close()
 
 
 def _close(made: Agent) -> None:
