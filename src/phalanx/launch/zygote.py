@@ -370,18 +370,16 @@ class _Ranks:
 
     def _end_remains(self, rank: int, pid: int) -> None:
         """Kill the processes that an ended rank left behind: they hold its output, its memory and its ports."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
         known = {self.store, *self.pids.values()}
         marks = [f"{settings.RUN_ID}={self.run_id}".encode(), f"RANK={self.numbers[rank]}".encode()]
         for orphan in processes.children_of(os.getpid()):
             if orphan not in known and processes.belongs_to(orphan, pid, report_name(self.run_id, rank), marks):
                 for victim in [orphan, *processes.descendants_of([orphan])]:
-                    processes.kill(victim)
+                    if not processes.is_resource_tracker(victim):
+                        processes.kill(victim)
 
     def kill_everything(self) -> None:
         """Kill and reap every descendant, however many processes lie between."""
-        self._kill_ranks(list(self.pids))
         processes.end_descendants()
         if self.ends is not None:
             self.ends.close()
