@@ -282,7 +282,7 @@ def init(
             if place.world_size > 1 and not quiet and settings.TABLE_SHOWN not in os.environ:
                 table = world.describe()
                 if world.rank == 0:
-                    print(table, file=sys.stderr, flush=True)
+                    print(f"{table}\n", end="", file=sys.stderr, flush=True)
             tell_meeting(_store, store, place.rank, begins=False)
     except BaseException as error:
         reason = why_failed(error, _store, store)

@@ -19,6 +19,7 @@ from phalanx.launch.attempts import launch
 from phalanx.launch.conclusion import UNWRITABLE
 from phalanx.launch.job.job import Job
 from phalanx.launch.rank.start import RankStart, become
+from phalanx.words import tell
 
 __all__ = ["main"]
 
@@ -78,7 +79,7 @@ def main() -> int | None:
         if isinstance(outcome, Job):
             outcome = launch(outcome)
     except (ArgumentError, LaunchError, LauncherEnvironmentError) as error:
-        print(f"phalanx: {error}", file=sys.stderr)
+        tell(str(error))
         return 2
     except click.ClickException as error:
         error.show()
@@ -88,7 +89,7 @@ def main() -> int | None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
-        print(f"phalanx: the output cannot be written: {error.strerror}", file=sys.stderr)
+        tell(f"the output cannot be written: {error.strerror}")
         return UNWRITABLE
     if isinstance(outcome, RankStart):
         become(outcome)

@@ -187,5 +187,5 @@ class Service:
         try:
             rref.backward(value, context, retain_graph)
         except Exception as error:
-            print(f"backward() for {incoming.peer}: {error!r}", file=sys.stderr)
+            print(f"backward() for {incoming.peer}: {error!r}\n", end="", file=sys.stderr)
             raise
