@@ -227,8 +227,8 @@ def init(
     global _world, _openings, _store
     if _world is not None:
         raise InitializationError(
-            "this process has joined the world already: call phalanx.init() once, before rpc.init(), and keep the world "
-            "it returned; or call phalanx.close() first"
+            "this process has joined the world already: call phalanx.init() once, before rpc.init(), and keep what it "
+            "returns, or call phalanx.close() first"
         )
     if dist.is_initialized():
         raise InitializationError(

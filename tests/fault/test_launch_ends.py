@@ -372,7 +372,7 @@ SEMAPHORES = """
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)", "sys.exit(0)", "input()"])
 def test_what_multiprocessing_keeps_in_memory_goes_with_its_rank(launcher: Launcher, end: str) -> None:
     """Python's resource tracker removes semaphores and memory of a rank that cannot do so any more."""
-    job = launcher.start("-n", "1", "-q", launcher.script(SEMAPHORES.format(end=end)))
+    job = launcher.start("-n", "1", "-q", launcher.script(SEMAPHORES.replace("{end}", end)))
     names = job.read_lines(1)[0].split()[-2:]
     if end == "input()":
         job.process.send_signal(signal.SIGINT)

@@ -88,7 +88,13 @@ def record_other_backends() -> None:
         from torch._C._distributed_c10d import FileStore, TCPStore
 
         for kind in (TCPStore, FileStore):
-            setattr(kind, "__init__", _noted(kind.__init__))  # noqa: B010
+
+            def note(*arguments: Any, own: Any = kind.__init__, **named: Any) -> None:
+                global has_met
+                has_met = True
+                own(*arguments, **named)
+
+            setattr(kind, "__init__", note)  # noqa: B010
     with contextlib.suppress(Exception):
         from torch.distributed import distributed_c10d as c10d
 
@@ -110,15 +116,6 @@ def record_other_backends() -> None:
             return made
 
         setattr(c10d, "_new_process_group_helper", new_group)  # noqa: B010
-
-
-def _noted(own: Any) -> Any:
-    def __init__(*arguments: Any, **named: Any) -> None:
-        global has_met
-        has_met = True
-        own(*arguments, **named)
-
-    return __init__
 
 
 def _joining(arguments: tuple[Any, ...]) -> contextlib.AbstractContextManager[None]:

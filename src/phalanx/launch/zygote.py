@@ -19,7 +19,6 @@ socket and a new port of the store.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
 import os
@@ -28,7 +27,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.machinery import ModuleSpec
 from types import CodeType
@@ -306,12 +305,12 @@ class _Ranks:
                     self.supervisor.send(event="stacks", late=late, watch="of" in order)
             self.held.send(self.pids)
             now = time.monotonic()
-            overdue = [rank for rank, (when, _) in self.kill_at.items() if when <= now]
-            for rank in overdue:
-                patience_s = self.kill_at[rank][1]
-                if patience_s:
-                    self.supervisor.send(event="overdue", rank=rank, patience_s=patience_s)
-            self._kill_ranks(overdue)
+            for rank, (when, patience_s) in list(self.kill_at.items()):
+                if when <= now:
+                    if patience_s:
+                        self.supervisor.send(event="overdue", rank=rank, patience_s=patience_s)
+                    processes.kill(self.pids[rank])
+                    del self.kill_at[rank]
 
     def _patience_ms(self) -> float | None:
         waits_s = [max(0.0, min(self.kill_at.values())[0] - time.monotonic())] if self.kill_at else []
@@ -330,11 +329,6 @@ class _Ranks:
                 # A stopped process receives the signal only when it continues.
                 processes.send_to_group(pid, signal.SIGCONT)
             self.kill_at[rank] = min((now + patience_s, patience_s), self.kill_at.get(rank, (math.inf, 0.0)))
-
-    def _kill_ranks(self, ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            processes.send_to_group(self.pids[rank], signal.SIGKILL)
-            self.kill_at.pop(rank, None)
 
     def _reap(self) -> None:
         ranks = {pid: rank for rank, pid in self.pids.items()}

@@ -322,10 +322,7 @@ def kill(pid: int) -> bool:
 
 
 def is_resource_tracker(pid: int) -> bool:
-    """Whether a process is one of Python's multiprocessing that removes semaphores and shared memory.
-
-    It ends by itself, when all processes have ended that hold its pipe. If it is killed, what it would remove stays.
-    """
+    """Whether a process is to remove multiprocessing's semaphores and memory, when nobody holds its pipe."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
         return b"multiprocessing.resource_tracker" in file.read()
     return False
@@ -417,7 +414,8 @@ def end_descendants(*, but: Collection[int] = ()) -> None:
 def send_to_group(leader: int, signum: int) -> None:
     """Signal the process group of ``leader``, or ``leader`` alone while it has none of its own yet.
 
-    SIGKILL is for ``leader`` alone: its parent ends what it leaves behind, and spares the resource trackers. The caller must not have reaped ``leader``: until then no other process can have its number.
+    SIGKILL is for ``leader`` alone: its parent ends what it leaves behind, but for resource trackers. The caller must
+    not have reaped ``leader``: until then no other process can have its number.
     """
     try:
         (os.kill if signum == signal.SIGKILL else os.killpg)(leader, signum)
