@@ -262,7 +262,8 @@ def _note_end(start: RankStart) -> None:
     """Note that the script has come to its end, if this rank had met the others."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     has_met = getattr(sys.modules.get("phalanx.c10d.register"), "has_met", False)
-    if has_met or (c10d is not None and c10d.is_initialized()):
+    has_world = getattr(sys.modules.get("phalanx.world"), "_openings", 0)
+    if has_met or has_world or (c10d is not None and c10d.is_initialized()):
         advance(start.run_id, Stage.ENDED)
 
 
