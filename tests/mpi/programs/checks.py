@@ -18,7 +18,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.errors import ArgumentError, BackendError, ClosedError, CollectiveMismatch, CollectiveTimeout, PeerLost
+from phalanx.errors import (
+    ArgumentError,
+    BackendError,
+    ClosedError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    InitializationError,
+    PeerLost,
+)
 from phalanx.transports.mpi.communicator import MpiCommunicator
 from phalanx.transports.mpi.messages import MpiMessage
 from phalanx.transports.mpi.runtime import running
@@ -161,6 +169,13 @@ def check_groups_come_and_go(rank: int, size: int) -> None:
             dist.broadcast(tensor, src=members[0], group=group)
             assert tensor.item() == members[0]
             dist.destroy_process_group(group)
+
+
+def check_a_group_of_another_backend_is_refused_on_all_ranks(rank: int, size: int) -> None:
+    for backend in ("gloo", "phalanx", "cpu:gloo"):
+        with pytest.raises(InitializationError, match=f"has no store, .* with backend '{backend}': leave out"):
+            dist.new_group([0], backend=backend)
+    dist.destroy_process_group(dist.new_group(backend="mpi"))
 
 
 def check_groups_of_the_same_members_have_names_of_their_own(rank: int, size: int) -> None:
