@@ -71,5 +71,7 @@ def test_a_line_is_written_in_one_piece() -> None:
     """Several processes write to one terminal."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with here, there:
-        subprocess.run([sys.executable, "-c", "from phalanx.words import tell; tell('x')"], stderr=there, check=True)
+        subprocess.run(
+            [sys.executable, "-c", "from phalanx.words import tell; tell('x')"], stderr=there.fileno(), check=True
+        )
         assert here.recv(100) == b"phalanx: x\n"
