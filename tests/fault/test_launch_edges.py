@@ -153,8 +153,7 @@ JOINS = {
     ),
     "a store": (
         "import os, torch.distributed as d\nrank = int(os.environ['RANK'])\n"
-        "def main():\n    store = d.TCPStore('127.0.0.1', int(os.environ['MASTER_PORT']), 2, False)\n"
-        "    store.set(f'{rank}', '')\n    store.wait([f'{1 - rank}'])\nmain()",
+        "d.TCPStore('127.0.0.1', int(os.environ['MASTER_PORT']), 2, False).set(f'{rank}', '')",
         False,
     ),
 }

@@ -383,9 +383,7 @@ def _lost(target: RemoteObject, error: WorkerLost) -> ObjectLost:
     return lost
 
 
-def _on_make(
-    incoming: Incoming, asked: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str, bool]
-) -> RemoteObject:
+def _on_make(incoming: Incoming, asked: tuple[Any, ...]) -> RemoteObject:
     kind, args, kwargs, line, serial = asked
     verbs.refuse_timeout(kind, kwargs)
     value = kind(*args, **kwargs)

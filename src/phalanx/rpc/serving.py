@@ -148,8 +148,8 @@ class Serving:
                 self._under_way.pop((peer.incarnation, message.call), None)
                 self._answer_nobody(link, message.call)
                 return
-            incoming.began, incoming.thread = time.monotonic(), threading.get_ident()
-            self._began_at = incoming.began
+            self._began_at = incoming.began = time.monotonic()
+            incoming.thread = threading.get_ident()
             if service is None:
                 raise PhalanxError(f"this worker serves nothing called {message.service!r}")
             if self._typed_only and service.codec.unpickles:

@@ -159,10 +159,9 @@ def init(
     """Become a worker, so that others can call functions here and this process can call them.
 
     Every rank of the world may call it, after ``phalanx.init()`` or ``init_process_group``; it returns when all ranks
-    of the world have. Without either it joins the launcher's ranks first, by ``phalanx.init(device="cpu")``, and
-    ``shutdown`` leaves them; a process that was started plainly is the only worker. A process that is no rank, such as
-    a parameter server that was started by itself, names the job's store. For such a process it returns as soon as the
-    ranks have met; from then on it may leave and come back.
+    of the world have. Without either it joins the launcher's ranks, by ``phalanx.init(device="cpu")``, until
+    ``shutdown``. A process that is no rank, such as a parameter server that was started by itself, names the job's
+    store. For such a process it returns as soon as the ranks have met; from then on it may leave and come back.
 
     Args:
         name: this worker's name, which no other living worker has; ``worker{rank}`` by default.
@@ -225,8 +224,7 @@ def shutdown(*, wait: bool = True, timeout_s: float = math.inf) -> None:
     Args:
         wait: first wait until every rank of the world has called this, or is gone: until then the others may still call
             this worker. A worker that is no rank does not wait.
-        timeout_s: how long to wait, in seconds; then it leaves all the same, and says who had not come. Without a limit
-            by default, because a server waits for as long as the others train.
+        timeout_s: how long to wait, in seconds; then it leaves all the same, and says who had not come.
     """
     made = _agent
     if made is None:
@@ -251,8 +249,7 @@ def _close(made: Agent) -> None:
 
 
 def _wait_for_others(made: Agent, timeout_s: float) -> None:
-    # Written by the thread that waits, and read once that has taken too long.
-    waited_for: list[Member] = []
+    waited_for: list[Member] = []  # written by the thread that waits, and read once that has taken too long
 
     def wait() -> None:
         # Those that are here now: a rank that comes back meanwhile as a new worker waits for this one.

@@ -165,9 +165,7 @@ def refuse_timeout(function: Callable[..., Any], kwargs: dict[str, Any]) -> None
         except ValueError:  # a function in C may not say what it takes
             continue
         if name not in taken and all(each.kind is not each.VAR_KEYWORD for each in taken.values()):
-            raise ArgumentError(
-                f"{name_of(function)} takes no {name}. The limit of a call is rpc.call(to, function, ..., timeout_s=5)"
-            )
+            raise ArgumentError(f"{name_of(function)} takes no {name}; a call's limit is rpc.call(..., timeout_s=5)")
 
 
 def name_of(function: Callable[..., Any]) -> str:

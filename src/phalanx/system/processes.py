@@ -49,9 +49,8 @@ __all__ = [
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
-_PF_EXITING = 0x4  # among the kernel's flags of a thread, the seventh field after the command in /proc/<pid>/stat
-
 _TRACKERS_S = 2.0  # for Python's resource trackers to end by themselves; they take some milliseconds
+_PF_EXITING = 0x4  # among the kernel's flags of a thread, the seventh field after the command in /proc/<pid>/stat
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -414,8 +413,7 @@ def end_descendants(*, but: Collection[int] = ()) -> None:
 def send_to_group(leader: int, signum: int) -> None:
     """Signal the process group of ``leader``, or ``leader`` alone while it has none of its own yet.
 
-    SIGKILL is for ``leader`` alone: its parent ends what it leaves behind, but for resource trackers. The caller must
-    not have reaped ``leader``: until then no other process can have its number.
+    SIGKILL is for ``leader`` alone. The caller must not have reaped it: no other process can have its number then.
     """
     try:
         (os.kill if signum == signal.SIGKILL else os.killpg)(leader, signum)

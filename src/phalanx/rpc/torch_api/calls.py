@@ -119,8 +119,6 @@ def pickle_errors() -> Iterator[None]:
     """Raise what pickling raises as torch's C++ does: as a RuntimeError that begins with the name of its type."""
     try:
         yield
-    except RuntimeError:
-        raise
     except Exception as error:
         raise PhalanxError(f"{type(error).__name__}: {error}") from error
 

@@ -177,8 +177,7 @@ class Runtime:
                 which = f" ({self._given_up})" if self._given_up else ""
                 print(
                     f"rank {self.world.rank}: MPI cannot end in order, since an operation was given up that other "
-                    f"ranks may still answer{which}; the job is aborted when this rank ends\n",
-                    end="",
+                    f"ranks may still answer{which}; the job is aborted when this rank ends",
                     file=sys.stderr,
                     flush=True,
                 )
