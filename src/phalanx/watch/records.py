@@ -29,6 +29,7 @@ __all__ = [
     "Recording",
     "copy_memory",
     "copy_recorder",
+    "in_words",
     "is_message",
     "open_own_recorder",
     "read_memory",
@@ -323,16 +324,6 @@ class RecorderCopy:
         """One of the operations that were seen."""
         return _record(self.seen[index], self._texts, self._dtypes)
 
-    def excerpt(self, count: int) -> Recording:
-        """What :meth:`Recording.excerpt` has of all operations, without making the others first."""
-        order = sorted(range(len(self.seen)), key=lambda index: self.seen[index].number)
-        last = {self.seen[index].group: index for index in order if not is_message(self.seen[index])}
-        under_way = [index for index in order if not self.seen[index].left_ns][:_MOST_EACH]
-        groups = sorted(last.values(), key=lambda index: self.seen[index].number)[-_MOST_EACH:]
-        kept = {*groups, *under_way, *order[-count:]}
-        records = sorted((self.record(index) for index in kept), key=lambda record: record.number)
-        return Recording(**{name: getattr(self, name) for name in _OWN}, records=tuple(records))
-
     def place(self, number: int) -> tuple[str, int]:
         """A line of the program by the number that ``seen`` has of it, and what names it on all ranks; 0 if nothing."""
         return self._texts.text(number), self._texts.identity(number)
@@ -364,12 +355,12 @@ def copy_recorder(file: int, at: int = 0, first: int = 0) -> RecorderCopy | None
 
 def read_recording(file: int, at: int = 0) -> Recording | None:
     """The whole recording in a file, with the arguments of :func:`copy_recorder`; None if there is none."""
-    return _in_words(copy_recorder(file, at))
+    return in_words(copy_recorder(file, at))
 
 
 def read_memory(address: int) -> Recording | None:
     """The recorder that is mapped at an address; None if there is none."""
-    return _in_words(copy_memory(address))
+    return in_words(copy_memory(address))
 
 
 def copy_memory(address: int, first: int = 0) -> RecorderCopy | None:
@@ -386,7 +377,8 @@ def copy_memory(address: int, first: int = 0) -> RecorderCopy | None:
     return RecorderCopy(header, (SeenRecord * count).from_buffer(seen), begun.value, done, texts)
 
 
-def _in_words(found: RecorderCopy | None) -> Recording | None:
+def in_words(found: RecorderCopy | None) -> Recording | None:
+    """All of a copy."""
     if found is None:
         return None
     records = sorted(map(found.record, range(len(found.seen))), key=lambda record: record.number)
