@@ -25,9 +25,10 @@ test: lint types unit  ## Style, types and the tests that take minutes
 
 test-all: test long  ## Everything continuous integration checks
 
-lint: $(VENV)/.installed  ## Style
+lint: $(VENV)/.installed  ## Style, and the floors of the house
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 
 types: $(VENV)/.installed  ## Static types
 	$(BIN)/mypy

@@ -145,7 +145,7 @@ def main() -> None:
         rpc.init(timeout_s=600)
         if group is not None:
             world.print(json.dumps(train(world, group, options)))
-        rpc.shutdown(timeout_s=3600)  # the server serves until the replicas are done
+        rpc.shutdown()  # the server serves until the replicas are done
 
 
 if __name__ == "__main__":

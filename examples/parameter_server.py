@@ -112,7 +112,7 @@ def run(world: World, options: argparse.Namespace) -> None:
     if world.rank < trainers:
         servers = [f"worker{rank}" for rank in range(trainers, world.world_size)]
         world.print(json.dumps(train(options, world.rank, trainers, servers)))
-    rpc.shutdown(timeout_s=3600)  # servers serve until the trainers are done
+    rpc.shutdown()  # servers serve until the trainers are done
 
 
 def main() -> None:

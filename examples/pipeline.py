@@ -197,7 +197,7 @@ class Remote:
         self._micro_batches = options.micro_batches
         for rank, part in reversed(list(enumerate(layers.cut(world.world_size)))):
             following = self._stages[0] if self._stages else None
-            self._stages.insert(0, rpc.make(rank, RemoteStage, part, options.lr, following))
+            self._stages.insert(0, rpc.make(rank, RemoteStage, part, options.lr, following, serial=False))
 
     def step(self, tokens: torch.Tensor, labels: torch.Tensor, lr: float) -> None:
         """Train with one batch."""
@@ -264,7 +264,7 @@ def main() -> None:
         if options.schedule == "rpc":
             rpc.init()
             results = train(world, Remote, options) if world.rank == 0 else {}
-            rpc.shutdown(timeout_s=3600)  # the stages serve until rank 0 is done
+            rpc.shutdown()  # the stages serve until rank 0 is done
         else:
             results = train(world, Scheduled, options)
         world.print(json.dumps(results))

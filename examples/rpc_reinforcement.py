@@ -172,7 +172,7 @@ def main() -> None:
         rpc.init()
         if world.rank == 0:
             print(json.dumps(train(world.world_size, options)))
-        rpc.shutdown(timeout_s=3600)
+        rpc.shutdown()
 
 
 if __name__ == "__main__":

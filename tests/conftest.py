@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 from collections.abc import Generator, Iterator
 
 import hypothesis
@@ -17,6 +18,11 @@ torch.set_num_threads(1)
 # Ranks without a launcher say for whom they wait when that has lasted for long, as it may on a busy machine. Tests of
 # what ranks print want that only if they ask for it.
 os.environ["PHALANX_WARN_AFTER"] = "0"
+
+# A shell that starts the tests in the background, or nohup, has these ignored, and every process inherits that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for _signum in (signal.SIGQUIT, signal.SIGHUP):
+    signal.signal(_signum, signal.SIG_DFL)
 
 # How long a thread that has been told to end may take until it has closed what it had. What is a leak stays.
 ENDING_S = 10.0

@@ -305,7 +305,7 @@ class BackendError(PhalanxError):
 
 _SAME_CALLS = (
     "Every rank of a group must make the same calls in the same order, with the same shapes. Look for an `if` that "
-    "depends on the rank, or data of different sizes"
+    "depends on the rank, data of different sizes, or a thread beside another one (it needs a group of its own)"
 )
 
 

@@ -124,7 +124,8 @@ def tell(text: str) -> None:
     """Write one line to standard error, under Phalanx's name. If nobody reads it any more, it is lost."""
     # A thread that serves others must not end because a console was closed, and text from others may not be printable.
     with contextlib.suppress(OSError, ValueError):
-        print(f"phalanx: {text}", file=sys.stderr, flush=True)
+        # The line break with the text: print() writes it by itself, and another process may write in between.
+        print(f"phalanx: {text}\n", end="", file=sys.stderr, flush=True)
 
 
 def _plural(noun: str, count: int) -> str:

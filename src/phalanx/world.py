@@ -224,7 +224,8 @@ def init(
     global _world, _openings, _store
     if _world is not None:
         raise InitializationError(
-            "phalanx.init() was called twice in this process; keep the world it returned, or call phalanx.close() first"
+            "this process has joined the world already: call phalanx.init() once, before rpc.init(), and keep what it "
+            "returns, or call phalanx.close() first"
         )
     if dist.is_initialized():
         raise InitializationError(
@@ -278,7 +279,7 @@ def init(
             if place.world_size > 1 and not quiet and settings.TABLE_SHOWN not in os.environ:
                 table = world.describe()
                 if world.rank == 0:
-                    print(table, file=sys.stderr, flush=True)
+                    print(f"{table}\n", end="", file=sys.stderr, flush=True)
             tell_meeting(_store, store, place.rank, begins=False)
     except BaseException as error:
         reason = why_failed(error, _store, store)

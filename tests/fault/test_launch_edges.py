@@ -145,6 +145,17 @@ JOINS = {
         False,
     ),
     "phalanx": ("import phalanx\nphalanx.init()\nphalanx.close()", False),
+    "phalanx's RPC": ("from phalanx import rpc\nrpc.init()\nassert len(rpc.workers()) == 2\nrpc.shutdown()", False),
+    "torch's RPC": (
+        "import os, torch.distributed.rpc as rpc\nrank = int(os.environ['RANK'])\n"
+        "rpc.init_rpc(str(rank), rank=rank, world_size=2)\nrpc.shutdown()",
+        False,
+    ),
+    "a store": (
+        "import os, torch.distributed as d\nrank = int(os.environ['RANK'])\n"
+        "d.TCPStore('127.0.0.1', int(os.environ['MASTER_PORT']), 2, False).set(f'{rank}', '')",
+        False,
+    ),
 }
 
 

@@ -348,3 +348,33 @@ def test_a_child_that_the_script_forks_does_not_speak_for_the_rank(launcher: Lau
     assert outcome.code == 11
     assert outcome.err_text.count("ValueError: in the child") == 1
     assert "rank 0 of 1 failed\n" in outcome.err_text
+
+
+SEMAPHORES = """
+    import multiprocessing, os, signal, sys, time
+    from multiprocessing import shared_memory
+
+    def work(queue, memory):
+        queue.put(f"sem.{queue._rlock._semlock.name[1:]} {memory.name}")
+        time.sleep(300)
+
+    if __name__ == "__main__":
+        spawn = multiprocessing.get_context("spawn")
+        queue, memory = spawn.Queue(), shared_memory.SharedMemory(create=True, size=1)
+        process = spawn.Process(target=work, args=(queue, memory), daemon=True)
+        process.start()
+        print(queue.get(), flush=True)
+        {end}
+        time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)", "sys.exit(0)", "input()"])
+def test_what_multiprocessing_keeps_in_memory_goes_with_its_rank(launcher: Launcher, end: str) -> None:
+    """Python's resource tracker removes semaphores and memory of a rank that cannot do so any more."""
+    job = launcher.start("-n", "1", "-q", launcher.script(SEMAPHORES.replace("{end}", end)))
+    names = job.read_lines(1)[0].split()[-2:]
+    if end == "input()":
+        job.process.send_signal(signal.SIGINT)
+    job.finish()
+    assert not set(names) & set(os.listdir("/dev/shm"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import subprocess
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -134,3 +136,20 @@ def test_files_that_cannot_be_written(launcher: Launcher) -> None:
         "lost while that lasts\n",
     )
     assert ("stdout", "on") in content(logs / "rank-0.log")
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_report_on_the_folder_shows_why_the_job_failed(launcher: Launcher, restarts: int) -> None:
+    script = launcher.script("raise SystemExit('no data')\n")
+    outcome = launcher.run("-n", "2", "-q", "--log-dir", "logs", "--restarts", str(restarts), script)
+    block = outcome.err_text[outcome.err_text.rindex("phalanx: rank ") :].partition("\nphalanx: ")[0].rstrip("\n")
+
+    def report(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "phalanx", "report", "logs", *options]
+        return subprocess.run(command, capture_output=True, text=True, cwd=launcher.directory, timeout=240)
+
+    heading, _, shown = report().stdout.partition("\n")
+    assert re.fullmatch(r"logs/failure\.txt, written 20\d\d-\S+:", heading)
+    assert shown.rstrip("\n") == block
+    assert "no data" in block
+    assert "logs has no report" in report("--json").stderr

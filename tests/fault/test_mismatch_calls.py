@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -148,3 +150,28 @@ def test_a_rank_that_closes_is_told_of_a_call_that_differed_before_its_last_one(
     for text in on_ranks(body, size):
         assert f"rank {size - 1}: all_reduce(float32[4], sum) at {__file__}:" in text, text
         assert "broadcast" in text, text
+
+
+@pytest.mark.parametrize("world", ["one host of 2", "1+1"])
+@pytest.mark.parametrize("user", [True, False], ids=["its own function", "only torch's"])
+def test_the_call_of_another_thread_has_its_name(world: str, user: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where an asynchronous checkpoint and the training use one group."""
+    size = in_world(monkeypatch, world)
+
+    def body(member: Member) -> str:
+        member.join()
+
+        def save() -> None:
+            dist.all_gather([torch.ones(2)] * size, torch.ones(2))
+
+        work = save if user else partial(dist.all_gather, [torch.ones(2)] * size, torch.ones(2))
+        with (
+            ThreadPoolExecutor(1, "saver") as pool,
+            pytest.raises(CollectiveMismatch, match="a group of its own") as error,
+        ):
+            pool.submit(work).result() if member.rank else dist.all_reduce(torch.ones(8))
+        return error.value.calls[1]
+
+    line = body.__code__.co_firstlineno + 4
+    place = f"{__file__}:{line}" if user else "torch.distributed.c10d_logger.wrapper"
+    assert on_ranks(body, size) == [f"all_gather(float32[2]) at {place} in thread 'saver_0'"] * size

@@ -110,3 +110,22 @@ def test_it_ends_and_says_for_whom_it_waited(
         "busy": f"it runs; its main thread is at {busy}",
     }[state]
     assert len(re.findall(f"warning: rpc.shutdown\\(\\) ends without the others: {who}{why}", said)) == last, said
+
+
+def is_active() -> bool:
+    now = time.monotonic()
+    return session.agent()._serving.active_at() >= now
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_a_server_that_others_call_says_nothing_while_it_waits(called: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    def body(member: Member) -> None:
+        assert rpc.call(workers.next_of(member), is_active)
+        own, looks = session.agent(), iter([True, True, True, False])
+        vars(session)["_TELL_S"] = 0.0
+        vars(own)["active_at"] = time.monotonic if called else lambda: 0.0
+        session._wait_while(lambda: next(looks), lambda: "for the others", LONG_S, 1)
+        vars(session)["_TELL_S"] = LONG_S
+
+    workers.with_workers(body, 2)
+    assert ("waiting for the others" in capfd.readouterr().err) is not called

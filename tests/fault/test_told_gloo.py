@@ -101,3 +101,13 @@ def test_a_rank_that_ended_with_code_0_is_said_to_have_ended(launcher: Launcher,
     line = 1 + next(n for n, text in enumerate(Path(script).read_text().splitlines()) if text.endswith("# call"))
     told = rf"\n  rank 1, which ended \(exit code 0\), had not come to all_reduce #2 at \S*script\.py:{line}; "
     assert re.search(told, done.err_text), done.err_text
+
+
+@pytest.mark.parametrize("call", ["dist.recv(x, 1)", "[dist.send(x, 1) for _ in range(9)]"])
+def test_of_a_message_it_is_said_that_the_other_end_has_ended(launcher: Launcher, call: str) -> None:
+    text = LEAVES.replace("dist.all_reduce(torch.ones(4))  # call", f"x = torch.ones(1 << 24)\n{call}")
+    done = launcher.run("-n", "2", "-q", launcher.script(text), "sys")
+    kind = "recv from" if "recv" in call else "send to"
+    # A rank may be told before its launcher that the other one has gone.
+    told = rf"\n  rank 1(, which ended \(exit code 0\),)? is the other end of {kind} rank 1 \(float32, 64\.0 MiB\) at "
+    assert re.search(told, done.err_text), done.err_text

@@ -219,22 +219,27 @@ def test_a_second_init_changes_nothing(size: int) -> None:
     assert on_ranks(body, size) == [[rank + 1] * 3 for rank in range(size)]
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_processes_of_one_job_that_have_not_met_are_workers_each_by_itself(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("launched", [True, False])
+def test_init_without_a_group_joins_the_launchers_ranks(launched: bool, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         dedent(
             """
+            import torch
             from phalanx import rpc
-            rpc.init()
-            assert [worker.name for worker in rpc.workers()] == ["worker0"]
-            rpc.shutdown()
+            for _ in range(2):
+                rpc.init()
+                print(*(worker.name for worker in rpc.workers()), flush=True)
+                rpc.shutdown()
+                assert not torch.distributed.is_initialized()
             """
         )
     )
-    command = [sys.executable, "-m", "phalanx", "run", "-n", str(size), str(script)]
+    command = [sys.executable, *(["-m", "phalanx", "run", "-q", "-n", "2"] if launched else []), str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = [line.partition("] ")[2] or line for line in done.stdout.splitlines()]
+    assert lines == ["worker0 worker1"] * 4 if launched else ["worker0"] * 2
 
 
 WORLDS = """
@@ -249,14 +254,14 @@ WORLDS = """
             rpc.init(f"{world.rank}")
             assert len(rpc.workers()) == world.world_size, rpc.workers()
             rpc.shutdown()
-        rpc.init("alone")
-        assert [worker.name for worker in rpc.workers()] == ["alone"]
+        rpc.init()
+        assert len(rpc.workers()) == world.world_size, rpc.workers()
         rpc.shutdown()
 """
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_ranks_that_were_workers_by_themselves_meanwhile_meet_again(size: int, tmp_path: Path) -> None:
+def test_ranks_meet_again_with_and_without_a_world_of_their_own(size: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(dedent(WORLDS))
     command = [sys.executable, "-m", "phalanx", "run", "-n", str(size), str(script)]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import time
 from typing import Any
 
 import pytest
 
 from phalanx import rpc
-from phalanx.errors import ObjectLost
+from phalanx.errors import ArgumentError, CallTimeout, ObjectLost
 from tests.rpc import workers
 from tests.rpc.workers import Account, Broken, next_of, with_workers
 from tests.support.ranks import Member
@@ -45,6 +46,77 @@ def test_what_a_method_or_making_raises_arrives() -> None:
             account.nothing()
         with pytest.raises(OSError, match="cannot be made"):
             rpc.make(next_of(member), Broken)
+
+    with_workers(body, 2)
+
+
+class Turns:
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size)
+        self.inside = self.most = self.taken = 0
+
+    def meet(self) -> None:
+        self.barrier.wait(300.0)
+
+    def take(self) -> None:
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        workers.wait_for_gate()
+        self.inside -= 1
+        self.taken += 1
+
+
+def test_one_method_runs_at_a_time_unless_asked_otherwise() -> None:
+    def body(member: Member) -> Any:
+        if member.rank:
+            return None
+        together = rpc.make(1, Turns, 5, serial=False)
+        for waiting in [together.start.meet() for _ in range(5)]:
+            waiting.wait()
+        turns = rpc.make(1, Turns, 5)
+        under_way = [turns.start.take() for _ in range(5)]
+        with pytest.raises(CallTimeout) as caught:
+            rpc.call(turns, Turns.take, timeout_s=0.5)
+        rpc.call(1, workers.open_gate)
+        for taking in under_way:
+            taking.wait()
+        return caught.value.cause, rpc.call(turns, getattr, "most"), rpc.call(turns, getattr, "taken")
+
+    assert with_workers(body, 2)[0] == ("queued", 1, 5)
+
+
+def test_an_attribute_is_not_taken_for_a_method_or_set_on_the_reference() -> None:
+    def body(member: Member) -> None:
+        account = rpc.make(next_of(member), Account, 5)
+        with pytest.raises(AttributeError, match=r"rpc\.call\(object, setattr, 'amount', value\)"):
+            account.amount = 7
+        with pytest.raises(TypeError, match=r"rpc\.call\(object, getattr, 'amount'\)"):
+            assert account.amount
+        rpc.call(account, setattr, "amount", 7)
+        assert rpc.call(account, getattr, "amount") == 7
+
+    with_workers(body, 2)
+
+
+def takes_it(timeout: float = 0, **others: float) -> tuple[float, dict[str, float]]:
+    return timeout, others
+
+
+def test_a_limit_that_is_no_argument_of_the_function_is_refused() -> None:
+    def body(member: Member) -> None:
+        to = next_of(member)
+        account = rpc.make(to, Account, 5)
+        for name, call in (
+            ("timeout", lambda: rpc.call(to, workers.add, 1, 2, timeout=5)),
+            ("timeout", lambda: rpc.make(to, Account, 5, timeout=5)),
+            ("timeout", lambda: account.pay(1, timeout=5)),
+            ("timeout_s", lambda: account.pay(1, timeout_s=5)),
+        ):
+            with pytest.raises(ArgumentError, match=rf"takes no {name}; .*timeout_s=5"):
+                call()
+        assert rpc.call(to, takes_it, timeout=5, retries=1) == (5, {"retries": 1})
+        assert rpc.make(to, takes_it, timeout=5).index(5) == 0
+        assert account.pay(0) == 5
 
     with_workers(body, 2)
 

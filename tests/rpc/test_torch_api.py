@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -73,6 +74,37 @@ def test_what_a_function_raises_is_caught_by_its_own_type_and_as_torch_raises_it
         for text in texts:
             assert "no luck" in text
             assert f"worker{1 - rank}" in text
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        return fail, ("arrives",)
+
+
+def make_lock() -> Any:
+    return threading.Lock()
+
+
+def not_to_be_pickled(member: Member) -> list[str]:
+    rpc = started(member)
+    to, found = f"worker{(member.rank + 1) % member.size}", []
+    for call in (
+        lambda: rpc.rpc_sync(to, make_lock),
+        lambda: rpc.rpc_async(to, make_lock).wait(),
+        lambda: rpc.remote(to, make_lock).to_here(),
+        lambda: rpc.rpc_sync(to, Unpicklable),
+        lambda: rpc.rpc_sync(to, add_rank, args=(Unpicklable(),)),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        found.append(str(caught.value))
+    rpc.shutdown()
+    return found
+
+
+def test_what_cannot_be_pickled_raises_torchs_runtime_error() -> None:
+    said = [*["TypeError: cannot pickle '_thread.lock' object"] * 3, *["OwnError: arrives"] * 2]
+    assert values(run_ranks(not_to_be_pickled, 2)) == [said] * 2
 
 
 def references_handed_on(member: Member) -> tuple[int, int]:

@@ -117,7 +117,7 @@ def _run_remote(ranks: int, rows: int) -> Answer:
     remote: list[Any] = []
     for at in reversed(range(ranks)):
         layers = module.Layers([Stage(at, ranks)])
-        remote.insert(0, rpc.make(at, module.RemoteStage, layers, LR, remote[0] if remote else None))
+        remote.insert(0, rpc.make(at, module.RemoteStage, layers, LR, remote[0] if remote else None, serial=False))
     gradients: dict[int, list[list[torch.Tensor]]] = {at: [] for at in range(ranks)}
     losses: list[list[torch.Tensor]] = []
     for step in range(STEPS):

@@ -144,3 +144,14 @@ def test_a_rank_that_had_not_come_is_told_with_what_stopped_it(stopped: tuple[in
     (line,) = disagreement(ranks, 0, AT_NS, stopped)
     was = ", which was stopped (state T)," if stopped else ""
     assert line.startswith(f"rank 1{was} had not come to all_reduce #2 at train.py:7; its last operation")
+
+
+@pytest.mark.parametrize(
+    ("peer", "kind", "end"), [(1, "recv", "from rank 1"), (1, "send", "to rank 1"), (-1, "recv", "from any rank")]
+)
+def test_the_other_end_of_a_message_is_told_if_it_has_ended(peer: int, kind: str, end: str) -> None:
+    ranks = {**both(), 0: recorded(FIRST, replace(LAST, kind=kind, peer=peer, op="")), 1: recorded(FIRST)}
+    before = "; its last operation was all_reduce #1 (float32, 16 B, sum) at train.py:5"
+    told = f"rank 1, which ended (exit code 0), is the other end of {kind} {end} (float32, 16 B) at train.py:7{before}"
+    assert disagreement(ranks, 0, AT_NS, ended=[1]) == [told]
+    assert disagreement(ranks, 0, AT_NS) == ([told.replace(", which ended (exit code 0),", "")] if peer >= 0 else [])

@@ -23,7 +23,8 @@ FILES = [
     if (ROOT / name).exists()
 ]
 NAMED = re.compile(r"(?<![\w/.<*{$~@-])((?:[\w.-]+/)*[\w-]+\.(?:py|pyi|c|h|md|toml|txt))\b(?![\w*{])")
-OF_A_USER = {"train.py", "script.py", "ddp.py", "job.toml"}  # what examples call the program that somebody starts
+# What examples call the program that somebody starts, and what a job writes.
+OF_A_USER = {"train.py", "script.py", "ddp.py", "job.toml", "failure.txt"}
 C_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 

@@ -33,6 +33,7 @@ def decided(*words: str) -> tuple[Job, str]:
         (["-n", "2", *REPORTS, "true"], "--report-dir: no report will be written: only ranks of a Python script"),
         (["-n", "1", *REPORTS, "script.py"], "--report-dir: no report will be written: a single rank"),
         (["-n", "2", "--warn-after", "0", *REPORTS, "script.py"], "will be written: --warn-after 0 turns off reports"),
+        (["-n", "2", "--debug", "1", *REPORTS, "script.py"], "will be written: --debug turns off --warn-after"),
         (
             ["-n", "2", "--report-after", "9", "script.py"],
             "--report-after: no report will be written: it has no folder",
@@ -65,3 +66,13 @@ def test_the_folder_is_made_for_ranks_that_are_watched(script: str) -> None:
     job, printed = decided("-n", "2", "--log-dir", "logs", "--report-after", "9", script)
     assert printed == ""
     assert job.diagnosis.report_dir == str(Path("logs").absolute())
+
+
+@pytest.mark.parametrize(
+    ("words", "warn_after_s"), [([], 0.0), (["--warn-after", "7"], 7.0), (["--warn-after=5"], 5.0)]
+)
+def test_a_job_that_is_debugged_is_watched_only_if_the_user_says_so(
+    script: str, words: list[str], warn_after_s: float
+) -> None:
+    """A line would stand between the debugger's prompt and the answer."""
+    assert decided("-n", "2", "--debug", "1", *words, script)[0].diagnosis.warn_after_s == warn_after_s

@@ -219,4 +219,4 @@ def test_ranks_that_have_all_come_and_do_not_go_on_are_told_of() -> None:
     job.wait(0, 2)
     job.run(10)
     assert len(job.said) == 1, job.said
-    assert "all have come, and none goes on" in job.said[0][1]
+    assert "all have come, and it is not over" in job.said[0][1]

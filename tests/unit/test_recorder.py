@@ -15,6 +15,7 @@ import pytest
 
 from phalanx.native.core import FOUND_LATE, NBYTES_BITS, RECORDER_BYTES, RECORDS, RecordedGroup, library
 from phalanx.watch import recorder
+from phalanx.watch.glance import glance
 from phalanx.watch.records import Record, Recording, read_process, read_recording
 
 ALL_REDUCE, BROADCAST, SEND = 1, 2, 10
@@ -444,3 +445,15 @@ def test_labels_leave_room_for_the_groups_and_lines_that_come_later(file: int) -
     assert tuple(record.group.ranks) == (1, 3)
     assert record.site.startswith(f"{__file__}:")
     assert record.label == ""
+
+
+@pytest.mark.parametrize(("moved", "pieces", "done"), [(0, 8, -1), (3, 8, 37), (8, 8, -1), (0, 0, -1)])
+def test_the_pieces_that_have_moved_say_how_far_a_call_is(file: int, moved: int, pieces: int, done: int) -> None:
+    def operations(group: RecordedGroup) -> None:
+        recorder.begin(addressof(group), ALL_REDUCE, 1, -1)
+        library().phx_record_piece(moved, pieces)
+
+    found, seen = record_in(file, operations), glance(file, 0)
+    assert Recording.from_json(found.to_json()).done == found.done == done
+    assert seen is not None
+    assert seen.pieces == moved << 32 | pieces  # so a look finds that the rank goes on

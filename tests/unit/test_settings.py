@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "phalanx"
 SETTINGS = PACKAGE / "settings.py"
@@ -53,23 +51,24 @@ def test_the_file_is_read_as_it_is_written() -> None:
     assert set(VARIABLES) == set(VARIABLE.findall(SETTINGS.read_text().partition("VERSION")[2]))
 
 
-@pytest.mark.parametrize("module", OTHERS, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_other_module_spells_a_variable(module: Path) -> None:
-    spelled = [f"line {line}: {name}" for line, name in literals(module)]
+def test_no_other_module_spells_a_variable() -> None:
+    spelled = [f"{path.relative_to(PACKAGE)}:{line}: {name}" for path in OTHERS for line, name in literals(path)]
     assert not spelled, f"say settings.NAME instead: {spelled}"
 
 
-@pytest.mark.parametrize("name", VARIABLES)
-def test_a_variable_has_a_meaning_and_a_use(name: str) -> None:
-    python, meaning = VARIABLES[name]
-    assert name == f"PHALANX_{python}"
-    assert meaning, "say in a comment on its line what it means"
-    assert any(re.search(rf"\bsettings\.{python}\b", path.read_text()) for path in OTHERS), "nothing uses it"
+def test_each_variable_has_a_meaning_and_a_use() -> None:
+    texts = "".join(path.read_text() for path in OTHERS)
+    wrong = [
+        name
+        for name, (python, meaning) in VARIABLES.items()
+        if name != f"PHALANX_{python}" or not meaning or not re.search(rf"\bsettings\.{python}\b", texts)
+    ]
+    assert not wrong, f"not of that name in Python, without a comment on its line, or not used: {wrong}"
 
 
-@pytest.mark.parametrize("path", [*OTHERS, *DOCUMENTS], ids=lambda path: str(path.relative_to(ROOT)))
-def test_docstrings_and_documents_name_only_variables_that_exist(path: Path) -> None:
-    assert set(VARIABLE.findall(path.read_text())) <= set(VARIABLES)
+def test_docstrings_and_documents_name_only_variables_that_exist() -> None:
+    named = {name for path in (*OTHERS, *DOCUMENTS) for name in VARIABLE.findall(path.read_text())}
+    assert named <= set(VARIABLES)
 
 
 def test_each_variable_that_users_set_is_in_the_table_of_the_documents() -> None:

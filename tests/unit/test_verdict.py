@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from phalanx.watch.records import Group, Record, Recording
 from phalanx.watch.verdict import Seen, judge
 
@@ -125,7 +127,7 @@ def test_the_operation_itself_says_whom_it_awaits_where_all_have_come() -> None:
 def test_without_a_culprit_it_says_that_all_have_come() -> None:
     waits = record("all_reduce", 1, "a.py:9")
     found = sentence(*(rank(r, waits) for r in range(4)))
-    assert found == "ranks 0-3 are in all_reduce #1 at a.py:9: all have come, and none goes on"
+    assert found == "ranks 0-3 are in all_reduce #1 at a.py:9: all have come, and it is not over"
 
 
 def test_a_join_that_has_failed_is_not_the_one_that_the_others_wait_in() -> None:
@@ -135,3 +137,17 @@ def test_a_join_that_has_failed_is_not_the_one_that_the_others_wait_in() -> None
     said = sentence(rank(1, before, place="train.py:9"), *others)
     assert said.startswith("rank 1 is at train.py:9, in no operation"), said
     assert "ranks 0, 2-3 wait for it in init" in said
+
+
+@pytest.mark.parametrize(
+    ("done", "said"), [((-1, -1), "it is not over"), ((37, -1), "37 % of it is done"), ((0, 0), "0 % of it is done")]
+)
+def test_a_wait_in_which_all_have_come_has_how_far_it_is(done: tuple[int, int], said: str) -> None:
+    group = Group("0", "phalanx", (0, 1))
+    waits = [rank(r, record("all_reduce", 1, "a.py:9", group)) for r in (0, 1)]
+    seen = [
+        dataclasses.replace(each, recording=dataclasses.replace(each.recording, done=percent))
+        for each, percent in zip(waits, done, strict=True)
+        if each.recording is not None
+    ]
+    assert sentence(*seen) == f"ranks 0-1 are in all_reduce #1 at a.py:9: all have come, and {said}"

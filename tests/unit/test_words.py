@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+
 import pytest
 
 from phalanx.words import (
@@ -12,7 +16,6 @@ from phalanx.words import (
     format_size,
     format_spans,
     format_time,
-    tell,
 )
 
 
@@ -57,7 +60,11 @@ def test_a_limit_is_said_as_it_was_given(seconds: float, text: str) -> None:
     assert format_limit(seconds) == text
 
 
-def test_a_line_is_printed_under_phalanxs_name(capsys: pytest.CaptureFixture[str]) -> None:
-    tell("rank 1 is late")
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "phalanx: rank 1 is late\n")
+def test_a_line_is_written_in_one_piece_under_phalanxs_name() -> None:
+    """Several processes write to one terminal."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with here, there:
+        subprocess.run(
+            [sys.executable, "-c", "from phalanx.words import tell; tell('x')"], stderr=there.fileno(), check=True
+        )
+        assert here.recv(100) == b"phalanx: x\n"

@@ -144,7 +144,7 @@ def test_in_a_world_of_one_every_collective_is_the_identity() -> None:
 
 def test_mistakes_are_named() -> None:
     def body(world: phalanx.World) -> None:
-        with pytest.raises(InitializationError, match="called twice"):
+        with pytest.raises(InitializationError, match="joined the world already"):
             phalanx.init()
         with pytest.raises(RankError, match="rank 1 is not in the group: its ranks count from 0 to 0"):
             world.broadcast(torch.ones(1), src=1)

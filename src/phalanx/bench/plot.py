@@ -10,7 +10,7 @@ from typing import Any
 
 from phalanx import settings
 from phalanx.bench.cases import MEMCPY, MPI
-from phalanx.bench.report import backend_title
+from phalanx.bench.report import backend_title, noise_of
 from phalanx.bench.samples import Summary
 from phalanx.system.whole_files import check_creatable
 from phalanx.words import format_count, format_size
@@ -82,7 +82,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     columns = min(_COLUMNS, len(panels))
     lines = -(-len(panels) // columns)
     figure = figure_module.Figure(figsize=(5.2 * columns, 4.0 * lines + 0.9), layout="constrained")
-    axes = figure.subplots(lines, columns, squeeze=False).flatten()
+    axes = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
     sizes = sorted({job["size"] for job, _ in _rows(results)})
     launchers = list(dict.fromkeys(key[2] for panel in panels.values() for key in panel))
     backends = list(dict.fromkeys(key[0] for panel in panels.values() for key in panel))
@@ -115,6 +115,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
                 linewidth=0,
             )
         ticks = sorted({point[0] for points in curves.values() for point in points})
+        for _, row in _rows(results):
+            if f"{row['operation']}, {row['dtype']}" == title and noise_of(row).excessive:
+                panel.annotate("~", (row["nbytes"], 1), xycoords=("data", "axes fraction"), ha="center", va="top")
         panel.set(xscale="log", yscale="log", title=title, xlabel="size, bytes", ylabel="µs a call")
         panel.set_xticks(ticks, [format_size(tick) for tick in ticks])
         panel.minorticks_off()
@@ -124,5 +127,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     labels = {label: line for panel in axes for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     machine = results["machine"]
-    figure.suptitle(f"{machine['cpu']}, {machine['usable_cores']} cores, {results['date'][:10]}", fontsize=10)
+    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+    title = f"{machine['cpu']}, {machine['usable_cores']} cores, {results['date'][:10]}\n{versions}; ~: too noisy"
+    figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=130, format=path.suffix[1:] if path.suffix in (".pdf", ".svg") else "png")

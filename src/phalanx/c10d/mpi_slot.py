@@ -14,6 +14,8 @@ import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from phalanx.errors import InitializationError
+
 if TYPE_CHECKING:
     import torch.distributed as dist
 
@@ -92,6 +94,17 @@ def fill_mpi_slot() -> None:
         return installed and not _is_rank_without_mpi()
 
     c10d.is_mpi_available = dist.is_mpi_available = is_mpi_available
+    own: Any = c10d._new_process_group_helper
+
+    def new_group(*arguments: Any, **named: Any) -> Any:
+        if c10d.is_initialized() and dist.get_backend() == "mpi" and arguments[3:4] not in ((), ("mpi",)):
+            raise InitializationError(
+                f"a world with backend 'mpi' has no store, by which ranks would meet in a group with backend "
+                f"{str(arguments[3])!r}: leave out new_group's backend, or make the world by phalanx.init()"
+            )
+        return own(*arguments, **named)
+
+    setattr(c10d, "_new_process_group_helper", new_group)  # noqa: B010
 
 
 def _is_rank_without_mpi() -> bool:

@@ -23,7 +23,10 @@ from phalanx.errors import InitializationError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["forget_failed_groups", "record_other_backends", "register", "replace_as_asked"]
+__all__ = ["forget_failed_groups", "has_met", "record_other_backends", "register", "replace_as_asked"]
+
+#: Whether this rank of ``phalanx run`` has opened a store in which ranks meet, for a group or for RPC or by itself.
+has_met = False
 
 
 def register() -> None:
@@ -79,10 +82,21 @@ def _stand_in(name: str, module: str) -> None:
 def record_other_backends() -> None:
     """Have the flight recorder see the operations of torch's own backends, from their first group on; never raises.
 
-    DDP on these groups then also names parameters that had no gradient.
+    DDP on these groups then also names parameters that had no gradient, and ``has_met`` is set by the first store.
 
     For a rank of ``phalanx run``, once torch has been imported there.
     """
+    with contextlib.suppress(Exception):
+        from torch._C._distributed_c10d import FileStore, TCPStore
+
+        for kind in (TCPStore, FileStore):
+
+            def note(*arguments: Any, own: Any = kind.__init__, **named: Any) -> None:
+                global has_met
+                has_met = True
+                own(*arguments, **named)
+
+            setattr(kind, "__init__", note)  # noqa: B010
     with contextlib.suppress(Exception):
         from torch.distributed import distributed_c10d as c10d
 

@@ -20,7 +20,7 @@ from phalanx.launch.attempts import launch
 from phalanx.launch.conclusion import UNWRITABLE
 from phalanx.launch.job.job import Job
 from phalanx.launch.rank.start import RankStart, become
-from phalanx.words import did_you_mean
+from phalanx.words import did_you_mean, tell
 
 __all__ = ["main"]
 
@@ -94,17 +94,17 @@ def main() -> int | None:
         if isinstance(outcome, Job):
             outcome = launch(outcome)
     except (ArgumentError, LaunchError, LauncherEnvironmentError) as error:
-        print(f"phalanx: {error}", file=sys.stderr)
+        tell(str(error))
         return 2
     except click.ClickException as error:
-        print(f"phalanx: {_in_one_line(error)}", file=sys.stderr)
+        tell(_in_one_line(error))
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return 130
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
-        print(f"phalanx: the output cannot be written: {error.strerror}", file=sys.stderr)
+        tell(f"the output cannot be written: {error.strerror}")
         return UNWRITABLE
     if isinstance(outcome, RankStart):
         become(outcome)

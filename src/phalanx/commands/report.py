@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from phalanx.errors import LaunchError
+from phalanx.launch.job.output_options import FAILURE_FILE
 from phalanx.words import format_bytes
 
 if TYPE_CHECKING:
@@ -31,7 +33,8 @@ __all__ = ["report"]
 def report(path: str, as_json: bool, html_file: str | None) -> None:
     """Print the newest report that phalanx run has written into DIR, its --report-dir or --log-dir, or that of a file.
 
-    Its first sentence says who keeps the job from going on, and which branch or loop to look at, if that is clear.
+    Before it stands what was said when a job of that --log-dir failed last. The report's first sentence says who keeps
+    the job from going on, and which branch or loop to look at, if that is clear.
     Then come every rank's state, stack and last operations. --html FILE writes the same as a page with a timeline.
     Beside each hang-N.json is a folder hang-N-torch, with all recorded operations as torch's flight recorder writes
     them, for torchfrtrace --prefix rank_.
@@ -41,9 +44,15 @@ def report(path: str, as_json: bool, html_file: str | None) -> None:
     if as_json and html_file is not None:
         raise click.UsageError("--json and --html are two ways to show a report: give one of them")
     found: Path | None = Path(path)
+    failed = Path(path, FAILURE_FILE)
     try:
-        if found is not None and found.is_dir():
-            found = latest_report(found)
+        if Path(path).is_dir():
+            found = latest_report(Path(path))
+        if failed.is_file() and not as_json and html_file is None:
+            when = datetime.fromtimestamp(failed.stat().st_mtime).astimezone().isoformat(timespec="seconds")
+            click.echo(f"{failed}, written {when}:\n{failed.read_text(errors='replace')}", nl=found is not None)
+            if found is None:
+                return
         if found is None:
             raise LaunchError(
                 f"{path} has no report. phalanx run --report-dir {path} (or --log-dir {path}) writes one when no rank "

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from phalanx.launch.job.job import Job
+from phalanx.launch.job.output_options import FAILURE_FILE
 from phalanx.launch.output.failure import End, Failure, failure_in_short, find_cause, format_failure, signal_name
 from phalanx.launch.output.logs import Console
 from phalanx.launch.output.stacks import format_places
@@ -87,7 +90,7 @@ def failed(ended: Ended, console: Console) -> bool:
 def conclude_attempt(job: Job, ended: Ended, console: Console) -> None:
     """Print why an attempt :func:`failed`, and that the next one starts."""
     _, text = _explain(job, ended)
-    console.err.write(text)
+    _give(job, -1, text, 1, console, None)
     _say_overdue(ended, console)
     console.say(f"{job.attempt.title} failed; {job.attempt.next().title} starts now")
 
@@ -132,13 +135,13 @@ def _conclude(job: Job, ended: Ended, console: Console, hand_over: HandOver | No
         return 128 + signal.SIGPIPE
     if ended.refusal is not None:
         text, code = ended.refusal
-        _give(-1, text, code, console, hand_over)
+        _give(job, -1, text, code, console, hand_over)
         return code
     if not ended.failures:
         _note_strangers(job, ended, console)
         return 0
     cause, text = _explain(job, ended)
-    _give(cause.rank, text, cause.exit_code, console, hand_over)
+    _give(job, cause.rank, text, cause.exit_code, console, hand_over)
     return cause.exit_code
 
 
@@ -164,7 +167,10 @@ def _finished(ended: Ended) -> list[int]:
     return [rank for rank, end in enumerate(ended.ends) if end and end.status == 0 and end.at < ended.asked_at]
 
 
-def _give(rank: int, text: str, code: int, console: Console, hand_over: HandOver | None) -> None:
+def _give(job: Job, rank: int, text: str, code: int, console: Console, hand_over: HandOver | None) -> None:
+    if job.output.log_dir:
+        with contextlib.suppress(OSError):
+            Path(job.output.log_dir, FAILURE_FILE).write_text(text, errors="backslashreplace")
     if hand_over is None:
         console.err.write(text)
     else:

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import platform
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from phalanx.launch.job.job import Job
 from phalanx.launch.output.stacks import format_stack, frames_in, place_in
 from phalanx.launch.sight import Examination, Pace, Sight
 from phalanx.launch.stopped_ranks import StoppedRanks
+from phalanx.settings import VERSION
 from phalanx.system.folder import own_folder
 from phalanx.watch.disagreement import calls_that_differ
 from phalanx.watch.parting import parting
@@ -216,7 +219,7 @@ class HangWatch:
             self._lacking = lacking
             if self._report is not None:
                 but = f" ({format_named('rank', lacking)} did not answer)" if lacking else ""
-                read = f"phalanx report {shlex.quote(str(self._wanted.report_dir))}"
+                read = f"phalanx report {shlex.quote(str(self._wanted.report_dir))} (--html FILE makes a page)"
                 self._say(f"{self._report} has every rank's stack and operations{but}; read it with: {read}")
         if self._report is not None and lacking and self._filled < _MOST_FILLED:
             self._reported = False
@@ -227,8 +230,12 @@ class HangWatch:
         from phalanx.watch.hang_report import HangReport, write_report
 
         job = self._job
+        versions = f"Phalanx {VERSION}, Python {platform.python_version()}"
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions += f", torch {metadata.version('torch')}"
+        given = f", arguments: {shlex.join(job.target.argv[1:])}" if job.target.argv[1:] else ""
         report = HangReport(
-            job.title(),
+            f"{job.title()}{given}; {versions}",
             ", ".join(dict.fromkeys(rank.host for rank in seen if rank.host)) or job.host,
             datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             time.monotonic_ns(),

@@ -19,7 +19,6 @@ socket and a new port of the store.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
 import os
@@ -28,7 +27,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.machinery import ModuleSpec
 from types import CodeType
@@ -306,12 +305,12 @@ class _Ranks:
                     self.supervisor.send(event="stacks", late=late, watch="of" in order)
             self.held.send(self.pids)
             now = time.monotonic()
-            overdue = [rank for rank, (when, _) in self.kill_at.items() if when <= now]
-            for rank in overdue:
-                patience_s = self.kill_at[rank][1]
-                if patience_s:
-                    self.supervisor.send(event="overdue", rank=rank, patience_s=patience_s)
-            self._kill_ranks(overdue)
+            for rank, (when, patience_s) in list(self.kill_at.items()):
+                if when <= now:
+                    if patience_s:
+                        self.supervisor.send(event="overdue", rank=rank, patience_s=patience_s)
+                    processes.kill(self.pids[rank])
+                    del self.kill_at[rank]
 
     def _patience_ms(self) -> float | None:
         waits_s = [max(0.0, min(self.kill_at.values())[0] - time.monotonic())] if self.kill_at else []
@@ -330,11 +329,6 @@ class _Ranks:
                 # A stopped process receives the signal only when it continues.
                 processes.send_to_group(pid, signal.SIGCONT)
             self.kill_at[rank] = min((now + patience_s, patience_s), self.kill_at.get(rank, (math.inf, 0.0)))
-
-    def _kill_ranks(self, ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            processes.send_to_group(self.pids[rank], signal.SIGKILL)
-            self.kill_at.pop(rank, None)
 
     def _reap(self) -> None:
         ranks = {pid: rank for rank, pid in self.pids.items()}
@@ -370,18 +364,16 @@ class _Ranks:
 
     def _end_remains(self, rank: int, pid: int) -> None:
         """Kill the processes that an ended rank left behind: they hold its output, its memory and its ports."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
         known = {self.store, *self.pids.values()}
         marks = [f"{settings.RUN_ID}={self.run_id}".encode(), f"RANK={self.numbers[rank]}".encode()]
         for orphan in processes.children_of(os.getpid()):
             if orphan not in known and processes.belongs_to(orphan, pid, report_name(self.run_id, rank), marks):
                 for victim in [orphan, *processes.descendants_of([orphan])]:
-                    processes.kill(victim)
+                    if not processes.is_resource_tracker(victim):
+                        processes.kill(victim)
 
     def kill_everything(self) -> None:
         """Kill and reap every descendant, however many processes lie between."""
-        self._kill_ranks(list(self.pids))
         processes.end_descendants()
         if self.ends is not None:
             self.ends.close()

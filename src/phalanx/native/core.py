@@ -36,6 +36,7 @@ __all__ = [
     "MPI_WORDS",
     "NBYTES_BITS",
     "NOBODY",
+    "PIECES_AT",
     "RECORDER_BYTES",
     "RECORDS",
     "RECORDS_AT",
@@ -57,7 +58,7 @@ __all__ = [
     "rpc",
 ]
 
-ABI = 30
+ABI = 31
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -144,7 +145,7 @@ class Crossing(Structure):
     theirs: ctypes.Array[c_uint32]
 
 
-RECORDS, RECORDS_AT = 4096, 4096
+RECORDS, RECORDS_AT, PIECES_AT = 4096, 4096, 80
 STRINGS_AT = RECORDS_AT + RECORDS * 64
 RECORDER_BYTES = STRINGS_AT + 262144
 FOUND_LATE = 1 << 24  # PHX_FOUND_LATE, in what a record is of
@@ -287,6 +288,7 @@ def library() -> ctypes.CDLL:
             [POINTER(RecordedGroup), c_uint32, c_uint64, c_uint32, c_int32, c_uint64],
         ),
         ("phx_record_drop", None, [c_uint64]),
+        ("phx_record_piece", None, [c_uint64, c_uint64]),
         ("phx_record_end", None, [c_uint64, c_int]),
         ("phx_records_read", c_uint32, [c_void_p, c_uint64, POINTER(SeenRecord), POINTER(c_uint64)]),
         ("phx_recorder_of", c_void_p, [comm, c_uint32]),

@@ -65,6 +65,7 @@ class Agent:
     Attributes:
         me: this worker.
         inquiries: why others do not answer.
+        active_at: gives when something was last done here for another worker.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Agent:
         self._calls = Calls(self._on_late, self._tell_of_end, self._on_long, long_s)
         self._handlers = Handlers()
         self._serving = Serving(self._handlers, typed_only=typed_only)
+        self.active_at = self._serving.active_at
         self._members = Members(store)
         self._departures = Departures(self._members, self._handlers)
         try:

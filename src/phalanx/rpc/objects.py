@@ -10,6 +10,7 @@ On the way from A to B a reference is A's until B's hold is known to the owner (
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 import queue
@@ -28,6 +29,7 @@ from phalanx.rpc.autograd import requests
 from phalanx.rpc.codecs import pickled_parts
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
+from phalanx.rpc.serving import NOBODY
 from phalanx.system import threads
 from phalanx.watch.call_site import capture, text_of
 
@@ -35,7 +37,7 @@ __all__ = ["ObjectInfo", "RemoteObject", "local", "make", "objects"]
 
 _MAKE, _METHOD, _LEASE = "objects.make", "objects.method", "objects.lease"
 _OF_METHOD = pickled_parts("object", "function", "args", "kwargs")
-_MAKING = pickled_parts("function", "args", "kwargs", "line")
+_MAKING = pickled_parts("function", "args", "kwargs", "line", "serial")
 # How soon an owner learns that a process has let go of objects.
 LEASE_S = 0.25
 
@@ -63,6 +65,7 @@ class _Owned:
     value: Any
     made_by: str
     made_at: str
+    turn: contextlib.AbstractContextManager[Any]  # a lock, if one method runs at a time
     holders: dict[int, Member] = field(default_factory=dict)
 
 
@@ -84,20 +87,20 @@ class _Table:
         self.thread = threading.Thread(target=self._let_go, name="phalanx-rpc-leases", daemon=True)
         threads.start(self.thread)
 
-    def add(self, value: Any, made_by: str, made_at: str) -> int:
+    def add(self, owned: _Owned) -> int:
         """Keep a new object; the caller makes a reference to it."""
         with self.lock:
             number = next(self.numbers)
-            self.owned[number] = _Owned(value, made_by, made_at)
+            self.owned[number] = owned
             return number
 
-    def value(self, number: int) -> Any:
+    def find(self, number: int) -> _Owned:
         """The object of a number."""
         with self.lock:
             owned = self.owned.get(number)
         if owned is None:
             raise ObjectLost(f"object {number} of {self.agent.me} is gone: nobody held it any more")
-        return owned.value
+        return owned
 
     def hold(self, owner: Member, number: int) -> None:
         """Count one more reference of this process."""
@@ -216,7 +219,10 @@ class _Method:
         return future.wait() if self._waits else future
 
     def __repr__(self) -> str:
-        return f"<method {self._name} of {self._target!r}>"
+        return f"<method {self._name} of {self._target!r}; for an attribute: rpc.call(object, getattr, {self._name!r})>"
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"{self!r} is neither true nor false: call it")
 
 
 class _Start:
@@ -231,8 +237,8 @@ class RemoteObject:
     """A reference to an object on another worker (or on this one). ``obj.method(x)`` is a call there.
 
     ``obj.start.method(x)`` returns a future. ``rpc.call(obj, "method", x, timeout_s=5)`` gives one call its own
-    timeout, and ``rpc.call(obj, function, x)`` calls ``function(the object, x)`` there. It can be sent to other
-    workers.
+    timeout, and ``rpc.call(obj, function, x)`` calls ``function(the object, x)`` there, as ``rpc.call(obj, getattr,
+    "name")`` and ``rpc.call(obj, setattr, "name", value)`` do for an attribute. It can be sent to other workers.
     """
 
     def __init__(self, owner: Member, number: int, type_name: str) -> None:
@@ -250,6 +256,11 @@ class RemoteObject:
         if name.startswith("__"):
             raise AttributeError(name)  # Python asks for these by itself, and they are not methods of the object
         return _Method(self, name, waits=True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("_owner", "_number", "_type_name"):
+            raise AttributeError(f"{self!r} lives elsewhere: rpc.call(object, setattr, {name!r}, value) sets {name}")
+        super().__setattr__(name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return start_on(self, "__call__", args, kwargs, None).wait()
@@ -275,17 +286,24 @@ def _arrive(owner: Member, number: int, type_name: str) -> RemoteObject:
 
 
 def make(
-    to: str | int | Member, kind: Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any
+    to: str | int | Member,
+    kind: Callable[..., Any],
+    *args: Any,
+    timeout_s: float | None = None,
+    serial: bool = True,
+    **kwargs: Any,
 ) -> RemoteObject:
     """Make an object on another worker, and return a reference to it.
 
-    The object lives there until no process has a reference to it, or until that worker ends.
+    The object lives there until no process has a reference to it, or until that worker ends. One of its methods runs at
+    a time, whoever calls it, except for those that are ``async`` or generators.
 
     Args:
         to: the worker's name, rank, or ``Member``.
         kind: the object's class, or a function that returns the object.
         args, kwargs: its arguments.
         timeout_s: how long that may take, in seconds.
+        serial: False for an object that can be called several times at once, or whose methods wait for each other.
 
     Raises:
         Exception: what making it raised.
@@ -295,7 +313,7 @@ def make(
         session.agent(),
         to,
         _MAKE,
-        (kind, args, kwargs, text_of(capture())),
+        (kind, args, kwargs, text_of(capture()), serial),
         timeout_s,
         asked=f"to make a {verbs.name_of(kind)}",
         codec=_MAKING,
@@ -311,7 +329,7 @@ def local(reference: RemoteObject) -> Any:
     """
     if reference._owner != session.agent().me:
         raise ObjectLost(f"{reference!r} does not live on {session.agent().me}; rpc.call(reference, function) does")
-    return _table().value(reference._number)
+    return _table().find(reference._number).value
 
 
 def objects() -> list[ObjectInfo]:
@@ -365,13 +383,13 @@ def _lost(target: RemoteObject, error: WorkerLost) -> ObjectLost:
     return lost
 
 
-def _on_make(
-    incoming: Incoming, asked: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]
-) -> RemoteObject:
-    kind, args, kwargs, line = asked
+def _on_make(incoming: Incoming, asked: tuple[Any, ...]) -> RemoteObject:
+    kind, args, kwargs, line, serial = asked
+    verbs.refuse_timeout(kind, kwargs)
     value = kind(*args, **kwargs)
     table = _table()
-    number = table.add(value, str(incoming.peer), line)
+    turn = threading.Lock() if serial else contextlib.nullcontext()
+    number = table.add(_Owned(value, str(incoming.peer), line, turn))
     reference = RemoteObject(table.agent.me, number, type(value).__qualname__)
     table.tell(table.agent.me)
     return reference
@@ -380,9 +398,14 @@ def _on_make(
 def _on_method(incoming: Incoming, value: tuple[Any, ...]) -> Any:
     target, function, args, kwargs = value
     thing = local(target)
-    if isinstance(function, str):
-        return verbs.perform(incoming, getattr(thing, function), args, kwargs)
-    return verbs.perform(incoming, function, (thing, *args), kwargs)
+    incoming.thread = NOBODY  # while it waits for its turn it has not begun
+    with _table().find(target._number).turn:
+        incoming.thread, incoming.began = threading.get_ident(), time.monotonic()
+        if incoming.given_up:
+            return None
+        if isinstance(function, str):
+            return verbs.perform(incoming, getattr(thing, function), args, kwargs)
+        return verbs.perform(incoming, function, (thing, *args), kwargs)
 
 
 def _method_of(value: tuple[Any, ...]) -> Callable[..., Any]:

@@ -25,13 +25,13 @@ from phalanx.rpc.message import Kind, Message
 from phalanx.watch.call_site import running_at
 from phalanx.words import tell
 
-__all__ = ["CANCEL", "PROGRESS", "RECEIPT", "Incoming", "Serving"]
+__all__ = ["CANCEL", "NOBODY", "PROGRESS", "RECEIPT", "Incoming", "Serving"]
 
 # The services of the agent itself. The second is also the mark of an answer whose receiver is to say that it has it;
 # the third says how far calls have come (inquiry.py).
 CANCEL, RECEIPT, PROGRESS = "cancel", "receipt", "progress"
 _MOST_EARLY = 1024
-_NOBODY, _LATER = 0, -1  # in the place of a thread
+NOBODY, _LATER = 0, -1  # in the place of a thread
 
 
 class Incoming:
@@ -40,7 +40,7 @@ class Incoming:
     Attributes:
         peer: who asks.
         given_up: whether the caller has given the call up since.
-        thread: which thread runs the handler; ``_NOBODY`` before it has begun, ``_LATER`` if the answer comes later.
+        thread: which thread runs the handler; ``NOBODY`` before it has begun, ``_LATER`` if the answer comes later.
         began: when that thread took it.
         message: what has come, if it is a request.
     """
@@ -50,7 +50,7 @@ class Incoming:
     def __init__(self, peer: Member) -> None:
         self.peer = peer
         self.given_up = False
-        self.thread = _NOBODY
+        self.thread = NOBODY
         self.began = 0.0
         self.message: Message | None = None
 
@@ -61,7 +61,7 @@ class Incoming:
     def give_up(self) -> None:
         """Nobody waits for the answer any more. What has not begun gives its memory back, though it keeps its turn."""
         self.given_up = True
-        if self.thread == _NOBODY and self.message is not None:
+        if self.thread == NOBODY and self.message is not None:
             self.message.head, self.message.buffers = b"", ()
 
 
@@ -85,6 +85,7 @@ class Serving:
         self._typed_only = typed_only
         self._services: dict[str, _Service] = {}
         self._backlog = Backlog()
+        self._began_at = 0.0  # when the newest request was begun
         self._under_way: dict[tuple[int, int], Incoming] = {}  # by caller and number, in the order in which they came
         # Calls that were given up before they had come, oldest first: a cancellation overtakes a large request.
         self._given_up_early: dict[tuple[int, int], None] = {}
@@ -121,6 +122,10 @@ class Serving:
         else:
             self._handlers.run(self._run, link, incoming, service, message)
 
+    def active_at(self) -> float:
+        """When something was last done here for another worker, on the monotonic clock."""
+        return time.monotonic() if self._under_way else self._began_at
+
     def forget(self, peer: Member) -> None:
         """A worker is gone: nobody waits for what it asked, and it relies on nothing."""
         for (caller, _), incoming in list(self._under_way.items()):
@@ -143,7 +148,8 @@ class Serving:
                 self._under_way.pop((peer.incarnation, message.call), None)
                 self._answer_nobody(link, message.call)
                 return
-            incoming.began, incoming.thread = time.monotonic(), threading.get_ident()
+            self._began_at = incoming.began = time.monotonic()
+            incoming.thread = threading.get_ident()
             if service is None:
                 raise PhalanxError(f"this worker serves nothing called {message.service!r}")
             if self._typed_only and service.codec.unpickles:
@@ -246,10 +252,10 @@ class Serving:
             thread = request.thread
             if caller == incoming.peer.incarnation and number in numbers:
                 found[number] = {"for_s": time.monotonic() - request.began, "at": _at(thread)}
-                if thread == _NOBODY:
+                if thread == NOBODY:
                     found[number] = {"behind": waiting}
-            waiting += thread == _NOBODY
-            running += thread != _NOBODY
+            waiting += thread == NOBODY
+            running += thread != NOBODY
         for entry in found.values():
             if "behind" in entry:
                 entry["running"] = running - 1  # but for this request itself

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
@@ -34,7 +35,6 @@ _LOOKS_PER_S = 1000
 _MOST_LOOKS_PER_S = 50
 _TELL_S = 5.0  # after which the user is told who is missing
 _STORE_S = 5.0  # for the job's store, beside what the others may take
-_SILENT_S = 1.0  # a store that owes an answer for so long has not answered
 # When one who waits in shutdown() makes links to those who are late, to how many of them at a time, and in what time.
 _LINK_AFTER_S = 0.1
 _LINKS_AT_ONCE = 4
@@ -42,9 +42,8 @@ _REACH_S = 2.0
 _ATTEMPT_S = 5.0  # for one attempt to connect to the store of a job that this process is no rank of
 JOIN_S = 60.0  # for connecting to a launcher's store
 
-T = TypeVar("T")
-
 _agent: Agent | None = None
+_own_world: worlds.World | None = None  # that init() has joined, and shutdown() leaves
 # What the rooms of RPC do with a new agent: they register their services.
 _equip: list[Callable[[Agent], None]] = []
 _at_shutdown: list[Callable[[], None]] = []
@@ -160,7 +159,8 @@ def init(
     """Become a worker, so that others can call functions here and this process can call them.
 
     Every rank of the world may call it, after ``phalanx.init()`` or ``init_process_group``; it returns when all ranks
-    of the world have. A process that is no rank, such as a parameter server that was started by itself, names the job's
+    of the world have. Without either it joins the launcher's ranks, by ``phalanx.init(device="cpu")``, until
+    ``shutdown``. A process that is no rank, such as a parameter server that was started by itself, names the job's
     store. For such a process it returns as soon as the ranks have met; from then on it may leave and come back.
 
     Args:
@@ -184,6 +184,7 @@ def init(
             call it again as well.
         BackendError: the system gives this process no more threads.
     """
+    global _own_world
     how: dict[str, Any] = {"typed_only": typed_only, "warn_after_s": warn_after_s, "encrypt": encrypt}
     if join is not None:
         if name is None:
@@ -191,6 +192,8 @@ def init(
         store, address = _foreign_store(join, wait_s)
         return begin(store, name, -1, address, timeout_s, **how).me
     _require_none()
+    if not dist.is_initialized() and place_with(None, None, None, None).world_size > 1:
+        _own_world = worlds.init(device="cpu", timeout_s=wait_s)
     store, rank, size, one_host = _world_store()
     address = own_address(one_host=one_host)
     own_name = name or f"worker{rank}"
@@ -215,7 +218,7 @@ def init(
     return made.me
 
 
-def shutdown(*, wait: bool = True, timeout_s: float = 300.0) -> None:
+def shutdown(*, wait: bool = True, timeout_s: float = math.inf) -> None:
     """Stop being a worker. Does nothing if this process is none.
 
     Args:
@@ -234,6 +237,8 @@ def shutdown(*, wait: bool = True, timeout_s: float = 300.0) -> None:
             for forget in _at_shutdown:
                 forget()
         _close(made)
+        if _own_world is not None and worlds._world is _own_world:
+            worlds.close()
 
 
 def _close(made: Agent) -> None:
@@ -244,26 +249,16 @@ def _close(made: Agent) -> None:
 
 
 def _wait_for_others(made: Agent, timeout_s: float) -> None:
-    # Written by the thread that waits, and read once that has taken too long: who is missing, and since when the store
-    # has owed an answer, which is empty while something else takes the time.
-    waited_for: list[Member] = []
-    asked_at: list[float] = []
-
-    def of_store(question: Callable[[], T]) -> T:
-        asked_at.append(time.monotonic())
-        try:
-            return question()
-        finally:
-            asked_at.clear()
+    waited_for: list[Member] = []  # written by the thread that waits, and read once that has taken too long
 
     def wait() -> None:
         # Those that are here now: a rank that comes back meanwhile as a new worker waits for this one.
-        others = [member for member in of_store(made.members) if member.rank >= 0]
-        of_store(made.say_done)
+        others = [member for member in made.members() if member.rank >= 0]
+        made.say_done()
         since = time.monotonic()
 
         def missing() -> list[int]:
-            waited_for[:] = of_store(lambda: made.not_done(others))
+            waited_for[:] = made.not_done(others)
             _reach_late(made, waited_for, since, since + timeout_s)
             return [member.rank for member in waited_for]
 
@@ -274,17 +269,11 @@ def _wait_for_others(made: Agent, timeout_s: float) -> None:
     try:
         within(timeout_s + _STORE_S, wait)
     except TimeoutError:
-        silent_s = max((time.monotonic() - since for since in asked_at[:1]), default=0.0)
-        ranks = format_named("rank", [one.rank for one in waited_for])
-        if silent_s >= _SILENT_S:
-            last = f" It last knew that {ranks} had not come." if waited_for else ""
-            tell(f"warning: rpc.shutdown() ends without the others: the job's store has not answered.{last}")
-        else:
-            whom = f" of {ranks}" if waited_for else ""
-            tell(
-                f"warning: rpc.shutdown() ends without the others: waited {timeout_s:g} s for rpc.shutdown(){whom}. "
-                f"What keeps them could not be found out within {_STORE_S:g} s more"
-            )
+        whom = f" of {format_named('rank', [one.rank for one in waited_for])}" if waited_for else ""
+        tell(
+            f"warning: rpc.shutdown() ends without the others: waited {timeout_s:g} s for rpc.shutdown(){whom}. "
+            f"What keeps them could not be found out within {_STORE_S:g} s more: does the job's store answer?"
+        )
     except (InitializationError, dist.DistError, RuntimeError) as error:  # the store may be gone with its host
         tell(f"warning: rpc.shutdown() ends without the others: {error}")
 
@@ -350,8 +339,10 @@ def _wait_while(pending: Callable[[], bool], text: Callable[[], str], timeout_s:
         waited_s = time.monotonic() - began
         if waited_s > timeout_s:
             raise InitializationError(f"waited {timeout_s:g} s {text()}")
-        if waited_s > silent_s:
-            silent_s = 4 * waited_s  # a worker that only serves waits for as long as the others train
+        # A server that others call is where it should be: it waits for as long as they train.
+        idle_s = min(waited_s, time.monotonic() - _agent.active_at()) if _agent is not None else waited_s
+        if idle_s > silent_s:
+            silent_s = 4 * idle_s
             tell(f"waiting {text()}")
         time.sleep(max(1 / _MOST_LOOKS_PER_S, waiting / _LOOKS_PER_S))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import operator
 import threading
 import time
@@ -23,7 +24,7 @@ from phalanx.rpc.members import Member
 from phalanx.rpc.message import SentToMany
 from phalanx.system import threads
 
-__all__ = ["ASKED", "CALL", "Asked", "call", "each", "name_of", "perform", "start"]
+__all__ = ["ASKED", "CALL", "Asked", "call", "each", "name_of", "perform", "refuse_timeout", "start"]
 
 T = TypeVar("T")
 
@@ -146,12 +147,24 @@ def each(
 
 def perform(incoming: Incoming, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function for another worker: its value, a future of it, or the stream of its items."""
+    refuse_timeout(function, kwargs)
     result = function(*args, **kwargs)
     if isinstance(result, CoroutineType):
         return _await(result)
     if isinstance(result, (GeneratorType, AsyncGeneratorType)):
         return streams.offer(incoming.peer, result, event_loop)
     return result
+
+
+def refuse_timeout(function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    """Raise an ArgumentError if a limit that is meant for the call has come to the function, which takes none."""
+    for name in {"timeout", "timeout_s"} & kwargs.keys():
+        try:
+            taken = inspect.signature(function).parameters
+        except ValueError:  # a function in C may not say what it takes
+            continue
+        if name not in taken and all(each.kind is not each.VAR_KEYWORD for each in taken.values()):
+            raise ArgumentError(f"{name_of(function)} takes no {name}; a call's limit is rpc.call(..., timeout_s=5)")
 
 
 def name_of(function: object) -> str:

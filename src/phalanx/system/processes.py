@@ -34,6 +34,7 @@ __all__ = [
     "has_handler",
     "ignores",
     "is_ending",
+    "is_resource_tracker",
     "kill",
     "parent_of",
     "send_to_group",
@@ -48,6 +49,7 @@ __all__ = [
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_TRACKERS_S = 2.0  # for Python's resource trackers to end by themselves; they take some milliseconds
 _PF_EXITING = 0x4  # among the kernel's flags of a thread, the seventh field after the command in /proc/<pid>/stat
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -318,6 +320,13 @@ def kill(pid: int) -> bool:
     return True
 
 
+def is_resource_tracker(pid: int) -> bool:
+    """Whether a process is to remove multiprocessing's semaphores and memory, when nobody holds its pipe."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        return b"multiprocessing.resource_tracker" in file.read()
+    return False
+
+
 def await_ends(handles: Iterable[int], patience_s: float) -> list[int]:
     """Wait until processes have ended.
 
@@ -375,7 +384,7 @@ def end_descendants(*, but: Collection[int] = ()) -> None:
     """SIGKILL all descendants of this process until none is left that may be killed.
 
     A process whose parent is killed becomes a child of this one (:func:`adopt_orphans`), so each round reaches the
-    processes that the round before has orphaned.
+    processes that the round before has orphaned. Python's resource trackers get a moment to end by themselves.
 
     Args:
         but: children that are spared, with all their descendants, and not reaped: whoever started them wants to know
@@ -383,6 +392,7 @@ def end_descendants(*, but: Collection[int] = ()) -> None:
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     spared: set[int] = set()
+    until = time.monotonic() + _TRACKERS_S
     while True:
         for pid in children_of(os.getpid()):
             if pid not in but:
@@ -392,6 +402,8 @@ def end_descendants(*, but: Collection[int] = ()) -> None:
         victims = [pid for pid in [*children, *descendants_of(children)] if pid not in spared]
         if not victims:
             break
+        if time.monotonic() < until:
+            victims = [pid for pid in victims if not is_resource_tracker(pid)]
         spared.update(pid for pid in victims if not kill(pid))
         # The end of a child wakes this process. The timeout is for the ends of processes that are not its children.
         signal.sigtimedwait({signal.SIGCHLD}, 0.05)
@@ -401,10 +413,10 @@ def end_descendants(*, but: Collection[int] = ()) -> None:
 def send_to_group(leader: int, signum: int) -> None:
     """Signal the process group of ``leader``, or ``leader`` alone while it has none of its own yet.
 
-    The caller must not have reaped ``leader``: until then no other process can have its number.
+    SIGKILL is for ``leader`` alone. The caller must not have reaped it: no other process can have its number then.
     """
     try:
-        os.killpg(leader, signum)
+        (os.kill if signum == signal.SIGKILL else os.killpg)(leader, signum)
     except ProcessLookupError:
         with contextlib.suppress(ProcessLookupError):
             os.kill(leader, signum)

@@ -17,7 +17,8 @@ __all__ = ["CallSite", "call_site", "capture", "inside", "raised_at", "running",
 CallSite = tuple[CodeType, int]
 
 # The modules in the middle have the wrapper of torch's functions that are marked as deprecated.
-_INSIDE = ("torch.", "phalanx.", "typing_extensions", "warnings", "_py_warnings", "threading")
+_THREADS = ("threading", "concurrent.", "multiprocessing.")
+_INSIDE = ("torch.", "phalanx.", "typing_extensions", "warnings", "_py_warnings", *_THREADS)
 
 # The files with code of those modules, which are skipped. Several frames of every call are checked, and a
 # file's name is found faster than its module's. Code made from a string has no file of its own, so it is not kept here.
@@ -81,9 +82,19 @@ def shown(place: str) -> str:
     return printable(f"{function}{bracket}{beside(line, jobs_folder())}")
 
 
-def call_site() -> str:
-    """Where the user's program made the call that this thread is in, for people; empty if torch's C++ made it."""
-    return shown(text_of(capture(2)))
+def call_site(site: CallSite | None = None) -> str:
+    """Where this thread's call was made, for people, with the thread's name if it is not the main one; may be empty."""
+    place, thread = shown(text_of(site or capture(2))), threading.current_thread()
+    if thread is threading.main_thread() or getattr(running, "site", None) is not None:
+        return place
+    frame: FrameType | None = sys._getframe(1)
+    outermost = ""
+    while frame is not None:
+        if not (module := str(frame.f_globals.get("__name__", ""))).startswith(_THREADS):
+            outermost = f"{module}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    # What Phalanx's threads call for torch's C++ was called on another thread.
+    return place if outermost.startswith("phalanx.") else f"{place or outermost} in thread {thread.name!r}"
 
 
 def running_at(frame: FrameType | None) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from phalanx.settings import BACKEND
-from phalanx.watch.records import Record, Recording
+from phalanx.watch.records import Record, Recording, world_rank
 from phalanx.watch.shapes import lengths_in, lengths_that_count
 from phalanx.words import first_kinds, format_named
 
@@ -57,13 +57,18 @@ def disagreement(
     last = _last(recordings, rank)
     if last is None:
         return []
+    how = dict.fromkeys(stopped, _STOPPED) | dict.fromkeys(ended, _ENDED)
+    if last.is_message:
+        ends = last.group.ranks if last.peer < 0 else (world_rank(last.group, last.peer),)
+        known = {r: recordings[r].records for r in ends if r in recordings and (last.peer >= 0 or r in how)}
+        about = f"is the other end of {last.text()}"
+        return [f"rank {r}{how.get(r, '')} {about}{_last_of(records)}" for r, records in known.items()]
     calls = _calls(recordings, last, at_ns)
     late = [other for other, records in calls.items() if max(records, default=0) < last.in_group]
     # A rank that came to such a collective a moment ago has no record of it yet.
     come = "was not seen in" if last.found_late else "had not come to"
-    how = dict.fromkeys(stopped, _STOPPED) | dict.fromkeys(ended, _ENDED)
     return _differing(calls, last) or [
-        f"rank {other}{how.get(other, '')} {come} {last.name()}{last.where()}{_before(calls[other])}"
+        f"rank {other}{how.get(other, '')} {come} {last.name()}{last.where()}{_last_of(list(calls[other].values()))}"
         for other in late[:4]
     ]
 
@@ -71,13 +76,13 @@ def disagreement(
 def calls_that_differ(recordings: Mapping[int, Recording], rank: int, at_ns: float) -> list[str]:
     """The first of these, also of a rank that is still in its operation. The arguments are the same."""
     last = _last(recordings, rank)
-    return [] if last is None else _differing(_calls(recordings, last, at_ns), last)
+    return [] if last is None or last.is_message else _differing(_calls(recordings, last, at_ns), last)
 
 
 def _last(recordings: Mapping[int, Recording], rank: int) -> Record | None:
-    """The collective of another backend that a rank is in, or that has failed."""
+    """The operation of another backend that a rank is in, or that has failed."""
     last = recordings[rank].last if rank in recordings else None
-    if last is None or last.is_message or last.group.backend == BACKEND or not (last.failed or last.under_way):
+    if last is None or last.group.backend == BACKEND or not (last.failed or last.under_way):
         return None
     return last
 
@@ -130,5 +135,5 @@ def _counts(record: Record, failed: Record, at_ns: float) -> bool:
     return is_groups and not record.is_message and record.entered_ns <= at_ns
 
 
-def _before(records: Mapping[int, Record]) -> str:
-    return f"; its last operation was {records[max(records)].text()}" if records else ""
+def _last_of(records: Sequence[Record]) -> str:
+    return f"; its last operation was {records[-1].text()}" if records else ""

@@ -46,7 +46,7 @@ def page(report: HangReport) -> str:
         '<meta name="referrer" content="no-referrer">',
         f"<title>{shown(report.headline(), 120)}</title><style>{STYLE}</style></head><body>",
         f"<h1>{_code(shown(report.headline(), 4000))}.</h1>",
-        f"<p>{shown(report.job)}; on host {shown(report.host)}, {shown(report.when)}. "
+        f"<p>{shown(report.job, 2000)}; on host {shown(report.host)}, {shown(report.when)}. "
         f"The first rank has been waiting for {duration(now_ns - report.verdict.since_ns)}.</p>",
         *_timeline(report, bars),
         *_ranks(report),
@@ -95,15 +95,8 @@ def _timeline(report: HangReport, bars: dict[int, list[Record]]) -> Iterable[str
             f'<div{" class=awaited" if awaited else ""}><span class="who">rank {shown(seen.rank)}'
             f"{' is awaited' if awaited else ''}</span>{drawn}</div>"
         )
-    begins = f"{duration(report.now_ns - axis.first_ns)} before the report"
-    yield f'<div><span class="who"></span><span class="axis"><span>{begins}</span><span>the report</span></span></div>'
-    yield "</div></div>"
-    if axis.cuts:
-        longest = duration(max(span for _, span in axis.cuts))
-        yield (
-            f'<p class="faint">Time is drawn shorter at the dashed lines ({len(axis.cuts)}): no rank began or ended an '
-            f"operation there, for {longest} at the longest.</p>"
-        )
+    labels = "".join(f"<span>{label}</span>" for label in axis.labels)
+    yield f'<div><span class="who"></span><span class="axis">{labels}</span></div></div></div>'
     left_out = sum(len(seen.recording.records) - len(bars[seen.rank]) for seen in report.ranks if seen.recording)
     if left_out:
         yield f'<p class="faint">{left_out:,} earlier operations of the report are not drawn.</p>'
@@ -198,12 +191,7 @@ def _stacks(report: HangReport) -> Iterable[str]:
         rest = sorted(rank for _, ranks in groups[_MOST_STACKS:] for rank in ranks)
         yield f"<p>The stacks of {shown(format_named('rank', rest), 2000)} are in the report itself.</p>"
     if unsaid:
-        verb = "has" if len(unsaid) == 1 else "have"
-        yield f"<p>{_capital(shown(format_named('rank', unsaid), 2000))} {verb} not said where.</p>"
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
+        yield f"<p>Without an answer: {shown(format_named('rank', unsaid), 2000)}.</p>"
 
 
 def _operations(report: HangReport, most: int) -> Iterable[str]:

@@ -27,7 +27,6 @@ p { margin: .4rem 0; }
 .faint { color: var(--faint); font-size: .9rem; }
 code, pre, td.code, .who { font-family: ui-monospace, "DejaVu Sans Mono", Menlo, monospace; }
 h1 code { padding: 0 .25em; background: var(--page); border-radius: 3px; }
-a { color: inherit; }
 .legend { display: flex; flex-wrap: wrap; gap: .2rem 1rem; list-style: none; margin: .5rem 0; padding: 0;
   font-size: .85rem; }
 .legend svg { overflow: visible; width: 1em; height: 1em; margin-right: .35em; vertical-align: -.12em; }
@@ -41,9 +40,9 @@ a { color: inherit; }
 rect.open { fill-opacity: .45; stroke: var(--alert); stroke-width: 2; stroke-dasharray: 5 3;
   vector-effect: non-scaling-stroke; }
 rect.failed { stroke: var(--alert); stroke-width: 2; vector-effect: non-scaling-stroke; }
-.cut { stroke: var(--faint); stroke-width: 1; stroke-dasharray: 2 3; vector-effect: non-scaling-stroke; }
+.tick { stroke: var(--line); stroke-width: 1; vector-effect: non-scaling-stroke; }
 .nothing { color: var(--faint); font-size: .85rem; }
-.axis { display: flex; justify-content: space-between; gap: 1rem; font-size: .8rem; color: var(--faint); }
+.axis { display: grid; grid-template-columns: repeat(5, 1fr); font-size: .8rem; color: var(--faint); }
 #about.shown { min-height: 9.5em; position: sticky; bottom: 0; }
 #about { margin: .6rem 0 0; padding: .5rem .75rem; background: var(--box);
   border: 1px solid var(--line); border-radius: 4px; font-size: .85rem; white-space: pre-wrap; }
@@ -64,7 +63,7 @@ pre { overflow-x: auto; font-size: .83rem; line-height: 1.45; overflow-wrap: nor
 .k8 { fill: var(--k8); } .k9 { fill: var(--k9); } .k10 { fill: var(--k10); } .k11 { fill: var(--k11); }
 .k12 { fill: var(--k12); }
 @media (max-width: 40rem) { body { padding: .6rem; } h1 { font-size: 1.05rem; padding: .6rem .75rem; }
-  .ranks { display: block; width: 56rem; } .ranks > div { display: block; }
+  .ranks { display: block; } .ranks > div { display: block; }
   .who { display: inline-block; margin-top: .45rem; position: sticky; left: 0; }
   table.stacked thead { display: none; } table.stacked tr { display: block; padding: .4rem 0;
   border-bottom: 1px solid var(--line); } table.stacked td { display: flex; gap: .75rem; border: 0; padding: .1rem 0;
@@ -87,6 +86,4 @@ document.getElementById("timeline").addEventListener("click", function (event) {
   about.textContent = row + "\\n" + title.textContent;
   about.classList.add("shown");
 });
-var frame = document.getElementById("timeline").parentNode;
-frame.scrollLeft = frame.scrollWidth;
 """

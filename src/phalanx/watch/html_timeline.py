@@ -1,14 +1,13 @@
 """The timeline of a job's last operations: for each rank a row of bars, as SVG within a page of HTML.
 
 All rows have one axis. A job that hangs has done its last operations within milliseconds and has waited for half a
-minute since, so long spans of time in which no rank begins or ends anything are drawn shorter. Each is marked.
+minute since: four fifths are linear up to the last moment at which a rank began or ended an operation, and the last
+fifth is the wait since then.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
 
 from phalanx.watch.html_text import ago, duration, shown
 from phalanx.watch.records import KINDS, Record
@@ -16,12 +15,11 @@ from phalanx.words import format_bytes
 
 __all__ = ["Axis", "bar_text", "kind_class", "row"]
 
-WIDTH = 1000  # the axis, in units of the drawing; the page stretches it
+WIDTH, _WAIT_AT = 1000, 800  # the axis, in units of the drawing; the page stretches it
+_TICKS = "".join(f'<path class="tick" d="M{place} 0V24"/>' for place in range(200, WIDTH, 200))
 _HEIGHT = 24
 _LANES = 3  # operations that a rank has under way at a time; more are drawn over each other
 _NARROWEST = 1.5
-_STEADY = 0.95  # the share of the spans, the shortest ones, by which is measured what is a long one
-_LONG = 0.06
 _CLASSES = {kind: f"k{number}" for number, kind in KINDS.items()}
 
 
@@ -34,35 +32,21 @@ class Axis:
     """
 
     def __init__(self, records: Sequence[Record], now_ns: int) -> None:
-        moments = {
-            min(moment, now_ns) for record in records for moment in (record.entered_ns, record.left_ns) if moment
-        }
-        self._moments = sorted(moments | {now_ns})
-        spans = [after - before for before, after in pairwise(self._moments)]
-        steady = sum(sorted(spans)[: int(_STEADY * len(spans))]) or sum(spans) or 1
-        longest = max(1, _LONG * steady)
-        places = [0.0]
-        for span in spans:
-            places.append(places[-1] + min(span, longest))
-        scale = WIDTH / (places[-1] or 1.0)
-        self._places = [place * scale for place in places]
-        self.cuts = [
-            ((self._places[i] + self._places[i + 1]) / 2, span) for i, span in enumerate(spans) if span > longest
-        ]
-        """Where a long span is drawn shorter, and how long it is, in ns."""
+        moments = [min(moment, now_ns) for each in records for moment in (each.entered_ns, each.left_ns) if moment]
+        self._first, self._last, self._now = min(moments), max(moments), now_ns
 
     @property
-    def first_ns(self) -> int:
-        return self._moments[0]
+    def labels(self) -> list[str]:
+        """What stands at the left of each fifth."""
+        quarter = (self._last - self._first) / 4
+        return [*(f"−{duration(quarter * left)}" for left in (4, 3, 2, 1)), f"wait, {duration(self._now - self._last)}"]
 
     def at(self, moment_ns: int) -> float:
         """The place of a moment, from 0 to ``WIDTH``."""
-        index = max(0, bisect_right(self._moments, moment_ns) - 1)
-        if index + 1 >= len(self._moments):
-            return self._places[-1]
-        before, after = self._moments[index : index + 2]
-        share = max(0.0, (moment_ns - before) / (after - before))
-        return self._places[index] + share * (self._places[index + 1] - self._places[index])
+        if moment_ns <= self._last:
+            return max(0.0, (moment_ns - self._first) / max(1, self._last - self._first)) * _WAIT_AT
+        share = min(1.0, (moment_ns - self._last) / max(1, self._now - self._last))
+        return _WAIT_AT + share * (WIDTH - _WAIT_AT)
 
 
 def kind_class(kind: str) -> str:
@@ -82,10 +66,9 @@ def row(rank: object, records: Sequence[Record], axis: Axis, now_ns: int) -> str
         placed.append((record, lane, end))
     height = _HEIGHT / max(1, len(lanes))
     bars = "".join(_bar(record, lane * height, height, axis, end, now_ns) for record, lane, end in placed)
-    cuts = "".join(f'<path class="cut" d="M{place:.1f} 0V{_HEIGHT}"/>' for place, _ in axis.cuts)
     return (
         f'<svg class="row" viewBox="0 0 {WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" '
-        f'aria-label="operations of rank {shown(rank)}">{cuts}{bars}</svg>'
+        f'aria-label="operations of rank {shown(rank)}">{_TICKS}{bars}</svg>'
     )
 
 

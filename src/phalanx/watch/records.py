@@ -10,11 +10,12 @@ import contextlib
 import ctypes
 import mmap
 import os
+import struct
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from phalanx.native.core import FOUND_LATE, RECORDER_BYTES, RECORDS, STRINGS_AT, SeenRecord, library
+from phalanx.native.core import FOUND_LATE, PIECES_AT, RECORDER_BYTES, RECORDS, STRINGS_AT, SeenRecord, library
 from phalanx.system.folder import beside
 from phalanx.system.foreign_values import checked, read_json
 from phalanx.watch.recorder import MEMORY_NAME, ranks_in, spans
@@ -28,6 +29,7 @@ __all__ = [
     "Recording",
     "copy_memory",
     "copy_recorder",
+    "in_words",
     "is_message",
     "open_own_recorder",
     "read_memory",
@@ -169,6 +171,7 @@ class Recording:
         step, label: what its script said last of what it does; -1 and empty if nothing.
         begun: how many operations have begun since the process's first.
         records: the last of them, the oldest first.
+        done: how far the one under way is, in percent; -1 if it has not moved any of several pieces.
     """
 
     pid: int
@@ -178,6 +181,7 @@ class Recording:
     label: str
     begun: int
     records: tuple[Record, ...] = field(repr=False)
+    done: int = -1
 
     @cached_property
     def last(self) -> Record | None:
@@ -248,7 +252,7 @@ class Recording:
 
 
 _MOST_EACH = 64
-_OWN = ("pid", "rank", "size", "step", "label", "begun")
+_OWN = ("pid", "rank", "size", "step", "label", "begun", "done")
 _FIELDS = [name for name in Record.__dataclass_fields__ if name != "group"]
 
 
@@ -303,14 +307,15 @@ class RecorderCopy:
     """What a recorder held at one moment, as the core copies it: most readers need few of its operations in words.
 
     Attributes:
-        pid, rank, size, step, label, begun: as in :class:`Recording`.
+        pid, rank, size, step, label, begun, done: as in :class:`Recording`.
         seen: its operations, in no order.
     """
 
-    def __init__(self, header: _Header, seen: ctypes.Array[SeenRecord], begun: int, texts: _Texts) -> None:
+    def __init__(self, header: _Header, seen: ctypes.Array[SeenRecord], begun: int, done: int, texts: _Texts) -> None:
         self.pid, self.rank, self.size, self.step = header.pid, header.rank, header.size, header.step
         self.label = texts.text(header.label)
         self.begun = begun
+        self.done = done
         self.seen = seen
         self._texts = texts
         self._dtypes = texts.values(header.dtypes)
@@ -318,16 +323,6 @@ class RecorderCopy:
     def record(self, index: int) -> Record:
         """One of the operations that were seen."""
         return _record(self.seen[index], self._texts, self._dtypes)
-
-    def excerpt(self, count: int) -> Recording:
-        """What :meth:`Recording.excerpt` has of all operations, without making the others first."""
-        order = sorted(range(len(self.seen)), key=lambda index: self.seen[index].number)
-        last = {self.seen[index].group: index for index in order if not is_message(self.seen[index])}
-        under_way = [index for index in order if not self.seen[index].left_ns][:_MOST_EACH]
-        groups = sorted(last.values(), key=lambda index: self.seen[index].number)[-_MOST_EACH:]
-        kept = {*groups, *under_way, *order[-count:]}
-        records = sorted((self.record(index) for index in kept), key=lambda record: record.number)
-        return Recording(self.pid, self.rank, self.size, self.step, self.label, self.begun, tuple(records))
 
     def place(self, number: int) -> tuple[str, int]:
         """A line of the program by the number that ``seen`` has of it, and what names it on all ranks; 0 if nothing."""
@@ -360,12 +355,12 @@ def copy_recorder(file: int, at: int = 0, first: int = 0) -> RecorderCopy | None
 
 def read_recording(file: int, at: int = 0) -> Recording | None:
     """The whole recording in a file, with the arguments of :func:`copy_recorder`; None if there is none."""
-    return _in_words(copy_recorder(file, at))
+    return in_words(copy_recorder(file, at))
 
 
 def read_memory(address: int) -> Recording | None:
     """The recorder that is mapped at an address; None if there is none."""
-    return _in_words(copy_memory(address))
+    return in_words(copy_memory(address))
 
 
 def copy_memory(address: int, first: int = 0) -> RecorderCopy | None:
@@ -377,14 +372,17 @@ def copy_memory(address: int, first: int = 0) -> RecorderCopy | None:
     texts = _Texts(ctypes.string_at(address + STRINGS_AT, RECORDER_BYTES - STRINGS_AT))
     if not header.magic:
         return None
-    return RecorderCopy(header, (SeenRecord * count).from_buffer(seen), begun.value, texts)
+    pieces, moved = struct.unpack("<II", ctypes.string_at(address + PIECES_AT, 8))
+    done = 100 * moved // pieces if 0 < moved < pieces else -1
+    return RecorderCopy(header, (SeenRecord * count).from_buffer(seen), begun.value, done, texts)
 
 
-def _in_words(found: RecorderCopy | None) -> Recording | None:
+def in_words(found: RecorderCopy | None) -> Recording | None:
+    """All of a copy."""
     if found is None:
         return None
     records = sorted(map(found.record, range(len(found.seen))), key=lambda record: record.number)
-    return Recording(found.pid, found.rank, found.size, found.step, found.label, found.begun, tuple(records))
+    return Recording(**{name: getattr(found, name) for name in _OWN}, records=tuple(records))
 
 
 def is_message(seen: SeenRecord) -> bool:

@@ -102,8 +102,9 @@ def judge(ranks: Sequence[Seen]) -> Verdict | None:
         sentence = f"{format_named('rank', circle)} wait for each other: {doing}"
         return Verdict(sentence, tuple(circle), tuple(sorted(waiting)), since_ns)
     text = _whereabouts(waiting, seen)
-    everybody = f"{text}: all have come, and {'it does not go' if len(waiting) == 1 else 'none goes'} on"
-    return Verdict(everybody, (), tuple(sorted(waiting)), since_ns)
+    done = max(found.done for rank in waiting if (found := seen[rank].recording) is not None)
+    far = f"{done} % of it is done" if done >= 0 else "it is not over"
+    return Verdict(f"{text}: all have come, and {far}", (), tuple(sorted(waiting)), since_ns)
 
 
 def _awaited(rank: int, record: Record, seen: Mapping[int, Seen]) -> set[int]:

@@ -163,6 +163,13 @@ def check_groups_come_and_go(rank: int, size: int) -> None:
             dist.destroy_process_group(group)
 
 
+def check_a_group_of_another_backend_is_refused_on_all_ranks(rank: int, size: int) -> None:
+    for backend in ("gloo", "phalanx", "cpu:gloo"):
+        with pytest.raises(RuntimeError, match=f"has no store, .* with backend '{backend}': leave out"):
+            dist.new_group([0], backend=backend)
+    dist.destroy_process_group(dist.new_group(backend="mpi"))
+
+
 def check_groups_of_the_same_members_have_names_of_their_own(rank: int, size: int) -> None:
     """And torch's, by which the functional collectives find them."""
     groups = [dist.new_group(list(range(size))) for _ in range(2)]

@@ -90,16 +90,18 @@ def chosen_diagnosis(log_dir: str, *, is_python: bool, ranks: int) -> tuple[Diag
     context = click.get_current_context()
     chosen = context.meta[KEPT]
     folder = chosen["report_dir"] or log_dir
+    typed = click.core.ParameterSource.COMMANDLINE
+    # A rank at a breakpoint waits for a person, and lines about that would come between prompt and answer.
+    quiet = context.params.get("debugged") is not None and context.get_parameter_source("warn_after") is not typed
     diagnosis = Diagnosis(
-        chosen["warn_after"],
+        0.0 if quiet else chosen["warn_after"],
         chosen["report_after"],
         str(Path(folder).absolute()) if folder else "",
         strict=chosen["strict"],
     )
-    why = diagnosis.why_unwatched(is_python=is_python, ranks=ranks)
+    why = "--debug turns off --warn-after" if quiet else diagnosis.why_unwatched(is_python=is_python, ranks=ranks)
     if not folder:
         why = "it has no folder; add --report-dir DIR"
-    typed = click.core.ParameterSource.COMMANDLINE
     asked = [
         f"--{name.replace('_', '-')}"
         for name in ("report_dir", "report_after")

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from phalanx.errors import LaunchError
 from phalanx.words import format_count
 
-__all__ = ["PLAIN_OUTPUT", "OutputOptions", "decide_output"]
+__all__ = ["FAILURE_FILE", "PLAIN_OUTPUT", "OutputOptions", "decide_output"]
+
+#: Where ``--log-dir`` has what was printed when its job failed last.
+FAILURE_FILE = "failure.txt"
 
 
 @dataclass(frozen=True)

@@ -193,9 +193,6 @@ class Child:
             return None
         now = time.monotonic()
         self._watch.poll(processes.descendants_of([os.getpid()]))
-        # The rank is still a zombie, so no other process or process group can have its number.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         self.send_report()
         processes.end_descendants()

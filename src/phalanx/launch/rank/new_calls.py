@@ -8,7 +8,7 @@ from phalanx.errors import PhalanxError
 from phalanx.launch.rank.trace import Trace
 from phalanx.watch.done_calls import CallGatherer, DoneCalls
 from phalanx.watch.glance import Glance, glance
-from phalanx.watch.records import RecorderCopy, Recording, copy_recorder
+from phalanx.watch.records import RecorderCopy, Recording, copy_recorder, in_words
 
 __all__ = ["EVERY_S", "MOST_RANKS", "PAUSE", "NewCalls", "newest_of"]
 
@@ -80,8 +80,8 @@ class NewCalls:
         """
         rank = self._numbers[part]
         first = 0 if self._gatherer.has_groups(rank) else max(0, self._gatherer.first(rank) - _FEW)
-        copy = self._copy(part, first)
-        return None if copy is None else copy.excerpt(count)
+        found = in_words(self._copy(part, first))
+        return None if found is None else found.excerpt(count)
 
     def _read(self, part: int, *, final: bool) -> None:
         rank = self._numbers[part]

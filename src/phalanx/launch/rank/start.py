@@ -269,20 +269,11 @@ def _code_of(error: SystemExit) -> int:
 
 
 def _note_end(start: RankStart) -> None:
-    """Note that the script has come to its end, if this rank had met the others.
-
-    Whether it had is known by torch's traces of a process group, which may have gone.
-    """
+    """Note that the script has come to its end, if this rank had met the others."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    if c10d is None:
-        return
-    world = sys.modules.get("phalanx.world")
-    if (
-        c10d.is_initialized()
-        or getattr(c10d, "_default_pg_init_method", None) is not None
-        or getattr(world, "_openings", 0)
-        or getattr(sys.excepthook, "__module__", "") == c10d.__name__
-    ):
+    has_met = getattr(sys.modules.get("phalanx.c10d.register"), "has_met", False)
+    has_world = getattr(sys.modules.get("phalanx.world"), "_openings", 0)
+    if has_met or has_world or (c10d is not None and c10d.is_initialized()):
         advance(start.run_id, Stage.ENDED)
 
 

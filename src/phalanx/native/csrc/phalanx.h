@@ -15,7 +15,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 30
+#define PHX_ABI 31
 #define PHX_API __attribute__((visibility("default")))
 
 /* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
@@ -413,8 +413,9 @@ PHX_API void phx_record_end(uint64_t ticket, int failed);
 /* Give the ranks of a group that is a part of another one the numbers that they have there. Before the first call. */
 PHX_API int phx_name_ranks(phx_comm *comm, const int32_t *names);
 
-/* Note whom the collective that this thread is in waits for. Costs nothing outside of one. */
+/* Note whom the collective that this thread is in waits for, and how many of its pieces it has moved. */
 PHX_API void phx_record_awaits(int32_t rank);
+PHX_API void phx_record_piece(uint64_t done, uint64_t of);
 
 /* The flight recorder of another rank of this group, which may be gone; NULL if it cannot be read. Good until phx_close(). */
 PHX_API const char *phx_recorder_of(const phx_comm *comm, uint32_t rank);

@@ -26,6 +26,8 @@ static inline __attribute__((always_inline)) int phx_pass_pieces(phx_comm *comm,
 {
     for (uint64_t i = 0; i <= pieces; i++) {
         int status;
+        if (pieces > 1 && !comm->whole)
+            phx_record_piece(i, pieces);
         if (i < pieces) {
             if ((status = phx_enter(comm, first + i, call)))
                 return status;

@@ -171,6 +171,12 @@ void phx_record_awaits(int32_t rank)
         atomic_store_explicit(&phx_record_under_way->awaits, rank, memory_order_relaxed);
 }
 
+void phx_record_piece(uint64_t done, uint64_t of)
+{
+    if (memory)
+        atomic_store_explicit(&header_of(memory)->pieces, done << 32 | of, memory_order_relaxed);
+}
+
 struct phx_record_place phx_record_place(void)
 {
     struct phx_record_place place = {.peer = -1};

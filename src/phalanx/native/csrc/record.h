@@ -49,6 +49,9 @@
  *               (watch/recorder.py writes them, under a lock of its own). A text is written before any record names it,
  *               by the same thread or one that has passed that lock on, so the release of `word` covers it; a reader
  *               that has acquired `word` may read it. Death in the middle of one: no record names it.
+ *   pieces      How many pieces of its call the group's thread has begun to take, in the upper half, and how many there are,
+ *               in the lower; of the last call that had several. Stored by that thread, relaxed; read by all, relaxed, on
+ *               its own. Death before or after: the call is as far as that.
  *   lost        How many operations have no record because theirs was being written: added to by their threads, relaxed.
  */
 #ifndef PHALANX_RECORD_H
@@ -71,7 +74,7 @@ struct phx_recorder_header {
     _Atomic int32_t step;
     _Atomic uint32_t label;
     _Alignas(64) _Atomic uint64_t next;
-    _Atomic uint64_t lost;
+    _Atomic uint64_t lost, pieces;
 };
 
 /* Where the collective that this thread is in was called, and what it is. */

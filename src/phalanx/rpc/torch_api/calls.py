@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from phalanx.rpc.torch_api.references import Identity, User
 from phalanx.rpc.torch_api.torch_names import autograd as torch_autograd
 from phalanx.rpc.torch_api.torch_names import cpp, internal
 
-__all__ = ["Answer", "Call", "backward", "call", "fetch", "usable"]
+__all__ = ["Answer", "Call", "backward", "call", "fetch", "pickle_errors", "usable"]
 
 CALL, FETCH, BACKWARD = "torch.call", "torch.fetch", "torch.backward"
 BUILTIN, PYTHON, SCRIPT = "builtin", "python", "script"
@@ -104,12 +105,22 @@ def value_of(member: Member, answer: Answer) -> Any:
     if not answer.payload:
         return None
     tensors = unwrap(member, answer.tensors, answer.autograd)
-    value = internal.deserialize(answer.payload, tensors)
+    with pickle_errors():
+        value = internal.deserialize(answer.payload, tensors)
     if isinstance(value, AttributeError) and "RPC pickler does not serialize" in str(value):
         raise value
     if isinstance(value, internal.RemoteException):
         raise_here(value)
     return value
+
+
+@contextlib.contextmanager
+def pickle_errors() -> Iterator[None]:
+    """Raise what pickling raises as torch's C++ does: as a RuntimeError that begins with the name of its type."""
+    try:
+        yield
+    except Exception as error:
+        raise PhalanxError(f"{type(error).__name__}: {error}") from error
 
 
 def raise_here(remote: Any) -> None:

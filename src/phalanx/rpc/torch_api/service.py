@@ -12,7 +12,7 @@ from phalanx.rpc.agent import Incoming, Member
 from phalanx.rpc.autograd.engine import running_in, unwrap, wrap
 from phalanx.rpc.future import Future as OwnFuture
 from phalanx.rpc.torch_api import current, profiling, rref
-from phalanx.rpc.torch_api.calls import BACKWARD, BUILTIN, CALL, FETCH, PYTHON, SCRIPT, Answer, Call
+from phalanx.rpc.torch_api.calls import BACKWARD, BUILTIN, CALL, FETCH, PYTHON, SCRIPT, Answer, Call, pickle_errors
 from phalanx.rpc.torch_api.references import Identity, Owned
 from phalanx.rpc.torch_api.script.named import return_type, script_function
 from phalanx.rpc.torch_api.torch_names import internal
@@ -82,7 +82,8 @@ class Service:
         references = self._agent.references
         received = references.collect_received()
         try:
-            given = internal.deserialize(call.payload, tensors)
+            with pickle_errors():
+                given = internal.deserialize(call.payload, tensors)
         finally:
             references.stop_collecting()
         for user in received:
@@ -139,7 +140,8 @@ class Service:
             return tuple(self._encoded(peer, value, events))
 
     def _encoded(self, peer: Member, value: Any, events: list[list[profiling.Event]]) -> Answer:
-        payload, tensors = internal.serialize(value)
+        with pickle_errors():
+            payload, tensors = internal.serialize(value)
         self._agent.references.sent_to(peer)
         sent, autograd = wrap(peer, tensors)
         return Answer(payload, sent, autograd, events)
@@ -185,5 +187,5 @@ class Service:
         try:
             rref.backward(value, context, retain_graph)
         except Exception as error:
-            print(f"backward() for {incoming.peer}: {error!r}", file=sys.stderr)
+            print(f"backward() for {incoming.peer}: {error!r}\n", end="", file=sys.stderr)
             raise

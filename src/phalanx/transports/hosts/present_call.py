@@ -19,7 +19,7 @@ from phalanx.transports.hosts.lane import TransferFailed
 from phalanx.transports.hosts.last_calls import LastCalls
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.wording import text_of_call
-from phalanx.watch.call_site import CallSite, capture, shown, text_of
+from phalanx.watch.call_site import CallSite, call_site, capture
 from phalanx.watch.calls import exchange_text
 
 __all__ = ["PresentCall"]
@@ -38,7 +38,7 @@ def _in_words(call: _Words | None) -> str:
     if call is None:
         return ""
     make, arguments, place = call
-    site = shown(text_of(place))
+    site = call_site(place)
     return f"{make(*arguments)} at {site}" if site else make(*arguments)
 
 

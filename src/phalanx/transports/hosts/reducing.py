@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from phalanx.native.core import library
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hosts.combining import combine
 from phalanx.transports.hosts.early_receives import EarlyReceives, wait_for
@@ -69,7 +70,9 @@ class Reducing:
 
         others = [rank for number, rank in enumerate(self._layout.lane) if number != self._layout.host]
         self._early.begin(others, agree, expect)
-        for turn in range(len(work) + 2 * _SENT_AHEAD):
+        turns = len(work) + 2 * _SENT_AHEAD
+        for turn in range(turns + 1):
+            library().phx_record_piece(turn, turns)
             if _SENT_AHEAD <= turn + 1 < len(work):
                 work[turn + 1].expect()
             if turn < len(work):

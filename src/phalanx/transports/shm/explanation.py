@@ -200,7 +200,7 @@ def _recorded_calls(comm: int, rank: int, call: str, silent: Sequence[int]) -> d
     last = own.last if own is not None else None
     if last is None or last.is_message or not last.site:
         return {}
-    if not (call.startswith(f"{last.kind}(") and call.endswith(shown(last.site))):
+    if not (call.startswith(f"{last.kind}(") and shown(last.site) in call):
         return {}  # this rank's call is an earlier one
     found = {}
     for each in silent[:_MOST_READ]:
