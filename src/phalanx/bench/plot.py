@@ -122,6 +122,13 @@ def draw(results: dict[str, Any], path: Path) -> None:
         panel.set_xticks(ticks, [format_size(tick) for tick in ticks])
         panel.minorticks_off()
         panel.grid(visible=True, alpha=0.3)
+    within = axes[0].get_ylim()
+    for panel in axes[: len(panels)]:
+        ends = panel.get_xticks()[[0, -1]]
+        for rate in (1, 10):  # a line on which all sizes have this rate
+            panel.plot(ends, ends * 1e-3 / rate, color="0.8", linewidth=0.8, zorder=0)
+            panel.annotate(f"{rate} GB/s", (ends[1], ends[1] * 1e-3 / rate), color="0.5", fontsize=7, ha="right")
+    axes[0].set_ylim(within)
     for panel in axes[len(panels) :]:
         panel.set_axis_off()
     labels = {label: line for panel in axes for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
