@@ -10,10 +10,10 @@ ARGS ?=
 SOURCES := pyproject.toml setup.py $(wildcard src/phalanx/native/csrc/* src/phalanx/native/csrc_entry/*)
 # How many tests run side by side: one more than there are cores, since many only wait.
 JOBS ?= $(shell echo $$(($$(nproc) + 1)))
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all lint types unit long fault mpi frameworks torch-versions benchmark sanitize conformance clean
+.PHONY: help run test test-all share lint types unit long fault mpi frameworks torch-versions benchmark sanitize conformance clean
 
 help:  ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -23,7 +23,14 @@ run: $(VENV)/.example  ## Train the example on $(RANKS) ranks (RANKS=4, ARGS="--
 
 test: lint types unit  ## Style, types and the tests that take minutes
 
-test-all: test long  ## Everything continuous integration checks
+test-all: test long  ## The same, and all tests that take longer
+
+# A share a day, so that all come round: the long tests in a week, those with MPICH in four days.
+DAY ?= $(shell date +%s | awk '{print int($$1 / 86400)}')
+share: $(VENV)/.installed $(MPI)/mpich/.tried  ## Today's share of the tests that make test leaves out (DAY=3)
+	$(PYTEST) -m "long and not conformance and not fault" --share $$(($(DAY) % 7))/7 $(ARGS)
+	@cat $(MPI)/mpich/.skipped 2>/dev/null || true
+	PHALANX_MPI_VENVS=$(abspath $(MPI)/mpich) $(BIN)/python -m pytest tests/mpi -m "not long" --share $$(($(DAY) % 4))/4 $(ARGS)
 
 lint: $(VENV)/.installed  ## Style, and the floors of the house
 	$(BIN)/ruff check .

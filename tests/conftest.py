@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import zlib
 from collections.abc import Generator, Iterator
 
 import hypothesis
@@ -36,6 +37,15 @@ _cpu_s: dict[str, float] = {}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cpu-times", type=int, metavar="N", help="list the N tests that took the most CPU time (-n 0)")
+    parser.addoption("--share", metavar="K/N", help="run one of N shares of the tests, K from 0 to N-1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--share"):
+        own, shares = map(int, config.getoption("--share").split("/"))
+        kept = [item for item in items if zlib.crc32(item.nodeid.encode()) % shares == own]
+        config.hook.pytest_deselected(items=set(items) - set(kept))
+        items[:] = kept
 
 
 @pytest.hookimpl(wrapper=True)

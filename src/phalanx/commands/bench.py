@@ -265,7 +265,7 @@ def _tune(options: BenchOptions, operations: tuple[str, ...], as_json: bool, qui
     try:
         check_tuning_file()
     except (OSError, RuntimeError) as error:
-        raise click.UsageError(f"--tune cannot write its file: {error}; PHALANX_TUNING=FILE names another") from error
+        raise click.UsageError(f"--tune cannot write its file: {error}; {settings.TUNING}=FILE names another") from error
     finding = tune(options, command=sys.argv[1:], quiet=quiet)
     click.echo(json.dumps(finding.as_json()) if as_json else format_finding(finding), nl=as_json)
     return finding.exit_code or (0 if finding.path else 1)
