@@ -12,6 +12,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from phalanx import settings
 from phalanx.bench.cases import BenchOptions, parse_dtypes, parse_operations, parse_rate, parse_sizes
 from phalanx.bench.operations import DTYPES, OPERATIONS, SizeOf
 from phalanx.place.environment import read_environment
@@ -265,7 +266,7 @@ def _tune(options: BenchOptions, operations: tuple[str, ...], as_json: bool, qui
     try:
         check_tuning_file()
     except (OSError, RuntimeError) as error:
-        raise click.UsageError(f"--tune cannot write its file: {error}; {settings.TUNING}=FILE names another") from error
+        raise click.UsageError(f"--tune cannot write its file: {error}; {settings.TUNING}=FILE sets it") from error
     finding = tune(options, command=sys.argv[1:], quiet=quiet)
     click.echo(json.dumps(finding.as_json()) if as_json else format_finding(finding), nl=as_json)
     return finding.exit_code or (0 if finding.path else 1)
