@@ -177,7 +177,7 @@ def expected(members: Sequence[int], member: int) -> list[Any]:
     return [place, size, [total], [total], [float(10**left)], float(10**right)]
 
 
-@pytest.mark.parametrize("lost_host", [0, 1])
+@pytest.mark.parametrize("lost_host", [1, pytest.param(0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_host_is_lost_and_a_newcomer_comes_there(hosts: TestHosts, tmp_path: Path, way: type, lost_host: int) -> None:
     lost = [rank for rank in range(RANKS) if rank // 2 == lost_host]

@@ -21,7 +21,10 @@ ways = pytest.mark.parametrize("way", WAYS)
 places = pytest.mark.parametrize("hosts", [1, 2], ids=["one-host", "two-hosts"])
 
 
-@pytest.mark.parametrize(("size", "lost"), [(2, 0), (2, 1), (3, 1), (5, 0), (5, 4)])
+@pytest.mark.parametrize(
+    ("size", "lost"),
+    [(3, 1), (5, 0), *(pytest.param(*each, marks=pytest.mark.long) for each in [(2, 0), (2, 1), (5, 4)])],
+)
 @places
 @ways
 def test_survivors_go_on_without_the_lost_rank(way: Callable[[Member], Any], hosts: int, size: int, lost: int) -> None:
@@ -69,7 +72,7 @@ def test_survivors_go_on_without_the_lost_rank(way: Callable[[Member], Any], hos
     assert shared_memory_files() <= files
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [3, pytest.param(5, marks=pytest.mark.long)])
 @ways
 def test_a_new_process_takes_the_place_of_a_lost_one(way: Callable[[Member], Any], size: int) -> None:
     """The one that comes is started after the loss, and has a number of its own in the job."""

@@ -47,48 +47,42 @@ def told(out: str) -> dict[int, Any]:
     return {line["rank"]: line for line in lines}
 
 
-@pytest.mark.parametrize("waits_in", ["message", "barrier"])
-@pytest.mark.parametrize("how", ["plain", "wrapped"])
-def test_on_one_host_all_name_the_rank_that_left(launcher: Launcher, how: str, waits_in: str) -> None:
-    outcome = launcher.run("-n", "4", "-q", "--no-prefix", *GRACE, launcher.script(CHAIN), "0", how, waits_in)
-    found = told("\n".join(outcome.out_lines))
-    assert sorted(found) == [0, 1, 2], outcome.err_text
-    assert [found[rank]["named"] for rank in range(3)] == [3] * 3, found
-    assert all("rank 3 of the group" in line["text"] and "left the group" in line["text"] for line in found.values())
+CASES = [
+    # where the ranks are, the code with which the last one exits, how the others raise, in what all but one wait
+    ("here", 0, "plain", "message"),
+    ("here", 7, "wrapped", "barrier"),
+    ("h0:3,h1:1", 0, "wrapped", "message"),
+    ("h0:2,h1:2", 7, "plain", "barrier"),
+    ("h0:1,h1:3", 0, "plain", "barrier"),
+    *(
+        pytest.param(place, code, how, waits_in, marks=pytest.mark.long)
+        for place in ("here", "h0:3,h1:1", "h0:2,h1:2", "h0:1,h1:3")
+        for code, how, waits_in in ((0, "plain", "message"), (0, "wrapped", "barrier"), (7, "plain", "message"))
+    ),
+]
 
 
-@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
-@pytest.mark.parametrize("placed", ["h0:3,h1:1", "h0:2,h1:2", "h0:1,h1:3"])
-@pytest.mark.parametrize(("how", "waits_in"), [("plain", "message"), ("wrapped", "message"), ("plain", "barrier")])
-def test_on_two_hosts_all_name_the_rank_that_left(remote: RemoteLauncher, placed: str, how: str, waits_in: str) -> None:
-    job = remote.run("-H", placed, "-q", "--no-prefix", *GRACE, remote.script(CHAIN), "0", how, waits_in)
-    found = told(job.out)
-    assert sorted(found) == [0, 1, 2], job.said()
-    assert [found[rank]["named"] for rank in range(3)] == [3] * 3, job.said()
-    assert all("rank 3 of the group" in line["text"] and "left the group" in line["text"] for line in found.values())
-
-
-@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
-@pytest.mark.parametrize("placed", ["h0:3,h1:1", "h0:2,h1:2"])
-@pytest.mark.parametrize("waits_in", ["message", "barrier"])
-def test_a_rank_that_exits_with_a_code_has_not_left_in_order(
-    remote: RemoteLauncher, placed: str, waits_in: str
+@pytest.mark.parametrize(("place", "code", "how", "waits_in"), CASES)
+def test_all_name_the_rank_that_ended(
+    request: pytest.FixtureRequest, place: str, code: int, how: str, waits_in: str
 ) -> None:
-    job = remote.run("-H", placed, "-q", "--no-prefix", *GRACE, remote.script(CHAIN), "7", "plain", waits_in)
-    assert job.process.returncode == 7, job.said()
-    found = told(job.out)
-    assert sorted(found) == [0, 1, 2], job.said()
-    assert [found[rank]["named"] for rank in range(3)] == [3] * 3, job.said()
+    words = ("-q", "--no-prefix", *GRACE), (str(code), how, waits_in)
+    if place == "here":
+        launcher: Launcher = request.getfixturevalue("launcher")
+        outcome = launcher.run("-n", "4", *words[0], launcher.script(CHAIN), *words[1])
+        ended, out, err = outcome.code, "\n".join(outcome.out_lines), outcome.err_text
+    elif why_no_hosts():
+        pytest.skip(why_no_hosts())
+    else:
+        remote: RemoteLauncher = request.getfixturevalue("remote")
+        job = remote.run("-H", place, *words[0], remote.script(CHAIN), *words[1])
+        ended, out, err = job.process.returncode, job.out, job.said()
+    found = told(out)
+    assert sorted(found) == [0, 1, 2], err
+    assert [found[rank]["named"] for rank in range(3)] == [3] * 3, found
     for line in found.values():
         assert "rank 3 of the group" in line["text"]
-        assert "has failed (exit code 7)" in line["text"]
-        assert "in order" not in line["text"]
-
-
-def test_on_one_host_an_exit_code_is_named(launcher: Launcher) -> None:
-    outcome = launcher.run("-n", "3", "-q", "--no-prefix", *GRACE, launcher.script(CHAIN), "7", "plain", "barrier")
-    found = told("\n".join(outcome.out_lines))
-    assert outcome.code == 7
-    assert sorted(found) == [0, 1], outcome.err_text
-    assert [line["named"] for line in found.values()] == [2, 2]
-    assert all("has failed (exit code 7)" in line["text"] for line in found.values()), found
+        assert ("left the group" if code == 0 else "has failed (exit code 7)") in line["text"]
+        assert "in order" not in line["text"] or code == 0
+    if code:
+        assert ended == 7, err

@@ -18,9 +18,10 @@ from phalanx.errors import CollectiveMismatch, PhalanxError
 from phalanx.system.processes import state_of
 
 SECOND_TAG = 7
+sizes = pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 5))])
 
 
-@pytest.fixture(autouse=True, params=[None, "halves", "cyclic"])
+@pytest.fixture(autouse=True, params=[None, "cyclic", pytest.param("halves", marks=pytest.mark.long)])
 def hosts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param is not None:
         divide_by(monkeypatch, ISLANDS[request.param])
@@ -67,7 +68,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@sizes
 @pytest.mark.parametrize(("sent", "received", "sending", "receiving"), CASES)
 def test_all_ranks_read_both_lines_though_the_sender_has_gone_on(
     size: int, sent: torch.Tensor, received: torch.Tensor, sending: str, receiving: str
@@ -96,7 +97,7 @@ def test_all_ranks_read_both_lines_though_the_sender_has_gone_on(
         assert re.match(wanted, text), text
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@sizes
 @pytest.mark.parametrize("sender_is", ["gone", "in no call"])
 def test_all_ranks_read_both_lines_of_a_sender_that_is_in_no_call(sender_is: str, size: int) -> None:
     sender, receiver = neighbours(size)
@@ -133,7 +134,7 @@ def test_all_ranks_read_both_lines_of_a_sender_that_is_in_no_call(sender_is: str
 
 
 @pytest.mark.parametrize("hosts", [None], indirect=True)
-@pytest.mark.parametrize("size", [2, 3, 5])
+@sizes
 def test_all_ranks_of_a_host_read_the_line_of_a_sender_whose_process_is_gone(size: int) -> None:
     sender, receiver = neighbours(size)
 

@@ -73,10 +73,3 @@ def test_a_message_that_ends_with_a_late_collective_names_the_ranks_that_did_not
 )
 def test_what_to_do_about_a_rank_that_did_not_come(places: dict[int, str], stopped: list[int], advice: str) -> None:
     assert advice in str(late(places, stopped, LAYOUT, PIDS, 0, "barrier() at train.py:5", 30.0))
-
-
-def test_such_a_message_says_so_if_nothing_is_known_of_the_ranks() -> None:
-    fact = {"kind": "late", "what": "", "text": "", "group_rank": -1, "by": 0}
-    error = awaited_elsewhere(fact, "", {}, [], LAYOUT, PIDS, 3, "recv from rank 2", 30.0)
-    assert "rank 0 of the group was in a collective, and not all ranks came within 30 s" in str(error)
-    assert (error.group_rank, error.rank) == (-1, -1)

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx.errors import ArgumentError, ClosedError, InitializationError, PeerLost
 
 c10d: Any = distributed_c10d
-sizes = pytest.mark.parametrize("size", [2, 3, 5])
+sizes = pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 5))])
 ways = pytest.mark.parametrize("way", WAYS)
 places = pytest.mark.parametrize("hosts", [1, 2], ids=["one-host", "two-hosts"])
 
