@@ -77,7 +77,7 @@ def left_without_errors_since(before: Holdings) -> list[str]:
 @sizes
 @pytest.mark.parametrize("how", ["closed", "broken", "one goes on"])
 def test_closed_group_has_given_back_its_connections_and_threads(how: str, size: int) -> None:
-    """A broken one has when its errors are gone. What a rank that goes on sends comes to connections that are closed."""
+    """A broken one has when its errors are gone; what a rank that goes on sends comes to closed connections."""
 
     def run(member: Member) -> list[str]:
         before = warmed_up(member)
