@@ -163,43 +163,6 @@ def test_a_call_that_differs_is_told_by_every_rank(
     assert on_ranks(body, size) == [[]] * size
 
 
-@pytest.mark.parametrize(
-    "pair",
-    [(0, 2), (1, 2), pytest.param((2, 0), marks=pytest.mark.long), pytest.param((2, 1), marks=pytest.mark.long)],
-)
-@pytest.mark.parametrize("sent", [7, pytest.param(70_000, marks=pytest.mark.long)])
-def test_a_message_of_another_size_or_dtype_is_told_by_both(
-    pair: tuple[int, int], sent: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between two hosts, and inside the second one of the two."""
-    divide(monkeypatch, "011")
-    source, to = pair
-
-    def body(member: Member) -> list[str]:
-        member.join()
-        wrong = []
-        boxes = {"size": torch.ones(sent + 1), "dtype": torch.ones(sent, dtype=torch.int32)}
-        for name, box in boxes.items():
-            group = dist.new_group()
-            try:
-                if member.rank == source:
-                    dist.send(torch.ones(sent), to, group=group)
-                elif member.rank == to:
-                    dist.recv(box, source, group=group)
-                dist.barrier(group=group)
-                wrong.append(f"{name}: no error")
-            except CollectiveMismatch as error:
-                received = f"recv from rank {source}, {str(box.dtype).removeprefix('torch.')}[{box.numel()}] at "
-                if member.rank == to and received not in str(error):
-                    wrong.append(f"{name}: no {received!r} in {error}")
-            dist.barrier()
-            dist.destroy_process_group(group)
-        dist.destroy_process_group()
-        return wrong
-
-    assert on_ranks(body, 3) == [[]] * 3
-
-
 def test_rank_that_comes_back_to_a_broken_group_tells_the_call_that_differed() -> None:
     """Ranks 1 and 2 made one broadcast, rank 0 another; ranks 0 and 2 notice before rank 1 calls anything more."""
 
