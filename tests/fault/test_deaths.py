@@ -183,9 +183,9 @@ def hosts_of(place: str, monkeypatch: pytest.MonkeyPatch) -> int:
     return len(place)
 
 
-def groups_of(size: int, count: int) -> list[Any]:
+def groups_of(size: int, count: int, timeout_s: float = TIMEOUT_S) -> list[Any]:
     """So many groups of all ranks; every second one has been used, so that its ranks are connected."""
-    groups = [dist.new_group(range(size), timeout=timedelta(seconds=TIMEOUT_S)) for _ in range(count)]
+    groups = [dist.new_group(range(size), timeout=timedelta(seconds=timeout_s)) for _ in range(count)]
     for group in groups[::2]:
         dist.barrier(group=group)
     return groups
@@ -561,7 +561,7 @@ def test_stopped_rank_is_named_at_the_timeout_of_every_operation() -> None:
 
     def body(member: Member) -> None:
         pids = join(member)
-        groups = groups_of(2, len(cases))
+        groups = groups_of(2, len(cases), timeout_s=2 * SOON_S)
         for group in groups:
             _set_pg_timeout(timedelta(seconds=SHORT_S), group)
         member.meet("made")

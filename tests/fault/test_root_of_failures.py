@@ -47,36 +47,7 @@ def told(out: str) -> dict[int, Any]:
     return {line["rank"]: line for line in lines}
 
 
-CASES = [
-    # where the ranks are, the code with which the last one exits, how the others raise, in what all but one wait
-    ("here", 0, "plain", "message"),
-    ("here", 7, "wrapped", "barrier"),
-    ("h0:3,h1:1", 0, "wrapped", "message"),
-    ("h0:2,h1:2", 7, "plain", "barrier"),
-    ("h0:1,h1:3", 0, "plain", "barrier"),
-    *(
-        pytest.param(place, code, how, waits_in, marks=pytest.mark.long)
-        for place in ("here", "h0:3,h1:1", "h0:2,h1:2", "h0:1,h1:3")
-        for code, how, waits_in in ((0, "plain", "message"), (0, "wrapped", "barrier"), (7, "plain", "message"))
-    ),
-]
-
-
-@pytest.mark.parametrize(("place", "code", "how", "waits_in"), CASES)
-def test_all_name_the_rank_that_ended(
-    request: pytest.FixtureRequest, place: str, code: int, how: str, waits_in: str
-) -> None:
-    words = ("-q", "--no-prefix", *GRACE), (str(code), how, waits_in)
-    if place == "here":
-        launcher: Launcher = request.getfixturevalue("launcher")
-        outcome = launcher.run("-n", "4", *words[0], launcher.script(CHAIN), *words[1])
-        ended, out, err = outcome.code, "\n".join(outcome.out_lines), outcome.err_text
-    elif why_no_hosts():
-        pytest.skip(why_no_hosts())
-    else:
-        remote: RemoteLauncher = request.getfixturevalue("remote")
-        job = remote.run("-H", place, *words[0], remote.script(CHAIN), *words[1])
-        ended, out, err = job.process.returncode, job.out, job.said()
+def check(out: str, code: int, ended: int | None, err: str) -> None:
     found = told(out)
     assert sorted(found) == [0, 1, 2], err
     assert [found[rank]["named"] for rank in range(3)] == [3] * 3, found
@@ -84,5 +55,43 @@ def test_all_name_the_rank_that_ended(
         assert "rank 3 of the group" in line["text"]
         assert ("left the group" if code == 0 else "has failed (exit code 7)") in line["text"]
         assert "in order" not in line["text"] or code == 0
-    if code:
-        assert ended == 7, err
+    assert ended == 7 or not code, err
+
+
+# The code with which the last rank exits, how the others raise, and in what all but one wait.
+MORE = [(0, "plain", "message"), (0, "wrapped", "barrier"), (7, "plain", "message")]
+
+
+@pytest.mark.parametrize(
+    ("code", "how", "waits_in"),
+    [
+        (0, "plain", "message"),
+        (7, "wrapped", "barrier"),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in MORE),
+    ],
+)
+def test_on_one_host_all_name_the_rank_that_ended(launcher: Launcher, code: int, how: str, waits_in: str) -> None:
+    words = ("-q", "--no-prefix", *GRACE)
+    outcome = launcher.run("-n", "4", *words, launcher.script(CHAIN), str(code), how, waits_in)
+    check("\n".join(outcome.out_lines), code, outcome.code, outcome.err_text)
+
+
+@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
+@pytest.mark.parametrize(
+    ("placed", "code", "how", "waits_in"),
+    [
+        ("h0:3,h1:1", 0, "wrapped", "message"),
+        ("h0:2,h1:2", 7, "plain", "barrier"),
+        ("h0:1,h1:3", 0, "plain", "barrier"),
+        *(
+            pytest.param(placed, *each, marks=pytest.mark.long)
+            for placed in ("h0:3,h1:1", "h0:2,h1:2", "h0:1,h1:3")
+            for each in MORE
+        ),
+    ],
+)
+def test_on_two_hosts_all_name_the_rank_that_ended(
+    remote: RemoteLauncher, placed: str, code: int, how: str, waits_in: str
+) -> None:
+    job = remote.run("-H", placed, "-q", "--no-prefix", *GRACE, remote.script(CHAIN), str(code), how, waits_in)
+    check(job.out, code, job.process.returncode, job.said())
