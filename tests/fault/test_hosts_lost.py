@@ -242,7 +242,7 @@ def test_both_sides_of_a_cut_name_the_other_host(lasting_job: Job, operations: l
 
 
 @operations
-def test_a_host_whose_ranks_are_all_stopped_is_told_from_one_that_is_cut_off(
+def test_host_whose_ranks_are_stopped_is_told_from_one_that_is_cut_off(
     lasting_job: Job, operations: list[tuple[str, int]]
 ) -> None:
     lasting_job.begin("go_on_until_it_breaks", operations=operations)
@@ -256,7 +256,7 @@ def test_a_host_whose_ranks_are_all_stopped_is_told_from_one_that_is_cut_off(
 
 
 @pytest.mark.parametrize("wait", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_host_that_is_cut_off_while_ranks_wait_for_one_that_computes_is_named(lasting_job: Job, wait: int) -> None:
+def test_host_that_is_cut_off_while_ranks_wait_for_another_is_named(lasting_job: Job, wait: int) -> None:
     until = f"computed-{lasting_job.number}"
     operations = [("all_reduce", SMALL)]
     lasting_job.begin("go_on_until_it_breaks", operations=operations, wait=wait, until=until)

@@ -163,7 +163,7 @@ def test_a_call_that_differs_is_told_by_every_rank(
     assert on_ranks(body, size) == [[]] * size
 
 
-def test_rank_that_comes_back_to_a_broken_group_tells_the_call_that_differed() -> None:
+def test_rank_that_comes_back_to_a_broken_group_tells_the_odd_call() -> None:
     """Ranks 1 and 2 made one broadcast, rank 0 another; ranks 0 and 2 notice before rank 1 calls anything more."""
 
     def body(member: Member) -> str:
@@ -182,7 +182,7 @@ def test_rank_that_comes_back_to_a_broken_group_tells_the_call_that_differed() -
     assert "ranks 1-2: broadcast(float32[4], src=1) at" in late
 
 
-def test_all_to_all_whose_sizes_only_the_receiver_can_compare_is_told_by_all() -> None:
+def test_all_to_all_that_only_the_receiver_can_compare_is_told_by_all() -> None:
     """Rank 0 sends rank 1 more than that expects, gets what it expects itself, and learns of it at its next call."""
 
     def body(member: Member) -> str:

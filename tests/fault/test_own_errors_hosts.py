@@ -43,7 +43,7 @@ def test_backward_raises_that_a_rank_was_lost() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_functional_calls_that_differ_are_phalanxs_error_with_lines_of_the_script() -> None:
+def test_functional_calls_that_differ_are_told_with_lines_of_the_script() -> None:
     def body(member: Member) -> dict[str, tuple[type, str]]:
         member.join()
         errors: dict[str, tuple[type, str]] = {}

@@ -135,7 +135,7 @@ def test_all_ranks_read_both_lines_of_a_sender_that_is_in_no_call(sender_is: str
 
 @pytest.mark.parametrize("hosts", [None], indirect=True)
 @sizes
-def test_all_ranks_of_a_host_read_the_line_of_a_sender_whose_process_is_gone(size: int) -> None:
+def test_all_ranks_of_a_host_read_the_line_of_a_sender_that_has_ended(size: int) -> None:
     sender, receiver = neighbours(size)
 
     def body(member: Member) -> tuple[str, int]:
@@ -161,7 +161,7 @@ def test_all_ranks_of_a_host_read_the_line_of_a_sender_whose_process_is_gone(siz
     assert len({text for text, _ in values(others)}) == 1
 
 
-def test_the_receive_is_named_to_which_the_message_went_not_the_one_that_waits() -> None:
+def test_receive_is_named_to_which_the_message_went() -> None:
     """The thread that waits for one message moves all of them, and it may find that another has unequal ends."""
 
     def body(member: Member) -> tuple[str, int]:

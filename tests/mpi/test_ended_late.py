@@ -30,9 +30,7 @@ CRASHES = """
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.long)])
-def test_a_rank_that_the_abort_of_another_ends_in_finalize_is_not_the_one_that_failed(
-    launcher: Launcher, ranks: int
-) -> None:
+def test_rank_that_anothers_abort_ends_in_finalize_has_not_failed(launcher: Launcher, ranks: int) -> None:
     done = launcher.run("-n", str(ranks), "-q", launcher.script(LEAVES))
     assert done.code == 1, done.err_text
     first = block_of(done.err_text).splitlines()[0]

@@ -205,7 +205,7 @@ def test_of_ranks_that_do_not_come_one_that_is_stopped_is_named_as_that(
 
 
 @pytest.mark.parametrize("after_s", ["0.00006", "0.0001", "0.01"])
-def test_a_group_that_a_signal_handler_has_interrupted_is_broken_everywhere(
+def test_group_that_a_signal_handler_interrupts_is_broken_everywhere(
     mpi: MpiEnvironment, after_s: str, tmp_path: Path
 ) -> None:
     ended = run(mpi, 2, tmp_path, INTERRUPTED, after_s, str(tmp_path))
