@@ -72,33 +72,6 @@ def test_ranks_are_left_out_and_come_again(way: Callable[[Member], Any], hosts: 
 @sizes
 @places
 @ways
-def test_a_newcomer_joins(way: Callable[[Member], Any], hosts: int, size: int) -> None:
-    """The last process begins only when the others have had two constellations."""
-    before, after = list(range(size - 1)), list(range(size))
-
-    def body(member: Member) -> None:
-        settle(member, hosts)
-        if member.rank == size - 1:
-            member.await_said(*(f"twice-{rank}" for rank in before))
-            mine = way(member)
-        else:
-            mine = way(member)
-            for number in (1, 2):
-                mine.change(number, before)
-                assert summed(mine.group, member.rank + 1.0) == [total(before)] * 4
-                have_come(member, before, f"summed-{number}")
-            member.say(f"twice-{member.rank}")
-        mine.change(3, after)
-        assert summed(mine.group, member.rank + 1.0) == [total(after)] * 4
-        member.meet("done")
-        mine.end()
-
-    on_ranks(body, size)
-
-
-@sizes
-@places
-@ways
 def test_many_changes_leave_nothing(way: Callable[[Member], Any], hosts: int, size: int) -> None:
     everybody = list(range(size))
 
