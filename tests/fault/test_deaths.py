@@ -313,12 +313,7 @@ ENDS = [
 
 @pytest.mark.parametrize(("place", "victim", "end", "when"), ENDS)
 def test_dead_rank_is_named_in_every_operation(
-    place: str,
-    victim: int,
-    end: Callable[[], None],
-    when: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    place: str, victim: int, end: Callable[[], None], when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = hosts_of(place, monkeypatch)
     survivors = [rank for rank in range(size) if rank != victim]
@@ -361,9 +356,28 @@ def test_dead_rank_is_named_in_every_operation(
         assert len(told) == 2 * len(NAMES)
         for name, text in told:
             assert WORDS[end] in text, (name, text)
-    if when == "before":  # what was dialled in the moment of its end may have words of Gloo's
-        written = capfd.readouterr().err
-        assert "gloo" not in written.lower(), written
+
+
+@pytest.mark.parametrize("place", ["001", "012"])
+@pytest.mark.parametrize("name", ["small_all_reduce", "receive_from_victim"])
+def test_dead_rank_that_nobody_was_connected_with_brings_no_words_of_gloo(
+    name: str, place: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    size = hosts_of(place, monkeypatch)
+
+    def body(member: Member) -> None:
+        pids = join(member)
+        if member.rank == 2:
+            killed()
+        await_end(pids[2])
+        error, elapsed_s = lost_in(name, Call(member.rank, size, 2, dist.group.WORLD, count=8), at_once=True)
+        check(error, elapsed_s, 2, pids[2], place)
+        member.say(f"over-{member.rank}")
+        member.await_said("over-0", "over-1")
+
+    values(run_ranks(body, size)[:-1])
+    written = capfd.readouterr().err
+    assert "gloo" not in written.lower(), written
 
 
 @pytest.mark.parametrize(
