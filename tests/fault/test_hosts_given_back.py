@@ -21,6 +21,7 @@ from phalanx.errors import PeerLost, PhalanxError
 from phalanx.transports.contract import Communicator
 
 SUM = int(ReduceOp.SUM)  # type: ignore[call-overload]
+sizes = pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 5))])
 LENGTHS = [1, 3_000, 40_000]  # in a frame, through shared memory, and in chunks
 
 
@@ -73,53 +74,29 @@ def left_without_errors_since(before: Holdings) -> list[str]:
     return before.left_in_time(collected)
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_a_closed_group_has_given_back_its_connections_and_threads(size: int) -> None:
-    def run(member: Member) -> list[str]:
-        before = warmed_up(member)
-        group = joined(member, "second")
-        use(group, member)
-        group.close()
-        left = before.left_in_time(Holdings.now)
-        del group  # which was there until now
-        return left
-
-    assert values(run_ranks(run, size)) == [[]] * size
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_so_has_a_broken_one_when_its_errors_are_gone(size: int) -> None:
-    def run(member: Member) -> list[str]:
-        before = warmed_up(member)
-        group = joined(member, "second")
-        use(group, member)
-        (member.folder / f"used-{member.rank}").touch()
-        if member.rank == 0:
-            assert soon(lambda: len(list(member.folder.glob("used-*"))) == size)
-            group.abort("ValueError: the last line of its script")
-        with pytest.raises(PhalanxError):
-            while True:
-                group.all_reduce(torch.ones(1), SUM)
-        group.close()
-        del group
-        return left_without_errors_since(before)
-
-    assert values(run_ranks(run, size)) == [[]] * size
-
-
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_a_rank_that_goes_on_does_not_hold_those_that_have_closed_the_group(size: int) -> None:
-    """What it sends them comes to a connection that they are giving back."""
+@sizes
+@pytest.mark.parametrize("how", ["closed", "broken", "one goes on"])
+def test_closed_group_has_given_back_its_connections_and_threads(how: str, size: int) -> None:
+    """A broken one has when its errors are gone; what a rank that goes on sends comes to closed connections."""
 
     def run(member: Member) -> list[str]:
         before = warmed_up(member)
         group = joined(member, "second")
         use(group, member)
-        if member.rank == size - 1:
+        if how == "broken":
+            member.meet("used")
+            if member.rank == 0:
+                group.abort("ValueError: the last line of its script")
+            with pytest.raises(PhalanxError):
+                while True:
+                    group.all_reduce(torch.ones(1), SUM)
+        elif how == "one goes on" and member.rank == size - 1:
             with pytest.raises(PeerLost, match="has left the group in order"):
                 while True:
                     group.all_reduce(torch.ones(LENGTHS[1]), SUM)
         group.close()
+        if how == "closed":
+            return before.left_in_time(Holdings.now)  # while the group is there
         del group
         return left_without_errors_since(before)
 

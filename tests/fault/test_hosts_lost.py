@@ -1,13 +1,13 @@
 """A host that is cut off, stopped or dead, while ranks of two hosts wait for each other: every survivor names it.
 
-One job goes through most of it: each test makes a group of all ranks, breaks it, and the next one makes another.
+One job goes through most of it: each test makes groups of all ranks, one for each operation, which all are under way
+at once on threads of their own; it breaks them, and the next one makes others.
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import json
-import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,14 +19,34 @@ from tests.support.hosts import TestHosts, running_hosts, why_no_hosts
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
 
-PORT = 29547
+PORTS = itertools.count(29547)
 PATIENCE_S = 200.0
 SOON_S = 30.0  # five seconds on a quiet machine; the timeout of the groups is far from it
 MENDED_S = 2.0  # after a cut that was longer, TCP may send again only when the host counts as silent
-SMALL, LARGE = 8, 8_000_000
+SMALL, LARGE = 8, 2_000_000
 EXCHANGE = ("all_to_all", 200_000)  # whose parts go by way of the memory that the ranks of a host share
+SAMPLE = [("all_reduce", LARGE), ("messages", SMALL), ("barrier", SMALL), ("broadcast", SMALL), EXCHANGE]
+ALL = [
+    (operation, count)
+    for operation in (
+        "all_reduce",
+        "reduce_scatter",
+        "reduce",
+        "messages",
+        "broadcast",
+        "all_gather",
+        "gather",
+        "scatter",
+    )
+    for count in (SMALL, LARGE)
+]
+operations = pytest.mark.parametrize(
+    "operations", [SAMPLE, pytest.param(ALL, marks=pytest.mark.long)], ids=["few", "all"]
+)
+NONE = ("", 0)
 SCRIPT = """
     import ctypes, json, os, time
+    from concurrent.futures import ThreadPoolExecutor
     from datetime import timedelta
     from pathlib import Path
     import torch, torch.distributed as dist, phalanx
@@ -62,13 +82,13 @@ SCRIPT = """
             assert time.monotonic() < until, name
             time.sleep(0.01)
 
-    def go_on_until_it_breaks(group, order):
+    def go_on_until_it_breaks(group, order, operation, count):
         if order["wait"] and rank == order["wait"]:
             wait_for(order["until"])
         while True:
-            OPERATIONS[order["operation"]](group, order["count"])
+            OPERATIONS[operation](group, count)
 
-    def sum_up(group, order):
+    def sum_up(group, order, operation, count):
         if rank in order["hold"]:  # the interpreter is held by something in C, and no thread of Python runs
             ctypes.PyDLL(None).usleep(int(order["hold_s"] * 1e6))
         sums = set()
@@ -82,24 +102,34 @@ SCRIPT = """
             if over.item():
                 return sorted(sums)
 
-    for number in range(1000):
-        wait_for(f"order-{number}")
-        order = json.loads((folder / f"order-{number}").read_text())
-        group = dist.new_group(range(size), timeout=timedelta(seconds=300))
-        dist.barrier(group=group)
-        group.set_timeout(timedelta(seconds=order["timeout_s"]))
-        (folder / f"ready-{number}-{rank}").write_text(str(os.getpid()))
+    def outcome_of(group, order, operation, count):
         try:
-            outcome = {"value": globals()[order["body"]](group, order)}
+            return {"value": globals()[order["body"]](group, order, operation, count)}
         except Exception as error:
             outcome = {"error": type(error).__name__, "text": str(error), "at": time.time(),
                        "group_rank": getattr(error, "group_rank", None), "pid": getattr(error, "pid", None),
                        "known": [getattr(error, name, None) for name in ("rank", "host", "elapsed_s")]}
-            try:
-                OPERATIONS["barrier"](group, 0)
-            except Exception as again:
-                outcome["again"] = type(again).__name__
-        dist.destroy_process_group(group)
+        try:
+            OPERATIONS["barrier"](group, 0)
+        except Exception as again:
+            outcome["again"] = type(again).__name__
+        return outcome
+
+    for number in range(1000):
+        wait_for(f"order-{number}")
+        order = json.loads((folder / f"order-{number}").read_text())
+        operations = order["operations"]
+        groups = [dist.new_group(range(size), timeout=timedelta(seconds=300)) for _ in operations]
+        for group in groups:
+            dist.barrier(group=group)
+            group.set_timeout(timedelta(seconds=order["timeout_s"]))
+        (folder / f"ready-{number}-{rank}").write_text(str(os.getpid()))
+        with ThreadPoolExecutor(len(groups)) as threads:
+            first, *others = zip(groups, operations)
+            begun = [threads.submit(outcome_of, group, order, *each) for group, each in others]
+            outcome = [outcome_of(first[0], order, *first[1]), *[each.result() for each in begun]]
+        for group in groups:
+            dist.destroy_process_group(group)
         whole = folder / f"outcome-{number}-{rank}"
         whole.with_suffix(".part").write_text(json.dumps(outcome))
         whole.with_suffix(".part").rename(whole)
@@ -114,8 +144,9 @@ class Job:
         self.number = -1
         script = folder / "script.py"
         script.write_text(dedent(SCRIPT))
+        port = next(PORTS)
         for rank in range(4):
-            own = {"MASTER_ADDR": "h0", "MASTER_PORT": str(PORT), "RANK": str(rank), "WORLD_SIZE": "4"}
+            own = {"MASTER_ADDR": "h0", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "4"}
             files = folder / f"out-{rank}", folder / f"err-{rank}"
             hosts.zygotes[rank // 2].fork(script, {**own, "FOLDER": str(folder)}, *files)
 
@@ -123,15 +154,18 @@ class Job:
         """Have the ranks do something, and wait until they do."""
         self.number += 1
         partial = self.folder / "order"
-        partial.write_text(json.dumps({"body": body, "timeout_s": timeout_s, "wait": 0, "hold": [], **order}))
+        partial.write_text(
+            json.dumps({"body": body, "timeout_s": timeout_s, "wait": 0, "hold": [], "operations": [NONE], **order})
+        )
         partial.rename(self.folder / f"order-{self.number}")
         self._await(f"ready-{self.number}", range(4), PATIENCE_S)
         time.sleep(0.3)
 
     def outcomes(self, ranks: range) -> list[dict[str, Any]]:
-        """What came of it."""
+        """What came of it, for each rank and operation."""
         self._await(f"outcome-{self.number}", ranks, PATIENCE_S)
-        return [json.loads((self.folder / f"outcome-{self.number}-{rank}").read_text()) for rank in ranks]
+        files = [self.folder / f"outcome-{self.number}-{rank}" for rank in ranks]
+        return [outcome for file in files for outcome in json.loads(file.read_text())]
 
     def signal(self, name: str, ranks: range) -> None:
         for rank in ranks:
@@ -153,40 +187,40 @@ class Job:
             time.sleep(0.01)
 
 
-@contextlib.contextmanager
-def running_job(folder: Path) -> Iterator[Job]:
-    with running_hosts(2, folder) as hosts:
-        yield Job(hosts, folder)
-        hosts.mend()
-
-
 @pytest.fixture(scope="module")
-def lasting_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHosts]:
-    """Hosts on which each test starts a job of its own."""
-    with running_hosts(2, tmp_path_factory.mktemp("lost-hosts")) as hosts:
-        for zygote in hosts.zygotes:
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHosts]:
+    with running_hosts(2, tmp_path_factory.mktemp("lost-hosts")) as made:
+        for zygote in made.zygotes:
             zygote.wait_until_ready()  # now, and not in a test: what a test starts may not outlive it
-        yield hosts
+        yield made
 
 
 @pytest.fixture(scope="module")
-def lasting_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    with running_job(tmp_path_factory.mktemp("lost")) as job:
-        job.begin("sum_up", until="order-0")  # now, and not in a test: what a test starts may not outlive it
-        job.outcomes(range(4))
-        yield job
+def lasting_job(hosts: TestHosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    job = Job(hosts, tmp_path_factory.mktemp("lost"))
+    job.begin("sum_up", until="order-0")  # now, too
+    job.outcomes(range(4))
+    yield job
+    hosts.mend()
+    hosts.end_processes()
 
 
-def check(outcomes: list[dict[str, Any]], since: float, lost: tuple[int, ...], host: str) -> None:
-    """Every one of these ranks has raised the same, which names the host and the ranks there."""
+def check(
+    outcomes: list[dict[str, Any]], since: float, lost: tuple[int, ...], host: str, *, alone: bool = False
+) -> None:
+    """Every one of these ranks has raised the same, which names the host and the ranks there.
+
+    If no other operation was under way, the error says which rank of the world it was, and after how long.
+    """
     for outcome in outcomes:
         assert outcome["error"] == "PeerLost", outcome
         assert outcome["again"] == "PeerLost"  # it stays broken
         assert outcome["group_rank"] in lost, outcome
         assert outcome["pid"] > 0
         rank, host_name, elapsed_s = outcome["known"]
-        assert (rank, host_name) == (outcome["group_rank"], host)
-        assert 0 < elapsed_s < SOON_S
+        assert host_name == host
+        assert rank == outcome["group_rank"] or not alone
+        assert 0 < elapsed_s < SOON_S or not alone
         assert outcome["at"] - since < SOON_S
         text = outcome["text"]
         assert host in text
@@ -195,45 +229,23 @@ def check(outcomes: list[dict[str, Any]], since: float, lost: tuple[int, ...], h
         assert ".cc:" not in text
 
 
-SAMPLE = [("all_reduce", LARGE), ("messages", SMALL), ("barrier", SMALL)]
-COPIES = ["broadcast", "all_gather", "all_to_all", "gather", "scatter"]
-OTHERS = [
-    pytest.param(operation, count, marks=pytest.mark.long)
-    for operation in ["all_reduce", "reduce_scatter", "reduce", "messages", *COPIES]
-    for count in (SMALL, LARGE)
-    if (operation, count) not in SAMPLE
-]
-STOPPED = [*SAMPLE[:2], EXCHANGE, pytest.param("barrier", SMALL, marks=pytest.mark.long), *OTHERS]
-# A job ends with each: all are drawn once in a while (make fault), and always the same few.
-EVERY_KILL = [
-    (operation, count, host)
-    for operation in ["all_reduce", "reduce_scatter", "reduce", "barrier", "messages", *COPIES]
-    for count in (SMALL, LARGE)
-    for host in (0, 1)
-    if (operation, count) != ("barrier", LARGE)
-]
-DRAWN = random.Random(12).sample(EVERY_KILL, 3)
-KILLED = [kill if kill in DRAWN else pytest.param(*kill, marks=pytest.mark.fault) for kill in EVERY_KILL]
-KILLED += [(*EXCHANGE, 1), pytest.param(*EXCHANGE, 0, marks=pytest.mark.fault)]
-
-
-@pytest.mark.parametrize(("operation", "count"), [*SAMPLE, EXCHANGE, *OTHERS])
-def test_both_sides_of_a_cut_name_the_other_host(lasting_job: Job, operation: str, count: int) -> None:
-    lasting_job.begin("go_on_until_it_breaks", operation=operation, count=count)
+@operations
+def test_both_sides_of_a_cut_name_the_other_host(lasting_job: Job, operations: list[tuple[str, int]]) -> None:
+    lasting_job.begin("go_on_until_it_breaks", operations=operations)
     since = time.time()
     lasting_job.hosts.cut(0)  # the host with the job's store
-    outcomes = lasting_job.outcomes(range(4))
+    sides = lasting_job.outcomes(range(2)), lasting_job.outcomes(range(2, 4))
     lasting_job.hosts.mend()
-    check(outcomes[:2], since, (2, 3), "h1")
-    check(outcomes[2:], since, (0, 1), "h0")
-    assert all("is cut" in outcome["text"] for outcome in outcomes), outcomes
+    check(sides[0], since, (2, 3), "h1")
+    check(sides[1], since, (0, 1), "h0")
+    assert all("is cut" in outcome["text"] for side in sides for outcome in side), sides
 
 
-@pytest.mark.parametrize(("operation", "count"), STOPPED)
-def test_a_host_whose_ranks_are_all_stopped_is_told_from_one_that_is_cut_off(
-    lasting_job: Job, operation: str, count: int
+@operations
+def test_host_whose_ranks_are_stopped_is_told_from_one_that_is_cut_off(
+    lasting_job: Job, operations: list[tuple[str, int]]
 ) -> None:
-    lasting_job.begin("go_on_until_it_breaks", operation=operation, count=count)
+    lasting_job.begin("go_on_until_it_breaks", operations=operations)
     since = time.time()
     lasting_job.signal("STOP", range(2, 4))
     outcomes = lasting_job.outcomes(range(2))
@@ -244,15 +256,16 @@ def test_a_host_whose_ranks_are_all_stopped_is_told_from_one_that_is_cut_off(
 
 
 @pytest.mark.parametrize("wait", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_host_that_is_cut_off_while_ranks_wait_for_one_that_computes_is_named(lasting_job: Job, wait: int) -> None:
+def test_host_that_is_cut_off_while_ranks_wait_for_another_is_named(lasting_job: Job, wait: int) -> None:
     until = f"computed-{lasting_job.number}"
-    lasting_job.begin("go_on_until_it_breaks", operation="all_reduce", count=SMALL, wait=wait, until=until)
+    operations = [("all_reduce", SMALL)]
+    lasting_job.begin("go_on_until_it_breaks", operations=operations, wait=wait, until=until)
     since = time.time()
     lasting_job.hosts.cut(1)
     others = [rank for rank in range(4) if rank != wait]
     for rank in others:
         outcome = lasting_job.outcomes(range(rank, rank + 1))
-        check(outcome, since, (2, 3) if rank < 2 else (0, 1), "h1" if rank < 2 else "h0")
+        check(outcome, since, (2, 3) if rank < 2 else (0, 1), "h1" if rank < 2 else "h0", alone=True)
     lasting_job.hosts.mend()
     (lasting_job.folder / until).touch()
     assert lasting_job.outcomes(range(wait, wait + 1))[0]["error"] == "PeerLost"
@@ -297,11 +310,11 @@ def test_a_job_that_is_suspended_on_one_host_after_the_other_goes_on(lasting_job
     assert lasting_job.outcomes(range(4)) == [{"value": [True]}] * 4
 
 
-@pytest.mark.parametrize("late", [1, 2, 3])
+@pytest.mark.parametrize("late", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_rank_that_does_not_come_is_named_with_its_host_and_place(lasting_job: Job, late: int) -> None:
     until = f"came-{lasting_job.number}"
-    order = {"operation": "all_reduce", "count": SMALL, "wait": late, "until": until}
-    lasting_job.begin("go_on_until_it_breaks", timeout_s=2.0, **order)
+    order = {"operations": [("all_reduce", SMALL)], "wait": late, "until": until}
+    lasting_job.begin("go_on_until_it_breaks", timeout_s=1.0, **order)
     for rank in range(4):
         if rank != late:
             (outcome,) = lasting_job.outcomes(range(rank, rank + 1))
@@ -315,41 +328,30 @@ def test_a_rank_that_does_not_come_is_named_with_its_host_and_place(lasting_job:
     assert lasting_job.outcomes(range(late, late + 1))[0]["error"] == "CollectiveTimeout"
 
 
-@pytest.mark.parametrize(("operation", "count", "host"), KILLED)
-def test_a_host_whose_ranks_are_all_killed_is_named(
-    lasting_hosts: TestHosts, tmp_path: Path, operation: str, count: int, host: int
+@pytest.mark.parametrize("lost", [(0, 1), (2, 3), (3,), pytest.param((1,), marks=pytest.mark.long)])
+@operations
+def test_ranks_that_are_killed_are_named(
+    hosts: TestHosts, tmp_path: Path, lost: tuple[int, ...], operations: list[tuple[str, int]]
 ) -> None:
+    """All of a host, or one of two, whether it carries what its host sends or leaves that to the other."""
+    left = [rank for rank in range(4) if rank not in lost]
     try:
-        job = Job(lasting_hosts, tmp_path)
-        job.begin("go_on_until_it_breaks", operation=operation, count=count)
+        job = Job(hosts, tmp_path)
+        job.begin("go_on_until_it_breaks", operations=operations)
         since = time.time()
-        lost = range(2 * host, 2 * host + 2)
-        job.signal("KILL", lost)
-        outcomes = job.outcomes(range(2 - 2 * host, 4 - 2 * host))
+        job.signal("KILL", range(lost[0], lost[-1] + 1))
+        outcomes = [outcome for rank in left for outcome in job.outcomes(range(rank, rank + 1))]
     finally:
-        lasting_hosts.end_processes()
-    check(outcomes, since, tuple(lost), f"h{host}")
+        hosts.end_processes()
+    check(outcomes, since, lost, f"h{lost[0] // 2}")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("host", [0, 1])
 def test_a_host_that_vanishes_is_named(tmp_path: Path, host: int) -> None:
-    with running_job(tmp_path) as job:
-        job.begin("go_on_until_it_breaks", operation="all_reduce", count=LARGE)
+    with running_hosts(2, tmp_path) as hosts:
+        job = Job(hosts, tmp_path)
+        job.begin("go_on_until_it_breaks", operations=SAMPLE)
         since = time.time()
-        job.hosts.end_host(host)
+        hosts.end_host(host)
         check(job.outcomes(range(2 - 2 * host, 4 - 2 * host)), since, (2 * host, 2 * host + 1), f"h{host}")
-
-
-@pytest.mark.parametrize("lost", [2, 3, pytest.param(1, marks=pytest.mark.long)])
-def test_a_rank_that_is_killed_in_an_exchange_is_named(lasting_hosts: TestHosts, tmp_path: Path, lost: int) -> None:
-    """Whether it carries what its host sends, or has only put its parts where another rank finds them."""
-    try:
-        job = Job(lasting_hosts, tmp_path)
-        job.begin("go_on_until_it_breaks", operation=EXCHANGE[0], count=EXCHANGE[1])
-        since = time.time()
-        job.signal("KILL", range(lost, lost + 1))
-        outcomes = [job.outcomes(range(rank, rank + 1))[0] for rank in range(4) if rank != lost]
-    finally:
-        lasting_hosts.end_processes()
-    check(outcomes, since, (lost,), f"h{lost // 2}")

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ports import held_port
-from tests.support.ranks import Member, fork_rank, on_ranks, run_ranks
+from tests.support.ranks import Member, fork_rank, on_ranks, run_ranks, values
 from tests.support.ranks import _collect as collect
-from tests.support.waiting import await_stop, soon
+from tests.support.waiting import soon
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from phalanx.errors import ClosedError, CollectiveTimeout, PeerLost
+from phalanx.errors import ClosedError, PeerLost
 from phalanx.place.place import Place
-from phalanx.rendezvous.meet import meet
+from phalanx.rendezvous.meet import leave, meet
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 
 # -- namespaces --------------------------------------------------------------------------------------------------------
@@ -75,12 +76,19 @@ def engine() -> str:
 
 @pytest.mark.parametrize("inside", [0, 1])
 @pytest.mark.parametrize("name", ["pid", "time"])
-def test_the_death_of_a_rank_in_another_namespace_is_seen(name: str, inside: int) -> None:
+def test_rank_in_another_namespace_is_waited_for_until_it_dies(name: str, inside: int) -> None:
     """It reads a pid and a start time of itself that the others do not."""
 
     def body(member: Member) -> str:
         member.join()
+        tensor = torch.ones(1)
+        for late in range(2):
+            if member.rank == late:
+                time.sleep(0.3)
+            dist.all_reduce(tensor)
+        assert tensor.item() == 4.0
         dist.barrier()
+        member.meet("waited")
         if member.rank == inside:
             os._exit(0)
         with pytest.raises(PeerLost) as caught:
@@ -91,21 +99,6 @@ def test_the_death_of_a_rank_in_another_namespace_is_seen(name: str, inside: int
     assert said[inside] == ""
     assert said[1 - inside].startswith(f"shared memory: rank {inside} of the group")
     assert f"has ended while rank {1 - inside} was in all_reduce" in said[1 - inside]
-
-
-@pytest.mark.parametrize("inside", [0, 1])
-@pytest.mark.parametrize("name", ["pid", "time"])
-def test_a_living_rank_in_another_namespace_is_not_taken_for_dead(name: str, inside: int) -> None:
-    def body(member: Member) -> str:
-        member.join()
-        tensor = torch.ones(1)
-        for late in range(2):
-            if member.rank == late:
-                time.sleep(0.3)
-            dist.all_reduce(tensor)
-        return f"{engine()}: {tensor.item()}"
-
-    assert two_ranks(name, inside, body) == ["shared memory: 4.0"] * 2
 
 
 @pytest.mark.parametrize("inside", [0, 1])
@@ -158,10 +151,10 @@ def test_a_rank_that_one_other_does_not_see_makes_all_use_an_engine(monkeypatch:
 
 # -- jobs that stand still ---------------------------------------------------------------------------------------------
 
-# A rank that runs on a busy machine comes in far less than the timeout; the job is stopped for longer than that.
+# A rank that runs on a busy machine comes in far less than the timeout; the jobs are stopped for longer than that.
 TIMEOUT_S, STOPPED_S = 10, 12
 
-OPERATIONS = {
+OPERATIONS: dict[str, Callable[[Member], object]] = {
     "all_reduce": lambda member: dist.all_reduce(torch.ones(1)),
     "message": lambda member: (
         dist.send(torch.ones(1), 1 - member.rank) if member.rank else dist.recv(torch.ones(1), 1 - member.rank)
@@ -173,98 +166,83 @@ OPERATIONS = {
 }
 
 
-def test_a_job_that_was_suspended_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Both ranks are stopped for longer than the timeout, while rank 0 waits for rank 1; a pair for each operation."""
-    woken, all_joined = tmp_path / "woken", tmp_path / "all-joined"
+def in_operation(member: Member, woken: Path, ready: Path) -> None:
+    """Rank 0 waits for rank 1."""
+    member.join()
+    dist.barrier()
+    member.say(f"joined-{member.rank}")
+    assert soon(ready.exists, 300)
+    _set_pg_timeout(timedelta(seconds=TIMEOUT_S))  # for the operation, and not for the pairs to come one by one
+    member.say(f"begins-{member.rank}")
+    while member.rank == 1 and not woken.exists():
+        time.sleep(0.01)
+    OPERATIONS[member.folder.name](member)
 
-    def body(member: Member) -> bool:
-        member.join()
-        dist.barrier()
-        member.say(f"joined-{member.rank}")
-        assert soon(all_joined.exists, 300)
-        _set_pg_timeout(
-            timedelta(seconds=TIMEOUT_S)
-        )  # which is for the operation, and not for the pairs to come one by one
-        member.say(f"begins-{member.rank}")
-        while member.rank == 1 and not woken.exists():
-            time.sleep(0.01)
-        OPERATIONS[member.folder.name](member)
-        return True
 
+def in_store(member: Member, woken: Path, ready: Path) -> None:
+    """Rank 1 waits for a key that rank 0 sets when it is told that all have been woken."""
+    at = {"master_addr": "127.0.0.1", "master_port": int(ready.with_name("port").read_text())}
+    place = Place("env", member.rank, 2, None, None, None, None, **at)  # type: ignore[arg-type]
+    store = meet(place, 60.0, 1)
+    member.say(f"joined-{member.rank}")
+    assert soon(ready.exists, 300)
+    member.say(f"begins-{member.rank}")
+    if member.rank == 0:
+        store.wait(["asked"], timedelta(seconds=TIMEOUT_S))
+        store.set("answer", "here")
+        return
+    threading.Thread(target=late, args=(store, woken)).start()
+    store.set_timeout(timedelta(seconds=TIMEOUT_S))
+    assert store.get("answer") == b"here"
+
+
+def late(store: Store, woken: Path) -> None:
+    while not woken.exists():
+        time.sleep(0.01)
+    store.set("asked", "")
+
+
+def in_search(member: Member, woken: Path, ready: Path) -> None:
+    """Rank 1 searches for rank 0, which begins when it is told that all have been woken."""
+    job = f"suspended {member.folder}"
+    place = Place("slurm", member.rank, 2, member.rank, 2, 0, 1, master_addr="127.0.0.1", job=job)
+    member.say(f"joined-{member.rank}")
+    assert soon(ready.exists, 300)
+    member.say(f"begins-{member.rank}")
+    while member.rank == 0 and not woken.exists():
+        time.sleep(0.01)
+    store = meet(place, TIMEOUT_S if member.rank else 60.0, 0)
+    if member.rank:
+        store.set("read", "")
+    else:
+        store.wait(["read"])
+    leave(store)
+
+
+def test_jobs_that_were_suspended_go_on_where_they_were(tmp_path: Path) -> None:
+    """Both ranks of a pair are stopped for longer than the timeout for which one waits for the other."""
+    woken, ready = tmp_path / "woken", tmp_path / "ready"
+    jobs = {**dict.fromkeys(OPERATIONS, in_operation), "store": in_store, "search": in_search}
     pairs: dict[Path, list[int]] = {}
-    for operation in OPERATIONS:
-        folder = tmp_path / operation
-        folder.mkdir()
-        pairs[folder] = [fork_rank(body, Member(rank, 2, folder)) for rank in range(2)]
-    for what in ("joined", "begins"):
-        names = [folder / f"{what}-{rank}" for folder in pairs for rank in range(2)]
-        assert soon(lambda names=names: all(name.exists() for name in names), 300)  # type: ignore[misc]
-        all_joined.touch()
-    time.sleep(0.3)  # the ranks 0 wait
-    for signum, pause_s in ((signal.SIGSTOP, STOPPED_S), (signal.SIGCONT, 0.5)):
-        for child in (child for children in pairs.values() for child in children):
-            os.kill(child, signum)
-        time.sleep(pause_s)
-    woken.touch()
-    for folder, children in pairs.items():
-        for outcome in collect(children, folder, 120):
-            assert outcome.value is True, outcome.traceback
-
-
-def test_a_store_that_was_suspended_with_its_ranks_waits_on(tmp_path: Path) -> None:
-    """Rank 1 waits for a key that rank 0 sets after both were stopped for longer than the wait's timeout."""
-
-    def body(member: Member) -> str:
-        at = {"master_addr": "127.0.0.1", "master_port": port}
-        place = Place("env", member.rank, 2, None, None, None, None, **at)  # type: ignore[arg-type]
-        store = meet(place, 60.0, 1)
-        if member.rank == 0:
-            store.wait(["asked"], timedelta(seconds=TIMEOUT_S))
-            store.set("answer", "here")
-            return ""
-        threading.Thread(target=late, args=(store, member.folder / "woken")).start()
-        store.set_timeout(timedelta(seconds=TIMEOUT_S))
-        (member.folder / "waits").touch()
-        return store.get("answer").decode()
-
-    def late(store: Store, woken: Path) -> None:
-        while not woken.exists():
-            time.sleep(0.01)
-        store.set("asked", "")
-
     with held_port() as port:
-        children = [fork_rank(body, Member(rank, 2, tmp_path)) for rank in range(2)]
-        while not (tmp_path / "waits").exists():
-            time.sleep(0.01)
-        time.sleep(0.3)
+        (tmp_path / "port").write_text(str(port))
+        for name, body in jobs.items():
+            folder = tmp_path / name
+            folder.mkdir()
+            of_pair = partial(body, woken=woken, ready=ready)
+            pairs[folder] = [fork_rank(of_pair, Member(rank, 2, folder)) for rank in range(2)]
+        for what in ("joined", "begins"):
+            names = [folder / f"{what}-{rank}" for folder in pairs for rank in range(2)]
+            assert soon(lambda names=names: all(name.exists() for name in names), 300)  # type: ignore[misc]
+            ready.touch()
+        time.sleep(0.3)  # those that wait do so
         for signum, pause_s in ((signal.SIGSTOP, STOPPED_S), (signal.SIGCONT, 0.5)):
-            for child in children:
+            for child in (child for children in pairs.values() for child in children):
                 os.kill(child, signum)
             time.sleep(pause_s)
-        (tmp_path / "woken").touch()
-        outcomes = collect(children, tmp_path, 120)
-    assert [outcome.value for outcome in outcomes] == ["", "here"], [outcome.traceback for outcome in outcomes]
-
-
-def test_a_rank_that_is_stopped_alone_is_named_at_the_timeout() -> None:
-    def body(member: Member) -> str:
-        member.join_patiently(2)
-        if member.rank == 1:
-            (member.folder / "pid.part").write_text(str(os.getpid()))
-            (member.folder / "pid.part").rename(member.folder / "pid")
-            os.kill(os.getpid(), signal.SIGSTOP)
-            return ""
-        member.await_said("pid")
-        pid = int((member.folder / "pid").read_text())
-        await_stop(pid)  # else it may stop when it has been told to go on
-        try:
-            with pytest.raises(CollectiveTimeout) as caught:
-                dist.all_reduce(torch.ones(1))
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        return str(caught.value)
-
-    assert "rank 1 of the group" in run_ranks(body, 2)[0].value
+        woken.touch()
+        for folder, children in pairs.items():
+            values(collect(children, folder, 120))
 
 
 # -- calls beside the end ----------------------------------------------------------------------------------------------

@@ -77,6 +77,9 @@ INTERRUPTED = next(number for number, line in enumerate(SCRIPT.splitlines(), 1) 
 LAST = next(number for number, line in enumerate(SCRIPT.splitlines(), 1) if line == "world.all_reduce(x)") + 1
 
 
+BESIDE, ALONE = "h0:1,h1:2", "h0:1,h1:1,h2:1"  # whether rank 1 has another one beside it
+
+
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHosts]:
     with reachable_hosts(3, tmp_path_factory.mktemp("hosts")) as made:
@@ -113,8 +116,15 @@ def test_on_one_host_all_of_them_are_known(launcher: Launcher, how: str, type_na
 
 
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
-@pytest.mark.parametrize("where", ["h0:1,h1:2", "h0:1,h1:1,h2:1"], ids=["one beside it", "none beside it"])
-@pytest.mark.parametrize(("how", "type_name"), [("killed", "PeerLost"), ("late", "CollectiveTimeout")])
+@pytest.mark.parametrize(
+    ("how", "type_name", "where"),
+    [
+        ("killed", "PeerLost", BESIDE),
+        ("late", "CollectiveTimeout", ALONE),
+        pytest.param("killed", "PeerLost", ALONE, marks=pytest.mark.long),
+        pytest.param("late", "CollectiveTimeout", BESIDE, marks=pytest.mark.long),
+    ],
+)
 def test_across_hosts_every_rank_knows_who_and_where_it_waited(
     remote: RemoteLauncher, how: str, type_name: str, where: str
 ) -> None:
@@ -128,7 +138,7 @@ def test_across_hosts_every_rank_knows_who_and_where_it_waited(
         if how == "killed":
             assert operation.startswith("all_reduce #2 (float32, 16 B, sum) at script.py:"), job.said()
             assert last_line.endswith(f"script.py:{line}"), job.said()
-        elif rank == 0 or where == "h0:1,h1:1,h2:1":
+        elif rank == 0 or where == ALONE:
             assert (operation, last_line) == ("", ""), job.said()
         assert said == {
             "type": type_name,

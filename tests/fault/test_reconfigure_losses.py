@@ -21,13 +21,22 @@ ways = pytest.mark.parametrize("way", WAYS)
 places = pytest.mark.parametrize("hosts", [1, 2], ids=["one-host", "two-hosts"])
 
 
-@pytest.mark.parametrize(("size", "lost"), [(2, 0), (2, 1), (3, 1), (5, 0), (5, 4)])
+@pytest.mark.parametrize(
+    ("size", "lost"),
+    [
+        (3, [1]),
+        (4, [1, 3]),  # of two hosts a whole one
+        *(pytest.param(*each, marks=pytest.mark.long) for each in [(2, [0]), (2, [1]), (5, [0]), (5, [4])]),
+    ],
+)
 @places
 @ways
-def test_survivors_go_on_without_the_lost_rank(way: Callable[[Member], Any], hosts: int, size: int, lost: int) -> None:
+def test_survivors_go_on_without_the_lost_rank(
+    way: Callable[[Member], Any], hosts: int, size: int, lost: list[int]
+) -> None:
     """They are in a collective when it is killed, and have another one queued."""
     everybody = list(range(size))
-    others = [rank for rank in everybody if rank != lost]
+    others = [rank for rank in everybody if rank not in lost]
 
     def body(member: Member) -> tuple[list[str], dict[str, int]]:
         if hosts > 1:
@@ -36,7 +45,7 @@ def test_survivors_go_on_without_the_lost_rank(way: Callable[[Member], Any], hos
         mine.change(1, everybody)
         assert summed(mine.group, 1.0) == [float(size)] * 4
         member.meet("all")
-        if member.rank == lost:
+        if member.rank in lost:
             os.kill(os.getpid(), signal.SIGKILL)
         works = [mine.group.allreduce([torch.ones(9)], dist.AllreduceOptions()) for _ in range(2)]
         texts = []
@@ -62,22 +71,25 @@ def test_survivors_go_on_without_the_lost_rank(way: Callable[[Member], Any], hos
 
     files = shared_memory_files()
     outcomes = run_ranks(body, size)
-    assert outcomes[lost].signal == signal.SIGKILL
-    for texts, left in values([outcome for outcome in outcomes if outcome.rank != lost]):
+    assert [outcomes[rank].signal for rank in lost] == [signal.SIGKILL] * len(lost)
+    for texts, left in values([outcome for outcome in outcomes if outcome.rank not in lost]):
         assert left == {}
-        assert all(f"rank {lost}" in text for text in texts), texts
+        assert all(any(f"rank {rank} of the group" in text for rank in lost) for text in texts), texts
     assert shared_memory_files() <= files
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [3, pytest.param(5, marks=pytest.mark.long)])
+@places
 @ways
-def test_a_new_process_takes_the_place_of_a_lost_one(way: Callable[[Member], Any], size: int) -> None:
+def test_a_new_process_takes_the_place_of_a_lost_one(way: Callable[[Member], Any], hosts: int, size: int) -> None:
     """The one that comes is started after the loss, and has a number of its own in the job."""
     others, newcomer = list(range(size - 1)), size
 
     def body(member: Member) -> list[float]:
         if member.rank == newcomer:
             member.await_said(*(f"found-{rank}" for rank in others))
+        if hosts > 1:
+            pretend_host(member.rank % hosts)
         mine = way(member)
         if member.rank != newcomer:
             mine.change(1, [*others, size - 1])

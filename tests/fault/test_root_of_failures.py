@@ -47,48 +47,51 @@ def told(out: str) -> dict[int, Any]:
     return {line["rank"]: line for line in lines}
 
 
-@pytest.mark.parametrize("waits_in", ["message", "barrier"])
-@pytest.mark.parametrize("how", ["plain", "wrapped"])
-def test_on_one_host_all_name_the_rank_that_left(launcher: Launcher, how: str, waits_in: str) -> None:
-    outcome = launcher.run("-n", "4", "-q", "--no-prefix", *GRACE, launcher.script(CHAIN), "0", how, waits_in)
-    found = told("\n".join(outcome.out_lines))
-    assert sorted(found) == [0, 1, 2], outcome.err_text
+def check(out: str, code: int, ended: int | None, err: str) -> None:
+    found = told(out)
+    assert sorted(found) == [0, 1, 2], err
     assert [found[rank]["named"] for rank in range(3)] == [3] * 3, found
-    assert all("rank 3 of the group" in line["text"] and "left the group" in line["text"] for line in found.values())
-
-
-@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
-@pytest.mark.parametrize("placed", ["h0:3,h1:1", "h0:2,h1:2", "h0:1,h1:3"])
-@pytest.mark.parametrize(("how", "waits_in"), [("plain", "message"), ("wrapped", "message"), ("plain", "barrier")])
-def test_on_two_hosts_all_name_the_rank_that_left(remote: RemoteLauncher, placed: str, how: str, waits_in: str) -> None:
-    job = remote.run("-H", placed, "-q", "--no-prefix", *GRACE, remote.script(CHAIN), "0", how, waits_in)
-    found = told(job.out)
-    assert sorted(found) == [0, 1, 2], job.said()
-    assert [found[rank]["named"] for rank in range(3)] == [3] * 3, job.said()
-    assert all("rank 3 of the group" in line["text"] and "left the group" in line["text"] for line in found.values())
-
-
-@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
-@pytest.mark.parametrize("placed", ["h0:3,h1:1", "h0:2,h1:2"])
-@pytest.mark.parametrize("waits_in", ["message", "barrier"])
-def test_a_rank_that_exits_with_a_code_has_not_left_in_order(
-    remote: RemoteLauncher, placed: str, waits_in: str
-) -> None:
-    job = remote.run("-H", placed, "-q", "--no-prefix", *GRACE, remote.script(CHAIN), "7", "plain", waits_in)
-    assert job.process.returncode == 7, job.said()
-    found = told(job.out)
-    assert sorted(found) == [0, 1, 2], job.said()
-    assert [found[rank]["named"] for rank in range(3)] == [3] * 3, job.said()
     for line in found.values():
         assert "rank 3 of the group" in line["text"]
-        assert "has failed (exit code 7)" in line["text"]
-        assert "in order" not in line["text"]
+        assert ("left the group" if code == 0 else "has failed (exit code 7)") in line["text"]
+        assert "in order" not in line["text"] or code == 0
+    assert ended == 7 or not code, err
 
 
-def test_on_one_host_an_exit_code_is_named(launcher: Launcher) -> None:
-    outcome = launcher.run("-n", "3", "-q", "--no-prefix", *GRACE, launcher.script(CHAIN), "7", "plain", "barrier")
-    found = told("\n".join(outcome.out_lines))
-    assert outcome.code == 7
-    assert sorted(found) == [0, 1], outcome.err_text
-    assert [line["named"] for line in found.values()] == [2, 2]
-    assert all("has failed (exit code 7)" in line["text"] for line in found.values()), found
+# The code with which the last rank exits, how the others raise, and in what all but one wait.
+MORE = [(0, "plain", "message"), (0, "wrapped", "barrier"), (7, "plain", "message")]
+
+
+@pytest.mark.parametrize(
+    ("code", "how", "waits_in"),
+    [
+        (0, "plain", "message"),
+        (7, "wrapped", "barrier"),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in MORE),
+    ],
+)
+def test_on_one_host_all_name_the_rank_that_ended(launcher: Launcher, code: int, how: str, waits_in: str) -> None:
+    words = ("-q", "--no-prefix", *GRACE)
+    outcome = launcher.run("-n", "4", *words, launcher.script(CHAIN), str(code), how, waits_in)
+    check("\n".join(outcome.out_lines), code, outcome.code, outcome.err_text)
+
+
+@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
+@pytest.mark.parametrize(
+    ("placed", "code", "how", "waits_in"),
+    [
+        ("h0:3,h1:1", 0, "wrapped", "message"),
+        ("h0:2,h1:2", 7, "plain", "barrier"),
+        ("h0:1,h1:3", 0, "plain", "barrier"),
+        *(
+            pytest.param(placed, *each, marks=pytest.mark.long)
+            for placed in ("h0:3,h1:1", "h0:2,h1:2", "h0:1,h1:3")
+            for each in MORE
+        ),
+    ],
+)
+def test_on_two_hosts_all_name_the_rank_that_ended(
+    remote: RemoteLauncher, placed: str, code: int, how: str, waits_in: str
+) -> None:
+    job = remote.run("-H", placed, "-q", "--no-prefix", *GRACE, remote.script(CHAIN), str(code), how, waits_in)
+    check(job.out, code, job.process.returncode, job.said())

@@ -18,9 +18,10 @@ from phalanx.errors import CollectiveMismatch, PhalanxError
 from phalanx.system.processes import state_of
 
 SECOND_TAG = 7
+sizes = pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 5))])
 
 
-@pytest.fixture(autouse=True, params=[None, "halves", "cyclic"])
+@pytest.fixture(autouse=True, params=[None, "cyclic", pytest.param("halves", marks=pytest.mark.long)])
 def hosts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param is not None:
         divide_by(monkeypatch, ISLANDS[request.param])
@@ -67,7 +68,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@sizes
 @pytest.mark.parametrize(("sent", "received", "sending", "receiving"), CASES)
 def test_all_ranks_read_both_lines_though_the_sender_has_gone_on(
     size: int, sent: torch.Tensor, received: torch.Tensor, sending: str, receiving: str
@@ -96,7 +97,7 @@ def test_all_ranks_read_both_lines_though_the_sender_has_gone_on(
         assert re.match(wanted, text), text
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@sizes
 @pytest.mark.parametrize("sender_is", ["gone", "in no call"])
 def test_all_ranks_read_both_lines_of_a_sender_that_is_in_no_call(sender_is: str, size: int) -> None:
     sender, receiver = neighbours(size)
@@ -133,8 +134,8 @@ def test_all_ranks_read_both_lines_of_a_sender_that_is_in_no_call(sender_is: str
 
 
 @pytest.mark.parametrize("hosts", [None], indirect=True)
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_all_ranks_of_a_host_read_the_line_of_a_sender_whose_process_is_gone(size: int) -> None:
+@sizes
+def test_all_ranks_of_a_host_read_the_line_of_a_sender_that_has_ended(size: int) -> None:
     sender, receiver = neighbours(size)
 
     def body(member: Member) -> tuple[str, int]:
@@ -160,7 +161,7 @@ def test_all_ranks_of_a_host_read_the_line_of_a_sender_whose_process_is_gone(siz
     assert len({text for text, _ in values(others)}) == 1
 
 
-def test_the_receive_is_named_to_which_the_message_went_not_the_one_that_waits() -> None:
+def test_receive_is_named_to_which_the_message_went() -> None:
     """The thread that waits for one message moves all of them, and it may find that another has unequal ends."""
 
     def body(member: Member) -> tuple[str, int]:

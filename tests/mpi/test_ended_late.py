@@ -29,17 +29,15 @@ CRASHES = """
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_a_rank_that_the_abort_of_another_ends_in_finalize_is_not_the_one_that_failed(
-    launcher: Launcher, ranks: int
-) -> None:
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.long)])
+def test_rank_that_anothers_abort_ends_in_finalize_has_not_failed(launcher: Launcher, ranks: int) -> None:
     done = launcher.run("-n", str(ranks), "-q", launcher.script(LEAVES))
     assert done.code == 1, done.err_text
     first = block_of(done.err_text).splitlines()[0]
     assert re.search(rf"rank [1-{ranks - 1}] of {ranks} failed: phalanx\.errors\.PeerLost: rank 0 .* has left", first)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.long)])
 def test_a_rank_that_crashes_by_itself_after_its_script_is_named(launcher: Launcher, ranks: int) -> None:
     done = launcher.run("-n", str(ranks), "-q", launcher.script(CRASHES))
     assert done.code == 134, done.err_text

@@ -176,7 +176,7 @@ def run(mpi: MpiEnvironment, ranks: int, folder: Path, text: str, *arguments: st
     )
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.long)])
 def test_a_rank_that_comes_when_others_have_given_up_is_told_at_once(
     mpi: MpiEnvironment, ranks: int, tmp_path: Path
 ) -> None:
@@ -205,7 +205,7 @@ def test_of_ranks_that_do_not_come_one_that_is_stopped_is_named_as_that(
 
 
 @pytest.mark.parametrize("after_s", ["0.00006", "0.0001", "0.01"])
-def test_a_group_that_a_signal_handler_has_interrupted_is_broken_everywhere(
+def test_group_that_a_signal_handler_interrupts_is_broken_everywhere(
     mpi: MpiEnvironment, after_s: str, tmp_path: Path
 ) -> None:
     ended = run(mpi, 2, tmp_path, INTERRUPTED, after_s, str(tmp_path))
@@ -220,7 +220,7 @@ def test_a_group_that_a_signal_handler_has_interrupted_is_broken_everywhere(
 
 
 @pytest.mark.parametrize("end", ["destroy", "end"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.long)])
 def test_a_message_that_nobody_waits_for_arrives_whole(
     mpi: MpiEnvironment, ranks: int, end: str, tmp_path: Path
 ) -> None:
@@ -228,7 +228,7 @@ def test_a_message_that_nobody_waits_for_arrives_whole(
     assert (ended.returncode, ended.stdout.split()) == (0, ["7.0", "7.0"]), ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.long)])
 def test_a_rank_that_exits_within_a_call_says_in_which(mpi: MpiEnvironment, ranks: int, tmp_path: Path) -> None:
     """MPI cannot end in order, so its end is a failure, although the exit code was 0."""
     ended = run(mpi, ranks, tmp_path, EXITS_WITHIN)

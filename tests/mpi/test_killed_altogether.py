@@ -46,7 +46,7 @@ def noted() -> set[Path]:
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.long)])
 def test_the_next_launch_removes_what_it_has_left(launcher: Launcher, mpi: MpiEnvironment, size: int) -> None:
     other = launcher.start("-n", "2", "-q", launcher.script(HOLDS, "other.py"))
     others = {Path(word) for line in other.read_lines(2) for word in line.split()[2:]}

@@ -147,7 +147,7 @@ def check(folder: Path, how: str, size: int, output: str) -> None:
         }
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("how", LAST)
 def test_all_of_them_are_known_under_mpiexec(mpi: MpiEnvironment, how: str, size: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
@@ -162,7 +162,7 @@ def test_all_of_them_are_known_where_the_launcher_keeps_the_recorders(launcher: 
     check(launcher.directory, how, 3, done.err_text)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("how", ["collective", "message"])
 def test_calls_that_differ_are_told_with_the_operation_and_its_group(
     mpi: MpiEnvironment, how: str, size: int, tmp_path: Path

@@ -76,7 +76,7 @@ with open(os.path.join(sys.argv[1], f"errors-{rank}"), "w") as file:
 NAMES = ["ddp", "unused", "in_backward", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.long)])
 def test_they_are_phalanxs_errors_with_lines_of_the_script(launcher: Launcher, size: int) -> None:
     launcher.run("-n", str(size), "-q", launcher.script(PROGRAM), str(launcher.directory))
     for rank in range(size):

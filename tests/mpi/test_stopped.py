@@ -48,7 +48,7 @@ def test_a_second_interrupt_kills_the_ranks(launcher: Launcher, victim: str) -> 
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.long)])
 def test_the_end_of_a_rank_is_not_hidden(launcher: Launcher, victim: str, size: int) -> None:
     job = launcher.start("-n", str(size), "-q", "--grace", "250", launcher.script(WAIT))
     with nothing_left(wait_for_ranks(job, size)):

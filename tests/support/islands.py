@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 from torch._C._distributed_c10d import Store
 
 from phalanx.c10d import create
@@ -21,6 +20,9 @@ from phalanx.transports.meeting_store import part_of
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 from tests.support.ranks import Member
+
+if TYPE_CHECKING:
+    import pytest
 
 __all__ = ["ISLANDS", "OWN_KEYS", "divide_by", "pretend_host"]
 

@@ -1,6 +1,6 @@
 """The kill matrix: which process falls, when, how and in what, and what is right in each case.
 
-``kill_draw.py`` draws the cases that are run.
+``test_kill_matrix.py`` draws the cases that are run.
 """
 
 from __future__ import annotations

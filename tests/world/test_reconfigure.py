@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx.errors import ArgumentError, ClosedError, InitializationError, PeerLost
 
 c10d: Any = distributed_c10d
-sizes = pytest.mark.parametrize("size", [2, 3, 5])
+sizes = pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 5))])
 ways = pytest.mark.parametrize("way", WAYS)
 places = pytest.mark.parametrize("hosts", [1, 2], ids=["one-host", "two-hosts"])
 
@@ -64,33 +64,6 @@ def test_ranks_are_left_out_and_come_again(way: Callable[[Member], Any], hosts: 
                 assert summed(mine.group, member.rank + 1.0) == [total(members)] * 4
                 assert summed(mine.group, member.rank + 1.0, 300_000) == [total(members)] * 300_000
             member.meet(f"after-{number}")
-        mine.end()
-
-    on_ranks(body, size)
-
-
-@sizes
-@places
-@ways
-def test_a_newcomer_joins(way: Callable[[Member], Any], hosts: int, size: int) -> None:
-    """The last process begins only when the others have had two constellations."""
-    before, after = list(range(size - 1)), list(range(size))
-
-    def body(member: Member) -> None:
-        settle(member, hosts)
-        if member.rank == size - 1:
-            member.await_said(*(f"twice-{rank}" for rank in before))
-            mine = way(member)
-        else:
-            mine = way(member)
-            for number in (1, 2):
-                mine.change(number, before)
-                assert summed(mine.group, member.rank + 1.0) == [total(before)] * 4
-                have_come(member, before, f"summed-{number}")
-            member.say(f"twice-{member.rank}")
-        mine.change(3, after)
-        assert summed(mine.group, member.rank + 1.0) == [total(after)] * 4
-        member.meet("done")
         mine.end()
 
     on_ranks(body, size)

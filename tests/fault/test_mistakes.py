@@ -1,11 +1,10 @@
-"""One rank of a world over several hosts makes another call than the others: every rank says which, by both.
+"""One rank makes another call than the others, on one host and over several: every rank says which, by both.
 
 Each world goes through many mistakes, with a group of its own for each.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +16,6 @@ from tests.support.islands import divide_by
 from tests.support.ranks import Member, on_ranks
 
 from phalanx.errors import CollectiveMismatch
-from phalanx.transports.hosts import communicator
-from phalanx.transports.hosts.messages import HostsMessages
 
 SMALL, MIDDLE, LARGE = 6, 60_000, 600_000  # float32: in the leaders' frames, a few times as much, and in chunks
 Call = Callable[[dist.ProcessGroup, int, int], object]  # of the group, this rank, and the number of elements
@@ -82,6 +79,12 @@ def barrier(group: dist.ProcessGroup, rank: int, count: int) -> object:
     return dist.barrier(group=group)
 
 
+def divide(monkeypatch: pytest.MonkeyPatch, place: str) -> int:
+    if len(set(place)) > 1:
+        divide_by(monkeypatch, lambda rank, size: int(place[rank]))
+    return len(place)
+
+
 usual = reduce_all(lambda count: count)
 # What the others call, what one rank calls, and what the error of every rank has of the two.
 MISTAKES: dict[str, tuple[Call, Call, str, str]] = {
@@ -109,32 +112,31 @@ MISTAKES: dict[str, tuple[Call, Call, str, str]] = {
     "gather root": (gather_to(0), gather_to(1), "dst=0", "dst=1"),
     "scatter size": (scatter_from(1), scatter_from(1, 1), "float32[{n}], src=1", "float32[{more}], src=1"),
     "scatter root": (scatter_from(0), scatter_from(1), "src=0", "src=1"),
+    "root against sender": (broadcast(1), gather_to(1), "broadcast(", "gather("),
     "all_to_all size": (exchange(), exchange(1), "all_to_all(float32, sends", "{more}"),
 }
 
-WORLDS = {"2+2": (4, lambda rank, size: rank // 2), "1+2": (3, lambda rank, size: min(rank, 1))}
+PLACES = {"000": 3, "0011": 4, "011": 3}  # the host of each rank
+QUICK = [("000", 1, SMALL), ("0011", 1, SMALL), ("0011", 2, MIDDLE), ("011", 0, LARGE)]
 
 
 @pytest.mark.parametrize(
-    ("world", "odd", "count"),
+    ("place", "odd", "count"),
     [
-        ("2+2", 1, SMALL),
-        ("2+2", 2, MIDDLE),
-        ("1+2", 0, LARGE),
+        *QUICK,
         *(
-            pytest.param(world, odd, count, marks=pytest.mark.long)
-            for world, (size, _) in WORLDS.items()
+            pytest.param(place, odd, count, marks=pytest.mark.long)
+            for place, size in PLACES.items()
             for odd in range(size)
             for count in (SMALL, MIDDLE, LARGE)
-            if (world, odd, count) not in [("2+2", 1, SMALL), ("2+2", 2, MIDDLE), ("1+2", 0, LARGE)]
+            if (place, odd, count) not in QUICK
         ),
     ],
 )
 def test_a_call_that_differs_is_told_by_every_rank(
-    world: str, odd: int, count: int, monkeypatch: pytest.MonkeyPatch
+    place: str, odd: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    size, host_of = WORLDS[world]
-    divide_by(monkeypatch, host_of)
+    size = divide(monkeypatch, place)
 
     def body(member: Member) -> list[str]:
         member.join()
@@ -161,71 +163,62 @@ def test_a_call_that_differs_is_told_by_every_rank(
     assert on_ranks(body, size) == [[]] * size
 
 
-def test_groups_that_break_while_a_rank_still_makes_them_break_for_that_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two ranks of the second host differ before the first host's rank has all that it needs of the group."""
-    divide_by(monkeypatch, WORLDS["1+2"][1])
+def test_rank_that_comes_back_to_a_broken_group_tells_the_odd_call() -> None:
+    """Ranks 1 and 2 made one broadcast, rank 0 another; ranks 0 and 2 notice before rank 1 calls anything more."""
 
-    def body(member: Member) -> list[str]:
+    def body(member: Member) -> str:
         member.join()
+        dist.broadcast(torch.ones(4), 0 if member.rank == 0 else 1)
+        if member.rank == 1:
+            member.await_said("noticed")
+        with pytest.raises(CollectiveMismatch) as caught:
+            dist.barrier()
+        if member.rank == 2:
+            member.say("noticed")
+        return str(caught.value)
+
+    late = on_ranks(body, 3)[1]
+    assert "rank 0: broadcast(float32[4], src=0) at" in late
+    assert "ranks 1-2: broadcast(float32[4], src=1) at" in late
+
+
+def test_all_to_all_that_only_the_receiver_can_compare_is_told_by_all() -> None:
+    """Rank 0 sends rank 1 more than that expects, gets what it expects itself, and learns of it at its next call."""
+
+    def body(member: Member) -> str:
+        member.join()
+        inputs, outputs = ([torch.ones(2) for _ in range(3)] for _ in range(2))
         if member.rank == 0:
-
-            def make_late(*arguments: Any) -> HostsMessages:
-                time.sleep(1.0)
-                return HostsMessages(*arguments)
-
-            monkeypatch.setattr(communicator, "HostsMessages", make_late)
-        said: list[str] = []
-        monkeypatch.setattr(threading, "excepthook", lambda arguments: said.append(repr(arguments.exc_value)))
-        for _ in range(2):
-            group = dist.new_group()
-            try:
-                dist.all_reduce(torch.ones(SMALL + (member.rank == 1)), group=group)
-            except CollectiveMismatch as error:
-                said.append(str(error))
+            inputs[1] = torch.ones(3)
+        dist.broadcast(torch.ones(1), src=0)
+        with pytest.raises(CollectiveMismatch) as caught:
+            dist.all_to_all(outputs, inputs)
             dist.barrier()
-            dist.destroy_process_group(group)
-        dist.destroy_process_group()
-        return said
+        return str(caught.value)
 
-    for of_rank in on_ranks(body, 3):
-        assert len(of_rank) == 2, of_rank
-        for said in of_rank:
-            assert f"float32[{SMALL}]" in said
-            assert f"rank 1: all_reduce(float32[{SMALL + 1}]" in said
+    for text in on_ranks(body, 3):
+        assert "rank 0: all_to_all(float32, sends [2, 3, 2], expects [2, 2, 2] elements) at" in text
+        assert "ranks 1-2: all_to_all(float32, sends [2, 2, 2], expects [2, 2, 2] elements) at" in text
+        assert "barrier" not in text
 
 
-@pytest.mark.parametrize(
-    "pair",
-    [(0, 2), (1, 2), pytest.param((2, 0), marks=pytest.mark.long), pytest.param((2, 1), marks=pytest.mark.long)],
-)
-@pytest.mark.parametrize("sent", [7, pytest.param(70_000, marks=pytest.mark.long)])
-def test_a_message_of_another_size_or_dtype_is_told_by_both(
-    pair: tuple[int, int], sent: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between two hosts, and inside the second one of the two."""
-    divide_by(monkeypatch, WORLDS["1+2"][1])
-    source, to = pair
-
-    def body(member: Member) -> list[str]:
+@pytest.mark.parametrize("size", [2, 3])
+def test_rank_that_is_behind_finishes_what_the_others_have_finished(size: int) -> None:
+    def body(member: Member) -> tuple[float, str]:
         member.join()
-        wrong = []
-        boxes = {"size": torch.ones(sent + 1), "dtype": torch.ones(sent, dtype=torch.int32)}
-        for name, box in boxes.items():
-            group = dist.new_group()
-            try:
-                if member.rank == source:
-                    dist.send(torch.ones(sent), to, group=group)
-                elif member.rank == to:
-                    dist.recv(box, source, group=group)
-                dist.barrier(group=group)
-                wrong.append(f"{name}: no error")
-            except CollectiveMismatch as error:
-                received = f"recv from rank {source}, {str(box.dtype).removeprefix('torch.')}[{box.numel()}] at "
-                if member.rank == to and received not in str(error):
-                    wrong.append(f"{name}: no {received!r} in {error}")
-            dist.barrier()
-            dist.destroy_process_group(group)
-        dist.destroy_process_group()
-        return wrong
+        tensor = torch.full((1000,), float(member.rank == 0))
+        if member.rank == size - 1:
+            time.sleep(0.5)
+        dist.broadcast(tensor, src=0)
+        with pytest.raises(CollectiveMismatch) as caught:
+            if member.rank == 0:
+                dist.broadcast(torch.ones(3), src=0)
+                dist.barrier()
+            else:
+                dist.all_reduce(torch.ones(3))
+        return float(tensor.sum()), str(caught.value)
 
-    assert on_ranks(body, 3) == [[]] * 3
+    everybody = "rank 1" if size == 2 else f"ranks 1-{size - 1}"
+    results = on_ranks(body, size)
+    assert [total for total, _ in results] == [1000] * size
+    assert f"  {everybody}: all_reduce(float32[3], sum) at" in results[-1][1]  # the others do not wait to hear of it

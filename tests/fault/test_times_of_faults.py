@@ -1,4 +1,4 @@
-"""How soon a fault is known, against the bounds that Phalanx promises; ``benchmarks/deaths.py`` measures.
+"""How soon a fault is known and a job works again, against what Phalanx promises; two of ``benchmarks/`` measure.
 
 On a busy machine the bound is multiplied by how late everything is there (``tests/support/lateness.py``).
 """
@@ -22,30 +22,33 @@ from phalanx import settings
 
 pytestmark = pytest.mark.fault
 
-DEATHS = Path(__file__).parents[2] / "benchmarks" / "deaths.py"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RECOVERED_S = 1.5
 PATIENCE_S = 3000.0  # a quiet machine needs two minutes for the longest
 on_hosts = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
 
 
-def measured(world: str, fault: str, rounds: int, python: str = sys.executable) -> tuple[dict[str, Any], float]:
-    """What ``benchmarks/deaths.py`` measures, where all must have been told right, and how late this machine is."""
-    options = ["--worlds", world, "--faults", fault, "--rounds", str(rounds), "--seed", "16", "--json"]
+def found_by(benchmark: str, *options: object, python: str = sys.executable) -> tuple[dict[str, Any], float]:
+    """What a benchmark has measured, and how late this machine is."""
     # The other tests want no line about ranks that wait (tests/conftest.py).
     environment = {name: value for name, value in os.environ.items() if name != settings.WARN_AFTER}
+    command = [python, str(BENCHMARKS / benchmark), *map(str, options), "--seed", "16", "--json"]
     with Lateness() as lateness:
         ended = subprocess.run(
-            [python, str(DEATHS), *options],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
+            command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
     assert ended.returncode == 0, ended.stderr
     found: dict[str, Any]
     (found,) = json.loads(ended.stdout)
-    assert len(found["taken_s"]) == found["expected"] >= rounds
     return found, lateness.factor(0.99)
+
+
+def measured(world: str, fault: str, rounds: int, python: str = sys.executable) -> tuple[dict[str, Any], float]:
+    """When a fault is known; all must have been told right."""
+    options = ("--worlds", world, "--faults", fault, "--rounds", rounds)
+    found, factor = found_by("deaths.py", *options, python=python)
+    assert len(found["taken_s"]) == found["expected"] >= rounds
+    return found, factor
 
 
 @pytest.mark.parametrize(
@@ -115,3 +118,16 @@ def test_it_is_known_in_time_over_mpi(
     record_property("taken_s", max(found["taken_s"]))
     record_property("factor", factor)
     assert max(found["taken_s"]) <= bound_s * factor, f"{found['taken_s']}, times {factor:.2f}"
+
+
+@pytest.mark.parametrize(("ranks", "jobs", "kills"), [(8, 5, 10), (8, 10, 1), (3, 5, 10)])
+@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+def test_every_kill_is_recovered_in_time(
+    backend: str, ranks: int, jobs: int, kills: int, record_property: Callable[[str, object], None]
+) -> None:
+    options = ("--rounds", jobs, "--kills", kills, "--ranks", ranks, "--backend", backend)
+    found, factor = found_by("restarts.py", *options)
+    record_property("longest_s", max(found["taken_s"]))
+    record_property("factor", factor)
+    assert len(found["taken_s"]) == found["kills"] == jobs * kills
+    assert max(found["taken_s"]) <= RECOVERED_S * factor, f"{found['taken_s']}, times {factor:.2f}"
