@@ -89,7 +89,7 @@ def test_large_parameters_are_cut_and_servers_have_about_the_same() -> None:
     assert max(sizes) - min(sizes) <= 3000
 
 
-@pytest.mark.parametrize(("size", "servers"), [(1, 1), (2, 1), (3, 2), (5, 2)])
+@pytest.mark.parametrize(("size", "servers"), [(1, 1), (4, 2)])
 def test_synchronous_training_is_that_of_one_process(size: int, servers: int) -> None:
     trainers = max(1, size - servers)
 
@@ -128,8 +128,9 @@ def wait_for(event: str) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-def test_only_rows_that_are_looked_up_travel_and_the_training_is_the_same(servers: int) -> None:
+def test_only_rows_that_are_looked_up_travel_and_the_training_is_the_same() -> None:
+    servers = 2
+
     def body(member: Member) -> Any:
         if member.rank:
             return None
@@ -255,7 +256,7 @@ def train(trained: rpc.Parameters, model: nn.Module, steps: int, trainer: int) -
         trained.step()
 
 
-@pytest.mark.parametrize("mode", ["synchronous", "bounded", "asynchronous"])
+@pytest.mark.parametrize("mode", ["synchronous", "bounded"])
 def test_a_trainer_that_is_killed_holds_nobody_back_and_joins_again(mode: str) -> None:
     settings: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.1, "mode": mode}
     settings |= {"staleness": 1} if mode == "bounded" else {"trainers": 2}

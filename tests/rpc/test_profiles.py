@@ -9,35 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.autograd import profiler_legacy
-from torch.distributed import rpc
 
 import phalanx.rpc.autograd.engine  # noqa: F401 - once, and not on every forked rank
 from tests.rpc.torch_workers import started
 from tests.support.ranks import Member, run_ranks, values
-
-
-@torch.jit.script
-def doubled(tensor: Tensor) -> Tensor:
-    return tensor * 2
-
-
-@torch.jit.script
-def calls(to: str, tensor: Tensor) -> Tensor:
-    return rpc.rpc_async(to, doubled, (tensor,)).wait() + rpc.rpc_sync(to, doubled, (tensor,))
-
-
-def test_the_calls_of_script_functions_are_told_from_those_of_python() -> None:
-    def rank(member: Member) -> set[str]:
-        api, to = started(member), f"worker{1 - member.rank}"
-        with profiler_legacy.profile() as profile:
-            calls(to, torch.ones(2))
-            api.rpc_sync(to, doubled, args=(torch.ones(2),))
-        api.shutdown()
-        return {event.name.partition("#")[0] for event in profile.function_events if event.name.startswith("rpc_")}
-
-    assert values(run_ranks(rank, 2)) == [{"rpc_async_jit", "rpc_sync"}] * 2
 
 
 def test_what_a_call_ran_comes_after_the_call_also_if_the_profile_begins_slowly(

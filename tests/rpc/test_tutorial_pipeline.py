@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.optim import DistributedOptimizer
@@ -88,8 +87,9 @@ def in_one_process(stages: int) -> tuple[list[float], list[torch.Tensor]]:
     return losses, [parameter.detach() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_the_tutorials_pipeline_trains_as_one_process_does(stages: int) -> None:
+def test_the_tutorials_pipeline_trains_as_one_process_does() -> None:
+    stages = 2
+
     def body(member: Member) -> Any:
         import phalanx.rpc.torch_api as rpc
 

@@ -48,8 +48,9 @@ class Log:
             return list(self.events)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_watch_tells_who_is_there_and_ends_with_stop_or_shutdown(size: int) -> None:
+def test_a_watch_tells_who_is_there_and_ends_with_stop_or_shutdown() -> None:
+    size = 3
+
     def body(member: Member) -> Any:
         others = {(f"worker{rank}", "came") for rank in range(size) if rank != member.rank}
         log, of_one = Log(), Log()
