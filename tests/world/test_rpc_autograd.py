@@ -72,10 +72,6 @@ def add(do: Do, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 # Programs
 
 
-
-
-
-
 def itself(do: Do, size: int) -> list[torch.Tensor]:
     return [do(0, hooked, do, "w", parameter("x", 3)).sum()]
 
