@@ -93,8 +93,9 @@ def passes() -> int:
     return sum(len(context.passes) for context in contexts.all())
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_the_worker_that_computes_is_named_with_its_function_and_line(size: int) -> None:
+def test_the_worker_that_computes_is_named_with_its_function_and_line() -> None:
+    size = 3
+
     def body(member: Member) -> Any:
         if member.rank:
             return None
@@ -125,8 +126,9 @@ def test_the_worker_that_computes_is_named_with_its_function_and_line(size: int)
     assert f"did not answer within {LATE_S:g} s: its part of backward() ({line}). It has computed that for" in text
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_stopped_worker_is_named_and_another_pass_works_when_it_goes_on(size: int) -> None:
+def test_a_stopped_worker_is_named_and_another_pass_works_when_it_goes_on() -> None:
+    size = 3
+
     def body(member: Member) -> Any:
         if member.rank:
             return None

@@ -131,8 +131,7 @@ def timeout_of(to: str, function: Callable[..., Any], *args: Any, timeout_s: flo
     return error
 
 
-@pytest.mark.parametrize("tcp", [False, True])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "tcp"), [(3, False), (2, True)])
 def test_a_handler_that_runs_is_told_with_its_line(size: int, tcp: bool) -> None:
     place = line_of(work_until_told, "# where it is")
 
@@ -250,10 +249,10 @@ def test_an_item_that_does_not_come_says_why_and_comes_later() -> None:
     assert (cause, at, asked) == ("handler", f"slow_items ({place})", "the next item of a generator")
 
 
-@pytest.mark.parametrize("size", [2, 3])
 def test_a_call_without_a_timeout_is_noted_once_and_seldom_again(
-    size: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    size = 2
     place = line_of(work_until_written, "# where it is")
 
     def run(member: Member) -> float:

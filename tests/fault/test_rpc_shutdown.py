@@ -23,7 +23,6 @@ from phalanx.watch import from_outside
 LONG_S = 60.0
 TIMEOUT_S = 4.0  # within which the others come to their shutdown() on any machine, once they have met
 ANSWER_S = 20.0
-STATES = ["stopped", "holding", "busy", "killed"]
 
 
 def be_busy(folder: Path, others: int) -> None:
@@ -40,13 +39,14 @@ def hold_the_interpreter(folder: Path, others: int) -> None:
     ctypes.PyDLL(None).system(until_done.encode())
 
 
-@pytest.mark.parametrize("tcp", [False, True])
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(
+    ("state", "tcp"),
+    [("stopped", False), ("stopped", True), ("holding", False), ("busy", True), ("killed", False), ("killed", True)],
+)
 def test_it_ends_and_says_for_whom_it_waited(
-    state: str, size: int, tcp: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    state: str, tcp: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    last = size - 1
+    size, last = 3, 2
     called, met, over = tmp_path / "called", tmp_path / "met", tmp_path / "over"
     for folder in called, met, over:
         folder.mkdir()

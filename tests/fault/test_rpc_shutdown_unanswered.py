@@ -11,7 +11,7 @@ from tests.support.ranks import Member, on_ranks
 from phalanx import rpc
 from phalanx.rpc import session
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 1.0
 
 
 def shut_down(slow: str, size: int) -> None:
@@ -23,7 +23,7 @@ def shut_down(slow: str, size: int) -> None:
             member.await_said(*[f"over-{rank}" for rank in range(size - 1)])
             rpc.shutdown()
             return
-        vars(session)["_STORE_S"] = 8.0  # in which the time of the others is over, and the question asked
+        vars(session)["_STORE_S"] = 2.0  # in which the time of the others is over, and the question asked
         made = session.agent()
 
         def waits(*_: Any) -> Any:
@@ -41,11 +41,9 @@ def shut_down(slow: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("slow", ["inquiry", "store"])
-@pytest.mark.parametrize("size", [2, 5])
-def test_a_question_that_takes_long_does_not_hold_it_up(
-    slow: str, size: int, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_question_that_takes_long_does_not_hold_it_up(slow: str, capfd: pytest.CaptureFixture[str]) -> None:
+    size = 3
     shut_down(slow, size)
     said = capfd.readouterr().err
     assert said.count(f"ends without the others: waited {TIMEOUT_S:g} s for rpc.shutdown()") == size - 1, said
-    assert said.count("could not be found out within 8 s more: does the job's store answer?") == size - 1, said
+    assert said.count("could not be found out within 2 s more: does the job's store answer?") == size - 1, said

