@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +165,7 @@ def test_a_stopped_worker_is_told(tcp: bool) -> None:
     assert asked_of_the_last(body, 2, tcp=tcp) == [("stopped", True, True)]
 
 
-@pytest.mark.parametrize("tcp", [False, True])
-@pytest.mark.parametrize("starter", [hold_from_the_main_thread, hold_the_interpreter])
+@pytest.mark.parametrize(("starter", "tcp"), [(hold_from_the_main_thread, False), (hold_the_interpreter, True)])
 def test_something_that_holds_the_interpreter_is_told_with_its_line(
     starter: Callable[..., Any], tcp: bool, tmp_path: Path
 ) -> None:
@@ -189,40 +187,6 @@ def test_something_that_holds_the_interpreter_is_told_with_its_line(
     assert cause == "interpreter"
     if is_known:
         assert at == f"hold_the_interpreter ({place})"
-
-
-def answer(number: int) -> int:
-    workers.count("begun")
-    _gate.wait(LONG_S)
-    return number
-
-
-def test_a_call_that_waits_for_others_says_for_how_many() -> None:
-    def body(to: str) -> Any:
-        from phalanx.rpc import handlers, session
-
-        calls = [rpc.start(to, answer, number) for number in range(9)]
-        assert soon(lambda: session.agent().request(to, "begun", None).wait() == handlers.MOST)
-        with looking_until(lambda found: found.cause == "queued"):
-            error = timeout_of(to, workers.add, 1, 2)
-        rpc.start(to, workers.add, 1, 1).cancel()
-        session.agent().request(to, "open", None).wait()
-        assert [call.wait() for call in calls] == list(range(9))
-        return error.cause, str(error), handlers.MOST
-
-    [(cause, text, _)] = asked_of_the_last(body, 2, tcp=True, before=limit_threads)
-    assert cause == "queued"
-    assert "It has not begun this one: 4 calls are under way there, and 5 calls wait before this one." in text
-
-
-def limit_threads() -> None:
-    from phalanx.rpc import handlers, network, session
-    from phalanx.rpc.links.readers import Readers
-
-    handlers.MOST = 4
-    vars(network)["Readers"] = partial(Readers, threads=1)  # which runs no handler, since none would read then
-    session.on_init(lambda made: made.serve("open", lambda incoming, value: _gate.set(), quick=True))
-    session.on_init(lambda made: made.serve("begun", lambda incoming, value: workers.calls.get("begun", 0), quick=True))
 
 
 def slow_items() -> Any:

@@ -95,21 +95,6 @@ def test_many_threads_may_call_at_the_same_time() -> None:
     assert with_workers(body, 3) == [True] * 3
 
 
-def test_a_cancelled_call_that_has_not_begun_does_not_begin() -> None:
-    def body(member: Member) -> Any:
-        if member.rank:
-            return None
-        future = rpc.start("worker1", workers.wait_for_gate)
-        assert future.cancel()
-        assert not future.cancel()
-        with pytest.raises(rpc.Cancelled):
-            future.wait()
-        rpc.call("worker1", workers.open_gate)
-        return rpc.call("worker1", workers.add, 1, 1)
-
-    assert with_workers(body, 2)[0] == 2
-
-
 def test_only_a_worker_can_call_and_only_once_can_a_process_become_one() -> None:
     def body(member: Member) -> Any:
         with pytest.raises(RankError, match="worker0, worker1"):  # those that are there

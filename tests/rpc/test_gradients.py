@@ -163,20 +163,3 @@ def test_without_gradients_nothing_is_recorded_and_streams_pass() -> None:
             return still.requires_grad, torch.equal(streamed[0], own.detach() + 1), len(rpc.get_gradients(context_id))
 
     assert with_workers(body, 2) == [(False, True, 0)] * 2
-
-
-def test_references_arrive_within_contexts_and_keep_their_objects() -> None:
-    def body(member: Member) -> Any:
-        own = weights("own")
-        with rpc.context() as context_id:
-            there = rpc.make(next_of(member), Layer, "there")
-            back = rpc.call(next_of(member), hand_back, there, own)
-            del there
-            rpc.backward(context_id, [back[0].apply(back[1]).sum()])
-            return rpc.get_gradients(context_id)[own].shape == own.shape
-
-    assert with_workers(body, 3) == [True] * 3
-
-
-def hand_back(reference: Any, values: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    return reference, values * 2

@@ -11,16 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout
-from phalanx.rpc import agent, backlog, connections, handlers, network, session
-from phalanx.rpc.links.readers import Readers
+from phalanx.rpc import agent, backlog, connections, handlers, session
 from phalanx.rpc.links.shared import SharedHub
 from tests.rpc import workers
 from tests.rpc.workers import with_workers
-from tests.support.ranks import Member, on_ranks
+from tests.support.ranks import Member
 from tests.support.waiting import soon
 
 PATIENCE_S = 60.0
@@ -116,49 +114,6 @@ def test_a_caller_has_a_limited_number_of_bytes_at_a_slow_callee(tcp: bool) -> N
     assert with_workers(body, size, PATIENCE_S, before=before) == [True] * size
 
 
-def resident(incoming: Any, value: Any) -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
-
-def test_calls_that_are_given_up_before_they_began_give_their_memory_back() -> None:
-    nbytes, count = 16 << 20, 10
-
-    def body(member: Member) -> Any:
-        handlers.MOST = 1
-        vars(network)["Readers"] = partial(Readers, threads=1)  # which runs no handler, since none would read then
-        workers.use_tcp()
-
-        def serve(made: agent.Agent) -> None:
-            made.serve("open", open_gate, quick=True)
-            made.serve("resident", resident, quick=True)
-
-        session.on_init(serve)
-        member.join()
-        rpc.init(timeout_s=PATIENCE_S)
-        try:
-            if member.rank:
-                return True
-            own = session.agent()
-            before = own.request(1, "resident", None).wait()
-            futures = [rpc.start(1, wait_with, torch.zeros(nbytes, dtype=torch.uint8)) for _ in range(count)]
-
-            def held() -> int:
-                return int(own.request(1, "resident", None).wait() - before) // nbytes
-
-            assert soon(lambda: held() >= count - 1)
-            for future in futures[1:]:
-                future.cancel()
-            assert soon(lambda: held() <= 2)  # that of the one that runs, and one that had just come
-            own.notify(1, "open", None)
-            return futures[0].wait() == nbytes
-        finally:
-            rpc.shutdown()
-            dist.destroy_process_group()
-
-    assert on_ranks(body, 2) == [True, True]
-
-
 def note_and_give(path: str, nbytes: int) -> torch.Tensor:
     with open(path, "ab", buffering=0) as file:
         file.write(b".")
@@ -206,28 +161,3 @@ def test_answers_that_a_slow_caller_does_not_take_hold_back_only_its_next_calls(
         return held_at < count // 2 and begun_in(path) == count
 
     assert with_workers(body, size, PATIENCE_S, before=before) == [True] * size
-
-
-def test_what_is_held_begins_in_its_order_when_there_is_room_or_nobody_to_take_it() -> None:
-    own = backlog.Backlog()
-    own.add(1, 5 << 30)
-    assert not own.full  # one large answer holds no small call back
-    own.add(1, 1 << 20)
-    assert own.full == {1}
-    own.remove(1, 1 << 20)
-    own.remove(1, 5 << 30)
-    for receiver in (1, 2):
-        for _ in range(3):
-            own.add(receiver, 1 << 29)
-    began: list[int] = []
-    for number in range(10):
-        assert own.hold(1 + number % 2, partial(began.append, number))
-    assert not own.hold(3, partial(began.append, -1))
-    own.remove(1, 1 << 29)
-    assert began == [0, 2, 4, 6, 8]
-    assert not own.hold(1, partial(began.append, -1))
-    own.forget(2)
-    assert began == [0, 2, 4, 6, 8, 1, 3, 5, 7, 9]
-    for receiver in (1, 1, 2, 2, 2):
-        own.remove(receiver, 1 << 29)
-    assert not own.full

@@ -76,11 +76,8 @@ def test_large_parameters_are_cut_and_servers_have_about_the_same() -> None:
     shapes = [(1000, 10), (10,), (), (3, 1000), (500, 2)]
     servers = shared_out(shapes, [True, False, False, False, False], 3)
     covered = sorted(piece for pieces in servers for piece in pieces)
-    assert [piece for piece in covered if piece.parameter == 0] == [
-        Piece(0, 0, 333, True),
-        Piece(0, 333, 666, True),
-        Piece(0, 666, 1000, True),
-    ]
+    thirds = [(0, 0, 333, True), (0, 333, 666, True), (0, 666, 1000, True)]
+    assert [piece for piece in covered if piece.parameter == 0] == [Piece(*third) for third in thirds]
     assert [piece[:3] for piece in covered if piece.parameter] == [(1, 0, 10), (2, 0, 1), (3, 0, 3), (4, 0, 500)]
     sizes = [
         sum((piece.end - piece.first) * torch.Size(shapes[piece.parameter][1:]).numel() for piece in pieces)
@@ -128,6 +125,13 @@ def wait_for(event: str) -> None:
         time.sleep(0.01)
 
 
+SPARSE: dict[str, Any] = {"sparse_optimizer": torch.optim.SparseAdam, "sparse_options": {"lr": 0.1}}
+
+
+def sparse_adam(model: Lookup) -> torch.optim.Optimizer:
+    return torch.optim.SparseAdam(model.embedding.parameters(), lr=0.1)
+
+
 def test_only_rows_that_are_looked_up_travel_and_the_training_is_the_same() -> None:
     servers = 2
 
@@ -136,12 +140,8 @@ def test_only_rows_that_are_looked_up_travel_and_the_training_is_the_same() -> N
             return None
         model, plain = Lookup(1), Lookup(1)
         names = [f"worker{1 + server}" for server in range(servers)]
-        sizes = {"sparse_optimizer": torch.optim.SparseAdam, "sparse_options": {"lr": 0.1}}
-        optimizers = [
-            torch.optim.SGD(plain.linear.parameters(), lr=0.1),
-            torch.optim.SparseAdam(plain.embedding.parameters(), lr=0.1),
-        ]
-        with rpc.parameters(model, on=names, optimizer=torch.optim.SGD, lr=0.1, **sizes) as trained:  # type: ignore[arg-type]
+        optimizers = [torch.optim.SGD(plain.linear.parameters(), lr=0.1), sparse_adam(plain)]
+        with rpc.parameters(model, on=names, optimizer=torch.optim.SGD, lr=0.1, **SPARSE) as trained:
             model.embedding.weight.detach().fill_(99.0)  # what is not pulled would show
             for step in range(5):
                 trained.zero_grad()
@@ -298,9 +298,9 @@ def test_a_trainer_that_is_killed_holds_nobody_back_and_joins_again(mode: str) -
     assert back.value >= 13
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_server_that_comes_back_restores_its_shard(kept: bool, tmp_path: Path) -> None:
-    optimizer = torch.optim.SGD if not kept else torch.optim.AdamW  # the latter has a state, which only the file keeps
+@pytest.mark.parametrize("kept", ["", "saved", "at every step"])
+def test_a_server_that_comes_back_restores_its_shard(kept: str, tmp_path: Path) -> None:
+    """From the trainer, or from its file, which keeps what trainers do not have: its optimizers' states, and rows."""
 
     def body(member: Member) -> Any:
         name = ("trainer", "other", "mortal", "mortal")[member.rank]
@@ -313,22 +313,34 @@ def test_a_server_that_comes_back_restores_its_shard(kept: bool, tmp_path: Path)
         if member.rank:
             until_there(member.folder / "over")
             return "served"
-        model = model_of(0)
-        options: dict[str, Any] = {"optimizer": optimizer, "lr": 0.05}
-        options |= {"checkpoint": tmp_path / "shard", "checkpoint_steps": 1} if kept else {}
+        model, plain = (Lookup(1), Lookup(1)) if kept else (model_of(0), model_of(0))
+        options: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.1}
+        optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(plain.parameters(), lr=0.1)]
+        if isinstance(plain, Lookup):
+            options = {**SPARSE, "optimizer": torch.optim.AdamW, "lr": 0.1, "checkpoint": tmp_path / "shard"}
+            options["checkpoint_steps"] = 1000 if kept == "saved" else 1
+            optimizers = [torch.optim.AdamW(plain.linear.parameters(), lr=0.1), sparse_adam(plain)]
         trained = rpc.parameters(model, on=["other", "mortal"], **options)
-        plain = model_of(0)
-        optimizing = optimizer(plain.parameters(), lr=0.05)
         for step in range(6):
             if step == 3:
+                if kept == "saved":
+                    trained.save()
                 (member.folder / "die").touch()
                 until_there(member.folder / "died")
+            trained.zero_grad()
             for one in (model, plain):
                 one.zero_grad()
-                inputs, labels = batch_of(step, 0)
-                nn.functional.cross_entropy(one(inputs), labels).backward()
+                inputs = rows_of(step, 0) if kept else batch_of(step, 0)[0]
+                one(inputs).square().sum().backward()
             trained.step()
-            optimizing.step()
+            for optimizer in optimizers:
+                optimizer.step()
+        trained.pull(rows=True)
+        if kept:
+            with pytest.raises(ArgumentError, match="another number of servers"):
+                rpc.parameters(
+                    nn.Linear(2, 2), on=["other"], optimizer=torch.optim.SGD, name="b", checkpoint=tmp_path / "shard"
+                )
         trained.close()
         (member.folder / "over").touch()
         return same(model, [parameter.detach() for parameter in plain.parameters()])
@@ -377,45 +389,3 @@ def test_one_that_only_pulls_is_not_waited_for() -> None:
 
     found = with_workers(body, 3)
     assert all(torch.equal(one, other) for one, other in zip(*found[:2], strict=True))
-
-
-def test_sparse_rows_outlive_their_server_in_its_checkpoint(tmp_path: Path) -> None:
-    def body(member: Member) -> Any:
-        if member.rank == 2:
-            until_there(member.folder / "died")
-        as_worker(member, ("trainer", "server", "server")[member.rank])
-        if member.rank == 1:
-            until_there(member.folder / "die")
-            die(member)
-        if member.rank:
-            until_there(member.folder / "over")
-            return None
-        model, plain = Lookup(1), Lookup(1)
-        options: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.1, "sparse_optimizer": torch.optim.SparseAdam}
-        options |= {"sparse_options": {"lr": 0.1}, "checkpoint": tmp_path / "shard", "checkpoint_steps": 1000}
-        optimizers = [
-            torch.optim.SGD(plain.linear.parameters(), lr=0.1),
-            torch.optim.SparseAdam(plain.embedding.parameters(), lr=0.1),
-        ]
-        with rpc.parameters(model, on=["server"], **options) as trained:
-            for step in range(6):
-                if step == 3:
-                    trained.save()
-                    (member.folder / "die").touch()
-                    until_there(member.folder / "died")
-                for one in (model, plain):
-                    one.zero_grad()
-                    one(rows_of(step, 0)).square().sum().backward()
-                trained.step()
-                for optimizer in optimizers:
-                    optimizer.step()
-            trained.pull(rows=True)
-            other = nn.Linear(2, 2)
-            with pytest.raises(ArgumentError, match="another number of servers"):
-                rpc.parameters(other, on=["server"], optimizer=torch.optim.SGD, name="b", checkpoint=tmp_path / "shard")
-        (member.folder / "over").touch()
-        return same(model, [parameter.detach() for parameter in plain.parameters()])
-
-    outcomes = run_ranks(body, 3)
-    assert outcomes[0].error is None, outcomes[0].traceback
-    assert outcomes[0].value is True

@@ -7,8 +7,6 @@ import random
 import signal
 import threading
 import time
-from contextlib import closing
-from ctypes import c_uint64
 from functools import partial
 from typing import Any
 
@@ -17,13 +15,12 @@ import torch
 from tests.rpc import workers
 from tests.rpc.workers import with_workers
 from tests.support.ranks import Member, run_ranks, values
-from tests.support.shared_links import Peer, finish, mappings, read, write
+from tests.support.shared_links import mappings, read, write
 from tests.support.waiting import soon
 
 from phalanx import rpc
 from phalanx.rpc import connections
 from phalanx.rpc.links.shared import SharedHub
-from phalanx.rpc.message import Kind, Message, SentToMany
 
 SLAB = 1 << 20
 EDGES = [
@@ -145,78 +142,3 @@ def test_each_has_a_tensor_of_its_own_that_outlives_its_sender() -> None:
         time.sleep(0 if member.rank else 600)
 
     values(run_ranks(run, 3)[1:])
-
-
-def send(peer: Peer, number: int, buffers: list[memoryview]) -> None:
-    """One notice to all others."""
-    with closing(SentToMany(buffers)) as shared:
-        for link in peer.links.values():
-            link.send(Message(Kind.NOTICE, 0, "", number.to_bytes(8, "little"), shared), 60.0)
-
-
-def has_room(peer: Peer, message: Message) -> bool:
-    """Whether this message fits beside what others have."""
-    lent = c_uint64()
-    peer.hub._share(message, lent)
-    fits = bool(lent.value)
-    peer.hub._unshare(lent)
-    return fits
-
-
-def holding(member: Member) -> tuple[list[Message], threading.Event, Peer]:
-    """One of the workers, what it receives and holds, and whether something has come."""
-    held: list[Message] = []
-    came = threading.Event()
-
-    def notice(message: Message) -> None:
-        held.append(message)
-        came.set()
-
-    peer = Peer(SLAB, notice)
-    peer.meet(member)
-    return held, came, peer
-
-
-@pytest.mark.parametrize("end", ["killed", "closed", "done"])
-def test_room_comes_back_when_the_last_receiver_has_released_or_died(end: str) -> None:
-    def rank(member: Member) -> None:
-        held, came, peer = holding(member)
-        if member.rank == 0:
-            assert has_room(peer, Message(Kind.NOTICE, 0, "", b"", [memoryview(bytes(SLAB - 8192))]))
-            send(peer, 1, [memoryview(b"x" * (SLAB - 8192))])
-            for other in (1, 2):
-                read(member.folder / f"has-{other}")
-            assert not has_room(peer, Message(Kind.NOTICE, 0, "", b"", [memoryview(bytes(SLAB // 2))]))
-            write(member.folder / "go-1", b"")
-            assert peer.wait_for_end()
-            if end == "closed":  # its process still reads what it has received
-                assert not has_room(peer, Message(Kind.NOTICE, 0, "", b"", [memoryview(bytes(SLAB // 2))]))
-            write(member.folder / "go-2", b"")
-            for other in (1, 2):
-                if end != "killed" or other == 2:
-                    read(member.folder / f"released-{other}")
-            # The thread that brought it to a receiver has it until it returns.
-            large = Message(Kind.NOTICE, 0, "", b"", [memoryview(bytes(SLAB - 8192))])
-            assert soon(lambda: has_room(peer, large))
-        else:
-            assert came.wait(60.0)
-            write(member.folder / f"has-{member.rank}", b"")
-            read(member.folder / f"go-{member.rank}")
-            if member.rank == 1 and end == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if member.rank == 1 and end == "closed":
-                peer.links[0].close()
-                read(member.folder / "go-2")
-                assert bytes(held[0].buffers[0]) == b"x" * (SLAB - 8192)
-            held.clear()
-            write(member.folder / f"released-{member.rank}", b"")
-            if member.rank == 1 and end == "done":
-                peer.links[0].close()
-        if end == "killed":
-            write(member.folder / "done-1", b"")
-        finish(member, peer)
-        peer.links.clear()
-        assert soon(lambda: mappings() == 1)  # the hub's own
-
-    outcomes = run_ranks(rank, 3)
-    values([outcome for outcome in outcomes if outcome.rank != 1 or end != "killed"])

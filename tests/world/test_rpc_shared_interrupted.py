@@ -5,15 +5,13 @@ from __future__ import annotations
 import signal
 from contextlib import closing
 from ctypes import c_uint64
-from functools import partial
 from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.support.ranks import Member, run_ranks, values
-from tests.support.shared_links import Peer, finish, mappings, read, write
+from tests.support.shared_links import Peer, finish, read, write
 
-from phalanx.native.core import Status
 from phalanx.rpc.links.image import pieces
 from phalanx.rpc.message import Kind, Message, SentToMany
 
@@ -90,54 +88,5 @@ def test_the_room_of_what_was_not_posted_is_free_again(to_many: bool) -> None:
             getattr(core, name)(owner._handle, *where, there)
         assert there.value
         finish(member, peer)
-
-    values(run_ranks(rank, 2))
-
-
-class InterruptedCore:
-    """The core, when a signal's handler raises as soon as a call that waits has returned with something."""
-
-    def __init__(self, core: Any) -> None:
-        self._core = core
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._core, name)
-
-    def phx_rpc_await(self, *arguments: Any) -> int:
-        status = int(self._core.phx_rpc_await(*arguments))
-        if status == Status.OK:
-            raise Interrupted
-        return status
-
-
-@pytest.mark.parametrize("nbytes", [10, 150_000])
-def test_what_an_interrupted_wait_has_received_is_not_lost(nbytes: int) -> None:
-    def rank(member: Member) -> None:
-        peer = Peer(SLAB)
-        peer.meet(member)
-        if member.rank == 0:
-            link, interrupted = peer.links[1], 0
-            core = link._core
-            raising: Any = InterruptedCore(core)
-            link._core = raising
-            for number in range(50):
-                link.send(Message(Kind.REQUEST, number, "echo", b"", [memoryview(bytes(nbytes))]), 20.0)
-                try:
-                    link.wait(partial(peer.answers.__contains__, number), number, 20.0)
-                except Interrupted:
-                    interrupted += 1
-                    assert number in peer.answers
-                assert peer.answers.pop(number).buffers[0].nbytes == nbytes
-            assert interrupted
-            link._core = core
-            del link
-            write(member.folder / "close", b"")
-            assert peer.wait_for_end() == "it has left"
-        else:
-            read(member.folder / "close")
-            peer.links[0].close()
-        finish(member, peer)
-        peer.links.clear()
-        assert member.rank or mappings() == 1  # the hub's own page: nothing that was received keeps the link
 
     values(run_ranks(rank, 2))
