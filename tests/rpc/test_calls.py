@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from phalanx import rpc
 from phalanx.errors import ClosedError, InitializationError, RankError
 from phalanx.rpc import session
+from phalanx.rpc.members import Members
 from tests.rpc import workers
 from tests.rpc.workers import next_of, with_workers
 from tests.support.ranks import Member, on_ranks
@@ -148,3 +150,24 @@ def test_one_that_waits_long_says_so_less_and_less_often(monkeypatch: pytest.Mon
     with pytest.raises(InitializationError, match="waited 3600 s for ranks 1-2"):
         session.wait_for(lambda: [1, 2], 3600.0, "for", 2)
     assert told == ["waiting for ranks 1-2."] * 5  # after 5 s, 20 s, 80 s, 320 s and 1280 s
+
+
+def test_a_worker_that_can_be_found_can_make_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one may call it before its own ``rpc.init()`` has returned, and what is called may call in turn."""
+    join = Members.join
+    found: list[str] = []
+
+    def join_and_look(members: Members, me: Any, is_there: Callable[[Any], Any]) -> None:
+        join(members, me, is_there)
+        found.append(session.agent().me.name)
+
+    monkeypatch.setattr(Members, "join", join_and_look)
+
+    def body(member: Member) -> tuple[str, list[str]]:
+        member.join()
+        me = rpc.init()
+        rpc.shutdown()
+        return me.name, found
+
+    for name, names in on_ranks(body, 2):
+        assert names == [name]

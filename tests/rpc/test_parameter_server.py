@@ -96,10 +96,11 @@ def test_synchronous_training_is_that_of_one_process(size: int, servers: int) ->
         model = model_of(member.rank)  # the first trainer's values are the beginning, so they must be those of seed 0
         names = [f"worker{size - 1 - server}" for server in range(servers)]
         if member.rank:
-            rpc.call(0, wait_for, "begun")
+            member.await_said("begun")
         settings: dict[str, Any] = {"optimizer": torch.optim.AdamW, "lr": 0.05, "trainers": trainers}
         with rpc.parameters(model, on=names, **settings) as trained:
-            happened.add("begun")
+            if not member.rank:
+                member.say("begun")
             for step in range(6):
                 trained.zero_grad()
                 inputs, labels = batch_of(step, member.rank)
@@ -108,21 +109,6 @@ def test_synchronous_training_is_that_of_one_process(size: int, servers: int) ->
             return same(model, alone(6, trainers)) and trained.steps == 6
 
     assert with_workers(body, size) == [True] * size
-
-
-happened: set[str] = set()
-
-
-def say(event: str) -> None:
-    happened.add(event)
-
-
-def wait_for(event: str) -> None:
-    """Return when something has happened in this process."""
-    until = time.monotonic() + PATIENCE_S
-    while event not in happened:
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 SPARSE: dict[str, Any] = {"sparse_optimizer": torch.optim.SparseAdam, "sparse_options": {"lr": 0.1}}
@@ -170,10 +156,10 @@ def test_a_quick_trainer_is_ahead_of_a_slow_one_as_far_as_the_mode_allows(mode: 
         model = model_of(0)
         settings: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.01, "mode": mode, **staleness}
         with rpc.parameters(model, on=["worker2"], **settings) as trained:
-            rpc.call(1 - member.rank, say, "come")
-            wait_for("come")
+            member.say(f"come-{member.rank}")
+            member.await_said("come-0", "come-1")
             if member.rank:
-                rpc.call(0, wait_for, "ahead")
+                member.await_said("ahead")
                 for _ in range(4):
                     trained.step()
                 return trained.steps
@@ -184,7 +170,7 @@ def test_a_quick_trainer_is_ahead_of_a_slow_one_as_far_as_the_mode_allows(mode: 
             if mode == "asynchronous":
                 for _ in range(20):
                     trained.step()
-            happened.add("ahead")
+            member.say("ahead")
             trained.step()  # the bounded one waits for the other's first step
             return trained.steps
 
@@ -236,15 +222,8 @@ def as_worker(member: Member, name: str) -> None:
             time.sleep(0.05)
 
 
-def until_there(path: Path) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not path.exists():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 def die(member: Member) -> None:
-    (member.folder / "died").touch()
+    member.say("died")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -264,30 +243,30 @@ def test_a_trainer_that_is_killed_holds_nobody_back_and_joins_again(mode: str) -
     def body(member: Member) -> Any:
         name = ("server", "survivor", "mortal", "mortal")[member.rank]
         if member.rank == 3:
-            until_there(member.folder / "alone")
-            until_there(member.folder / "died")
+            member.await_said("alone")
+            member.await_said("died")
         as_worker(member, name)
         if name == "server":
-            until_there(member.folder / "survivor")
-            until_there(member.folder / "mortal")
+            member.await_said("survivor")
+            member.await_said("mortal")
             return "served"
         model = model_of(0)
         trained = rpc.parameters(model, on=["server"], **settings)
         if member.rank == 1:
             train(trained, model, 10, 0)  # also while nobody else is there
-            (member.folder / "alone").touch()
-            until_there(member.folder / "back")
+            member.say("alone")
+            member.await_said("back")
             train(trained, model, 3, 0)
             trained.close()
-            (member.folder / "survivor").touch()
+            member.say("survivor")
             return trained.steps
         if member.rank == 2:
             train(trained, model, 1, 1)  # no more: the survivor may have ended its steps before
             die(member)
-        (member.folder / "back").touch()
+        member.say("back")
         train(trained, model, 3, 1)
         trained.close()
-        (member.folder / "mortal").touch()
+        member.say("mortal")
         return trained.steps
 
     served, survivor, killed, back = run_ranks(body, 4)
@@ -305,13 +284,13 @@ def test_a_server_that_comes_back_restores_its_shard(kept: str, tmp_path: Path) 
     def body(member: Member) -> Any:
         name = ("trainer", "other", "mortal", "mortal")[member.rank]
         if member.rank == 3:
-            until_there(member.folder / "died")
+            member.await_said("died")
         as_worker(member, name)
         if member.rank == 2:
-            until_there(member.folder / "die")
+            member.await_said("die")
             die(member)
         if member.rank:
-            until_there(member.folder / "over")
+            member.await_said("over")
             return "served"
         model, plain = (Lookup(1), Lookup(1)) if kept else (model_of(0), model_of(0))
         options: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.1}
@@ -325,8 +304,8 @@ def test_a_server_that_comes_back_restores_its_shard(kept: str, tmp_path: Path) 
             if step == 3:
                 if kept == "saved":
                     trained.save()
-                (member.folder / "die").touch()
-                until_there(member.folder / "died")
+                member.say("die")
+                member.await_said("died")
             trained.zero_grad()
             for one in (model, plain):
                 one.zero_grad()
@@ -342,7 +321,7 @@ def test_a_server_that_comes_back_restores_its_shard(kept: str, tmp_path: Path) 
                     nn.Linear(2, 2), on=["other"], optimizer=torch.optim.SGD, name="b", checkpoint=tmp_path / "shard"
                 )
         trained.close()
-        (member.folder / "over").touch()
+        member.say("over")
         return same(model, [parameter.detach() for parameter in plain.parameters()])
 
     outcomes = run_ranks(body, 4)
@@ -354,12 +333,12 @@ def test_a_server_that_does_not_come_back_is_named() -> None:
     def body(member: Member) -> Any:
         as_worker(member, ("trainer", "server")[member.rank])
         if member.rank:
-            until_there(member.folder / "die")
+            member.await_said("die")
             die(member)
         model = model_of(0)
         trained = rpc.parameters(model, on=["server"], optimizer=torch.optim.SGD, lr=0.1, restore_s=0.5)
-        (member.folder / "die").touch()
-        until_there(member.folder / "died")
+        member.say("die")
+        member.await_said("died")
         with pytest.raises(WorkerLost, match="server"):
             train(trained, model, 1, 0)
         trained.close()
@@ -375,16 +354,16 @@ def test_one_that_only_pulls_is_not_waited_for() -> None:
         model = model_of(member.rank)
         settings: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.1, "trainers": 1}
         if member.rank:
-            rpc.call(0, wait_for, "begun")
+            member.await_said("begun-0")
         with rpc.parameters(model, on=[2], trains=not member.rank, **settings) as trained:
-            say("begun")
+            member.say(f"begun-{member.rank}")
             if member.rank:
-                rpc.call(0, wait_for, "trained")
+                member.await_said("trained")
                 trained.pull()
                 return [parameter.detach() for parameter in model.parameters()]
-            rpc.call(1, wait_for, "begun")
+            member.await_said("begun-1")
             train(trained, model, 3, 0)
-            say("trained")
+            member.say("trained")
             return [parameter.detach() for parameter in model.parameters()]
 
     found = with_workers(body, 3)

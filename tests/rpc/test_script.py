@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import rpc
-from torch.distributed.nn.api.remote_module import _RemoteModule
 from torch.distributed.rpc import RRef, functions
 from torch.futures import Future
 
@@ -62,21 +61,6 @@ class Held(nn.Module):
         return self.layer(total)
 
 
-@torch.jit.interface
-class Interface:
-    def forward(self, tensor: Tensor, scale: int) -> Tensor:
-        pass
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((2,), 3.0))
-
-    def forward(self, tensor: Tensor, scale: int) -> Tensor:
-        return tensor * self.weight * scale
-
-
 def test_script_functions_and_modules_make_calls_and_hold_references() -> None:
     def body(member: Member) -> dict[str, Any]:
         api, to = started(member), f"worker{1 - member.rank}"
@@ -97,12 +81,6 @@ def test_script_functions_and_modules_make_calls_and_hold_references() -> None:
             api.rpc_sync(to, scaled, args=(api.RRef(ones),))
         with pytest.raises(RuntimeError, match="cannot be saved, copied or sent"):
             torch.jit.save(module, member.folder / "module.pt")
-        if not member.rank:  # torch cannot compile on two threads, and one that serves compiles
-            remote = _RemoteModule(f"{to}/cpu", Scaled, _module_interface_cls=Interface)
-            script = torch.jit.script(remote)
-            assert remote.forward(ones, 2).tolist() == [6.0, 6.0]
-            assert script.forward(ones, 3).tolist() == [9.0, 9.0]
-            assert script.forward_async(ones, 4).wait().tolist() == [12.0, 12.0]
         api.shutdown()
         return result
 
@@ -116,15 +94,3 @@ def test_script_functions_and_modules_make_calls_and_hold_references() -> None:
             "module": [40.0, 40.0],
         }
     ]
-
-
-def test_a_loaded_function_that_uses_rpc_is_refused_with_the_reason() -> None:
-    def rank(member: Member) -> None:
-        api = started(member)
-        text = "def lost(reference: RRef[Tensor]) -> Tensor:\n    return reference.to_here()\n"
-        function = torch._C.CompilationUnit(text).find_function("lost")
-        with pytest.raises(RuntimeError, match=r"(?s)uses RPC inside TorchScript.*has not compiled it from a Python"):
-            function(api.RRef(torch.ones(1)))
-        api.shutdown()
-
-    on_ranks(rank, 1)

@@ -187,26 +187,6 @@ def test_signatures_that_cannot_be_checked_are_refused() -> None:
             Signature(function)
 
 
-def test_methods_objects_and_results() -> None:
-    class Server:
-        def add(self, x: torch.Tensor, y: int = 2) -> torch.Tensor:
-            return x + y
-
-        def __call__(self, x: int) -> dict[str, int]:
-            return {"x": x}
-
-    server = Server()
-    assert called(server.add, torch.ones(2)).tolist() == [3, 3]
-    assert called(server, 4) == {"x": 4}
-    assert Signature(server.add).result is torch.Tensor
-    assert Signature(server).result == dict[str, int]
-    assert Signature(bare_result).result is Any
-
-
-def bare_result(x: int):  # type: ignore[no-untyped-def]
-    return x
-
-
 class Ran(Exception):
     pass
 
