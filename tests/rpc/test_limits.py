@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout, EncodingError
-from phalanx.rpc import agent, backlog, connections, handlers, session
+from phalanx.rpc import agent, backlog, connections, handlers, network, session
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.codecs import Codec
+from phalanx.rpc.links.readers import Readers
 from phalanx.rpc.links.shared import SharedHub
 from tests.rpc import workers
 from tests.rpc.workers import next_of, with_workers
@@ -117,6 +119,49 @@ def test_a_caller_has_a_limited_number_of_bytes_at_a_slow_callee(tcp: bool) -> N
     assert with_workers(body, size, PATIENCE_S, before=before) == [True] * size
 
 
+def resident(incoming: Any, value: Any) -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_calls_that_are_given_up_before_they_began_give_their_memory_back() -> None:
+    nbytes, count = 16 << 20, 10
+
+    def body(member: Member) -> Any:
+        handlers.MOST = 1
+        vars(network)["Readers"] = partial(Readers, threads=1)  # which runs no handler, since none would read then
+        workers.use_tcp()
+
+        def serve(made: agent.Agent) -> None:
+            made.serve("open", open_gate, quick=True)
+            made.serve("resident", resident, quick=True)
+
+        session.on_init(serve)
+        member.join()
+        rpc.init(timeout_s=PATIENCE_S)
+        try:
+            if member.rank:
+                return True
+            own = session.agent()
+            before = own.request(1, "resident", None).wait()
+            futures = [rpc.start(1, wait_with, torch.zeros(nbytes, dtype=torch.uint8)) for _ in range(count)]
+
+            def held() -> int:
+                return int(own.request(1, "resident", None).wait() - before) // nbytes
+
+            assert soon(lambda: held() >= count - 1)
+            for future in futures[1:]:
+                future.cancel()
+            assert soon(lambda: held() <= 2)  # that of the one that runs, and one that had just come
+            own.notify(1, "open", None)
+            return futures[0].wait() == nbytes
+        finally:
+            rpc.shutdown()
+            dist.destroy_process_group()
+
+    assert on_ranks(body, 2) == [True, True]
+
+
 def note_and_give(path: str, nbytes: int) -> torch.Tensor:
     with open(path, "ab", buffering=0) as file:
         file.write(b".")
@@ -210,6 +255,8 @@ def test_a_value_may_have_very_many_tensors(tcp: bool, count: int) -> None:
     def body(member: Member) -> Any:
         workers.begin(member, tcp=tcp)
         try:
+            if member.rank:
+                return count + 3
             return rpc.call(next_of(member), len, [torch.ones(1)] * 3 + [torch.ones(1) for _ in range(count)])
         finally:
             rpc.shutdown()

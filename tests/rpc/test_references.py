@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,9 +28,11 @@ from phalanx.errors import CallTimeout, ObjectLost, WorkerLost
 from phalanx.rpc import session
 from phalanx.rpc.future import Cancelled
 from tests.rpc import workers
+from tests.rpc.test_objects import holders
+from tests.rpc.workers import Account, with_workers
 from tests.support.leaks import Holdings
 from tests.support.ranks import Member, run_ranks
-from tests.support.waiting import soon
+from tests.support.waiting import soon, stop
 
 PATIENCE_S = 60.0
 THREADS = 3
@@ -313,3 +316,77 @@ def test_objects_live_as_long_as_somebody_holds_them(seed: int) -> None:
 @pytest.mark.parametrize("seed", GAMES)
 def test_objects_whose_holder_dies_are_freed_and_no_others(seed: int) -> None:
     a_game(seed, 2 + seed % 3, dies=True, tcp=seed % 4 == 3)
+
+
+def keep_it_sent(references: list[Reference], tensor: torch.Tensor) -> None:
+    workers.keep(references[0])
+
+
+def raise_with_a_thing(owner: int, caller: int, folder: Path) -> None:
+    """Stop the caller, so that the answer waits there for longer than an owner waits for what holders say."""
+    error = Carrier([(rpc.make(owner, Account, 5), 5)])
+    stop(caller)
+    (folder / "stopped").touch()
+    threading.Timer(0.3, gc.collect).start()  # the error and its traceback are a circle
+    raise error
+
+
+def items_and_a_thing(owner: int, caller: int, folder: Path) -> Iterator[int]:
+    yield 1
+    raise_with_a_thing(owner, caller, folder)
+
+
+@pytest.mark.parametrize("how", ["function", "generator"])
+def test_what_comes_with_an_error_is_whole(how: str) -> None:
+    def body(member: Member) -> Any:
+        if member.rank == 2:
+            assert soon((member.folder / "stopped").exists)
+            time.sleep(1.5)
+            os.kill(int((member.folder / "caller").read_text()), signal.SIGCONT)
+        if member.rank:
+            return None
+        (member.folder / "caller").write_text(str(os.getpid()))
+        with pytest.raises(Carrier) as caught:
+            if how == "function":
+                rpc.call("worker1", raise_with_a_thing, 2, os.getpid(), member.folder)
+            for item in rpc.call("worker1", items_and_a_thing, 2, os.getpid(), member.folder):
+                assert item == 1
+        return caught.value.references[0][0].pay(2)
+
+    assert with_workers(body, 3)[0] == 7
+
+
+def kept_there() -> list[Reference]:
+    return workers.kept
+
+
+@pytest.mark.parametrize("how", ["cancelled", "timed out"])
+def test_what_comes_with_a_call_that_was_given_up_is_whole(how: str) -> None:
+    """The callee has not received the call when its caller gives it up and drops what it had sent."""
+
+    def body(member: Member) -> Any:
+        if member.rank:
+            return None
+        account = rpc.make("worker1", Account, 5)
+        pid = rpc.call("worker2", workers.pid)
+        stop(pid)
+        try:
+            large = torch.ones(1 << 20)  # which a cancellation overtakes
+            future = rpc.start("worker2", keep_it_sent, [account], large, timeout_s=0.3 if how == "timed out" else None)
+            if how == "cancelled":
+                future.cancel()
+            with pytest.raises((Cancelled, CallTimeout)):
+                future.wait()
+            del account, future
+            gc.collect()
+            time.sleep(0.6)  # as long as an owner is told later
+            assert holders("worker1") == [("worker0",)]
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert soon(lambda: holders("worker1") != [("worker0",)])  # either it runs, or it has learnt in time
+        paid = [account.pay(2) for account in rpc.call("worker2", kept_there)]
+        rpc.call("worker2", workers.let_go)
+        gc.collect()
+        return paid in ([], [7]), soon(lambda: holders("worker1") == [])
+
+    assert with_workers(body, 3)[0] == (True, True)
