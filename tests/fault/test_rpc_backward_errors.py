@@ -17,7 +17,6 @@ from tests.support.waiting import soon
 
 from phalanx import rpc
 from phalanx.errors import ArgumentError, PhalanxError, WorkerLost
-from phalanx.rpc import session
 from phalanx.rpc.autograd import engine
 from phalanx.rpc.autograd.blame import BackwardError
 from phalanx.rpc.autograd.contexts import contexts
@@ -51,13 +50,13 @@ def passes_through(do: Do, way: list[int], x: torch.Tensor, how: str) -> torch.T
     return y + answer
 
 
-def alive(_: Any) -> tuple[int, int]:
+def alive() -> tuple[int, int]:
     """How many contexts and passes this worker has."""
     found = contexts.all()
     return len(found), sum(len(context.passes) for context in found)
 
 
-def passes_left(_: Any) -> int:
+def passes_left() -> int:
     """How many passes this worker still has in memory."""
     gc.collect()
     return sum(type(each) is Pass for each in gc.get_objects())
@@ -69,10 +68,10 @@ def test_a_failure_names_where_and_ends_the_pass_everywhere() -> None:
         if not member.rank:
             x = torch.ones(3, requires_grad=True)
             way = [*range(2, member.size), 0, 1]
-            with engine.context() as context_id:
-                y = workers.remote(1, passes_through, workers.remote, way, x, "raises")
+            with rpc.context() as context_id:
+                y = rpc.call(1, passes_through, rpc.call, way, x, "raises")
                 with pytest.raises(Special, match="Error on Node 1: out of order") as caught:
-                    engine.backward(context_id, [y.sum()])
+                    rpc.backward(context_id, [y.sum()])
                 error = caught.value
                 assert isinstance(error, BackwardError)
                 assert (error.worker, error.rank, error.code) == ("worker1", 1, 7)
@@ -81,57 +80,35 @@ def test_a_failure_names_where_and_ends_the_pass_everywhere() -> None:
                 assert error.host in str(error)
                 assert error.line in str(error)
                 assert "passes_through" in str(error)
-                for other in range(member.size):
-                    assert soon(lambda other=other: workers.remote(other, alive, None)[1] == 0)  # type: ignore[misc]
-                assert not engine.get_gradients(context_id)
-            with engine.context() as context_id:
-                y = workers.remote(1, passes_through, workers.remote, way, x, "works")
-                engine.backward(context_id, [y.sum()])
-                assert x in engine.get_gradients(context_id)
-            for other in range(member.size):
-                assert soon(lambda other=other: workers.remote(other, alive, None) == (0, 0))  # type: ignore[misc]
+                assert soon(lambda: all(rpc.call(other, alive)[1] == 0 for other in range(member.size)))
+                assert not rpc.get_gradients(context_id)
+            del x, y, caught, error
+            assert soon(lambda: all(rpc.call(other, passes_left) == 0 for other in range(member.size)))
+            x = torch.ones(3, requires_grad=True)
+            with rpc.context() as context_id:
+                y = rpc.call(1, passes_through, rpc.call, way, x, "works")
+                rpc.backward(context_id, [y.sum()])
+                assert x in rpc.get_gradients(context_id)
+            assert soon(lambda: all(rpc.call(other, alive) == (0, 0) for other in range(member.size)))
         rpc.shutdown()
 
-    for size in (2, 3, 5):
-        on_ranks(rank, size)
+    on_ranks(rank, 3)
 
 
-def test_passes_that_failed_are_freed_with_their_graphs() -> None:
-    def rank(member: Member) -> None:
-        workers.start_worker(member)
-        if not member.rank:
-            for _ in range(3):
-                x = torch.ones(3, requires_grad=True)
-                with engine.context() as context_id:
-                    y = workers.remote(1, passes_through, workers.remote, [*range(2, member.size), 0, 1], x, "raises")
-                    with pytest.raises(Special):
-                        engine.backward(context_id, [y.sum()])
-                del x, y
-            for other in range(member.size):
-                assert soon(lambda other=other: workers.remote(other, passes_left, None) == 0)  # type: ignore[misc]
-        rpc.shutdown()
-
-    for size in (2, 3):
-        on_ranks(rank, size)
-
-
-@pytest.mark.parametrize("size", [3, 5])
-def test_a_worker_that_dies_in_backward_is_named(size: int) -> None:
+def test_a_worker_that_dies_in_backward_is_named() -> None:
     def rank(member: Member) -> None:
         workers.start_worker(member)
         if not member.rank:
             x = torch.ones(3, requires_grad=True)
-            with engine.context() as context_id:
-                way = [*range(3, member.size), 2]
-                y = workers.remote(1, passes_through, workers.remote, way, x, "killed")
+            with rpc.context() as context_id:
+                y = rpc.call(1, passes_through, rpc.call, [3, 2], x, "killed")
                 with pytest.raises(WorkerLost, match="worker2") as caught:
-                    engine.backward(context_id, [y.sum()])
+                    rpc.backward(context_id, [y.sum()])
                 assert caught.value.rank == 2
-            for other in {*range(member.size)} - {2}:
-                assert soon(lambda other=other: workers.remote(other, alive, None) == (0, 0))  # type: ignore[misc]
+            assert soon(lambda: all(rpc.call(other, alive) == (0, 0) for other in (0, 1, 3)))
         rpc.shutdown()
 
-    outcomes = run_ranks(rank, size)
+    outcomes = run_ranks(rank, 4)
     assert outcomes[2].signal == signal.SIGKILL
     for outcome in outcomes[:2] + outcomes[3:]:
         assert outcome.error is None, outcome.traceback
@@ -141,10 +118,10 @@ def test_others_forget_the_contexts_of_a_worker_that_dies() -> None:
     def rank(member: Member) -> None:
         workers.start_worker(member)
         if not member.rank:
-            with engine.context():
-                workers.remote(1, passes_through, workers.remote, [2], torch.ones(3, requires_grad=True), "works")
-                assert workers.remote(1, alive, None) == (1, 0)
-                assert workers.remote(2, alive, None) == (1, 0)
+            with rpc.context():
+                rpc.call(1, passes_through, rpc.call, [2], torch.ones(3, requires_grad=True), "works")
+                assert rpc.call(1, alive) == (1, 0)
+                assert rpc.call(2, alive) == (1, 0)
                 member.await_said("begun-1", "begun-2")
                 os.kill(os.getpid(), signal.SIGKILL)
         else:
@@ -165,12 +142,11 @@ def test_a_context_that_is_released_ends_its_pass() -> None:
         if not member.rank:
             context = engine.new_context()
             x = torch.ones(3, requires_grad=True)
-            y = workers.remote(1, passes_through, workers.remote, [], x, "works")
+            y = rpc.call(1, passes_through, rpc.call, [], x, "works")
             with pytest.raises(PhalanxError, match=r"ended during its backward pass|Could not find|given up"):
                 releasing = workers.acts(y, lambda _: engine.release_context(context.number))
-                engine.backward(context.number, [releasing.sum()])
-            for other in range(member.size):
-                assert soon(lambda other=other: workers.remote(other, alive, None) == (0, 0))  # type: ignore[misc]
+                rpc.backward(context.number, [releasing.sum()])
+            assert soon(lambda: all(rpc.call(other, alive) == (0, 0) for other in range(member.size)))
         rpc.shutdown()
 
     on_ranks(rank, 2)
@@ -182,9 +158,9 @@ def test_what_cannot_be_is_said_in_words() -> None:
         if not member.rank:
             x = torch.ones(3, requires_grad=True)
             with pytest.raises(PhalanxError, match="Could not find autograd context with id: 100"):
-                engine.backward(100, [x.sum()])
-            with engine.context() as first:
-                y = workers.remote(1, passes_through, workers.remote, [], x, "works")
+                rpc.backward(100, [x.sum()])
+            with rpc.context() as first:
+                y = rpc.call(1, passes_through, rpc.call, [], x, "works")
                 with pytest.raises(PhalanxError, match="local backward"):
                     y.sum().backward()
                 with pytest.raises(PhalanxError, match="Already have an autograd context id for this thread"):
@@ -196,46 +172,16 @@ def test_what_cannot_be_is_said_in_words() -> None:
                     ([torch.ones(1, requires_grad=True)], "does not have a valid gradient function"),
                 ):
                     with pytest.raises(ArgumentError, match=words):
-                        engine.backward(first, roots)
+                        rpc.backward(first, roots)
                 with pytest.raises(TypeError, match="incompatible function arguments"):
-                    engine.backward(first, None)  # type: ignore[arg-type]
-            with engine.context() as second, pytest.raises(PhalanxError, match=f"context {first}"):
-                engine.backward(second, [y.sum()])
+                    rpc.backward(first, None)  # type: ignore[arg-type]
+                found = []
+                thread = threading.Thread(target=lambda: found.append(contexts.current()))
+                thread.start()
+                thread.join()
+                assert found == [None]  # threads of the process are in no context
+            with rpc.context() as second, pytest.raises(PhalanxError, match=f"context {first}"):
+                rpc.backward(second, [y.sum()])
         rpc.shutdown()
 
     on_ranks(rank, 2)
-
-
-def test_a_late_call_does_not_bring_a_context_back() -> None:
-    def rank(member: Member) -> None:
-        workers.start_worker(member)
-        if not member.rank:
-            with engine.context():
-                tensors, metadata = engine.wrap(1, [torch.ones(3, requires_grad=True)])
-                workers.remote(1, alive, None)
-            assert soon(lambda: workers.remote(1, alive, None) == (0, 0))
-            assert workers.remote(1, enter_late, session.agent().me, tensors, metadata) == (False, 0)
-        rpc.shutdown()
-
-    on_ranks(rank, 2)
-
-
-def enter_late(sender: Any, tensors: list[torch.Tensor], metadata: Any) -> tuple[bool, int]:
-    received = engine.unwrap(sender, tensors, metadata)
-    with engine.running_in(metadata):
-        _, again = engine.wrap(0, received)
-    return again is not None or received[0].requires_grad, len(contexts.all())
-
-
-def test_threads_of_the_process_are_in_no_context() -> None:
-    def rank(member: Member) -> None:
-        workers.start_worker(member)
-        found = []
-        with engine.context():
-            thread = threading.Thread(target=lambda: found.append(contexts.current()))
-            thread.start()
-            thread.join()
-        assert found == [None]
-        rpc.shutdown()
-
-    on_ranks(rank, 1)

@@ -93,8 +93,9 @@ def passes() -> int:
     return sum(len(context.passes) for context in contexts.all())
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_the_worker_that_computes_is_named_with_its_function_and_line(size: int) -> None:
+def test_the_worker_that_computes_is_named_with_its_function_and_line() -> None:
+    size = 3
+
     def body(member: Member) -> Any:
         if member.rank:
             return None
@@ -125,8 +126,9 @@ def test_the_worker_that_computes_is_named_with_its_function_and_line(size: int)
     assert f"did not answer within {LATE_S:g} s: its part of backward() ({line}). It has computed that for" in text
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_stopped_worker_is_named_and_another_pass_works_when_it_goes_on(size: int) -> None:
+def test_a_stopped_worker_is_named_and_another_pass_works_when_it_goes_on() -> None:
+    size = 3
+
     def body(member: Member) -> Any:
         if member.rank:
             return None
@@ -137,9 +139,12 @@ def test_a_stopped_worker_is_named_and_another_pass_works_when_it_goes_on(size: 
             loss = pass_on(way, leaf, waits=False).sum()
             stop(pid)
             try:
+                rpc.session.agent().timeout_s = LATE_S  # the default is that of calls
                 with searching_until(lambda _, found: found.cause == "stopped"), pytest.raises(CallTimeout) as caught:
-                    rpc.backward(context_id, [loss], timeout_s=LATE_S)
+                    rpc.backward(context_id, [loss])
+                assert caught.value.timeout_s == LATE_S
             finally:
+                rpc.session.agent().timeout_s = LONG_S
                 os.kill(pid, signal.SIGCONT)
         with rpc.context() as context_id:
             loss = pass_on(way, leaf, waits=False).sum()
@@ -148,18 +153,3 @@ def test_a_stopped_worker_is_named_and_another_pass_works_when_it_goes_on(size: 
         return caught.value.worker, caught.value.cause, caught.value.pid == pid
 
     assert with_workers(body, size)[0] == (f"worker{size - 1}", "stopped", True)
-
-
-def test_the_default_is_that_of_calls() -> None:
-    def body(member: Member) -> Any:
-        if member.rank:
-            return None
-        with rpc.context() as context_id:
-            loss = pass_on(["worker1"], torch.ones(3, requires_grad=True), waits=True).sum()
-            rpc.session.agent().timeout_s = LATE_S
-            with pytest.raises(CallTimeout) as caught:
-                rpc.backward(context_id, [loss])
-        rpc.call("worker1", open_gate, timeout_s=LONG_S)
-        return caught.value.timeout_s
-
-    assert with_workers(body, 2)[0] == LATE_S

@@ -18,7 +18,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -34,7 +34,7 @@ from tests.support.waiting import soon
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from phalanx import rpc
-from phalanx.errors import PeerLost, RankError
+from phalanx.errors import PeerLost
 from phalanx.rpc import session, streams
 from phalanx.rpc.autograd.contexts import contexts
 
@@ -52,7 +52,6 @@ ACTIONS = {
     "each": ("callee", "caller", "middle", "store"),
     "hand on": ("callee", "caller", "middle", "store"),
     "shutdown": ("callee", "store"),
-    "join": ("guest", "store"),
 }
 CASES = [(action, part) for action, parts in ACTIONS.items() for part in parts]
 
@@ -77,8 +76,8 @@ class Case:
 
     @property
     def victim(self) -> int:
-        """The rank that is killed; -1 if it is a guest."""
-        return {"store": 0, "guest": -1}.get(self.part, self.size - 1)
+        """The rank that is killed."""
+        return 0 if self.part == "store" else self.size - 1
 
 
 def note(path: str, number: str) -> str:
@@ -174,9 +173,7 @@ class Worker:
         """Act until the victim is gone."""
         case, me = self.case, self.member.rank
         act: Callable[[str, random.Random], None] | None
-        if case.action == "join":
-            act = self.greet
-        elif case.part == "callee":
+        if case.part == "callee":
             act = None if me == case.victim else lambda number, chance: self.do(number, case.victim, chance)
         elif case.part == "caller":
             act = None if me != case.victim else self.do_any
@@ -208,10 +205,9 @@ class Worker:
             try:
                 act(f"{self.member.rank}-{thread}-{count}", chance)
             except PeerLost as error:
-                if getattr(error, "rank", None) not in (self.case.victim, -1):
+                if getattr(error, "rank", None) != self.case.victim:
                     self.wrong.append(f"{error!r} is about another")
-                if self.case.part != "guest":
-                    return
+                return
             except Exception as error:
                 self.wrong.append(f"{error!r}")
                 return
@@ -230,44 +226,11 @@ class Worker:
         others = [rank for rank in self.ranks if rank != self.case.victim]
         rpc.call(self.case.victim, do, self.case.action, self.path, number, to, others)
 
-    def greet(self, number: str, chance: random.Random) -> None:
-        """Call the guest, who may not be there."""
-        with contextlib.suppress(RankError):
-            rpc.call("guest", note, self.path, number)
-        if self.ranks:
-            rpc.call(chance.choice(self.ranks), note, self.path, f"{number}.rank")
 
-
-def begin(member: Member, name: str, rank: int, timeout_s: float = PATIENCE_S) -> None:
-    port, timeout = int(read(member.folder / "port")), timedelta(seconds=timeout_s)
+def begin(member: Member) -> None:
+    port, timeout = int(read(member.folder / "port")), timedelta(seconds=PATIENCE_S)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
-    session.begin(PrefixStore("rpc", store), name, rank, "127.0.0.1", PATIENCE_S)
-
-
-def guests(member: Member, case: Case, path: str) -> None:
-    """Come and go under one name; each a process, and all but the last are killed."""
-    for life in range(3):
-        child = os.fork()
-        if child == 0:
-            try:
-                if case.tcp:
-                    workers.use_tcp()
-                for visit in itertools.count():
-                    begin(member, "guest", -1, timeout_s=5)  # the store may be gone
-                    for rank in range(case.size):
-                        with contextlib.suppress(PeerLost, RankError):
-                            rpc.call(rank, note, path, f"guest-{life}-{visit}-{rank}")
-                    rpc.shutdown()
-                    if life == 2 and (member.folder / "killed").exists():
-                        os._exit(0)
-            finally:
-                os._exit(1)
-        if life < 2:
-            time.sleep(case.after_s)
-            os.kill(child, signal.SIGKILL)
-        elif case.part == "guest":
-            write(member.folder / "killed", b"")
-        os.waitpid(child, 0)
+    session.begin(PrefixStore("rpc", store), f"worker{member.rank}", member.rank, "127.0.0.1", PATIENCE_S)
 
 
 def kill_me(member: Member, case: Case) -> None:
@@ -318,53 +281,38 @@ def read(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def meet(member: Member, what: str, ranks: Iterable[int]) -> None:
+    """Wait until all of these ranks have come as far."""
+    write(member.folder / f"{what}-{member.rank}", b"")
+    for rank in ranks:
+        read(member.folder / f"{what}-{rank}")
+
+
 def play(case: Case, path: str) -> None:
     """Play one case, and check what is left of it."""
-    visitors = case.action == "join"
+    survivors = [rank for rank in range(case.size) if rank != case.victim]
 
     def run(member: Member) -> None:
         if case.tcp:
             workers.use_tcp()
         if member.rank == case.victim:
             kill_me(member, case)
-        helper = 0
-        if visitors and member.rank == case.size - 1:
-            helper = os.fork()
-            if helper == 0:
-                with contextlib.suppress(BaseException):
-                    read(member.folder / "go")
-                    guests(member, case, path)
-                os._exit(0)
         served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if member.rank == 0 else None
         before = Holdings.now()
         if served is not None:
             write(member.folder / "port", str(served.port).encode())
-        begin(member, f"worker{member.rank}", member.rank)
-        write(member.folder / f"joined-{member.rank}", b"")
-        for rank in range(case.size):
-            read(member.folder / f"joined-{rank}")
-        assert len([one for one in session.agent().members() if one.rank >= 0]) == case.size
-        write(member.folder / f"ready-{member.rank}", b"")
-        if member.rank == 0:
-            for rank in range(case.size):
-                read(member.folder / f"ready-{rank}")
-            write(member.folder / "go", b"")
-        read(member.folder / "go")
+        begin(member)
+        meet(member, "joined", range(case.size))
+        write(member.folder / "go", b"")
         wrong: list[str] = []
         if case.action != "shutdown":
             worker = Worker(member, case, path)
             worker.run()
             wrong = worker.wrong
-            write(member.folder / f"quiet-{member.rank}", b"")
-            for rank in range(case.size):
-                if rank != case.victim:
-                    read(member.folder / f"quiet-{rank}")
+            meet(member, "quiet", survivors)
             if not soon(lambda: not left()):
                 wrong += left()
-            write(member.folder / f"empty-{member.rank}", b"")
-            for rank in range(case.size):
-                if rank != case.victim:
-                    read(member.folder / f"empty-{rank}")
+            meet(member, "empty", survivors)
         else:
             chance = random.Random(f"{case.seed} {member.rank}")
             if chance.random() < 0.5:
@@ -377,13 +325,7 @@ def play(case: Case, path: str) -> None:
             wrong.append("shutdown waited for the dead")
         if member.rank == case.victim:
             time.sleep(2 * PATIENCE_S)  # it has left before it is killed
-        write(member.folder / f"over-{member.rank}", b"")
-        if helper:
-            os.waitpid(helper, 0)
-        if member.rank == 0:
-            for rank in range(case.size):
-                if rank != case.victim:
-                    read(member.folder / f"over-{rank}")  # they may still ask the store
+        meet(member, "over", survivors)  # who may still ask the store
 
         def clean() -> bool:
             gc.collect()  # the worker is a circle, and the last thread that knew it may just have ended

@@ -1,188 +1,238 @@
-"""Shared memory between workers where the system or the other process gives less than it should."""
+"""Workers that share memory: whose process becomes another, forks, is interrupted, or writes nonsense into it."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import fcntl
+import gc
 import json
 import os
-import resource
+import random
+import re
+import signal
 import struct
+import threading
 import time
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.fault.test_rpc_shared_ends import largest
+import torch
+from tests.rpc import workers
+from tests.rpc.workers import with_workers
+from tests.support.leaks import Holdings
 from tests.support.ranks import Member, run_ranks, values
-from tests.support.shared_links import Peer, finish, mappings, read, write
+from tests.support.shared_links import PATIENCE_S, Peer, finish, mappings, read, write
+from tests.support.waiting import soon, stop
 
-from phalanx.native.core import Status
+from phalanx import rpc
+from phalanx.errors import ClosedError, WorkerLost
 from phalanx.rpc.links.contract import LinkEnded
 from phalanx.rpc.message import Kind, Message
 
 SLAB = 1 << 20
 SLAB_BYTES_AT = 32  # in struct phx_rpc_channel
+LARGE = torch.ones(16 << 20)  # 64 MiB, more than there is room for
 
 
-def offered(peer: Peer) -> dict[str, Any]:
-    offer: dict[str, Any] = json.loads(peer.hub.offer())
-    return offer
+def become_another() -> None:
+    os.execv("/bin/sleep", ["sleep", "600"])
 
 
-def test_the_memory_of_a_link_cannot_be_cut_short() -> None:
+def test_a_process_that_becomes_another_program_is_lost() -> None:
     def rank(member: Member) -> None:
-        peer = Peer(SLAB)
-        offer = offered(peer)
-        for descriptor in (offer["channel"], offer["place"]):
-            for nbytes in (0, 1 << 40):
-                with pytest.raises(PermissionError):
-                    os.ftruncate(descriptor, nbytes)
-        peer.hub.close()
+        workers.begin(member, tcp=False)
+        if member.rank:
+            time.sleep(PATIENCE_S)
+        pid = rpc.call(1, workers.pid)
+        try:
+            with pytest.raises(WorkerLost, match="its process has become another program"):
+                rpc.call(1, become_another)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+        rpc.shutdown()
 
-    values(run_ranks(rank, 1))
-
-
-@pytest.mark.parametrize("slab_bytes", [0, 1, 1 << 50, 1 << 63, (1 << 63) + 4096])
-def test_a_channel_whose_sizes_cannot_be_is_refused(slab_bytes: int) -> None:
-    """A file of the size that follows from them, although they are so large that the sum overflows."""
-
-    def rank(member: Member) -> None:
-        peer, other = Peer(SLAB), Peer(SLAB)
-        offer = offered(peer)
-        size = os.fstat(offer["channel"]).st_size - 2 * SLAB
-        header = os.pread(offer["channel"], 1 << 16, 0)
-        file = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(file, (size + 2 * slab_bytes) % (1 << 64))
-        os.pwrite(file, header[:SLAB_BYTES_AT] + struct.pack("<Q", slab_bytes) + header[SLAB_BYTES_AT + 8 :], 0)
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        assert other.hub.accept(json.dumps(offer | {"channel": file}).encode()) is None
-        assert other.hub.accept(json.dumps(offer).encode()) is not None
-        os.close(file)
-        for one in (peer, other):
-            one.hub.close()
-
-    values(run_ranks(rank, 1))
+    values(run_ranks(rank, 2)[:1])
 
 
-def test_an_offer_that_names_a_terminal_does_not_open_it() -> None:
-    def rank(member: Member) -> None:
-        peer = Peer(SLAB)
-        controller, terminal = os.openpty()
-        offer = json.dumps(offered(peer) | {"channel": terminal}).encode()
+def test_a_forked_child_neither_uses_nor_ends_what_its_parent_has() -> None:
+    def body(member: Member) -> None:
+        sent = torch.arange(100_000.0)
+        kept = rpc.call(workers.next_of(member), workers.add, sent, 1)
         child = os.fork()
         if child == 0:
             code = 1
-            with contextlib.suppress(BaseException):
-                os.setsid()  # the next terminal that this process opens becomes the one it is controlled by
-                other = Peer(SLAB)
-                assert other.hub.accept(offer) is None
-                code = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[4] != "0")
-            os._exit(code)
+            try:
+                assert torch.equal(kept, sent + 1)
+                for argument in (1, sent):
+                    with pytest.raises(ClosedError):
+                        rpc.call(1 - member.rank, workers.add, argument, 1)
+                code = 0
+            finally:
+                os._exit(code)
         assert os.waitpid(child, 0)[1] == 0
-        os.close(controller)
-        os.close(terminal)
-        peer.hub.close()
+        for number in range(20):
+            assert torch.equal(rpc.call(1 - member.rank, workers.add, sent, number), sent + number)
+        assert torch.equal(kept, sent + 1)
+
+    with_workers(body, 2)
+
+
+@pytest.mark.parametrize("argument", [torch.ones(1), torch.ones(2_500), LARGE], ids=["small", "medium", "large"])
+def test_ctrl_c_ends_a_wait_for_room(argument: torch.Tensor) -> None:
+    def body(member: Member) -> None:
+        if member.rank:
+            return
+        pid = rpc.call(1, workers.pid)
+        stop(pid)
+        try:
+            threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+            with pytest.raises(KeyboardInterrupt):
+                while True:
+                    rpc.start(1, torch.numel, argument, timeout_s=PATIENCE_S)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert rpc.call(1, workers.add, 1, 2) == 3
+        assert rpc.call(1, torch.numel, LARGE) == LARGE.numel()
+
+    with_workers(body, 2)
+
+
+def test_offers_that_lead_nowhere_are_refused_and_leave_nothing() -> None:
+    def rank(member: Member) -> None:
+        holdings = Holdings.now()
+        peer, other = Peer(SLAB), Peer(SLAB)
+        good = json.loads(peer.hub.offer())
+        for change in (
+            {"pid": 1 << 22},
+            {"pid": -1},
+            {"channel": 0},
+            {"channel": good["place"]},
+            {"cookie": "00" * 16},
+            {"cookie": "zz"},
+            {"pid": None},
+        ):
+            assert other.hub.accept(json.dumps(good | change).encode()) is None, change
+        for garbage in (b"", b"{}", b"[]", b"\xff"):
+            assert other.hub.accept(garbage) is None
+        size, header = os.fstat(good["channel"]).st_size - 2 * SLAB, os.pread(good["channel"], 1 << 16, 0)
+        with pytest.raises(PermissionError):
+            os.ftruncate(good["channel"], 0)  # it cannot be cut short
+        for slab_bytes in (0, 1 << 50, (1 << 63) + 4096):  # sizes that cannot be, although their sum overflows
+            file = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(file, (size + 2 * slab_bytes) % (1 << 64))
+            os.pwrite(file, header[:SLAB_BYTES_AT] + struct.pack("<Q", slab_bytes) + header[SLAB_BYTES_AT + 8 :], 0)
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            assert other.hub.accept(json.dumps(good | {"channel": file}).encode()) is None
+            os.close(file)
+        link = other.hub.accept(json.dumps(good).encode())
+        assert link is not None
+        link.close()
+        for one in (peer, other):
+            one.hub.close()
+        del peer, other, link, one
+        gc.collect()
+        assert soon(lambda: not holdings.left_by(Holdings.now())), holdings.left_by(Holdings.now())
+        assert soon(lambda: mappings() == 0)
 
     values(run_ranks(rank, 1))
 
 
-def test_a_process_that_gives_up_a_link_says_so() -> None:
-    """It found nonsense. The other process is alive and may wait for an answer."""
+RECORD = {"length": (132, 2), "image": (132, 2), "head": (132, 2), "block": (24, 3)}  # struct phx_rpc_record
 
+
+def largest() -> str:
+    """The line of /proc/self/maps of the channel, which is larger than a hub's page."""
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:phalanx-rpc" in line]
+    return max(lines, key=lambda line: int(line.split("-")[1].split()[0], 16) - int(line.split("-")[0], 16))
+
+
+@pytest.mark.parametrize("what", ["length", "image", "head", "block"])
+def test_memory_that_makes_no_sense_ends_the_link_and_nothing_else(what: str) -> None:
     def rank(member: Member) -> None:
-        peer = Peer(SLAB)
+        go_on = threading.Event()
+        waited: list[bool] = []
+        peer = Peer(SLAB, lambda message: waited.append(go_on.wait(60)))
         peer.meet(member)
         if member.rank == 0:
-            start = int(largest().split("-")[0], 16)
-            ctypes.memset(start + 128, 0x55, 8)  # the head of the ring through which this side sends
+            nbytes = 300_000 if what == "block" else 100
+            for _ in range(3):
+                peer.links[1].send(Message(Kind.NOTICE, 0, "", bytes(nbytes)), 60.0)
+            region = re.search(r"^(\w+)-(\w+) .*memfd:phalanx-rpc", largest(), re.MULTILINE)
+            assert region
+            start, end = int(region[1], 16), int(region[2], 16)
+            rings = end - 2 * SLAB
+            rings = (
+                start
+                + bytes(ctypes.string_at(start, rings - start)).index(struct.pack("<II", *RECORD[what])) // 4096 * 4096
+            )
+            if what == "head":
+                ctypes.memset(start + 128, 0x55, 8)  # the first ring's
+            else:
+                for at in range(rings, rings + 4096, 16):  # every record there, and what it says
+                    if ctypes.string_at(at, 8) == struct.pack("<II", *RECORD[what]):
+                        ctypes.memset(at + (0 if what == "length" else 16), 0xFF, 4 if what == "length" else 32)
+            write(member.folder / "go", b"")
             why = "it found the memory shared with this process damaged, or had no memory left for a message"
             assert peer.wait_for_end() == why
-            with pytest.raises(LinkEnded, match="damaged"):
-                peer.call(peer.links[1])
         else:
+            read(member.folder / "go")
+            go_on.set()
             assert peer.wait_for_end() == "the memory shared with it is damaged"
+            assert peer.ends == ["the memory shared with it is damaged"]
         finish(member, peer)
 
     values(run_ranks(rank, 2))
 
 
-def test_many_links_and_few_descriptors_leave_the_watching_thread_asleep() -> None:
+def poke(chance: random.Random) -> None:
+    """Change something in the memory that this process shares with the other: the words, or the records."""
+    region = re.search(r"^(\w+)-(\w+) .*memfd:phalanx-rpc", largest(), re.MULTILINE)
+    assert region
+    start, end = int(region[1], 16), int(region[2], 16)
+    words = end - start - 2 * SLAB
+    at = start + chance.choice([chance.randrange(4096), chance.randrange(20_000), chance.randrange(words)])
+    value = chance.choice([chance.randbytes(8), b"\xff" * 8, b"\0" * 8, struct.pack("<Q", chance.randrange(1 << 20))])
+    ctypes.memmove(at, value, min(chance.choice([1, 4, 8]), start + words - at))
+
+
+def chatter(peer: Peer, over: threading.Event, seed: int) -> None:
+    """Send notices of all sizes until the link ends or it is over, whatever becomes of them."""
+    chance = random.Random(seed)
+    while not over.is_set() and not peer.ends:
+        with contextlib.suppress(LinkEnded, TimeoutError):
+            nbytes = chance.choice([0, 10, 1000, 50_000, 200_000, 600_000])
+            peer.links[1 - seed % 2].send(Message(Kind.NOTICE, 0, "", b"", [memoryview(bytes(nbytes))]), 0.05)
+
+
+@pytest.mark.parametrize("rounds", [10, pytest.param(300, marks=pytest.mark.long)], ids=["a few times", "many times"])
+def test_whatever_the_other_process_writes_into_shared_memory_ends_the_link_at_most(rounds: int) -> None:
     def rank(member: Member) -> None:
-        before = resource.getrlimit(resource.RLIMIT_NOFILE)
-        peer, others = Peer(SLAB), [Peer(SLAB) for _ in range(40)]
-        for other in others:
-            offer = peer.hub.offer()
-            link = other.hub.accept(offer)
-            assert link is not None
-            link.begin()
-            mine = peer.hub.confirm(offer)
-            mine.begin()
-            peer.links[len(peer.links)] = mine
-            other.links[0] = link
-        resource.setrlimit(resource.RLIMIT_NOFILE, (30, before[1]))  # fewer than there are links
-        began, used = time.monotonic(), time.process_time()
-        time.sleep(1.0)
-        share = (time.process_time() - used) / (time.monotonic() - began)
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        assert bytes(others[-1].call(others[-1].links[0], b"still").head) == b"still"
-        for one in (peer, *others):
-            one.hub.close()
-        assert share < 0.4, f"{share:.0%} of a core"
-
-    values(run_ranks(rank, 1))
-
-
-class Interrupted(BaseException):
-    """What a signal's handler raises, such as KeyboardInterrupt."""
-
-
-class InterruptedCore:
-    """The core, when a signal's handler raises as soon as a call that waits has returned with something."""
-
-    def __init__(self, core: Any) -> None:
-        self._core = core
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._core, name)
-
-    def phx_rpc_await(self, *arguments: Any) -> int:
-        status = int(self._core.phx_rpc_await(*arguments))
-        if status == Status.OK:
-            raise Interrupted
-        return status
-
-
-@pytest.mark.parametrize("nbytes", [10, 150_000, 3 * SLAB])
-def test_what_an_interrupted_wait_has_received_is_not_lost(nbytes: int) -> None:
-    def rank(member: Member) -> None:
-        peer = Peer(SLAB)
-        peer.meet(member)
-        if member.rank == 0:
-            link, interrupted = peer.links[1], 0
-            core = link._core
-            raising: Any = InterruptedCore(core)
-            link._core = raising
-            for number in range(50):
-                link.send(Message(Kind.REQUEST, number, "echo", b"", [memoryview(bytes(nbytes))]), 20.0)
-                try:
-                    link.wait(partial(peer.answers.__contains__, number), number, 20.0)
-                except Interrupted:
-                    interrupted += 1
-                    assert number in peer.answers
-                assert peer.answers.pop(number).buffers[0].nbytes == nbytes
-            assert interrupted
-            link._core = core
-            del link
-            write(member.folder / "close", b"")
-            assert peer.wait_for_end() == "it has left"
-        else:
-            read(member.folder / "close")
-            peer.links[0].close()
-        finish(member, peer)
-        peer.links.clear()
-        assert member.rank or mappings() == 1  # the hub's own page: nothing that was received keeps the link
+        holdings = Holdings.now()
+        for number in range(rounds):
+            folder = member.folder / str(number)
+            folder.mkdir(exist_ok=True)
+            chance = random.Random(number)
+            peer, over = Peer(SLAB), threading.Event()
+            peer.meet(Member(member.rank, 2, folder))
+            thread = threading.Thread(target=chatter, args=(peer, over, 2 * number + member.rank))
+            thread.start()
+            if member.rank == 0:
+                for _ in range(20):
+                    poke(chance)
+                    time.sleep(0.001)
+            time.sleep(0.01)
+            over.set()
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+            write(folder / f"done-{member.rank}", b"")
+            read(folder / f"done-{1 - member.rank}")
+            peer.hub.close()
+            peer.links.clear()
+            assert len(peer.ends) <= 1
+        del peer, thread
+        gc.collect()
+        assert soon(lambda: not holdings.left_by(Holdings.now())), holdings.left_by(Holdings.now())
+        assert soon(lambda: mappings() == 0)
 
     values(run_ranks(rank, 2))

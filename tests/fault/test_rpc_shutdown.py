@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.fault.test_rpc_inquiries import line_of
 from tests.rpc import workers
-from tests.support.ranks import Member, run_ranks
+from tests.support.ranks import Member, on_ranks, run_ranks
 from tests.support.waiting import soon, stop
 
 from phalanx import rpc
@@ -23,7 +23,6 @@ from phalanx.watch import from_outside
 LONG_S = 60.0
 TIMEOUT_S = 4.0  # within which the others come to their shutdown() on any machine, once they have met
 ANSWER_S = 20.0
-STATES = ["stopped", "holding", "busy", "killed"]
 
 
 def be_busy(folder: Path, others: int) -> None:
@@ -40,13 +39,14 @@ def hold_the_interpreter(folder: Path, others: int) -> None:
     ctypes.PyDLL(None).system(until_done.encode())
 
 
-@pytest.mark.parametrize("tcp", [False, True])
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(
+    ("state", "tcp"),
+    [("stopped", False), ("stopped", True), ("holding", False), ("busy", True), ("killed", False), ("killed", True)],
+)
 def test_it_ends_and_says_for_whom_it_waited(
-    state: str, size: int, tcp: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    state: str, tcp: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    last = size - 1
+    size, last = 3, 2
     called, met, over = tmp_path / "called", tmp_path / "met", tmp_path / "over"
     for folder in called, met, over:
         folder.mkdir()
@@ -129,3 +129,33 @@ def test_a_server_that_others_call_says_nothing_while_it_waits(called: bool, cap
 
     workers.with_workers(body, 2)
     assert ("waiting for the others" in capfd.readouterr().err) is not called
+
+
+@pytest.mark.parametrize("slow", ["inquiry", "store"])
+def test_a_question_that_takes_long_does_not_hold_it_up(slow: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its time is over while it asks: it ends, and says that it does not know why."""
+
+    def body(member: Member) -> None:
+        workers.begin(member, tcp=False)
+        if member.rank == 0:
+            vars(session)["_STORE_S"] = 2.0  # in which the time is over, and the question asked
+            made = session.agent()
+
+            def waits(*_: Any) -> Any:
+                member.await_said("over")
+                return "" if slow == "inquiry" else []
+
+            if slow == "inquiry":
+                vars(made.inquiries)["why_not_done"] = waits
+            else:
+                vars(made)["not_done"] = waits
+            rpc.shutdown(timeout_s=1.0)
+            member.say("over")
+        else:
+            member.await_said("over")
+            rpc.shutdown()
+
+    on_ranks(body, 2)
+    said = capfd.readouterr().err
+    assert "ends without the others: waited 1 s for rpc.shutdown()" in said
+    assert "could not be found out within 2 s more: does the job's store answer?" in said

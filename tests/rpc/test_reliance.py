@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
 
@@ -35,42 +35,18 @@ def raises(_: Any) -> None:
     raise KeyError("a callback")
 
 
-def test_a_callback_that_raises_holds_up_no_other() -> None:
+def test_callbacks_that_raise_and_waits_that_end_hold_up_nobody() -> None:
     future: Future[int] = Future()
     seen: list[int] = []
     future.add_done_callback(raises)
     future.add_done_callback(lambda done: seen.append(done.wait(0)))
-    assert future.set_result(3)
-    assert seen == [3]
-
-
-def test_a_wait_whose_time_is_over_leaves_nothing_in_the_future() -> None:
-    future: Future[int] = Future()
-    for _ in range(3):
-        with pytest.raises(TimeoutError):
-            future.wait(0.001)
-    assert future._sleepers == []
-
-
-def test_a_wait_without_limit_may_be_said_so() -> None:
-    future: Future[int] = Future()
-    timer = threading.Timer(0.05, future.set_result, [4])
+    with pytest.raises(TimeoutError):
+        future.wait(0.001)
+    timer = threading.Timer(0.05, future.set_result, [3])
     timer.start()
-    assert future.wait(math.inf) == 4
+    assert future.wait(math.inf) == 3
     timer.join()
-
-
-def test_giving_up_what_follows_gives_up_the_call() -> None:
-    def body(member: Member) -> str:
-        call = rpc.start(next_of(member), workers.wait_for_gate)
-        following = call.then(lambda value: value + 1)
-        assert following.cancel()
-        with pytest.raises(rpc.Cancelled):
-            call.wait(PATIENCE_S)
-        rpc.call(next_of(member), workers.open_gate)
-        return "done"
-
-    assert with_workers(body, 2) == ["done"] * 2
+    assert seen == [3]
 
 
 def keep_number(number: int, tensor: torch.Tensor) -> None:
@@ -114,9 +90,35 @@ def test_a_large_call_that_is_given_up_before_it_has_come_does_not_run() -> None
     assert with_workers(body, 2)[0] == [10]
 
 
-def test_timeouts_go_on_after_a_callback_that_raises_or_waits() -> None:
+def leave(code: int) -> None:
+    sys.exit(code)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+received: list[int] = []
+
+
+def acknowledge(number: int) -> None:
+    received.append(number)
+
+
+def wait_for_each(most: int) -> Iterator[int]:
+    for number in range(most):
+        yield number
+        assert soon(partial(received.__contains__, number))
+
+
+def test_callers_that_give_up_fail_or_fork_disturb_no_other_call() -> None:
     def body(member: Member) -> int:
         to = next_of(member)
+        call = rpc.start(to, workers.wait_for_gate)
+        assert call.then(lambda value: value).cancel()  # giving up what follows gives up the call
+        with pytest.raises(rpc.Cancelled):
+            call.wait(PATIENCE_S)
+
         first = rpc.start(to, workers.wait_for_gate, timeout_s=0.1)
         first.add_done_callback(raises)
         second = rpc.start(to, workers.wait_for_gate, timeout_s=0.15)
@@ -130,13 +132,44 @@ def test_timeouts_go_on_after_a_callback_that_raises_or_waits() -> None:
 
         second.add_done_callback(wait_too)
         for future in (first, second, rpc.start(to, workers.wait_for_gate, timeout_s=0.3)):
-            with pytest.raises(CallTimeout):
+            with pytest.raises(CallTimeout) as caught:
                 future.wait(PATIENCE_S)
+            assert all(words in str(caught.value) for words in (to, "wait_for_gate", "test_reliance.py:"))
         assert soon(lambda: len(waited) == 1)
-        rpc.call(to, workers.open_gate)
-        return 1
 
-    assert with_workers(body, 2) == [1, 1]
+        for function, args in ((leave, (3,)), (interrupt, ())):  # what ends a program ends only the call
+            with pytest.raises(RemoteError, match=r"SystemExit|KeyboardInterrupt"):
+                rpc.call(to, function, *args)
+
+        shared = rpc.start(to, workers.wait_for_gate)  # awaited on several loops, and outlives one that was closed
+
+        async def wrapped(future: Future[Any]) -> Any:
+            return await future
+
+        async def give_up_soon() -> None:
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(asyncio.shield(wrapped(shared)), 0.05)
+
+        asyncio.run(give_up_soon())
+        child = os.fork()
+        if child == 0:  # it does not wait for its parent's calls
+            try:
+                shared.wait()
+            except ClosedError:
+                os._exit(5)
+            os._exit(6)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+        rpc.call(to, workers.open_gate)
+        assert (asyncio.run(wrapped(shared)), shared.wait()) == ("open", "open")
+
+        items = []
+        for item in rpc.call(to, wait_for_each, 6):  # a generator may wait for what is done with its items
+            rpc.call(to, acknowledge, item)
+            items.append(item)
+        assert items == list(range(6))
+        return int(rpc.call(to, workers.add, 1, 2))
+
+    assert with_workers(body, 2) == [3, 3]
 
 
 @pytest.mark.parametrize("tcp", [False, True])
@@ -153,24 +186,6 @@ def test_what_follows_a_call_may_call(tcp: bool, monkeypatch: pytest.MonkeyPatch
         return chain.wait(PATIENCE_S)
 
     assert with_workers(body, 3) == [3 + sum(range(8))] * 3
-
-
-def leave(code: int) -> None:
-    sys.exit(code)
-
-
-def interrupt() -> None:
-    raise KeyboardInterrupt
-
-
-def test_what_ends_a_program_ends_only_the_call() -> None:
-    def body(member: Member) -> Any:
-        for function, args in ((leave, (3,)), (interrupt, ())):
-            with pytest.raises(RemoteError, match=r"SystemExit|KeyboardInterrupt"):
-                rpc.call(next_of(member), function, *args)
-        return rpc.call(next_of(member), workers.add, 1, 2)
-
-    assert with_workers(body, 2) == [3, 3]
 
 
 ended: list[str] = []
@@ -226,182 +241,79 @@ def slow_offer() -> Iterator[int]:
     return workers.count_to(10)
 
 
-received: list[int] = []
-
-
-def acknowledge(number: int) -> None:
-    received.append(number)
-
-
-def wait_for_each(most: int) -> Iterator[int]:
-    for number in range(most):
-        yield number
-        assert soon(partial(received.__contains__, number))
-
-
-def test_a_generator_may_wait_for_what_is_done_with_its_items() -> None:
-    def body(member: Member) -> Any:
-        items = []
-        for item in rpc.call(next_of(member), wait_for_each, 6):
-            rpc.call(next_of(member), acknowledge, item)
-            items.append(item)
-        return items
-
-    assert with_workers(body, 2) == [list(range(6))] * 2
-
-
-def tables() -> dict[str, int]:
-    """How much this process keeps for calls; nothing, when none is under way (but the one that asks)."""
-    agent = session.agent()
-    return {
-        "calls": len(agent._calls),
-        "under way": len(agent._serving._under_way) - 1,
-        "kept": len(agent._serving._kept),
-        "streams": len(streams._sources),
-    }
-
-
-def ways_to_call(to: str) -> list[Callable[[], Any]]:
-    def cancelled() -> None:
-        rpc.start(to, workers.add, 1, 2).cancel()
-
-    def failing() -> None:
-        with pytest.raises(KeyError):
-            rpc.call(to, workers.fail, "x")
-
-    def later() -> None:
-        rpc.start(to, workers.add_later, 1, 2).then(lambda value: value + 1).wait()
-
-    return [
-        lambda: rpc.call(to, workers.add, 1, 2),
-        cancelled,
-        failing,
-        later,
-        lambda: rpc.make(to, workers.Account, 1).pay(1),
-        lambda: list(rpc.call(to, workers.count_to, 3)),
-        lambda: next(rpc.call(to, workers.count_to, 3)),
-        lambda: rpc.start(to, workers.count_to, 3).cancel(),
-        lambda: rpc.start(to, make_here).cancel(),
-    ]
-
-
 def make_here() -> Any:
     return rpc.make(session.agent().me, workers.Account, 1)
 
 
-def test_thousands_of_calls_of_every_kind_leave_nothing() -> None:
-    def body(member: Member) -> Any:
+def kept_for_calls() -> list[int]:
+    """How much this process keeps; nothing, when no call is under way but the one that asks."""
+    agent = session.agent()
+    serving = agent._serving
+    return [
+        len(agent._calls),
+        len(serving._under_way) - 1,
+        len(serving._kept),
+        len(streams._sources),
+        len(rpc.objects()),
+    ]
+
+
+def test_calls_of_every_kind_leave_nothing() -> None:
+    def body(member: Member) -> None:
         to = next_of(member)
-        rpc.call(to, workers.add, 1, 2)
-        threads = threading.active_count()
-        for way in ways_to_call(to):
-            for _ in range(1000):
-                way()
+        for _ in range(200):
+            rpc.call(to, workers.add, 1, 2)
+            with pytest.raises(KeyError):
+                rpc.call(to, workers.fail, "x")
+            rpc.start(to, workers.add_later, 1, 2).then(lambda value: value + 1).wait()
+            rpc.make(to, workers.Account, 1).pay(1)
+            list(rpc.call(to, workers.count_to, 3))
+            next(rpc.call(to, workers.count_to, 3))
+            for function, args in ((workers.add, (1, 2)), (workers.count_to, (3,)), (make_here, ())):
+                rpc.start(to, function, *args).cancel()
         gc.collect()
-        nothing = {"calls": 0, "under way": 0, "kept": 0, "streams": 0}
-        assert soon(lambda: rpc.call(to, tables) == nothing), rpc.call(to, tables)
-        assert soon(lambda: rpc.call(to, rpc.objects) == []), rpc.call(to, rpc.objects)
-        return threads
+        assert soon(lambda: rpc.call(to, kept_for_calls) == [0] * 5), rpc.call(to, kept_for_calls)
 
     with_workers(body, 2)
 
 
-def test_a_future_is_awaited_on_several_loops_and_outlives_one_that_was_closed() -> None:
-    def body(member: Member) -> Any:
-        future = rpc.start(next_of(member), workers.wait_for_gate)
-
-        async def give_up_soon() -> None:
-            with pytest.raises(asyncio.TimeoutError):
-                await asyncio.wait_for(asyncio.shield(wrapped(future)), 0.05)
-
-        async def wrapped(future: Future[Any]) -> Any:
-            return await future
-
-        asyncio.run(give_up_soon())
-        rpc.call(next_of(member), workers.open_gate)
-        return asyncio.run(wrapped(future)), future.wait()
-
-    assert with_workers(body, 2) == [("open", "open")] * 2
-
-
-def test_a_child_does_not_wait_for_its_parents_calls() -> None:
-    def body(member: Member) -> int:
-        future = rpc.start(next_of(member), workers.wait_for_gate)
-        child = os.fork()
-        if child == 0:
-            try:
-                future.wait()
-            except ClosedError:
-                os._exit(5)
-            os._exit(6)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        rpc.call(next_of(member), workers.open_gate)
-        future.wait()
-        return code
-
-    assert with_workers(body, 2) == [5, 5]
-
-
-ALONE = """
-import os, signal, sys, threading, time
+PROGRAM = """
+import os, signal, threading, time
 import phalanx
 from phalanx import rpc
 from phalanx.errors import ClosedError
+
 def endless(): time.sleep(3600)
+def stop(*_): rpc.shutdown(); done.set()
+
 phalanx.init()
 rpc.init()
-"""
-INTERRUPTED = """
 try:
     threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
     rpc.call(0, endless, timeout_s=1000)
 except KeyboardInterrupt:
-    print(rpc.call(0, divmod, 7, 3), flush=True)
+    print("interrupted", rpc.call(0, divmod, 7, 3), flush=True)
+for end in (lambda: rpc.shutdown(wait=False), lambda: rpc.start(0, stop, timeout_s=1000).wait()):
+    try:
+        future = rpc.start(0, endless, timeout_s=1000)
+        done = threading.Event()
+        end()
+        future.wait()
+    except ClosedError:
+        print("told", flush=True)
     rpc.shutdown()
-    print("closed", flush=True)
-    os._exit(0)
-"""
-NO_SHUTDOWN = """
+    rpc.init()
+done = threading.Event()
+rpc.start(0, divmod, 7, 3).then(stop)
+print(done.wait(60), flush=True)
+rpc.init()
 future = rpc.start(0, endless, timeout_s=1000)
 print("end", flush=True)
 """
-CLOSED = """
-future = rpc.start(0, endless, timeout_s=1000)
-rpc.shutdown(wait=False)
-try:
-    future.wait()
-except ClosedError:
-    print("told", flush=True)
-"""
-FROM_HANDLER = """
-def stop(): rpc.shutdown(); return 1
-try:
-    rpc.start(0, stop, timeout_s=1000).wait()
-except ClosedError:
-    print("told", flush=True)
-"""
-FROM_CALLBACK = """
-done = threading.Event()
-def stop(value):
-    rpc.shutdown()
-    done.set()
-rpc.start(0, divmod, 7, 3).then(stop)
-print(done.wait(60), flush=True)
-"""
 
 
-@pytest.mark.parametrize(
-    ("program", "expected"),
-    [
-        (INTERRUPTED, ["(2, 1)", "closed"]),
-        (NO_SHUTDOWN, ["end"]),
-        (CLOSED, ["told"]),
-        (FROM_HANDLER, ["told"]),
-        (FROM_CALLBACK, ["True"]),
-    ],
-    ids=["interrupted", "no shutdown", "closed", "from a handler", "from a callback"],
-)
-def test_a_process_always_gets_to_its_end(program: str, expected: list[str]) -> None:
-    ran = subprocess.run([sys.executable, "-c", ALONE + program], capture_output=True, text=True, timeout=120)
+def test_a_process_always_gets_to_its_end() -> None:
+    """After an interrupt, closed with calls under way, from a handler or a callback, and without ``rpc.shutdown()``."""
+    ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split("\n")[:-1] == expected, ran.stderr
+    assert ran.stdout.splitlines() == ["interrupted (2, 1)", "told", "told", "True", "end"], ran.stderr

@@ -1,4 +1,4 @@
-"""Workers that talk over TCP, as between hosts."""
+"""Workers that talk over TCP, as between hosts, also when connections break."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ import torch
 import torch.distributed as dist
 
 from phalanx import rpc
-from phalanx.errors import CallTimeout, WorkerLost
+from phalanx.errors import CallTimeout
 from phalanx.rpc import connections, session
 from phalanx.rpc.links.contract import LinkEnded
 from phalanx.rpc.links.shared import SharedHub, SharedLink
+from phalanx.wire import dial
 from tests.rpc import workers
 from tests.rpc.workers import next_of
-from tests.support.ranks import Member, on_ranks, run_ranks
+from tests.support.proxies import Proxy
+from tests.support.ranks import Member, on_ranks
 from tests.support.waiting import soon, stop
+
+STOPPED_S = 6.0  # longer than a silent host is waited for
 
 
 def over_tcp(body: Callable[[Member], Any]) -> Callable[[Member], Any]:
@@ -44,38 +48,22 @@ def way_to(name: str) -> str:
     return agent._connections.link_to(agent.member(name), time.monotonic() + 60).name
 
 
-def double(tensors: list[torch.Tensor], number: int) -> tuple[list[torch.Tensor], int]:
-    return [tensor * 2 for tensor in tensors], number
+def test_a_worker_that_is_stopped_for_long_is_not_lost() -> None:
+    """Whether it is called for the first time then, or is sent more than it can take."""
 
+    def body(member: Member) -> None:
+        large = torch.zeros(8 << 20)
+        if member.rank == 1:
+            pid = rpc.call(2, workers.pid)
+            stop(pid)
+            threading.Timer(STOPPED_S, os.kill, [pid, signal.SIGCONT]).start()
+            member.say("stopped")
+            assert rpc.call(2, torch.numel, large) == large.numel()
+        if member.rank == 0:
+            member.await_said("stopped")
+            assert rpc.call(2, workers.add, 1, 2) == 3
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_messages_of_all_sizes_arrive_whole_beside_each_other(size: int) -> None:
-    def exchange(to: str, seed: int, failed: list[BaseException]) -> None:
-        numbers = random.Random(seed)
-        try:
-            for number in range(8):
-                sizes = [numbers.choice([0, 1, 100, 16384, 16385, 65536, 700_001]) for _ in range(3)]
-                sent = [torch.arange(size, dtype=torch.float32) for size in sizes]
-                got, same = rpc.call(to, double, sent, number)
-                assert same == number
-                assert all(torch.equal(there, here * 2) for there, here in zip(got, sent, strict=True))
-        except BaseException as error:
-            failed.append(error)
-
-    def body(member: Member) -> Any:
-        to = next_of(member)
-        failed: list[BaseException] = []
-        threads = [threading.Thread(target=exchange, args=(to, seed, failed)) for seed in range(3)]
-        for thread in threads:
-            thread.start()
-        for number in range(100):
-            assert rpc.call(to, workers.add, number, 1) == number + 1
-        for thread in threads:
-            thread.join()
-        assert not failed, failed
-        return way_to(to)
-
-    assert on_ranks(over_tcp(body), size) == ["tcp"] * size
+    on_ranks(over_tcp(body), 3)
 
 
 def test_a_stopped_worker_holds_up_nobody_longer_than_they_said() -> None:
@@ -114,44 +102,9 @@ def test_a_stopped_worker_holds_up_nobody_longer_than_they_said() -> None:
     assert on_ranks(over_tcp(body), 2)[0] == 1
 
 
-def test_a_worker_that_is_stopped_for_seconds_takes_the_rest_of_a_large_message_afterwards() -> None:
-    def body(member: Member) -> Any:
-        if member.rank:
-            return None
-        pid = rpc.call(1, workers.pid)
-        futures: list[rpc.Future[Any]] = []
-        large = torch.ones(8 << 20)
-        stop(pid)
-        thread = threading.Thread(target=lambda: futures.append(rpc.start(1, double, [large], 7)))
-        thread.start()
-        time.sleep(4.5)  # longer than a kernel that is told so waits for a peer that takes nothing
-        os.kill(pid, signal.SIGCONT)
-        thread.join()
-        (doubled,), number = futures[0].wait()
-        assert torch.equal(doubled, large * 2)
-        return number
+def test_a_worker_that_cannot_attach_the_memory_of_one_that_could_talks_to_it_over_tcp() -> None:
+    size = 2
 
-    assert on_ranks(over_tcp(body), 2)[0] == 7
-
-
-def test_a_peer_that_dies_within_a_large_message_is_lost() -> None:
-    def body(member: Member) -> Any:
-        if member.rank:
-            time.sleep(60)
-        pid = rpc.call(1, workers.pid)
-        threading.Timer(0.2, os.kill, [pid, signal.SIGKILL]).start()
-        with pytest.raises(WorkerLost):
-            while True:
-                rpc.call(1, torch.numel, torch.zeros(8 << 20))
-        return "lost"
-
-    outcomes = run_ranks(over_tcp(body), 2)
-    assert outcomes[0].error is None, outcomes[0].traceback
-    assert outcomes[0].value == "lost"
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_worker_that_cannot_attach_the_memory_of_one_that_could_talks_to_it_over_tcp(size: int) -> None:
     def out_of_reach(hub: SharedHub, offer: bytes) -> SharedLink:
         hub.withdraw(offer)
         raise LinkEnded("its shared memory is out of reach: Permission denied")
@@ -177,3 +130,60 @@ def test_a_worker_that_cannot_attach_the_memory_of_one_that_could_talks_to_it_ov
             dist.destroy_process_group()
 
     assert on_ranks(run, size) == [("tcp", {"came"})] * size
+
+
+PATIENCE_S = 60.0
+
+
+def count(key: str, tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """How often it was called with this key, and what it was called with, doubled."""
+    return workers.count(key), tensor * 2
+
+
+def counted() -> dict[str, int]:
+    return workers.calls
+
+
+def test_every_call_runs_once_though_connections_are_reset_in_the_middle_of_frames() -> None:
+    sizes = [0, 1, 100, 10_000, 20_000, 300_000]
+
+    def work(to: str, name: str, numbers: random.Random, failed: list[BaseException]) -> None:
+        try:
+            for number in range(30):
+                tensor = torch.full((numbers.choice(sizes),), float(number))
+                times, doubled = rpc.call(to, count, f"{name}/{number}", tensor)
+                assert times == 1
+                assert torch.equal(doubled, tensor * 2)
+        except BaseException as error:
+            failed.append(error)
+
+    def body(member: Member, proxy: Proxy) -> Any:
+        to = next_of(member)
+        failed: list[BaseException] = []
+        threads = [
+            threading.Thread(target=work, args=(to, f"{member.rank}.{each}", random.Random(each), failed))
+            for each in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed, failed
+        ran = rpc.call(to, counted)
+        assert sorted(ran.values()) == [1] * len(ran)
+        assert {f"{member.rank}.{each}/{number}" for each in range(3) for number in range(30)} <= ran.keys()
+        return proxy.resets
+
+    def run(member: Member) -> Any:
+        workers.use_tcp()
+        member.join("gloo")
+        proxy = Proxy(random.Random(member.rank), 1_000_000)
+        vars(dial)["connect"] = proxy.connect
+        rpc.init(timeout_s=PATIENCE_S)
+        try:
+            return body(member, proxy)
+        finally:
+            proxy.longest = 0
+            rpc.shutdown()
+
+    assert sum(on_ranks(run, 2)) > 0

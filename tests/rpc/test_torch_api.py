@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rpc import functions
 
 import phalanx.rpc.autograd.engine  # noqa: F401 - once, and not on every forked rank
 from tests.rpc.torch_workers import Counter, add_rank, owned_values, started, until, wait_for_file
-from tests.support.ranks import Member, run_ranks, values
+from tests.support.ranks import Member, on_ranks, run_ranks, values
 
 
 class OwnError(Exception):
@@ -31,51 +30,6 @@ def sum_of(references: list[Any]) -> int:
     return sum(reference.to_here() for reference in references)
 
 
-def calls_everywhere(member: Member) -> list[Any]:
-    rpc = started(member)
-    results: list[Any] = []
-    for rank in range(member.size):
-        name = f"worker{rank}"
-        results.append(rpc.rpc_sync(name, add_rank, args=(rank,), kwargs={"number": 10}))
-        results.append(rpc.rpc_async(rank, torch.add, args=(torch.ones(2), rank)).wait().tolist())
-        results.append(rpc.remote(rpc.get_worker_info(name), add_rank, args=(rank,)).to_here())
-        counter = rpc.remote(name, Counter, args=(rank,))
-        counter.rpc_sync().add(1)
-        results.append(counter.rpc_async().add(2).wait())
-        results.append(counter.remote().add(3).to_here())
-    rpc.shutdown()
-    return results
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_every_way_of_calling_reaches_every_worker(size: int) -> None:
-    expected: list[Any] = []
-    for rank in range(size):
-        expected += [rank + 10, [1.0 + rank, 1.0 + rank], rank + 1, rank + 3, rank + 6]
-    assert values(run_ranks(calls_everywhere, size)) == [expected] * size
-
-
-def errors_of_a_call(member: Member) -> list[str]:
-    rpc = started(member)
-    found = []
-    to = f"worker{(member.rank + 1) % member.size}"
-    for caught in (OwnError, RuntimeError):
-        try:
-            rpc.rpc_sync(to, fail, args=("no luck",))
-        except caught as error:
-            found.append(str(error))
-    rpc.shutdown()
-    return found
-
-
-def test_what_a_function_raises_is_caught_by_its_own_type_and_as_torch_raises_it() -> None:
-    for rank, texts in enumerate(values(run_ranks(errors_of_a_call, 2))):
-        assert len(texts) == 2
-        for text in texts:
-            assert "no luck" in text
-            assert f"worker{1 - rank}" in text
-
-
 class Unpicklable:
     def __reduce__(self) -> Any:
         return fail, ("arrives",)
@@ -85,26 +39,71 @@ def make_lock() -> Any:
     return threading.Lock()
 
 
-def not_to_be_pickled(member: Member) -> list[str]:
-    rpc = started(member)
-    to, found = f"worker{(member.rank + 1) % member.size}", []
-    for call in (
-        lambda: rpc.rpc_sync(to, make_lock),
-        lambda: rpc.rpc_async(to, make_lock).wait(),
-        lambda: rpc.remote(to, make_lock).to_here(),
-        lambda: rpc.rpc_sync(to, Unpicklable),
-        lambda: rpc.rpc_sync(to, add_rank, args=(Unpicklable(),)),
+@functions.async_execution  # type: ignore[untyped-decorator]
+def later(to: str, number: int) -> Any:
+    from torch.distributed import rpc
+
+    return rpc.rpc_async(to, add_rank, args=(number,)).then(lambda done: done.wait() + 100)
+
+
+def calls_everywhere(rpc: Any, member: Member) -> None:
+    for rank in range(member.size):
+        name = f"worker{rank}"
+        assert rpc.rpc_sync(name, add_rank, args=(rank,), kwargs={"number": 10}) == rank + 10
+        assert rpc.rpc_async(rank, torch.add, args=(torch.ones(2), rank)).wait().tolist() == [1.0 + rank] * 2
+        assert rpc.remote(rpc.get_worker_info(name), add_rank, args=(rank,)).to_here() == rank + 1
+        counter = rpc.remote(name, Counter, args=(rank,))
+        counter.rpc_sync().add(1)
+        assert counter.rpc_async().add(2).wait() == rank + 3
+        assert counter.remote().add(3).to_here() == rank + 6
+
+
+def errors_of_calls(rpc: Any, to: str, member: Member) -> None:
+    for kind in (OwnError, RuntimeError):  # its own type, which torch raises as well
+        with pytest.raises(kind, match="no luck") as caught:
+            rpc.rpc_sync(to, fail, args=("no luck",))
+        assert to in str(caught.value)
+    for call, said in (
+        ()
+        if member.size == 1
+        else (  # to itself nothing is sent
+            (lambda: rpc.rpc_sync(to, make_lock), "TypeError: cannot pickle '_thread.lock' object"),
+            (lambda: rpc.remote(to, make_lock).to_here(), "TypeError: cannot pickle '_thread.lock' object"),
+            (lambda: rpc.rpc_sync(to, Unpicklable), "OwnError: arrives"),
+            (lambda: rpc.rpc_sync(to, add_rank, args=(Unpicklable(),)), "OwnError: arrives"),
+        )
     ):
         with pytest.raises(RuntimeError) as caught:
             call()
-        found.append(str(caught.value))
-    rpc.shutdown()
-    return found
+        assert str(caught.value) == said
 
 
-def test_what_cannot_be_pickled_raises_torchs_runtime_error() -> None:
-    said = [*["TypeError: cannot pickle '_thread.lock' object"] * 3, *["OwnError: arrives"] * 2]
-    assert values(run_ranks(not_to_be_pickled, 2)) == [said] * 2
+def slow_calls(rpc: Any, to: str, member: Member) -> None:
+    go = member.folder / f"go{member.rank}"  # its own: the call of a rank that is quicker may be over before
+    with pytest.raises(RuntimeError, match=r"^RPC ran for more than set timeout \(200 ms\)"):
+        rpc.rpc_sync(to, wait_for_file, args=(str(go),), timeout=0.2)
+    futures = [rpc.rpc_async(to, wait_for_file, args=(str(go),)), rpc.rpc_async(to, fail, args=("at once",))]
+    with pytest.raises(OwnError, match="at once"):  # without waiting for the rest
+        torch.futures.wait_all(futures)
+    assert not go.exists()
+    go.touch()
+    futures[0].wait()
+    assert rpc.rpc_sync(to, add_rank, args=(1,), timeout=0) == 2
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_every_way_of_calling_reaches_every_worker(size: int) -> None:
+    def body(member: Member) -> None:
+        rpc, to = started(member), f"worker{(member.rank + 1) % member.size}"
+        calls_everywhere(rpc, member)
+        errors_of_calls(rpc, to, member)
+        slow_calls(rpc, to, member)
+        assert rpc.rpc_sync(to, later, args=(f"worker{member.rank}", 1)) == 102
+        nested = rpc.rpc_async(to, add_rank, args=(1,))
+        assert nested.then(lambda done: rpc.rpc_sync(to, add_rank, args=(done.wait(),))).wait() == 3
+        rpc.shutdown()
+
+    on_ranks(body, size)
 
 
 def references_handed_on(member: Member) -> tuple[int, int]:
@@ -124,72 +123,8 @@ def references_handed_on(member: Member) -> tuple[int, int]:
     return result, left
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_references_are_handed_on_and_their_values_go_with_the_last(size: int) -> None:
-    total = sum(rank + 1 for rank in range(size))
-    assert values(run_ranks(references_handed_on, size)) == [(2 * total, 0)] + [(0, 0)] * (size - 1)
-
-
-def slow_calls(member: Member) -> str:
-    rpc = started(member, timeout_s=60)
-    go = member.folder / f"go{member.rank}"  # its own: the call of a rank that is quicker may be over before
-    to = f"worker{(member.rank + 1) % member.size}"
-    try:
-        rpc.rpc_sync(to, wait_for_file, args=(str(go),), timeout=0.2)
-    except RuntimeError as error:
-        text = str(error)
-    go.touch()
-    assert rpc.rpc_sync(to, add_rank, args=(1,), timeout=0) == 2
-    rpc.shutdown()
-    return text
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_call_that_takes_too_long_says_so_in_torchs_words(size: int) -> None:
-    for text in values(run_ranks(slow_calls, size)):
-        assert text.startswith("RPC ran for more than set timeout (200 ms)")
-
-
-@functions.async_execution  # type: ignore[untyped-decorator]
-def later(to: str, number: int) -> Any:
-    from torch.distributed import rpc
-
-    return rpc.rpc_async(to, add_rank, args=(number,)).then(lambda done: done.wait() + 100)
-
-
-def callbacks(member: Member) -> tuple[int, int]:
-    rpc = started(member)
-    to = f"worker{(member.rank + 1) % member.size}"
-    me = f"worker{member.rank}"
-    asynchronous = rpc.rpc_sync(to, later, args=(me, 1))
-    nested = rpc.rpc_async(to, add_rank, args=(1,)).then(lambda done: rpc.rpc_sync(to, add_rank, args=(done.wait(),)))
-    result = nested.wait()
-    rpc.shutdown()
-    return asynchronous, result
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_functions_that_return_futures_and_callbacks_that_call(size: int) -> None:
-    assert values(run_ranks(callbacks, size)) == [(102, 3)] * size
-
-
-def first_failure(member: Member) -> str:
-    rpc = started(member)
-    to = f"worker{(member.rank + 1) % member.size}"
-    file = member.folder / f"go{member.rank}"
-    futures = [rpc.rpc_async(to, wait_for_file, args=(str(file),)), rpc.rpc_async(to, fail, args=("at once",))]
-    try:
-        torch.futures.wait_all(futures)
-    except OwnError as error:
-        text = str(error)
-    file.touch()
-    futures[0].wait()
-    rpc.shutdown()
-    return text
-
-
-def test_wait_all_raises_the_first_error_without_waiting_for_the_rest() -> None:
-    assert all("at once" in text for text in values(run_ranks(first_failure, 2)))
+def test_references_are_handed_on_and_their_values_go_with_the_last() -> None:
+    assert values(run_ranks(references_handed_on, 3)) == [(12, 0), (0, 0), (0, 0)]
 
 
 def comes_and_goes(member: Member) -> list[str]:
@@ -214,75 +149,6 @@ def test_workers_of_a_dynamic_group_come_and_go() -> None:
     assert third == ["worker0", "worker1", "worker2"]
     assert "worker2" not in first
     assert "worker2" not in second
-
-
-@torch.jit.script
-def scripted(first: torch.Tensor, second: int = 2) -> torch.Tensor:
-    return first * second
-
-
-def script_functions(member: Member) -> tuple[list[float], str, str]:
-    rpc = started(member)
-    to = f"worker{(member.rank + 1) % member.size}"
-    result = rpc.rpc_sync(to, scripted, args=(torch.ones(2),)).tolist()
-    with pytest.raises(RuntimeError) as too_many:
-        rpc.rpc_async(to, scripted, args=(torch.ones(2), 3, 4))
-    with pytest.raises(RuntimeError) as reference:
-        rpc.rpc_sync(to, scripted, args=(rpc.RRef(torch.ones(2)),))
-    rpc.shutdown()
-    return result, str(too_many.value), str(reference.value)
-
-
-def test_script_functions_are_called_and_wrong_arguments_are_refused() -> None:
-    for result, too_many, reference in values(run_ranks(script_functions, 2)):
-        assert result == [2.0, 2.0]
-        assert too_many.startswith("scripted() expected at most 2 argument(s) but received 3")
-        assert "Expected a value of type 'Tensor" in reference
-
-
-class Layer(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.full((3,), 2.0))
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return value * self.weight
-
-    def weight_reference(self) -> Any:
-        from torch.distributed import rpc
-
-        return rpc.RRef(self.weight)
-
-
-def one_step(member: Member) -> Any:
-    rpc = started(member)
-    found = None
-    if member.rank == 0:
-        dist_autograd: Any = torch.distributed.autograd
-        name = f"worker{member.size - 1}"
-        layer = rpc.remote(name, Layer)
-        own = torch.ones(3, requires_grad=True)
-        weight = layer.rpc_sync().weight_reference()
-        optimizer = DistributedOptimizer(torch.optim.SGD, [weight, rpc.RRef(own)], lr=0.5)
-        with dist_autograd.context() as context:
-            loss = layer.rpc_sync().forward(own * 3).sum()
-            dist_autograd.backward(context, [loss])
-            gradient = dist_autograd.get_gradients(context)[own]
-            optimizer.step(context)
-        found = gradient.tolist(), own.tolist(), weight.to_here().tolist()
-    rpc.shutdown()
-    return found
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_gradients_follow_calls_and_torchs_distributed_optimizer_steps(size: int) -> None:
-    own = torch.ones(3, requires_grad=True)
-    weight = torch.full((3,), 2.0, requires_grad=True)
-    (own * 3 * weight).sum().backward()
-    assert own.grad is not None
-    assert weight.grad is not None
-    expected = (own.grad.tolist(), (own - 0.5 * own.grad).tolist(), (weight - 0.5 * weight.grad).tolist())
-    assert values(run_ranks(one_step, size))[0] == expected
 
 
 PROGRAM = dedent(

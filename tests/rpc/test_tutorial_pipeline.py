@@ -9,25 +9,23 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.optim import DistributedOptimizer
 
 import phalanx.rpc.autograd.engine  # noqa: F401 - once, and not on every forked rank
+from tests.rpc.torch_workers import started
 from tests.support.ranks import Member, on_ranks
 
 MICRO_BATCHES, STEPS, LR = 4, 3, 0.5
 
 
 def layers(stage: int) -> nn.Sequential:
-    """The layers of a stage."""
     torch.manual_seed(stage)
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh())
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inputs and labels of a step."""
     torch.manual_seed(100 + step)
     return torch.randn(12, 8), torch.randn(12, 8)
 
@@ -52,25 +50,15 @@ class Shard(nn.Module):
         return [RRef(parameter) for parameter in self.parameters()]
 
 
-class Pipeline(nn.Module):
-    """The master's module, which calls the stages."""
-
-    def __init__(self, rpc: Any, stages: int) -> None:
-        super().__init__()
-        self.rpc = rpc
-        self.shards = [rpc.remote(f"worker{stage + 1}", Shard, (stage,)) for stage in range(stages)]
-
-    def forward(self, xs: torch.Tensor) -> torch.Tensor:
-        outs = []
-        for x in xs.split(len(xs) // MICRO_BATCHES):
-            reference = self.rpc.RRef(x)
-            for shard in self.shards[:-1]:
-                reference = shard.remote().forward(reference)
-            outs.append(self.shards[-1].rpc_async().forward(reference))
-        return torch.cat(torch.futures.wait_all(outs))
-
-    def parameter_rrefs(self) -> list[Any]:
-        return [each for shard in self.shards for each in shard.remote().parameter_rrefs().to_here()]
+def forward(rpc: Any, shards: list[Any], xs: torch.Tensor) -> torch.Tensor:
+    """What the master does."""
+    outs = []
+    for x in xs.split(len(xs) // MICRO_BATCHES):
+        reference = rpc.RRef(x)
+        for shard in shards[:-1]:
+            reference = shard.remote().forward(reference)
+        outs.append(shards[-1].rpc_async().forward(reference))
+    return torch.cat(torch.futures.wait_all(outs))
 
 
 def in_one_process(stages: int) -> tuple[list[float], list[torch.Tensor]]:
@@ -88,31 +76,29 @@ def in_one_process(stages: int) -> tuple[list[float], list[torch.Tensor]]:
     return losses, [parameter.detach() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_the_tutorials_pipeline_trains_as_one_process_does(stages: int) -> None:
-    def body(member: Member) -> Any:
-        import phalanx.rpc.torch_api as rpc
+def test_the_tutorials_pipeline_trains_as_one_process_does() -> None:
+    stages = 2
 
-        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{member.folder}/rpc")
-        rpc.init_rpc(f"worker{member.rank}", rank=member.rank, world_size=member.size, rpc_backend_options=options)
+    def body(member: Member) -> Any:
+        rpc = started(member)
         if member.rank:
             rpc.shutdown()
             return None
         from torch.distributed import autograd
 
-        model = Pipeline(rpc, stages)
-        parameters = model.parameter_rrefs()
+        shards = [rpc.remote(f"worker{stage + 1}", Shard, (stage,)) for stage in range(stages)]
+        parameters = [each for shard in shards for each in shard.remote().parameter_rrefs().to_here()]
         optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=LR)
         losses = []
         for step in range(STEPS):
             inputs, labels = batch(step)
             with autograd.context() as context_id:
-                loss = nn.functional.mse_loss(model(inputs), labels)
+                loss = nn.functional.mse_loss(forward(rpc, shards, inputs), labels)
                 autograd.backward(context_id, [loss])  # type: ignore[attr-defined]
                 optimizer.step(context_id)
             losses.append(loss.item())
         found = [parameter.to_here().detach() for parameter in parameters]
-        del model, parameters, optimizer
+        del shards, parameters, optimizer
         rpc.shutdown()
         return losses, found
 

@@ -1,9 +1,10 @@
-"""Who comes and goes."""
+"""Who the workers are, and who comes and goes."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from phalanx import rpc
-from phalanx.errors import ArgumentError
+from phalanx.errors import ArgumentError, ClosedError, WorkerLost
 from phalanx.rpc import session
 from phalanx.system.interfaces import LOOPBACK
 from tests.rpc import workers
@@ -39,17 +40,15 @@ class Log:
     def wait_for(self, *events: tuple[str, str]) -> list[tuple[str, str]]:
         return self.wait_until(lambda told: set(events) <= set(told))
 
-    def wait_for_number(self, number: int) -> list[tuple[str, str]]:
-        return self.wait_until(lambda told: len(told) == number)
-
     def wait_until(self, enough: Callable[[list[tuple[str, str]]], bool]) -> list[tuple[str, str]]:
         with self.changed:
             self.changed.wait_for(lambda: enough(self.events), PATIENCE_S)
             return list(self.events)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_watch_tells_who_is_there_and_ends_with_stop_or_shutdown(size: int) -> None:
+def test_a_watch_tells_who_is_there_and_ends_with_stop_or_shutdown() -> None:
+    size = 3
+
     def body(member: Member) -> Any:
         others = {(f"worker{rank}", "came") for rank in range(size) if rank != member.rank}
         log, of_one = Log(), Log()
@@ -65,12 +64,13 @@ def test_a_watch_tells_who_is_there_and_ends_with_stop_or_shutdown(size: int) ->
     assert with_workers(body, size) == [(True, True)] * size
 
 
-def test_those_who_leave_come_back_and_die_are_told_once_each() -> None:
+def test_those_who_leave_and_die_are_told_once_each() -> None:
+    """The dead one although nobody has called it."""
+
     def body(member: Member) -> Any:
         member.join()
         rpc.init()
         if member.rank == 1:
-            rpc.call("worker0", workers.pid)
             time.sleep(2 * PATIENCE_S)
         if member.rank == 2:
             member.await_said("leave")  # not by a call, which it may leave unanswered
@@ -82,12 +82,12 @@ def test_those_who_leave_come_back_and_die_are_told_once_each() -> None:
         log.wait_for(("worker1", "came"), ("worker2", "came"))
         member.say("leave")
         log.wait_for(("worker2", "left"))
-        victim = session.agent().member("worker1")
-        os.kill(rpc.call("worker1", workers.pid), signal.SIGKILL)
+        os.kill(session.agent().member("worker1").pid, signal.SIGKILL)
         log.wait_for(("worker1", "lost"))
-        session.agent()._departures.found(victim)  # as when a call that has begun before finds nobody there
+        with pytest.raises(WorkerLost):
+            rpc.call("worker1", workers.pid)
         everything = log.wait_for(("worker1", "lost")), of_one.wait_for(("worker1", "lost"))
-        time.sleep(1.0)  # nothing is told twice
+        time.sleep(0.5)  # nothing is told twice
         assert everything == (log.events, of_one.events)
         rpc.shutdown(wait=False)
         return everything
@@ -98,28 +98,6 @@ def test_those_who_leave_come_back_and_die_are_told_once_each() -> None:
     assert of_one == [("worker1", "came"), ("worker1", "lost")]
     assert [event for event in everything if event[0] == "worker1"] == of_one
     assert [event for event in everything if event[0] == "worker2"] == [("worker2", "came"), ("worker2", "left")]
-
-
-def test_a_watched_worker_that_nobody_has_called_is_missed_when_it_is_killed() -> None:
-    def body(member: Member) -> Any:
-        member.join()
-        pid = [None] * 2
-        dist.all_gather_object(pid, os.getpid())
-        rpc.init()
-        if member.rank == 1:
-            time.sleep(2 * PATIENCE_S)
-        log = Log()
-        rpc.watch(log)
-        log.wait_for(("worker1", "came"))
-        time.sleep(0.5)
-        os.kill(int(pid[1]), signal.SIGKILL)  # type: ignore[call-overload]
-        events = log.wait_for(("worker1", "lost"))
-        rpc.shutdown(wait=False)
-        return events
-
-    outcomes = run_ranks(body, 2)
-    assert outcomes[0].error is None, outcomes[0].traceback
-    assert outcomes[0].value == [("worker1", "came"), ("worker1", "lost")]
 
 
 def test_one_who_comes_later_is_told_and_so_is_its_successor() -> None:
@@ -138,11 +116,51 @@ def test_one_who_comes_later_is_told_and_so_is_its_successor() -> None:
         log = Log()
         rpc.watch(log, "late")
         for number in (1, 2):
-            log.wait_for_number(2 * number - 1)
+            log.wait_until(lambda told, most=2 * number - 1: len(told) == most)  # type: ignore[misc]
             dist.barrier()
-            log.wait_for_number(2 * number)
+            log.wait_until(lambda told, most=2 * number: len(told) == most)  # type: ignore[misc]
             dist.barrier()
         rpc.shutdown(wait=False)
         return log.events == [("late", "came"), ("late", "left")] * 2
 
     assert on_ranks(body, 2) == [True, True]
+
+
+def test_workers_are_listed_with_those_that_are_no_rank_until_they_leave() -> None:
+    size, last = 3, 2
+
+    def body(member: Member) -> Any:
+        member.join()
+        store = PrefixStore("listed", member.store("workers"))
+        name, rank = ("server", -1) if member.rank == last else (f"worker{member.rank}", member.rank)
+        session.begin(store, name, rank, LOOPBACK, 60.0)
+        pids: list[Any] = [None] * size
+        dist.all_gather_object(pids, os.getpid())
+        seen = [(one.name, one.rank, one.pid) for one in rpc.workers()]
+        table = rpc.describe().splitlines()
+        dist.barrier()
+        if member.rank == last:
+            rpc.shutdown()
+        dist.barrier()
+        after = [one.name for one in rpc.workers()] if member.rank != last else []
+        dist.barrier()
+        rpc.shutdown(wait=False)
+        return pids, seen, table, after
+
+    ranks = [(f"worker{rank}", rank) for rank in range(last)]
+    for own, (pids, seen, table, after) in enumerate(on_ranks(body, size)):
+        assert seen == [(*pair, pid) for pair, pid in zip([*ranks, ("server", -1)], pids, strict=True)]
+        assert table[0] == f"{size} workers"
+        assert table[1].split() == ["worker", "rank", "host", "pid", "address"]
+        for line, (name, rank), pid in zip(table[2:], [*ranks, ("server", "none")], pids, strict=True):
+            cells = line.replace(" (this one)", "").split()
+            assert cells[:4] == [name, str(rank), socket.gethostname(), str(pid)]
+            assert cells[4].startswith(f"{LOOPBACK}:")
+        assert [("(this one)" in line) for line in table[2:]] == [rank == own for rank in range(size)]
+        assert after == ([f"worker{rank}" for rank in range(last)] if own != last else [])
+
+
+@pytest.mark.parametrize("ask", [rpc.workers, rpc.describe])
+def test_who_is_no_worker_is_told_so(ask: Any) -> None:
+    with pytest.raises(ClosedError, match=r"rpc\.init"):
+        ask()

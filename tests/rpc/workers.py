@@ -14,8 +14,6 @@ from phalanx import rpc
 from phalanx.rpc import connections
 from tests.support.ranks import Member, on_ranks
 
-SIZES = [1, 2, 3, 5]
-
 
 def with_workers(
     body: Callable[[Member], Any],

@@ -5,19 +5,16 @@ computes.
 from __future__ import annotations
 
 import os
-import pickle
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from textwrap import dedent
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
+import torch
 from tests.support.examples import example
-from tests.support.hosts import PATIENCE_S, running_hosts, why_no_hosts
-from tests.support.pipelines import SCHEDULES, Answer, check, run
 from tests.support.pool import Pool
 from tests.support.ranks import Member
+from torch import nn
+from torch.distributed import pipelining
 
 from phalanx import rpc
 
@@ -26,19 +23,144 @@ example("pipeline")  # before ranks are forked: its remote stages are tested her
 
 ROWS = 3  # in a micro-batch
 LARGE_ROWS = 10_000  # then the micro-batches do not fit into the memory between two ranks, and a sender has to wait
+ONE_STAGE = ("GPipe", "1F1B")
+FOLDED = ("ZBVZeroBubble", "DualPipeV")  # of 3 ranks, rank 0 has the stages 0 and 5, in the other schedules 0 and 3
+SCHEDULES = (*ONE_STAGE, "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *FOLDED, "rpc")
+MICRO_BATCHES, WIDTH = 8, 16
+STEPS = 3  # in the first one, a schedule also finds out the shapes of what the stages send
+LR = 0.5
+
+# The gradients by stage and step, in the order of the stage's parameters, and the losses of each step's micro-batches.
+Answer = tuple[dict[int, list[list[torch.Tensor]]], list[list[torch.Tensor]]]
 
 
-class Case(NamedTuple):
-    """So many ranks, on so many hosts by what they report."""
+class Stage(nn.Module):
+    """A stage that passes on two tensors. The last one returns the second only."""
 
-    ranks: int
-    hosts: int
+    def __init__(self, stage: int, stages: int) -> None:
+        super().__init__()
+        torch.manual_seed(stage)
+        self.last = stage == stages - 1
+        self.layer, self.score = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
 
-    def __str__(self) -> str:
-        return f"{self.ranks} ranks on {self.hosts}"
+    def forward(self, known: torch.Tensor, scores: torch.Tensor | None = None) -> Any:
+        """What it knows, and the scores."""
+        known = known + self.layer(known).tanh()
+        # Not of `known` itself: schedules with a separate pass for the weights detach what a stage sends, in place.
+        own = self.score(known.relu())
+        scores = own if scores is None else scores + own
+        return scores if self.last else (known, scores)
 
 
-SHORT = (Case(2, 1), Case(3, 2))
+def batch(step: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows and labels of a step, with so many rows in each micro-batch."""
+    generator = torch.Generator().manual_seed(step)
+    rows *= MICRO_BATCHES
+    return torch.randn(rows, WIDTH, generator=generator), torch.randint(4, (rows,), generator=generator)
+
+
+def update(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    """Take a step; the gradients."""
+    gradients = []
+    for parameter in parameters:
+        assert parameter.grad is not None
+        gradients.append(parameter.grad)
+        parameter.data -= LR * parameter.grad
+        parameter.grad = None
+    return gradients
+
+
+def in_one_process(stages: int, rows: int, *, backwards: bool) -> Answer:
+    """What must come out, if the gradients of the micro-batches are added up in their order, or backwards."""
+    model = [Stage(stage, stages) for stage in range(stages)]
+    gradients: dict[int, list[list[torch.Tensor]]] = {stage: [] for stage in range(stages)}
+    losses = []
+    for step in range(STEPS):
+        parts = list(zip(*(part.chunk(MICRO_BATCHES) for part in batch(step, rows)), strict=True))
+        now = []
+        for inputs, labels in reversed(parts) if backwards else parts:
+            values: Any = (inputs,)
+            for stage in model:
+                values = stage(*values)
+            now.append(nn.functional.cross_entropy(values, labels))
+            now[-1].backward()
+        losses.append([loss.detach() for loss in (reversed(now) if backwards else now)])
+        for at, stage in enumerate(model):
+            for parameter in stage.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= MICRO_BATCHES
+            gradients[at].append(update(list(stage.parameters())))
+    return gradients, losses
+
+
+def run(rank: int, ranks: int, name: str, rows: int) -> Answer:
+    """On each rank: the gradients of its stages, and the losses where the last stage is; with ``rpc`` all on rank 0.
+
+    For that the ranks are workers, and have imported the example: its remote stages are used.
+    """
+    if name == "rpc":
+        return _run_remote(ranks, rows) if rank == 0 else ({}, [])
+    stages = ranks * (1 if name in ONE_STAGE else 2)
+    mine = [rank] if name in ONE_STAGE else [rank, stages - 1 - rank if name in FOLDED else rank + ranks]
+    parts = {at: pipelining.PipelineStage(Stage(at, stages), at, stages, torch.device("cpu")) for at in mine}
+    kind: Any = pipelining.schedules.get_schedule_class(name)
+    schedule = kind(
+        parts[rank] if name in ONE_STAGE else list(parts.values()),
+        n_microbatches=MICRO_BATCHES,
+        loss_fn=nn.functional.cross_entropy,
+    )
+    gradients: dict[int, list[list[torch.Tensor]]] = {at: [] for at in mine}
+    losses: list[list[torch.Tensor]] = []
+    for step in range(STEPS):
+        inputs, labels = batch(step, rows)
+        now: list[torch.Tensor] = []
+        schedule.step(*((inputs,) if 0 in mine else ()), target=labels, losses=now)
+        losses.append([loss.detach() for loss in now])
+        for at in mine:
+            gradients[at].append(update(list(parts[at].submod.parameters())))
+    return gradients, losses
+
+
+def _run_remote(ranks: int, rows: int) -> Answer:
+    module = example("pipeline")
+    remote: list[Any] = []
+    for at in reversed(range(ranks)):
+        layers = module.Layers([Stage(at, ranks)])
+        remote.insert(0, rpc.make(at, module.RemoteStage, layers, LR, remote[0] if remote else None, serial=False))
+    gradients: dict[int, list[list[torch.Tensor]]] = {at: [] for at in range(ranks)}
+    losses: list[list[torch.Tensor]] = []
+    for step in range(STEPS):
+        inputs, labels = (part.chunk(MICRO_BATCHES) for part in batch(step, rows))
+        with rpc.context() as context_id:
+            scores = [each.wait() for each in [remote[0].start.forward(part) for part in inputs]]
+            now = [nn.functional.cross_entropy(*each) for each in zip(scores, labels, strict=True)]
+            losses.append([loss.detach() for loss in now])
+            rpc.backward(context_id, [torch.stack(now).mean()])
+            for at, stage in enumerate(remote):
+                gradients[at].append(rpc.call(stage, _update_remote, context_id))
+    return gradients, losses
+
+
+def _update_remote(stage: Any, context_id: int) -> list[torch.Tensor]:
+    """Where a stage lives: take a step; the gradients."""
+    parameters = list(stage._layers.parameters())
+    found = rpc.get_gradients(context_id)
+    for parameter in parameters:
+        parameter.grad = found[parameter]
+    return update(parameters)
+
+
+def check(ranks: int, name: str, rows: int, answers: Sequence[Answer]) -> None:
+    """Whether the ranks have computed what one process does: to the bit, if the order of additions is known."""
+    stages = ranks * (1 if name in (*ONE_STAGE, "rpc") else 2)
+    expected, expected_losses = in_one_process(stages, rows, backwards=name == "LoopedBFS")
+    found = {at: steps for gradients, _ in answers for at, steps in gradients.items()}
+    assert sorted(found) == list(range(stages))
+    (losses,) = [losses for gradients, losses in answers if (0 if name == "rpc" else stages - 1) in gradients]
+    # The gradients of calls are added up in the order in which they come back.
+    rtol, atol = (1e-5, 1e-6) if name == "rpc" else (0.0, 0.0)
+    torch.testing.assert_close(losses, expected_losses, rtol=rtol, atol=atol)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
 def joining(hosts: int) -> Callable[[Member], Member]:
@@ -53,19 +175,12 @@ def joining(hosts: int) -> Callable[[Member], Member]:
     return join
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        case if case in SHORT else pytest.param(case, marks=pytest.mark.long)
-        for case in (Case(ranks, hosts) for ranks in (2, 3, 4) for hosts in (1, 2))
-    ],
-    ids=str,
-)
-def world(request: pytest.FixtureRequest) -> Iterator[tuple[Case, Pool]]:
-    case = request.param
-    with Pool(case.ranks, joining(case.hosts)) as pool:
-        pool.do(repr)
-        yield case, pool
+@pytest.fixture(scope="module", params=[(2, 1), (3, 2)], ids=["2 ranks", "3 ranks on 2 hosts"])
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    ranks, hosts = request.param
+    with Pool(ranks, joining(hosts)) as started:
+        started.do(repr)
+        yield started
 
 
 def run_here(member: Member, name: str, rows: int) -> Answer:
@@ -74,48 +189,5 @@ def run_here(member: Member, name: str, rows: int) -> Answer:
 
 @pytest.mark.parametrize("rows", [ROWS, pytest.param(LARGE_ROWS, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_gradients_are_those_of_one_process(world: tuple[Case, Pool], name: str, rows: int) -> None:
-    case, pool = world
-    check(case.ranks, name, rows, pool.do(run_here, name, rows))
-
-
-# A rank on a host of its own network; it leaves its answers in a file.
-SCRIPT = f"""
-    import os, pickle, phalanx
-    from phalanx import rpc
-    from tests.support.examples import example
-    from tests.support.pipelines import SCHEDULES, run
-
-    example("pipeline")
-    with phalanx.init(backend="phalanx") as world:
-        rpc.init()
-        answers = {{name: run(world.rank, world.size, name, {ROWS}) for name in SCHEDULES}}
-        world.barrier()
-        rpc.shutdown()
-    with open(os.environ["ANSWERS"], "wb") as file:
-        pickle.dump(answers, file)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_gradients_are_those_of_one_process_between_hosts(tmp_path: Path, ranks: int) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(dedent(SCRIPT))
-    with running_hosts(2, tmp_path) as hosts:
-        started = []
-        for rank in range(ranks):
-            place = {"MASTER_ADDR": "h0", "MASTER_PORT": "29533", "RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            files = [tmp_path / f"{kind}-{rank}" for kind in ("answers", "out", "err")]
-            zygote = hosts.zygotes[rank * 2 // ranks]
-            number = zygote.fork(script, {**place, "ANSWERS": str(files[0])}, *files[1:])
-            started.append((zygote, number, files))
-        until = time.monotonic() + PATIENCE_S
-        while any(zygote.code(number) is None for zygote, number, _ in started) and time.monotonic() < until:
-            time.sleep(0.05)
-        errors = "\n".join(err.read_text() for _, _, (_, _, err) in started)
-        assert [zygote.code(number) for zygote, number, _ in started] == [0] * ranks, errors
-    answers = [pickle.loads(files[0].read_bytes()) for _, _, files in started]
-    for name in SCHEDULES:
-        check(ranks, name, ROWS, [answer[name] for answer in answers])
+def test_gradients_are_those_of_one_process(pool: Pool, name: str, rows: int) -> None:
+    check(pool.size, name, rows, pool.do(run_here, name, rows))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,27 +14,27 @@ from tests.support.autograd_workers import Do, own, parameter, times
 from tests.support.pool import Pool
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.rpc.agent import Agent
-from phalanx.rpc.autograd import engine
+from phalanx import rpc
+from phalanx.rpc import Member as Worker
 
 
-@pytest.fixture(scope="module", params=[2, 3, 5])
-def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    with Pool(request.param, workers.start_worker) as running:
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(3, workers.start_worker) as running:
         running.do(workers.forget)
         yield running
 
 
-def train(agent: Agent, size: int) -> list[torch.Tensor]:
+def train(me: Worker, size: int) -> list[torch.Tensor]:
     """Threads of every worker train at the same time, each in contexts of its own, on the first one's parameter."""
     results: list[Any] = [None] * 4
 
     def trainer(place: int) -> None:
         for turn in range(5):
-            x = torch.full((3,), float(100 * agent.me.rank + 10 * place + turn))
-            with engine.context() as context_id:
-                engine.backward(context_id, [workers.remote(0, times, workers.remote, "shared", x).sum()])
-                got, _ = workers.remote(0, workers.gradients_now, context_id)
+            x = torch.full((3,), float(100 * me.rank + 10 * place + turn))
+            with rpc.context() as context_id:
+                rpc.backward(context_id, [rpc.call(0, times, rpc.call, "shared", x).sum()])
+                got, _ = rpc.call(0, workers.gradients_now, context_id)
                 torch.testing.assert_close(got["shared"], x)
         results[place] = True
 
@@ -51,33 +51,29 @@ def test_trainers_do_not_race(pool: Pool) -> None:
     assert all(all(results) for results in pool.do(train, pool.size))
 
 
-def keeps_grad(agent: Agent) -> None:
-    if agent.me.rank:
+def keeps_grad(me: Worker) -> None:
+    if me.rank:
         return
     x = torch.ones(3, requires_grad=True)
     (x * 5).sum().backward()
     before = x.grad
-    with engine.context() as context_id:
-        engine.backward(context_id, [workers.remote(1, times, workers.remote, "w", x).sum()])
+    with rpc.context() as context_id:
+        rpc.backward(context_id, [rpc.call(1, times, rpc.call, "w", x).sum()])
         assert before is not None
         assert x.grad is before
         assert torch.equal(before, torch.full((3,), 5.0))
-        assert list(engine.get_gradients(context_id)) == [x]
+        assert list(rpc.get_gradients(context_id)) == [x]
 
 
-def test_grad_is_not_touched(pool: Pool) -> None:
-    pool.do(workers.forget)
-    pool.do(keeps_grad)
-
-
-def late_leaf(agent: Agent, size: int) -> None:
+def late_leaf(me: Worker) -> None:
     """The first message of the context that reaches a worker has no tensors; its answer has."""
-    if agent.me.rank:
+    if me.rank:
         return
-    with engine.context() as context_id:
-        y = workers.remote(1, passed_on, workers.remote, size - 1)
-        engine.backward(context_id, [(y * 2).sum()])
-        got, _ = workers.remote(size - 1, workers.gradients, context_id)
+    size = dist.get_world_size()
+    with rpc.context() as context_id:
+        y = rpc.call(1, passed_on, rpc.call, size - 1)
+        rpc.backward(context_id, [(y * 2).sum()])
+        got, _ = rpc.call(size - 1, workers.gradients, context_id)
     torch.testing.assert_close(got["late"], torch.full((3,), 2.0))
 
 
@@ -85,67 +81,60 @@ def passed_on(do: Do, to: int) -> torch.Tensor:
     return do(to, own, do, "late")  # type: ignore[no-any-return]
 
 
-def test_calls_without_tensors_are_part_of_a_context(pool: Pool) -> None:
-    pool.do(workers.forget)
-    pool.do(late_leaf, pool.size)
-
-
-def post_hooks(agent: Agent) -> list[str]:
-    if agent.me.rank:
-        return []
+def post_hooks(me: Worker) -> None:
+    """The hooks of the accumulation run once, as torch runs them."""
+    if me.rank:
+        return
     seen = []
     x = torch.ones(3, requires_grad=True)
     y = x * 2
     accumulate: Any = y.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     accumulate.register_hook(lambda _, gradients: seen.append("function"))
     x.register_post_accumulate_grad_hook(lambda _: seen.append("leaf"))
-    with engine.context() as context_id:
-        engine.backward(context_id, [workers.remote(1, times, workers.remote, "w", y).sum()])
-    return seen
+    with rpc.context() as context_id:
+        rpc.backward(context_id, [rpc.call(1, times, rpc.call, "w", y).sum()])
+    assert seen == ["leaf", "function"]
 
 
-def test_hooks_of_the_accumulation_run_once(pool: Pool) -> None:
-    assert pool.do(post_hooks)[0] == ["leaf", "function"]
-
-
-def sparse(agent: Agent) -> None:
-    if agent.me.rank:
+def sparse(me: Worker) -> None:
+    if me.rank:
         return
     table = torch.nn.Embedding(10, 3, sparse=True)
     rows = torch.tensor([1, 2, 2])
     (table(rows) * parameter("w", 3)).sum().backward()
     assert table.weight.grad is not None
-    with engine.context() as context_id:
-        y = workers.remote(1, times, workers.remote, "w", table(rows))
-        engine.backward(context_id, [y.sum()], retain_graph=True)
-        engine.backward(context_id, [y.sum()])
-        got = engine.get_gradients(context_id)[table.weight]
+    with rpc.context() as context_id:
+        y = rpc.call(1, times, rpc.call, "w", table(rows))
+        rpc.backward(context_id, [y.sum()], retain_graph=True)
+        rpc.backward(context_id, [y.sum()])
+        got = rpc.get_gradients(context_id)[table.weight]
     assert got.is_sparse
     torch.testing.assert_close(got.to_dense(), 2 * table.weight.grad.to_dense())
 
 
-def test_sparse_gradients_stay_sparse(pool: Pool) -> None:
+@pytest.mark.parametrize("job", [keeps_grad, late_leaf, post_hooks, sparse], ids=lambda job: job.__name__)
+def test_gradients_live_in_the_context(pool: Pool, job: Callable[[Worker], None]) -> None:
     pool.do(workers.forget)
-    pool.do(sparse)
+    pool.do(job)
 
 
-def replicas(agent: Agent, as_views: bool) -> None:
+def replicas(me: Worker, as_views: bool) -> None:
     """Every worker but the last has a replica under DDP, behind a layer of the last worker."""
     size = dist.get_world_size()
     group = dist.new_group(list(range(size - 1)))
-    if agent.me.rank == size - 1:
+    if me.rank == size - 1:
         dist.barrier()
         return
     torch.manual_seed(1)
     layer = torch.nn.Linear(3, 2)
     model = DistributedDataParallel(layer, process_group=group, gradient_as_bucket_view=as_views)
-    inputs = torch.arange(3.0) + agent.me.rank
+    inputs = torch.arange(3.0) + me.rank
     for _ in range(2):
-        with engine.context() as context_id:
-            hidden = workers.remote(size - 1, times, workers.remote, "hidden", inputs)
-            engine.backward(context_id, [torch.tanh(model(hidden)).sum()])
-            got = engine.get_gradients(context_id)
-            there, _ = workers.remote(size - 1, workers.gradients_now, context_id)
+        with rpc.context() as context_id:
+            hidden = rpc.call(size - 1, times, rpc.call, "hidden", inputs)
+            rpc.backward(context_id, [torch.tanh(model(hidden)).sum()])
+            got = rpc.get_gradients(context_id)
+            there, _ = rpc.call(size - 1, workers.gradients_now, context_id)
         assert layer.weight.grad is None
         weight = parameter("hidden", 3)
         wanted = []
@@ -155,7 +144,7 @@ def replicas(agent: Agent, as_views: bool) -> None:
             hidden_there = (torch.arange(3.0) + rank) * weight
             torch.tanh(plain(hidden_there)).sum().backward()
             wanted.append((plain.weight.grad, plain.bias.grad))
-            if rank == agent.me.rank:
+            if rank == me.rank:
                 torch.testing.assert_close(there["hidden"], weight.grad)
             weight.grad = None
         for parameter_, place in ((layer.weight, 0), (layer.bias, 1)):
