@@ -40,7 +40,11 @@ def called(job: RunningJob, name: str) -> list[int]:
 def test_signal_ends_everything_that_ignores_it(launcher: Launcher) -> None:
     # A rank that ignores what it can, with a grandchild in a session of its own that does too.
     ignore = "trap '' INT TERM HUP; setsid sleep 300 & echo up; sleep 300; sleep 300"
-    cases = ((signal.SIGINT, 130, []), (signal.SIGTERM, 143, ["--grace", "1"]), (signal.SIGHUP, 129, ["--grace", "1"]))
+    cases: list[tuple[signal.Signals, int, list[str]]] = [
+        (signal.SIGINT, 130, []),
+        (signal.SIGTERM, 143, ["--grace", "1"]),
+        (signal.SIGHUP, 129, ["--grace", "1"]),
+    ]
     jobs = [launcher.start("-n", "3", "-q", *grace, "sh", "-c", ignore) for _, _, grace in cases]
     for job, (signum, code, _) in zip(jobs, cases, strict=True):
         job.read_lines(3)
