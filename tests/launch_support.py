@@ -13,7 +13,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -216,6 +216,10 @@ class Launcher:
         job = self.start(*arguments, environment=environment, stdin=subprocess.PIPE)
         out, err = job.process.communicate(data, timeout=PATIENCE_S)
         return Outcome(job.process.returncode, out, err, time.monotonic() - job.started)
+
+    def run_all(self, *commands: Sequence[str], environment: dict[str, str] | None = None) -> list[Outcome]:
+        """Start all of them at once, and return how each went."""
+        return [job.finish() for job in [self.start(*words, environment=environment) for words in commands]]
 
     def check(self) -> None:
         """After a launch has ended, however it did: no process, no temporary file, no shared memory."""

@@ -1,15 +1,18 @@
-"""The output of the ranks, and their standard input."""
+"""The output of the ranks: on the terminal, in a pipe, and in files by ``--log-dir``, ``--tee`` and ``--only``."""
 
 from __future__ import annotations
 
 import os
 import pty
+import re
 import resource
 import select
+import shlex
 import signal
 import subprocess
 import sys
-from textwrap import dedent
+from datetime import datetime
+from pathlib import Path
 
 from tests.launch_support import PATIENCE_S, Launcher, RunningJob, launcher, wait_for
 
@@ -17,87 +20,50 @@ __all__ = ["launcher"]
 
 
 def test_lines_are_prefixed_and_streams_kept_apart(launcher: Launcher) -> None:
-    outcome = launcher.run("-n", "3", "-q", "sh", "-c", "echo out $RANK; echo err $RANK >&2")
-    assert sorted(outcome.out_lines) == [f"[rank {rank}] out {rank}" for rank in range(3)]
-    assert sorted(outcome.err_text.splitlines()) == [f"[rank {rank}] err {rank}" for rank in range(3)]
-
-
-def test_no_prefix(launcher: Launcher) -> None:
-    assert launcher.run("-n", "2", "-q", "--no-prefix", "echo", "hi").out == b"hi\nhi\n"
-
-
-def test_bytes_arrive_unharmed_and_a_last_line_without_newline_comes_whole(launcher: Launcher) -> None:
-    outcome = launcher.run("-n", "2", "-q", "printf", r"\377\n  0%%\r100%%\nlast")
+    both, bare, odd = launcher.run_all(
+        ["-n", "3", "-q", "sh", "-c", "echo out $RANK; echo err $RANK >&2"],
+        ["-n", "2", "-q", "--no-prefix", "echo", "hi"],
+        ["-n", "2", "-q", "printf", r"\377\n  0%%\r100%%\nlast"],
+    )
+    assert sorted(both.out_lines) == [f"[rank {rank}] out {rank}" for rank in range(3)]
+    assert sorted(both.err_text.splitlines()) == [f"[rank {rank}] err {rank}" for rank in range(3)]
+    assert bare.out == b"hi\nhi\n"
     for rank in (b"[rank 0] ", b"[rank 1] "):
-        lines = [line + b"\n" for line in outcome.out.split(b"\n") if line.startswith(rank)]
+        lines = [line + b"\n" for line in odd.out.split(b"\n") if line.startswith(rank)]
         assert lines == [rank + b"\xff\n", rank + b"  0%\r" + rank + b"100%\n", rank + b"last\n"]
-    assert outcome.out.count(b"\n") == 6
+    assert odd.out.count(b"\n") == 6
 
 
 def test_python_ranks_print_lines_as_they_come(launcher: Launcher) -> None:
-    script = launcher.script(
-        dedent("""
+    script = launcher.script("""
         import sys
         print("first")
         print("err", file=sys.stderr)
         sys.stdin.read()
         print("last", end="")
-        """)
-    )
-    job = launcher.start("-n", "1", "-q", script, stdin=subprocess.PIPE)
+    """)
+    job = launcher.start("-n", "1", "-q", "--no-preload", script, stdin=subprocess.PIPE)
     assert job.read_lines(1) == ["[rank 0] first"]
     assert job.read_lines(1, job.process.stderr) == ["[rank 0] err"]
     assert job.finish().out == b"[rank 0] last\n"
 
 
-def test_rank_0_reads_the_launchers_input_and_the_others_nothing(launcher: Launcher) -> None:
-    outcome = launcher.run("-n", "3", "-q", "sh", "-c", "wc -c", data=b"12345")
-    assert sorted(" ".join(line.split()) for line in outcome.out_lines) == [
-        "[rank 0] 5",
-        "[rank 1] 0",
-        "[rank 2] 0",
-    ]
-
-
-def test_the_writer_notices_when_rank_0_ends(launcher: Launcher) -> None:
-    job = launcher.start("-n", "2", "-q", "sh", "-c", "[ $RANK = 0 ] || exec sleep 1000", stdin=subprocess.PIPE)
-    assert job.process.stdin is not None
-    pipe = job.process.stdin.fileno()
-    os.set_blocking(pipe, False)
-
-    def refused() -> bool:
-        try:
-            os.write(pipe, b"x" * 4096)
-        except BrokenPipeError:
-            return True
-        except BlockingIOError:
-            pass
-        return False
-
-    wait_for(refused)
-    job.process.send_signal(signal.SIGTERM)
-    job.process.wait(PATIENCE_S)
-
-
-def test_the_job_ends_by_sigpipe_if_its_reader_has_closed_the_pipe(launcher: Launcher) -> None:
-    job = launcher.start("-n", "2", "-q", "yes")
-    assert job.process.stdout is not None
-    assert job.process.stdout.readline() in (b"[rank 0] y\n", b"[rank 1] y\n")
-    job.process.stdout.close()
-    assert job.process.wait(PATIENCE_S) == 128 + signal.SIGPIPE
-    assert job.process.stderr is not None
-    assert job.process.stderr.read() == b""
-
-
-def test_an_interrupt_gets_through_to_ranks_while_the_reader_has_stopped(launcher: Launcher) -> None:
-    job = launcher.start("-n", "2", "-q", "yes")
-    assert job.process.stdout is not None
-    job.process.stdout.read(100)
+def test_reader_that_has_gone_or_stopped(launcher: Launcher) -> None:
+    """As of any tool, the one ends the job by SIGPIPE; an interrupt gets through to the ranks past the other."""
+    gone, stopped = (launcher.start("-n", "2", "-q", "yes") for _ in range(2))
+    assert gone.process.stdout is not None
+    assert gone.process.stdout.readline() in (b"[rank 0] y\n", b"[rank 1] y\n")
+    gone.process.stdout.close()
+    assert gone.process.wait(PATIENCE_S) == 128 + signal.SIGPIPE
+    assert gone.process.stderr is not None
+    assert gone.process.stderr.read() == b""
+    assert stopped.process.stdout is not None
+    stopped.process.stdout.read(100)
     # Nothing is read from here on, so the launcher soon waits in a write.
-    wait_for(lambda: _has_filled_its_output(job) and all(_is_waiting(pid) for pid in job.processes()))
-    job.process.send_signal(signal.SIGINT)
-    job.wait_until_gone(PATIENCE_S)
-    assert job.process.wait(PATIENCE_S) == 130
+    wait_for(lambda: _has_filled_its_output(stopped) and all(_is_waiting(pid) for pid in stopped.processes()))
+    stopped.process.send_signal(signal.SIGINT)
+    stopped.wait_until_gone(PATIENCE_S)
+    assert stopped.process.wait(PATIENCE_S) == 130
 
 
 def _has_filled_its_output(job: RunningJob) -> bool:
@@ -116,26 +82,24 @@ def _is_waiting(pid: int) -> bool:
         return True
 
 
-def test_a_hundred_thousand_lines_a_rank_are_cheap(launcher: Launcher) -> None:
-    before_s = _processor_time_of_children_s()
-    outcome = launcher.run("-n", "8", "-q", "seq", "100000")
-    used_s = _processor_time_of_children_s() - before_s
+def test_hundred_thousand_lines_a_rank_are_cheap_and_whole(launcher: Launcher) -> None:
+    def used_s() -> float:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    before_s = used_s()
+    outcome = launcher.run("-n", "3", "-q", "seq", "100000")
     assert (outcome.code, outcome.err) == (0, b"")
     lines = outcome.out.splitlines()
-    assert len(lines) == 800_000
-    for rank in range(8):
+    for rank in range(3):
         prefix = b"[rank %d] " % rank
         mine = [line[len(prefix) :] for line in lines if line.startswith(prefix)]
         assert mine == [b"%d" % number for number in range(1, 100_001)]
-    assert used_s < 10.0
+    assert len(lines) == 300_000
+    assert used_s() - before_s < 5.0
 
 
-def _processor_time_of_children_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def test_on_a_terminal_there_are_colours_and_a_live_line(launcher: Launcher) -> None:
+def test_terminal_has_colours_and_a_live_line(launcher: Launcher) -> None:
     master, slave = pty.openpty()
     job = launcher.start(
         "-n", "1", "-q", "sh", "-c", r"printf '50%%\r'; read line; printf '100%%\n'",
@@ -151,33 +115,144 @@ def test_on_a_terminal_there_are_colours_and_a_live_line(launcher: Launcher) -> 
     job.process.stdin.flush()
     while b"100%" not in seen:
         seen += os.read(master, 4096)
-    job.process.wait(PATIENCE_S)
+    assert job.process.wait(PATIENCE_S) == 0
     os.close(master)
     # The live line is erased before the whole line is printed.
     assert b"\r\x1b[K" in seen[seen.index(b"50%") : seen.index(b"100%")]
     assert b"\x1b[36m[rank 0]\x1b[0m" in seen
 
 
-def test_the_table_comes_before_anything_the_ranks_print(launcher: Launcher) -> None:
-    job = launcher.start("-n", "3", "sh", "-c", "echo up >&2", stderr=subprocess.PIPE)
-    lines = job.finish().err_text.splitlines()
-    assert lines[0] == "phalanx run: 3 ranks of sh"
-    assert all(line.endswith("] up") for line in lines[-3:])
+# -- files ---------------------------------------------------------------------------------------------
+
+LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d) (stdout|stderr|phalanx) (.*)")
 
 
-def test_a_launcher_without_standard_streams(launcher: Launcher) -> None:
+def content(path: Path) -> list[tuple[str, str]]:
+    """The lines of a file without their times, of which each is a time and none is before the one of the line above."""
+    lines = path.read_bytes().decode(errors="surrogateescape").removesuffix("\n").split("\n")
+    found = [LINE.fullmatch(line) for line in lines]
+    assert all(found), [line for line, match in zip(lines, found, strict=True) if not match]
+    times = [datetime.fromisoformat(line[1]) for line in found if line]
+    assert times == sorted(times)
+    return [(line[2], line[3]) for line in found if line]
+
+
+def written(path: Path) -> list[tuple[str, str]]:
+    """What the rank has written, without the launcher's own lines."""
+    return [line for line in content(path) if line[0] != "phalanx"]
+
+
+def test_each_rank_has_a_file_and_options_say_what_is_shown(launcher: Launcher) -> None:
+    script = "echo out $RANK; echo err $RANK >&2; printf 'a\\n\\nlast'"
+    outcome = launcher.run("-n", "3", "--log-dir", "deep/logs", "sh", "-c", script)
+    logs = launcher.directory / "deep" / "logs"
+    assert (outcome.code, outcome.out) == (0, b"")
+    assert sorted(os.listdir(logs)) == [f"rank-{rank}.log" for rank in range(3)]
+    for rank in range(3):
+        lines = content(logs / f"rank-{rank}.log")
+        assert lines[0] == ("phalanx", f"rank {rank} of 3: {shlex.join(['sh', '-c', script])}")
+        assert [re.fullmatch(r"started on host \S+, pid \d+", text) for _, text in lines].count(None) == len(lines) - 1
+        assert sorted(written(logs / f"rank-{rank}.log")) == sorted(
+            [("stdout", f"out {rank}"), ("stderr", f"err {rank}"), ("stdout", "a"), ("stdout", ""), ("stdout", "last")]
+        )
+        assert lines[-1] == ("phalanx", "exit code 0")
+    assert "rank-0.log" in outcome.err_text
+    # The second job continues the files of the first.
+    for options, ranks in ((["--tee"], [0, 1, 2, 3]), (["--only", "0,2-3"], [0, 2, 3])):
+        outcome = launcher.run("-n", "4", "-q", "--log-dir", "logs", *options, "sh", "-c", "echo $RANK")
+        assert sorted(outcome.out_lines) == [f"[rank {rank}] {rank}" for rank in ranks]
+    for rank in range(4):
+        path = launcher.directory / "logs" / f"rank-{rank}.log"
+        assert written(path) == [("stdout", str(rank))] * 2
+        assert len(content(path)) == 8
+    outcome = launcher.run("-n", "3", "-q", "--only", "1", "sh", "-c", "echo $RANK; echo err $RANK >&2")
+    assert (outcome.out, outcome.err) == (b"[rank 1] 1\n", b"[rank 1] err 1\n")
+
+
+def test_files_keep_bytes_many_lines_and_progress_bars(launcher: Launcher) -> None:
     script = launcher.script("""
-        import os, sys
-        print('x')
-        open(os.environ['MADE'], 'w').write('ran')
+        import os
+        os.write(1, b"\\xff\\n  0%\\r100%\\n")
+        for number in range(20000):
+            os.write(1, b"%d " % number + b"x" * 200 + b"\\n")
     """)
-    made = launcher.directory / "made"
-    job = launcher.start("-n", "1", "-q", "true")
-    job.finish()
-    code = subprocess.call(
-        ["sh", "-c", f"exec {sys.executable} -m phalanx run -q {script} <&- >&- 2>&-"],
-        env={**os.environ, "MADE": str(made)},
-        timeout=600,
+    assert launcher.run("-n", "2", "-q", "--no-preload", "--log-dir", "logs", script).code == 0
+    for rank in range(2):
+        lines = written(launcher.directory / "logs" / f"rank-{rank}.log")
+        expected = ["\udcff", "  0%\r100%", *(f"{number} {'x' * 200}" for number in range(20000))]
+        assert [text for _, text in lines] == expected
+
+
+def test_failure_names_the_file_which_has_the_reason(launcher: Launcher) -> None:
+    """``phalanx report`` on the folder shows the block again, also of the last of several attempts."""
+    script = launcher.script("""
+        import os, signal, sys
+        rank = os.environ["RANK"]
+        print("about to fail", rank)
+        if rank == "1":
+            raise ValueError("one")
+        signal.pause()
+    """)
+    once, again = launcher.run_all(
+        ["-n", "3", "-q", "--log-dir", "once", script],
+        ["-n", "3", "-q", "--log-dir", "again", "--restarts", "1", script],
     )
-    assert code == 0
-    assert made.read_text() == "ran"
+    assert (once.code, once.out) == (1, b"")
+    assert "phalanx: rank 1 of 3 failed: ValueError: one\n" in once.err_text
+    assert "  its output is in once/rank-1.log\n" in once.err_text
+    assert "    about to fail 1\n" in once.err_text
+    lines = content(launcher.directory / "once" / "rank-1.log")
+    assert ("phalanx", "ValueError: one") in lines
+    assert lines[-1] == ("phalanx", "exit code 1")
+    assert content(launcher.directory / "once" / "rank-0.log")[-1][1] == "ended by signal 15 (SIGTERM)"
+
+    def report(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "phalanx", "report", *words]
+        return subprocess.run(command, capture_output=True, text=True, cwd=launcher.directory, timeout=240)
+
+    for folder, outcome in (("once", once), ("again", again)):
+        block = outcome.err_text[outcome.err_text.rindex("phalanx: rank ") :].partition("\nphalanx: ")[0].rstrip("\n")
+        heading, _, shown = report(folder).stdout.partition("\n")
+        assert re.fullmatch(rf"{folder}/failure\.txt, written 20\d\d-\S+:", heading)
+        assert shown.rstrip("\n") == block
+        assert "ValueError: one" in block
+    assert "once has no report" in report("once", "--json").stderr
+
+
+def test_rank_that_is_not_shown_is_quoted_when_it_fails(launcher: Launcher) -> None:
+    outcome = launcher.run(
+        "-n", "2", "-q", "--only", "0", "sh", "-c", "seq 20; echo reason >&2; test $RANK = 0 && sleep 60; exit 3"
+    )
+    assert outcome.code == 3
+    block = outcome.err_text[outcome.err_text.index("phalanx: rank 1 of 2 failed") :].splitlines()
+    quoted = block[block.index("  the last lines of its output, which was not shown:") + 1 :]
+    assert quoted[:11] == [f"    {number}" for number in range(11, 21)] + ["    reason"]
+    assert "printed a reason, that is below" in outcome.err_text
+
+
+def test_files_of_another_job_or_that_cannot_be_written(launcher: Launcher) -> None:
+    first = launcher.start("-n", "2", "-q", "--log-dir", "logs", "sh", "-c", "echo up; cat", stdin=-1)
+    log = launcher.directory / "logs" / "rank-0.log"
+    wait_for(lambda: log.exists() and ("stdout", "up") in content(log))
+    second = launcher.run("-n", "2", "--log-dir", "logs", "true")
+    assert (second.code, len(second.err_text.splitlines())) == (2, 1)
+    assert "another job" in second.err_text
+    assert first.finish().code == 0
+    (launcher.directory / "file").write_text("")
+    full = launcher.directory / "full"
+    full.mkdir()
+    os.symlink("/dev/full", full / "rank-1.log")
+    after, refused, lost = launcher.run_all(
+        ["-n", "2", "-q", "--log-dir", "logs", "true"],
+        ["-n", "2", "--log-dir", "file/logs", "true"],
+        ["-n", "2", "-q", "--log-dir", "full", "echo", "on"],
+    )
+    assert after.code == 0
+    assert (refused.code, refused.err_text.count("\n")) == (2, 1)
+    assert "cannot be written" in refused.err_text
+    assert (lost.code, lost.err_text) == (
+        0,
+        "phalanx: warning: full/rank-1.log cannot be written: No space left on device; the job goes on, and lines are "
+        "lost while that lasts\n",
+    )
+    assert ("stdout", "on") in content(full / "rank-0.log")

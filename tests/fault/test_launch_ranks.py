@@ -8,12 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from tests.launch_support import Launcher, launcher
+from tests.launch_support import Launcher, Outcome, launcher
 
 __all__ = ["launcher"]
-
-SHOW_ENVIRONMENT = "import json, os; print(json.dumps(dict(os.environ)))\n"
 
 
 def payload(line: str) -> object:
@@ -21,14 +18,14 @@ def payload(line: str) -> object:
 
 
 def test_everything_torchrun_sets_is_set(launcher: Launcher) -> None:
-    script = launcher.script(SHOW_ENVIRONMENT)
+    script = launcher.script("import json, os; print(json.dumps(dict(os.environ)))\n")
     base = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     reference = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", script],
         env=base, capture_output=True, check=True, timeout=600,
     )  # fmt: skip
     theirs = json.loads(reference.stdout.splitlines()[-1])
-    outcome = launcher.run("-n", "2", "-q", script)
+    outcome = launcher.run("-n", "2", "-q", "--no-preload", script, environment={"OMP_NUM_THREADS": "3"})
     ours = [payload(line) for line in sorted(outcome.out_lines)]
     for rank, environment in enumerate(ours):
         assert isinstance(environment, dict)
@@ -38,12 +35,7 @@ def test_everything_torchrun_sets_is_set(launcher: Launcher) -> None:
         assert environment["MASTER_ADDR"] == "127.0.0.1"
         assert environment["PHALANX_RUN_ID"] == environment["TORCHELASTIC_RUN_ID"]
         assert environment["PHALANX_TABLE_SHOWN"] == "1"
-
-
-def test_the_users_own_number_of_threads_wins(launcher: Launcher) -> None:
-    script = launcher.script("import os; print(os.environ['OMP_NUM_THREADS'])")
-    outcome = launcher.run("-n", "2", "-q", script, environment={"OMP_NUM_THREADS": "3"})
-    assert sorted(outcome.out_lines) == ["[rank 0] 3", "[rank 1] 3"]
+        assert environment["OMP_NUM_THREADS"] == "3"  # the user's own wins
 
 
 FACTS = """
@@ -66,78 +58,106 @@ print(json.dumps({
 """
 
 
-def facts(launcher: Launcher, *arguments: str) -> list[dict[str, object]]:
-    outcome = launcher.run("-q", *arguments)
+def facts(outcome: Outcome) -> list[dict[str, object]]:
     assert outcome.code == 0, outcome.err_text
     found = [payload(line) for line in sorted(outcome.out_lines)]
     return [fact for fact in found if isinstance(fact, dict)]
 
 
-def test_a_script_runs_as_under_python(launcher: Launcher) -> None:
+def test_script_runs_as_under_python(launcher: Launcher) -> None:
     script = launcher.script(FACTS)
-    ranks = facts(launcher, "-n", "3", script, "--lr", "0.1", "--help")
+    ranks = facts(launcher.run("-q", "-n", "3", script, "--lr", "0.1", "--help"))
+    assert len(ranks) == 3
     for fact in ranks:
-        assert (fact["name"], fact["file"], fact["package"], fact["spec"]) == ("__main__", script, None, None)
-        assert fact["argv"] == [script, "--lr", "0.1", "--help"]
-        assert fact["path0"] == str(launcher.directory)
-        assert fact["main"]
-        assert fact["pickles"]
-        assert fact["sigint"]
-        assert fact["sigterm"]
-        assert (fact["blocked"], fact["wakeup"]) == ([], -1)
         # Standard streams, the report, the trace, and the listing itself; no pipe of another rank.
-        assert isinstance(fact["descriptors"], list)
-        assert len(fact["descriptors"]) == 6
-        assert fact["threads"] == 1
-        assert fact["group"]
-        assert fact["buffered"]
-        assert fact["orig_argv"] == [sys.executable, script, "--lr", "0.1", "--help"]
+        descriptors = fact.pop("descriptors")
+        assert isinstance(descriptors, list)
+        assert len(descriptors) == 6
+        yes = dict.fromkeys(("main", "pickles", "sigint", "sigterm", "group", "buffered"), True)
+        assert fact == yes | {
+            "name": "__main__", "file": script, "package": None, "spec": None, "path0": str(launcher.directory),
+            "argv": [script, "--lr", "0.1", "--help"], "orig_argv": [sys.executable, script, "--lr", "0.1", "--help"],
+            "blocked": [], "wakeup": -1, "threads": 1,
+        }  # fmt: skip
 
 
-def test_a_module_runs_as_under_python(launcher: Launcher) -> None:
+def test_modules_and_folders_run_as_under_python(launcher: Launcher, tmp_path: Path) -> None:
+    """Also of a namespace package, and of a project whose sources only a finder of ``pip install -e`` knows."""
     launcher.script("print_nothing = 1\n", "pack/__init__.py")
-    path = launcher.script("from . import print_nothing\n" + FACTS, "pack/train.py")
-    (fact,) = facts(launcher, "-m", "pack.train", "-x")
+    quick = FACTS.replace("import torch\n", "")
+    path = launcher.script("from . import print_nothing\n" + quick, "pack/train.py")
+    main = launcher.script(quick, "ns/inner/__main__.py")
+    launcher.script(quick, "elsewhere/src/project/train.py")
+    launcher.script("", "elsewhere/src/project/__init__.py")
+    launcher.script(
+        f"""
+        import sys
+        from importlib.machinery import PathFinder
+        class Editable:
+            @classmethod
+            def find_spec(cls, name, path=None, target=None):
+                if name == 'project':
+                    return PathFinder.find_spec(name, [{str(tmp_path / "elsewhere/src")!r}])
+        sys.meta_path.append(Editable)
+        """,
+        "site/sitecustomize.py",
+    )
+    launcher.script("raise ValueError('in the parent')\n", "broken/__init__.py")
+    launcher.script("", "broken/train.py")
+    targets = [
+        "-m pack.train -x",
+        "ns/inner",
+        "-m ns.inner",
+        "-m project.train",
+        "-m ns.inner.missing",
+        "-m broken.train",
+    ]
+    pack, folder, package, project, missing, broken = launcher.run_all(
+        *(["-q", "--no-preload", *target.split()] for target in targets),
+        environment={"PYTHONPATH": str(tmp_path / "site")},
+    )
+    (fact,) = facts(pack)
     assert (fact["name"], fact["file"], fact["package"], fact["spec"]) == ("__main__", path, "pack", "pack.train")
     assert fact["argv"] == [path, "-x"]
     assert fact["orig_argv"] == [sys.executable, "-m", "pack.train", "-x"]
     assert fact["path0"] == str(launcher.directory)
-    launcher.script("raise ValueError('in the parent')\n", "broken/__init__.py")
-    launcher.script("", "broken/train.py")
-    outcome = launcher.run("-q", "-m", "broken.train")
-    assert outcome.err_text.count("ValueError: in the parent") == 2
-    assert "importlib" not in outcome.err_text
+    (fact,) = facts(folder)
+    assert (fact["file"], fact["path0"], fact["package"]) == (main, str(Path(main).parent), "")
+    (fact,) = facts(package)
+    assert (fact["file"], fact["package"], fact["spec"]) == (main, "ns.inner", "ns.inner.__main__")
+    assert facts(project)[0]["package"] == "project"
+    assert (missing.code, missing.err_text.count("\n")) == (2, 1)
+    assert broken.err_text.count("ValueError: in the parent") == 2
+    assert "importlib" not in broken.err_text
 
 
-def test_a_directory_runs_as_under_python(launcher: Launcher) -> None:
-    path = launcher.script(FACTS, "app/__main__.py")
-    (fact,) = facts(launcher, str(launcher.directory / "app"))
-    assert (fact["file"], fact["path0"], fact["package"]) == (path, str(Path(path).parent), "")
-
-
-@pytest.mark.parametrize("world", [1, 2, 5])
-def test_gloo_meets_and_rank_0_may_leave_first(launcher: Launcher, world: int) -> None:
+def test_gloo_meets_and_rank_0_may_leave_first(launcher: Launcher) -> None:
+    """So does a program that is not Python, which finds its place in its environment."""
     script = launcher.script("""
         import os, torch, torch.distributed as dist
         dist.init_process_group('gloo')
         x = torch.ones(3) * (dist.get_rank() + 1)
         dist.all_reduce(x)
-        print(int(x[0]))
+        print(int(x[0]), flush=True)
         store = dist.distributed_c10d._get_default_store()
-        if dist.get_rank() == 0: os._exit(0)
-        dist.TCPStore
+        if dist.get_rank() == 0 and os.environ['TORCHELASTIC_USE_AGENT_STORE'] == 'True': os._exit(0)
         store.set('after', 'x'); assert store.get('after') == b'x'
+        dist.barrier() if os.environ['TORCHELASTIC_USE_AGENT_STORE'] == 'False' else None
     """)
-    outcome = launcher.run("-n", str(world), "-q", script)
-    assert outcome.code == 0, outcome.err_text
-    total = world * (world + 1) // 2
-    assert sorted(outcome.out_lines) == [f"[rank {rank}] {total}" for rank in range(world)]
+    shell = f"echo $RANK/$WORLD_SIZE; exec {sys.executable} {script}"
+    ranks, programs = launcher.run_all(["-n", "3", "-q", script], ["-n", "3", "-q", "sh", "-c", shell])
+    for outcome in (ranks, programs):
+        assert outcome.code == 0, outcome.err_text
+    assert sorted(ranks.out_lines) == [f"[rank {rank}] 6" for rank in range(3)]
+    assert sorted(programs.out_lines) == sorted(
+        [f"[rank {rank}] {text}" for rank in range(3) for text in ("6", f"{rank}/3")]
+    )
 
 
 def test_worker_processes_return_objects_of_the_scripts_classes(launcher: Launcher) -> None:
     """However they are started, from a script and from a module: they know the script under a name of their own."""
     text = """
-        import dataclasses, inspect, multiprocessing, torch, typing
+        import dataclasses, inspect, multiprocessing, sys, torch, typing
         from concurrent.futures import ProcessPoolExecutor
         from torch.utils.data import DataLoader
         @dataclasses.dataclass
@@ -150,12 +170,14 @@ def test_worker_processes_return_objects_of_the_scripts_classes(launcher: Launch
         def first(items): return items[0]
         if __name__ == '__main__':
             assert typing.get_type_hints(Item) == {'number': int} and 'number: int' in inspect.getsource(Item)
-            for method in ('fork', 'spawn', 'forkserver'):
+            for method in sys.argv[1:]:
                 context = multiprocessing.get_context(method)
                 loader = DataLoader(Items(), batch_size=1, num_workers=1, collate_fn=first,
                                     multiprocessing_context=context)
-                with ProcessPoolExecutor(1, context) as executor, context.Pool(1) as pool:
-                    found = [*loader, *executor.map(Item, [3]), *pool.map(Item, [4])]
+                found = [*loader]
+                if method != 'forkserver':
+                    with ProcessPoolExecutor(1, context) as executor:
+                        found += executor.map(Item, [3])
                 queue = context.SimpleQueue()
                 process = context.Process(target=put, args=(queue,))
                 process.start()
@@ -164,75 +186,22 @@ def test_worker_processes_return_objects_of_the_scripts_classes(launcher: Launch
                 print(method, [item.number for item in found if type(item) is Item])
     """
     script = launcher.script(text)
-    for target in ([script], ["-m", "script"]):
-        outcome = launcher.run("-n", "2", "-q", *target)
-        assert outcome.code == 0, outcome.err_text
-        methods = ("fork", "spawn", "forkserver")
-        expected = [f"[rank {rank}] {method} [0, 1, 2, 3, 4, 3]" for rank in (0, 1) for method in methods]
-        assert sorted(outcome.out_lines) == sorted(expected)
-
-
-def test_a_program_finds_its_place_too(launcher: Launcher) -> None:
-    outcome = launcher.run("-n", "3", "-q", "sh", "-c", "echo $RANK/$WORLD_SIZE $TORCHELASTIC_USE_AGENT_STORE")
-    assert sorted(outcome.out_lines) == [f"[rank {rank}] {rank}/3 False" for rank in range(3)]
-    outcome = launcher.run("-q", "sh", "-c", "yes | head -n 1")
-    assert outcome.out == b"[rank 0] y\n"
-    assert outcome.err == b""
-
-
-def test_a_program_can_meet_through_the_port_it_was_given(launcher: Launcher) -> None:
-    script = launcher.script("""
-        import torch.distributed as dist
-        dist.init_process_group('gloo')
-        dist.barrier()
-        print('met')
-    """)
-    outcome = launcher.run("-n", "2", "-q", "sh", "-c", f"exec {sys.executable} {script}")
-    assert outcome.code == 0, outcome.err_text
-    assert sorted(outcome.out_lines) == ["[rank 0] met", "[rank 1] met"]
+    methods = {"fork": "[0, 1, 2, 3, 3]", "forkserver": "[0, 1, 2, 3]", "spawn": "[0, 1, 2, 3, 3]"}
+    by_path, by_module = launcher.run_all(["-q", script, *methods], ["-q", "-m", "script", "spawn"])
+    assert by_path.out_lines == [f"[rank 0] {method} {found}" for method, found in methods.items()], by_path.err_text
+    assert by_module.out_lines == [f"[rank 0] spawn {methods['spawn']}"], by_module.err_text
 
 
 def test_dry_run_describes_and_starts_nothing(launcher: Launcher) -> None:
     made = launcher.directory / "made"
     script = launcher.script(f"open({str(made)!r}, 'w')")
-    outcome = launcher.run("-n", "2", "--dry-run", "--json", script)
-    described = json.loads(outcome.out)
-    assert described["world_size"] == 2
-    assert [row["rank"] for row in described["ranks"]] == [0, 1]
-    assert described["target"]["path"] == script
-    text = launcher.run("-n", "2", "--dry-run", script).out.decode()
-    assert len(text.splitlines()) == 4
+    described, shown = launcher.run_all(
+        ["-n", "2", "--dry-run", "--json", script],
+        ["-n", "2", "--dry-run", script],
+    )
+    told = json.loads(described.out)
+    assert told["world_size"] == 2
+    assert [row["rank"] for row in told["ranks"]] == [0, 1]
+    assert told["target"]["path"] == script
+    assert len(shown.out_lines) == 4
     assert not made.exists()
-
-
-LEAVES_CLOSED = """
-import atexit, os, weakref
-import torch, phalanx
-class Thing:
-    pass
-thing = Thing()
-weakref.finalize(thing, print, "own finaliser")
-library = torch.library.Library("phalanx_test", "DEF")
-weakref.finalize(library, print, "library finaliser")
-atexit.register(lambda: print(len(os.listdir("/proc/self/task")), "thread"))
-unfinished = open(os.environ["LEFT"] + os.environ["RANK"], "w")
-unfinished.write("written at the end")
-world = phalanx.init()
-world.all_reduce(torch.ones(3))
-inner = world.subgroup(range(world.size))
-inner.barrier()
-phalanx.close()
-"""
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_closed_world_leaves_no_thread_and_the_script_still_ends_as_always(
-    launcher: Launcher, tmp_path: Path, ranks: int
-) -> None:
-    """Modules that were imported before the fork are then left to the kernel; the script's own are emptied."""
-    script = launcher.script(LEAVES_CLOSED)
-    left = tmp_path / "left-"
-    outcome = launcher.run("-q", "--no-prefix", "-n", str(ranks), script, environment={"LEFT": str(left)})
-    assert outcome.code == 0, outcome.err_text
-    assert sorted(outcome.out_lines) == sorted(["own finaliser", "library finaliser", "1 thread"] * ranks)
-    assert [Path(f"{left}{rank}").read_text() for rank in range(ranks)] == ["written at the end"] * ranks

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,14 +21,12 @@ needs_hosts = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or 
 
 
 @needs_hosts
-@pytest.mark.parametrize("starts", ["sleep", "itself"])
-def test_what_ranks_have_started_ends_with_all_of_phalanx_on_their_host(remote: RemoteLauncher, starts: str) -> None:
+def test_what_ranks_have_started_ends_with_all_of_phalanx_on_their_host(remote: RemoteLauncher) -> None:
     script = remote.script(
         """
         import os, subprocess, sys, time
-        if sys.argv[1] == "sleep":
-            subprocess.Popen(["sleep", "600"], start_new_session=True)
-        elif os.fork() == 0:
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+        if os.fork() == 0:
             os.setsid()
             time.sleep(600)
             sys.exit()
@@ -37,7 +34,7 @@ def test_what_ranks_have_started_ends_with_all_of_phalanx_on_their_host(remote: 
         time.sleep(600)
         """
     )
-    job = remote.start("-q", "--no-preload", "-H", "h0:2,h1:2", script, starts)
+    job = remote.start("-q", "--no-preload", "-H", "h0:2,h1:2", script)
     job.wait_for_lines(4, "ready")
     # Stopped, neither can do anything about the end of the other; the kernel kills the ranks with the zygote.
     doomed = [remote.wait_for_process(1, name) for name in ("phalanx-zygote", "phalanx-agent")]
@@ -49,23 +46,15 @@ def test_what_ranks_have_started_ends_with_all_of_phalanx_on_their_host(remote: 
     remote.check()
 
 
-@pytest.fixture
-def sleepers() -> Iterator[list[subprocess.Popen[bytes]]]:
-    started: list[subprocess.Popen[bytes]] = []
-    yield started
-    for process in started:
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.parametrize("other", ["job/0/1", "job/1/10", "job/1"])
-def test_a_sweep_ends_what_one_agent_of_one_attempt_has_left_and_nothing_else(
-    sleepers: list[subprocess.Popen[bytes]], other: str
-) -> None:
-    # A program whose environment is empty has none of any agent.
-    environments: list[dict[str, str]] = [{settings.AGENT: "job/1/1"}, {settings.AGENT: other}, {}]
-    sleepers += [subprocess.Popen(["/bin/sleep", "600"], env=environment) for environment in environments]
-    program = [sys.executable, "-I", "-S", str(Path(sweep_host.__file__))]
-    subprocess.run([*program, f"{settings.AGENT}=job/1/1"], check=True, timeout=60)
-    assert sleepers[0].wait(60) == -signal.SIGKILL
-    assert [process.poll() for process in sleepers[1:]] == [None, None]
+def test_sweep_ends_what_one_agent_of_one_attempt_has_left_and_nothing_else() -> None:
+    environments = [{settings.AGENT: name} for name in ("job/1/1", "job/0/1", "job/1/10", "job/1")]
+    sleepers = [subprocess.Popen(["/bin/sleep", "600"], env=own) for own in (*environments, {})]
+    try:
+        program = [sys.executable, "-I", "-S", str(Path(sweep_host.__file__))]
+        subprocess.run([*program, f"{settings.AGENT}=job/1/1"], check=True, timeout=60)
+        assert sleepers[0].wait(60) == -signal.SIGKILL
+        assert [process.poll() for process in sleepers[1:]] == [None] * 4
+    finally:
+        for process in sleepers:
+            process.kill()
+            process.wait()

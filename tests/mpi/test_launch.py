@@ -82,12 +82,6 @@ def test_rank_0_reads_the_input(launcher: Launcher) -> None:
     assert sorted(much.out_lines) == ["[rank 0] 1000000", "[rank 1] 0"]
 
 
-def test_a_program_that_is_not_python(launcher: Launcher) -> None:
-    outcome = launcher.run("-n", "2", "-q", "sh", "-c", "echo $RANK/$WORLD_SIZE; echo to err >&2")
-    assert (outcome.code, sorted(outcome.out_lines)) == (0, ["[rank 0] 0/2", "[rank 1] 1/2"])
-    assert sorted(outcome.err_text.splitlines()) == ["[rank 0] to err", "[rank 1] to err"]
-
-
 def test_much_output_comes_whole(launcher: Launcher) -> None:
     script = launcher.script(
         "import sys\n"
@@ -119,7 +113,6 @@ def test_an_exception_is_shown_once(launcher: Launcher) -> None:
 @pytest.mark.parametrize(
     ("statement", "code", "said"),
     [
-        ("sys.exit(3)", 3, "exit code 3"),
         ("sys.exit('some words')", 1, "[rank 1] some words"),
         ("os._exit(4)", 4, "no Python exception"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal 9 (SIGKILL)"),
@@ -245,8 +238,6 @@ def test_ranks_follow_the_order_of_the_hosts(launcher: Launcher, mpi: MpiEnviron
         mpiexec = f"mpiexec -bootstrap ssh -bootstrap-exec {stand_in}"
     for hosts, expected in (
         (["--hosts", "b,a", "--ppn", "1"], ["b", "a"]),
-        (["--hosts", "a,b", "--ppn", "1"], ["a", "b"]),
-        (["--hosts", "b:1,a:2,c:1"], ["b", "a", "a", "c"]),
         (["--hosts", "a:3,b:2", "-n", "4"], ["a", "a", "a", "b"]),
     ):
         outcome = launcher.run("--mpi", mpiexec, *hosts, "sh", "-c", "echo $MEANT_FOR $MASTER_ADDR")
@@ -256,38 +247,12 @@ def test_ranks_follow_the_order_of_the_hosts(launcher: Launcher, mpi: MpiEnviron
         assert "phalanx: note: mpiexec was asked for rank" in outcome.err_text
 
 
-def test_hydra_is_told_the_hosts(launcher: Launcher, mpi: MpiEnvironment, tmp_path: Path) -> None:
-    if not mpi.is_mpich:
-        pytest.skip("only MPICH's Hydra can pretend hosts by itself (-launcher fork)")
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("# two\nb slots=2\na:1\n")
-    outcome = launcher.run(
-        "--mpi", "mpiexec -launcher fork", "--hostfile", str(hostfile), "-q", "sh", "-c", "echo $PMI_HOSTNAME"
-    )
-    assert sorted(outcome.out_lines) == ["[rank 0] b", "[rank 1] b", "[rank 2] a"], outcome.err_text
-
-
 def test_what_the_mpi_launcher_says_is_shown_when_nothing_comes_of_it(launcher: Launcher, mpi: MpiEnvironment) -> None:
     mpiexec = "mpiexec --no-such-option" if mpi.is_openmpi else "mpiexec -no-such-option"
     outcome = launcher.run("--mpi", mpiexec, "-n", "2", "true")
     assert outcome.code not in (0, 2)
     assert "before ranks 0-1 had come" in outcome.err_text
     assert "no-such-option" in outcome.err_text
-
-
-def test_ranks_meet_by_address_too(launcher: Launcher) -> None:
-    pytest.importorskip("torch")
-    script = launcher.script(
-        "import torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "x = torch.ones(1) * (dist.get_rank() + 1)\n"
-        "dist.all_reduce(x)\n"
-        "print(int(x))\n"
-        "dist.destroy_process_group()\n"
-    )
-    outcome = launcher.run("-n", "3", "-q", script)
-    assert outcome.code == 0, outcome.err_text
-    assert sorted(outcome.out_lines) == [f"[rank {rank}] 6" for rank in range(3)]
 
 
 def test_dry_run_shows_the_command_and_starts_nothing(launcher: Launcher) -> None:

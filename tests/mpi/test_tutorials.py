@@ -83,9 +83,8 @@ def run(mpi: MpiEnvironment, launcher: str, ranks: int, folder: Path, text: str)
 
 
 @pytest.mark.parametrize("launcher", ["mpiexec", "phalanx run --mpi"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_send_and_receive(mpi: MpiEnvironment, ranks: int, launcher: str, tmp_path: Path) -> None:
-    lines = run(mpi, launcher, ranks, tmp_path, SEND)
+def test_send_and_receive(mpi: MpiEnvironment, launcher: str, tmp_path: Path) -> None:
+    lines = run(mpi, launcher, 2, tmp_path, SEND)
     assert lines == [f"Rank  {rank}  has data  tensor([ 1., -1.])" for rank in (0, 1)]
 
 

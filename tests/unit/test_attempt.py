@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.launch.job.attempt import Attempt
 from phalanx.place.environment import read_environment
 
 RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -25,18 +24,3 @@ TORCHRUN = RANK | {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "
 def test_the_launcher_says_which_attempt_it_is(environment: dict[str, str], launcher: str, attempt: int) -> None:
     place = read_environment(environment, []).place()
     assert (place.launcher, place.attempt) == (launcher, attempt)
-
-
-def test_attempts_are_counted_up_to_the_last() -> None:
-    attempt = Attempt(restarts=2)
-    titles = [attempt.title]
-    while not attempt.is_last:
-        attempt = attempt.next()
-        titles.append(attempt.title)
-    assert titles == ["attempt 1 of 3", "attempt 2 of 3", "attempt 3 of 3"]
-    assert attempt.environment() == {
-        "PHALANX_ATTEMPT": "2",
-        "TORCHELASTIC_RESTART_COUNT": "2",
-        "TORCHELASTIC_MAX_RESTARTS": "2",
-    }
-    assert Attempt().is_last

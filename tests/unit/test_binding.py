@@ -20,10 +20,7 @@ TWO_SOCKETS = [Core(cpu % 4 // 2, cpu % 4, cpu) for cpu in range(8)]
 @pytest.mark.parametrize(
     ("ranks", "shares"),
     [
-        (1, [(0, 4, 1, 5, 2, 6, 3, 7)]),
-        (2, [(0, 4, 1, 5), (2, 6, 3, 7)]),
         (3, [(0, 4), (1, 5), (2, 6, 3, 7)]),
-        (4, [(0, 4), (1, 5), (2, 6), (3, 7)]),
         (5, [(0,), (4, 1), (5,), (2, 6), (3, 7)]),
         (8, [(0,), (4,), (1,), (5,), (2,), (6,), (3,), (7,)]),
     ],
@@ -91,8 +88,6 @@ def test_threads_are_a_ranks_share_of_the_cores_it_is_bound_to(monkeypatch: pyte
     assert table(2, "none") == [(8, 4)] * 2
     assert table(2, "core") == [(4, 4)] * 2
     assert table(3, "core") == [(2, 2), (2, 2), (4, 2)]
-    assert table(1, "numa") == [(4, 4)]
-    assert table(4, "numa") == [(4, 2)] * 4
     assert table(16, "numa") == [(4, 1)] * 16
     assert table(2, "core", OMP_NUM_THREADS="3") == [(4, 3)] * 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -29,33 +30,70 @@ def test_a_command_is_the_function_of_its_files_name(name: str) -> None:
     assert shown.output.startswith(f"Usage: phalanx {name} ")
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("rn -n 2 plain.py", "no such command rn; did you mean run? phalanx --help lists all"),
-        ("run 2 plain.py", "and no program of that name on PATH; did you mean -n 2?"),
-        ("run plan.py", "and no program of that name on PATH; did you mean plain.py?"),
-        ("run -n 2 : -n 1 plain.py", "a job here has one for all ranks"),
-        ("run -n 1 plain.py : -n 1 plain.py", "a job here has one for all ranks"),
-        ("run -ppn 1 -n 2 plain.py", "name the hosts, as in -H h1,h2, or leave it out"),
-        ("run", "missing argument 'TARGET'; phalanx run --help says more"),
-        ("run --bind cor plain.py", "invalid value for '--bind': 'cor' is not one of 'none', 'core', 'numa'; "),
-        ("bench allreduce", "is not an operation that can be measured; did you mean all_reduce? choose from "),
-        ("top --zz", "no such option --zz; phalanx top --help lists all"),
-        ("doctor --jsn", "no such option --jsn; did you mean --json? phalanx doctor --help lists all"),
-        ("report --json --html page .", "show a report: give one of them; phalanx report --help says more"),
-    ],
-)
-def test_a_mistake_is_one_line_that_says_what_was_meant(
-    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+MISTAKES = {
+    "rn -n 2 plain.py": "no such command rn; did you mean run? phalanx --help lists all",
+    "run 2 plain.py": "and no program of that name on PATH; did you mean -n 2?",
+    "run plan.py": "and no program of that name on PATH; did you mean plain.py?",
+    "run missing.py": "missing.py: no such file",
+    "run -m no.such.module": "no module of that name",
+    "run .": "without a __main__.py",
+    "run": "missing argument 'TARGET'; phalanx run --help says more",
+    "run -n 0 plain.py": "-n 0",
+    "run -n -1 plain.py": "-n -1",
+    "run -n many plain.py": "-n many",
+    "run -n 10000000 plain.py": "10000000 ranks need about",
+    "run --json plain.py": "--dry-run",
+    "run -n 2 --stdin 2 plain.py": "--stdin 2",
+    "run -x NOT_SET_HERE plain.py": "NOT_SET_HERE",
+    "run --tee plain.py": "--log-dir DIR",
+    "run -n 2 : -n 1 plain.py": "a job here has one for all ranks",
+    "run -n 1 plain.py : -n 1 plain.py": "a job here has one for all ranks",
+    "run -hosts a,b,a plain.py": "a is listed twice",
+    "run -machinefile nowhere plain.py": "nowhere",
+    "run -ppn 1 -n 2 plain.py": "name the hosts, as in -H h1,h2, or leave it out",
+    "run --bind cor plain.py": "invalid value for '--bind': 'cor' is not one of 'none', 'core', 'numa'; ",
+    "run --bind core -n 100000 plain.py": "or let them share: --bind none",
+    "run --device 3 plain.py": "--device 3 is not a device. Give cpu, cuda, cuda:1",
+    "run --rehearse 0x4 plain.py": "at least one rank",
+    "run --rehearse 2x plain.py": "Write --rehearse 2x4",
+    "run --rehearse 2x4 -n 3 plain.py": "leave -n out",
+    "run --rehearse 2x4 --device cuda plain.py": "leave --device or --rehearse out",
+    "run --rehearse 2x4 --placement random plain.py": "'block', 'cyclic'",
+    "run --placement cyclic plain.py": "add --rehearse 2x4",
+    "run --rehearse 2x2 -H a:2,b:2 plain.py": "leave --rehearse or the hosts out",
+    "run --rehearse 9999x9999 plain.py": "99980001 ranks need about",
+    "run --mpi -np 2 plain.py": "--mpi mpiexec",
+    "run --mpi mpiexec --starter true --hosts a:2 true": "give one of them",
+    "run --mpi no-such-mpiexec true": "no such program",
+    "run --mpi true true": "not a launcher that Phalanx knows",
+    "run --mpi mpiexec --hosts a --hostfile f true": "give one of them",
+    "run --mpi mpiexec --hosts a,b,a true": "a is listed twice",
+    "run --mpi mpiexec -n 3 --hosts a,b true": "the hosts take 2 ranks",
+    "run --mpi mpiexec --ppn 2 true": "--ppn 2",
+    "bench allreduce": "is not an operation that can be measured; did you mean all_reduce? choose from ",
+    "bench --tune all_reduce": "--tune chooses what it measures",
+    "top --zz": "no such option --zz; phalanx top --help lists all",
+    "doctor --jsn": "no such option --jsn; did you mean --json? phalanx doctor --help lists all",
+    "report --json --html page .": "show a report: give one of them; phalanx report --help says more",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistake_is_one_line_that_says_what_was_meant(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "plain.py").touch()
+    mpiexec = tmp_path / "bin" / "mpiexec"
+    mpiexec.parent.mkdir()
+    mpiexec.write_text("#!/bin/sh\necho 'HYDRA build details:'; echo '    Version: 4.3.1'\n")
+    mpiexec.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{mpiexec.parent}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["phalanx", *words.split()])
     assert main.main() == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n"), err.startswith("phalanx: ")) == ("", 1, True)
-    assert said in err
+    assert MISTAKES[words] in err
 
 
 def test_a_number_of_ranks_behind_the_script_is_noticed(tmp_path: Path) -> None:

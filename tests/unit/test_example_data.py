@@ -58,15 +58,9 @@ def test_both_labels_on_both_sides(example: ModuleType, reviews: list[tuple[str,
         assert 0.4 < sum(labels) / len(labels) < 0.6
 
 
-def test_split_depends_on_the_text_alone(example: ModuleType) -> None:
-    texts = ("不错", "房间很干净", "送货慢", "很好")
-    assert [example.is_held_out(text) for text in texts] == [example.is_held_out(text) for text in texts]
+def test_split_is_the_published_one(example: ModuleType) -> None:
     # A change of the rule changes every published accuracy: it must not happen by accident.
     assert sum(example.is_held_out(str(number)) for number in range(1000)) == 193
-
-
-def test_order_is_the_same_every_time(example: ModuleType, reviews: list[tuple[str, int]]) -> None:
-    assert example.load_reviews() == reviews
 
 
 def test_vocabulary_comes_from_what_it_is_given(example: ModuleType) -> None:

@@ -69,13 +69,6 @@ def test_ranks_on_an_accelerator_and_other_programs_get_none_of_them() -> None:
     assert make_job(2, SCRIPT, device="cpu", memory="keep", environment={}).memory[memory.MMAP_MAX] == "0"
 
 
-def test_the_title_of_the_table_says_what_was_chosen() -> None:
-    kept = make_job(2, SCRIPT, device="cpu", memory="keep", environment={})
-    assert kept.title() == "phalanx run: 2 ranks of train.py, freed memory is kept"
-    returned = make_job(2, SCRIPT, device="cpu", memory="return", environment={})
-    assert returned.title() == "phalanx run: 2 ranks of train.py"
-
-
 PROGRAM = """
     import json, os, torch
 
@@ -91,16 +84,15 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize(("mode", "keeps"), [("keep", True), ("huge", False), ("return", False)])
-def test_a_freed_tensor_stays_in_the_rank_only_if_that_was_asked_for(
-    launcher: Launcher, mode: str, keeps: bool
-) -> None:
+def test_freed_tensor_stays_in_the_rank_only_if_that_was_asked_for(launcher: Launcher) -> None:
     script = launcher.script(PROGRAM)
-    outcome = launcher.run("--memory", mode, "--device", "cpu", "-q", "--no-prefix", "-n", "2", script)
-    assert outcome.code == 0, outcome.err_text
-    assert len(outcome.out_lines) == 2
-    for line in outcome.out_lines:
-        held_mib, left_mib, mmap_max = json.loads(line)
-        assert 256 <= held_mib <= 264  # the tensor, and no more than some pages beside it
-        assert left_mib >= 256 if keeps else left_mib <= 8
-        assert mmap_max == ("0" if keeps else None)
+    modes = ("keep", "huge", "return")
+    plain = ["--device", "cpu", "-q", "--no-prefix", "-n", "2", script]
+    for mode, outcome in zip(modes, launcher.run_all(*(["--memory", mode, *plain] for mode in modes)), strict=True):
+        assert outcome.code == 0, outcome.err_text
+        assert len(outcome.out_lines) == 2
+        for line in outcome.out_lines:
+            held_mib, left_mib, mmap_max = json.loads(line)
+            assert 256 <= held_mib <= 264  # the tensor, and no more than some pages beside it
+            assert left_mib >= 256 if mode == "keep" else left_mib <= 8
+            assert mmap_max == ("0" if mode == "keep" else None)

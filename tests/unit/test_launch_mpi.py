@@ -6,12 +6,10 @@ import dataclasses
 import os
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
-from tests.launch_support import Launcher, launcher
+from tests.launch_support import launcher
 
 from phalanx.errors import LaunchError
 from phalanx.launch.job.host_slots import HostSlots
@@ -26,12 +24,8 @@ from phalanx.launch.job.mpi_launcher import (
     unbound_environment,
 )
 from phalanx.launch.job.target import Target
-from phalanx.launch.mpi.gathering import RollCall
-from phalanx.launch.mpi.leftovers import SharedMemoryWatch
 from phalanx.launch.mpi.mpiexec import SHIM
 from phalanx.launch.mpi.placing import find_contradiction, place_ranks
-from phalanx.launch.rank.descriptors import open_descriptors
-from phalanx.system.processes import is_ending
 
 __all__ = ["launcher"]
 
@@ -67,14 +61,9 @@ def test_launchers_are_recognised_by_what_they_say(tmp_path: Path, said: str, ki
 def test_others_are_refused_with_what_to_do(tmp_path: Path, said: str) -> None:
     with pytest.raises(LaunchError, match=r"not a launcher that Phalanx knows.*Supported are.*-n 4 python"):
         find_mpi_launcher(program(tmp_path, said))
-
-
-@pytest.mark.parametrize(
-    ("command", "said"), [("no-such-mpiexec", "pip install mpich"), ("", "needs the name"), ("'mpiexec", "quotation")]
-)
-def test_commands_that_name_no_program(command: str, said: str) -> None:
-    with pytest.raises(LaunchError, match=said):
-        find_mpi_launcher(command)
+    for command, words in (("no-such-mpiexec", "pip install mpich"), ("", "needs the name"), ("'mpiexec", "quotation")):
+        with pytest.raises(LaunchError, match=words):
+            find_mpi_launcher(command)
 
 
 def test_a_program_beside_this_python_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +110,7 @@ def test_root_may_start_open_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "OMPI_ALLOW_RUN_AS_ROOT" not in openmpi.environment()
 
 
-def test_for_a_measurement_no_launcher_binds_and_none_refuses_more_ranks_than_cores(
+def test_no_launcher_binds_or_refuses_ranks_of_a_measurement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -132,13 +121,6 @@ def test_for_a_measurement_no_launcher_binds_and_none_refuses_more_ranks_than_co
         "PRTE_MCA_hwloc_default_binding_policy": "none",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
-
-
-def test_a_launcher_says_how_many_ranks_are_beside_a_process_if_it_can() -> None:
-    step = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2,1"}
-    assert place_of("slurm", step) == {"rank": 2, "size": 3, "beside": 1}
-    with pytest.raises(LaunchError, match=r"set PMI_SIZE='x' is not a whole number; is it another MPI's\?"):
-        place_of("mpich", {"PMI_RANK": "0", "PMI_SIZE": "x"})
 
 
 def test_place_of_a_process() -> None:
@@ -230,125 +212,3 @@ def test_what_the_launcher_did_otherwise_is_said() -> None:
     assert "1 of 2 ranks" in find_contradiction(job(2), "mpiexec", place_ranks(job(2), here), here)
     here = [said("a", [0], beside=1), said("b", [0], beside=1)]
     assert find_contradiction(asked, "mpiexec", place_ranks(asked, here), here) == ""
-
-
-def test_who_does_not_come_is_named_and_then_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    roll = RollCall(job(3, hosts=(HostSlots("a", 1), HostSlots("b", 2))), "mpiexec")
-    assert roll.due_at == 105.0
-    now = 105.0
-    assert roll.call([0, 1, 2]) == "after 5 s mpiexec has not brought ranks 0-2 (on a, b) yet"
-    assert roll.due_at is None  # a batch system may let it wait for hours
-    now = 4000.0
-    roll.came()
-    now = 4119.0
-    assert roll.call([1, 2]) == ""
-    now = 4121.0
-    with pytest.raises(LaunchError, match="ranks 1-2 did not come within 120 s of the others"):
-        roll.call([1, 2])
-
-
-# Shared memory.
-
-
-def test_only_what_the_rank_has_made_is_removed() -> None:
-    mark = f"mpich_shm_test{os.getpid()}"
-    before, mine, other, precious = (Path(f"/dev/shm/{mark}_{name}") for name in ("before", "mine", "other", "keep"))
-    precious = precious.with_name(f"phx-test-{os.getpid()}.npy")
-    try:
-        before.write_bytes(b"x")
-        watch = SharedMemoryWatch()
-        for path in (mine, other, precious):
-            path.write_bytes(b"x")
-        with before.open(), mine.open(), precious.open():
-            watch.poll([os.getpid()])
-            assert watch.remove() == []  # somebody holds it
-            assert watch.left()
-        assert watch.remove() == [str(mine)]
-        assert not watch.left()
-        watch.close()
-        assert before.exists()
-        assert other.exists()
-        assert precious.exists()
-    finally:
-        for path in (before, mine, other, precious):
-            path.unlink(missing_ok=True)
-
-
-def test_what_another_process_holds_is_removed_as_soon_as_that_has_ended() -> None:
-    path = Path(f"/dev/shm/mpich_shm_test{os.getpid()}")
-    holders: list[subprocess.Popen[bytes]] = []
-    try:
-        watch = SharedMemoryWatch()
-        path.write_bytes(b"x")
-        with path.open() as file:
-            watch.poll([os.getpid()])
-            # They end when their input does.
-            holders += [subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[file.fileno()]) for _ in range(2)]
-        assert watch.remove(0.1) == []
-        assert path.exists()
-        for holder in holders:
-            threading.Thread(target=holder.communicate).start()
-        assert watch.remove(200) == [str(path)]
-        assert all(is_ending(holder.pid) for holder in holders)
-        watch.close()
-    finally:
-        path.unlink(missing_ok=True)
-        for holder in holders:
-            holder.kill()
-            holder.wait()
-
-
-def test_a_file_that_took_the_name_is_left_alone() -> None:
-    path = Path(f"/dev/shm/mpich_shm_test{os.getpid()}")
-    try:
-        watch = SharedMemoryWatch()
-        path.write_bytes(b"x")
-        with path.open():
-            watch.poll([os.getpid()])
-            successor = path.with_name(path.name + "_new")
-            successor.write_bytes(b"y")
-            successor.rename(path)
-        assert watch.remove() == []
-        assert path.read_bytes() == b"y"
-        watch.close()
-    finally:
-        path.unlink(missing_ok=True)
-
-
-# The command line.
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--mpi", "mpiexec", "--starter", "true", "--hosts", "a:2", "true"], "give one of them"),
-        (["--mpi", "no-such-mpiexec", "true"], "no such program"),
-        (["--mpi", "true", "true"], "not a launcher that Phalanx knows"),
-        (["--mpi", "mpiexec", "--hosts", "a", "--hostfile", "f", "true"], "give one of them"),
-        (["--mpi", "mpiexec", "--hosts", "a,b,a", "true"], "a is listed twice"),
-        (["--mpi", "mpiexec", "-n", "3", "--hosts", "a,b", "true"], "the hosts take 2 ranks"),
-        (["--mpi", "mpiexec", "--ppn", "2", "true"], "--ppn 2"),
-    ],
-)
-def test_mistakes_cost_one_line(launcher: Launcher, tmp_path: Path, arguments: list[str], said: str) -> None:
-    program(tmp_path, HYDRA)
-    outcome = launcher.run(*arguments, environment={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
-    assert outcome.code == 2
-    assert len(outcome.err_text.splitlines()) == 1
-    assert said in outcome.err_text
-
-
-def test_what_was_said_before_an_end_is_heard_even_if_nobody_listened_there() -> None:
-    descriptors = open_descriptors(1, "phalanx-test")
-    descriptors.supervisor.send(do="start")
-    descriptors.zygote.send(event="refused")
-    descriptors.zygote.close()
-    assert descriptors.supervisor.receive() == {"event": "refused"}
-    assert descriptors.supervisor.receive() is None
-    descriptors.supervisor.close()
-    os.close(descriptors.trace.descriptor)
-    for ends in descriptors.ranks:
-        for descriptor in (ends.out_read, ends.out_write, ends.err_read, ends.err_write, ends.report):
-            os.close(descriptor)

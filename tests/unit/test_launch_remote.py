@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,34 +10,15 @@ import pytest
 
 from phalanx.errors import LaunchError
 from phalanx.launch.job.allocation import find_allocation
-from phalanx.launch.job.diagnosis import Diagnosis
-from phalanx.launch.job.host_slots import HostSlots, read_hostfile
-from phalanx.launch.job.job import make_job
+from phalanx.launch.job.host_slots import HostSlots
 from phalanx.launch.job.reach import is_here
-from phalanx.launch.job.target import find_target
-from phalanx.launch.remote.agreement import find_differences, look_around
+from phalanx.launch.remote.agreement import find_differences
 from phalanx.launch.remote.environment import carried_variables
-from phalanx.launch.remote.protocol import Invitation, job_as_sent, received_job
 from phalanx.launch.remote.starter import command_for
 from phalanx.system import interfaces
 from phalanx.system.host import machine_name
 
 SCRIPT = str(Path(__file__))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "h1:2\nh2:3\n",  # MPICH, Intel MPI
-        "h1 slots=2\nh2 slots=3 max_slots=4\n",  # Open MPI
-        "# DeepSpeed\nh1 slots=2\n\nh2 slots=3\n",
-        "h1\nh1\nh2\nh2\nh2\n",  # PBS
-        "h1 slots = 2\nh2\tslots= 3\n",
-    ],
-)
-def test_hostfiles_of_other_launchers(tmp_path: Path, text: str) -> None:
-    (tmp_path / "hosts").write_text(text)
-    assert read_hostfile(str(tmp_path / "hosts")) == [HostSlots("h1", 2), HostSlots("h2", 3)]
 
 
 def test_this_host_by_any_of_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,11 +37,6 @@ def test_this_host_by_any_of_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
         is_here("wrong")
     # A cluster's own names mean nothing to the resolver of this host.
     assert not is_here("wrong", starter=True)
-
-
-def test_hosts_that_are_this_one_alone_are_no_other_hosts() -> None:
-    job = make_job(None, find_target("true"), hosts=[HostSlots("localhost", 3)])
-    assert (job.ranks, job.is_local, job.addresses) == (3, True, ("127.0.0.1",))
 
 
 def test_the_command_on_a_host() -> None:
@@ -100,44 +74,6 @@ def test_differences_are_named_with_their_hosts() -> None:
     assert find_differences(["a", "a.ib"], [first, first]) == [
         "a and a.ib are one host, which calls itself a; list it once, with the number of its ranks"
     ]
-
-
-def test_what_an_agent_finds(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("pass")
-    invitation = Invitation("1", {}, str(tmp_path), "door", 0, "h1", True, str(script), 2, "", "job/0")
-    found = look_around(invitation)
-    assert found["problems"] == []
-    assert list(found["same"]) == ["Python", "torch", str(script)]
-    lost = Invitation("1", {}, str(tmp_path / "no"), "door", 0, "h1", True, str(tmp_path / "no.py"), 2, "ib7", "job/0")
-    found = look_around(lost)
-    assert found["same"][str(tmp_path / "no.py")] == ""
-    assert found["problems"][0] == f"{tmp_path / 'no'}: h1 has no such directory"
-    assert "h1: PHALANX_INTERFACE=ib7: " in found["problems"][1]
-
-
-def test_a_job_on_the_wire_keeps_everything_that_its_ranks_see() -> None:
-    hosts = [HostSlots("elsewhere", 2), HostSlots("far", 1)]
-    job = make_job(
-        None,
-        find_target(SCRIPT, ("a", "b")),
-        hosts=hosts,
-        starter=["env"],
-        replace=["gloo"],
-        interface="eth9",
-        grace_s=3,
-    )
-    job = dataclasses.replace(job, diagnosis=Diagnosis(strict=True))
-    assert not job.is_local
-    sent = json.loads(json.dumps(job_as_sent(job)))
-    assert job.key not in json.dumps(sent)  # it goes by standard input
-    got = received_job(sent, address=job.addresses[0], key=job.key, cpus=(), threads="4")
-    rows = job.rows()
-    for rank in range(3):
-        assert got.environment(rank, port=1, rows=rows) | {"OMP_NUM_THREADS": "1"} == job.environment(
-            rank, port=1, rows=rows
-        ) | {"OMP_NUM_THREADS": "1"}
-    assert (got.target, got.hosts, got.grace_s) == (job.target, job.hosts, 3)
 
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[01-02],m", "SLURM_TASKS_PER_NODE": "4(x2),3"}

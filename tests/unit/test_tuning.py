@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.transports.shm import tuning as tunings
-from phalanx.transports.shm.tuning import Tuning, load_tuning, save_tuning, tuning_in_force
+from phalanx.transports.shm.tuning import Tuning, load_tuning, save_tuning
 
 
 @pytest.fixture(autouse=True)
@@ -38,10 +38,3 @@ def test_a_chunk_has_a_cache_line_for_every_rank() -> None:
     assert Tuning(chunk_bytes=100).for_size(1) == (64, 16384, 16 << 20)
     assert Tuning(chunk_bytes=100).for_size(8) == (512, 16384, 16 << 20)
     assert Tuning().for_size(1024) == (524288, 16384, 16 << 20)
-
-
-def test_values_in_force_stand_before_the_file() -> None:
-    save_tuning(Tuning(chunk_bytes=131072))
-    with tuning_in_force(Tuning(chunk_bytes=65536)):
-        assert load_tuning().chunk_bytes == 65536
-    assert load_tuning().chunk_bytes == 131072

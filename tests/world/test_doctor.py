@@ -9,7 +9,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,13 +63,20 @@ def run_doctor(words: Sequence[str], environment: Mapping[str, str] | None = Non
 # -- one host ------------------------------------------------------------------------------------------
 
 
-def test_a_host_without_faults_is_told_so() -> None:
+def test_host_without_faults_is_told_so() -> None:
     said = run_doctor(["-n", "1"])
-    subjects = [one["subject"] for one in said.answer["findings"]]
-    for subject in ("python", "torch", "phalanx", "cores", "memory", "interface", "launcher"):
-        assert subject in subjects
+    subjects = {one["subject"] for one in said.answer["findings"]}
+    assert {"python", "torch", "phalanx", "cores", "memory", "interface", "launcher"} <= subjects
     assert said.code == (3 if said.answer["worst"] == "failure" else len(said.complaints()) > 0)
     assert "failure" not in [level for level, _, _ in said.complaints()]
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx", "doctor", "-n", "100000"], capture_output=True, text=True, check=False
+    )
+    lines = done.stdout.splitlines()
+    cores = next(number for number, line in enumerate(lines) if "100000 ranks would take turns" in line)
+    assert lines[cores].startswith("warning  cores")
+    assert lines[cores + 1].strip().startswith("→ start fewer ranks")
+    assert done.returncode == 3  # the memory of no machine is enough
 
 
 @needs_hosts
@@ -90,58 +96,43 @@ def test_this_host_alone_needs_no_name_or_interface_for_others() -> None:
         assert {subject for _, _, subject in said.complaints()}.isdisjoint({"own name", "interface"}), words
 
 
-def test_an_interface_that_is_not_there() -> None:
-    said = run_doctor([], {"PHALANX_INTERFACE": "nope0"})
-    level, text = said.about("interface")
-    assert level == "failure"
+def test_variables_that_cannot_be_right() -> None:
+    said = run_doctor(
+        [],
+        {
+            "PHALANX_INTERFACE": "nope0", "GLOO_SOCKET_IFNAME": "nope1", "RANK": "0", "OMP_NUM_THREADS": "4096",
+            "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "PHALANX_INTERFCE": "eth0",
+        },
+    )  # fmt: skip
     assert said.code == 3
-    assert "nope0" in text
-    assert "lo 127.0.0.1" in text
-    level, text = run_doctor([], {"GLOO_SOCKET_IFNAME": "nope1"}).about("GLOO_SOCKET_IFNAME")
-    assert level == "failure"
-    assert "nope1" in text
+    for subject, texts in {
+        "interface": ["nope0", "lo 127.0.0.1"],
+        "GLOO_SOCKET_IFNAME": ["nope1"],
+        "launcher": ["RANK=0", "WORLD_SIZE is not set"],
+    }.items():
+        level, text = said.about(subject)
+        assert level == "failure"
+        assert all(one in text for one in texts), text
+    warned = " ".join(one["said"] + one["remedy"] for one in said.answer["findings"] if one["level"] == "warning")
+    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in warned
+    assert "did you mean PHALANX_INTERFACE" in warned
+    assert "OMP_NUM_THREADS=4096" in warned
+    slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "3", "SLURM_STEP_ID": "0"}
+    level, text = run_doctor([], {"RANK": "0", "WORLD_SIZE": "2", **slurm}).about("launcher")
+    assert (level, "contradict" in text) == ("failure", True)
 
 
-@pytest.mark.parametrize(
-    ("environment", "texts"),
-    [
-        ({"RANK": "0"}, ["RANK=0", "WORLD_SIZE is not set"]),
-        (
-            {"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "1", "SLURM_NTASKS": "3", "SLURM_STEP_ID": "0"},
-            ["contradict"],
-        ),
-    ],
-)
-def test_variables_that_contradict_each_other(environment: dict[str, str], texts: list[str]) -> None:
-    level, text = run_doctor([], environment).about("launcher")
-    assert level == "failure"
-    assert all(one in text for one in texts)
-
-
-def test_a_port_that_is_taken_and_who_has_it() -> None:
+def test_meeting_points_that_cannot_be_met() -> None:
+    """A port that is taken, and loopback for several hosts."""
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
-        place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-        said = run_doctor([], {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
-    level, text = said.about(f"port {port}")
-    assert level == "failure"
-    assert f"pid {os.getpid()}" in text
-
-
-def test_rank_0_at_loopback_for_several_hosts() -> None:
-    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29533"}
-    level, text = run_doctor([], place).about("meeting point")
-    assert level == "failure"
-    assert "loopback" in text
-
-
-def test_variables_that_change_what_happens_or_are_misspelt() -> None:
-    said = run_doctor([], {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "PHALANX_INTERFCE": "eth0", "OMP_NUM_THREADS": "4096"})
-    texts = " ".join(one["said"] + one["remedy"] for one in said.answer["findings"] if one["level"] == "warning")
-    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in texts
-    assert "did you mean PHALANX_INTERFACE" in texts
-    assert "OMP_NUM_THREADS=4096" in texts
+        own = {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        level, text = run_doctor([], {**place, **own}).about(f"port {port}")
+    assert (level, f"pid {os.getpid()}" in text) == ("failure", True)
+    own = {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29533"}
+    level, text = run_doctor([], {**place, **own}).about("meeting point")
+    assert (level, "loopback" in text) == ("failure", True)
 
 
 @needs_another_user
@@ -236,38 +227,23 @@ def test_hosts_without_faults_are_measured(job: Job) -> None:
 
 
 @needs_hosts
-def test_a_name_that_leads_to_the_host_itself(job: Job) -> None:
-    job.hosts.set_names(0, {"h0": job.hosts.address(0), "h1": "127.0.1.1"})
-    job.hosts.set_names(1, {"h0": job.hosts.address(0), "h1": "127.0.1.1"})
-    said = job.ask()
-    level, text = said.about("to h1", "h0")
-    assert level == "failure"
-    assert "127.0.1.1" in text
-    assert "/etc/hosts" in text
-    level, text = said.about("own name", "h1")
-    assert level == "warning"
-    assert "127.0.1.1" in text
-    assert job.hosts.address(1) in text
-
-
-@needs_hosts
-def test_a_name_that_one_host_does_not_know(job: Job) -> None:
-    job.hosts.set_names(0, {"h0": job.hosts.address(0)})
-    level, text = job.ask().about("to h1", "h0")
-    assert level == "failure"
-    assert "does not resolve" in text
-    assert "/etc/hosts" in text
-
-
-@needs_hosts
-def test_a_host_that_lets_nothing_out(job: Job) -> None:
-    address = job.hosts.address(0)
-    with broken(job, 1, f"ip route add prohibit {address}/32", f"ip route del prohibit {address}/32"):
-        said = job.ask()
-    for host, other in (("h0", "h1"), ("h1", "h0")):
-        level, text = said.about(f"to {other}", host)
-        assert level == "failure"
-        assert "firewall" in text
+def test_names_and_routes_that_lead_nowhere(job: Job) -> None:
+    """A name that means the host itself, one that a host does not know, and a host that lets nothing out."""
+    address = [job.hosts.address(host) for host in range(3)]
+    job.hosts.set_names(0, {"h0": address[0], "h1": "127.0.1.1"})
+    job.hosts.set_names(1, {"h0": address[0], "h1": "127.0.1.1", "h2": address[2]})
+    with broken(job, 2, f"ip route add prohibit {address[1]}/32", f"ip route del prohibit {address[1]}/32"):
+        said = job.ask("-H h0,h1,h2 --no-rates")
+    for host, subject, expected, texts in (
+        ("h0", "to h1", "failure", ["127.0.1.1", "/etc/hosts"]),
+        ("h1", "own name", "warning", ["127.0.1.1", address[1]]),
+        ("h0", "to h2", "failure", ["does not resolve", "/etc/hosts"]),
+        ("h1", "to h2", "failure", ["firewall"]),
+        ("h2", "to h1", "failure", ["firewall"]),
+    ):
+        level, text = said.about(subject, host)
+        assert level == expected, (host, subject)
+        assert all(one in text for one in texts), text
 
 
 @needs_hosts
@@ -320,26 +296,6 @@ def test_ipv6_alone(job: Job) -> None:
 
 
 @needs_hosts
-def test_one_core_by_the_cgroups_quota(job: Job) -> None:
-    fault = "mount -t tmpfs tmpfs /sys/fs/cgroup && echo '100000 100000' >/sys/fs/cgroup/cpu.max"
-    with broken(job, 1, fault, "umount /sys/fs/cgroup"):
-        level, text = job.ask("-H h0:1,h1:2 --no-rates").about("cores", "h1")
-    assert level == "warning"
-    assert text.startswith("1 of ")
-    assert "2 ranks would take turns" in text
-
-
-@needs_hosts
-def test_a_full_dev_shm(job: Job) -> None:
-    fault = "mount -t tmpfs -o size=32m tmpfs /dev/shm && head -c 32M /dev/zero >/dev/shm/full || true"
-    with broken(job, 1, fault, "umount /dev/shm"):
-        level, text = job.ask().about("/dev/shm", "h1")
-    assert level == "failure"
-    assert "full" in text
-    assert "SIGBUS" in text
-
-
-@needs_hosts
 def test_a_directory_that_is_not_everywhere(job: Job, tmp_path: Path) -> None:
     here = tmp_path / "project"
     here.mkdir()
@@ -354,90 +310,69 @@ def test_a_directory_that_is_not_everywhere(job: Job, tmp_path: Path) -> None:
     assert "No such file" in text
 
 
+AHEAD = """
+#define _GNU_SOURCE
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+int clock_gettime(clockid_t clock, struct timespec *now)
+{
+    long failed = syscall(SYS_clock_gettime, clock, now);
+    if (clock == CLOCK_REALTIME)
+        now->tv_sec += 5;
+    return (int)failed;
+}
+"""
+
+
 @needs_hosts
-def test_another_torch(job: Job, tmp_path: Path) -> None:
+def test_host_that_differs_or_has_too_little(job: Job, tmp_path: Path) -> None:
+    """One core by its cgroup's quota, no shared memory, another torch, and a clock that is ahead."""
     metadata = tmp_path / "torch-2.99.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.99.0\n")
-    job.start_by(f"env PYTHONPATH={tmp_path}")
-    level, text = job.ask().about("torch")
-    assert level == "failure"
-    assert "2.99.0 on h1" in text
-    assert "on h0" in text
-
-
-@needs_hosts
-def test_a_clock_that_is_ahead(job: Job, tmp_path: Path) -> None:
-    source = tmp_path / "ahead.c"
-    source.write_text(
-        textwrap.dedent("""
-        #define _GNU_SOURCE
-        #include <sys/syscall.h>
-        #include <time.h>
-        #include <unistd.h>
-
-        int clock_gettime(clockid_t clock, struct timespec *now)
-        {
-            long failed = syscall(SYS_clock_gettime, clock, now);
-            if (clock == CLOCK_REALTIME)
-                now->tv_sec += 5;
-            return (int)failed;
-        }
-        """)
-    )
-    library = tmp_path / "ahead.so"
+    source, library = tmp_path / "ahead.c", tmp_path / "ahead.so"
+    source.write_text(AHEAD)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
-    job.start_by(f"env LD_PRELOAD={library}")
-    said = job.ask()
+    job.start_by(f"env PYTHONPATH={tmp_path} LD_PRELOAD={library}")
+    quota = "mount -t tmpfs tmpfs /sys/fs/cgroup && echo '100000 100000' >/sys/fs/cgroup/cpu.max"
+    full = "mount -t tmpfs -o size=32m tmpfs /dev/shm && head -c 32M /dev/zero >/dev/shm/full || true"
+    with broken(job, 1, quota, "umount /sys/fs/cgroup"), broken(job, 1, full, "umount /dev/shm"):
+        said = job.ask("-H h0:1,h1:2 --no-rates")
+    level, text = said.about("cores", "h1")
+    assert (level, text.startswith("1 of "), "2 ranks would take turns" in text) == ("warning", True, True)
+    level, text = said.about("/dev/shm", "h1")
+    assert (level, "full" in text, "SIGBUS" in text) == ("failure", True, True)
+    level, text = said.about("torch")
+    assert (level, "2.99.0 on h1" in text, "on h0" in text) == ("failure", True, True)
     level, text = said.about("clock", "h1")
-    assert level == "warning"
-    assert "5.0 s ahead" in text
+    assert (level, "5.0 s ahead" in text) == ("warning", True)
     assert abs(said.answer["clocks"]["h0"]) < 1.0
 
 
 @needs_hosts
-@pytest.mark.parametrize(
-    ("before", "texts"),
-    [
-        (
-            "sh -c 'echo Permission denied \\(publickey,password\\). >&2; exit 255'",
-            ["Permission denied", "ssh-copy-id"],
-        ),
-        ("sh -c 'echo Host key verification failed. >&2; exit 255'", ["Host key", "ssh-keyscan"]),
-        ("env -i PATH=/nowhere/", ["ended"]),
-    ],
-)
-def test_a_host_on_which_nothing_starts(job: Job, before: str, texts: list[str]) -> None:
-    job.starter.write_text(
-        job.starter.read_text().replace("exec nsenter", f'[ "$host" = h1 ] && exec {before} nothing "$@"\nexec nsenter')
-    )
-    said = job.ask()
-    level, text = said.about("start", "h1")
-    assert level == "failure"
-    assert all(one in text for one in texts)
+def test_hosts_on_which_nothing_starts(job: Job) -> None:
+    script = job.starter.read_text()
+    for host, message in (("h1", "Permission denied (publickey,password)."), ("h2", "Host key verification failed.")):
+        script = script.replace(
+            "exec nsenter", f'[ "$host" = {host} ] && {{ echo "{message}" >&2; exit 255; }}\nexec nsenter'
+        )
+    job.starter.write_text(script)
+    said = job.ask("-H h0,h1,h2,h9 --no-rates")
+    for host, texts in (
+        ("h1", ["Permission denied", "ssh-copy-id"]),
+        ("h2", ["Host key", "ssh-keyscan"]),
+        ("h9", ["does not know the name h9"]),
+    ):
+        level, text = said.about("start", host)
+        assert level == "failure"
+        assert all(one in text for one in texts), text
     assert [one["host"] for one in said.answer["findings"] if one["subject"] == "python"] == ["h0"]
-
-
-@needs_hosts
-def test_a_host_that_nobody_knows_and_one_by_two_names(job: Job) -> None:
-    assert "does not know the name h9" in job.ask("-H h0,h9 --no-rates").about("start", "h9")[1]
+    job.start_by("env -i PATH=/nowhere/ nothing")
     job.hosts.set_names(0, {"h0": job.hosts.address(0), "alias0": job.hosts.address(0)})
-    assert "h0 and alias0 are one host" in job.ask("-H h0,alias0 --no-rates").about("hosts")[1]
-
-
-def test_a_starter_that_is_not_there() -> None:
-    said = run_doctor(["-H", "h0", "--starter", "/nowhere/ssh"])
-    level, text = said.about("start", "h0")
-    assert level == "failure"
-    assert "/nowhere/ssh cannot be started" in text
-
-
-def test_text_for_people() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "phalanx", "doctor", "-n", "100000"], capture_output=True, text=True, check=False
-    )
-    lines = done.stdout.splitlines()
-    cores = next(number for number, line in enumerate(lines) if "100000 ranks would take turns" in line)
-    assert lines[cores].startswith("warning  cores")
-    assert lines[cores + 1].strip().startswith("→ start fewer ranks")
-    assert done.returncode == 3  # the memory of no machine is enough
+    said = job.ask("-H h0,alias0,h1 --no-rates")
+    assert "ended" in said.about("start", "h1")[1]
+    assert "h0 and alias0 are one host" in said.about("hosts")[1]
+    level, text = run_doctor(["-H", "h0", "--starter", "/nowhere/ssh"]).about("start", "h0")
+    assert (level, "/nowhere/ssh cannot be started" in text) == ("failure", True)

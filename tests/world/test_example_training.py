@@ -74,28 +74,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 def test_number_of_ranks_changes_nothing_but_rounding(tmp_path: Path) -> None:
     by_ranks = {}
-    for ranks in (1, 2, 3):
+    for ranks in (1, 3):
         results = train(tmp_path, "--dropout", "0", "--epochs", "1", ranks=ranks)
         by_ranks[ranks] = (results["loss"], results["accuracy"], parameters(tmp_path))
     loss, accuracy, expected = by_ranks[1]
-    for ranks in (2, 3):
-        assert by_ranks[ranks][0] == pytest.approx(loss, rel=1e-5)
-        assert by_ranks[ranks][1] == pytest.approx(accuracy, abs=2 / 512)
-        torch.testing.assert_close(by_ranks[ranks][2], expected, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.long
-def test_same_run_gives_the_same_bits(trained: Trained, tmp_path: Path) -> None:
-    assert train(tmp_path, "--epochs", "1")["parameters_sha256"] == trained.results["parameters_sha256"]
-
-
-@pytest.mark.long
-def test_resumed_run_ends_as_the_uninterrupted(trained: Trained, tmp_path: Path) -> None:
-    whole = train(tmp_path, "--epochs", "2", "--checkpoint", "whole.pt")
-    trained.copied_to(tmp_path)
-    resumed = train(tmp_path, "--epochs", "2", "--resume")
-    for name in ("parameters_sha256", "accuracy", "loss"):
-        assert resumed[name] == whole[name]
+    assert by_ranks[3][0] == pytest.approx(loss, rel=1e-5)
+    assert by_ranks[3][1] == pytest.approx(accuracy, abs=2 / 512)
+    torch.testing.assert_close(by_ranks[3][2], expected, rtol=1e-3, atol=1e-4)
 
 
 # Runs the example, and kills a rank within a step of the optimizer: in each attempt another rank and another step.
@@ -123,7 +108,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     [
         (2, "phalanx"),
         # Of three ranks Gloo's sums depend on how DDP has cut its buckets, and that is another way after a start.
-        *(pytest.param(*case, marks=pytest.mark.long) for case in ((3, "phalanx"), (8, "phalanx"), (2, "gloo"))),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((8, "phalanx"), (2, "gloo"))),
     ],
 )
 def test_a_job_whose_ranks_are_killed_ends_as_one_that_was_left_alone(
@@ -149,20 +134,13 @@ def test_a_job_whose_ranks_are_killed_ends_as_one_that_was_left_alone(
     assert ended.stdout.count("epoch 1/2") == 1  # the last attempt began in the second epoch
 
 
-@pytest.mark.parametrize(
-    ("launcher", "ranks", "backend"),
-    [
-        ((), 1, "phalanx"),
-        pytest.param(TORCHRUN, 2, "phalanx", marks=pytest.mark.long),
-        pytest.param(TORCHRUN, 2, "gloo", marks=pytest.mark.long),
-    ],
-)
-def test_other_launchers(tmp_path: Path, launcher: tuple[str, ...], ranks: int, backend: str) -> None:
-    results = train(tmp_path, "--epochs", "1", "--backend", backend, ranks=ranks, launcher=launcher)
-    assert backend in results["backend"]
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+def test_torchrun_trains_the_same(tmp_path: Path, backend: str) -> None:
+    assert backend in train(tmp_path, "--epochs", "1", "--backend", backend, launcher=TORCHRUN)["backend"]
 
 
-def test_prediction_from_the_checkpoint(trained: Trained, tmp_path: Path) -> None:
+def test_prediction_and_settings_of_a_checkpoint(trained: Trained, tmp_path: Path) -> None:
     trained.copied_to(tmp_path)
     before = (tmp_path / CHECKPOINT).stat().st_mtime_ns
     ended = start(tmp_path, "--predict", "房间很干净", launcher=())
@@ -170,6 +148,10 @@ def test_prediction_from_the_checkpoint(trained: Trained, tmp_path: Path) -> Non
     assert label in ("negative", "positive")
     assert 50 <= float(probability.removesuffix("%")) <= 100
     assert (tmp_path / CHECKPOINT).stat().st_mtime_ns == before
+    ended = start(tmp_path, "--epochs", "2", "--resume", "--seed", "7", launcher=())
+    assert ended.returncode == 1
+    assert "text_classification.pt was made with" in ended.stderr
+    assert "'seed': 7" in ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -178,9 +160,7 @@ def test_prediction_from_the_checkpoint(trained: Trained, tmp_path: Path) -> Non
         (("--batch-size", "65"), "--batch-size 65 cannot be shared evenly by 2 ranks"),
         (("--resume",), "There is no checkpoint text_classification.pt"),
         (("--checkpoint", "nowhere/model.pt"), "There is no directory nowhere"),
-        (("--checkpoint", "/proc/self/model.pt"), "No checkpoint can be written to /proc/self"),
         (("--limit", "-5"), "--limit -5: at least 1"),
-        (("--epochs", "0"), "--epochs 0: at least 1"),
     ],
 )
 def test_what_cannot_work_is_said(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -188,14 +168,6 @@ def test_what_cannot_work_is_said(tmp_path: Path, arguments: tuple[str, ...], me
     assert ended.returncode == 1
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr
-
-
-def test_resuming_with_other_settings_is_refused(trained: Trained, tmp_path: Path) -> None:
-    trained.copied_to(tmp_path)
-    ended = start(tmp_path, "--epochs", "2", "--resume", "--seed", "7")
-    assert ended.returncode == 1
-    assert "text_classification.pt was made with" in ended.stderr
-    assert "'seed': 7" in ended.stderr
 
 
 def another_checkpoint() -> bytes:
@@ -213,12 +185,12 @@ def another_checkpoint() -> bytes:
         (lambda whole: another_checkpoint(), "text_classification.pt"),
     ],
 )
-@pytest.mark.parametrize("arguments", [("--resume", "--epochs", "2"), ("--predict", "好")])
 def test_a_file_that_is_not_a_whole_checkpoint_is_refused(
-    trained: Trained, tmp_path: Path, content: Any, message: str, arguments: tuple[str, ...]
+    trained: Trained, tmp_path: Path, content: Any, message: str
 ) -> None:
     (tmp_path / CHECKPOINT).write_bytes(content((trained.folder / CHECKPOINT).read_bytes()))
-    ended = start(tmp_path, *arguments, launcher=() if "--predict" in arguments else PHALANX)
-    assert ended.returncode == 1
-    assert message in ended.stderr
-    assert "Traceback" not in ended.stderr
+    for arguments in (("--resume", "--epochs", "2"), ("--predict", "好")):
+        ended = start(tmp_path, *arguments, launcher=())
+        assert ended.returncode == 1
+        assert message in ended.stderr
+        assert "Traceback" not in ended.stderr

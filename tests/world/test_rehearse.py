@@ -64,19 +64,11 @@ def test_two_machines_with_four_devices_each(launcher: Launcher) -> None:
     assert [each["device"] for each in evens] == ["cuda:0", "cuda:2", "cuda:0", "cuda:2"]
 
 
-def test_two_machines_with_two_npus_each(launcher: Launcher) -> None:
-    said = answers(launcher.run("-q", "--rehearse", "2x2", launcher.script(WHERE), "npu", "2"))
-    assert [(each["rank"], each["local"]) for each in said] == [(0, 0), (1, 1), (2, 0), (3, 1)]
-    assert [each["device"] for each in said] == ["npu:0", "npu:1", "npu:0", "npu:1"]
-
-
 @pytest.mark.parametrize(
     ("options", "nodes"),
     [
-        (["--rehearse", "5x3"], [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11], [12, 13, 14]]),
         (["--rehearse", "1,3,2"], [[0], [1, 2, 3], [4, 5]]),
         (["--rehearse", "1,3,2", "--placement", "cyclic"], [[0], [1, 3, 5], [2, 4]]),
-        (["--rehearse", "3x1", "-n", "3"], [[0], [1], [2]]),
     ],
 )
 def test_ranks_find_the_rehearsed_hosts(launcher: Launcher, options: list[str], nodes: list[list[int]]) -> None:
@@ -102,8 +94,13 @@ def test_ranks_find_the_rehearsed_hosts(launcher: Launcher, options: list[str], 
     ]
 
 
-def test_the_table_has_a_line_for_each_rehearsed_host_above_16_ranks(launcher: Launcher) -> None:
-    outcome = launcher.run("--rehearse", "6x3", launcher.script("pass"))
+def test_table_has_a_line_for_each_rehearsed_host_above_16_ranks(launcher: Launcher) -> None:
+    """A failure names the host."""
+    passing = launcher.script("pass", "passing.py")
+    failing = launcher.script("import os, sys; sys.exit(3 if os.environ['RANK'] == '4' else 0)", "failing.py")
+    outcome, failed = launcher.run_all(
+        ["--no-preload", "--rehearse", "6x3", passing], ["--no-preload", "-q", "--rehearse", "2x3", failing]
+    )
     title, _, *lines = outcome.err_text.splitlines()
     assert "18 ranks of" in title
     assert "rehearsed: 6 hosts on" in title
@@ -111,14 +108,7 @@ def test_the_table_has_a_line_for_each_rehearsed_host_above_16_ranks(launcher: L
         [str(node), f"node{node}", f"{3 * node}-{3 * node + 2}", "3"] for node in range(6)
     ]
     assert lines[6].startswith("phalanx: note: a rehearsal: ranks compute on the CPU")
-    assert launcher.run("-q", "--rehearse", "6x3", launcher.script("pass")).err == b""
-
-
-def test_a_failure_names_the_rehearsed_host(launcher: Launcher) -> None:
-    script = launcher.script("import os, sys; sys.exit(3 if os.environ['RANK'] == '4' else 0)")
-    outcome = launcher.run("-q", "--rehearse", "2x3", script)
-    assert outcome.code == 3
-    assert "node1" in outcome.err_text
+    assert (failed.code, "node1" in failed.err_text) == (3, True)
 
 
 def test_a_dry_run_as_json(launcher: Launcher) -> None:
@@ -140,74 +130,43 @@ def test_a_dry_run_as_json(launcher: Launcher) -> None:
     assert sorted(plain["cpus"][0]) == sorted(os.sched_getaffinity(0))
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--rehearse", "0x4"], "at least one rank"),
-        (["--rehearse", "2x"], "Write --rehearse 2x4"),
-        (["--rehearse", "2x4", "-n", "3"], "leave -n out"),
-        (["--rehearse", "2x4", "--device", "cuda"], "leave --device or --rehearse out"),
-        (["--rehearse", "2x4", "--placement", "random"], "'block', 'cyclic'"),
-        (["--placement", "cyclic"], "add --rehearse 2x4"),
-        (["--rehearse", "2x2", "-H", "a:2,b:2"], "leave --rehearse or the hosts out"),
-        (["--device", "3"], "--device 3 is not a device. Give cpu, cuda, cuda:1"),
-        (["--bind", "socket"], "'none', 'core', 'numa'"),
-        (["--bind", "core", "-n", "100000"], "or let them share: --bind none"),
-        (["--rehearse", "9999x9999"], "99980001 ranks need about"),
-    ],
-)
-def test_a_mistake_is_printed_with_its_remedy(launcher: Launcher, options: list[str], said: str) -> None:
-    outcome = launcher.run(*options, launcher.script("print('started')"))
-    assert (outcome.code, outcome.out) == (2, b"")
-    assert said in outcome.err_text
-    assert "Traceback" not in outcome.err_text
-
-
 AFFINITY = """
 import os, sys
 print(os.environ["RANK"], *sorted(os.sched_getaffinity(0)), os.environ["OMP_NUM_THREADS"], flush=True)
 """
 
 
-def test_bound_ranks_run_on_cores_of_their_own(launcher: Launcher) -> None:
+def test_bound_ranks_run_on_cores_of_their_own_and_others_on_all(launcher: Launcher) -> None:
     mine = os.sched_getaffinity(0)
     ranks = min(2, len(mine))
-    outcome = launcher.run("-q", "--no-prefix", "-n", str(ranks), "--bind", "core", launcher.script(AFFINITY))
-    shares = [{int(cpu) for cpu in line.split()[1:-1]} for line in outcome.out_lines]
+    script = launcher.script(AFFINITY)
+    plain = ["-q", "--no-prefix", "--no-preload"]
+    bound, free, program = launcher.run_all(
+        [*plain, "-n", str(ranks), "--bind", "core", script],
+        [*plain, "-n", "3", script],
+        # A program that is not Python is bound too; numa gives each rank all cores of its node.
+        [*plain, "-n", "1", "--bind", "numa", "sh", "-c", "grep Cpus_allowed_list /proc/$$/status"],
+    )
+    shares = [{int(cpu) for cpu in line.split()[1:-1]} for line in bound.out_lines]
     assert set.union(*shares) == mine
     assert sum(map(len, shares)) == len(mine)
-    # A program that is not Python is bound too; numa gives each rank all cores of its node.
-    program = launcher.run(
-        "-q", "--no-prefix", "-n", "1", "--bind", "numa", "sh", "-c", "grep Cpus_allowed_list /proc/$$/status"
-    )
+    assert [[int(cpu) for cpu in line.split()[1:-1]] for line in free.out_lines] == [sorted(mine)] * 3
     assert program.out.startswith(b"Cpus_allowed_list")
 
 
-def test_unbound_ranks_may_use_every_core(launcher: Launcher) -> None:
-    outcome = launcher.run("-q", "--no-prefix", "-n", "3", launcher.script(AFFINITY))
-    assert [[int(cpu) for cpu in line.split()[1:-1]] for line in outcome.out_lines] == [
-        sorted(os.sched_getaffinity(0))
-    ] * 3
-
-
-ASK = """
-import phalanx, sys
-world = phalanx.init(**({"device": sys.argv[1]} if len(sys.argv) > 1 else {}))
-print(world.rank, world.device)
-phalanx.close()
-"""
-
-
-def test_the_device_is_chosen_on_the_command_line(launcher: Launcher) -> None:
-    script = launcher.script(ASK)
-    outcome = launcher.run("-q", "--no-prefix", "-n", "2", "--device", "cpu", script)
-    assert sorted(outcome.out_lines) == ["0 cpu", "1 cpu"]
-    # What the script says wins; no rank has such a device.
-    outcome = launcher.run("-q", "--no-prefix", "-n", "2", "--device", "mtia", script, "cpu")
-    assert sorted(outcome.out_lines) == ["0 cpu", "1 cpu"]
-    outcome = launcher.run("-q", "-n", "2", "--device", "mtia", script)
-    assert outcome.code == 1
-    assert "the device mtia was asked for" in outcome.err_text
+def test_device_is_chosen_on_the_command_line_unless_the_script_does(launcher: Launcher) -> None:
+    script = launcher.script("""
+        import phalanx, sys
+        world = phalanx.init(**({"device": sys.argv[1]} if len(sys.argv) > 1 else {}))
+        print(world.rank, world.device)
+        phalanx.close()
+    """)
+    # No rank has such a device as the second one.
+    words = (["cpu", script], ["mtia", script, "cpu"], ["mtia", script])
+    chosen, own, missing = launcher.run_all(*(["-q", "--no-prefix", "-n", "2", "--device", *one] for one in words))
+    assert sorted(chosen.out_lines) == sorted(own.out_lines) == ["0 cpu", "1 cpu"]
+    assert missing.code == 1
+    assert "the device mtia was asked for" in missing.err_text
 
 
 OLDER_SCRIPT = """
@@ -223,14 +182,9 @@ print(os.environ["RANK"], arguments.local_rank, arguments.lr, arguments.rest)
 
 def test_the_local_rank_is_passed_to_scripts_that_read_it(launcher: Launcher) -> None:
     script = launcher.script(OLDER_SCRIPT)
-    outcome = launcher.run(
-        "-q", "--no-prefix", "--rehearse", "2x2", "--pass-local-rank", script, "--lr", "0.5", "x", "--y"
+    passed, outcome = launcher.run_all(
+        ["-q", "--no-prefix", "--rehearse", "2x2", "--pass-local-rank", script, "--lr", "0.5", "x", "--y"],
+        ["-q", "--no-prefix", "-n", "2", script, "--lr", "0.5"],
     )
-    assert sorted(outcome.out_lines) == [
-        "0 0 0.5 ['x', '--y']",
-        "1 1 0.5 ['x', '--y']",
-        "2 0 0.5 ['x', '--y']",
-        "3 1 0.5 ['x', '--y']",
-    ]
-    outcome = launcher.run("-q", "--no-prefix", "-n", "2", script, "--lr", "0.5")
+    assert sorted(passed.out_lines) == [f"{rank} {rank % 2} 0.5 ['x', '--y']" for rank in range(4)]
     assert sorted(outcome.out_lines) == ["0 -1 0.5 []", "1 -1 0.5 []"]

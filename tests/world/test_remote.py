@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +17,6 @@ __all__ = ["hosts", "remote"]  # fixtures
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "text_classification.py"
 PLAIN = ("--no-preload", "-q")  # nothing imports torch that the script does not import
 
 
@@ -111,10 +106,9 @@ def test_a_rank_of_another_host_that_fails_is_shown_as_one_of_this_host(remote: 
     assert lines(job.out) == ["[rank 0] begins", "[rank 1] begins"]
 
 
-@pytest.mark.parametrize(("end", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137), ("os._exit(0)", 0)])
-def test_the_exit_code_is_that_of_the_rank(remote: RemoteLauncher, end: str, code: int) -> None:
-    script = remote.script(f"import os, sys\nif os.environ['RANK'] == '1': {end}\n")
-    assert remote.run(*PLAIN, "-H", "h0,h1", script).process.returncode == code
+def test_exit_code_is_that_of_the_rank(remote: RemoteLauncher) -> None:
+    script = remote.script("import os, sys\nif os.environ['RANK'] == '1': sys.exit(7)\n")
+    assert remote.run(*PLAIN, "-H", "h0,h1", script).process.returncode == 7
 
 
 def test_programs_that_are_not_python(remote: RemoteLauncher) -> None:
@@ -122,16 +116,19 @@ def test_programs_that_are_not_python(remote: RemoteLauncher) -> None:
     assert lines(job.out) == ["[rank 0] h0 0 of 3: a b c", "[rank 1] h1 1 of 3: a b c", "[rank 2] h1 2 of 3: a b c"]
 
 
-def test_much_output_arrives_whole_and_in_order(remote: RemoteLauncher) -> None:
+def test_much_output_and_input_arrive_whole_and_in_order(remote: RemoteLauncher) -> None:
+    """A rank reads what is typed only as fast as it wants."""
     script = remote.script("""
-        import os
+        import sys
         for number in range(60000):
             print(f"{number:06} {'x' * 60}")
+        print(len(sys.stdin.buffer.read()))
     """)
-    job = remote.run(*PLAIN, "-H", "h0,h1", script)
+    data = os.urandom(1 << 22)
+    job = remote.run(*PLAIN, "--stdin", "1", "-H", "h0,h1", script, stdin=data)
     for rank in range(2):
         own = [line.split()[2] for line in job.out.splitlines() if line.startswith(f"[rank {rank}]")]
-        assert own == [f"{number:06}" for number in range(60000)]
+        assert own == [*(f"{number:06}" for number in range(60000)), str(len(data) * rank)]
 
 
 WAITING = """
@@ -220,45 +217,16 @@ def test_a_directory_and_a_script_that_are_missing_on_a_host(remote: RemoteLaunc
     ("arguments", "said"),
     [
         (["-H", "h0,h9"], "ended with exit code 1 before the host had joined: no host h9"),
-        (["-H", "h0,h1:2,h1"], None),  # neighbours of the same name are added up
-        (["-H", "h0,h1,h0"], "h0 is listed twice"),
         (["-H", "h0,h1", "--interface", "ib7"], "has no interface of that name"),
         (["-H", "h0,h1", "--debug", "0"], "which ranks on other hosts do not have"),
-        (["-H", "h0,h1", "--rehearse", "2x2"], "--rehearse"),
-        (["-n", "5", "-H", "h0:2,h1:2"], "the hosts take 4 ranks"),
     ],
 )
-def test_mistakes_cost_one_line(remote: RemoteLauncher, arguments: list[str], said: str | None) -> None:
-    began = time.monotonic()
+def test_mistakes_cost_one_line(remote: RemoteLauncher, arguments: list[str], said: str) -> None:
     job = remote.run(*PLAIN, *arguments, remote.script("import os; print(os.environ['RANK'])"))
-    if said is None:
-        assert len(job.out.splitlines()) == 4, job.said()
-        return
     assert job.process.returncode in (1, 2)
     assert said in job.err, job.said()
     assert len(job.err.splitlines()) == len(set(job.err.splitlines())) <= 2  # a line for each host that is to blame
     assert job.out == ""
-    assert time.monotonic() - began < 60  # within 10 s on a quiet machine
-
-
-def test_a_rank_reads_what_is_typed_only_as_fast_as_it_wants(remote: RemoteLauncher) -> None:
-    script = remote.script("import sys; print(len(sys.stdin.buffer.read()))")
-    data = os.urandom(1 << 22)
-    job = remote.run(*PLAIN, "--stdin", "1", "-H", "h0,h1", script, stdin=data)
-    assert lines(job.out) == ["[rank 0] 0", f"[rank 1] {len(data)}"], job.said()
-
-
-def test_the_text_example_trains_over_two_hosts(remote: RemoteLauncher) -> None:
-    pytest.importorskip("snownlp")
-    words = ("--no-prefix", "-q", "-x", "OMP_NUM_THREADS=1")
-    example = (str(EXAMPLE), "--limit", "512", "--batch-size", "66", "--epochs", "1", "--dropout", "0")
-    job = remote.run(*words, "-H", "h0,h1", *example)
-    assert job.process.returncode == 0, job.said()
-    here = [sys.executable, "-m", "phalanx", "run", *words, "-n", "2", *example]
-    expected = subprocess.run(here, cwd=remote.folder, capture_output=True, text=True, check=True)
-    for name in ("loss", "accuracy", "ranks"):
-        found, known = (json.loads(out.splitlines()[-1])[name] for out in (job.out, expected.stdout))
-        assert found == pytest.approx(known, rel=1e-5), job.said()
 
 
 def test_files_of_ranks_on_other_hosts_are_here(remote: RemoteLauncher) -> None:
@@ -296,8 +264,7 @@ wait $!
 """
 
 
-@pytest.mark.parametrize("end", ["by itself", "by SIGKILL"])
-def test_the_recipe_for_pods(remote: RemoteLauncher, end: str) -> None:
+def test_the_recipe_for_pods(remote: RemoteLauncher) -> None:
     page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
     (recipe,) = [
         block for block in re.findall(r"^```sh\n(.*?)^```$", page, re.M | re.S) if 'kubectl exec -i "' in block
@@ -309,13 +276,12 @@ def test_the_recipe_for_pods(remote: RemoteLauncher, end: str) -> None:
     remote.starter = ["--starter", "./in-pod"]
     script = remote.script("""
         import os, sys, time
-        print(os.uname().nodename, os.environ["RANK"], sys.argv[2], flush=True)
-        time.sleep(600 if sys.argv[1] == "by SIGKILL" else 0)
+        print(os.uname().nodename, os.environ["RANK"], sys.argv[1], flush=True)
+        time.sleep(600)
     """)
     path = {"PATH": f"{remote.folder}:{os.environ['PATH']}:/usr/sbin:/sbin"}
-    job = remote.start(*PLAIN, "-H", "h0:1,h1:2", script, end, "a 'b'", environment=path)
-    job.wait_for_lines(3, "a 'b'") if end == "by SIGKILL" else job.finish()
+    job = remote.start(*PLAIN, "-H", "h0:1,h1:2", script, "a 'b'", environment=path)
+    job.wait_for_lines(3, "a 'b'")
     assert lines(job.out) == ["[rank 0] h0 0 a 'b'", "[rank 1] h1 1 a 'b'", "[rank 2] h1 2 a 'b'"], job.said()
-    if end == "by SIGKILL":
-        os.kill(job.process.pid, signal.SIGKILL)
-    assert job.finish() == (-signal.SIGKILL if end == "by SIGKILL" else 0)
+    os.kill(job.process.pid, signal.SIGKILL)
+    assert job.finish() == -signal.SIGKILL

@@ -73,13 +73,6 @@ def test_ranks_run_on_the_hosts_of_the_job(remote: RemoteLauncher) -> None:
     assert "note: ranks run on 2 hosts of LSF's job 9" in job.err
 
 
-def test_a_rank_that_fails_ends_the_job(remote: RemoteLauncher) -> None:
-    script = remote.script("import os, time\nif os.environ['RANK'] == '1': os._exit(9)\ntime.sleep(600)\n")
-    job = remote.run("--no-preload", "-q", script, environment=job_of(remote, "h0 1 h1 1"))
-    assert job.process.returncode == 9, job.said()
-    assert job.err.startswith("phalanx: rank 1 of 2 failed\n  host h1, pid "), job.said()
-
-
 def test_a_host_that_is_not_of_the_job(remote: RemoteLauncher) -> None:
     # As with a list that a script has changed.
     words = ("--starter", "blaunch", "-H", "h0,h1")

@@ -61,15 +61,6 @@ def test_ranks_are_started_by_ssh(remote: RemoteLauncher) -> None:
     assert job.out == "[rank 0] input\n"
 
 
-def test_nothing_is_left_when_the_head_is_killed(remote: RemoteLauncher) -> None:
-    script = remote.script("import time; print('ready', flush=True); time.sleep(600)")
-    job = remote.start(*PLAIN, "-H", "h0:2,h1:2", script)
-    job.wait_for_lines(4, "ready")
-    os.kill(job.process.pid, signal.SIGKILL)
-    job.finish()
-    remote.check()
-
-
 def test_nothing_is_left_when_the_head_is_killed_and_an_agent_was_stopped(remote: RemoteLauncher) -> None:
     script = remote.script("import time; print('ready', flush=True); time.sleep(600)")
     job = remote.start(*PLAIN, "-H", "h0:2,h1:2", script)

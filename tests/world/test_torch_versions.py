@@ -44,20 +44,16 @@ ALONE = """
 """
 
 
-def test_the_oldest_release_is_that_of_the_package() -> None:
+def test_releases_of_the_package_the_page_and_make_agree() -> None:
     oldest = ".".join(map(str, torch_versions.OLDEST))
     assert f'dependencies = ["torch>={oldest}",' in (ROOT / "pyproject.toml").read_text()
     assert min(torch_versions.TRIED) == torch_versions.OLDEST
+    for name in ("docs/compatibility.md", "requirements/torch-versions.txt"):
+        found = re.findall(r"\b(\d+)\.(\d+)\.\d+\b", (ROOT / name).read_text())
+        assert set(torch_versions.TRIED) <= {(int(major), int(minor)) for major, minor in found}, name
 
 
-def test_the_page_and_the_make_target_have_every_release() -> None:
-    page = (ROOT / "docs/compatibility.md").read_text()
-    for name, text in (("the page", page), ("make", (ROOT / "requirements/torch-versions.txt").read_text())):
-        found = {(int(major), int(minor)) for major, minor in re.findall(r"\b(\d+)\.(\d+)\.\d+\b", text)}
-        assert set(torch_versions.TRIED) <= found, name
-
-
-def test_a_newer_torch_is_noted_once() -> None:
+def test_newer_torch_is_noted_once() -> None:
     script = """
         import torch
         torch.__version__ = "9.1.0"
@@ -72,6 +68,9 @@ def test_a_newer_torch_is_noted_once() -> None:
     done = run(script)
     assert done.stdout == "[1.0, 1.0]\n", done.stderr
     assert done.stderr.count("torch 9.1.0 is newer than every release that this Phalanx was tried on") == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch_versions.note_if_newer("9.1.0", 1)  # rank 0 does
 
 
 @pytest.mark.parametrize("version", ["2.13.0", "2.15.7+cpu", "2.15.0a0+git123", "unknown"])
@@ -80,15 +79,6 @@ def test_a_release_that_was_tried_is_not_noted(version: str) -> None:
         warnings.simplefilter("error")
         torch_versions.note_if_newer(version, 0)
         torch_versions.refuse_if_older(version)
-
-
-def test_only_rank_0_notes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_versions, "_noted", False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        torch_versions.note_if_newer("9.1.0", 1)
-    with pytest.warns(UserWarning, match=r"9\.1\.0"):
-        torch_versions.note_if_newer("9.1.0", 0)
 
 
 def test_an_older_torch_is_refused_in_words() -> None:
@@ -151,8 +141,8 @@ def test_torchcomms_for_every_backend_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="torch has gather_single from 2.14 on")
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_gather_single(size: int) -> None:
+def test_gather_single() -> None:
+    size = 3
     c10d: Any = dist
 
     def body(member: Member) -> list[list[float]]:
