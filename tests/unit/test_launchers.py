@@ -126,9 +126,7 @@ def test_two_launchers_that_contradict_each_other_are_both_shown(job: str, stale
     assert f"{own.name} says rank 2 of {own.number('world_size')}" in message
 
 
-def test_host_finds_itself_in_a_list_by_its_own_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_finds_itself_in_a_list_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A login shell exports HOSTNAME, and a launcher hands it on to processes on other hosts."""
     path = tmp_path / "rankfile"
     path.write_text("launch\nn1\nn1\nn2\nn2\n")

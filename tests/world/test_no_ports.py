@@ -86,7 +86,8 @@ def shards(member: Member) -> None:
 
 
 def functions(member: Member) -> None:
-    group, tensor = dist.group.WORLD, torch.ones(member.size)
+    group: Any = dist.group.WORLD
+    tensor = torch.ones(member.size)
     functional.all_reduce(tensor, "sum", group).sum().item()
     functional.all_gather_tensor(tensor, 0, group).sum().item()
     functional.reduce_scatter_tensor(tensor, "sum", 0, group).sum().item()
