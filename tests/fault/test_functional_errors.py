@@ -23,7 +23,7 @@ from torch.distributed import _functional_collectives as functional
 from phalanx.errors import CollectiveMismatch, PeerLost
 
 Mistake = Callable[[Any, bool, int], object]
-SIZES = [2, 3]
+SIZE = 3
 
 
 def elements(odd: bool, size: int = 1) -> torch.Tensor:
@@ -90,20 +90,19 @@ MISTAKES: list[Mistake] = [
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("size", SIZES)
-def test_calls_that_differ_are_phalanxs_error_with_lines_of_the_script(size: int) -> None:
+def test_calls_that_differ_are_phalanxs_error_with_lines_of_the_script() -> None:
     def body(member: Member) -> dict[str, BaseException]:
         member.join()
         errors: dict[str, BaseException] = {}
         for mistake in MISTAKES:
             group = dist.new_group()
             with pytest.raises(RuntimeError) as caught:
-                mistake(group, member.rank == 1, size)
+                mistake(group, member.rank == 1, SIZE)
             errors[mistake.__name__] = caught.value
             dist.barrier()
         return errors
 
-    for errors in on_ranks(body, size):
+    for errors in on_ranks(body, SIZE):
         for name, error in errors.items():
             assert type(error) is CollectiveMismatch, (name, error)
             assert "running the callback" not in str(error)
@@ -111,9 +110,8 @@ def test_calls_that_differ_are_phalanxs_error_with_lines_of_the_script(size: int
             assert all(f" at {Path(__file__)}:" in call for call in calls), (name, str(error))
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("waits", [all_reduce, all_gather, compiled])
-def test_a_rank_that_is_killed_is_phalanxs_error(size: int, waits: Mistake) -> None:
+def test_a_rank_that_is_killed_is_phalanxs_error(waits: Mistake) -> None:
     def body(member: Member) -> None:
         member.join()
         if waits is compiled:
@@ -121,9 +119,9 @@ def test_a_rank_that_is_killed_is_phalanxs_error(size: int, waits: Mistake) -> N
         dist.barrier()
         if member.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        waits(dist.group.WORLD, False, size)
+        waits(dist.group.WORLD, False, SIZE)
 
-    for outcome in run_ranks(body, size):
+    for outcome in run_ranks(body, SIZE):
         if outcome.rank != 1:
             assert type(outcome.error) is PeerLost, outcome.traceback
             assert outcome.error.rank == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import signal
 import threading
-import time
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -20,20 +19,12 @@ from phalanx.errors import ClosedError, PhalanxError, ReentryError
 WAIT_S = 30.0
 
 
-def wait_for(member: Member, name: str) -> None:
-    patience = time.monotonic() + WAIT_S
-    while not (member.folder / name).exists():
-        assert time.monotonic() < patience, name
-        time.sleep(0.005)
-
-
 def interrupt_when_waiting(handler: object) -> None:
     signal.signal(signal.SIGALRM, handler)  # type: ignore[arg-type]
     when_waiting(lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM))
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_handler_may_destroy_the_group_whose_operation_it_interrupts(size: int) -> None:
+def test_handler_may_destroy_the_group_that_it_interrupts() -> None:
     """The interrupted call ends with an error on every rank, and the memory is given back behind it."""
 
     def body(member: Member) -> bool:
@@ -41,14 +32,14 @@ def test_a_handler_may_destroy_the_group_whose_operation_it_interrupts(size: int
         group: Any = dist.group.WORLD
         dist.barrier()
         if member.rank:
-            wait_for(member, "ended")
+            member.await_said("ended")
             with pytest.raises(PhalanxError):
                 dist.all_reduce(torch.ones(4))
             return True
         interrupt_when_waiting(lambda *_: dist.destroy_process_group())
         with pytest.raises(PhalanxError):
             dist.all_reduce(torch.ones(4))
-        (member.folder / "ended").touch()
+        member.say("ended")
         assert not dist.is_initialized()
         for thread in threading.enumerate():
             if thread.name == "phalanx-closing":
@@ -58,12 +49,11 @@ def test_a_handler_may_destroy_the_group_whose_operation_it_interrupts(size: int
             group.sum_in_place(torch.ones(4))
         return True
 
-    assert on_ranks(body, size, timeout_s=60) == [True] * size
+    assert on_ranks(body, 3, timeout_s=60) == [True] * 3
 
 
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("call", ["sum_in_place", "barrier", "async"])
-def test_a_handler_that_calls_the_group_it_interrupts_is_told(call: str, size: int) -> None:
+def test_a_handler_that_calls_the_group_it_interrupts_is_told(call: str) -> None:
     """It gets the error, and the interrupted call goes on if the handler lets it."""
 
     def body(member: Member) -> bool:
@@ -83,32 +73,31 @@ def test_a_handler_that_calls_the_group_it_interrupts_is_told(call: str, size: i
                     work[0].wait()
             except ReentryError as error:
                 told.append(error)
-            (member.folder / "told").touch()
+            member.say("told")
 
         tensor = torch.ones(4)
         if member.rank:
-            wait_for(member, "told")
+            member.await_said("told")
         else:
             interrupt_when_waiting(handler)
         dist.all_reduce(tensor)
-        assert tensor.tolist() == [float(size)] * 4
+        assert tensor.tolist() == [3.0] * 4
         if call == "async":  # queued behind the interrupted one
             (work[0].wait() if work else dist.all_reduce(torch.ones(1)))
         dist.barrier()
         dist.destroy_process_group()
         return member.rank > 0 or (len(told) == 1 and "signal handler" in str(told[0]))
 
-    assert on_ranks(body, size, timeout_s=60) == [True] * size
+    assert on_ranks(body, 3, timeout_s=60) == [True] * 3
 
 
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("leave", [False, True], ids=["barrier", "destroy"])
-def test_an_interrupt_in_a_queued_operation_is_raised_by_the_call_that_ran_it(leave: bool, size: int) -> None:
+def test_interrupt_in_a_queued_operation_is_raised_by_its_caller(leave: bool) -> None:
     def body(member: Member) -> bool:
         member.join(timeout_s=WAIT_S)
         dist.barrier()
         if member.rank:
-            wait_for(member, "ended")
+            member.await_said("ended")
             return True
         group: Any = dist.group.WORLD
         # What submit() does, without the thread that might be first.
@@ -117,46 +106,20 @@ def test_an_interrupt_in_a_queued_operation_is_raised_by_the_call_that_ran_it(le
         interrupt_when_waiting(signal.default_int_handler)
         with pytest.raises(KeyboardInterrupt):
             (dist.destroy_process_group if leave else dist.barrier)()
-        (member.folder / "ended").touch()
+        member.say("ended")
         assert work is not None
         assert isinstance(work.exception(), KeyboardInterrupt)
         return True
 
-    assert on_ranks(body, size, timeout_s=60) == [True] * size
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_message_waits_on_another_thread_while_a_handler_runs(size: int) -> None:
-    def body(member: Member) -> bool:
-        member.join(timeout_s=WAIT_S)
-        dist.barrier()
-        if member.rank == 0:
-            inbox = torch.zeros(1)
-            request = dist.irecv(inbox, src=1)
-            interrupt_when_waiting(lambda *_: time.sleep(0.4))
-            dist.all_reduce(torch.ones(1))
-            assert request is not None
-            request.wait()
-            assert inbox.item() == 1.0
-        else:
-            time.sleep(0.8)
-            dist.all_reduce(torch.ones(1))
-            if member.rank == 1:
-                dist.send(torch.ones(1), dst=0)
-        dist.barrier()
-        dist.destroy_process_group()
-        return True
-
-    assert on_ranks(body, size, timeout_s=60) == [True] * size
+    assert on_ranks(body, 3, timeout_s=60) == [True] * 3
 
 
 class Interrupted(Exception):
     """What the handler of a program's own alarm raises."""
 
 
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("call", ["irecv", "isend"])
-def test_an_interrupt_in_the_call_that_begins_a_message_breaks_the_group(call: str, size: int) -> None:
+def test_interrupt_in_the_call_that_begins_a_message_breaks_the_group(call: str) -> None:
     """The transport has the message, and nobody could wait for it: its tensor stays, and no later call takes it."""
     large = 1 << 20
 
@@ -165,7 +128,7 @@ def test_an_interrupt_in_the_call_that_begins_a_message_breaks_the_group(call: s
         dist.barrier()
         group: Any = dist.group.WORLD
         if member.rank == 1:
-            wait_for(member, "interrupted")
+            member.await_said("interrupted")
             with pytest.raises(PhalanxError) as broken:
                 dist.send(torch.ones(large), dst=0) if call == "irecv" else dist.recv(torch.ones(large), src=0)
             words = "recv from" if call == "irecv" else "send to"
@@ -173,7 +136,7 @@ def test_an_interrupt_in_the_call_that_begins_a_message_breaks_the_group(call: s
             assert "test_signals.py:" in str(broken.value)
             return True
         if member.rank:
-            wait_for(member, "interrupted")
+            member.await_said("interrupted")
             return True
 
         def handler(number: int, frame: FrameType | None) -> None:
@@ -200,9 +163,9 @@ def test_an_interrupt_in_the_call_that_begins_a_message_breaks_the_group(call: s
         place = begin_message()
         gc.collect()
         assert torch.zeros(large).data_ptr() != place
-        (member.folder / "interrupted").touch()
+        member.say("interrupted")
         with pytest.raises(PhalanxError):
             dist.all_reduce(torch.ones(4))
         return True
 
-    assert on_ranks(body, size, timeout_s=60) == [True] * size
+    assert on_ranks(body, 3, timeout_s=60) == [True] * 3

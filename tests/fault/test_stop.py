@@ -111,18 +111,14 @@ def test_a_launcher_that_cannot_be_asked_is_killed_with_its_job(launcher: Launch
 
 def test_a_wrong_name_says_which_jobs_there_are(launcher: Launcher) -> None:
     job = start(launcher)
-    name = id_of(job)
-    done = stop("no-such-job")
-    assert done.returncode == 2
-    assert "no job no-such-job of yours runs on this host; these do:" in done.stderr
-    assert f"{name}  pid {job.pid}" in done.stderr
-    other = start(launcher)
-    both = stop("")
-    assert both.returncode == 2
-    assert "The name given is empty; these run on this host:" in both.stderr
-    assert name in both.stderr
-    assert id_of(other) in both.stderr
+    for wrong, words in (
+        ("no-such-job", "no job no-such-job of yours runs on this host; these do:"),
+        ("", "The name given is empty; these run on this host:"),
+    ):
+        done = stop(wrong)
+        assert done.returncode == 2
+        assert words in done.stderr
+        assert f"{id_of(job)}  pid {job.pid}" in done.stderr
     assert job.process.poll() is None
-    for one in (job, other):
-        assert stop(str(one.pid)).returncode == 0
-        one.finish()
+    assert stop(str(job.pid)).returncode == 0
+    job.finish()

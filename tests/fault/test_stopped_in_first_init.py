@@ -11,21 +11,26 @@ import time
 from typing import Any
 
 import pytest
-from tests.fault.test_gone_in_first_init import Fault, fall_at, join, under_launcher
+from tests.fault.test_gone_in_first_init import Fault, fall_at, join, ranks_of, under_launcher
 from tests.support.ranks import Member
 
 from phalanx.errors import InitializationError
+from phalanx.store import company
 from phalanx.topology import device
+from phalanx.transports import meeting_store
 from phalanx.transports.shm import segment
 
-GIVEN_UP_S = 12.0  # several times what it takes to be told, since the others wait for it
+SOON_S = 0.3  # in place of the seconds for which a rank is stopped before the user is told
+GIVEN_UP_S = 3.5  # many times what it takes to be told, since the others wait for it
 ALL_STEPS_S = 2.9 * GIVEN_UP_S  # a rank that waits in several steps, each as long, needs more
 
 WORLD = importlib.import_module("phalanx.world")
 
 
-def stopped(member: Member, by: str, size: int, victim: int, place: Any, step: str) -> tuple[str, float, str]:
+def stopped(member: Member, by: str, victim: int, place: Any, step: str) -> tuple[str, float, str]:
     """What this rank raises, after how long, and what it prints."""
+    for one in (company, meeting_store):
+        pytest.MonkeyPatch().setattr(one, "_STOPPED_S", SOON_S)
     if member.rank == victim:
 
         def fall() -> None:
@@ -47,17 +52,31 @@ def stopped(member: Member, by: str, size: int, victim: int, place: Any, step: s
             said = str(error)
     took_s = time.monotonic() - began
     member.say(f"told-{member.rank}")
-    others = [rank for rank in range(size) if rank != victim]
+    others = [rank for rank in range(3) if rank != victim]
     if member.rank == others[0]:
         member.await_said(*(f"told-{rank}" for rank in others), "pid")
         os.kill(int((member.folder / "pid").read_text()), signal.SIGCONT)
     return said, took_s, printed.getvalue()
 
 
-def check(by: str, size: int, victim: int, place: Any, step: str, *, torchrun: bool) -> None:
-    outcomes = under_launcher(size, lambda member: stopped(member, by, size, victim, place, step), torchrun=torchrun)
+@pytest.mark.parametrize(
+    ("by", "victim", "place", "step", "torchrun"),
+    [
+        ("init", 1, segment, "_see_each_other", True),
+        ("torch", 1, segment, "_reach", True),
+        ("torch", 2, segment, "_see_each_other", False),
+        ("init", 2, WORLD, "gather", False),
+        ("init", 0, WORLD, "gather", True),
+        ("init", 0, device, "open_device", False),
+        ("init", 0, segment, "_make_segment", False),
+    ],
+)
+def test_a_stopped_rank_is_told_once_and_named_at_the_timeout(
+    by: str, victim: int, place: Any, step: str, torchrun: bool
+) -> None:
+    outcomes = under_launcher(ranks_of(3), lambda member: stopped(member, by, victim, place, step), torchrun=torchrun)
     printed = ""
-    for outcome in outcomes[:size]:
+    for outcome in outcomes:
         if outcome.rank == victim:
             continue
         assert outcome.error is None, outcome.traceback
@@ -68,23 +87,3 @@ def check(by: str, size: int, victim: int, place: Any, step: str, *, torchrun: b
         printed += lines
     assert printed.count(f"rank {victim} (pid ") == 1, printed
     assert "is stopped (state T)" in printed
-
-
-@pytest.mark.parametrize("step", ["_reach", "_see_each_other"])
-@pytest.mark.parametrize(("by", "torchrun"), [("init", True), ("torch", True), ("torch", False), ("init", False)])
-def test_a_rank_that_is_stopped_is_told_soon_and_named_at_the_timeout(by: str, step: str, torchrun: bool) -> None:
-    check(by, 3, 1, segment, step, torchrun=torchrun)
-
-
-@pytest.mark.parametrize(
-    ("place", "step"),
-    [(WORLD, "gather"), (device, "open_device"), (segment, "_make_segment"), (segment, "_see_each_other")],
-)
-@pytest.mark.parametrize("torchrun", [True, False])
-def test_rank_0_that_is_stopped_is_told_soon_and_named_at_the_timeout(place: Any, step: str, torchrun: bool) -> None:
-    check("init", 3, 0, place, step, torchrun=torchrun)
-
-
-@pytest.mark.parametrize("victim", [2, 4])
-def test_of_five_ranks_one_tells_and_all_name_it(victim: int) -> None:
-    check("init", 5, victim, WORLD, "gather", torchrun=False)

@@ -24,7 +24,7 @@ from tests.support.waiting import soon, stop
 
 from phalanx.errors import CollectiveTimeout, PeerLost
 
-SHORT_S = 3.0
+SHORT_S = 1.5
 
 
 def sleeps(member: Member) -> None:
@@ -60,68 +60,62 @@ def lines_of(function: Callable[[Member], None]) -> range:
     return range(first, first + len(lines))
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_line_where_the_main_thread_is_of_a_rank_that_does_not_come_is_told(way: str, size: int) -> None:
+def test_line_of_a_rank_that_does_not_come_is_told(way: str) -> None:
     function = WAYS[way]
 
     def body(member: Member) -> str:
         member.join()
         dist.barrier()
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT_S))
-        if member.rank == size - 1:
+        if member.rank == 2:
             function(member)
             return ""
         with pytest.raises(CollectiveTimeout) as caught:
             dist.all_reduce(torch.ones(4))
         told(member)
-        assert caught.value.group_rank == size - 1
+        assert caught.value.group_rank == 2
         return str(caught.value)
 
-    for text in on_ranks(body, size)[:-1]:
-        who = rf"rank {size - 1} of the group \(pid \d+ on \S+\)"
+    for text in on_ranks(body, 3)[:-1]:
+        who = r"rank 2 of the group \(pid \d+ on \S+\)"
         place = re.search(rf"{who}, which is at (\S+) \((\S+):(\d+)\),", text)
         assert place is not None, text
         assert Path(place[2]).name == Path(__file__).name
         assert int(place[3]) in lines_of(function) or int(place[3]) in lines_of(all_told)  # type: ignore[arg-type]
 
 
-def test_a_rank_that_waits_in_another_group_is_told_with_the_line_of_that_call() -> None:
-    def body(member: Member) -> str:
+def test_rank_that_waits_in_another_group_is_told_with_its_line() -> None:
+    def body(member: Member) -> tuple[str, int]:
         member.join()
         pair = dist.new_group([1, 2])
         dist.barrier()
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT_S))
-        if member.rank == 1:
-            dist.all_reduce(torch.ones(4), group=pair)  # where rank 2 comes when rank 0 has been told
-            return ""
         if member.rank == 2:
-            assert soon(lambda: (member.folder / "told-0").exists())
+            member.await_said("told-0")
+        if member.rank:
+            # Rank 2 comes when rank 0 has been told.
             dist.all_reduce(torch.ones(4), group=pair)
-            return ""
+            return "", inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
         with pytest.raises(CollectiveTimeout) as caught:
             dist.all_reduce(torch.ones(4))
         told(member)
-        return str(caught.value)
+        return str(caught.value), 0
 
-    text = on_ranks(body, 3)[0]
-    lines, first = inspect.getsourcelines(test_a_rank_that_waits_in_another_group_is_told_with_the_line_of_that_call)
-    waits = first + next(number for number, line in enumerate(lines) if "group=pair)  # where" in line)
-    here = re.escape(str(Path(__file__)))
-    at_1 = re.search(rf"rank 1 of the group .* which is at body \({here}:{waits}\),", text)
+    (text, _), (_, waits), _ = on_ranks(body, 3)
+    at_1 = re.search(rf"rank 1 of the group .* which is at body \({re.escape(__file__)}:{waits}\),", text)
     at_2 = re.search(r"rank 2 of the group .* which is at ", text)
     assert at_1 or at_2, text  # the first that had not come is named
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_rank_that_is_stopped_is_told_as_stopped_and_not_asked(size: int) -> None:
+def test_stopped_rank_is_told_as_stopped_and_not_asked() -> None:
     def body(member: Member) -> str:
         member.join()
-        pids: list[int] = [0] * size
+        pids: list[int] = [0] * 3
         dist.all_gather_object(pids, os.getpid())
         dist.barrier()
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT_S))
-        if member.rank == size - 1:
+        if member.rank == 2:
             assert soon(lambda: all_told(member))
             return ""
         if member.rank == 0:
@@ -134,5 +128,5 @@ def test_a_rank_that_is_stopped_is_told_as_stopped_and_not_asked(size: int) -> N
             os.kill(pids[-1], signal.SIGCONT)
         return str(caught.value)
 
-    for text in on_ranks(body, size)[:-1]:
+    for text in on_ranks(body, 3)[:-1]:
         assert "which is stopped (state T), did not come" in text

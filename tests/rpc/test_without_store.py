@@ -5,44 +5,27 @@ from __future__ import annotations
 import os
 import signal
 import time
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 from phalanx import rpc
 from phalanx.errors import InitializationError
 from phalanx.rpc import session
 from tests.rpc import workers
 from tests.support.ranks import Member, on_ranks, run_ranks
-
-
-def with_a_store_of_rank_0(member: Member) -> None:
-    port = member.folder / "port"
-    if member.rank == 0:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        (member.folder / "part").write_text(str(store.port))
-        (member.folder / "part").rename(port)
-    else:
-        while not port.exists():
-            time.sleep(0.01)
-        store = TCPStore(
-            "127.0.0.1", int(port.read_text()), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )
-    dist.init_process_group("gloo", store=store, rank=member.rank, world_size=member.size)
+from tests.support.stores import tcp_store
 
 
 def test_workers_go_on_when_the_store_is_gone_with_its_host() -> None:
     def body(member: Member) -> Any:
-        with_a_store_of_rank_0(member)
+        dist.init_process_group("gloo", store=tcp_store(member), rank=member.rank, world_size=member.size)
         rpc.init()
-        (member.folder / f"in{member.rank}").touch()
+        member.say(f"in{member.rank}")
         to = 3 - member.rank
         if member.rank == 0:
-            while len(list(member.folder.glob("in*"))) < member.size:
-                time.sleep(0.01)
+            member.await_said("in0", "in1", "in2")
             rpc.call(1, workers.add, 1, 2)
             rpc.call(2, workers.add, 1, 2)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -50,9 +33,8 @@ def test_workers_go_on_when_the_store_is_gone_with_its_host() -> None:
             time.sleep(0.01)
         got = rpc.call(to, workers.add, 1, 2), rpc.call(f"worker{to}", workers.add, 3, 4)
         others = [found.name for found in session.agent().members()]
-        (member.folder / f"done{member.rank}").touch()
-        while not (member.folder / f"done{to}").exists():
-            time.sleep(0.01)
+        member.say(f"done{member.rank}")
+        member.await_said(f"done{to}")
         rpc.shutdown()
         return got, others
 
@@ -64,15 +46,14 @@ def test_workers_go_on_when_the_store_is_gone_with_its_host() -> None:
 
 def test_a_rank_that_waits_in_init_says_that_the_store_is_gone() -> None:
     def body(member: Member) -> Any:
-        with_a_store_of_rank_0(member)
+        dist.init_process_group("gloo", store=tcp_store(member), rank=member.rank, world_size=member.size)
         if member.rank == 0:
-            while not (member.folder / "waits").exists():
-                time.sleep(0.01)
+            member.await_said("waits")
             os.kill(os.getpid(), signal.SIGKILL)
         wait_for = session.wait_for
 
         def said(*arguments: Any) -> None:
-            (member.folder / "waits").touch()
+            member.say("waits")
             wait_for(*arguments)
 
         pytest.MonkeyPatch().setattr(session, "wait_for", said)  # in a process of its own
@@ -84,6 +65,7 @@ def test_a_rank_that_waits_in_init_says_that_the_store_is_gone() -> None:
     assert outcomes[1].error is None, outcomes[1].traceback
 
 
+@pytest.mark.long
 def test_workers_that_are_many_find_each_other() -> None:
     def body(member: Member) -> Any:
         member.join("gloo")

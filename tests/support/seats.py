@@ -205,41 +205,31 @@ def _work(order: Order) -> None:
     chance = random.Random(order.number)
     rank, size = order.rank, order.size
     for turn in range(order.operations):
-        what = chance.randrange(8)
+        what = chance.randrange(5)
         count = chance.choice([4, LARGE])
         if what == 0:
-            total = torch.full((count,), float(rank))
-            dist.all_reduce(total)
-            assert total.eq(sum(range(size))).all()
-        elif what == 1:
-            totals = [torch.full((100,), float(rank + each)) for each in range(5)]
+            totals = [torch.full((count,), float(rank + each)) for each in range(3)]
             works = [dist.all_reduce(each, async_op=True) for each in totals]
             for each, work in enumerate(works):
                 assert work is not None
                 work.wait()
                 assert totals[each].eq(sum(range(size)) + each * size).all()
-        elif what == 2:
+        elif what == 1:
             received = torch.empty(count)
             sent = dist.isend(torch.full((count,), float(rank)), (rank + 1) % size)
             dist.recv(received, (rank - 1) % size)
             assert sent is not None
             sent.wait()
             assert received.eq((rank - 1) % size).all()
-        elif what == 3:
+        elif what == 2:
             value = torch.full((count,), float(rank))
             dist.broadcast(value, turn % size)
             assert value.eq(turn % size).all()
-        elif what == 4:
-            parts = [torch.empty(count) for _ in range(size)]
-            dist.all_gather(parts, torch.full((count,), float(rank)))
-            assert [part.mean().item() for part in parts] == [float(each) for each in range(size)]
-        elif what == 5:
+        elif what == 3:
             objects: list[Any] = [None] * size
             dist.all_gather_object(objects, {"of": rank})
             assert objects == [{"of": each} for each in range(size)]
-        elif what == 6 and order.with_groups:
+        elif order.with_groups:
             group = dist.new_group()
             dist.barrier(group=group)
             dist.destroy_process_group(group)
-        else:
-            dist.barrier()

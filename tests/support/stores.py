@@ -1,22 +1,40 @@
-"""Rank 0's store and the ranks that join it, in one process."""
+"""Rank 0's store and the ranks that join it, in one process; the launcher's; and torch's."""
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from datetime import timedelta
 from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
 
 from phalanx.store.claim import Claim, Verdict
 from phalanx.store.client import Connections, JobStore, connect
 from phalanx.store.seats import Seats
 from phalanx.store.server import StoreServer
+from phalanx.store.torch_server import TorchStoreServer
 from phalanx.wire.key import Key
 from phalanx.wire.sockets import listen
+from tests.support.ranks import Member
 from tests.support.waiting import soon
 
-__all__ = ["KEY", "Job", "claim"]
+__all__ = ["KEY", "Job", "Served", "claim", "tcp_store"]
 
 KEY = Key(b"the key of the tests", "a test")
+
+
+def tcp_store(member: Member) -> TCPStore:
+    """The kind that torchrun gives its ranks; it goes with rank 0."""
+    port, timeout = member.folder / "port", timedelta(seconds=120)
+    if member.rank == 0:
+        store = TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
+        port.with_suffix(".part").write_text(str(store.port))
+        port.with_suffix(".part").rename(port)
+        return store
+    assert soon(port.exists)
+    return TCPStore("127.0.0.1", int(port.read_text()), None, False, timeout)
 
 
 def claim(rank: int, world_size: int, **more: Any) -> Claim:
@@ -70,3 +88,29 @@ class Job:
     def heard(self, words: str, timeout_s: float = 60.0) -> bool:
         """Whether rank 0 prints a line with these words in it within ``timeout_s``."""
         return soon(lambda: any(words in line for line in self.said), timeout_s)
+
+
+class Served:
+    """A store that a child process serves: some calls of torch's client keep the interpreter's lock while they wait."""
+
+    def __init__(self, **options: Any) -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.where = listener.getsockname()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                TorchStoreServer(listener, **options).serve()
+            finally:
+                os._exit(1)
+        listener.close()
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+    def client(self, timeout_s: float = 20.0) -> TCPStore:
+        host, port = self.where
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))

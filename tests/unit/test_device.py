@@ -14,54 +14,33 @@ from phalanx.topology.device import Accelerator, choose_device, shared_devices
 FOUR = Accelerator("cuda", 4)
 
 
-def test_two_machines_with_four_devices_each() -> None:
-    taken = [choose_device(rank, rank % 4, 4, None, FOUR, {}) for rank in range(8)]
-    assert [str(device) for device in taken] == [f"cuda:{index}" for index in (0, 1, 2, 3, 0, 1, 2, 3)]
-
-
-@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps", "hpu", "mtia", "privateuseone"])
-def test_no_vendor_is_special(kind: str) -> None:
-    assert str(choose_device(0, 1, 2, None, Accelerator(kind, 2), {})) == f"{kind}:1"
-
-
-def test_without_accelerators_the_cpu() -> None:
-    assert choose_device(0, 1, 2, None, None, {}) == torch.device("cpu")
-
-
-@pytest.mark.parametrize("environment", [{}, {"PHALANX_DEVICE": "cuda:2"}])
-def test_the_cpu_if_it_is_asked_for(environment: dict[str, str]) -> None:
-    assert choose_device(0, 3, 8, "cpu", FOUR, environment) == torch.device("cpu")
-
-
-def test_a_variable_asks_where_the_script_does_not() -> None:
-    assert choose_device(0, 3, 8, None, FOUR, {"PHALANX_DEVICE": "cpu"}) == torch.device("cpu")
-    assert choose_device(0, 3, 4, None, FOUR, {"PHALANX_DEVICE": "cuda"}) == torch.device("cuda", 3)
-
-
 @pytest.mark.parametrize(
-    ("accelerator", "environment"),
+    ("local_rank", "wanted", "accelerator", "environment", "device"),
     [
-        (Accelerator("cuda", 1, ("CUDA_VISIBLE_DEVICES", "3")), {}),
-        (Accelerator("cuda", 1), {"SLURM_GPUS_PER_TASK": "1"}),
-        (Accelerator("cuda", 2), {"SLURM_GPUS_PER_TASK": "2"}),
+        (3, None, FOUR, {}, "cuda:3"),
+        (1, None, Accelerator("privateuseone", 4), {}, "privateuseone:1"),
+        (0, None, None, {}, "cpu"),
+        (3, "cpu", FOUR, {"PHALANX_DEVICE": "cuda:2"}, "cpu"),
+        (3, None, FOUR, {"PHALANX_DEVICE": "cpu"}, "cpu"),
+        (3, None, FOUR, {"PHALANX_DEVICE": "cuda"}, "cuda:3"),
+        # A rank that sees only its own devices takes the first.
+        (3, None, Accelerator("cuda", 1, ("CUDA_VISIBLE_DEVICES", "3")), {}, "cuda:0"),
+        (3, None, Accelerator("cuda", 2), {"SLURM_GPUS_PER_TASK": "2"}, "cuda:0"),
     ],
 )
-def test_a_rank_that_sees_only_its_own_devices_takes_the_first(
-    accelerator: Accelerator, environment: dict[str, str]
+def test_which_device_a_rank_of_four_on_its_host_takes(
+    local_rank: int, wanted: str | None, accelerator: Accelerator | None, environment: dict[str, str], device: str
 ) -> None:
-    assert choose_device(0, 3, 4, None, accelerator, environment) == torch.device("cuda", 0)
+    assert str(choose_device(5, local_rank, 4, wanted, accelerator, environment)) == device
 
 
 def test_more_ranks_than_devices_is_told_to_every_rank_of_the_host() -> None:
-    for local_rank in range(5):
+    for local_rank in (0, 4):
         with pytest.raises(DeviceError, match=r"5 ranks on this host, but only 4 cuda devices\. Start at most 4 ranks"):
             choose_device(0, local_rank, 5, None, FOUR, {})
-
-
-def test_what_hides_the_others_is_named() -> None:
-    accelerator = Accelerator("cuda", 2, ("CUDA_VISIBLE_DEVICES", "0,2"))
+    hidden = Accelerator("cuda", 2, ("CUDA_VISIBLE_DEVICES", "0,2"))
     with pytest.raises(DeviceError, match=r"only 2 cuda devices \(CUDA_VISIBLE_DEVICES=0,2\)"):
-        choose_device(0, 0, 4, None, accelerator, {})
+        choose_device(0, 0, 4, None, hidden, {})
 
 
 @pytest.mark.parametrize(
@@ -110,9 +89,6 @@ def test_what_this_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.find_accelerator({"HIP_VISIBLE_DEVICES": "1,5"}) == Accelerator(
         "cuda", 2, ("HIP_VISIBLE_DEVICES", "1,5")
     )
-
-
-def test_all_hidden_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "accelerator", StandIn("cuda", 0))
     assert devices.find_accelerator({"CUDA_VISIBLE_DEVICES": ""}) is None
 

@@ -6,10 +6,7 @@ its own) and the answer, with null where this launcher does not say. ``origin`` 
 
 from __future__ import annotations
 
-import ast
 import json
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,6 @@ from hypothesis import strategies as st
 
 from phalanx.errors import LauncherEnvironmentError
 from phalanx.place.environment import Reading, read_environment
-from phalanx.place.launcher import FIELDS as LAUNCHER_FIELDS
 from phalanx.place.launcher import Kind
 from phalanx.place.launchers import LAUNCHERS
 from phalanx.place.listing import launcher_table
@@ -29,7 +25,6 @@ from phalanx.system.host import Host
 from phalanx.topology.topology import Whereabouts, arrange
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "src" / "phalanx"
 FOLDER = ROOT / "tests" / "data" / "launchers"
 FACTS = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes")
 
@@ -100,44 +95,6 @@ def test_the_table_of_the_documentation_is_that_of_the_rows() -> None:
         assert row.traits.pass_on in page
 
 
-def test_no_other_file_names_a_launcher() -> None:
-    """Neither its name nor a variable of its own, but in comments and docstrings."""
-    torchruns = {
-        name for row in LAUNCHERS if row.name in ("torchrun", "env") for name in row.variables(*LAUNCHER_FIELDS)
-    }
-    variables = {
-        name
-        for row in LAUNCHERS
-        for name in (*row.all_of, *row.any_of, *row.none_of, *row.variables(*LAUNCHER_FIELDS), *row.own_devices)
-        if name.partition("_")[0] not in ("RANK", "WORLD", "LOCAL", "MASTER", "TORCHELASTIC", "PHALANX")
-    } - torchruns
-    names = {row.name for row in LAUNCHERS} - {"phalanx", "env", "tpu"}
-    wrong = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if path.parent.name == "place" or path.name == "mpi_launcher.py":
-            continue
-        for text in strings(ast.parse(path.read_text())):
-            said = [name for name in variables if re.search(rf"\b{name}\b", text)] + [text] * (text in names)
-            wrong += [f"{path.relative_to(PACKAGE)}: {name}" for name in said]
-    assert not wrong
-
-
-def strings(tree: ast.AST) -> Iterator[str]:
-    """The texts of a module that are not docstrings."""
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if (
-            isinstance(body, list)
-            and body
-            and isinstance(body[0], ast.Expr)
-            and isinstance(body[0].value, ast.Constant)
-        ):
-            body[0].value = ast.Constant(None)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
-
-
 def test_a_job_inside_an_allocation_is_that_of_its_own_launcher() -> None:
     kubernetes = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "PET_NNODES": "2", "PET_NODE_RANK": "0"}
     step = next(job for job in JOBS if job.name == "slurm-block").environments[1]
@@ -153,11 +110,8 @@ def test_a_job_inside_an_allocation_is_that_of_its_own_launcher() -> None:
     ("job", "stale"),
     [
         ("mpich-block", {"RANK": "0", "WORLD_SIZE": "1"}),
-        ("openmpi5-block", {"RANK": "0", "WORLD_SIZE": "4"}),
-        ("slurm-block", {"RANK": "0", "WORLD_SIZE": "8"}),
         ("openmpi5-block", {"PMI_RANK": "0", "PMI_SIZE": "2"}),
         ("torchrun-block", {"PMI_RANK": "1", "PMI_SIZE": "4"}),
-        ("tpu", {"RANK": "0", "WORLD_SIZE": "9"}),
         ("horovod-block", {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "9"}),
     ],
 )
@@ -172,9 +126,7 @@ def test_two_launchers_that_contradict_each_other_are_both_shown(job: str, stale
     assert f"{own.name} says rank 2 of {own.number('world_size')}" in message
 
 
-def test_a_host_finds_itself_in_a_list_by_its_own_name_and_not_by_one_it_inherited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_finds_itself_in_a_list_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A login shell exports HOSTNAME, and a launcher hands it on to processes on other hosts."""
     path = tmp_path / "rankfile"
     path.write_text("launch\nn1\nn1\nn2\nn2\n")
@@ -186,42 +138,23 @@ def test_a_host_finds_itself_in_a_list_by_its_own_name_and_not_by_one_it_inherit
     assert read(step).number("node_rank") is None
 
 
-def test_another_launcher_that_says_the_same_is_no_contradiction() -> None:
-    environment = next(job for job in JOBS if job.name == "mpich-cyclic").environments[1]
-    place = read_environment(
-        {**environment, "RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h0", "MASTER_PORT": "1234"}, []
-    ).place()
-    assert (place.launcher, place.rank, place.master_addr, place.master_port) == ("mpich", 1, "h0", 1234)
-
-
 @pytest.mark.parametrize(
-    ("environment", "arguments", "launcher", "local_rank"),
+    ("environment", "arguments", "launcher"),
     [
-        ({}, [], "none", 0),
-        ({}, ["--local_rank", "-1"], "none", 0),
-        ({}, ["--local_rank=0", "--lr", "1"], "none", 0),
-        ({"LOCAL_RANK": "-1"}, [], "none", 0),
-        ({"RANK": "-1"}, [], "none", 0),
-        ({"RANK": "-1", "WORLD_SIZE": "-1", "LOCAL_RANK": "-1"}, [], "none", 0),
-        ({"RANK": "-1", "WORLD_SIZE": "1"}, [], "none", 0),
-        ({"RANK": "", "WORLD_SIZE": ""}, [], "none", 0),
-        ({"RANK": "", "WORLD_SIZE": "1", "LOCAL_RANK": ""}, [], "none", 0),
-        ({"WORLD_SIZE": "-1", "LOCAL_RANK": "0"}, [], "none", 0),
-        ({"MASTER_ADDR": "h1", "MASTER_PORT": "29500"}, ["--local_rank=-1"], "none", 0),
-        ({"WORLD_SIZE": "1"}, [], "env", 0),
-        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "-1"}, [], "env", 0),
-        ({"SLURM_NTASKS": "8"}, [], "none", 0),
-        ({"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, [], "none", 0),
-        ({"AZUREML_EXPERIMENT_ID": "e"}, [], "none", 0),
-        ({"KUBERNETES_SERVICE_HOST": "10.96.0.1"}, [], "none", 0),
+        ({}, [], "none"),
+        ({}, ["--local_rank=0", "--lr", "1"], "none"),
+        ({"RANK": "-1", "WORLD_SIZE": "-1", "LOCAL_RANK": "-1"}, [], "none"),
+        ({"RANK": "", "WORLD_SIZE": "1", "LOCAL_RANK": ""}, [], "none"),
+        ({"MASTER_ADDR": "h1", "MASTER_PORT": "29500"}, ["--local_rank=-1"], "none"),
+        ({"WORLD_SIZE": "1"}, [], "env"),
+        ({"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, [], "none"),
+        ({"KUBERNETES_SERVICE_HOST": "10.96.0.1"}, [], "none"),
     ],
 )
-def test_the_conventions_for_a_world_of_one(
-    environment: dict[str, str], arguments: list[str], launcher: str, local_rank: int
-) -> None:
+def test_the_conventions_for_a_world_of_one(environment: dict[str, str], arguments: list[str], launcher: str) -> None:
     place = read_environment(environment, arguments).place()
     assert (place.launcher, place.rank, place.world_size) == (launcher, 0, 1)
-    assert (place.local_rank, place.local_world_size, place.node_rank, place.num_nodes) == (local_rank, 1, 0, 1)
+    assert (place.local_rank, place.local_world_size, place.node_rank, place.num_nodes) == (0, 1, 0, 1)
 
 
 def test_the_older_argument_gives_the_local_rank() -> None:
@@ -238,31 +171,21 @@ def test_the_older_argument_gives_the_local_rank() -> None:
     [
         ({"RANK": "0"}, [], ["RANK=0", "WORLD_SIZE is not set"]),
         ({"WORLD_SIZE": "2"}, [], ["WORLD_SIZE=2", "RANK is not set"]),
-        ({"RANK": "0", "WORLD_SIZE": "0"}, [], ["WORLD_SIZE=0"]),
         ({"RANK": "2", "WORLD_SIZE": "2"}, [], ["RANK=2", "WORLD_SIZE=2"]),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, [], ["RANK=-1", "WORLD_SIZE=2"]),
-        ({"WORLD_SIZE": "", "RANK": "1"}, [], ["WORLD_SIZE=''"]),
-        ({"RANK": "-1", "LOCAL_RANK": "1"}, [], ["RANK=-1"]),
         ({"RANK": "one", "WORLD_SIZE": "2"}, [], ["RANK='one'"]),
-        ({"RANK": "", "WORLD_SIZE": "2"}, [], ["RANK=''"]),
         ({"RANK": "1", "WORLD_SIZE": "1_0"}, [], ["WORLD_SIZE='1_0'"]),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "99999"}, [], ["MASTER_PORT=99999"]),
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "2"}, [], ["LOCAL_RANK=2", "WORLD_SIZE=2"]),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, ["--local_rank=1"], ["--local_rank=1", "LOCAL_RANK=0"]),
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3"}, [], ["LOCAL_WORLD_SIZE=3", "WORLD_SIZE=2"]),
         ({}, ["--local_rank", "x"], ["--local_rank='x'"]),
-        ({}, ["--local_rank=2"], ["--local_rank=2"]),
         ({"LOCAL_RANK": "2"}, [], ["LOCAL_RANK=2"]),
         ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, [], ["LOCAL_WORLD_SIZE=2"]),
         ({"PMI_SIZE": "2"}, [], ["PMI_SIZE=2", "PMI_RANK is not set"]),
         ({"PMI_PORT": "h:1", "PMI_ID": "0"}, [], ["start it without -pmi-port"]),
-        ({"OMPI_COMM_WORLD_RANK": "0"}, [], ["OMPI_COMM_WORLD_RANK=0", "OMPI_COMM_WORLD_SIZE is not set"]),
-        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "x", "SLURM_NTASKS": "1"}, [], ["SLURM_PROCID='x'"]),
         ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}, [], ["SLURM_PROCID is not set"]),
         ({"SM_TRAINING_ENV": "{}", "SM_HOSTS": "algo-1", "SM_CURRENT_HOST": "algo-1"}, [], ["SM_HOSTS='algo-1'"]),
         ({"SM_TRAINING_ENV": "{}", "SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "b"}, [], ["SM_CURRENT_HOST='b'"]),
         ({"TPU_WORKER_ID": "3", "TPU_WORKER_HOSTNAMES": "a,b"}, [], ["TPU_WORKER_ID=3"]),
-        ({"TPU_WORKER_ID": "1"}, [], ["TPU_PROCESS_ADDRESSES or TPU_WORKER_HOSTNAMES is not set"]),
     ],
 )
 def test_a_half_set_environment_is_named(environment: dict[str, str], arguments: list[str], words: list[str]) -> None:
@@ -272,7 +195,7 @@ def test_a_half_set_environment_is_named(environment: dict[str, str], arguments:
         assert word in str(caught.value)
 
 
-def test_a_platforms_one_process_on_a_node_with_more_processors_is_told_how_to_start_the_others() -> None:
+def test_platforms_one_process_on_a_node_is_told_how_to_start_the_others() -> None:
     pai = {"RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "8"}
     assert "start 8 on each with torchrun --nnodes $WORLD_SIZE" in read_environment(pai, []).place().notes[0]
     pod = {"KUBERNETES_SERVICE_HOST": "k", "RANK": "1", "PET_NODE_RANK": "1", "PET_NNODES": "2"}
@@ -310,7 +233,7 @@ def consistent(place: Place) -> bool:
     )
 
 
-@settings(max_examples=1500, deadline=None, derandomize=True)
+@settings(max_examples=400, deadline=None, derandomize=True)
 @given(damaged())
 def test_a_damaged_environment_gives_a_consistent_place_or_an_error(
     drawn: tuple[Job, int, dict[str, str], bool],
@@ -335,9 +258,9 @@ def test_a_damaged_environment_gives_a_consistent_place_or_an_error(
             assert getattr(place, name) in (None, answer[name])
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.data())
-def test_an_environment_that_lost_its_rank_is_never_taken_for_a_world_of_one(data: st.DataObject) -> None:
+def test_environment_that_lost_its_rank_is_never_a_world_of_one(data: st.DataObject) -> None:
     """Of what a launcher sets about ranks, any one variable is lost; the rest still says that there are others."""
     job = data.draw(st.sampled_from([job for job in JOBS if job.answers[0]["world_size"] not in (None, 1)]))
     rank = data.draw(st.integers(0, len(job.answers) - 1))
