@@ -42,7 +42,7 @@ def test_the_calls_that_differed_are_listed(differs: dict[str, object], call: st
 
 
 @pytest.mark.parametrize("count", [5, 64])
-def test_of_many_different_calls_the_first_are_listed_and_the_others_counted(count: int) -> None:
+def test_disagreement_lists_the_first_calls_and_counts_the_others(count: int) -> None:
     group = replace(GLOO, ranks=tuple(range(count)))
     ranks = {
         rank: recorded(*(replace(record, group=group) for record in (FIRST, replace(LAST, nbytes=8 * rank + 8))))
@@ -91,7 +91,7 @@ def test_other_bytes_differ_only_where_the_backend_wants_them_alike(backend: str
     assert bool(disagreement(recordings, 0, AT_NS)) is not may_differ
 
 
-def test_a_difference_in_an_earlier_call_comes_before_what_followed_from_it() -> None:
+def test_difference_in_an_earlier_call_comes_first() -> None:
     found = both(nbytes=32) | {1: recorded(replace(FIRST, op="max"), LAST)}
     assert disagreement(found, 0, AT_NS)[1:] == [
         "  ranks 0, 2: all_reduce #1 (float32, 16 B, sum) at train.py:5",
@@ -122,7 +122,7 @@ def test_of_a_collective_found_late_nobody_is_said_not_to_have_come() -> None:
     ]
 
 
-def test_nothing_is_said_of_a_rank_that_failed_in_no_operation_or_in_one_of_phalanx() -> None:
+def test_disagreement_is_silent_without_an_operation_of_torchs_backend() -> None:
     differing = both(nbytes=32)
     assert disagreement(differing | {0: recorded(FIRST)}, 0, AT_NS) == []
     assert disagreement({}, 0, AT_NS) == []

@@ -101,7 +101,7 @@ def test_what_the_job_has_written_runs_nothing_and_loads_nothing(browser: Browse
     assert "<script>alert(1)</script>" in browser.ask("document.body.innerText")
 
 
-def test_a_script_or_an_image_that_came_upon_the_page_all_the_same_is_refused(browser: Browser, file: Path) -> None:
+def test_page_refuses_a_script_or_an_image_of_others(browser: Browser, file: Path) -> None:
     """By the policy within the page, which is the second guard."""
     intruder = "<script>alert(1)</script><img src=http://127.0.0.1:9/x onload=alert(2)></h1>"
     file.write_text(page(report(3, 6)).replace("</h1>", intruder))

@@ -81,7 +81,7 @@ def test_it_has_the_verdict_every_rank_its_stack_and_its_operations() -> None:
     assert cells.count("1.00 ms") + cells.count("1 ms") > 0
 
 
-def test_each_operation_has_a_bar_that_says_what_it_is_and_the_open_ones_are_marked() -> None:
+def test_page_has_a_bar_for_each_operation_and_marks_open_ones() -> None:
     text = page(report(3, 10))
     bars = [
         attributes for attributes in Page(text).of("rect") if "width" in attributes and attributes["height"] != "12"
@@ -124,7 +124,7 @@ def test_letters_that_are_not_seen_do_not_reach_the_page(letter: str) -> None:
     text.encode()
 
 
-def test_it_refers_to_nothing_outside_and_lets_nothing_run_but_its_own_script() -> None:
+def test_page_refers_to_nothing_outside_and_runs_only_its_own_script() -> None:
     text = page(report(3, 6))
     assert not re.search(r"https?:|//\w|url\(|@import", text)
     found = Page(text)

@@ -67,7 +67,7 @@ def test_random_meetings_cross_lines_as_the_rule_says() -> None:
     assert min(verdicts.values()) > 100
 
 
-def test_lines_are_settled_until_they_differ_and_again_when_the_ranks_are_in_step() -> None:
+def test_lines_are_settled_unless_they_have_differed_lately() -> None:
     lines = _Lines()
     assert lines.settled
     lines.meet(line(1), line(2), "train.py:1", 1)

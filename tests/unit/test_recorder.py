@@ -95,7 +95,7 @@ def test_operations_of_a_killed_process_can_be_read(file: int) -> None:
     assert found.last is third
 
 
-def test_only_the_last_operations_are_kept_and_an_early_one_that_ends_late_changes_none(file: int) -> None:
+def test_ring_keeps_the_last_operations_if_an_early_one_ends_late(file: int) -> None:
     def operations(group: RecordedGroup) -> None:
         early = recorder.begin(addressof(group), ALL_REDUCE, 1, -1)
         for _ in range(RECORDS + 10):
@@ -118,7 +118,7 @@ def record_at(file: int, number: int) -> int:
 
 
 @pytest.mark.parametrize("word", [2 * 1 + 1, 2 * 4097 + 1])
-def test_a_record_whose_writer_died_in_the_middle_is_left_out_and_left_alone(file: int, word: int) -> None:
+def test_record_whose_writer_died_in_the_middle_is_left_out(file: int, word: int) -> None:
     """Before the word is even again no reader trusts the fields, and no later operation writes between them."""
 
     def operations(group: RecordedGroup) -> None:
@@ -136,7 +136,7 @@ def test_a_record_whose_writer_died_in_the_middle_is_left_out_and_left_alone(fil
     assert found.begun == RECORDS + 3
 
 
-def test_a_death_between_taking_a_record_and_writing_it_shows_the_operation_before(file: int) -> None:
+def test_death_before_a_record_is_written_shows_the_operation_before(file: int) -> None:
     def operations(group: RecordedGroup) -> None:
         recorder.end(recorder.begin(addressof(group), BROADCAST, 1, 0), False)
         os.pwrite(file, struct.pack("Q", 2), 64)  # `next` was raised for operation 1, and nothing else was done

@@ -54,7 +54,7 @@ def ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def test_a_process_that_enters_functions_all_the_time_can_be_asked_where_it_is() -> None:
+def test_process_that_enters_functions_all_the_time_tells_its_place() -> None:
     with running(Place) as pid:
         for number in range(QUESTIONS):
             place = place_of_main(pid)
@@ -62,7 +62,7 @@ def test_a_process_that_enters_functions_all_the_time_can_be_asked_where_it_is()
             assert not place or place.partition(" ")[0] in FUNCTIONS, place  # none of one that gets no core for seconds
 
 
-def test_a_rank_that_enters_functions_all_the_time_can_be_asked_for_its_stack() -> None:
+def test_rank_that_enters_functions_all_the_time_tells_its_stack() -> None:
     descriptor = open_trace("test")
     trace = Trace(descriptor, "test")
     try:
