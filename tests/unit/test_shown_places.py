@@ -105,7 +105,7 @@ def line() -> int:
     return sys._getframe(1).f_lineno
 
 
-def places(site: Callable[[], int]) -> Iterator[tuple[int, int]]:
+def places_of(site: Callable[[], int]) -> Iterator[tuple[int, int]]:
     """Calls of many forms: the number of the place, and the line where it should be."""
     library: dict[str, Any] = {"__name__": "torch.a_library_of_this_test"}
     exec(compile(LIBRARY, "a_library_of_this_test.py", "exec"), library)
@@ -130,11 +130,11 @@ def test_the_place_of_a_call_is_the_line_of_the_program(reads_frames: bool) -> N
     if isinstance(entry, str):
         pytest.skip(entry)
 
-    def body(_: Member) -> None:
+    def body(member: Member) -> None:
         assert recorder.open_recorder()
         entry.read_frames(reads_frames)
         for _ in range(2):
-            for number, expected in places(entry.site_number):
+            for number, expected in places_of(entry.site_number):
                 assert text_of(recorder.place_of(number)) == f"{__file__}:{expected}"
 
     on_ranks(body, 1)
