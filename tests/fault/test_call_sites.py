@@ -76,7 +76,7 @@ def test_nothing_is_said_if_the_user_wants_that(world: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("size", [3, pytest.param(5, marks=LONG)])
-def test_a_mistake_of_two_ranks_at_lines_that_rank_0_never_calls_is_noticed(size: int) -> None:
+def test_mistake_of_two_ranks_at_lines_of_their_own_is_noticed(size: int) -> None:
     (warned,) = outcomes([swapped_beside_rank_0], size, "warn").values()
     (raised,) = outcomes([swapped_beside_rank_0], size, "error").values()
     assert len([rank for rank in warned if "one has left out a call" in rank.said]) == 1

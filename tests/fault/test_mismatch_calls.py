@@ -90,9 +90,7 @@ def test_the_call_of_a_rank_that_has_gone_on_is_read_from_its_recorder(size: int
 
 
 @pytest.mark.parametrize("size", [3, pytest.param(5, marks=pytest.mark.long)])
-def test_a_rank_that_closes_is_told_of_a_call_that_differed_before_its_last_one(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_that_closes_is_told_of_an_earlier_call_that_differed(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "LAST_CALLS_S", 60.0)
 
     def body(member: Member) -> str:

@@ -81,6 +81,13 @@ def loops_of_different_lengths(member: Member) -> None:
         dist.all_reduce(one() * 2)
 
 
+def swapped_with_sizes_that_change(member: Member) -> None:
+    for step in range(6):
+        tasks = [first, second]
+        for turn, task in enumerate(reversed(tasks) if member.rank == member.size - 1 else tasks):
+            task(torch.ones(2 * step + turn + 1))
+
+
 def swapped_beside_rank_0(member: Member) -> None:
     """By rank 1 and the last rank, while all others, rank 0 among them, are at a line that these two never call."""
     if member.rank not in (1, member.size - 1):
@@ -94,6 +101,7 @@ def swapped_beside_rank_0(member: Member) -> None:
 
 MISTAKES: list[Program] = [
     swapped_functions,
+    swapped_with_sizes_that_change,
     swapped_in_two_arms,
     swapped_asynchronous,
     skips_one_in_a_loop,
@@ -129,6 +137,21 @@ def arms_in_turns(member: Member) -> None:
             dist.all_reduce(one())
             continue
         dist.all_reduce(torch.zeros(3))
+
+
+def sizes_that_change(member: Member) -> None:
+    for step in range(20):
+        if step % member.size == member.rank:
+            dist.all_reduce(torch.ones(step + 1))
+        else:
+            dist.all_reduce(torch.zeros(step + 1))
+        first(torch.ones(step % 5 + 1))
+        if member.rank == 0:
+            dist.all_reduce(torch.ones(step % 7 + 1))
+        else:
+            second(torch.ones(step % 7 + 1))
+        for length in range(step % 4):
+            dist.broadcast(torch.ones(length + 1), length % member.size)
 
 
 def matches_in_turns(member: Member) -> None:
@@ -196,6 +219,7 @@ RIGHT: list[Program] = [
     a_branch_by_rank,
     roots_in_turns,
     arms_in_turns,
+    sizes_that_change,
     matches_in_turns,
     rank_0_first,
     ddp_with_accumulation,
