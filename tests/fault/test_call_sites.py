@@ -1,116 +1,93 @@
-"""Equal calls that do not belong together: a rank swaps two of them, or leaves one out. And programs that are right."""
+"""Equal calls that do not belong together: a rank swaps two of them, or leaves one out. And programs that are right.
+
+On one host, and in groups over several.
+"""
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
+import re
 
 import pytest
-import torch
-import torch.distributed as dist
 from tests.launch_support import Launcher, launcher
 from tests.support import call_programs
 from tests.support.call_programs import (
     MISTAKES,
     RIGHT,
-    Program,
     first,
-    is_an_error,
-    is_warned_of,
-    name_of,
-    passes_in_silence,
-    said,
+    outcomes,
     second,
     swapped_beside_rank_0,
     swapped_functions,
 )
-from tests.support.ranks import Member, on_ranks
-
-from phalanx.transports.shm.crossing import judge
+from tests.support.islands import ISLANDS, divide_by
 
 __all__ = ["launcher"]  # a fixture
 
-
-SIZES = pytest.mark.parametrize("size", [2, 3])
-
-
-@SIZES
-@pytest.mark.parametrize("program", MISTAKES, ids=name_of)
-def test_a_mistake_is_warned_of_once(program: Program, size: int) -> None:
-    is_warned_of(program, size, most=1)
+WAS_CALL = re.compile(r"call_programs\.py:\d+ was call #\d+ of rank \d and #\d+ of rank \d")
+LONG = pytest.mark.long
 
 
-@SIZES
-@pytest.mark.parametrize("program", RIGHT, ids=name_of)
-def test_a_program_that_is_right_is_not_warned_of(program: Program, size: int) -> None:
-    passes_in_silence(program, size)
+@pytest.fixture(
+    params=[
+        ("", 3),
+        ("halves", 3),
+        pytest.param(("", 2), marks=LONG),
+        pytest.param(("cyclic", 2), marks=LONG),
+        pytest.param(("cyclic", 5), marks=LONG),
+    ],
+    ids=lambda world: f"{world[0]}-{world[1]}",
+)
+def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """How many ranks there are, on how many hosts."""
+    islands, size = request.param
+    if islands:
+        divide_by(monkeypatch, ISLANDS[islands])
+    return size, 2 if islands else 1
 
 
-@SIZES
-@pytest.mark.parametrize("program", MISTAKES, ids=name_of)
-def test_a_mistake_is_an_error_if_the_user_wants_that(program: Program, size: int) -> None:
-    is_an_error(program, size)
+def test_a_mistake_is_warned_of_by_one_rank_of_a_host(world: tuple[int, int]) -> None:
+    size, hosts = world
+    for name, ranks in outcomes(MISTAKES, size, "warn").items():
+        told = [rank.said for rank in ranks if rank.said]
+        assert 1 <= len(told) <= hosts, (name, told)
+        for warning in told:
+            assert warning.startswith("phalanx: warning: ranks "), (name, warning)
+            assert "one has left out a call" in warning
+            assert warning.count("call_programs.py:") == 2
+            assert warning.count("\n") <= 12
 
 
-@pytest.mark.parametrize("size", [3, 5])
-def test_a_mistake_of_two_ranks_at_lines_that_rank_0_never_calls_is_noticed(size: int) -> None:
-    is_warned_of(swapped_beside_rank_0, size, most=1)
-    is_an_error(swapped_beside_rank_0, size)
+def test_a_mistake_is_an_error_on_all_ranks_if_the_user_wants_that(world: tuple[int, int]) -> None:
+    for name, ranks in outcomes(MISTAKES, world[0], "error").items():
+        for rank in ranks:
+            assert rank.error.startswith("CollectiveMismatch: the ranks of a group called different operations"), name
+            assert WAS_CALL.search(rank.error), (name, rank.error)
+            assert rank.error.count("\n") <= 12
 
 
-@pytest.mark.parametrize(("mistake", "most"), [(False, 64), (True, 1)])
-def test_a_program_with_many_lines_in_turns_is_not_judged_without_end(mistake: bool, most: int) -> None:
-    """There is room for 16 pairs of lines, and a line makes a pair of its own for each dtype and operation."""
-    dtypes, operations = (
-        (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8),
-        ("SUM", "MAX", "MIN", "PRODUCT"),
-    )
-    judged = 0
-
-    def counted(*arguments: Any) -> str:
-        nonlocal judged
-        judged += 1
-        return judge(*arguments)
-
-    def body(member: Member) -> tuple[int, int]:
-        member.join()
-        with pytest.MonkeyPatch.context() as patch, said() as text:
-            patch.setattr("phalanx.transports.shm.communicator.judge", counted)
-            for step in range(40):
-                for dtype, name in itertools.product(dtypes, operations):
-                    operation = getattr(dist.ReduceOp, name)
-                    for turn in range(2):
-                        if mistake:
-                            for call in (first, second) if turn else (second, first):
-                                call(torch.ones(2, dtype=dtype))
-                        elif (step + turn) % 2 == member.rank:
-                            dist.all_reduce(torch.ones(2, dtype=dtype), operation)
-                        else:
-                            dist.all_reduce(torch.zeros(2, dtype=dtype), operation)
-                if mistake and step == 0:
-                    swapped_functions(member)
-        return judged, text.getvalue().count("warning")
-
-    outcomes = on_ranks(body, 2)
-    assert all(0 < judgements <= most for judgements, _ in outcomes), outcomes
-    assert sum(warnings for _, warnings in outcomes) == mistake
+def test_a_program_that_is_right_passes_in_silence(world: tuple[int, int]) -> None:
+    for name, ranks in outcomes(RIGHT, world[0], "error").items():
+        assert [(rank.said, rank.error) for rank in ranks] == [("", "")] * world[0], name
 
 
-def test_nothing_is_said_if_the_user_wants_that() -> None:
-    passes_in_silence(swapped_functions, 2, "ignore")
+def test_nothing_is_said_if_the_user_wants_that(world: tuple[int, int]) -> None:
+    (ranks,) = outcomes([swapped_functions], world[0], "ignore").values()
+    assert [(rank.said, rank.error) for rank in ranks] == [("", "")] * world[0]
+
+
+@pytest.mark.parametrize("size", [3, pytest.param(5, marks=LONG)])
+def test_mistake_of_two_ranks_at_lines_of_their_own_is_noticed(size: int) -> None:
+    (warned,) = outcomes([swapped_beside_rank_0], size, "warn").values()
+    (raised,) = outcomes([swapped_beside_rank_0], size, "error").values()
+    assert len([rank for rank in warned if "one has left out a call" in rank.said]) == 1
+    assert all(WAS_CALL.search(rank.error) for rank in raised), raised
 
 
 def test_the_warning_says_which_call_was_which() -> None:
-    def body(member: Member) -> str:
-        member.join()
-        dist.barrier()
-        with said() as text:
-            swapped_functions(member)
-        return text.getvalue()
-
-    text = "".join(on_ranks(body, 2))
+    (ranks,) = outcomes([swapped_functions], 2, "warn").values()
+    text = "".join(rank.said for rank in ranks)
     lines = {function: function.__code__.co_firstlineno + 1 for function in (first, second)}
-    for function, argument, of_rank_0, of_rank_1 in ((first, "a", 2, 3), (second, "b", 3, 2)):
+    for function, argument, of_rank_0, of_rank_1 in ((first, "a", 1, 2), (second, "b", 2, 1)):
         where = f"dist.all_reduce({argument}) at {call_programs.__file__}:{lines[function]}"
         assert f"{where} was call #{of_rank_0} of rank 0 and #{of_rank_1} of rank 1" in text, text
 

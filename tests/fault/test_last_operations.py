@@ -45,7 +45,6 @@ def line_of(function: Callable[[], None], text: str) -> int:
     return next(number for number, line in enumerate(lines[first:], first + 1) if text in line)
 
 
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     ("end", "call", "did"),
     [
@@ -53,7 +52,7 @@ def line_of(function: Callable[[], None], text: str) -> int:
         (killed_in_a_call, "all_reduce", r'It was in all_reduce #2 \(float32, 32 B, sum\) at PLACE in "evaluation"'),
     ],
 )
-def test_a_lost_rank_is_said_with_its_last_operation(size: int, end: Callable[[], None], call: str, did: str) -> None:
+def test_a_lost_rank_is_said_with_its_last_operation(end: Callable[[], None], call: str, did: str) -> None:
     def body(member: Member) -> PeerLost:
         member.join()
         dist.all_reduce(torch.ones(3))
@@ -72,7 +71,7 @@ def test_a_lost_rank_is_said_with_its_last_operation(size: int, end: Callable[[]
         return caught.value
 
     place = f"{__file__}:{line_of(end, f'dist.{call}(')}"
-    for rank, outcome in enumerate(run_ranks(body, size)):
+    for rank, outcome in enumerate(run_ranks(body, 3)):
         if rank == 1:
             continue
         error = outcome.value

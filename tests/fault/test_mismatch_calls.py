@@ -17,12 +17,8 @@ from phalanx.errors import CollectiveMismatch
 
 # The host of a rank, given the world's size; None for one host.
 WORLDS: dict[str, tuple[int, Callable[[int, int], int] | None]] = {
-    "one host of 2": (2, None),
     "one host of 3": (3, None),
-    "one host of 5": (5, None),
-    "1+1": (2, lambda rank, size: rank),
     "1+2": (3, lambda rank, size: min(rank, 1)),
-    "1+1+1": (3, lambda rank, size: rank),
 }
 
 
@@ -36,24 +32,6 @@ def in_world(monkeypatch: pytest.MonkeyPatch, world: str) -> int:
 def where_raised(error: CollectiveMismatch) -> tuple[str, int]:
     assert 0 < error.elapsed_s < 60
     return error.group, error.sequence
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_the_error_has_the_call_of_every_rank(world: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = in_world(monkeypatch, world)
-
-    def body(member: Member) -> dict[int, str]:
-        member.join()
-        tensor = torch.ones(8 if member.rank == size - 1 else 4)
-        with pytest.raises(CollectiveMismatch) as caught:
-            dist.all_reduce(tensor)
-        return caught.value.calls
-
-    line = body.__code__.co_firstlineno + 4
-    expected = {
-        rank: f"all_reduce(float32[{8 if rank == size - 1 else 4}], sum) at {__file__}:{line}" for rank in range(size)
-    }
-    assert on_ranks(body, size) == [expected] * size
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -75,32 +53,19 @@ def test_the_error_says_in_which_operation_of_which_group_each_rank_was(
         dist.barrier()
         with pytest.raises(CollectiveMismatch) as caught:
             dist.all_reduce(torch.ones(4 + member.rank))
+        assert caught.value.calls == {
+            rank: f"all_reduce(float32[{4 + rank}], sum) at {__file__}:{line}" for rank in range(size)
+        }
         return [*found, ("0", where_raised(caught.value))]
 
+    line = body.__code__.co_firstlineno + 12
     for rank, found in enumerate(on_ranks(body, size)):
         names, places = zip(*found, strict=True)
         assert places == ((names[0], 4), ("0", 2))[rank > 1 :]
         assert len(set(names)) == len(names)
 
 
-def test_a_rank_that_makes_no_call_has_none_there() -> None:
-    def body(member: Member) -> list[int] | None:
-        member.join()
-        dist.barrier()
-        member.meet("begun")
-        if member.rank == 2:
-            member.await_said("told-0", "told-1")
-            return None
-        with pytest.raises(CollectiveMismatch) as caught:
-            dist.reduce(torch.ones(4 + 4 * member.rank), 1 - member.rank)
-            dist.barrier()
-        member.say(f"told-{member.rank}")
-        return sorted(caught.value.calls)
-
-    assert on_ranks(body, 3) == [[0, 1], [0, 1], None]
-
-
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [3, pytest.param(5, marks=pytest.mark.long)])
 def test_the_call_of_a_rank_that_has_gone_on_is_read_from_its_recorder(size: int) -> None:
     """A broadcast's root waits for nobody: it is in other code when the others find that one of them differs."""
 
@@ -124,10 +89,8 @@ def test_the_call_of_a_rank_that_has_gone_on_is_read_from_its_recorder(size: int
         assert calls[0] == f"broadcast #2 (float32, 16 B, src=0) at {__file__}:{line}", calls
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_a_rank_that_closes_is_told_of_a_call_that_differed_before_its_last_one(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("size", [3, pytest.param(5, marks=pytest.mark.long)])
+def test_rank_that_closes_is_told_of_an_earlier_call_that_differed(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "LAST_CALLS_S", 60.0)
 
     def body(member: Member) -> str:
@@ -152,7 +115,7 @@ def test_a_rank_that_closes_is_told_of_a_call_that_differed_before_its_last_one(
         assert "broadcast" in text, text
 
 
-@pytest.mark.parametrize("world", ["one host of 2", "1+1"])
+@pytest.mark.parametrize("world", ["one host of 3", "1+2"])
 @pytest.mark.parametrize("user", [True, False], ids=["its own function", "only torch's"])
 def test_the_call_of_another_thread_has_its_name(world: str, user: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where an asynchronous checkpoint and the training use one group."""

@@ -47,23 +47,15 @@ def line_of(text: str, part: str) -> int:
     return 1 + next(number for number, line in enumerate(text.splitlines()) if part in line)
 
 
-def test_files_are_named_from_the_folder_of_the_launch_after_the_script_has_left_it(
-    launcher: Launcher, elsewhere: Path
-) -> None:
+@pytest.mark.parametrize("is_program", [False, True])
+def test_files_are_named_from_the_folder_of_the_launch(launcher: Launcher, elsewhere: Path, is_program: bool) -> None:
+    """Also by a program that the launcher starts, and after the script has left that folder."""
     script = launcher.script(SCRIPT, "steps/script.py")
-    done = launcher.run("-n", "2", "-q", script, str(elsewhere))
+    program = Path(launcher.script(f'#!/bin/sh\nexec "{launcher.python}" "$@"\n', "start"))
+    program.chmod(0o755)
+    done = launcher.run("-n", "2", "-q", *([str(program)] if is_program else []), script, str(elsewhere))
     text = done.out.decode()
     outside = f"rank 0: all_reduce(float32[4], sum) at {elsewhere}/helper.py:{line_of(HELPER, 'all_reduce')}"
     inside = "rank 1: all_reduce(float32[8], sum) at steps/script.py"
     at = line_of(Path(script).read_text(), "dist.all_reduce")
     assert text.count(outside) == text.count(f"{inside}:{at}") == 2, text + done.err_text
-
-
-def test_programs_that_the_launcher_starts_name_them_alike(launcher: Launcher, elsewhere: Path) -> None:
-    script = launcher.script(SCRIPT)
-    program = launcher.script(f'#!/bin/sh\nexec "{launcher.python}" "$@"\n', "start")
-    Path(program).chmod(0o755)
-    done = launcher.run("-n", "2", "-q", program, script, str(elsewhere))
-    text = done.out.decode()
-    at = line_of(Path(script).read_text(), "dist.all_reduce")
-    assert text.count(f"rank 1: all_reduce(float32[8], sum) at script.py:{at}") == 2, text + done.err_text

@@ -1,4 +1,4 @@
-"""What is said of a mistake or a fault on backend mpi whose ranks are on two hosts, held against golden texts.
+"""What is said of a mistake or a fault on backend mpi whose ranks are on two hosts.
 
 The launcher is on neither host, and knows both by the connections of the ranks' keepers.
 """
@@ -10,27 +10,14 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from tests.launch_support import wait_for
-from tests.mpi.environments import MpiEnvironment
 from tests.mpi.over_hosts import hosts, remote
 from tests.mpi.test_told_mpi import GIVEN_UP_S, MISTAKES_OVER_MPI
-from tests.support.faults import (
-    CUT_OVER_TORCHS,
-    ENDS,
-    KILLED_WITHIN,
-    LATE,
-    MISSING,
-    MISTAKES_FOR_ALL,
-    PASSES,
-    UNUSED,
-    known_of,
-    told_by,
-)
-from tests.support.golden import await_told, block_of, check_told, warnings_of, without_frames
+from tests.support.faults import CUT_OVER_TORCHS, ENDS, KILLED_WITHIN, LATE, MISSING, PASSES, known_of, told_by
+from tests.support.golden import await_facts, block_of, check_facts, check_mistakes, ending_of, warnings_of
 from tests.support.hosts import why_no_hosts
 from tests.support.lateness import Lateness
 from tests.support.remote import RemoteLauncher
@@ -46,122 +33,101 @@ def host_of_1(where: str) -> str:
     return "h1" if where == BESIDE_2 else "h0"
 
 
-def check_block_of_1(mpi: MpiEnvironment, how: str, where: str, block: str, known: Mapping[str, object]) -> None:
-    """What the launcher says when rank 1 has ended. Open MPI itself ends a rank whose connection to another breaks."""
-    elsewhere = 0 if where == BESIDE_2 else 2
-    facts = {**known, "host": host_of_1(where), "elsewhere": elsewhere, "beside": 2 - elsewhere}
-    check_told(f"{how}.{'open-mpi' if mpi.is_openmpi and how != 'raises' else 'mpi'}.launcher", block, facts)
+def known(remote: RemoteLauncher, script: str, text: str, where: str = BESIDE_2) -> dict[str, object]:
+    return {**known_of(remote.folder, script, text, 3), "host": host_of_1(where)}
 
 
-def test_every_rank_of_both_hosts_says_which_calls_differ_or_who_did_not_come(remote: RemoteLauncher) -> None:
+def test_every_rank_says_which_calls_differ_or_who_did_not_come(remote: RemoteLauncher) -> None:
     script = remote.script(MISTAKES_OVER_MPI)
     job = remote.run("-H", BESIDE_2, script, str(remote.folder))
     assert job.process.returncode != 0, job.said()  # MPI cannot end in order when a call was given up
-    facts = {**known_of(remote.folder, script, MISTAKES_OVER_MPI, 3), "host": "h1"}
-    for row in MISTAKES_FOR_ALL:
-        for told in told_by(remote.folder, row, [0, 1, 2]):
-            check_told(row, told, facts)
-    (of_other_host,), (of_same_host,) = told_by(remote.folder, "late", [0]), told_by(remote.folder, "late", [2])
-    check_told("late.mpi.hosts", of_other_host, facts)
-    check_told("late.mpi", of_same_host, facts)
+    check_mistakes(remote.folder, known(remote, script, MISTAKES_OVER_MPI), 3)
+    check_facts(told_by(remote.folder, "late", [2])[0], r"which is at wait_for \(script\.py:\d+\)")
 
 
-@pytest.mark.parametrize("row", ["swapped", "skipped"])
-@pytest.mark.parametrize("where", [BESIDE_2, BESIDE_0])
-def test_equal_calls_that_do_not_belong_together_are_warned_of(remote: RemoteLauncher, row: str, where: str) -> None:
+@pytest.mark.parametrize("where", [BESIDE_2, pytest.param(BESIDE_0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("strict", [False, True])
+def test_equal_calls_that_do_not_belong_together_are_told(remote: RemoteLauncher, strict: bool, where: str) -> None:
     script = remote.script(PASSES)
-    job = remote.run("-H", where, "-q", "--warn-after", "0", script, str(remote.folder), "mpi", row)
-    assert job.process.returncode == 0, job.said()
-    (warning,) = warnings_of(job.err).values()
-    check_told(f"{row}.run.warning", warning, known_of(remote.folder, script, PASSES, 3))
+    option = ("--strict",) if strict else ("--warn-after", "0")
+    job = remote.run("-H", where, "-q", *option, script, str(remote.folder), "mpi", "skipped")
+    assert job.process.returncode == strict, job.said()
+    facts = known(remote, script, PASSES, where)
+    lines = (facts["line often"], facts["line always"])
+    pairs = [rf"script\.py:{line} was call #\d of rank \d and #\d of rank \d" for line in lines]
+    if strict:
+        check_facts(block_of(job.err), "^phalanx: rank [012] of 3 failed: phalanx.errors.CollectiveMismatch: ", *pairs)
+    else:
+        (warning,) = warnings_of(job.err).values()
+        check_facts(warning, *pairs)
 
 
-@pytest.mark.parametrize("row", ["swapped", "skipped"])
-def test_with_strict_the_job_fails_with_both_calls(remote: RemoteLauncher, row: str) -> None:
-    script = remote.script(PASSES)
-    job = remote.run("-H", BESIDE_2, "-q", "--strict", script, str(remote.folder), "mpi", row)
-    assert job.process.returncode == 1, job.said()
-    block = without_frames(block_of(job.err))
-    first = re.match(r"phalanx: rank (\d)", block)
-    assert first is not None, block
-    facts = {**known_of(remote.folder, script, PASSES, 3), "host": "h0" if first[1] == "0" else "h1"}
-    check_told(f"{row}.strict.launcher", block, facts)
-
-
-def test_parameters_that_a_rank_leaves_unused_are_named(remote: RemoteLauncher) -> None:
-    script = remote.script(UNUSED)
-    job = remote.run("-H", BESIDE_2, script, str(remote.folder), "mpi")
-    assert job.process.returncode == 1, job.said()
-    facts = {**known_of(remote.folder, script, UNUSED, 3), "host": "h1"}
-    check_told("unused.rank-1", told_by(remote.folder, "unused", [1])[0], facts)
-
-
-@pytest.mark.parametrize("where", [BESIDE_2, BESIDE_0])
+@pytest.mark.parametrize("where", [BESIDE_2, pytest.param(BESIDE_0, marks=pytest.mark.long)])
 def test_at_the_timeout_a_rank_beside_a_stopped_one_says_that_it_is(remote: RemoteLauncher, where: str) -> None:
     """The first rank that fails ends the job; one on the other host cannot see why the stopped one does not come."""
     script = remote.script(ENDS)
     job = remote.run("-H", where, script, str(remote.folder), "mpi", "stopped")
     assert job.process.returncode == 1, job.said()
-    facts = {**known_of(remote.folder, script, ENDS, 3), "host": host_of_1(where)}
+    facts = known(remote, script, ENDS, where)
+    who = rf"^phalanx\.errors\.CollectiveTimeout: rank 1 of the group \(pid {facts['pid 1']} on {facts['host']}\)"
     beside, elsewhere = (2, 0) if where == BESIDE_2 else (0, 2)
     of_beside, of_elsewhere = (told_by(remote.folder, "stopped", [rank])[0] for rank in (beside, elsewhere))
     assert of_beside or of_elsewhere, job.said()
     if of_beside:
-        check_told("stopped.mpi", of_beside, facts)
+        check_facts(of_beside, rf"{who}, which was stopped \(state T\), did not", rf"kill -CONT {facts['pid 1']}\)")
     if of_elsewhere:
-        check_told("stopped.mpi.hosts", of_elsewhere, facts)
+        check_facts(of_elsewhere, f"{who} did not come within 5 s while rank [02] was in all_reduce")
 
 
-@pytest.mark.parametrize("where", [BESIDE_2, BESIDE_0])
+@pytest.mark.parametrize("where", [BESIDE_2, pytest.param(BESIDE_0, marks=pytest.mark.long)])
 def test_a_rank_that_computes_or_is_stopped_is_named_with_its_host(remote: RemoteLauncher, where: str) -> None:
     script = remote.script(LATE)
     job = remote.start("-H", where, "-q", "--warn-after", "0.5", script, str(remote.folder), "mpi")
-
-    def await_line(golden: str) -> None:
-        facts = lambda: {**known_of(remote.folder, script, LATE, 3), "on host": f" on {host_of_1(where)}"}  # noqa: E731
-        await_told(golden, lambda: job.err, facts, lambda: job.process.poll() is not None)
-
-    await_line("waits-computes")
+    who = f"^phalanx: rank 1 on {host_of_1(where)} is "
+    computes = rf"{who}at script\.py:\d+ .*, in no operation; ranks 0, 2 wait for it in all_reduce #2 at "
+    await_facts(lambda: job.err, lambda: job.process.poll() is not None, lambda: computes)
     (remote.folder / "go").touch()
-    await_line("waits-stopped")
+    stopped = rf"{who}stopped \(state T\), after all_reduce #2 at .*; ranks 0, 2 wait for it in all_reduce #3 at "
+    await_facts(lambda: job.err, lambda: job.process.poll() is not None, lambda: stopped)
     os.kill(remote.wait_for_process(int(host_of_1(where)[1]), "rank-1"), signal.SIGCONT)
     assert job.finish() == 0, job.said()
 
 
-def test_a_rank_that_does_not_join_is_named_with_its_host(remote: RemoteLauncher) -> None:
+def test_rank_that_does_not_join_is_named_meanwhile_and_at_the_timeout(remote: RemoteLauncher) -> None:
     script = remote.script(MISSING)
     arguments = ("--warn-after", "0.5", "--grace", "60", script, str(remote.folder), "mpi", str(GIVEN_UP_S))
     job = remote.start("-H", BESIDE_2, "-q", *arguments)
-    where = {"on host": " on h1 (local rank 1)", "where": " (h1, local rank 1)", "timeout": GIVEN_UP_S}
-    facts = lambda: {**known_of(remote.folder, script, MISSING, 3), **where}  # noqa: E731
-    await_told("waits-join", lambda: job.err, facts, lambda: job.process.poll() is not None)
+    line = r"^phalanx: rank 2 on h1 .* is at script\.py:\d+ .*, in no operation yet; ranks 0-1 wait for it in init at "
+    await_facts(lambda: job.err, lambda: job.process.poll() is not None, lambda: line)
     assert job.finish() == 1, job.said()
     for told in told_by(remote.folder, "missing", [0, 1]):
-        check_told("missing.run", told, facts())
+        check_facts(told, rf"after {GIVEN_UP_S} s rank 2 of 3 \(h1, local rank 1\) had not come; ")
 
 
-@pytest.mark.parametrize("where", [BESIDE_2, BESIDE_0])
-@pytest.mark.parametrize("how", ["killed", "raises"])
-def test_the_launcher_names_the_rank_that_ended_and_its_host(
-    remote: RemoteLauncher, mpi: MpiEnvironment, how: str, where: str
-) -> None:
-    script = remote.script(ENDS)
-    job = remote.run("-H", where, script, str(remote.folder), "mpi", how)
-    assert job.process.returncode == (1 if how == "raises" else 128 + signal.SIGKILL), job.said()
-    check_block_of_1(mpi, how, where, block_of(job.err), known_of(remote.folder, script, ENDS, 3))
-
-
-@pytest.mark.parametrize("where", [BESIDE_2, BESIDE_0])
-def test_the_launcher_says_what_a_rank_was_in_when_it_was_killed(
-    remote: RemoteLauncher, mpi: MpiEnvironment, where: str
-) -> None:
-    script = remote.script(KILLED_WITHIN)
-    job = remote.run("-H", where, script, str(remote.folder), "mpi")
+@pytest.mark.parametrize("within", [False, True])
+def test_the_launcher_names_the_rank_that_was_killed_and_its_host(remote: RemoteLauncher, within: bool) -> None:
+    """Open MPI itself ends a rank whose connection to another breaks, so of the others nothing is asked here."""
+    text = KILLED_WITHIN if within else ENDS
+    script = remote.script(text)
+    job = remote.run("-H", BESIDE_2, script, str(remote.folder), "mpi", "killed")
     assert job.process.returncode == 128 + signal.SIGKILL, job.said()
-    check_block_of_1(mpi, "within", where, block_of(job.err), known_of(remote.folder, script, KILLED_WITHIN, 3))
+    facts = known(remote, script, text)
+    call = rf"its last operation, all_reduce #1 \(float32, 16 B, sum\) at script\.py:{facts['line before']}, was done"
+    if within:
+        call = rf"it was in all_reduce #2 \(float32, 16\.0 MiB, sum\) at script\.py:{facts['line call']}, for "
+    check_facts(block_of(job.err), "^phalanx: rank 1 of 3 failed$", ending_of(facts), f"^  {call}")
 
 
-@pytest.mark.parametrize("cut", [1, 0])
+def test_the_launcher_names_the_rank_that_raised_and_its_host(remote: RemoteLauncher) -> None:
+    script = remote.script(ENDS)
+    job = remote.run("-H", BESIDE_2, script, str(remote.folder), "mpi", "raises")
+    assert job.process.returncode == 1, job.said()
+    facts = known(remote, script, ENDS)
+    host = rf"^  host h1, pid {facts['pid 1']}, [\d.]+ s after the start, exit code 1$"
+    check_facts(block_of(job.err), "^phalanx: rank 1 of 3 failed: ValueError: no item 12", host)
+
+
+@pytest.mark.parametrize("cut", [1, pytest.param(0, marks=pytest.mark.long)])
 def test_a_link_that_is_cut_is_said_with_the_host_behind_it(remote: RemoteLauncher, cut: int) -> None:
     """Of all ranks there, although the launcher hears of the ranks' keepers one by one."""
     cut_and_check(remote, cut)
@@ -213,9 +179,13 @@ def cut_and_check(remote: RemoteLauncher, cut: int, *options: str) -> float:
     taken_s = time.monotonic() - began
     remote.hosts.mend(cut)
     first, second = (rank for rank in range(3) if rank != alone)
-    known = known_of(remote.folder, script, CUT_OVER_TORCHS, 3)
-    facts = {"host": f"h{cut}", "first": first, "second": second, "alone": alone, "pid first": known[f"pid {first}"]}
-    check_told("cut.mpi.launcher", block_of(job.err), facts)
+    pid = known_of(remote.folder, script, CUT_OVER_TORCHS, 3)[f"pid {first}"]
+    check_facts(
+        block_of(job.err),
+        f"^phalanx: rank {first} of 3 failed: host h{cut} is lost: it has failed, or its network has$",
+        rf"^  host h{cut}, pid {pid}, [\d.]+ s after the start, ",
+        f"^  rank {second} then failed with the same error\n  rank {alone} ended by the launcher$",
+    )
     assert "ended (signal" not in job.err, job.said()  # nobody can know that
     return taken_s
 

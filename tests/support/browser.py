@@ -5,7 +5,6 @@ It is driven over two pipes (``--remote-debugging-pipe``): commands and events a
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -75,10 +74,6 @@ class Browser:
         for kind in ("mousePressed", "mouseReleased"):
             at = {"type": kind, "x": x, "y": y, "button": "left", "clickCount": 1}
             self._command("Input.dispatchMouseEvent", at, self._session)
-
-    def picture(self) -> bytes:
-        """The window as a PNG."""
-        return base64.b64decode(self._command("Page.captureScreenshot", {"format": "png"}, self._session)["data"])
 
     def close(self) -> None:
         self._command("Browser.close", {})

@@ -1,6 +1,7 @@
-"""Golden texts: what a user reads when something breaks, word for word, with names for what differs between runs.
+"""What a user reads when something breaks: its facts, or a golden text with names for what differs between runs.
 
-A golden text is a file in ``tests/fault/told``. It is compared whole. In it stand for what differs:
+The blocks that every user meets are golden texts; of all else :func:`check_facts` asks for the facts. A golden text is
+a file in ``tests/fault/told``. It is compared whole. In it stand for what differs:
 
 - ``<name>``: what the test knows under this name, such as ``<pid 1>``, the process id of rank 1;
 - ``<seconds>``: any time in seconds;
@@ -20,8 +21,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests.launch_support import wait_for
+from tests.support.faults import told_by
 
-__all__ = ["FOLDER", "MOST_LINES", "await_told", "block_of", "check_told", "warnings_of", "without_frames"]
+__all__ = [
+    "FOLDER",
+    "MOST_LINES",
+    "await_facts",
+    "block_of",
+    "check_facts",
+    "check_mistakes",
+    "check_told",
+    "ending_of",
+    "warnings_of",
+    "without_frames",
+]
 
 MOST_LINES = 12  # of one error
 FOLDER = Path(__file__).parent.parent / "fault" / "told"
@@ -80,27 +93,66 @@ def check_told(name: str, text: str, known: Mapping[str, object]) -> None:
     raise AssertionError("\n".join(complaint))
 
 
-def await_told(
-    name: str, said: Callable[[], str], known: Callable[[], Mapping[str, object]], has_ended: Callable[[], bool]
-) -> None:
-    """Wait until a job that runs has said this, in whole lines.
+def check_facts(text: str, *facts: str) -> None:
+    """Check that each of these patterns is in a text, whose ``^`` is the begin of a line, and that it is short."""
+    missing = [fact for fact in facts if not re.search(fact, text, re.MULTILINE)]
+    assert not missing, f"{missing} is not in:\n{text}"
+    assert len(without_frames(text).splitlines()) <= MOST_LINES, text
 
-    On a busy machine it says other things before, of ranks that are not yet where the text has them.
+
+def await_facts(said: Callable[[], str], has_ended: Callable[[], bool], facts: Callable[[], str]) -> None:
+    """Wait until a job that runs has said this in a line. On a busy machine it names others before, that are late.
 
     Args:
-        name: see :func:`check_told`.
         said: gives what it has said so far.
-        known: gives what is known so far.
         has_ended: whether the job has ended.
+        facts: gives the pattern.
     """
 
-    def is_told() -> bool:
-        patterns = (_pattern(golden, known()) for golden in _ways(name).values())
-        return any(re.search(f"^(?:{pattern})$", said(), re.MULTILINE) for pattern in patterns)
+    def is_said() -> bool:
+        return re.search(facts(), said(), re.MULTILINE) is not None
 
-    wait_for(lambda: is_told() or has_ended(), complaint=said)
-    if not is_told():
-        check_told(name, said(), known())
+    wait_for(lambda: is_said() or has_ended(), complaint=lambda: f"{facts()} is not in:\n{said()}")
+    assert is_said(), f"{facts()} is not in:\n{said()}"
+
+
+# The rows of ``faults.MISTAKES``: the call of the other ranks, and that of rank 1.
+_SUM = "all_reduce(float32[4], sum)"
+_MISTAKES = {
+    "size": (_SUM, "all_reduce(float32[8], sum)"),
+    "shape": ("all_reduce(float32[2, 3], sum)", "all_reduce(float32[3, 2], sum)"),
+    "dtype": (_SUM, "all_reduce(int32[4], sum)"),
+    "operation": (_SUM, "all_reduce(float32[4], max)"),
+    "root": ("broadcast(float32[4], src=0)", "broadcast(float32[4], src=1)"),
+    "kind": (_SUM, "broadcast(float32[4], src=0)"),
+    "batches": ("barrier()", "all_reduce(float32[10], sum)"),
+}
+
+
+def check_mistakes(folder: Path, known: Mapping[str, object], size: int) -> None:
+    """Check that every rank of a job that ran ``faults.MISTAKES`` has listed the calls, and said for whom it waited."""
+    for row, (usual, odd) in _MISTAKES.items():
+        line = known[f"line {row}"]
+        for told in told_by(folder, row, [*range(size)]):
+            check_facts(
+                told,
+                r"^phalanx\.errors\.CollectiveMismatch: the ranks of a group called different operations:$",
+                rf"^  {known['others']}: {re.escape(usual)} at script\.py:{line}$",
+                rf"^  rank 1: {re.escape(odd)} at script\.py:{known.get(f'line {row} of rank 1', line)}$",
+                "^Every rank of a group must make the same calls in the same order",
+            )
+    for told in told_by(folder, "late", [rank for rank in range(size) if rank != 1]):
+        check_facts(
+            told,
+            rf"^phalanx\.errors\.CollectiveTimeout: rank 1 of the group \(pid {known['pid 1']} on {known['host']}\)",
+            r"did not come within 3 s while rank [02] was in all_reduce\(float32\[4\], sum\) at "
+            rf"script\.py:{known['line late']}\. .*A longer timeout is set with phalanx\.init\(timeout_s=",
+        )
+
+
+def ending_of(known: Mapping[str, object]) -> str:
+    """The line of the launcher's block that says where rank 1 was and that it was killed."""
+    return rf"^  host {known['host']}, pid {known['pid 1']}, [\d.]+ s after the start, ended by signal 9 \(SIGKILL\)$"
 
 
 def _ways(name: str) -> dict[Path, str]:

@@ -29,7 +29,6 @@ def both(**of_rank_1: object) -> dict[int, Recording]:
     [
         ({"nbytes": 32}, "all_reduce #2 (float32, 32 B, sum)"),
         ({"dtype": "int32"}, "all_reduce #2 (int32, 16 B, sum)"),
-        ({"op": "max"}, "all_reduce #2 (float32, 16 B, max)"),
         ({"kind": "broadcast", "op": "", "peer": 0}, "broadcast #2 (float32, 16 B, src=0)"),
         ({"kind": "barrier", "op": "", "dtype": "", "nbytes": 0}, "barrier #2"),
     ],
@@ -42,8 +41,8 @@ def test_the_calls_that_differed_are_listed(differs: dict[str, object], call: st
     ]
 
 
-@pytest.mark.parametrize("count", [5, 8, 64])
-def test_of_many_different_calls_the_first_are_listed_and_the_others_counted(count: int) -> None:
+@pytest.mark.parametrize("count", [5, 64])
+def test_disagreement_lists_the_first_calls_and_counts_the_others(count: int) -> None:
     group = replace(GLOO, ranks=tuple(range(count)))
     ranks = {
         rank: recorded(*(replace(record, group=group) for record in (FIRST, replace(LAST, nbytes=8 * rank + 8))))
@@ -78,11 +77,8 @@ def test_calls_that_agree_are_not_blamed() -> None:
     ("backend", "kind", "may_differ"),
     [
         ("gloo", "all_to_all", True),
-        ("gloo", "reduce_scatter", True),
         ("gloo", "all_gather", False),
         ("nccl", "all_gather", True),
-        ("gloo", "gather", False),
-        ("gloo", "scatter", False),
         ("nccl", "gather", False),
         ("gloo", "broadcast", False),
     ],
@@ -95,7 +91,7 @@ def test_other_bytes_differ_only_where_the_backend_wants_them_alike(backend: str
     assert bool(disagreement(recordings, 0, AT_NS)) is not may_differ
 
 
-def test_a_difference_in_an_earlier_call_comes_before_what_followed_from_it() -> None:
+def test_difference_in_an_earlier_call_comes_first() -> None:
     found = both(nbytes=32) | {1: recorded(replace(FIRST, op="max"), LAST)}
     assert disagreement(found, 0, AT_NS)[1:] == [
         "  ranks 0, 2: all_reduce #1 (float32, 16 B, sum) at train.py:5",
@@ -126,7 +122,7 @@ def test_of_a_collective_found_late_nobody_is_said_not_to_have_come() -> None:
     ]
 
 
-def test_nothing_is_said_of_a_rank_that_failed_in_no_operation_or_in_one_of_phalanx() -> None:
+def test_disagreement_is_silent_without_an_operation_of_torchs_backend() -> None:
     differing = both(nbytes=32)
     assert disagreement(differing | {0: recorded(FIRST)}, 0, AT_NS) == []
     assert disagreement({}, 0, AT_NS) == []
@@ -136,14 +132,6 @@ def test_nothing_is_said_of_a_rank_that_failed_in_no_operation_or_in_one_of_phal
         for rank, recording in differing.items()
     }
     assert disagreement(records, 0, AT_NS) == []
-
-
-@pytest.mark.parametrize("stopped", [(1,), (1, 2), ()])
-def test_a_rank_that_had_not_come_is_told_with_what_stopped_it(stopped: tuple[int, ...]) -> None:
-    ranks = {0: recorded(FIRST, LAST), 1: recorded(FIRST), 2: recorded(FIRST, LAST)}
-    (line,) = disagreement(ranks, 0, AT_NS, stopped)
-    was = ", which was stopped (state T)," if stopped else ""
-    assert line.startswith(f"rank 1{was} had not come to all_reduce #2 at train.py:7; its last operation")
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 from tests.support.waiting import soon, stop
 
-from phalanx.system import processes
 from phalanx.watch import from_outside
-from phalanx.watch.from_outside import PLACE_SIGNAL, Place, is_there, place_of, place_of_main
+from phalanx.watch.from_outside import PLACE_SIGNAL, Place, place_of, place_of_main
 
 LIMIT_S = 60.0
 
@@ -58,16 +57,6 @@ def spinning() -> Iterator[tuple[int, str]]:
         os.close(writes)
 
 
-def test_the_place_is_told_as_soon_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    be_patient(monkeypatch)
-    with spinning() as (pid, name):
-        began = time.monotonic()
-        places = {place_of(pid, name).split(" ")[0] for _ in range(20)}
-        assert places <= {"spins", "spinning"}  # where it was right after it had said that it is there
-        assert "spins" in places
-        assert time.monotonic() - began < LIMIT_S
-
-
 def test_a_stopped_process_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     be_patient(monkeypatch)
     with spinning() as (pid, name):
@@ -86,84 +75,7 @@ def descriptors() -> list[str]:
     return sorted(name for name in names if name.startswith(("/memfd:phalanx-stacks", "/memfd:test-")))
 
 
-def test_all_that_want_to_be_seen_share_one_file_until_the_last_of_them_ends() -> None:
-    pid = os.getpid()
-    first, named, third = Place(), Place("test-mark"), Place()
-    assert descriptors() == [f"/memfd:phalanx-stacks-{pid}", "/memfd:test-mark"]
-    assert is_there(pid, "test-mark")
-    assert place_of_main(pid)
-    first.close()
-    first.close()
-    named.close()
-    assert descriptors() == [f"/memfd:phalanx-stacks-{pid}"]
-    assert not is_there(pid, "test-mark")
-    assert place_of_main(pid)
-    third.close()
-    assert descriptors() == []
-    assert place_of_main(pid) == ""
-
-
-def test_a_collection_of_garbage_may_close_a_group_while_another_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the same thread, at any allocation: as a group is closed when nobody has it any more."""
-    old, opened = Place(), from_outside._open_stacks
-
-    def interrupted() -> from_outside._Stacks:
-        found = opened()
-        old.close()
-        return found
-
-    monkeypatch.setattr(from_outside, "_open_stacks", interrupted)
-    new = Place()
-    assert place_of_main(os.getpid())
-    new.close()
-    assert descriptors() == []
-
-
-def test_a_child_may_be_forked_while_another_thread_opens_a_place() -> None:
-    with from_outside._lock:
-        pid = os.fork()
-        if not pid:
-            thread = threading.Thread(target=lambda: Place().close())
-            thread.start()
-            thread.join(LIMIT_S)
-            os._exit(thread.is_alive())
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-def test_a_signal_that_comes_after_the_last_has_ended_harms_nobody() -> None:
-    Place().close()
-    assert not processes.uses(os.getpid(), PLACE_SIGNAL)
-    os.kill(os.getpid(), PLACE_SIGNAL)
-
-
-def test_a_forked_child_has_a_file_of_its_own_and_leaves_its_parents() -> None:
-    place = Place()
-    reads, writes = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            own = Place()
-            os.write(writes, repr((descriptors(), bool(place_of_main(os.getpid())))).encode())
-            place.close()
-            own.close()
-            os.write(writes, repr(descriptors()).encode())
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
-    os.close(writes)
-    with os.fdopen(reads) as said:
-        assert said.read() == f"(['/memfd:phalanx-stacks-{pid}'], True)[]"
-    assert place_of_main(os.getpid())
-    place.close()
-
-
-def test_the_main_thread_is_found_although_another_one_runs() -> None:
-    with spinning() as (pid, _):
-        assert place_of_main(pid).startswith(("spins ", "spinning "))
-
-
-@pytest.mark.parametrize("askers", [2, 5])
-def test_many_that_ask_at_once_each_read_a_whole_stack(askers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_that_ask_at_once_each_read_a_whole_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stack of which only the end was read would begin with a caller."""
     be_patient(monkeypatch)
     found: list[str] = []
@@ -172,13 +84,13 @@ def test_many_that_ask_at_once_each_read_a_whole_stack(askers: int, monkeypatch:
             pass
         threads = [
             threading.Thread(target=lambda: found.extend(place_of_main(pid).split(" ")[0] for _ in range(100)))
-            for _ in range(askers)
+            for _ in range(3)
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert len(found) == 100 * askers
+    assert len(found) == 300
     assert set(found) == {"spins"}
 
 

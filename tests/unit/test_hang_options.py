@@ -32,7 +32,6 @@ def decided(*words: str) -> tuple[Job, str]:
     [
         (["-n", "2", *REPORTS, "true"], "--report-dir: no report will be written: only ranks of a Python script"),
         (["-n", "1", *REPORTS, "script.py"], "--report-dir: no report will be written: a single rank"),
-        (["-n", "2", "--warn-after", "0", *REPORTS, "script.py"], "will be written: --warn-after 0 turns off reports"),
         (["-n", "2", "--debug", "1", *REPORTS, "script.py"], "will be written: --debug turns off --warn-after"),
         (
             ["-n", "2", "--report-after", "9", "script.py"],

@@ -11,12 +11,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from tests.support.reports import EVIL, NOW, SECOND, operation, report
+from tests.support.reports import EVIL, NOW, report
 
 from phalanx.watch.hang_report import HangReport, write_report
 from phalanx.watch.html_page import page
-from phalanx.watch.html_timeline import Axis
-from phalanx.watch.records import Group, Record, Recording
 from phalanx.watch.verdict import Seen, Verdict
 
 LEAF = ("meta", "rect", "path", "br")  # without an end tag, or closed at once
@@ -83,7 +81,7 @@ def test_it_has_the_verdict_every_rank_its_stack_and_its_operations() -> None:
     assert cells.count("1.00 ms") + cells.count("1 ms") > 0
 
 
-def test_each_operation_has_a_bar_that_says_what_it_is_and_the_open_ones_are_marked() -> None:
+def test_page_has_a_bar_for_each_operation_and_marks_open_ones() -> None:
     text = page(report(3, 10))
     bars = [
         attributes for attributes in Page(text).of("rect") if "width" in attributes and attributes["height"] != "12"
@@ -118,7 +116,7 @@ def test_what_the_job_has_written_is_text_and_nothing_else() -> None:
         assert not any(name.startswith("on") or name in ("href", "src", "style") for name in attributes)
 
 
-@pytest.mark.parametrize("letter", ["\0", "\x1b", "\n", "\u202e", "\u2066", "\ud800"])
+@pytest.mark.parametrize("letter", ["\0", "\x1b", "\n", "\u202e", "\ud800"])
 def test_letters_that_are_not_seen_do_not_reach_the_page(letter: str) -> None:
     text = page(report(2, 3, text=f"before{letter}after"))
     assert f"before{letter}after" not in text
@@ -126,7 +124,7 @@ def test_letters_that_are_not_seen_do_not_reach_the_page(letter: str) -> None:
     text.encode()
 
 
-def test_it_refers_to_nothing_outside_and_lets_nothing_run_but_its_own_script() -> None:
+def test_page_refers_to_nothing_outside_and_runs_only_its_own_script() -> None:
     text = page(report(3, 6))
     assert not re.search(r"https?:|//\w|url\(|@import", text)
     found = Page(text)
@@ -142,7 +140,7 @@ def test_it_refers_to_nothing_outside_and_lets_nothing_run_but_its_own_script() 
     assert "prefers-color-scheme: dark" in text
 
 
-@pytest.mark.parametrize(("ranks", "operations"), [(64, 4096), (1, 4096), (1500, 300)])
+@pytest.mark.parametrize(("ranks", "operations"), [(64, 1024), pytest.param(1500, 300, marks=pytest.mark.long)])
 def test_its_size_is_bounded_and_each_rank_has_its_last_operations(ranks: int, operations: int) -> None:
     made = report(ranks, operations, text="x" * 2048, site="/" + "d" * 500 + "/train.py:7")
     text = page(made)
@@ -154,17 +152,6 @@ def test_its_size_is_bounded_and_each_rank_has_its_last_operations(ranks: int, o
     assert re.search(r"[\d,]+ earlier operations of the report are not drawn", text)
 
 
-def test_an_operation_that_has_been_under_way_for_long_is_shown_among_many_later_ones() -> None:
-    made = report(2, 3000)
-    first = made.ranks[1].recording
-    assert first is not None
-    records = (Record(**{**vars(first.records[0]), "left_ns": 0, "kind": "barrier"}), *first.records[1:])
-    seen = [made.ranks[0], Seen(1, Recording(9, 1, 2, 0, "", 3000, records), "S")]
-    text = page(HangReport(made.job, made.host, made.when, NOW, made.verdict, seen, {}))
-    assert "barrier #1, operation 0" in text
-    assert "Without an answer: ranks 0-1." in text
-
-
 def test_ranks_without_operations_and_a_rank_that_has_ended_have_a_row() -> None:
     seen = [Seen(0), Seen(1, ended="exit code 0")]
     verdict = Verdict("rank 1 has ended", (1,), (0,), NOW)
@@ -172,19 +159,6 @@ def test_ranks_without_operations_and_a_rank_that_has_ended_have_a_row() -> None
     assert "No rank has recorded an operation." in found.text
     assert "ended (exit code 0)" in found.text
     assert "none recorded" in found.text
-
-
-def test_the_axis_is_linear_up_to_the_last_operation_and_then_has_the_wait() -> None:
-    records = [operation(number, world=Group("0", "phalanx", (0, 1))) for number in range(50)]
-    first, last = records[0].entered_ns, records[-1].left_ns
-    axis = Axis(records, NOW)
-    for moment, place in ((first - 5, 0), (first, 0), ((first + last) // 2, 400), (last, 800), (NOW, 1000)):
-        assert axis.at(moment) == pytest.approx(place, abs=1e-3)
-    assert axis.at(NOW + 5) == 1000
-    assert axis.labels[-1] == f"wait, {(NOW - last) / SECOND:.1f} s"
-    assert [float(label[1:-3]) for label in axis.labels[:4]] == pytest.approx(
-        [(last - first) / 1e6 * part for part in (1, 0.75, 0.5, 0.25)], rel=1e-2
-    )
 
 
 def test_the_command_writes_the_page_and_says_where(tmp_path: Path) -> None:

@@ -109,27 +109,6 @@ def test_rates_are_those_since_the_look_before(recorder: Recorder) -> None:
     assert found.complete
 
 
-def test_what_begins_after_the_time_of_a_look_counts_at_the_next_one(recorder: Recorder) -> None:
-    """The look itself may be late, as on a busy machine: then the recorder has more than there was at its time."""
-    pace = PaceOfRank(recorder.file, 0)
-    recorder.write([Operation(0.25, 0.5), Operation(0.75, 1.0), Operation(1.5, 1.75), Operation(2.25, 2.5)])
-    at_first = look(pace, 1.0)
-    assert (at_first.operations_per_s, at_first.bytes_per_s) == pytest.approx((2 / 0.75, 8 / 0.75))
-    recorder.write([Operation(3.5, 3.75)])
-    then = look(pace, 3.0)
-    assert (then.operations_per_s, then.bytes_per_s) == pytest.approx((1.0, 4.0))
-    assert look(pace, 4.0).operations_per_s == pytest.approx(1.0)
-
-
-def test_the_operation_is_a_collective_before_a_message(recorder: Recorder) -> None:
-    recorder.write([Operation(0.0, None, SEND), Operation(0.5, None, BARRIER), Operation(0.6, None)])
-    found = look(PaceOfRank(recorder.file, 0), 1.0)
-    assert found.operation is not None
-    assert found.operation.kind == "barrier"
-    assert found.last is not None
-    assert found.last.kind == "all_reduce"
-
-
 def test_of_more_operations_than_are_kept_the_last_ones_count(recorder: Recorder) -> None:
     recorder.write([Operation(0.0, 0.1, group=PAIR)])
     pace = PaceOfRank(recorder.file, 0)
@@ -152,26 +131,3 @@ def test_steps_are_counted_in_time_between_their_first_operations(recorder: Reco
     found = look(PaceOfRank(recorder.file, 0), 80 / 8)
     assert found.step == 39
     assert found.steps_per_s == pytest.approx(4.0)
-
-
-def test_steps_that_stop_coming_bring_their_rate_down(recorder: Recorder) -> None:
-    recorder.write([Operation(k, k + 0.1, step=k) for k in range(11)], step=10)
-    pace = PaceOfRank(recorder.file, 0)
-    assert look(pace, 11.5).steps_per_s == pytest.approx(1.0)  # the last step takes as long as one may
-    # Nine steps are known from their begin to their end, from 1 s on.
-    assert look(pace, 91.0).steps_per_s == pytest.approx(9 / 90)
-
-
-def test_a_script_may_say_every_tenth_step_and_begin_again(recorder: Recorder) -> None:
-    steps = [0, 10, 20, 30, 0, 10, 20]
-    recorder.write([Operation(k, k + 0.1, step=step) for k, step in enumerate(steps)], step=20)
-    # Between 1 s and 6 s: from 10 to 30, one step to a new epoch, and from 0 to 20.
-    assert look(PaceOfRank(recorder.file, 0), 6.5).steps_per_s == pytest.approx((20 + 1 + 20) / 5)
-
-
-def test_steps_without_operations_are_counted_from_look_to_look(recorder: Recorder) -> None:
-    recorder.write([], step=5)
-    pace = PaceOfRank(recorder.file, 0)
-    assert look(pace, 1.0).steps_per_s is None
-    recorder.write([], step=11)
-    assert look(pace, 3.0).steps_per_s == 3.0

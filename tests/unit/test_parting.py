@@ -3,49 +3,134 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from tests.support.parting_programs import PROGRAMS, expected, ways
 
 from phalanx.watch.parting import parting
 from phalanx.watch.records import Group, Record, Recording
 from phalanx.watch.stack_text import Frame
-from phalanx.watch.verdict import Seen, Verdict, judge
+from phalanx.watch.verdict import Seen, judge
+
+# Each: the program, of which the line with the comment HERE is to be named; without one, nothing. ``# A`` marks the
+# lines of the awaited rank's stack and ``# W`` those of a rank that waits for it, in the order of the calls: by default
+# that of the lines, and ``# A2`` comes before ``# A10``.
+PROGRAMS = {
+    "the arms of an if": """
+        if rank == 0:  # HERE
+            work()  # A
+        else:
+            all_reduce()  # W
+        """,
+    "an arm and what follows": """
+        if rank == 0:  # HERE
+            work()  # A
+        all_reduce()  # W
+        """,
+    "one after the other": """
+        work()  # A
+        all_reduce()  # W
+        """,
+    "a return in front of the call": """
+        def step():
+            if rank == 3:  # HERE
+                return
+            all_reduce()  # W2
+        step()  # W1
+        work()  # A
+        """,
+    "a call in a branch": """
+        def step():
+            all_reduce()  # W2
+        if ready:  # HERE
+            step()  # W1
+        work()  # A
+        """,
+    "a loop that ends early": """
+        for batch in batches:  # HERE
+            all_reduce()  # W
+        work()  # A
+        """,
+    "a loop in which one may be slow": """
+        while pending():
+            work()  # A
+        all_reduce()  # W
+        """,
+    "a slow rank in the pass before": """
+        for batch in batches:
+            all_reduce()  # W
+            work()  # A
+        """,
+    "a case and what follows": """
+        match rank:  # HERE
+            case 0:
+                work()  # A
+        all_reduce()  # W
+        """,
+    "two functions, called at different lines": """
+        def evaluate():
+            work()  # A2
+        def step():
+            all_reduce()  # W2
+        if rank == 0:  # HERE
+            evaluate()  # A1
+        else:
+            step()  # W1
+        """,
+    "a text that cannot be parsed": """
+        if rank == 0:
+            work()  # A
+        else
+            all_reduce()  # W
+        """,
+}
 
 WORLD = Group("0", "phalanx", (0, 1, 2))
 
 
-def record(number: int, site: str, *, done: bool = False, kind: str = "all_reduce") -> Record:
-    return Record(number, WORLD, number, kind, 4, "", "", -1, site, "", -1, 10, 20 if done else 0, False, -1)
+def ways(text: str, mark: str) -> list[int]:
+    """The lines of a mark, the outermost call first."""
+    found = [
+        (int(match[1] or 0), number)
+        for number, line in enumerate(text.splitlines(), 1)
+        for match in re.finditer(rf"\b{mark}(\d*)\b", line.partition("#")[2])
+    ]
+    return [number for _, number in sorted(found)]
 
 
-def seen(rank: int, path: Path, lines: list[int], records: list[Record], *, step: int = -1, asked: bool = True) -> Seen:
+def expected(text: str) -> str:
+    for number, line in enumerate(text.splitlines(), 1):
+        if "HERE" in line:
+            return f"the `{re.split(r'[ :]', line.strip())[0]}` in line {number}"
+    return ""
+
+
+def record(number: int, site: str, *, done: bool = False) -> Record:
+    return Record(number, WORLD, number, "all_reduce", 4, "", "", -1, site, "", -1, 10, 20 if done else 0, False, -1)
+
+
+def seen(rank: int, path: Path, lines: list[int], records: list[Record]) -> Seen:
     stack = [Frame(str(path), line, "f") for line in reversed(lines)]
     inner = [Frame("<frozen importlib>", 1, "g")] if not any(r.under_way for r in records) else []
-    frames = (*inner, *stack) if asked else ()
-    return Seen(rank, Recording(1, rank, 3, step, "", 2, tuple(records)), frames=frames)
+    return Seen(rank, Recording(1, rank, 3, -1, "", 2, tuple(records)), frames=(*inner, *stack))
 
 
 def hint(
     path: Path,
     text: str,
     *,
-    steps: tuple[int, int] = (-1, -1),
-    asked: bool = True,
-    both_wait: bool = False,
     since: float | None = None,
 ) -> str:
     """What is said of the program; the awaited rank is 0."""
     path.write_text(text)
     at, waiting_at = ways(text, "A"), ways(text, "W")
     before = record(1, "other.py:1", done=True)
-    own = [before, *([record(2, f"{path.name}:{at[-1]}", kind="broadcast")] if both_wait else [])]
-    ranks = [seen(0, path, at, own, step=steps[0])]
+    ranks = [seen(0, path, at, [before])]
     waits = [before, record(2, f"{path.name}:{waiting_at[-1]}")]
-    ranks += [seen(rank, path, waiting_at, waits, step=steps[1], asked=asked) for rank in (1, 2)]
+    ranks += [seen(rank, path, waiting_at, waits) for rank in (1, 2)]
     verdict = judge(ranks)
     assert verdict is not None
     return parting(verdict, ranks, str(path.parent), time.time() + 60 if since is None else since)
@@ -55,62 +140,6 @@ def hint(
 def test_the_statement_at_which_ways_part_is_named_or_none(name: str, tmp_path: Path) -> None:
     text = dedent(PROGRAMS[name])
     assert hint(tmp_path / "train.py", text) == expected(text)
-
-
-IN_LOOP = """
-for step in range(9):
-    work()  # A
-    if step % 4 == 0:
-        all_reduce()  # W
-"""
-BEHIND = """
-for step in range(9):
-    if step % 4 == 0:
-        all_reduce()  # W
-    work()  # A
-"""
-
-
-@pytest.mark.parametrize(
-    ("text", "steps", "line"),
-    [
-        (IN_LOOP, (3, 4), 0),  # it is slow
-        (IN_LOOP, (4, 4), 0),
-        (IN_LOOP, (5, 4), 4),  # it has left out the call
-        (BEHIND, (3, 4), 0),
-        (BEHIND, (4, 4), 3),
-        (BEHIND, (5, 4), 3),
-    ],
-)
-def test_the_scripts_own_steps_tell_a_slow_rank_from_one_that_has_left_out_a_call(
-    text: str, steps: tuple[int, int], line: int, tmp_path: Path
-) -> None:
-    assert hint(tmp_path / "train.py", text, steps=steps) == (f"the `if` in line {line}" if line else "")
-
-
-def test_a_continue_is_named_that_the_awaited_rank_has_taken_to_its_next_pass(tmp_path: Path) -> None:
-    text = "for batch in batches:\n    work()  # A\n    if bad:\n        continue\n    all_reduce()  # W\n"
-    assert hint(tmp_path / "train.py", text, steps=(6, 5)) == "the `if` in line 3"
-    assert hint(tmp_path / "train.py", text, steps=(5, 5)) == ""
-    assert hint(tmp_path / "train.py", text) == ""
-
-
-def test_a_rank_in_another_collective_is_not_taken_for_a_slow_one(tmp_path: Path) -> None:
-    branch = "if ready:\n    broadcast()  # A\nall_reduce()  # W\n"
-    assert hint(tmp_path / "train.py", branch, both_wait=True) == "the `if` in line 1"
-    assert hint(tmp_path / "train.py", branch) == ""
-    text = "for batch in batches:\n    reduce()  # A\n    if bad:\n        continue\n    all_reduce()  # W\n"
-    assert hint(tmp_path / "train.py", text, both_wait=True) == "the `if` in line 3"
-    arms = "if rank == 0:\n    broadcast()  # A\nelse:\n    all_reduce()  # W\n"
-    assert hint(tmp_path / "train.py", arms, both_wait=True) == "the `if` in line 1"
-
-
-def test_without_the_stack_of_those_that_wait_only_what_runs_once_is_compared(tmp_path: Path) -> None:
-    text = dedent(PROGRAMS["an arm and what follows"])
-    assert hint(tmp_path / "train.py", text, asked=False) == "the `if` in line 2"
-    inside = "def f():\n    if rank == 0:\n        work()  # A2\n    all_reduce()  # W2\nf()  # A1 W1\nf()\n"
-    assert hint(tmp_path / "train.py", inside) == "the `if` in line 2"
-    assert hint(tmp_path / "train.py", inside, asked=False) == ""
 
 
 def test_a_file_that_has_changed_since_or_is_missing_is_not_read(tmp_path: Path) -> None:
@@ -142,20 +171,6 @@ def test_a_statement_of_another_file_is_named_with_it(tmp_path: Path) -> None:
     assert parting(verdict, [ahead, behind], str(tmp_path), time.time() + 60) == "the `if` in line 1 of loop.py"
 
 
-def test_ranks_that_parted_before_are_not_compared_where_they_are_now(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text("if rank == 0:\n    work()\nall_reduce()\n")
-    # The awaited rank has left out the call in line 1, so each later one meets another's; in the arms of `if rank == 0`
-    # ranks call different lines as well, but not each other's.
-    for called, others, expects in (((2, 3), (1, 2), ""), ((8, 3), (9, 3), "the `if` in line 1")):
-        own = [record(number, f"other.py:{line}", done=True) for number, line in enumerate(called, 1)]
-        theirs = [record(number, f"other.py:{line}", done=True) for number, line in enumerate(others, 1)]
-        ranks = [seen(0, path, [2], own), seen(1, path, [3], [*theirs, record(3, "train.py:3")])]
-        verdict = judge(ranks)
-        assert verdict is not None
-        assert parting(verdict, ranks, str(tmp_path), time.time() + 60) == expects
-
-
 def test_a_rank_that_has_ended_well_has_left_out_what_one_branch_decides(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("import sys\nif rank == 3:\n    sys.exit()\nall_reduce()\n")
@@ -165,41 +180,3 @@ def test_a_rank_that_has_ended_well_has_left_out_what_one_branch_decides(tmp_pat
         verdict = judge(ranks)
         assert verdict is not None
         assert parting(verdict, ranks, str(tmp_path), time.time() + 60) == expects
-
-
-def test_many_ranks_are_compared_at_the_cost_of_the_different_ways_among_them(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text("if rank < 500:\n    work()\nall_reduce()\n")
-    done = [record(number, "other.py:1", done=True) for number in range(1, 200)]
-    ranks = [seen(rank, path, [2], done) for rank in range(500)]
-    ranks += [seen(rank, path, [3], [*done, record(200, "train.py:3")], asked=rank == 500) for rank in range(500, 1000)]
-    verdict = Verdict("the first half is late", tuple(range(500)), tuple(range(500, 1000)), 0)
-    begun = time.process_time()
-    assert parting(verdict, ranks, str(tmp_path), time.time() + 60) == "the `if` in line 1"
-    assert time.process_time() - begun < 20  # 250,000 pairs of ranks would take minutes
-
-
-def test_a_stopped_rank_is_where_it_is_for_another_reason(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text("if rank == 0:\n    work()\nall_reduce()\n")
-    waits = seen(1, path, [3], [record(1, "train.py:3")])
-    for state, expects in (("S", "the `if` in line 1"), ("T", "")):
-        frames = (Frame(str(path), 2, "<module>"),)
-        ranks = [Seen(0, Recording(1, 0, 3, -1, "", 0, ()), state=state, frames=frames), waits]
-        verdict = judge(ranks)
-        assert verdict is not None
-        assert parting(verdict, ranks, str(tmp_path), time.time() + 60) == expects
-
-
-def test_ranks_that_wait_for_each_other_part_where_two_lines_do(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text("if rank == 0:\n    a()\nelse:\n    b()\n")
-    sides = [Group("one", "phalanx", (0, 1)), Group("two", "phalanx", (0, 1))]
-    ranks = []
-    for rank, (group, line) in enumerate(zip(sides, (2, 4), strict=True)):
-        own = Record(1, group, 1, "barrier", 4, "", "", -1, f"train.py:{line}", "", -1, 10, 0, False, -1)
-        ranks.append(seen(rank, path, [line], [own]))
-    verdict = judge(ranks)
-    assert verdict is not None
-    assert verdict.awaited == (0, 1)
-    assert parting(verdict, ranks, str(tmp_path), time.time() + 60) == "the `if` in line 1"

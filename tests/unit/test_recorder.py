@@ -13,10 +13,10 @@ from itertools import chain
 
 import pytest
 
-from phalanx.native.core import FOUND_LATE, NBYTES_BITS, RECORDER_BYTES, RECORDS, RecordedGroup, library
+from phalanx.native.core import NBYTES_BITS, RECORDER_BYTES, RECORDS, RecordedGroup, library
 from phalanx.watch import recorder
 from phalanx.watch.glance import glance
-from phalanx.watch.records import Record, Recording, read_process, read_recording
+from phalanx.watch.records import Recording, read_recording
 
 ALL_REDUCE, BROADCAST, SEND = 1, 2, 10
 FLOAT32 = 1 << 8
@@ -95,7 +95,7 @@ def test_operations_of_a_killed_process_can_be_read(file: int) -> None:
     assert found.last is third
 
 
-def test_only_the_last_operations_are_kept_and_an_early_one_that_ends_late_changes_none(file: int) -> None:
+def test_ring_keeps_the_last_operations_if_an_early_one_ends_late(file: int) -> None:
     def operations(group: RecordedGroup) -> None:
         early = recorder.begin(addressof(group), ALL_REDUCE, 1, -1)
         for _ in range(RECORDS + 10):
@@ -118,7 +118,7 @@ def record_at(file: int, number: int) -> int:
 
 
 @pytest.mark.parametrize("word", [2 * 1 + 1, 2 * 4097 + 1])
-def test_a_record_whose_writer_died_in_the_middle_is_left_out_and_left_alone(file: int, word: int) -> None:
+def test_record_whose_writer_died_in_the_middle_is_left_out(file: int, word: int) -> None:
     """Before the word is even again no reader trusts the fields, and no later operation writes between them."""
 
     def operations(group: RecordedGroup) -> None:
@@ -136,7 +136,7 @@ def test_a_record_whose_writer_died_in_the_middle_is_left_out_and_left_alone(fil
     assert found.begun == RECORDS + 3
 
 
-def test_a_death_between_taking_a_record_and_writing_it_shows_the_operation_before(file: int) -> None:
+def test_death_before_a_record_is_written_shows_the_operation_before(file: int) -> None:
     def operations(group: RecordedGroup) -> None:
         recorder.end(recorder.begin(addressof(group), BROADCAST, 1, 0), False)
         os.pwrite(file, struct.pack("Q", 2), 64)  # `next` was raised for operation 1, and nothing else was done
@@ -144,69 +144,6 @@ def test_a_death_between_taking_a_record_and_writing_it_shows_the_operation_befo
     found = record_in(file, operations)
     assert [record.number for record in found.records] == [0]
     assert found.begun == 2
-
-
-def test_a_death_before_the_operation_is_marked_as_ended_shows_it_under_way(file: int) -> None:
-    def operations(group: RecordedGroup) -> None:
-        recorder.begin(addressof(group), BROADCAST, 1, 0)
-
-    found = record_in(file, operations)
-    assert found.last is not None
-    assert found.last.under_way
-
-
-def found_late(group: RecordedGroup) -> int:
-    """Record a collective that C++ called a while ago; its ticket."""
-    return recorder.begin_at(
-        group, FOUND_LATE | ALL_REDUCE, 64, line="train.py:42", entered_ns=time.monotonic_ns() - 10**9
-    )
-
-
-def test_a_collective_found_late_takes_no_number_from_the_group(file: int) -> None:
-    def operations(group: RecordedGroup) -> None:
-        recorder.end(recorder.begin(addressof(group), BROADCAST, 1, 0), False)
-        found_late(group)
-        recorder.begin(addressof(group), BROADCAST, 2, 0)
-
-    first, late, second = record_in(file, operations).records
-    assert [first.in_group, late.in_group, second.in_group] == [1, 2, 2]
-    assert [first.found_late, late.found_late, second.found_late] == [False, True, False]
-    assert (late.kind, late.op, late.nbytes, late.site) == ("all_reduce", "", 64, "train.py:42")
-    assert late.under_way
-
-
-@pytest.mark.parametrize("dropped", [False, True], ids=["before", "after"])
-def test_a_death_right_before_or_after_a_record_is_dropped_leaves_it_whole_or_out(file: int, dropped: bool) -> None:
-    def operations(group: RecordedGroup) -> None:
-        recorder.end(recorder.begin(addressof(group), BROADCAST, 1, 0), False)
-        ticket = found_late(group)
-        recorder.end(recorder.begin(addressof(group), BROADCAST, 2, 0), False)
-        if dropped:
-            recorder.drop(ticket)
-
-    found = record_in(file, operations)
-    assert [record.number for record in found.records] == ([0, 2] if dropped else [0, 1, 2])
-    assert found.last is not None
-    assert found.last.number == (2 if dropped else 1)
-
-
-def test_a_record_dropped_late_leaves_the_operation_alone_that_has_its_place(file: int) -> None:
-    def operations(group: RecordedGroup) -> None:
-        ticket = found_late(group)
-        for size in range(RECORDS):
-            recorder.end(recorder.begin(addressof(group), BROADCAST, size, 0), False)
-        recorder.drop(ticket)
-
-    assert [record.nbytes for record in record_in(file, operations).records] == list(range(RECORDS))
-
-
-def test_the_place_of_a_dropped_record_is_used_again(file: int) -> None:
-    def operations(group: RecordedGroup) -> None:
-        recorder.drop(found_late(group))
-        for size in range(RECORDS):
-            recorder.end(recorder.begin(addressof(group), BROADCAST, size, 0), False)
-
-    assert [record.nbytes for record in record_in(file, operations).records] == list(range(RECORDS))
 
 
 def test_readers_never_see_a_half_written_record_while_threads_wrap_around(file: int) -> None:
@@ -231,7 +168,7 @@ def test_readers_never_see_a_half_written_record_while_threads_wrap_around(file:
 
     pid = in_child(work)
     try:
-        until, checked, last = time.monotonic() + 3, 0, -1
+        until, checked, last = time.monotonic() + 1, 0, -1
         while time.monotonic() < until or last < 3 * RECORDS:
             found = read_recording(file)
             for record in found.records if found is not None else ():
@@ -288,49 +225,6 @@ def test_the_times_of_records_are_those_of_the_clock(file: int) -> None:
         assert before - MOST_ASTRAY_NS <= record.entered_ns <= record.left_ns <= after + MOST_ASTRAY_NS
 
 
-def test_a_forked_child_records_nothing_in_its_parents_memory(file: int) -> None:
-    def operations(group: RecordedGroup) -> None:
-        recorder.end(recorder.begin(addressof(group), BROADCAST, 1, 0), False)
-        pid = os.fork()
-        if pid == 0:
-            recorder.begin(addressof(group), BROADCAST, 2, 0)
-            recorder.mark(step=5)
-            os._exit(0)
-        os.waitpid(pid, 0)
-
-    found = record_in(file, operations)
-    assert [record.nbytes for record in found.records] == [1]
-    assert found.step == -1
-
-
-def test_another_process_of_the_same_user_finds_the_recorder_of_a_process_without_launcher() -> None:
-    ready, told = os.pipe()
-
-    def work() -> None:
-        assert recorder.open_recorder(0, 1)
-        group = recorder.group("0", "phalanx", [0], 0)
-        assert group is not None
-        recorder.begin(addressof(group), ALL_REDUCE | FLOAT32, 16, -1)
-        os.write(told, b"x")
-        time.sleep(60)
-
-    pid = in_child(work)
-    try:
-        os.read(ready, 1)
-        found = read_process(pid)
-        assert found is not None
-        assert found.pid == pid
-        assert found.last is not None
-        assert found.last.under_way
-        assert found.last.group.name == "0"
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        os.close(ready)
-        os.close(told)
-    assert read_process(pid) is None
-
-
 def test_a_damaged_memory_is_read_without_an_error(file: int) -> None:
     assert read_recording(file) is None
     record_in(file, lambda group: recorder.end(recorder.begin(addressof(group), ALL_REDUCE, 1, -1), False))
@@ -341,17 +235,6 @@ def test_a_damaged_memory_is_read_without_an_error(file: int) -> None:
     assert damaged is not None
     for record in damaged.records:
         assert record.text()
-
-
-def test_texts_that_have_no_room_are_empty(file: int) -> None:
-    def operations(group: RecordedGroup) -> None:
-        for number in range(200):
-            recorder.mark(label=f"{number:2000}")
-        recorder.mark(label=f"{200:2000}")
-        recorder.begin(addressof(group), ALL_REDUCE, 1, -1)
-
-    (found,) = record_in(file, operations).records
-    assert found.label == ""
 
 
 def begin_of(group: RecordedGroup, nbytes: int, *shape: int) -> int:
@@ -376,62 +259,6 @@ def test_the_shape_is_recorded_of_tensors_whose_shapes_are_compared(file: int) -
     assert found == [*small, (most, "[2, 3]"), (0, "")]
 
 
-def test_a_shape_of_more_bytes_than_there_are_is_not_recorded(file: int) -> None:
-    """As of a tensor without memory: its bytes would be taken for the number of another text."""
-
-    def operations(group: RecordedGroup) -> None:
-        begin_of(group, 1 << NBYTES_BITS, 2, 3)
-        begin_of(group, 24, 2, 3)
-
-    assert [record.shape for record in record_in(file, operations).records] == ["", "[2, 3]"]
-
-
-def test_shapes_without_end_leave_room_for_other_texts(file: int) -> None:
-    """A program whose batches have all lengths goes on without them, and the shapes that had room stay known."""
-
-    def operations(group: RecordedGroup) -> None:
-        for length in range(2, 20_000):
-            recorder.end(begin_of(group, 8 * length, 2, length), False)
-        recorder.mark(label="late")
-        begin_of(group, 16, 2, 2)
-        begin_of(group, 160_000, 2, 20_000)
-
-    *_, known, late = record_in(file, operations).records
-    assert (known.shape, known.label, late.shape, late.label) == ("[2, 2]", "late", "", "late")
-
-
-def test_a_recording_survives_json(file: int) -> None:
-    def operations(group: RecordedGroup) -> None:
-        recorder.end(begin_of(group, 64, 4, 4), False)
-        recorder.begin(addressof(group), SEND | FLOAT32, 64, 1)
-
-    found = record_in(file, operations)
-    assert Recording.from_json(found.to_json()) == found
-
-
-def test_an_operation_is_described_as_its_user_knows_it() -> None:
-    from phalanx.watch.records import Group
-
-    record = Record(
-        number=7,
-        group=Group("0", "phalanx", (0, 1)),
-        in_group=118,
-        kind="all_reduce",
-        nbytes=4096,
-        dtype="float32",
-        op="sum",
-        peer=-1,
-        site="train.py:42",
-        label="warm up",
-        step=7,
-        entered_ns=1,
-        left_ns=0,
-        failed=False,
-        awaits=-1,
-    )
-    assert record.text() == 'all_reduce #118 (float32, 4.0 KiB, sum) at train.py:42 in step 7, "warm up"'
-
-
 def test_labels_leave_room_for_the_groups_and_lines_that_come_later(file: int) -> None:
     def operations(group: RecordedGroup) -> None:
         for batch in range(20_000):
@@ -447,7 +274,7 @@ def test_labels_leave_room_for_the_groups_and_lines_that_come_later(file: int) -
     assert record.label == ""
 
 
-@pytest.mark.parametrize(("moved", "pieces", "done"), [(0, 8, -1), (3, 8, 37), (8, 8, -1), (0, 0, -1)])
+@pytest.mark.parametrize(("moved", "pieces", "done"), [(3, 8, 37), (8, 8, -1), (0, 0, -1)])
 def test_the_pieces_that_have_moved_say_how_far_a_call_is(file: int, moved: int, pieces: int, done: int) -> None:
     def operations(group: RecordedGroup) -> None:
         recorder.begin(addressof(group), ALL_REDUCE, 1, -1)

@@ -124,6 +124,20 @@ def test_the_operation_itself_says_whom_it_awaits_where_all_have_come() -> None:
     assert found == "rank 2 is at b.py:1 y(), in no operation; ranks 0-1 wait for it in all_reduce #1 at a.py:9"
 
 
+@pytest.mark.parametrize(
+    ("state", "does"),
+    [
+        ("T", "stopped (state T)"),
+        ("t", "held by a debugger (state t)"),
+        ("D", "waiting for a disk or a driver (state D)"),
+    ],
+)
+def test_a_rank_that_the_kernel_holds_is_told_with_its_state(state: str, does: str) -> None:
+    before, waits = record("all_reduce", 1, "a.py:5", done=True), record("all_reduce", 2, "a.py:9")
+    found = sentence(rank(0, before, state=state), *(rank(r, before, waits) for r in (1, 2, 3)))
+    assert found == f"rank 0 is {does}, after all_reduce #1 at a.py:5; ranks 1-3 wait for it in all_reduce #2 at a.py:9"
+
+
 def test_without_a_culprit_it_says_that_all_have_come() -> None:
     waits = record("all_reduce", 1, "a.py:9")
     found = sentence(*(rank(r, waits) for r in range(4)))

@@ -70,7 +70,7 @@ def calls(member: Member) -> list[tuple[Any, ...]]:
     ]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_each_call_is_recorded_once(size: int) -> None:
     world = tuple(range(size))
     for rank, found in enumerate(on_ranks(calls, size)):
