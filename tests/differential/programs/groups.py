@@ -186,7 +186,7 @@ def is_there(member: Member) -> Any:
     ]
 
 
-@program(long=(3, 5))
+@program(short=2)
 def hundreds_of_groups(member: Member) -> Any:
     groups: list[Any] = [dist.new_group([0, member.size - 1]) for _ in range(20)]
     return [summed(group)[0].item() for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER]
