@@ -174,18 +174,6 @@ def backends_by_device(member: Member, spelled: str) -> Any:
     return dist.get_backend(group).replace("phalanx", "gloo"), summed(group)
 
 
-@program()
-def is_there(member: Member) -> Any:
-    return [
-        dist.is_available(),
-        dist.is_initialized(),
-        dist.is_gloo_available(),
-        dist.is_torchelastic_launched(),
-        dist.get_rank(),
-        dist.get_world_size(),
-    ]
-
-
 @program(short=2)
 def hundreds_of_groups(member: Member) -> Any:
     groups: list[Any] = [dist.new_group([0, member.size - 1]) for _ in range(20)]
