@@ -15,9 +15,11 @@ import torch
 
 from tests.support.ranks import Member
 
-__all__ = ["PROGRAMS", "SIZES", "Program", "Raised", "program", "raised"]
+__all__ = ["PROGRAMS", "SERVED_HERE", "SIZES", "Program", "Raised", "program", "raised"]
 
 SIZES = (2, 3, 5)
+# The heading of an entry in docs/conformance.md whose programs must succeed here.
+SERVED_HERE = "Operations and dtypes that Gloo refuses"
 
 PROGRAMS: dict[str, Program] = {}
 
