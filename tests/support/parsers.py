@@ -64,7 +64,8 @@ from phalanx.system.sight import own_sight
 from phalanx.transports import seat
 from phalanx.transports.hosts.contact import _MESSAGE, Contact
 from phalanx.transports.hosts.inquiry import answer_from
-from phalanx.transports.hosts.lookout import NO, WELCOME, Lookout
+from phalanx.transports.hosts.lookout import Lookout
+from phalanx.transports.hosts.reaching import NO, WELCOME
 from phalanx.transports.shm import tuning
 from phalanx.watch import recorder
 from phalanx.watch.comparison import Comparison
@@ -556,10 +557,13 @@ def _before_links() -> Iterator[Parser]:
     """What two workers say before there is a link."""
     hub = SharedHub.__new__(SharedHub)
     taken: list[object] = []
-    core = SimpleNamespace(
-        phx_rpc_accept=lambda *numbers: taken.append(numbers) or 0, phx_rpc_close=lambda handle: None
-    )
-    hub._core, hub._handle = cast(Any, core), 1
+
+    def accept(*numbers: object) -> int:
+        taken.append(numbers)
+        return 0
+
+    hub._core = cast(Any, SimpleNamespace(phx_rpc_accept=accept, phx_rpc_close=lambda handle: None))
+    hub._handle = 1
 
     def offered(data: bytes) -> object:
         taken.clear()

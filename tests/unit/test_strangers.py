@@ -233,7 +233,12 @@ def the_launchers_relay() -> Iterator[Listener]:
             assert soon(lambda: bool(admitted))
             keeper.say(event="here")
             frames: list[tuple[bytes, bytes]] = []
-            assert soon(lambda: bool(frames.extend(admitted[0].receive()) or frames))
+
+            def came() -> bool:
+                frames.extend(admitted[0].receive())
+                return bool(frames)
+
+            assert soon(came)
             assert frames == [(channel.MESSAGE, b'{"event": "here"}')]
             keeper.close()
             admitted[0].close()
