@@ -22,6 +22,8 @@ def all_programs() -> list[Program]:
 
 def verdict(program: Program, expected: list[Any] | Broke, value: list[Any] | Broke) -> str:
     """What is wrong, in words; empty if the outcomes are equal, or differ as declared."""
+    if isinstance(expected, Broke) and not program.differs:
+        return f"over Gloo the program fails itself: {expected}"
     if isinstance(value, Broke):
         return f"over Gloo it returns {expected}, here {value}"
     if program.differs == SERVED_HERE and any(isinstance(of_rank, Raised) for of_rank in value):
@@ -30,6 +32,4 @@ def verdict(program: Program, expected: list[Any] | Broke, value: list[Any] | Br
         if isinstance(expected, Broke) or difference(expected, value, program.tolerance):
             return ""
         return f"the values are equal by now: take the entry {program.differs!r} away"
-    if isinstance(expected, Broke):
-        return f"over Gloo the program fails itself: {expected}"
     return difference(expected, value, program.tolerance, "by rank, the value")
