@@ -3,7 +3,7 @@
 One stranger is another user of a host of the job, the other one is on a third host of the same network. The ports are
 those that the kernel lists, so none is forgotten: the job's store, the launcher's port for its agents, signs of life,
 RPC, and Gloo's and UCX's, which ask for no key and are only given what does them no harm (docs/security.md). Each
-listener is given more kinds of wrong proofs in ``tests/unit/test_strangers.py``.
+listener is given more kinds of wrong proofs in ``tests/unit/test_listeners.py``.
 """
 
 from __future__ import annotations

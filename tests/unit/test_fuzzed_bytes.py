@@ -1,7 +1,7 @@
 """Parsers x mutations: each parser of bytes from outside refuses changed ones as it says, or takes them, and no more.
 
 Here are some thousands; ``python -m tests.support.mutations`` gives a million (CONTRIBUTING.md). Listeners are attacked
-in ``test_strangers.py``.
+in ``test_listeners.py``.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ TRUSTED = {
         launch/remote/helpers.py launch/remote/helping.py launch/remote/protocol.py launch/remote/start_agent.py""",
     "ranks of the job, after the proof of the key; they trust each other": """
         rendezvous/meet.py rpc/encoding.py store/client.py""",
-    "they are attacked by the frames below, and in test_strangers.py": """
+    "they are attacked by the frames below, and in test_listeners.py": """
         rpc/connections.py rpc/links/assembling.py store/server.py""",
     "another rank, over Gloo, MPI or UCX, which ask nobody for a key (docs/security.md)": """
         transports/hosts/frames.py transports/hosts/message_way.py transports/mpi/notices.py""",

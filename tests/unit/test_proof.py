@@ -1,6 +1,6 @@
 """Which processes the store lets in, and what the others are told.
 
-The handshake itself is tested in ``test_wire.py``, what strangers get in ``test_strangers.py``, and claims that were
+The handshake itself is tested in ``test_wire.py``, what strangers get in ``test_listeners.py``, and claims that were
 changed in ``test_fuzzed_bytes.py``.
 """
 
