@@ -15,9 +15,11 @@ import torch
 
 from tests.support.ranks import Member
 
-__all__ = ["PROGRAMS", "SIZES", "Program", "Raised", "program", "raised"]
+__all__ = ["PROGRAMS", "SERVED_HERE", "SIZES", "Program", "Raised", "program", "raised"]
 
 SIZES = (2, 3, 5)
+# The heading of an entry in docs/conformance.md whose programs must succeed here.
+SERVED_HERE = "Operations and dtypes that Gloo refuses"
 
 PROGRAMS: dict[str, Program] = {}
 
@@ -30,7 +32,7 @@ class Program:
         name: its module and function, with the case in brackets if the function has cases.
         run: the function.
         sizes: the worlds in which it runs.
-        long: the worlds of these in which it takes too long for every run of the suite; make conformance runs them.
+        short: the one of these in which every run of the suite has it; make conformance has the others.
         tolerance: how far a number may differ, relative to it and absolutely; 0 where both must be exact.
         alone: whether it ends or breaks its world, so that it needs one of its own.
         differs: the heading in docs/conformance.md of the entry that says why the values differ; empty if they must be
@@ -40,7 +42,7 @@ class Program:
     name: str
     run: Callable[[Member], Any]
     sizes: tuple[int, ...]
-    long: tuple[int, ...]
+    short: int
     tolerance: float
     alone: bool
     differs: str
@@ -58,7 +60,7 @@ def program(
     *,
     cases: Mapping[str, Any] | Sequence[str] = (),
     sizes: Sequence[int] = SIZES,
-    long: Sequence[int] = (5,),
+    short: int | None = None,
     tolerance: float = 0.0,
     alone: bool = False,
     differs: str | Mapping[str, str] = "",
@@ -68,6 +70,7 @@ def program(
 
     Args:
         cases: the cases by their labels; a sequence of labels if the label is all that the function needs.
+        short: see :class:`Program`; a world of three if it runs in one, and 0 for none.
         differs: see :class:`Program`; by label if only some of the cases differ.
         equal_from: the release of torch from which on they do not differ any more.
     """
@@ -82,7 +85,8 @@ def program(
                 heading = ""
             if name in PROGRAMS:
                 raise ValueError(f"two programs are called {name}")
-            PROGRAMS[name] = Program(name, run, tuple(sizes), tuple(long), tolerance, alone, heading)
+            usual = (3 if 3 in sizes else sizes[0]) if short is None else short
+            PROGRAMS[name] = Program(name, run, tuple(sizes), usual, tolerance, alone, heading)
 
         for label, case in labelled.items():
             add(f"{stem}[{label}]", label, lambda member, case=case: function(member, case))  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Another user at the ports of a job that an MPI launcher has started: the launcher's door, where its ranks report."""
+"""Strangers at the ports of ``phalanx run --mpi``: the store's, and those where the ranks of its hosts report."""
 
 from __future__ import annotations
 
@@ -6,24 +6,63 @@ from pathlib import Path
 
 import pytest
 from tests.launch_support import Launcher
-from tests.support.attackers import NOBODY, Attack, attack_all, delays, listening, sockets_of, start_everything
+from tests.mpi.over_hosts import hosts, remote
+from tests.support.attackers import (
+    HAS_EVERYTHING,
+    LENGTHS,
+    NOBODY,
+    PATIENCE_S,
+    Attack,
+    attack_all,
+    check_delays,
+    listening,
+    sockets_of,
+    start_everything,
+)
+from tests.support.hosts import why_no_hosts
+from tests.support.inventory import children_of
+from tests.support.remote import RemoteLauncher
 from tests.support.strangers import needs_another_user
+from tests.support.waiting import soon
+
+__all__ = ["hosts", "remote"]  # fixtures
+
+
+def doors_of(pid: int) -> list[tuple[str, int]]:
+    """Where the launcher listens; what listens in the processes of MPI itself is MPI's own."""
+    return listening(pid, set().union(*map(sockets_of, [pid, *children_of(pid)])))
 
 
 @needs_another_user
-@pytest.mark.parametrize(("seconds", "limit_s"), [(0.5, 7.0), pytest.param(5.0, 1.0, marks=pytest.mark.fault)])
+@LENGTHS
 def test_another_user_at_the_doors_of_a_job_does_not_hold_it_up(
     launcher: Launcher, seconds: float, limit_s: float
 ) -> None:
     """A rank that has to wait for the attacker waits for as long as he wants."""
     job = start_everything(launcher)
-    # What listens in the processes of MPI itself is MPI's own.
-    own = [job.pid, *map(int, Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split())]
-    doors = listening(job.pid, set().union(*map(sockets_of, own)))
+    doors = doors_of(job.pid)
     assert len(doors) >= 2  # the store's, and that of the keepers, which stand beside the ranks
     attack = Attack((), NOBODY, doors)
     attack_all(attack, seconds, lambda: job.process.poll() is None)
     (launcher.directory / "over").touch()
     outcome = job.finish()
     assert outcome.code == 0, outcome.err_text
-    assert max(delays(launcher.directory, attack).values()) < limit_s
+    check_delays(launcher.directory, attack, limit_s)
+
+
+@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
+@LENGTHS
+def test_somebody_on_another_host_at_the_doors_does_not_hold_a_job_up(
+    remote: RemoteLauncher, tmp_path: Path, seconds: float, limit_s: float
+) -> None:
+    job = remote.start("-H", "h0:2,h1:1", remote.script(HAS_EVERYTHING), str(tmp_path))
+    works = [tmp_path / f"works-{rank}" for rank in range(3)]
+    assert soon(lambda: all(file.exists() for file in works) or job.process.poll() is not None, PATIENCE_S)
+    assert job.process.poll() is None, job.said()
+    doors = doors_of(job.process.pid)
+    assert doors, "the launcher does not listen"
+    attack = Attack(remote.hosts.entry(1), NOBODY, doors)  # from the other host, as nobody
+    attack_all(attack, seconds, lambda: job.process.poll() is None)
+    (tmp_path / "over").touch()
+    assert job.finish() == 0, job.said()
+    check_delays(tmp_path, attack, limit_s)

@@ -80,7 +80,7 @@ def fail_with(text: str) -> None:
 
 
 @pytest.mark.parametrize("encrypt", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 2))])
 def test_nothing_of_a_call_can_be_read_on_the_way(size: int, encrypt: bool) -> None:
     text, numbers, blob = "a text that is secret", [11.25, -3.5, 1024.125] * 8, SECRET * 5000
 
@@ -198,8 +198,9 @@ def test_a_relay_that_changes_a_byte_of_a_call_does_not_change_what_arrives() ->
     assert on_ranks(encrypted(body), 2) == [True, True]
 
 
-@pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("size", "which"), [(3, 1), *(pytest.param(*each, marks=pytest.mark.long) for each in ((2, 0), (2, 1), (3, 0)))]
+)
 def test_workers_of_which_one_encrypts_and_one_does_not_say_so_and_send_nothing(size: int, which: int) -> None:
     def body(member: Member, way: Relay) -> Any:
         encrypts = member.rank == which

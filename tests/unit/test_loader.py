@@ -122,7 +122,7 @@ def test_a_pass_that_is_broken_off_is_not_repeated_unless_its_state_is_loaded() 
 
 
 @pytest.mark.parametrize("make", [loader_of, stream_of])
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1)])
 def test_an_epoch_goes_on_at_another_world_size_without_loss_or_repeat(make: Any, before: int, after: int) -> None:
     loaders = [make(rank, before, batch_size=6 // before, length=50) for rank in range(before)]
     seen, states = [], []
@@ -163,10 +163,10 @@ def test_a_state_of_another_order_is_refused(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("length", "world", "workers"),
     [
-        *((length, world, 0) for world in (1, 2, 3, 5) for length in (0, 2, 11, 12, 13, 14, 15, 24, 25, 31)),
-        *((13, 3, workers) for workers in (1, 2)),
-        (11, 2, 1),
-        (15, 1, 2),
+        *((length, 3, 0) for length in (0, 2, 11, 12, 13, 24, 31)),
+        (13, 3, 2),
+        *(pytest.param(length, world, 0, marks=pytest.mark.long) for world in (1, 2, 5) for length in (0, 2, 13, 25)),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in ((13, 3, 1), (11, 2, 1), (15, 1, 2))),
     ],
 )
 def test_a_stream_is_shared_out_like_a_dataset_with_a_length(length: int, world: int, workers: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.data.sampler import ShardedBatchSampler
 
-WORLDS = (1, 2, 3, 4, 5, 8)
+WORLDS = (1, 3, 8)
 
 
 def samplers(length: int, batch_size: int, world: int, **options: bool | int) -> list[ShardedBatchSampler]:
@@ -17,25 +17,19 @@ def samplers(length: int, batch_size: int, world: int, **options: bool | int) ->
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("length", [0, 1, 3, 10, 47, 48, 49, 100])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_every_item_exactly_once(length: int, world: int, shuffle: bool) -> None:
-    passes = [list(sampler) for sampler in samplers(length, 4, world, shuffle=shuffle)]
-    seen = [index for batches in passes for batch in batches for index in batch]
-    assert sorted(seen) == list(range(length))
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("length", [8, 10, 47, 48, 49, 100])
-def test_every_rank_makes_the_same_number_of_steps_of_about_the_same_size(length: int, world: int) -> None:
-    sharded = samplers(length, 4, world)
-    passes = [list(sampler) for sampler in sharded]
-    assert {len(batches) for batches in passes} == {len(passes[0])}
-    assert [len(sampler) for sampler in sharded] == [len(batches) for batches in passes]
-    for step in zip(*passes, strict=True):
-        sizes = [len(batch) for batch in step]
-        assert max(sizes) - min(sizes) <= 1
-        assert max(sizes) <= 5
+def test_every_item_comes_once_in_steps_of_about_the_same_size(world: int, shuffle: bool) -> None:
+    for length in (0, 1, 3, 8, 10, 47, 48, 49, 100):
+        sharded = samplers(length, 4, world, shuffle=shuffle)
+        passes = [list(sampler) for sampler in sharded]
+        assert sorted(index for batches in passes for batch in batches for index in batch) == list(range(length))
+        assert [len(sampler) for sampler in sharded] == [len(batches) for batches in passes]
+        if length < world:
+            continue
+        for step in zip(*passes, strict=True):
+            sizes = [len(batch) for batch in step]
+            assert max(sizes) - min(sizes) <= 1
+            assert max(sizes) <= 5
 
 
 def test_the_global_batch_is_the_same_for_any_number_of_ranks() -> None:

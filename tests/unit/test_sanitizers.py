@@ -11,11 +11,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "src/phalanx/native/csrc"
-SANITIZERS = ["address,undefined", "thread"]
+# The core is compiled once for `make test`, which takes most of its time.
+SANITIZERS = ["address,undefined", pytest.param("thread", marks=pytest.mark.long)]
 # Ranks, turns, chunk bytes: two to eight ranks, and chunks so small that most calls take many.
-RUNS = (("2", "400", "4096"), ("3", "300", "512"), ("5", "200", "4096"), ("8", "100", "1024"))
+RUNS = [("3", "300", "512"), *(pytest.param(*each, marks=pytest.mark.long) for each in
+        (("2", "400", "4096"), ("5", "200", "4096"), ("8", "100", "1024")))]  # fmt: skip
 # Workers and turns.
-RPC_RUNS = (("2", "60"), ("3", "40"), ("5", "20"))
+RPC_RUNS = [("3", "40"), *(pytest.param(*each, marks=pytest.mark.long) for each in (("2", "60"), ("5", "20")))]
 PEERS = 40
 SEED = os.environ.get("PHALANX_STRESS_SEED", "1")
 SCALE = int(os.environ.get("PHALANX_STRESS_SCALE", "1"))
@@ -43,6 +45,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
                 compile_c(f"-fsanitize={sanitizer}", "-c", each, "-o", folder / f"{each.stem}.o")
             folders[sanitizer] = folder
         program = folders[sanitizer] / source.replace(".c", ".test")
+        if program.exists():
+            return program
         objects = sorted(folders[sanitizer].glob("*.o"))
         compile_c(f"-fsanitize={sanitizer}", ROOT / "tests/native" / source, *objects, "-o", program)
         return program
@@ -56,17 +60,17 @@ def run(program: Path, *arguments: str) -> None:
 
 
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_random_collectives_beside_messages(sanitizer: str, build: Build) -> None:
-    program = build(sanitizer, "stress.c")
-    for ranks, turns, chunk in RUNS:
-        run(program, ranks, str(int(turns) * SCALE), SEED, chunk)
+@pytest.mark.parametrize(("ranks", "turns", "chunk"), RUNS)
+def test_random_collectives_beside_messages(sanitizer: str, ranks: str, turns: str, chunk: str, build: Build) -> None:
+    run(build(sanitizer, "stress.c"), ranks, str(int(turns) * SCALE), SEED, chunk)
 
 
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_random_rpc_messages_within_calls_and_beside_them(sanitizer: str, build: Build) -> None:
-    program = build(sanitizer, "rpc_stress.c")
-    for workers, turns in RPC_RUNS:
-        run(program, workers, str(int(turns) * SCALE))
+@pytest.mark.parametrize(("workers", "turns"), RPC_RUNS)
+def test_random_rpc_messages_within_calls_and_beside_them(
+    sanitizer: str, workers: str, turns: str, build: Build
+) -> None:
+    run(build(sanitizer, "rpc_stress.c"), workers, str(int(turns) * SCALE))
 
 
 @pytest.mark.parametrize("sanitizer", SANITIZERS)

@@ -1,59 +1,46 @@
-"""The handshake that every connection of Phalanx begins with, for each role that speaks it."""
+"""The handshake that every connection of Phalanx begins with, and the sessions, plain or encrypted, that follow it."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import random
 import selectors
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tests.support.waiting import soon
 
 from phalanx.launch.relay.channel import ROLE as LAUNCHER
 from phalanx.store.claim import ROLE as STORE
 from phalanx.wire import door as doors
+from phalanx.wire import encryption
 from phalanx.wire.dial import Line, dial
 from phalanx.wire.door import Arrival, Displaced, Door, Silent
-from phalanx.wire.framing import LONGEST_UNPROVEN, frame
+from phalanx.wire.encryption import EncryptedSession, Exchange
+from phalanx.wire.framing import LONGEST_UNPROVEN, PREFIX_BYTES, Malformed, end_of_frame, frame
 from phalanx.wire.key import Key
-from phalanx.wire.proof import (
-    GREETING,
-    GREETING_BYTES,
-    LONGEST_PROOF,
-    Challenge,
-    NoProof,
-    PassedOn,
-    Proven,
-    Response,
-    WrongKey,
-)
+from phalanx.wire.proof import GREETING, GREETING_BYTES, LONGEST_PROOF, Challenge, NoProof, PassedOn, Response, WrongKey
+from phalanx.wire.session import TAG_BYTES, Session
 from phalanx.wire.sockets import KeepAlive, listen
 
-KEY = Key(b"the key of the tests", "a test")
-OTHER = Key(b"another key than it", "another test")
-NONE = Key()
+KEY, OTHER, NONE = Key(b"the key of the tests", "a test"), Key(b"another key than it", "another test"), Key()
 KEEP_ALIVE = KeepAlive(idle_s=1, interval_s=1, probes=3, unacknowledged_s=4)
 HERE = ("192.0.2.1", 29500)
 CLAIM, VERDICT = b'{"who": "I"}', b"welcome"
-
-roles = pytest.mark.parametrize("role", [STORE, LAUNCHER])
-
-
-def other(role: str) -> str:
-    return STORE if role == LAUNCHER else LAUNCHER
 
 
 class Entrance:
     """A door, served by a thread, with what came of each connection."""
 
-    def __init__(self, role: str, key: Key = KEY, most: int = 512) -> None:
+    def __init__(self, key: Key = KEY, most: int = 512) -> None:
         self.admitted: list[Arrival] = []
         self.refused: list[Exception] = []
         self.selector = selectors.DefaultSelector()
@@ -62,7 +49,7 @@ class Entrance:
         self.door = Door(
             listener,
             key,
-            role,
+            STORE,
             KEEP_ALIVE,
             self.selector,
             self._admit,
@@ -94,7 +81,10 @@ class Entrance:
         self.admitted.append(arrival)
         arrival.answer(VERDICT)
 
-    def dial(self, role: str, key: Key, claim: bytes = CLAIM) -> tuple[Line, bytes]:
+    def has_refused(self, *why: type[Exception]) -> bool:
+        return soon(lambda: [type(each) for each in self.refused] == list(why))
+
+    def dial(self, key: Key = KEY, role: str = STORE, claim: bytes = CLAIM) -> tuple[Line, bytes]:
         return dial(self.where, key, role, claim, patience_s=20.0, keep_alive=KEEP_ALIVE)
 
     def stranger(self) -> socket.socket:
@@ -110,133 +100,96 @@ def hear_all(sock: socket.socket) -> bytes:
     return heard
 
 
-def shake(role: str, key: Key = KEY) -> tuple[Challenge, Response]:
+def shake(role: str = STORE, key: Key = KEY) -> tuple[Challenge, Response]:
     challenge = Challenge(key, role)
     return challenge, Response(key, role, challenge.greeting, HERE, CLAIM)
 
 
-# -- over a connection ---------------------------------------------------------------------------------
+# -- over a connection -------------------------------------------------------------------------------------------------
 
 
-@roles
 @pytest.mark.parametrize("key", [KEY, NONE], ids=["with a key", "without a key"])
-@pytest.mark.parametrize("claim", [b"", CLAIM, b"\xff" * (LONGEST_UNPROVEN - 64)], ids=["empty", "short", "longest"])
-def test_both_sides_learn_what_the_other_says_if_they_know_one_key(role: str, key: Key, claim: bytes) -> None:
-    with Entrance(role, key) as entrance:
-        line, verdict = entrance.dial(role, key, claim)
-        sock = line.sock
-        assert verdict == VERDICT
-        (arrival,) = entrance.admitted
-        assert (arrival.proven.claim, bytes(arrival.rest), arrival.peer) == (claim, b"", "127.0.0.1")
-        sock.settimeout(20)
-        sock.sendall(b"to the door")
-        assert soon(lambda: bool(arrival.sock.recv(100, socket.MSG_PEEK)))
-        arrival.sock.sendall(b"from the door")
-        assert (arrival.sock.recv(100), sock.recv(100)) == (b"to the door", b"from the door")
-        sock.close()
+def test_both_sides_learn_what_the_other_says_if_they_know_one_key(key: Key) -> None:
+    for claim in (b"", CLAIM, b"\xff" * (LONGEST_UNPROVEN - 64)):
+        with Entrance(key) as entrance:
+            line, verdict = entrance.dial(key, claim=claim)
+            sock = line.sock
+            assert verdict == VERDICT
+            (arrival,) = entrance.admitted
+            assert (arrival.proven.claim, bytes(arrival.rest), arrival.peer) == (claim, b"", "127.0.0.1")
+            sock.settimeout(20)
+            sock.sendall(b"to the door")
+            assert soon(lambda at=arrival.sock: bool(at.recv(100, socket.MSG_PEEK)))  # type: ignore[misc]
+            arrival.sock.sendall(b"from the door")
+            assert (arrival.sock.recv(100), sock.recv(100)) == (b"to the door", b"from the door")
+            sock.close()
 
 
-@roles
-@pytest.mark.parametrize(("theirs", "ours"), [(KEY, OTHER), (KEY, NONE), (NONE, KEY)], ids=["other", "none", "one"])
-def test_a_wrong_key_is_known_as_such_on_both_sides(role: str, theirs: Key, ours: Key) -> None:
-    with Entrance(role, theirs) as entrance:
-        with pytest.raises(WrongKey):
-            entrance.dial(role, ours)
-        assert soon(lambda: [type(why) for why in entrance.refused] == [WrongKey])
-        assert entrance.admitted == []
-
-
-@roles
-def test_what_proves_the_key_for_one_role_is_not_let_in_as_another(role: str) -> None:
-    with Entrance(role) as entrance:
-        with pytest.raises(WrongKey):
-            entrance.dial(other(role), KEY)
-        assert soon(lambda: [type(why) for why in entrance.refused] == [WrongKey])
-        assert entrance.admitted == []
-
-
-@roles
 @pytest.mark.parametrize(
-    "said",
-    [
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"\0" * 200,
-        b"phalanx 1\n" + b"x" * 200,
-        GREETING + b"x" * 64 + struct.pack("!I", LONGEST_UNPROVEN + 1),
-        GREETING + b"x" * 64 + b"\xff" * 4 + b"x" * (1 << 20),
-    ],
-    ids=["http", "zeros", "another version", "a byte too long", "oversized"],
+    ("theirs", "ours", "role"),
+    [(KEY, OTHER, STORE), (KEY, NONE, STORE), (NONE, KEY, STORE), (KEY, KEY, LAUNCHER)],
+    ids=["other", "none", "one", "of another role"],
 )
-def test_what_is_no_proof_is_sent_away_unread(role: str, said: bytes) -> None:
-    with Entrance(role) as entrance:
-        sock = entrance.stranger()
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may be sent away before it has said all
-            sock.sendall(said)
-        assert len(hear_all(sock)) <= GREETING_BYTES
-        assert soon(lambda: [type(why) for why in entrance.refused] == [NoProof])
+def test_a_wrong_key_is_known_as_such_on_both_sides(theirs: Key, ours: Key, role: str) -> None:
+    with Entrance(theirs) as entrance:
+        with pytest.raises(WrongKey):
+            entrance.dial(ours, role)
+        assert entrance.has_refused(WrongKey)
+        assert entrance.admitted == []
 
 
-@roles
-def test_a_proof_that_is_cut_off_admits_nobody(role: str) -> None:
-    with Entrance(role) as entrance:
-        for kept in (0, 1, len(GREETING), GREETING_BYTES, GREETING_BYTES + 32, -1):
-            with entrance.stranger() as sock:
-                greeting = sock.recv(GREETING_BYTES, socket.MSG_WAITALL)
-                sock.sendall(Response(KEY, role, greeting, entrance.where, CLAIM).message[:kept])
-        entrance.dial(role, KEY)[0].close()
-        assert len(entrance.admitted) == 1
-        assert entrance.refused == []  # they have gone by themselves
-
-
-@roles
-def test_a_proof_that_comes_byte_by_byte_is_as_good(role: str) -> None:
-    with Entrance(role) as entrance, entrance.stranger() as sock:
+def test_a_proof_may_come_byte_by_byte_and_what_follows_is_handed_on() -> None:
+    with Entrance() as entrance, entrance.stranger() as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        response = Response(KEY, role, sock.recv(GREETING_BYTES, socket.MSG_WAITALL), entrance.where, CLAIM)
-        for number in response.message:
+        response = Response(KEY, STORE, sock.recv(GREETING_BYTES, socket.MSG_WAITALL), entrance.where, CLAIM)
+        for number in response.message[:-1]:
             sock.sendall(bytes([number]))
+        sock.sendall(response.message[-1:] + b"first request")
         answer = b""
         while missing := response.missing(answer):
             answer += sock.recv(missing)
         assert response.check(answer) == VERDICT
-
-
-@roles
-def test_what_follows_the_proof_at_once_is_handed_on(role: str) -> None:
-    with Entrance(role) as entrance, entrance.stranger() as sock:
-        response = Response(KEY, role, sock.recv(GREETING_BYTES, socket.MSG_WAITALL), entrance.where, CLAIM)
-        sock.sendall(response.message + b"first request")
-        assert soon(lambda: bool(entrance.admitted))
         assert entrance.admitted[0].rest == b"first request"
 
 
-@roles
-def test_a_silent_caller_is_sent_away_and_holds_up_nobody(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "PATIENCE_S", 0.5)
-    with Entrance(role) as entrance:
+def test_what_is_no_proof_is_refused_and_who_goes_by_himself_is_not() -> None:
+    with Entrance() as entrance:
+        for kept in (0, 1, len(GREETING), GREETING_BYTES, -1):
+            with entrance.stranger() as sock:
+                greeting = sock.recv(GREETING_BYTES, socket.MSG_WAITALL)
+                sock.sendall(Response(KEY, STORE, greeting, entrance.where, CLAIM).message[:kept])
+        with entrance.stranger() as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert len(hear_all(sock)) <= GREETING_BYTES
+        assert entrance.has_refused(NoProof)
+        assert entrance.admitted == []
+
+
+def test_a_silent_caller_is_sent_away_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "PATIENCE_S", 0.3)
+    with Entrance() as entrance:
         silent = [entrance.stranger() for _ in range(3)]
         silent[1].sendall(GREETING)
         greeted = [sock.recv(len(GREETING), socket.MSG_WAITALL) for sock in silent]
         monkeypatch.setattr(doors, "PATIENCE_S", 60.0)  # for those that come now, which a busy machine may hold up
         for _ in range(3):
-            entrance.dial(role, KEY)[0].close()
+            entrance.dial()[0].close()
         assert greeted == [GREETING] * 3
         for sock in silent:
             hear_all(sock)
-        assert soon(lambda: [type(why) for why in entrance.refused] == [Silent] * 3)
+        assert entrance.has_refused(*[Silent] * 3)
         assert len(entrance.admitted) == 3
 
 
-@roles
-def test_of_too_many_strangers_the_oldest_makes_room_and_a_proven_connection_never_does(role: str) -> None:
-    with Entrance(role, most=2) as entrance:
-        proven, _ = entrance.dial(role, KEY)
+def test_of_too_many_strangers_the_oldest_makes_room_and_a_proven_connection_never_does() -> None:
+    with Entrance(most=2) as entrance:
+        proven, _ = entrance.dial()
         strangers = [entrance.stranger() for _ in range(5)]
         heard = [hear_all(sock) for sock in strangers[:3]]
         assert [data[: len(GREETING)] for data in heard] == [GREETING] * 3
-        assert soon(lambda: [type(why) for why in entrance.refused] == [Displaced] * 3)
+        assert entrance.has_refused(*[Displaced] * 3)
         for _ in range(3):
-            entrance.dial(role, KEY)[0].close()  # whoever knows the key comes in at once
+            entrance.dial()[0].close()  # whoever knows the key comes in at once
         entrance.admitted[0].sock.sendall(b"still here")
         assert proven.sock.recv(20) == b"still here"
         for sock in strangers[3:]:
@@ -244,14 +197,12 @@ def test_of_too_many_strangers_the_oldest_makes_room_and_a_proven_connection_nev
         proven.close()
 
 
-@roles
-def test_a_door_that_has_run_out_of_files_accepts_again(role: str) -> None:
+def test_a_door_that_has_run_out_of_files_accepts_again() -> None:
     class Exhausted:
         """A listener that cannot accept once."""
 
         def __init__(self, listener: socket.socket) -> None:
-            self.listener = listener
-            self.failures = 1
+            self.listener, self.failures = listener, 1
 
         def accept(self) -> tuple[socket.socket, tuple[str, int]]:
             if self.failures:
@@ -262,110 +213,80 @@ def test_a_door_that_has_run_out_of_files_accepts_again(role: str) -> None:
         def __getattr__(self, name: str) -> object:
             return getattr(self.listener, name)
 
-    with Entrance(role) as entrance:
+    with Entrance() as entrance:
         entrance.door._listener = Exhausted(entrance.door._listener)  # type: ignore[assignment]
-        entrance.dial(role, KEY)[0].close()
+        entrance.dial()[0].close()
+        assert entrance.door._listener.failures == 0  # type: ignore[attr-defined]
 
 
-@pytest.fixture
-def listener() -> Iterator[socket.socket]:
-    with listen("127.0.0.1", 0) as made:
-        yield made
+def echo(sock: socket.socket) -> None:
+    """Repeats what it hears, as if that proved the key to the caller."""
+    sock.sendall(GREETING + b"x" * 32)
+    said = sock.recv(LONGEST_PROOF)
+    sock.sendall(said[GREETING_BYTES:])
+    sock.recv(1)
 
 
-def answering(listener: socket.socket, *said: bytes, hold_s: float = 0.0) -> threading.Thread:
-    """Something else that listens there, says this, and closes the connection after a while."""
+def saying(*said: bytes, closes: bool = False) -> Callable[[socket.socket], None]:
+    def serve(sock: socket.socket) -> None:
+        for words in said:
+            sock.sendall(words)
+        while not closes and sock.recv(1 << 16):  # until the caller goes
+            pass
 
-    def serve() -> None:
-        with listener.accept()[0] as sock:
-            for words in said:
-                sock.sendall(words)
-                time.sleep(0.01)
-            time.sleep(hold_s)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    return thread
+    return serve
 
 
-@roles
 @pytest.mark.parametrize(
-    ("said", "error"),
+    ("serve", "error"),
     [
-        ([b"SSH-2.0-OpenSSH_9.2\r\n"], NoProof),
-        ([b"phalanx 1\n" + b"x" * 32], NoProof),
-        ([], ConnectionResetError),
-        ([GREETING], ConnectionResetError),
-        ([GREETING + b"x" * 32, b"x" * 32 + struct.pack("!I", LONGEST_UNPROVEN + 1)], NoProof),
-        ([GREETING + b"x" * 32, b"x" * 32 + frame(b"welcome")], WrongKey),
+        (saying(b"SSH-2.0-OpenSSH_9.2\r\n" + b"x" * 100), NoProof),
+        (saying(b"phalanx 1\n" + b"x" * 32), NoProof),
+        (saying(closes=True), ConnectionResetError),
+        (saying(GREETING, closes=True), ConnectionResetError),
+        (saying(GREETING + b"x" * 32, b"x" * 32 + struct.pack("!I", LONGEST_UNPROVEN + 1)), NoProof),
+        (saying(GREETING + b"x" * 32, b"x" * 32 + frame(b"welcome")), WrongKey),
+        (echo, WrongKey),
+        (saying(), TimeoutError),
     ],
-    ids=["ssh", "another version", "nothing", "half a greeting", "oversized", "guessed"],
+    ids=["ssh", "another version", "nothing", "half a greeting", "oversized", "guessed", "an echo", "silent"],
 )
 def test_a_caller_is_not_taken_in_by_what_listens_there(
-    role: str, listener: socket.socket, said: list[bytes], error: type[Exception]
+    serve: Callable[[socket.socket], None], error: type[Exception]
 ) -> None:
-    thread = answering(listener, *said, hold_s=0.0 if error is ConnectionResetError else 0.5)
-    with pytest.raises(error):
-        dial(listener.getsockname(), KEY, role, CLAIM, patience_s=20.0, keep_alive=KEEP_ALIVE)
-    thread.join(20)
+    with listen("127.0.0.1", 0) as listener:
+
+        def run() -> None:
+            with listener.accept()[0] as sock, contextlib.suppress(ConnectionResetError):
+                serve(sock)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        patience_s = 0.2 if error is TimeoutError else 20.0
+        with pytest.raises(error):
+            dial(listener.getsockname(), KEY, STORE, CLAIM, patience_s=patience_s, keep_alive=KEEP_ALIVE)
+        thread.join(20)
 
 
-@roles
-def test_a_caller_does_not_wait_for_a_silent_listener(role: str, listener: socket.socket) -> None:
-    started = time.monotonic()
-    with pytest.raises(TimeoutError):
-        dial(listener.getsockname(), KEY, role, CLAIM, patience_s=0.2, keep_alive=KEEP_ALIVE)
-    assert time.monotonic() - started >= 0.2
+# -- without one -------------------------------------------------------------------------------------------------------
 
 
-@roles
-def test_a_listener_that_repeats_what_it_hears_proves_nothing(role: str, listener: socket.socket) -> None:
-    def echo() -> None:
-        with listener.accept()[0] as sock:
-            sock.sendall(GREETING + b"x" * 32)
-            said = sock.recv(LONGEST_PROOF)
-            sock.sendall(said[GREETING_BYTES:])
-            sock.recv(1)
-
-    thread = threading.Thread(target=echo)
-    thread.start()
-    with pytest.raises(WrongKey):
-        dial(listener.getsockname(), KEY, role, CLAIM, patience_s=20.0, keep_alive=KEEP_ALIVE)
-    thread.join(20)
+def test_a_proof_is_worth_nothing_to_another_connection_or_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    for same in (False, True):
+        if same:  # even if the challenges were the same, a role's proof would not be another's
+            monkeypatch.setattr(os, "urandom", lambda count: b"c" * count)
+        challenge, response = shake()
+        proven = challenge.check(response.message, [HERE])
+        assert proven is not None
+        challenge_of_other, response_of_other = shake(LAUNCHER if same else STORE)
+        with pytest.raises(WrongKey):
+            challenge_of_other.check(response.message, [HERE])
+        with pytest.raises(WrongKey):
+            response_of_other.check(proven.answer(VERDICT))
 
 
-# -- without one ---------------------------------------------------------------------------------------
-
-
-@roles
-def test_a_recorded_proof_is_worth_nothing_to_another_connection(role: str) -> None:
-    challenge, response = shake(role)
-    proven = challenge.check(response.message, [HERE])
-    assert isinstance(proven, Proven)
-    with pytest.raises(WrongKey):
-        Challenge(KEY, role).check(response.message, [HERE])
-    with pytest.raises(WrongKey):
-        shake(role)[1].check(proven.answer(VERDICT))
-
-
-@roles
-def test_a_proof_for_one_role_is_worth_nothing_to_the_other_with_the_same_challenges(
-    role: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "urandom", lambda count: b"c" * count)
-    challenge, response = shake(role)
-    proven = challenge.check(response.message, [HERE])
-    assert proven is not None
-    challenge_of_other, response_of_other = shake(other(role))
-    with pytest.raises(WrongKey):
-        challenge_of_other.check(response.message, [HERE])
-    with pytest.raises(WrongKey):
-        response_of_other.check(proven.answer(VERDICT))
-
-
-@roles
-def test_a_proof_covers_the_address_and_port_that_were_dialled(role: str) -> None:
-    challenge, response = shake(role)
+def test_a_proof_covers_the_address_and_port_that_were_dialled() -> None:
+    challenge, response = shake()
     for here in ([], [("192.0.2.1", 29501)], [("192.0.2.2", 29500), ("::1", 29500)]):
         with pytest.raises(PassedOn, match=r"192\.0\.2\.1 port 29500"):
             challenge.check(response.message, here)
@@ -375,22 +296,19 @@ def test_a_proof_covers_the_address_and_port_that_were_dialled(role: str) -> Non
         assert challenge.check(response.message, here) is not None
 
 
-@roles
-def test_neither_claim_nor_verdict_can_be_changed(role: str) -> None:
-    challenge, response = shake(role)
-    message = response.message
+def test_neither_claim_nor_verdict_can_be_changed() -> None:
+    challenge, response = shake()
     with pytest.raises(WrongKey):
-        challenge.check(message.replace(b'"I"', b'"X"'), [HERE])
-    proven = challenge.check(message, [HERE])
+        challenge.check(response.message.replace(b'"I"', b'"X"'), [HERE])
+    proven = challenge.check(response.message, [HERE])
     assert proven is not None
     with pytest.raises(WrongKey):
         response.check(proven.answer(VERDICT).replace(b"welcome", b"refused"))
 
 
-@roles
-def test_the_answer_to_a_wrong_key_shows_the_caller_that_the_keys_differ(role: str) -> None:
-    challenge = Challenge(KEY, role)
-    response = Response(OTHER, role, challenge.greeting, HERE, CLAIM)
+def test_the_answer_to_a_wrong_key_shows_the_caller_that_the_keys_differ() -> None:
+    challenge = Challenge(KEY, STORE)
+    response = Response(OTHER, STORE, challenge.greeting, HERE, CLAIM)
     with pytest.raises(WrongKey) as caught:
         challenge.check(response.message, [HERE])
     assert response.missing(caught.value.answer) == 0
@@ -398,19 +316,153 @@ def test_the_answer_to_a_wrong_key_shows_the_caller_that_the_keys_differ(role: s
         response.check(caught.value.answer)
 
 
-@roles
-@settings(deadline=None, max_examples=50)
-@given(data=st.binary(max_size=200), cut=st.integers(0, 200))
-def test_no_bytes_but_the_proof_itself_are_one(role: str, data: bytes, cut: int) -> None:
-    challenge, response = shake(role)
-    message = response.message[:cut] + data
-    try:
-        proven = challenge.check(message, [HERE])
-    except (NoProof, WrongKey):
-        return  # changed, it is never taken for one that was passed on
-    assert proven is None or message.startswith(response.message)
-
-
 def test_a_claim_that_nobody_would_read_is_not_sent() -> None:
     with pytest.raises(ValueError, match="at most 4096"):
         Response(KEY, STORE, Challenge(KEY, STORE).greeting, HERE, b"x" * (LONGEST_UNPROVEN + 1))
+
+
+def test_frames_come_out_as_they_went_in_wherever_the_stream_is_cut() -> None:
+    messages = [b"", b"a", b"abcdef", b"x" * 40]
+    stream = b"".join(frame(message[:3], message[3:]) for message in messages)
+    ends = list(itertools.accumulate(PREFIX_BYTES + len(message) for message in messages))
+    for cut in range(len(stream) + 1):
+        whole, at = [], 0
+        while (end := end_of_frame(stream[:cut], at)) is not None and end <= cut:
+            whole.append(stream[at + PREFIX_BYTES : end])
+            at = end
+        assert whole == messages[: sum(end <= cut for end in ends)]
+
+
+def test_a_length_is_believed_only_within_its_limits() -> None:
+    assert end_of_frame(b"\0\0\0") is None
+    assert end_of_frame(frame(b"abc"), longest=3) == 7
+    for limits in ({"longest": 2}, {"shortest": 4}):
+        with pytest.raises(Malformed, match="a message of 3 bytes"):
+            end_of_frame(frame(b"abc"), **limits)
+    with pytest.raises(ValueError, match="a message of 3 bytes is too long; at most 2 bytes are taken"):
+        frame(b"ab", b"c", longest=2)
+
+
+# -- sessions ----------------------------------------------------------------------------------------------------------
+
+CLEAR = 5  # bytes at the beginning of a message that are not encrypted
+
+
+@dataclass
+class Kind:
+    """How two ends of a session are made, the caller's first; how a message is sent; what comes of what is received."""
+
+    make: Callable[[], tuple[Any, Any]]
+    send: Callable[[Any, bytes], bytes]
+    take: Callable[[Any, bytes], bytes]
+
+
+def plain() -> tuple[Session, Session]:
+    challenge, response = shake()
+    proven = challenge.check(response.message, [HERE])
+    assert proven is not None
+    return response.session(), proven.session()
+
+
+def checked(session: Session, data: bytes) -> bytes:
+    session.check(bytearray(data + b"the next"), len(data) - TAG_BYTES)
+    return data[:-TAG_BYTES]
+
+
+def encrypted(key: bytes = b"k" * 32) -> tuple[EncryptedSession, EncryptedSession]:
+    caller, listener = Exchange(), Exchange()
+    return (
+        caller.session(Session(key, is_listener=False), listener.public, is_listener=False),
+        listener.session(Session(key, is_listener=True), caller.public, is_listener=True),
+    )
+
+
+def sealed(session: EncryptedSession, message: bytes) -> bytes:
+    return b"".join(session.sealed([message], CLEAR))
+
+
+def opened(session: EncryptedSession, data: bytes) -> bytes:
+    return bytes(session.opened(memoryview(data)[:-TAG_BYTES], memoryview(data)[-TAG_BYTES:], CLEAR))
+
+
+@pytest.fixture(params=["plain", "encrypted", "with keys that change"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kind:
+    if request.param == "with keys that change":
+        monkeypatch.setattr(encryption, "MESSAGES_PER_KEY", 3)
+    return Kind(plain, Session.seal, checked) if request.param == "plain" else Kind(encrypted, sealed, opened)
+
+
+def test_a_session_passes_every_message_once_and_in_order(kind: Kind) -> None:
+    chance = random.Random(1)
+    caller, listener = kind.make()
+    for number in range(40):
+        message = b"12345" + chance.randbytes(chance.randrange(300) if number else 0)
+        sender, receiver = (caller, listener) if chance.random() < 0.6 else (listener, caller)
+        data = kind.send(sender, message)
+        assert (len(data), data[:CLEAR]) == (len(message) + TAG_BYTES, message[:CLEAR])
+        assert kind.take(receiver, data) == message
+        with pytest.raises(Malformed):
+            kind.take(receiver, data)
+
+
+def test_a_session_takes_no_message_that_was_changed(kind: Kind) -> None:
+    caller, listener = kind.make()
+    data = kind.send(caller, b"12345 and more")
+    for at in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[at // 8] ^= 1 << at % 8
+        with pytest.raises(Malformed):
+            kind.take(listener, bytes(changed))
+    assert kind.take(listener, data) == b"12345 and more"
+
+
+def test_a_session_takes_neither_its_own_messages_nor_anothers_nor_a_gap(kind: Kind) -> None:
+    caller, listener = kind.make()
+    first, second = (kind.send(caller, message) for message in (b"12345 first", b"12345 second"))
+    for receiver, data in ((caller, first), (kind.make()[1], first), (listener, second)):
+        with pytest.raises(Malformed):
+            kind.take(receiver, data)
+    assert kind.take(listener, first) == b"12345 first"
+    assert kind.take(listener, second) == b"12345 second"
+
+
+def test_an_encrypted_message_in_several_places_is_the_same_message() -> None:
+    caller, listener = encrypted()
+    head, tail = b"12345", bytearray(b"the rest of it")
+    for first in (head, head + b"more"):
+        data = b"".join(caller.sealed([first, memoryview(tail)], CLEAR))
+        assert opened(listener, data) == first + tail
+    data = b"".join(caller.sealed([head, memoryview(tail)], CLEAR))
+    place = bytearray(data[CLEAR:-TAG_BYTES])
+    listener.open_in_place(data[-TAG_BYTES:], head, memoryview(place))
+    assert place == tail
+
+
+def test_the_same_message_never_looks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encryption, "MESSAGES_PER_KEY", 3)
+    sides = [*encrypted(), *encrypted()]
+    seen = [sealed(side, b"12345" + bytes(40))[CLEAR:] for side in sides for _ in range(10)]
+    for one, other in itertools.combinations(seen, 2):
+        assert one[:40] != other[:40]
+        assert one[40:] != other[40:]
+
+
+def test_encrypted_ends_need_the_same_key_and_each_others_public_keys() -> None:
+    caller, listener, stranger = Exchange(), Exchange(), Exchange()
+    right, other = b"k" * 32, b"l" * 32
+    for of_caller, of_listener, key, agree in (
+        (caller.public, listener.public, right, True),
+        (caller.public, listener.public, other, False),
+        (caller.public, stranger.public, right, False),
+        (stranger.public, listener.public, right, False),
+    ):
+        one = caller.session(Session(right, is_listener=False), of_listener, is_listener=False)
+        two = listener.session(Session(key, is_listener=True), of_caller, is_listener=True)
+        with contextlib.nullcontext() if agree else pytest.raises(Malformed):
+            assert opened(two, sealed(one, b"12345 secret")) == b"12345 secret"
+
+
+@pytest.mark.parametrize("theirs", [None, 5, "", "xyz", "00" * 31, "00" * 32, "01" + "00" * 31])
+def test_what_is_not_a_public_key_is_refused(theirs: object) -> None:
+    with pytest.raises(Malformed):
+        Exchange().session(Session(b"k" * 32, is_listener=True), theirs, is_listener=True)

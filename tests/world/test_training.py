@@ -23,7 +23,7 @@ import phalanx
 from phalanx.errors import ArgumentError, CheckpointError, PeerFailed
 from phalanx.training import checkpoint
 
-SIZES = (1, 2, 3)
+SIZES = [3, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 2))]
 
 
 def draw() -> tuple[float, float, float]:
@@ -59,7 +59,9 @@ def test_every_rank_and_worker_draws_its_own_numbers_and_the_same_ones_again(siz
         assert len(set(library)) == len(drawn)
 
 
-@pytest.mark.parametrize(("count", "size"), [(3, 1), (1, 2), (3, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("count", "size"), [(3, 3), *(pytest.param(*each, marks=pytest.mark.long) for each in ((3, 1), (1, 2)))]
+)
 def test_accumulated_gradients_are_those_of_one_large_batch_and_are_exchanged_once(size: int, count: int) -> None:
     items = torch.arange(2.0 * size * count).view(-1, 1)
 
@@ -211,7 +213,7 @@ def test_another_number_of_ranks_loads_it_and_is_told_of_the_random_numbers(
     assert capfd.readouterr().err.count("was saved by 2 ranks and loaded by 3") == 1
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_what_is_not_a_whole_checkpoint_of_ours_is_refused_on_every_rank(size: int, tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     torch.save({"model": {}}, tmp_path / "plain.pt")
@@ -301,18 +303,11 @@ def test_what_cannot_be_written_is_said_on_every_rank_and_the_earlier_file_stays
     assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "run.pt"]
 
 
-def test_a_directory_that_takes_no_files_is_found_before_training() -> None:
+def test_a_link_stays_and_a_directory_that_takes_no_files_is_found_before_training(tmp_path: Path) -> None:
     def body(member: Member) -> None:
         world = join_world(member)
         with pytest.raises(CheckpointError, match=r"No checkpoint can be written to /proc/self: .+"):
             world.check_writable("/proc/self/run.pt")  # also to root
-
-    on_ranks(body, 1)
-
-
-def test_a_link_stays_and_what_it_means_is_replaced(tmp_path: Path) -> None:
-    def body(member: Member) -> None:
-        world = join_world(member)
         (tmp_path / "scratch").mkdir()
         (tmp_path / "run.pt").symlink_to(tmp_path / "scratch" / "real.pt")
         world.save(tmp_path / "run.pt", {"step": 1})

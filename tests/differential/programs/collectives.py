@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from tests.differential.program import program, raised
+from tests.differential.program import SERVED_HERE, program, raised
 from tests.support.ranks import Member
 
 OPERATIONS = {
@@ -28,7 +28,6 @@ MORE_INTEGERS = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 DTYPES = {str(dtype)[6:]: dtype for dtype in (*FLOATS, *INTEGERS, *COMPLEX, torch.bool)}
 REFUSED_DTYPES = {str(dtype)[6:]: dtype for dtype in MORE_INTEGERS}
 
-SERVED_HERE = "Operations and dtypes that Gloo refuses"
 NUMBER_OF_ELEMENTS = "Only the number of elements counts"
 
 

@@ -154,14 +154,14 @@ def x(member: Member) -> torch.Tensor:
     return torch.arange(4.0) + member.rank
 
 
-@program(cases=CALLS, long=(3, 5))
+@program(cases=CALLS, short=2)
 def compiled(member: Member, call: Callable[[torch.Tensor], Any]) -> Any:
     torch._dynamo.reset()
     run = torch.compile(call, backend="aot_eager")
     return run(x(member)), run(x(member) + 1)
 
 
-@program(cases=CALLS, long=(3, 5))
+@program(cases=CALLS, short=2)
 def after_a_graph_break(member: Member, call: Callable[[torch.Tensor], Any]) -> Any:
     torch._dynamo.reset()
 
@@ -173,25 +173,25 @@ def after_a_graph_break(member: Member, call: Callable[[torch.Tensor], Any]) -> 
     return torch.compile(broken, backend="eager")(x(member))
 
 
-@program(cases=["aot_eager", "eager"], tolerance=TOLERANCE, long=(5,))
+@program(cases=["aot_eager", "eager"], tolerance=TOLERANCE)
 def data_parallel(member: Member, backend: str) -> Any:
     torch._dynamo.reset()
     return trained(member, torch.compile(DistributedDataParallel(model()), backend=backend))
 
 
-@program(sizes=(2, 3), long=(2, 3), tolerance=1e-4)
+@program(sizes=(2, 3), short=0, tolerance=1e-4)
 def data_parallel_by_inductor(member: Member) -> Any:
     torch._dynamo.reset()
     return trained(member, torch.compile(DistributedDataParallel(model()), backend="inductor"))
 
 
-@program(tolerance=TOLERANCE, long=(3, 5))
+@program(tolerance=TOLERANCE, short=2)
 def compiled_inside_data_parallel(member: Member) -> Any:
     torch._dynamo.reset()
     return trained(member, DistributedDataParallel(torch.compile(model(), backend="aot_eager")))  # type: ignore[arg-type]
 
 
-@program(tolerance=TOLERANCE, long=(5,))
+@program(tolerance=TOLERANCE)
 def fully_sharded(member: Member) -> Any:
     torch._dynamo.reset()
     net = model()
@@ -209,7 +209,7 @@ def traced(member: Member, kind: str) -> Any:
     return names, graph(x(member)) if kind == "functional" else None
 
 
-@program(long=(3, 5))
+@program(short=2)
 def captured_by_export(member: Member) -> Any:
     class Net(torch.nn.Module):
         def forward(self, tensor: torch.Tensor) -> Any:

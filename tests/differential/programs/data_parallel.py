@@ -158,56 +158,11 @@ def ddp_joined_with_unequal_inputs(member: Member) -> Any:
 
 
 @program(tolerance=TOLERANCE)
-def ddp_in_a_subgroup(member: Member) -> Any:
-    group: Any = dist.new_group([0, member.size - 1])
-    if member.rank not in (0, member.size - 1):
-        return None
-    return trained(member, DistributedDataParallel(model(), process_group=group))
-
-
-@program(tolerance=TOLERANCE)
-def ddp_with_checkpointed_activations(member: Member) -> Any:
-    from torch.utils.checkpoint import checkpoint
-
-    class Checkpointed(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = model()
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    return trained(member, DistributedDataParallel(Checkpointed()))
-
-
-@program(tolerance=TOLERANCE)
 def ddp_with_buffers(member: Member) -> Any:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
     losses, parameters = trained(member, DistributedDataParallel(net))
     return losses, parameters, list(net.buffers())
-
-
-@program(tolerance=TOLERANCE)
-def ddp_with_autocast_and_a_scaler(member: Member) -> Any:
-    net = DistributedDataParallel(model())
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu")
-    for step in range(2):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = net(batch(member, step)).float().square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    return [parameter.detach() for parameter in net.parameters()]
-
-
-@program()
-def ddp_says_what_it_logs(member: Member) -> Any:
-    net = DistributedDataParallel(model())
-    trained(member, net)
-    data = net._get_ddp_logging_data()
-    return [data[key] for key in ("world_size", "rank", "module_name", "num_parameter_tensors")]
 
 
 @program(tolerance=TOLERANCE, cases=["plain", "overlapped"])
@@ -229,43 +184,6 @@ def post_local_sgd(member: Member) -> Any:
     averager = PeriodicModelAverager(period=2, warmup_steps=1)
     optimizer = PostLocalSGDOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), averager)
     return trained(member, net, optimizer, steps=5)
-
-
-@program(tolerance=TOLERANCE)
-def sync_batch_norm(member: Member) -> Any:
-    """It asks for an accelerator: both refuse it alike."""
-
-    def train() -> Any:
-        net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(
-            torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
-        )
-        return trained(member, DistributedDataParallel(net))
-
-    return raised(train)
-
-
-@program(tolerance=TOLERANCE)
-def gradients_by_hand(member: Member) -> Any:
-    net = model()
-    for parameter in net.parameters():
-        dist.broadcast(parameter.data, 0)
-    for step in range(3):
-        net.zero_grad()
-        net(batch(member, step)).square().mean().backward()
-        works = [dist.all_reduce(parameter.grad, async_op=True) for parameter in net.parameters()]
-        for work, parameter in zip(works, net.parameters(), strict=True):
-            assert work is not None
-            assert parameter.grad is not None
-            work.wait()
-            parameter.data.sub_(parameter.grad, alpha=0.1 / member.size)
-    return [parameter.detach() for parameter in net.parameters()]
-
-
-@program(tolerance=TOLERANCE)
-def clipped_gradients(member: Member) -> Any:
-    net = DistributedDataParallel(model())
-    net(batch(member, 0)).square().sum().backward()
-    return torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5), [parameter.grad for parameter in net.parameters()]
 
 
 @program(tolerance=TOLERANCE)

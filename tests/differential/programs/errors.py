@@ -92,7 +92,7 @@ def all_in_a_group(member: Member, timeout_s: float) -> Any:
     return group
 
 
-@program(alone=True, long=(3, 5))
+@program(alone=True, short=2)
 def a_rank_that_does_not_come(member: Member) -> Any:
     group = all_in_a_group(member, 2)
     if member.rank == member.size - 1:
@@ -100,7 +100,7 @@ def a_rank_that_does_not_come(member: Member) -> Any:
     return raised(lambda: dist.all_reduce(ones(), group=group), gives="summed")
 
 
-@program(alone=True, long=(3, 5))
+@program(alone=True, short=2)
 def a_message_that_does_not_come(member: Member) -> Any:
     # Gloo keeps for its messages the timeout with which the group was made.
     group = dist.new_group(list(range(member.size)), timeout=timedelta(seconds=10))
@@ -109,7 +109,7 @@ def a_message_that_does_not_come(member: Member) -> Any:
     return raised(lambda: dist.recv(ones(), 1, group=group))
 
 
-@program(alone=True, long=(3, 5))
+@program(alone=True, short=2)
 def a_wait_with_a_timeout(member: Member) -> Any:
     if member.rank == member.size - 1:
         return "elsewhere"
@@ -126,7 +126,7 @@ def a_timeout_of_the_call(member: Member) -> Any:
     return raised(lambda: group.allreduce([ones()], timeout=timedelta(seconds=1)).wait(), gives="summed")
 
 
-@program(alone=True, long=(3, 5))
+@program(alone=True, short=2)
 def another_operation(member: Member) -> Any:
     group = all_in_a_group(member, 3)
     tensor = ones()

@@ -259,7 +259,7 @@ def an_error_in_a_callback(member: Member) -> Any:
     return raised(lambda: work.get_future().then(fail).wait())
 
 
-@program(long=(3, 5))
+@program(short=2)
 def hundreds_of_parameters(member: Member) -> Any:
     gradients = [torch.full((1 + i % 7,), float(member.rank + i)) for i in range(400)]
     for _ in range(3):

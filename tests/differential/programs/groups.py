@@ -174,19 +174,7 @@ def backends_by_device(member: Member, spelled: str) -> Any:
     return dist.get_backend(group).replace("phalanx", "gloo"), summed(group)
 
 
-@program()
-def is_there(member: Member) -> Any:
-    return [
-        dist.is_available(),
-        dist.is_initialized(),
-        dist.is_gloo_available(),
-        dist.is_torchelastic_launched(),
-        dist.get_rank(),
-        dist.get_world_size(),
-    ]
-
-
-@program(long=(3, 5))
+@program(short=2)
 def hundreds_of_groups(member: Member) -> Any:
     groups: list[Any] = [dist.new_group([0, member.size - 1]) for _ in range(20)]
     return [summed(group)[0].item() for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER]

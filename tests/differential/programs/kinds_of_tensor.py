@@ -289,13 +289,13 @@ def unusual(member: Member, case: tuple[Callable[[torch.Tensor], Any], Make]) ->
 MESSAGE_KINDS = {kind: make for kind, make in UNUSUAL.items() if kind not in ("meta", "fake")}
 
 
-@program(cases=MESSAGE_KINDS, alone=True, differs={"expanded": "Tensors with gaps"}, long=(3, 5))
+@program(cases=MESSAGE_KINDS, alone=True, differs={"expanded": "Tensors with gaps"}, short=2)
 def unusual_message(member: Member, make: Make) -> Any:
     tensor = make(numbers(member))
     return raised(lambda: _seen(send_and_receive(tensor)))
 
 
-@program(alone=True, cases={"with_gaps": with_gaps, "transposed": transposed}, differs="Tensors with gaps", long=(3, 5))
+@program(alone=True, cases={"with_gaps": with_gaps, "transposed": transposed}, differs="Tensors with gaps", short=2)
 def message_with_gaps(member: Member, make: Make) -> Any:
     tensor = make(numbers(member))
     return raised(lambda: send_and_receive(tensor))

@@ -70,11 +70,3 @@ def objects_in_a_group(member: Member) -> Any:
 def an_object_that_cannot_be_pickled(member: Member) -> Any:
     things: list[Any] = [None] * member.size
     return raised(lambda: dist.all_gather_object(things, lambda: 0))
-
-
-@program()
-def store_of_the_world(member: Member) -> Any:
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"differential-{member.rank}", str(member.rank))
-    dist.barrier()
-    return [store.get(f"differential-{rank}") for rank in range(member.size)], store.add("differential-sum", 0)

@@ -20,7 +20,7 @@ def collective_inside(value: float) -> float:
     return value + dist.get_rank()
 
 
-@program(alone=True, long=(3, 5))
+@program(alone=True, short=2)
 def calls_and_collectives_by_turns(member: Member) -> Any:
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{member.folder}/rpc", rpc_timeout=50)
     rpc.init_rpc(f"worker{member.rank}", rank=member.rank, world_size=member.size, rpc_backend_options=options)
@@ -39,7 +39,7 @@ def calls_and_collectives_by_turns(member: Member) -> Any:
     return results
 
 
-@program(alone=True, tolerance=1e-5, long=(3, 5))
+@program(alone=True, tolerance=1e-5, short=2)
 def distributed_autograd_and_data_parallel(member: Member) -> Any:
     from torch.distributed import autograd
 

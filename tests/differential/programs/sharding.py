@@ -14,10 +14,9 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
@@ -51,13 +50,6 @@ def fsdp1(member: Member, strategy: ShardingStrategy) -> Any:
     losses, _ = trained(member, net)
     with FullyShardedDataParallel.summon_full_params(net):
         return losses, [parameter.detach().clone() for parameter in net.parameters()]
-
-
-@program(tolerance=TOLERANCE)
-def fsdp1_clips_its_gradients(member: Member) -> Any:
-    net = FullyShardedDataParallel(model(), device_id=torch.device("cpu"))
-    net(batch(member, 0)).square().sum().backward()
-    return net.clip_grad_norm_(0.5)
 
 
 FULLY_SHARD: dict[str, dict[str, Any]] = {
@@ -144,14 +136,6 @@ def dtensor_from_partial_maximum(member: Member) -> Any:
     return [partial.full_tensor() for partial in partials]
 
 
-@program(tolerance=TOLERANCE)
-def dtensor_module(member: Member) -> Any:
-    mesh = mesh_of(member)
-    net = distribute_module(model(), mesh)
-    net(distribute_tensor(torch.arange(30.0).view(5, 6), mesh, [Replicate()])).sum().backward()
-    return [parameter.grad for parameter in net.parameters()]
-
-
 def blocks(member: Member) -> tuple[torch.nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     width = 4 * member.size
@@ -221,25 +205,3 @@ def parallel_loss(member: Member) -> Any:
         loss = torch.nn.functional.cross_entropy(sharded, target)
         loss.backward()
     return loss.full_tensor() if isinstance(loss, DTensor) else loss, logits.grad
-
-
-@program(tolerance=TOLERANCE)
-def prepared_inputs(member: Member) -> Any:
-    net, x = blocks(member)
-    plan = {
-        "": PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),)),
-        "0": ColwiseParallel(),
-        "2": RowwiseParallel(),
-    }
-    parallelize_module(net, mesh_of(member), plan)  # type: ignore[arg-type]
-    return net(x.chunk(member.size)[member.rank])
-
-
-@program(tolerance=TOLERANCE)
-def fsdp2_with_tensor_parallel(member: Member) -> Any:
-    mesh = init_device_mesh("cpu", (1, member.size), mesh_dim_names=("data", "tensor"))
-    net, x = blocks(member)
-    parallelize_module(net, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    fully_shard(net, mesh=mesh["data"])
-    net(x).square().mean().backward()
-    return [parameter.grad.full_tensor() for parameter in net.parameters()]
