@@ -12,6 +12,9 @@ import pytest
 import torch
 
 from tests.support.leaks import Holdings
+from tests.support.worlds import workers_hosts, world
+
+__all__ = ["workers_hosts", "world"]  # fixtures
 
 torch.set_num_threads(1)
 
