@@ -7,8 +7,8 @@ A test that is decorated with ``every_rank`` is what each rank of such a world d
         ...
 
 One that compares what the ranks return takes the fixture ``world``, with the worlds of ``in_worlds``, and calls
-``world.run``. Two hosts are those of ``tests/support/hosts.py``, made once for each process of pytest; where none can be
-made, the ranks take themselves for ranks of two.
+``world.run``. The two hosts are made once for each process of pytest; where none can be made, the ranks take themselves
+for ranks of two.
 """
 
 from __future__ import annotations
@@ -39,7 +39,17 @@ from tests.support.hosts import TestHosts, running_hosts, why_no_hosts
 from tests.support.islands import pretend_host
 from tests.support.ranks import TIMEOUT_S, Member, Outcome, outcome_of, run_rank, run_ranks, values
 
-__all__ = ["ANYWHERE", "BETWEEN", "Ranks", "every_rank", "in_worlds", "join_world", "world", "workers_hosts"]
+__all__ = [
+    "ANYWHERE",
+    "BETWEEN",
+    "Ranks",
+    "every_rank",
+    "hosts_with_zygotes",
+    "in_worlds",
+    "join_world",
+    "workers_hosts",
+    "world",
+]
 
 # The host of each rank, given the world's size.
 PLACES: dict[str, Callable[[int, int], int]] = {
@@ -71,6 +81,9 @@ class Ranks:
     size: int
     hosts: TestHosts | None = None
     mpi: MpiEnvironment | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Ranks, (self.backend, self.place, self.size)  # as the ranks of mpiexec get it
 
     def run(self, body: Body, *, joins: bool = True, leaves: bool = True, timeout_s: float = TIMEOUT_S) -> list[Any]:
         """What ``body`` returned on each rank; the test fails with the first rank's traceback if it raised."""
@@ -137,7 +150,7 @@ def in_worlds(
         for here in _each(place):
             for count in _each(size):
                 if name == "mpi":
-                    for made in mpi_parameters():
+                    for made in mpi_parameters() if here != "two hosts, in turn" else ():  # mpiexec fills hosts
                         what = (name, here, count, made.values[0])
                         found.append(pytest.param(what, id=f"{made.id}, {here}, {count}", marks=made.marks))
                 else:
@@ -178,6 +191,15 @@ def workers_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHost
         return
     with running_hosts(3, tmp_path_factory.mktemp("hosts"), zygotes=False) as hosts:
         yield hosts
+
+
+@pytest.fixture(scope="session")
+def hosts_with_zygotes(workers_hosts: TestHosts | None) -> TestHosts:
+    """The same hosts, on which scripts start as ranks of a launcher's; the test is skipped where there are none."""
+    if workers_hosts is None:
+        pytest.skip(why_no_hosts())
+    workers_hosts.start_zygotes()
+    return workers_hosts
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks
+from tests.support.worlds import every_rank
 from torch._C._distributed_c10d import GatherOptions
 
 COUNTS = (1, 16, 700, 300_000)
@@ -75,66 +76,58 @@ def test_gathering_from_a_part_of_the_output(size: int) -> None:
     assert on_ranks(body, size) == [[[]] * 5] * size
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_scattering_and_reducing_into_a_part_of_the_input(size: int) -> None:
-    def body(place: Member) -> list[str]:
-        place.join()
-        wrong = []
-        for count in COUNTS:
-            wholes = [given(rank, count * size) for rank in range(size)]
-            own = slice(place.rank * count, (place.rank + 1) * count)
-            total = sum(wholes[1:], wholes[0])[own]
-            for name, start in starts(place.rank, size, count).items():
-                whole = wholes[place.rank].clone()
-                output = whole[start : start + count]
-                dist.reduce_scatter_single(output, whole)
-                if not torch.equal(output, total):
-                    wrong.append(f"reduce_scatter_single {name} x {count}")
-                whole = wholes[place.rank].clone()
-                output = whole[start : start + count]
-                dist.reduce_scatter(output, list(whole.split(count)))
-                if not torch.equal(output, total):
-                    wrong.append(f"reduce_scatter {name} x {count}")
-                whole = wholes[1].clone()
-                output = whole[start : start + count]
-                dist.scatter(output, list(whole.split(count)) if place.rank == 1 else None, src=1)
-                if not torch.equal(output, wholes[1][own]):
-                    wrong.append(f"scatter {name} x {count}")
-        return wrong
-
-    assert on_ranks(body, size) == [[]] * size
+@every_rank(leaves=False)
+def test_scattering_and_reducing_into_a_part_of_the_input(member: Member) -> None:
+    wrong = []
+    for count in COUNTS:
+        wholes = [given(rank, count * member.size) for rank in range(member.size)]
+        own = slice(member.rank * count, (member.rank + 1) * count)
+        total = sum(wholes[1:], wholes[0])[own]
+        for name, start in starts(member.rank, member.size, count).items():
+            whole = wholes[member.rank].clone()
+            output = whole[start : start + count]
+            dist.reduce_scatter_single(output, whole)
+            if not torch.equal(output, total):
+                wrong.append(f"reduce_scatter_single {name} x {count}")
+            whole = wholes[member.rank].clone()
+            output = whole[start : start + count]
+            dist.reduce_scatter(output, list(whole.split(count)))
+            if not torch.equal(output, total):
+                wrong.append(f"reduce_scatter {name} x {count}")
+            whole = wholes[1].clone()
+            output = whole[start : start + count]
+            dist.scatter(output, list(whole.split(count)) if member.rank == 1 else None, src=1)
+            if not torch.equal(output, wholes[1][own]):
+                wrong.append(f"scatter {name} x {count}")
+    assert not wrong, wrong
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_all_to_all_in_place_and_shifted(size: int) -> None:
-    def body(place: Member) -> list[str]:
-        place.join()
-        wrong = []
-        for count in COUNTS:
-            wholes = [given(rank, count * size) for rank in range(size)]
-            expected = torch.cat([whole[place.rank * count : (place.rank + 1) * count] for whole in wholes])
-            whole = wholes[place.rank].clone()
-            dist.all_to_all_single(whole, whole)
-            if not torch.equal(whole, expected):
-                wrong.append(f"single, in place, x {count}")
-            whole = wholes[place.rank].clone()
-            dist.all_to_all(list(whole.split(count)), list(whole.split(count)))
-            if not torch.equal(whole, expected):
-                wrong.append(f"in place, x {count}")
-            whole = torch.cat([wholes[place.rank], torch.zeros(count, dtype=torch.int64)])
-            output = whole[count // 2 : count // 2 + count * size]
-            dist.all_to_all_single(output, whole[: count * size])
-            if not torch.equal(output, expected):
-                wrong.append(f"single, shifted, x {count}")
-            # Each output lies behind the input of the same rank: interleaved, but apart.
-            woven = torch.zeros(size, 2, count, dtype=torch.int64)
-            woven[:, 0] = wholes[place.rank].view(size, count)
-            dist.all_to_all([row[1] for row in woven], [row[0] for row in woven])
-            if not torch.equal(woven[:, 1].reshape(-1), expected):
-                wrong.append(f"woven, x {count}")
-        return wrong
-
-    assert on_ranks(body, size) == [[]] * size
+@every_rank(leaves=False)
+def test_all_to_all_in_place_and_shifted(member: Member) -> None:
+    wrong = []
+    for count in COUNTS:
+        wholes = [given(rank, count * member.size) for rank in range(member.size)]
+        expected = torch.cat([whole[member.rank * count : (member.rank + 1) * count] for whole in wholes])
+        whole = wholes[member.rank].clone()
+        dist.all_to_all_single(whole, whole)
+        if not torch.equal(whole, expected):
+            wrong.append(f"single, in member, x {count}")
+        whole = wholes[member.rank].clone()
+        dist.all_to_all(list(whole.split(count)), list(whole.split(count)))
+        if not torch.equal(whole, expected):
+            wrong.append(f"in member, x {count}")
+        whole = torch.cat([wholes[member.rank], torch.zeros(count, dtype=torch.int64)])
+        output = whole[count // 2 : count // 2 + count * member.size]
+        dist.all_to_all_single(output, whole[: count * member.size])
+        if not torch.equal(output, expected):
+            wrong.append(f"single, shifted, x {count}")
+        # Each output lies behind the input of the same rank: interleaved, but apart.
+        woven = torch.zeros(member.size, 2, count, dtype=torch.int64)
+        woven[:, 0] = wholes[member.rank].view(member.size, count)
+        dist.all_to_all([row[1] for row in woven], [row[0] for row in woven])
+        if not torch.equal(woven[:, 1].reshape(-1), expected):
+            wrong.append(f"woven, x {count}")
+    assert not wrong, wrong
 
 
 def test_a_tensor_gathered_late_is_read_late() -> None:

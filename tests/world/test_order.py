@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks
+from tests.support.worlds import every_rank
 
 TURNS = 150
 
@@ -62,43 +63,36 @@ def test_overlapping_groups_with_operations_under_way_in_different_orders(size: 
     assert sum(counts) == TURNS * 3 * (2 * size + 2 * (size - 1))
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_thread_for_each_group(size: int) -> None:
+@every_rank()
+def test_a_thread_for_each_group(member: Member) -> None:
     """Blocking calls, a thread and a pace of its own for each of four groups, beside messages of the world."""
+    groups = [dist.new_group() for _ in range(4)]
+    wrong: list[str] = []
 
-    def body(place: Member) -> bool:
-        place.join()
-        groups = [dist.new_group() for _ in range(4)]
-        wrong: list[str] = []
+    def work(number: int, group: dist.ProcessGroup) -> None:
+        try:
+            for turn in range(TURNS * (number + 1)):
+                tensor = torch.full(((1, 3_000, 100_000)[turn % 3],), float(member.rank + number))
+                dist.all_reduce(tensor, group=group)
+                expected = float(sum(rank + number for rank in range(member.size)))
+                if not bool((tensor == expected).all()):
+                    wrong.append(f"group {number}, turn {turn}")
+        except BaseException as error:
+            wrong.append(f"group {number}: {error!r}")
 
-        def work(number: int, group: dist.ProcessGroup) -> None:
-            try:
-                for turn in range(TURNS * (number + 1)):
-                    tensor = torch.full(((1, 3_000, 100_000)[turn % 3],), float(place.rank + number))
-                    dist.all_reduce(tensor, group=group)
-                    expected = float(sum(rank + number for rank in range(place.size)))
-                    if not bool((tensor == expected).all()):
-                        wrong.append(f"group {number}, turn {turn}")
-            except BaseException as error:
-                wrong.append(f"group {number}: {error!r}")
-
-        threads = [threading.Thread(target=work, args=item) for item in enumerate(groups)]
-        for thread in threads:
-            thread.start()
-        for turn in range(TURNS):
-            sent = dist.isend(torch.tensor([turn]), (place.rank + 1) % place.size)
-            received = torch.empty(1, dtype=torch.int64)
-            dist.recv(received, (place.rank - 1) % place.size)
-            assert sent is not None
-            sent.wait()
-            assert received.item() == turn
-        for thread in threads:
-            thread.join()
-        assert not wrong, wrong
-        dist.destroy_process_group()
-        return True
-
-    assert on_ranks(body, size) == [True] * size
+    threads = [threading.Thread(target=work, args=item) for item in enumerate(groups)]
+    for thread in threads:
+        thread.start()
+    for turn in range(TURNS):
+        sent = dist.isend(torch.tensor([turn]), (member.rank + 1) % member.size)
+        received = torch.empty(1, dtype=torch.int64)
+        dist.recv(received, (member.rank - 1) % member.size)
+        assert sent is not None
+        sent.wait()
+        assert received.item() == turn
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import threading
 import time
 import weakref
@@ -15,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks
+from tests.support.worlds import every_rank
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from phalanx.c10d.hooked import HookedProcessGroup
-from phalanx.c10d.quick import missing, quicken
+from phalanx.c10d.quick import missing
 from phalanx.errors import ClosedError, CollectiveMismatch, PeerLost
 from phalanx.group import Group, Session
 
@@ -107,43 +106,37 @@ def test_each_usual_call_is_quick_and_right(size: int) -> None:
     assert on_ranks(body, size) == [expected] * size
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_what_is_not_plain_goes_to_python_and_the_other_ranks_may_stay_quick(size: int) -> None:
+@every_rank(joins=False)
+def test_what_is_not_plain_goes_to_python_and_the_other_ranks_may_stay_quick(member: Member) -> None:
     """In turn each rank gives an unusual form of the same call; the others cannot tell."""
-
-    def body(place: Member) -> bool:
-        group = joined(place)
-        forms: dict[str, Callable[[], tuple[torch.Tensor, Any]]] = {
-            "strided": lambda: (torch.ones(8)[::2], None),
-            "parameter": lambda: (torch.nn.Parameter(torch.ones(4), requires_grad=False), None),
-            "queued": lambda: (torch.ones(4), True),
-            "profiled": lambda: (torch.ones(4), torch.profiler.profile()),
-        }
-        for name, form in forms.items():
-            for unusual in range(size):
-                tensor, how = form() if unusual == place.rank else (torch.ones(4), None)
-                with Counted(group, "allreduce") as counted:
-                    if how is True:
-                        work = dist.all_reduce(tensor, async_op=True)
-                        assert work is not None
-                        work.wait()
-                    elif how is not None:
-                        with how:
-                            dist.all_reduce(tensor)
-                    else:
+    group = joined(member)
+    forms: dict[str, Callable[[], tuple[torch.Tensor, Any]]] = {
+        "strided": lambda: (torch.ones(8)[::2], None),
+        "parameter": lambda: (torch.nn.Parameter(torch.ones(4), requires_grad=False), None),
+        "queued": lambda: (torch.ones(4), True),
+        "profiled": lambda: (torch.ones(4), torch.profiler.profile()),
+    }
+    for name, form in forms.items():
+        for unusual in range(member.size):
+            tensor, how = form() if unusual == member.rank else (torch.ones(4), None)
+            with Counted(group, "allreduce") as counted:
+                if how is True:
+                    work = dist.all_reduce(tensor, async_op=True)
+                    assert work is not None
+                    work.wait()
+                elif how is not None:
+                    with how:
                         dist.all_reduce(tensor)
-                assert tensor.tolist() == [float(size)] * 4, name
-                assert counted.count == (unusual == place.rank and name != "parameter"), (name, counted.count)
-        # After an operation that nobody has waited for, the next call runs that one first.
-        first, second = torch.ones(3), torch.ones(5)
-        dist.all_reduce(first, async_op=True)
-        dist.all_reduce(second)
-        assert first.tolist() == [size] * 3
-        assert second.tolist() == [size] * 5
-        dist.destroy_process_group()
-        return True
-
-    assert on_ranks(body, size) == [True] * size
+                else:
+                    dist.all_reduce(tensor)
+            assert tensor.tolist() == [float(member.size)] * 4, name
+            assert counted.count == (unusual == member.rank and name != "parameter"), (name, counted.count)
+    # After an operation that nobody has waited for, the next call runs that one first.
+    first, second = torch.ones(3), torch.ones(5)
+    dist.all_reduce(first, async_op=True)
+    dist.all_reduce(second)
+    assert first.tolist() == [member.size] * 3
+    assert second.tolist() == [member.size] * 5
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -212,69 +205,38 @@ def test_errors_are_those_of_python_and_name_the_line(size: int) -> None:
     assert on_ranks(body, size, timeout_s=60) == [[True] * 4] * size
 
 
-def test_a_forked_child_makes_no_quick_call() -> None:
-    def body(place: Member) -> bool:
-        group = joined(place)
-        child = os.fork()
-        if child == 0:
-            code = 1
+@every_rank(timeout_s=120)
+def test_quick_calls_of_a_thread_beside_another_that_closes_the_group(member: Member) -> None:
+    outcomes = []
+    for _ in range(10):
+        group: Any = dist.new_group()
+        ended: list[BaseException] = []
+
+        def call(group: Any = group, ended: list[BaseException] = ended) -> None:
             try:
-                for call in (dist.all_reduce, group.sum_in_place):
-                    with pytest.raises(ClosedError, match="forked"):
-                        call(torch.ones(1))
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        dist.barrier()
-        dist.destroy_process_group()
-        return True
+                while True:
+                    dist.all_reduce(torch.ones(2), group=group)
+            except BaseException as error:
+                ended.append(error)
 
-    assert on_ranks(body, 2, timeout_s=60) == [True] * 2
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_quick_calls_of_a_thread_beside_another_that_closes_the_group(size: int) -> None:
-    def body(place: Member) -> bool:
-        place.join()
-        outcomes = []
-        for _ in range(10):
-            group: Any = dist.new_group()
-            ended: list[BaseException] = []
-
-            def call(group: Any = group, ended: list[BaseException] = ended) -> None:
-                try:
-                    while True:
-                        dist.all_reduce(torch.ones(2), group=group)
-                except BaseException as error:
-                    ended.append(error)
-
-            thread = threading.Thread(target=call)
-            thread.start()
-            time.sleep(0.01)
-            group.abort()
-            dist.destroy_process_group(group)
-            thread.join()
-            outcomes.append(len(ended))
-        dist.destroy_process_group()
-        return outcomes == [1] * 10
-
-    assert on_ranks(body, size, timeout_s=120) == [True] * size
+        thread = threading.Thread(target=call)
+        thread.start()
+        time.sleep(0.01)
+        group.abort()
+        dist.destroy_process_group(group)
+        thread.join()
+        outcomes.append(len(ended))
+    assert outcomes == [1] * 10
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_calls_from_c_plus_plus_reach_the_group(size: int) -> None:
+@every_rank(joins=False, timeout_s=60)
+def test_calls_from_c_plus_plus_reach_the_group(member: Member) -> None:
     """DDP's reducer calls the group's method; a built-in function in its place would send it to the attached Gloo."""
-
-    def body(place: Member) -> bool:
-        group = joined(place)
-        with Counted(group, "allreduce") as counted:
-            model = DistributedDataParallel(torch.nn.Linear(3, 2))
-            model(torch.ones(1, 3)).sum().backward()
-        dist.destroy_process_group()
-        return counted.count > 0
-
-    assert on_ranks(body, size, timeout_s=60) == [True] * size
+    group = joined(member)
+    with Counted(group, "allreduce") as counted:
+        model = DistributedDataParallel(torch.nn.Linear(3, 2))
+        model(torch.ones(1, 3)).sum().backward()
+    assert counted.count > 0
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -301,39 +263,35 @@ def test_messages_that_are_waited_for_are_quick_and_right(size: int) -> None:
     assert on_ranks(body, size, timeout_s=60) == [[(rank - 1) % size] * 4 + [(0, 0)] for rank in range(size)]
 
 
-def test_messages_that_are_not_plain_go_to_python() -> None:
-    def body(place: Member) -> bool:
-        group = joined(place)
-        other = 1 - place.rank
-        forms = [torch.arange(8.0)[::2], torch.tensor(2 + 3j).conj().imag, torch.ones(2, dtype=torch.int8)]
-        for tensor in forms:
-            with Counted(group, "send") as sends, Counted(group, "recv") as receives:
-                dist.send(tensor, other)
-                received = torch.zeros(8, dtype=tensor.dtype)[: 2 * tensor.numel() : 2].view_as(tensor)
-                dist.recv(received, other)
-            assert torch.equal(received, tensor)
-            assert (sends.count, receives.count) == (1, tensor.numel() != 1 or tensor.dtype != torch.float32)
-        # Handles that the caller keeps have their tensors, and may be waited for later.
-        mine, theirs = torch.full((3,), float(place.rank)), torch.zeros(3)
-        work, sent = dist.irecv(theirs, other), dist.isend(mine, other)
-        assert work is not None
-        assert sent is not None
-        assert sent.result()[0] is mine
-        assert work.wait()
-        assert theirs.tolist() == [float(other)] * 3
-        # Any source, a message to oneself, and ranks and tensors that are refused.
-        dist.send(mine, other)
-        assert dist.recv(theirs) == other
-        assert not group.send_now(mine, place.rank, 0)
-        assert not group.recv_now(mine, 2, 0)
-        assert not group.recv_now(mine, None, 0)
-        for call in (dist.send, dist.recv):
-            with pytest.raises(ValueError, match="rank"):
-                call(mine, 2)
-        dist.destroy_process_group()
-        return True
-
-    assert on_ranks(body, 2, timeout_s=60) == [True] * 2
+@every_rank(2, joins=False, timeout_s=60)
+def test_messages_that_are_not_plain_go_to_python(member: Member) -> None:
+    group = joined(member)
+    other = 1 - member.rank
+    forms = [torch.arange(8.0)[::2], torch.tensor(2 + 3j).conj().imag, torch.ones(2, dtype=torch.int8)]
+    for tensor in forms:
+        with Counted(group, "send") as sends, Counted(group, "recv") as receives:
+            dist.send(tensor, other)
+            received = torch.zeros(8, dtype=tensor.dtype)[: 2 * tensor.numel() : 2].view_as(tensor)
+            dist.recv(received, other)
+        assert torch.equal(received, tensor)
+        assert (sends.count, receives.count) == (1, tensor.numel() != 1 or tensor.dtype != torch.float32)
+    # Handles that the caller keeps have their tensors, and may be waited for later.
+    mine, theirs = torch.full((3,), float(member.rank)), torch.zeros(3)
+    work, sent = dist.irecv(theirs, other), dist.isend(mine, other)
+    assert work is not None
+    assert sent is not None
+    assert sent.result()[0] is mine
+    assert work.wait()
+    assert theirs.tolist() == [float(other)] * 3
+    # Any source, a message to oneself, and ranks and tensors that are refused.
+    dist.send(mine, other)
+    assert dist.recv(theirs) == other
+    assert not group.send_now(mine, member.rank, 0)
+    assert not group.recv_now(mine, 2, 0)
+    assert not group.recv_now(mine, None, 0)
+    for call in (dist.send, dist.recv):
+        with pytest.raises(ValueError, match="rank"):
+            call(mine, 2)
 
 
 def test_a_message_that_does_not_fit_and_one_whose_sender_leaves_raise_as_in_python() -> None:
@@ -362,29 +320,6 @@ def test_a_message_that_does_not_fit_and_one_whose_sender_leaves_raise_as_in_pyt
     assert "recv from rank 1, float32[2]" in lost
 
 
-def test_a_receive_ends_when_another_thread_closes_the_group() -> None:
-    def body(place: Member) -> bool:
-        joined(place)
-        group: Any = dist.new_group()
-        ended: list[BaseException] = []
-
-        def call() -> None:
-            try:
-                dist.recv(torch.zeros(2), 1 - place.rank, group=group)
-            except BaseException as error:
-                ended.append(error)
-
-        thread = threading.Thread(target=call)
-        thread.start()
-        time.sleep(0.05)
-        dist.destroy_process_group(group)
-        thread.join(30)
-        dist.destroy_process_group()
-        return [type(error) for error in ended] in ([ClosedError], [PeerLost])
-
-    assert on_ranks(body, 2, timeout_s=60) == [True] * 2
-
-
 def test_a_group_that_is_dropped_is_collected_with_all_that_its_methods_hold() -> None:
     def body(place: Member) -> list[bool]:
         joined(place)
@@ -401,14 +336,6 @@ def test_a_group_that_is_dropped_is_collected_with_all_that_its_methods_hold() -
         return [reference() is None for reference in kept]
 
     assert on_ranks(body, 2, timeout_s=60) == [[True, True]] * 2
-
-
-def test_a_group_with_hooks_of_torchs_keeps_its_own_methods() -> None:
-    """Methods of the group itself would come before those of its class, which call the hooks."""
-    group = HookedProcessGroup.__new__(HookedProcessGroup)
-    communicator: Any = None
-    quicken(group, communicator)
-    assert vars(group) == {}
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -24,7 +24,7 @@ from phalanx.parallel.integers import BLOCK, Integers, packed, unpacked
 from phalanx.parallel.replica import Replica
 
 CPU = torch.device("cpu")
-SIZES = (2, 3, 5)
+SIZES = (3, pytest.param(2, marks=pytest.mark.long), pytest.param(5, marks=pytest.mark.long))
 
 
 def values(rank: int, step: int, count: int = 3001) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks, run_ranks, values
-from tests.support.worlds import join_world
+from tests.support.worlds import every_rank, join_world
 
 from phalanx.errors import ArgumentError, PeerFailed, RankError
 
@@ -136,12 +136,10 @@ def test_objects_are_returned(size: int) -> None:
         assert scattered == f"for {rank}"
 
 
-def test_a_scatter_of_too_few_objects_is_refused() -> None:
-    def body(member: Member) -> None:
-        with pytest.raises(ArgumentError, match="rank 0 must give 1 objects, one for each rank; got 2"):
-            join_world(member).scatter_object([1, 2])
-
-    on_ranks(body, 1)
+@every_rank(1, joins=False)
+def test_a_scatter_of_too_few_objects_is_refused(member: Member) -> None:
+    with pytest.raises(ArgumentError, match="rank 0 must give 1 objects, one for each rank; got 2"):
+        join_world(member).scatter_object([1, 2])
 
 
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
@@ -274,17 +272,32 @@ def test_the_others_learn_that_rank_0_has_failed_in_its_turn() -> None:
     assert told[1] == told[2] == "PeerFailed: rank 0 of the group failed in main_first(): ValueError: no such file"
 
 
-def test_groups_wait_as_long_as_their_world() -> None:
+@every_rank(2, joins=False)
+def test_groups_wait_as_long_as_their_world(member: Member) -> None:
     """The timeout of ``phalanx.init(timeout_s=...)`` holds for its parts too."""
+    world = join_world(member)
+    for group in (world, world.subgroup([0, 1]), world.split(0)):
+        assert group is not None
+        part = group.subgroup([0, 1])
+        assert part is not None
+        for each in (group, part):
+            engine: Any = each.process_group._get_backend(torch.device("cpu"))
+            assert engine.options._timeout.total_seconds() == 60
 
-    def body(member: Member) -> None:
-        world = join_world(member)
-        for group in (world, world.subgroup([0, 1]), world.split(0)):
-            assert group is not None
-            part = group.subgroup([0, 1])
-            assert part is not None
-            for each in (group, part):
-                engine: Any = each.process_group._get_backend(torch.device("cpu"))
-                assert engine.options._timeout.total_seconds() == 60
 
-    on_ranks(body, 2)
+@every_rank()
+def test_methods_of_a_group_work_in_compiled_functions(member: Member) -> None:
+    world = join_world(member)
+
+    def around(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2 + 1
+        print(end="")  # a graph ends here
+        world.all_reduce(y)
+        world.broadcast(y, src=0)
+        world.all_reduce(y, async_op=True).wait()
+        world.barrier()
+        return y * 3
+
+    plain = around(torch.arange(4.0) + member.rank)
+    compiled = torch.compile(around, backend="eager")(torch.arange(4.0) + member.rank)
+    assert compiled.tolist() == plain.tolist()
