@@ -112,7 +112,7 @@ class Ranks:
             if joins:
                 member.join("gloo" if self.backend == "replaced" else self.backend)
             value = body(member)
-            if joins and leaves and dist.is_initialized():
+            if leaves and dist.is_initialized():
                 dist.barrier()
                 dist.destroy_process_group()
             return value

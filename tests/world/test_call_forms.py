@@ -1,4 +1,4 @@
-"""What torch's dispatcher does for other backends: every form of a call, its timeout, and shapes that may meet."""
+"""Timeouts of single calls, and shapes that do not meet. Every form of a call is in ``tests/differential``."""
 
 from __future__ import annotations
 
@@ -10,18 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.joined import group
-from tests.support.ranks import Member, run_ranks
+from tests.support.ranks import Member
 from tests.support.worlds import every_rank
 
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout
 
-SIZES = (1, 2, 3)
 MAX = dist.ReduceOp.MAX
 SHORT = timedelta(seconds=0.3)
-
-
-# -- timeouts ------------------------------------------------------------------------------------------
 
 
 def with_options(kind: type, asynchronous: bool) -> Any:
@@ -55,7 +50,7 @@ LATE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@every_rank(2, joins=False)
+@every_rank(2, ["one host", "two hosts"], joins=False)
 def test_a_timeout_of_one_call_holds(member: Member) -> None:
     """Rank 1 does not come; the groups' own timeout is far longer than the test may take."""
     member.join(timeout_s=3600)
@@ -70,12 +65,13 @@ def test_a_timeout_of_one_call_holds(member: Member) -> None:
 @every_rank(2, leaves=False)
 def test_a_timeout_of_one_call_is_that_calls_only(member: Member) -> None:
     """The call's is the long one: a busy machine may be late for the short one of the group, which must run out."""
+    world: Any = dist.group.WORLD
     dist.barrier()
-    group().set_timeout(SHORT)
+    world.set_timeout(SHORT)
     member.meet("short")
     if member.rank == 1:
         time.sleep(3 * SHORT.total_seconds())
-    group().allreduce(torch.ones(4), MAX, timedelta(seconds=60)).wait()
+    world.allreduce(torch.ones(4), MAX, timedelta(seconds=60)).wait()
     member.meet("called")
     if member.rank == 0:
         with pytest.raises(CollectiveTimeout):
@@ -83,15 +79,8 @@ def test_a_timeout_of_one_call_is_that_calls_only(member: Member) -> None:
     member.meet("told")
 
 
-# -- shapes --------------------------------------------------------------------------------------------
-
-
-def test_a_transposed_matrix_is_a_mismatch_and_nobody_is_said_to_have_called_nothing() -> None:
-    def body(place: Member) -> None:
-        place.join()
-        dist.all_reduce(torch.ones((3, 2) if place.rank == 1 else (2, 3)))
-
-    for outcome in run_ranks(body, 3):
-        assert isinstance(outcome.error, CollectiveMismatch)
-        assert "float32[3, 2]" in str(outcome.error)
-        assert "not called anything" not in str(outcome.error)
+@every_rank(leaves=False)
+def test_a_transposed_matrix_is_a_mismatch_and_nobody_is_said_to_have_called_nothing(member: Member) -> None:
+    with pytest.raises(CollectiveMismatch, match=r"float32\[3, 2\]") as caught:
+        dist.all_reduce(torch.ones((3, 2) if member.rank == 1 else (2, 3)))
+    assert "not called anything" not in str(caught.value)

@@ -32,7 +32,7 @@ def recorded() -> list[dict[str, Any]]:
 
 
 @pytest.mark.skipif(not RECORDS, reason="torch attaches its flight recorder to groups from 2.15 on")
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [3])
 def test_the_flight_recorder_has_what_was_called(size: int) -> None:
     def body(member: Member) -> list[tuple[str, bool, list[list[int]]]]:
         os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
@@ -108,7 +108,7 @@ def differences(rank: Rank, program: Any) -> list[str]:
     return Run(rank.rank, rank.groups, program).wrong
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3])
 def test_every_program_leaves_what_the_oracle_says(size: int) -> None:
     with Pool(size, join_hooked) as pool:
 

@@ -6,14 +6,13 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import Member, on_ranks
+from tests.support.ranks import Member
 from tests.support.worlds import ANYWHERE, every_rank
 
 from phalanx.errors import ArgumentError, BackendError, ClosedError
@@ -84,84 +83,62 @@ def test_every_collective_of_torch_works(member: Member) -> None:
     assert objects == [{"rank": r} for r in range(n)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_operations_run_in_the_order_of_the_calls(size: int) -> None:
-    """Asynchronous ones behind each other, a synchronous one behind them, one that Gloo serves in between."""
-
-    def body(place: Member) -> list[float]:
-        place.join()
-        tensor = torch.tensor([float(place.rank + 1)])
-        works = [dist.all_reduce(tensor, async_op=True) for _ in range(5)]
-        works.append(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True))
-        works.append(dist.all_reduce(tensor, async_op=True))
-        dist.all_reduce(tensor)
-        assert all(work.is_completed() for work in works)
-        for work in works:
-            work.wait()
-        dist.destroy_process_group()
-        return tensor.tolist()
-
-    n = float(size)
-    assert on_ranks(body, size) == [[total(size) * n**4 * n * n]] * size
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_an_asynchronous_call_returns_at_once_while_a_rank_is_late(size: int) -> None:
-    def body(place: Member) -> bool:
-        place.join()
-        dist.barrier()
-        returned = [place.folder / f"returned-{rank}" for rank in range(1, place.size)]
-        if place.rank == 0:
-            while not all(file.exists() for file in returned):
-                time.sleep(0.01)
-        tensor = torch.ones(1000)
-        work = dist.all_reduce(tensor, async_op=True)
-        early = bool(work.is_completed())
-        if place.rank:
-            returned[place.rank - 1].touch()
+@every_rank(3, ANYWHERE, ["phalanx", "mpi"])
+def test_operations_run_in_the_order_of_the_calls(member: Member) -> None:
+    """Asynchronous ones behind each other, and a synchronous one behind them."""
+    tensor = torch.tensor([float(member.rank + 1)])
+    works = [dist.all_reduce(tensor, async_op=True) for _ in range(5)]
+    works.append(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True))
+    works.append(dist.all_reduce(tensor, async_op=True))
+    dist.all_reduce(tensor)
+    assert all(work.is_completed() for work in works)
+    for work in works:
         work.wait()
-        assert work.is_completed()
-        assert work.is_success()
-        assert tensor[0].item() == place.size
-        dist.destroy_process_group()
-        return early
-
-    assert on_ranks(body, size)[1:] == [False] * (size - 1)
+    assert tensor.item() == 6 * 3**4 * 3 * 3
 
 
-def test_a_callback_may_wait_for_further_operations_of_its_group() -> None:
+@every_rank(3, ANYWHERE)
+def test_an_asynchronous_call_returns_at_once_while_a_rank_is_late(member: Member) -> None:
+    dist.barrier()
+    if member.rank == 0:
+        member.await_said("returned 1", "returned 2")
+    tensor = torch.ones(1000)
+    work = dist.all_reduce(tensor, async_op=True)
+    if member.rank:
+        assert not work.is_completed()
+        member.say(f"returned {member.rank}")
+    work.wait()
+    assert work.is_completed()
+    assert work.is_success()
+    assert tensor[0].item() == 3
+
+
+@every_rank(2)
+def test_a_callback_may_wait_for_further_operations_of_its_group(member: Member) -> None:
     """As PowerSGD's hook does; three deep here."""
 
-    def body(place: Member) -> float:
-        place.join()
-
-        def deeper(depth: int, value: torch.Tensor) -> torch.Tensor:
-            future = dist.all_reduce(value, async_op=True).get_future()
-            if depth == 0:
-                result: torch.Tensor = future.wait()[0]
-            else:
-                result = future.then(lambda f: deeper(depth - 1, f.value()[0])).wait()
-            return result
-
-        result = deeper(3, torch.ones(1)).item()
-        dist.destroy_process_group()
+    def deeper(depth: int, value: torch.Tensor) -> torch.Tensor:
+        future = dist.all_reduce(value, async_op=True).get_future()
+        if depth == 0:
+            result: torch.Tensor = future.wait()[0]
+        else:
+            result = future.then(lambda f: deeper(depth - 1, f.value()[0])).wait()
         return result
 
-    assert on_ranks(body, 2) == [16.0, 16.0]
+    assert deeper(3, torch.ones(1)).item() == 16.0
 
 
 @every_rank(2)
 def test_waiting_with_a_timeout_gives_up_and_can_be_resumed(member: Member) -> None:
     dist.barrier()
     if member.rank == 0:
-        while not (member.folder / "gave up").exists():
-            time.sleep(0.01)
+        member.await_said("gave up")
         dist.all_reduce(torch.ones(1))
     else:
         work = dist.all_reduce(torch.ones(1), async_op=True)
         with pytest.raises(RuntimeError, match="still under way"):
             work.wait(timedelta(milliseconds=50))
-        (member.folder / "gave up").touch()
+        member.say("gave up")
         assert work.wait()
 
 

@@ -100,7 +100,7 @@ def test_all_reduce_reduce_and_reduce_scatter(member: Member) -> None:
                 if not (name == "AVG" and dtype in INTEGERS):
                     wrong.append(f"cannot {name} {dtype}")
                 continue
-            for count in (0, 5, 300, 3001):
+            for count in (0, 5, 300, 1601):
                 if dtype in FLOATS:
                     expected = bits(expected_floats(name, member.size, count, dtype))
                     seen = bits
