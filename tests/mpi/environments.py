@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,24 +75,25 @@ def mpi_parameters() -> list[Any]:
 
 
 def run(
-    mpi: MpiEnvironment,
-    ranks: int | None,
-    *command: str | Path,
-    hosts: TestHosts | None = None,
-    folder: Path = Path(),
-    **variables: str,
+    mpi: MpiEnvironment, ranks: int | None, *command: str | Path, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python on so many ranks, or without mpiexec (None).
+    """Run Python on so many ranks, or without mpiexec (None)."""
+    return _run([] if ranks is None else [mpi.mpiexec, "-n", str(ranks)], mpi, command, variables)
 
-    With ``hosts`` the ranks are on the first two, in equal numbers, and mpiexec is on the third; ``folder`` gets what
-    stands in for ssh.
-    """
+
+def run_on_two_hosts(
+    mpi: MpiEnvironment, ranks: int, hosts: TestHosts, folder: Path, *command: str | Path
+) -> subprocess.CompletedProcess[str]:
+    """The same on the first two hosts, in equal numbers; mpiexec is on the third, and ``folder`` gets its ssh."""
+    start = [*hosts.network(2), mpi.mpiexec, *_on_two_hosts(mpi, ranks, hosts), "-n", str(ranks)]
+    return _run(start, mpi, command, _between(hosts, folder))
+
+
+def _run(
+    start: Sequence[str], mpi: MpiEnvironment, command: Sequence[str | Path], variables: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
     # Buffered, each rank's words are written at once, and mpiexec does not mix them.
     own = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    start = [] if ranks is None else [mpi.mpiexec, "-n", str(ranks)]
-    if hosts is not None and ranks is not None:
-        start = [*hosts.network(2), mpi.mpiexec, *_on_two_hosts(mpi, ranks, hosts), "-n", str(ranks)]
-        own |= _between(hosts, folder)
     return subprocess.run(
         [*start, mpi.python, "-W", "ignore", *map(str, command)],
         env={**own, **SETTINGS, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **variables},

@@ -34,7 +34,7 @@ from phalanx.group import Session
 from phalanx.place.place import Place
 from phalanx.settings import REPLACE
 from phalanx.topology.topology import Node, Topology
-from tests.mpi.environments import MpiEnvironment, mpi_parameters, run
+from tests.mpi.environments import MpiEnvironment, mpi_parameters, run, run_on_two_hosts
 from tests.support.hosts import TestHosts, running_hosts, why_no_hosts
 from tests.support.islands import pretend_host
 from tests.support.ranks import TIMEOUT_S, Member, Outcome, outcome_of, run_rank, run_ranks, values
@@ -131,7 +131,10 @@ class Ranks:
             folder = Path(name)
             (folder / "body").write_bytes(cloudpickle.dumps(body))
             command = ["-m", "tests.support.worlds", name, str(self.size)]
-            ended = run(self.mpi, self.size, *command, hosts=self.hosts, folder=folder)
+            if self.hosts is None:
+                ended = run(self.mpi, self.size, *command)
+            else:
+                ended = run_on_two_hosts(self.mpi, self.size, self.hosts, folder, *command)
             found = [outcome_of(rank, 0, folder) for rank in range(self.size)]
             assert ended.returncode == 0 or any(one.error for one in found), ended.stdout + ended.stderr
             return found
