@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.support.connecting import ENGINES, PLACEMENTS, EngineOf, over_hosts
+from tests.support.connecting import PLACEMENTS, over_hosts
 from tests.support.ranks import Member, run_ranks, values
 
 CALLS = 40
@@ -28,8 +28,8 @@ def part(call: int, source: int, to: int) -> torch.Tensor:
     return torch.arange(count) * 7 + chance.randrange(1 << 40)
 
 
-def exchange(member: Member, host_of: Callable[[int, int], int], engine: EngineOf) -> list[str]:
-    communicator = over_hosts(member.store(), member.rank, member.size, host_of, engine=engine)
+def exchange(member: Member, host_of: Callable[[int, int], int]) -> list[str]:
+    communicator = over_hosts(member.store(), member.rank, member.size, host_of)
     rank, ranks, wrong = member.rank, range(member.size), []
     late = random.Random(rank)
     for call in range(CALLS):
@@ -49,8 +49,7 @@ def exchange(member: Member, host_of: Callable[[int, int], int], engine: EngineO
     return wrong
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("size", [4, pytest.param(5, marks=pytest.mark.long), pytest.param(6, marks=pytest.mark.long)])
-def test_parts_of_all_sizes_arrive_in_call_after_call(size: int, placement: str, engine: EngineOf) -> None:
-    assert values(run_ranks(lambda member: exchange(member, PLACEMENTS[placement], engine), size)) == [[]] * size
+def test_parts_of_all_sizes_arrive_in_call_after_call(size: int, placement: str) -> None:
+    assert values(run_ranks(lambda member: exchange(member, PLACEMENTS[placement]), size)) == [[]] * size

@@ -165,27 +165,19 @@ def test_a_resumed_run_ends_with_the_same_bits(
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-def test_steps_of_other_optimizers_and_of_several_are_counted_as_one() -> None:
-    def body(member: Member) -> list[bool]:
-        world = join_world(member)
-        module: Any = net()
-        foreign = torch.nn.Linear(1, 1)
-        model = world.data_parallel(module, sync_every=EVERY)
-        halves = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (module[0], module[3])]
-        other = torch.optim.SGD(foreign.parameters(), lr=0.1)
-        found = []
-        for step in range(2 * EVERY):
-            x, y = batch_of(member.rank, step)
-            torch.nn.functional.mse_loss(model(x), y).backward()
-            for optimizer in (*halves, other, other, other):
-                optimizer.step()
-            first = world.all_gather_object(module[0].weight.detach())
-            found.append(torch.equal(first[0], first[1]))
-        dist.destroy_process_group()
-        return found
-
-    for found in on_ranks(body, 2):
-        assert found == [(step + 1) % EVERY == 0 for step in range(2 * EVERY)]
+@every_rank(2)
+def test_steps_of_other_optimizers_and_of_several_are_counted_as_one(member: Member) -> None:
+    world, module, foreign = join_world(member), net(), torch.nn.Linear(1, 1)
+    model = world.data_parallel(module, sync_every=EVERY)
+    halves = [torch.optim.SGD(module[part].parameters(), lr=0.1) for part in (0, 3)]
+    other = torch.optim.SGD(foreign.parameters(), lr=0.1)
+    for step in range(2 * EVERY):
+        x, y = batch_of(member.rank, step)
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        for optimizer in (*halves, other, other, other):
+            optimizer.step()
+        first = world.all_gather_object(next(iter(module[0].parameters())).detach())
+        assert torch.equal(first[0], first[1]) == ((step + 1) % EVERY == 0)
 
 
 @every_rank(2, joins=False)
@@ -204,21 +196,10 @@ def test_nothing_is_sent_between_two_averages(member: Member) -> None:
     step_once(model, optimizer, member.rank, EVERY)
 
 
-def test_what_would_need_every_step_is_refused() -> None:
-    def body(member: Member) -> list[str]:
-        world = join_world(member)
-        model = world.data_parallel(net(), sync_every=EVERY)
-        said = []
-        for refused in (
-            model.join,
-            lambda: ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1).step(),
-        ):
-            with pytest.raises(ArgumentError) as caught:
-                refused()
-            said.append(str(caught.value))
-        dist.destroy_process_group()
-        return said
-
-    for joining, zero in on_ranks(body, 2):
-        assert "equally many batches" in joining
-        assert "use a plain optimizer" in zero
+@every_rank(2)
+def test_what_would_need_every_step_is_refused(member: Member) -> None:
+    model = join_world(member).data_parallel(net(), sync_every=EVERY)
+    with pytest.raises(ArgumentError, match="equally many batches"):
+        model.join()
+    with pytest.raises(ArgumentError, match="use a plain optimizer"):
+        ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1).step()

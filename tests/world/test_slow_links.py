@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch._dynamo  # DDP needs it; before the ranks are forked, since it takes each of them seconds
 import torch.distributed as dist
-from tests.support.ranks import Member, on_ranks, run_ranks
-from tests.support.worlds import Ranks, in_worlds, join_world
+from tests.support.ranks import Member, on_ranks
+from tests.support.worlds import Ranks, every_rank, in_worlds, join_world
 
 import phalanx
 from phalanx.errors import ArgumentError, PeerLost
@@ -169,27 +169,21 @@ def test_what_int8_leaves_out_is_pending_and_nothing_else(size: int, hosts: int)
         assert all(torch.equal(a, b) for a, b in zip(arrived, everywhere[0][0], strict=True))
 
 
-def test_an_infinite_gradient_is_seen_by_all_ranks_and_does_not_stay() -> None:
-    def body(member: Member) -> list[bool]:
-        world = join_world(member)
-        found = []
-        for name in ("int8", "powersgd"):
-            model = world.data_parallel(net(), compress=name, broadcast_buffers=False)
-            for step in range(14):
-                model.zero_grad()
-                x, words, _ = batch_of(member.rank, step)
-                if step == 11 and member.rank == 1:
-                    x[0, 0] = float("inf")
-                model(x, words).sum().backward()
-                if step == 11:
-                    model.module.norm.reset_running_stats()
-                finite = all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
-                found.append(finite == (step != 11))
-        dist.destroy_process_group()
-        return found
-
-    for found in on_ranks(body, 2):
-        assert all(found)
+@every_rank(2)
+def test_an_infinite_gradient_is_seen_by_all_ranks_and_does_not_stay(member: Member) -> None:
+    world = join_world(member)
+    for name in ("int8", "powersgd"):
+        model = world.data_parallel(net(), compress=name, broadcast_buffers=False)
+        for step in range(14):
+            model.zero_grad()
+            x, words, _ = batch_of(member.rank, step)
+            if step == 11 and member.rank == 1:
+                x[0, 0] = float("inf")
+            model(x, words).sum().backward()
+            if step == 11:
+                model.module.norm.reset_running_stats()
+            finite = all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+            assert finite == (step != 11), (name, step)
 
 
 @pytest.mark.parametrize("compress", ["bf16", "fp16", "int8", "powersgd"])
@@ -356,19 +350,14 @@ def test_a_resumed_run_ends_with_the_same_bits(compress: str, tmp_path: Path) ->
     assert all(math.isfinite(loss) for _, loss in on_ranks(resumed, 3))
 
 
-def test_a_world_of_one_sends_nothing_and_rounds_nothing() -> None:
-    def body(member: Member) -> list[torch.Tensor]:
-        world = join_world(member)
-        found = []
-        for name in (None, "int8", "powersgd", "auto"):
-            model = world.data_parallel(net(), compress=name)
-            train(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, range(12))
-            found.append(flat(model))
-        dist.destroy_process_group()
-        return found
-
-    first, *others = on_ranks(body, 1)[0]
-    assert all(torch.equal(other, first) for other in others)
+@every_rank(1)
+def test_a_world_of_one_sends_nothing_and_rounds_nothing(member: Member) -> None:
+    world, found = join_world(member), []
+    for name in (None, "int8", "powersgd", "auto"):
+        model = world.data_parallel(net(), compress=name)
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, range(12))
+        found.append(flat(model))
+    assert all(torch.equal(other, found[0]) for other in found[1:])
 
 
 def test_auto_takes_what_is_clearly_quicker_than_none() -> None:
@@ -417,13 +406,13 @@ def test_what_cannot_work_is_refused_with_the_reason(
         data_parallel(module, nobody, CPU, **options)
 
 
+@in_worlds()
 @pytest.mark.parametrize("options", [{"compress": "int8"}, {"compress": "powersgd"}, {"sync_every": 2}])
-def test_a_rank_that_is_lost_ends_the_exchange_of_the_others(options: dict[str, Any]) -> None:
+def test_a_rank_that_is_lost_ends_the_exchange_of_the_others(world: Ranks, options: dict[str, Any]) -> None:
     """In backward, or in the step of the optimizer after which replicas are averaged."""
 
     def body(member: Member) -> int:
-        world = join_world(member)
-        model = world.data_parallel(net(), **options)
+        model = join_world(member).data_parallel(net(), **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         train(model, optimizer, member.rank, range(2))
         if member.rank == 1:
@@ -432,5 +421,5 @@ def test_a_rank_that_is_lost_ends_the_exchange_of_the_others(options: dict[str, 
             train(model, optimizer, member.rank, range(2))
         return caught.value.group_rank
 
-    outcomes = run_ranks(body, 3)
+    outcomes = world.outcomes(body, leaves=False)
     assert [outcomes[0].value, outcomes[2].value] == [1, 1], outcomes
