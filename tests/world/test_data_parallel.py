@@ -124,6 +124,12 @@ def test_unused_parameters_and_static_graphs(member: Member, options: dict[str, 
 
 @every_rank()
 def test_delayed_gradients_are_reduced_when_backward_returns(member: Member) -> None:
+    """The operation is small, so that nobody begins it before somebody waits."""
+
+    def net() -> torch.nn.Sequential:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+
     def losses(module: torch.nn.Sequential, **options: Any) -> list[float]:
         model = DistributedDataParallel(module, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -131,15 +137,15 @@ def test_delayed_gradients_are_reduced_when_backward_returns(member: Member) -> 
         found = []
         for _ in range(4):
             optimizer.zero_grad()
-            loss = model(torch.randn(6, 10, generator=generator)).pow(2).mean()
+            loss = model(torch.randn(6, 4, generator=generator)).pow(2).mean()
             loss.backward()
             optimizer.step()
             found.append(loss.item())
         return found
 
-    plain = losses(model_of(0))
+    plain = losses(net())
     for _ in range(10):
-        module = model_of(0)
+        module = net()
         delayed = [(name, p) for name, p in module.named_parameters() if name.startswith("2")]
         told = {"delay_all_reduce_named_params": delayed, "param_to_hook_all_reduce": module[0].weight}
         assert losses(module, **told) == pytest.approx(plain, rel=1e-6)
