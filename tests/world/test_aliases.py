@@ -29,7 +29,8 @@ def starts(rank: int, size: int, count: int) -> dict[str, int]:
 
 @every_rank()
 def test_gathering_from_a_part_of_the_output(member: Member) -> None:
-    root, is_root, group = 2, member.rank == 2, dist.group.WORLD
+    root, is_root = 2, member.rank == 2
+    group: Any = dist.group.WORLD
     options: Any = GatherOptions()
     options.rootRank, options.asyncOp = root, False
     operations: dict[str, Callable[[torch.Tensor, torch.Tensor, int], Any]] = {

@@ -147,19 +147,16 @@ def test_messages_of_different_size_raise_on_both_sides(member: Member) -> None:
     for how in ("in the call", "before the wait"):
         group: Any = dist.new_group()
         with pytest.raises(CollectiveMismatch) as caught:
-            if how == "in the call":
-                dist.send(torch.ones(LARGE), 1, group=group) if member.rank == 0 else dist.recv(
-                    torch.ones(3), 0, group=group
-                )
+            if how == "in the call" and member.rank == 0:
+                dist.send(torch.ones(LARGE), 1, group=group)
+            elif how == "in the call":
+                dist.recv(torch.ones(3), 0, group=group)
             else:
-                work = (
-                    dist.isend(torch.ones(LARGE), 1, group=group)
-                    if member.rank == 0
-                    else dist.irecv(torch.ones(3), 0, group=group)
-                )
-                pending(work)
-                soon(work.is_completed, 5)
-                pending(work).wait()
+                sends = member.rank == 0
+                begin, tensor = (dist.isend, torch.ones(LARGE)) if sends else (dist.irecv, torch.ones(3))
+                work = pending(begin(tensor, 1 - member.rank, group=group))
+                time.sleep(0.5)  # the group's own thread finds the error meanwhile
+                work.wait()
         assert f"rank 0: send to rank 1, float32[{LARGE}] at " in str(caught.value)
         assert "rank 1: recv from rank 0, float32[3] at " in str(caught.value)
         assert "test_messages.py:" in str(caught.value)

@@ -259,7 +259,9 @@ def test_methods_of_a_group_work_in_compiled_functions(member: Member) -> None:
         print(end="")  # a graph ends here
         world.all_reduce(y)
         world.broadcast(y, src=0)
-        world.all_reduce(y, async_op=True).wait()
+        work = world.all_reduce(y, async_op=True)
+        if work is not None:
+            work.wait()
         world.barrier()
         return y * 3
 
