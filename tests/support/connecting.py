@@ -8,14 +8,13 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
-import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
 from phalanx.transports.hosts.communicator import HostsCommunicator
 from phalanx.transports.hosts.gloo_lane import UNLIMITED, GlooEngine
-from phalanx.transports.hosts.lane import Engine, Transfer
+from phalanx.transports.hosts.lane import Engine
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.sizes import Sizes
 from phalanx.transports.hosts.ucx_lane import UcxEngine
@@ -23,7 +22,7 @@ from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.tuning import Tuning
 from phalanx.transports.solo import SoloCommunicator
 
-__all__ = ["ENGINES", "PLACEMENTS", "EngineOf", "NotedEngine", "gloo_engine", "needs_ucx", "over_hosts", "ucx_engine"]
+__all__ = ["ENGINES", "PLACEMENTS", "EngineOf", "gloo_engine", "needs_ucx", "over_hosts", "ucx_engine"]
 
 TIMEOUT = timedelta(seconds=60)
 # The large tensors of the tests go through a few chunks, and past the memory that the ranks of a host share.
@@ -58,33 +57,6 @@ PLACEMENTS: dict[str, Callable[[int, int], int]] = {
     "three hosts": lambda rank, size: min(rank, 2),
 }
 EngineOf = Callable[[Store, int, int, timedelta], Engine]
-
-
-class NotedEngine(Engine):
-    """Gloo on loopback; what begins is noted: whether it is sent or received, and its bytes."""
-
-    name = "noted"
-
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        self._inner = gloo_engine(store, rank, size, timeout)
-        self.begun: list[tuple[str, int]] = []
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        self.begun.append(("send", tensor.nbytes))
-        return self._inner.send(tensor, peer, tag)
-
-    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        self.begun.append(("recv", tensor.nbytes))
-        return self._inner.recv(tensor, peer, tag)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._inner.set_timeout(timeout)
-
-    def abort(self) -> None:
-        self._inner.abort()
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 ENGINES = [pytest.param(gloo_engine, id="Gloo"), pytest.param(ucx_engine, id="UCX", marks=needs_ucx)]

@@ -418,7 +418,7 @@ def a_rank_that_does_not_come_is_named(c: Communicator, most: int) -> Iterator[s
             c.recv(torch.zeros(1), 0, 9).wait()  # until the others have given up
         return
     # Rank 0 gives up, and comes when the others are there, or else it would miss them too.
-    timeout_s = 0.3 if c.size == 2 else 6.0
+    timeout_s = 0.3 if c.size == 2 else 2.0
     if c.rank == 0:
         for other in range(1, missing):
             c.recv(torch.zeros(1), other, 8).wait()

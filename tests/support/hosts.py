@@ -189,7 +189,11 @@ class TestHosts:
             self._ip(inside, f"addr add {self.address6(host)}/64 dev eth0 nodad")
             self._ip(inside, "link set eth0 up")
         if self._with_zygotes:
-            self.zygotes = [Zygote(self, host) for host in range(self.count)]
+            self.start_zygotes()
+
+    def start_zygotes(self) -> None:
+        """Start on every host the process that forks ranks."""
+        self.zygotes = [Zygote(self, host) for host in range(self.count)]
 
     def add_network(self, interface: str, net: str) -> None:
         """Join the hosts by a second network, to which each has another interface; h0 has the address ``net``.1."""

@@ -6,6 +6,7 @@ milliseconds. A rank that does not end in time is asked for the stacks of all it
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import os
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -43,11 +44,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Member:
-    """The argument of a rank's function: which rank it is, and the folder where it can meet the others."""
+    """The argument of a rank's function: which rank it is, and the folder where it can meet the others.
+
+    What the backend of its world promises (``worlds.py``) is in ``promises``.
+    """
 
     rank: int
     size: int
     folder: Path
+    promises: frozenset[str] = frozenset()
     _stores: list[Store] = field(default_factory=list, repr=False, compare=False)
 
     def store(self, name: str = "store") -> Store:
@@ -58,6 +63,9 @@ class Member:
 
     def join(self, backend: str = "phalanx", timeout_s: float = 60.0, name: str = "store") -> None:
         """``init_process_group`` through a file in this run's folder, so that no port is needed."""
+        if backend == "mpi":
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+            return
         dist.init_process_group(
             backend,
             store=self.store(name),
@@ -90,11 +98,17 @@ class Member:
             time.sleep(0.005)
 
 
-def run_ranks(function: Callable[[Member], Any], size: int, timeout_s: float = TIMEOUT_S) -> list[Outcome]:
-    """Run ``function`` on ``size`` forked ranks; every outcome, in rank order."""
+def run_ranks(
+    function: Callable[[Member], Any], size: int, timeout_s: float = TIMEOUT_S, inside: Sequence[int] = ()
+) -> list[Outcome]:
+    """Run ``function`` on ``size`` forked ranks; every outcome, in rank order.
+
+    ``inside`` names for each rank a process in whose namespaces it runs, such as a test host's.
+    """
     with tempfile.TemporaryDirectory(prefix="phalanx-test-") as name:
         folder = Path(name)
-        children = [fork_rank(function, Member(rank, size, folder)) for rank in range(size)]
+        where = inside or [0] * size
+        children = [fork_rank(function, Member(rank, size, folder), where[rank]) for rank in range(size)]
         return _collect(children, folder, timeout_s)
 
 
@@ -113,10 +127,10 @@ def on_ranks(function: Callable[[Member], Any], size: int, timeout_s: float = TI
     return values(run_ranks(function, size, timeout_s))
 
 
-def fork_rank(function: Callable[[Member], Any], member: Member) -> int:
+def fork_rank(function: Callable[[Member], Any], member: Member, inside: int = 0) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
+    pid = _fork_inside(inside) if inside else os.fork()
     if pid:
         return pid
     # What an earlier test left in a circle is never collected here: a destructor in C++ that joins a thread of the
@@ -126,14 +140,7 @@ def fork_rank(function: Callable[[Member], Any], member: Member) -> int:
     try:
         stacks = open(member.folder / f"stacks-{member.rank}", "w")  # noqa: SIM115 - open as long as the process
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        torch.set_num_threads(1)
-        try:
-            outcome = Outcome(member.rank, value=function(member))
-        except BaseException as error:
-            outcome = Outcome(member.rank, error=error, traceback=traceback.format_exc())
-        partial = member.folder / f"outcome-{member.rank}.part"
-        partial.write_bytes(_pickled(outcome))
-        partial.rename(member.folder / f"outcome-{member.rank}")
+        run_rank(function, member)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -141,6 +148,49 @@ def fork_rank(function: Callable[[Member], Any], member: Member) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def run_rank(function: Callable[[Member], Any], member: Member) -> None:
+    """Run ``function`` in this process, and leave what came of it in the folder."""
+    torch.set_num_threads(1)
+    try:
+        outcome = Outcome(member.rank, value=function(member))
+    except BaseException as error:
+        outcome = Outcome(member.rank, error=error, traceback=traceback.format_exc())
+    partial = member.folder / f"outcome-{member.rank}.part"
+    partial.write_bytes(_pickled(outcome))
+    partial.rename(member.folder / f"outcome-{member.rank}")
+
+
+def _fork_inside(process: int) -> int:
+    """Fork into the namespaces of another process."""
+    here = os.getcwd()
+    own, ids, *others = [
+        os.open(f"/proc/{who}/ns/{kind}", os.O_RDONLY)
+        for who, kind in [("self", "pid"), (process, "pid"), (process, "uts"), (process, "net"), (process, "mnt")]
+    ]
+    try:
+        _set_namespace(ids)  # of the children that this thread makes from now on
+        try:
+            pid = os.fork()
+        except OSError:
+            pid = -1
+        if pid:
+            _set_namespace(own)
+            assert pid > 0
+            return pid
+        for namespace in others:
+            _set_namespace(namespace)
+        os.chdir(here)
+        return 0
+    finally:
+        for descriptor in (own, ids, *others):
+            os.close(descriptor)
+
+
+def _set_namespace(descriptor: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0):
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 def _pickled(outcome: Outcome) -> bytes:
@@ -170,10 +220,10 @@ def _collect(children: list[int], folder: Path, timeout_s: float) -> list[Outcom
                 os.kill(children[rank], signal.SIGKILL)
             os.close(handle)
         ends = [os.waitpid(pid, 0)[1] for pid in children]
-    return [_outcome(rank, status, folder) for rank, status in enumerate(ends)]
+    return [outcome_of(rank, status, folder) for rank, status in enumerate(ends)]
 
 
-def _outcome(rank: int, status: int, folder: Path) -> Outcome:
+def outcome_of(rank: int, status: int, folder: Path) -> Outcome:
     if os.WIFSIGNALED(status):
         return Outcome(rank, signal=os.WTERMSIG(status))
     file = folder / f"outcome-{rank}"

@@ -1,25 +1,237 @@
-"""A ``World`` on forked ranks: what ``phalanx.init()`` returns, without a launcher."""
+"""Worlds in which a test runs: a backend, a place (one host or two), and so many ranks.
+
+A test that is decorated with ``every_rank`` is what each rank of such a world does::
+
+    @every_rank(size=[2, 3], place=ANYWHERE, backend=["phalanx", "mpi"])
+    def test_the_sum_is_everybodys(member: Member) -> None:
+        ...
+
+One that compares what the ranks return takes the fixture ``world``, with the worlds of ``in_worlds``, and calls
+``world.run``. The two hosts are made once for each process of pytest; where none can be made, the ranks take themselves
+for ranks of two.
+"""
 
 from __future__ import annotations
 
+import inspect
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
+import cloudpickle
+import pytest
 import torch
+import torch.distributed as dist
 
 import phalanx
+from phalanx.c10d.register import replace_as_asked
 from phalanx.group import Session
 from phalanx.place.place import Place
+from phalanx.settings import REPLACE
 from phalanx.topology.topology import Node, Topology
-from tests.support.ranks import Member
+from tests.mpi.environments import MpiEnvironment, mpi_parameters, run, run_on_two_hosts
+from tests.support.hosts import TestHosts, running_hosts, why_no_hosts
+from tests.support.islands import pretend_host
+from tests.support.ranks import TIMEOUT_S, Member, Outcome, outcome_of, run_rank, run_ranks, values
 
-__all__ = ["join_world"]
+__all__ = [
+    "ANYWHERE",
+    "BETWEEN",
+    "Ranks",
+    "every_rank",
+    "hosts_with_zygotes",
+    "in_worlds",
+    "join_world",
+    "workers_hosts",
+    "world",
+]
+
+# The host of each rank, given the world's size.
+PLACES: dict[str, Callable[[int, int], int]] = {
+    "one host": lambda rank, size: 0,
+    "two hosts": lambda rank, size: rank * 2 // size,
+    "two hosts, in turn": lambda rank, size: rank % 2,
+}
+BETWEEN = ("two hosts", "two hosts, in turn")
+ANYWHERE = ("one host", *BETWEEN)
+
+# What a test of all backends asks of one. "replaced" is Phalanx for a program that has asked for gloo.
+_PHALANX = frozenset({"rank order", "compared calls", "any source", "messages fail alone"})
+PROMISES: dict[str, frozenset[str]] = {
+    "phalanx": _PHALANX,
+    "replaced": _PHALANX,
+    "gloo": frozenset({"any source"}),
+    "mpi": frozenset({"compared calls", "any source"}),
+}
+
+Body = Callable[[Member], Any]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A world that is not there before something is run in it."""
+
+    backend: str
+    place: str
+    size: int
+    hosts: TestHosts | None = None
+    mpi: MpiEnvironment | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Ranks, (self.backend, self.place, self.size)  # as the ranks of mpiexec get it
+
+    def run(self, body: Body, *, joins: bool = True, leaves: bool = True, timeout_s: float = TIMEOUT_S) -> list[Any]:
+        """What ``body`` returned on each rank; the test fails with the first rank's traceback if it raised."""
+        return values(self.outcomes(body, joins=joins, leaves=leaves, timeout_s=timeout_s))
+
+    def outcomes(
+        self, body: Body, *, joins: bool = True, leaves: bool = True, timeout_s: float = TIMEOUT_S
+    ) -> list[Outcome]:
+        """How ``body`` ended on each rank.
+
+        Args:
+            body: what each rank does.
+            joins: whether it finds the default group made.
+            leaves: whether that is destroyed afterwards by all ranks together; not where it is broken by then.
+            timeout_s: after how long the ranks show their stacks.
+        """
+        pretends = self.place != "one host" and self.hosts is None
+
+        def whole(member: Member) -> Any:
+            member = replace(member, promises=PROMISES[self.backend])
+            if pretends:
+                pretend_host(self.host_of(member.rank))
+            if self.backend == "replaced":
+                os.environ[REPLACE] = "gloo"
+                replace_as_asked()
+            if joins:
+                member.join("gloo" if self.backend == "replaced" else self.backend)
+            value = body(member)
+            if leaves and dist.is_initialized():
+                dist.barrier()
+                dist.destroy_process_group()
+            return value
+
+        if self.mpi is not None:
+            return self._over_mpi(whole)
+        inside = [self.hosts.inside[self.host_of(rank)] for rank in range(self.size)] if self.hosts else ()
+        return run_ranks(whole, self.size, timeout_s, inside)
+
+    def host_of(self, rank: int) -> int:
+        return PLACES[self.place](rank, self.size)
+
+    def _over_mpi(self, body: Body) -> list[Outcome]:
+        assert self.mpi is not None
+        with tempfile.TemporaryDirectory(prefix="phalanx-test-") as name:
+            folder = Path(name)
+            (folder / "body").write_bytes(cloudpickle.dumps(body))
+            command = ["-m", "tests.support.worlds", name, str(self.size)]
+            if self.hosts is None:
+                ended = run(self.mpi, self.size, *command)
+            else:
+                ended = run_on_two_hosts(self.mpi, self.size, self.hosts, folder, *command)
+            found = [outcome_of(rank, 0, folder) for rank in range(self.size)]
+            assert ended.returncode == 0 or any(one.error for one in found), ended.stdout + ended.stderr
+            return found
+
+
+def _each(value: Any) -> Sequence[Any]:
+    return [value] if isinstance(value, (str, int)) else value
+
+
+def in_worlds(
+    size: int | Sequence[int] = 3, place: str | Sequence[str] = "one host", backend: str | Sequence[str] = "phalanx"
+) -> pytest.MarkDecorator:
+    """The worlds of a test that takes ``world``."""
+    found = []
+    for name in _each(backend):
+        for here in _each(place):
+            for count in _each(size):
+                if name == "mpi":
+                    for made in mpi_parameters() if here != "two hosts, in turn" else ():  # mpiexec fills hosts
+                        what = (name, here, count, made.values[0])
+                        found.append(pytest.param(what, id=f"{made.id}, {here}, {count}", marks=made.marks))
+                else:
+                    found.append(pytest.param((name, here, count, None), id=f"{name}, {here}, {count}"))
+    return pytest.mark.parametrize("world", found, indirect=True)
+
+
+def every_rank(
+    size: int | Sequence[int] = 3,
+    place: str | Sequence[str] = "one host",
+    backend: str | Sequence[str] = "phalanx",
+    *,
+    joins: bool = True,
+    leaves: bool = True,
+    timeout_s: float = TIMEOUT_S,
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """A test that every rank of such worlds runs, and that succeeds on all of them. Other arguments are the test's."""
+
+    def decorated(test: Callable[..., Any]) -> Callable[..., None]:
+        def in_world(world: Ranks, **arguments: Any) -> None:
+            world.run(lambda member: test(member, **arguments), joins=joins, leaves=leaves, timeout_s=timeout_s)
+
+        first, *others = inspect.signature(test).parameters.values()
+        own = first.replace(name="world", annotation=Ranks)
+        in_world.__signature__ = inspect.Signature([own, *others])  # type: ignore[attr-defined]
+        in_world.__name__, in_world.__doc__, in_world.__module__ = test.__name__, test.__doc__, test.__module__
+        in_world.pytestmark = list(getattr(test, "pytestmark", []))  # type: ignore[attr-defined]
+        return in_worlds(size, place, backend)(in_world)  # type: ignore[no-any-return]
+
+    return decorated
+
+
+@pytest.fixture(scope="session")
+def workers_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHosts | None]:
+    """Three hosts, as long as this process of pytest lives; None where none can be made."""
+    if why_no_hosts():
+        yield None
+        return
+    with running_hosts(3, tmp_path_factory.mktemp("hosts"), zygotes=False) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="session")
+def hosts_with_zygotes(workers_hosts: TestHosts | None) -> TestHosts:
+    """The same hosts, on which scripts start as ranks of a launcher's; the test is skipped where there are none."""
+    if workers_hosts is None:
+        pytest.skip(why_no_hosts())
+    workers_hosts.start_zygotes()
+    return workers_hosts
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest, workers_hosts: TestHosts | None) -> Ranks:
+    """The world of ``in_worlds`` in which the test runs now."""
+    backend, place, size, mpi = request.param
+    return Ranks(backend, place, size, None if place == "one host" else workers_hosts, mpi)
 
 
 def join_world(member: Member, backend: str = "phalanx", hosts: int = 1) -> phalanx.World:
-    """Join the ranks of a test; they count as ``hosts`` hosts, with equally many ranks in a row on each."""
-    member.join(backend)
+    """What ``phalanx.init()`` returns, without a launcher.
+
+    The ranks count as ranks of ``hosts`` hosts, with equally many in a row on each. The group is joined if it is not.
+    """
+    if not dist.is_initialized():
+        member.join(backend)
     local = member.size // hosts
     place = Place("phalanx", member.rank, member.size, member.rank % local, local)
     nodes = tuple(Node(node, f"h{node}", tuple(range(node * local, (node + 1) * local))) for node in range(hosts))
     session = Session(frozenset({"cpu"}), timedelta(seconds=60))
     return phalanx.World(place, Topology(nodes), torch.device("cpu"), session)
+
+
+def main() -> None:
+    """Be a rank that mpiexec has started."""
+    folder, size = Path(sys.argv[1]), int(sys.argv[2])
+    rank = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+    run_rank(cloudpickle.loads((folder / "body").read_bytes()), Member(int(rank), size, folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -19,8 +19,6 @@ def test_a_handle_is_read_as_it_was_written() -> None:
     "text",
     [
         "",
-        "phalanx",
-        "phalanx:0",
         "phalanx:0:12",
         "phalanx:-1:0123456789abcdef",
         "phalanx:01:0123456789abcdef",

@@ -1,4 +1,4 @@
-"""The contract of communicators, on every transport that there is here, at several world sizes.
+"""The contract of communicators, on every transport and in groups of real worlds.
 
 3 and 5 ranks catch power-of-two mistakes. Chunks of shared memory are set small, so that a few kilobytes go through
 many of them. A new transport is one more entry of ``TRANSPORTS``.
@@ -6,21 +6,18 @@ many of them. A new transport is one more entry of ``TRANSPORTS``.
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cached_property, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tests.mpi.environments import MpiEnvironment, mpi_parameters, run
+import torch.distributed as dist
 from tests.support.connecting import PLACEMENTS, needs_ucx, over_hosts, ucx_engine
 from tests.support.contract import CHECKS, run_check
-from tests.support.pool import Pool
-from tests.support.ranks import Member
+from tests.support.ranks import Member, on_ranks
+from tests.support.worlds import Ranks, in_worlds
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx.transports.contract import Communicator, Message
@@ -28,7 +25,6 @@ from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.tuning import Tuning
 from phalanx.transports.solo import SoloCommunicator
 
-PROGRAMS = Path(__file__).parents[1] / "mpi" / "programs"
 TIMEOUT = timedelta(seconds=60)
 MOST_BYTES = 600_000
 # An operation that a rank gives up stays unanswered, and MPI cannot end: tests/mpi/test_backend.py has a job for it.
@@ -86,113 +82,58 @@ def by_defaults(store: Store, rank: int, size: int) -> Communicator:
 
 
 Connect = Callable[[Store, int, int], Communicator]
-# How a rank of each transport connects, the world sizes, and the largest tensor: small chunks make large ones slow.
-TRANSPORTS: dict[str, tuple[Connect, tuple[int, ...], int]] = {
-    "solo": (alone, (1,), MOST_BYTES),
-    "shm in chunks of 64 B": (partial(over_shm, chunk_bytes=64), (2, 3, 5), 32_000),
-    "shm in chunks of 4 KiB": (partial(over_shm, chunk_bytes=4096), (2, 3, 4, 5, 8), MOST_BYTES),
-    "shm in chunks of 256 KiB": (partial(over_shm, chunk_bytes=256 * 1024), (2, 3, 5), MOST_BYTES),
-    "defaults": (by_defaults, (2, 3, 5), 100_000),
-    "two hosts": (partial(over_hosts, host_of=PLACEMENTS["two hosts"]), (2, 4, 5), 100_000),
-    "two hosts, cyclic": (partial(over_hosts, host_of=PLACEMENTS["two hosts, cyclic"]), (3, 4), 100_000),
-    "three hosts": (partial(over_hosts, host_of=PLACEMENTS["three hosts"]), (3, 5), 100_000),
+# How a rank of each transport connects, the world sizes and those for a long run, and the largest tensor: small chunks
+# make large ones slow.
+TRANSPORTS: dict[str, tuple[Connect, tuple[int, ...], tuple[int, ...], int]] = {
+    "solo": (alone, (1,), (), MOST_BYTES),
+    "shm in chunks of 64 B": (partial(over_shm, chunk_bytes=64), (3,), (2, 5), 32_000),
+    "shm in chunks of 4 KiB": (partial(over_shm, chunk_bytes=4096), (2, 5), (3, 4, 8), MOST_BYTES),
+    "shm in chunks of 256 KiB": (partial(over_shm, chunk_bytes=256 * 1024), (3,), (2, 5), MOST_BYTES),
+    "defaults": (by_defaults, (3,), (2, 5), 100_000),
+    "two hosts": (partial(over_hosts, host_of=PLACEMENTS["two hosts"]), (4,), (2, 5), 100_000),
+    "two hosts, cyclic": (partial(over_hosts, host_of=PLACEMENTS["two hosts, cyclic"]), (3,), (4,), 100_000),
+    "three hosts": (partial(over_hosts, host_of=PLACEMENTS["three hosts"]), (5,), (3,), 100_000),
+    "two hosts over UCX": (partial(over_hosts, host_of=PLACEMENTS["two hosts"], engine=ucx_engine), (), (4,), 100_000),
 }
-# Engines between hosts are checked in fewer worlds than Gloo.
-BETWEEN_HOSTS = {"two hosts": (2, 4), "two hosts, cyclic": (4,), "three hosts": (3, 5)}
-for _name, _sizes in BETWEEN_HOSTS.items():
-    _over_ucx = partial(over_hosts, host_of=PLACEMENTS[_name], engine=ucx_engine)
-    TRANSPORTS[f"{_name} over UCX"] = _over_ucx, _sizes, 100_000
-MPI_SIZES = (2, 3, 5)
-
-Outcome = tuple[str, list[str]]
 
 
-@dataclass
-class PooledRanks:
-    """Forked ranks that connect anew for each check."""
-
-    pool: Pool
-    transport: str
-    turn: int = 0
-
-    def run(self, name: str) -> list[Outcome]:
-        self.turn += 1
-        return self.pool.do(one_check, self.transport, self.turn, name)
+def transports() -> list[Any]:
+    found = []
+    for name, (_, sizes, more, _) in TRANSPORTS.items():
+        for size in (*sizes, *more):
+            marks = [pytest.mark.long] if size in more else []
+            found.append(pytest.param(name, size, marks=[*marks, needs_ucx] if "UCX" in name else marks))
+    return found
 
 
-def one_check(place: Member, transport: str, turn: int, name: str) -> Outcome:
-    connect, _, most_bytes = TRANSPORTS[transport]
-    communicator = connect(PrefixStore(str(turn), place.store()), place.rank, place.size)
-    return run_check(name, communicator, most_bytes)
+def assert_kept(by_rank: list[dict[str, tuple[str, list[str]]]]) -> None:
+    """Every rank made the same checks, and found nothing wrong in any of them."""
+    assert [{name: wrong for name, (_, wrong) in found.items() if wrong} for found in by_rank] == [{}] * len(by_rank)
+    assert len({tuple(name for name, (skipped, _) in found.items() if not skipped) for found in by_rank}) == 1
 
 
-@dataclass
-class MpiRanks:
-    """Ranks of one mpiexec, which make all checks; each test then reads its own.
+@pytest.mark.parametrize(("transport", "size"), transports())
+def test_a_transport_keeps_the_contract(transport: str, size: int) -> None:
+    connect, _, _, most = TRANSPORTS[transport]
 
-    With a placement, they are as if on several hosts with MPI between them; else MPI is the whole transport.
-    """
+    def body(member: Member) -> dict[str, tuple[str, list[str]]]:
+        store = member.store()
+        return {name: run_check(name, connect(PrefixStore(name, store), member.rank, size), most) for name in CHECKS}
 
-    mpi: MpiEnvironment
-    size: int
-    placement: str = ""
-    folder: Path = Path()
-
-    @cached_property
-    def _done(self) -> subprocess.CompletedProcess[str]:
-        names = [name for name in CHECKS if name not in NOT_UNDER_MPI]
-        if self.placement:
-            return run(self.mpi, self.size, PROGRAMS / "between_hosts.py", self.folder, self.placement, *names)
-        return run(self.mpi, self.size, PROGRAMS / "contract.py", *names)
-
-    def run(self, name: str) -> list[Outcome]:
-        if name in NOT_UNDER_MPI:
-            return [("tests/mpi/test_backend.py has it", [])] * self.size
-        lines = [line.split("|") for line in self._done.stdout.splitlines() if line.startswith(f"{name}|")]
-        assert len(lines) == self.size, self._done.stdout + self._done.stderr
-        return [(skipped, [wrong] if wrong else []) for _, skipped, wrong in lines]
+    assert_kept(on_ranks(body, size))
 
 
-def groups() -> Iterator[Any]:
-    for transport, (_, sizes, _) in TRANSPORTS.items():
-        for size in sizes:
-            marks = needs_ucx if "UCX" in transport else ()
-            yield pytest.param((transport, size, ""), id=f"{transport}, {size}", marks=marks)
-    for environment in mpi_parameters():
-        for size in MPI_SIZES:
-            yield pytest.param(
-                (environment.values[0], size, ""), id=f"{environment.id}, {size}", marks=environment.marks
-            )
-        for placement, sizes in BETWEEN_HOSTS.items():
-            for size in sizes:
-                yield pytest.param(
-                    (environment.values[0], size, placement),
-                    id=f"{placement} over {environment.id}, {size}",
-                    marks=environment.marks,
-                )
+@in_worlds(3, ["one host", "two hosts"], ["phalanx", "mpi"])
+def test_a_group_keeps_the_contract(world: Ranks) -> None:
+    def body(member: Member) -> dict[str, tuple[str, list[str]]]:
+        found = {}
+        for name in CHECKS:
+            if world.backend == "mpi" and name in NOT_UNDER_MPI:
+                continue
+            group: Any = dist.new_group(timeout=TIMEOUT)
+            found[name] = run_check(name, group._communicator, 100_000)
+            dist.barrier()
+            dist.destroy_process_group(group)
+        return found
 
-
-@pytest.fixture(scope="module", params=groups())
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PooledRanks | MpiRanks]:
-    """The ranks of one group, as long as its checks last."""
-    transport, size, placement = request.param
-    if isinstance(transport, MpiEnvironment):
-        yield MpiRanks(transport, size, placement, tmp_path_factory.mktemp("store"))
-        return
-    assert isinstance(transport, str)
-    with Pool(size, lambda place: place) as pool:
-        pool.do(nothing)  # now, and not in a test: what a test starts may not outlive it
-        yield PooledRanks(pool, transport)
-
-
-def nothing(place: Member) -> None:
-    """The first job, for which the ranks are forked."""
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_every_transport_keeps_the_contract(ranks: PooledRanks | MpiRanks, name: str) -> None:
-    outcomes = ranks.run(name)
-    assert [wrong for _, wrong in outcomes] == [[]] * len(outcomes)
-    skipped = {reason for reason, _ in outcomes if reason}
-    if skipped:
-        pytest.skip(", ".join(skipped))
+    assert_kept(world.run(body))

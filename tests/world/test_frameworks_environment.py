@@ -14,7 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 
 import phalanx
 from phalanx.system.device_files import accelerator_files
-from phalanx.topology.frameworks import announce, cpu_settings, withdraw
+from phalanx.topology.frameworks import cpu_settings
 
 __all__ = ["launcher"]
 
@@ -41,8 +41,7 @@ def become_mpi_rank(member: Member, port: int) -> None:
     )
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_init_sets_what_torchrun_sets_and_close_undoes_it(size: int) -> None:
+def test_init_sets_what_torchrun_sets_and_close_undoes_it() -> None:
     def body(member: Member) -> tuple[dict[str, str], str, str]:
         become_mpi_rank(member, port)
         before = dict(os.environ)
@@ -54,9 +53,9 @@ def test_init_sets_what_torchrun_sets_and_close_undoes_it(size: int) -> None:
         return told, during["MASTER_PORT"], during["ACCELERATE_USE_CPU"]
 
     with held_port() as port:
-        outcomes = on_ranks(body, size)
+        outcomes = on_ranks(body, 3)
     for rank, (told, where, use_cpu) in enumerate(outcomes):
-        assert told == dict(zip(TOLD, map(str, (rank, size, rank, size, 0, 1)), strict=True))
+        assert told == dict(zip(TOLD, map(str, (rank, 3, rank, 3, 0, 1)), strict=True))
         assert int(where) > 0
         assert use_cpu == "true"
 
@@ -109,17 +108,6 @@ def test_ranks_that_may_have_an_accelerator_are_told_nothing(monkeypatch: pytest
     assert cpu_settings({"WORLD_SIZE": "2", "PHALANX_DEVICE": "cpu"}) == {"ACCELERATE_USE_CPU": "true"}
     monkeypatch.undo()
     assert bool(cpu_settings({"WORLD_SIZE": "2"})) != bool(accelerator_files())
-
-
-def test_what_was_announced_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "7")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    before = announce({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"})
-    assert (os.environ["RANK"], os.environ["LOCAL_RANK"]) == ("3", "1")
-    withdraw(before)
-    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("7", "8")
-    assert "LOCAL_RANK" not in os.environ
 
 
 def test_mpi_is_available_only_to_ranks_that_mpi_can_have_started(launcher: Launcher) -> None:

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
 
 import pytest
 import torch
-from tests.support.connecting import ENGINES, PLACEMENTS, SIZES, EngineOf, NotedEngine, over_hosts
+from tests.support.connecting import PLACEMENTS, over_hosts
 from tests.support.ranks import Member, run_ranks, values
-from torch._C._distributed_c10d import Store
-
-from phalanx.transports.hosts.lane import Engine
 
 CALLS = 40
 # Elements of eight bytes: nothing, what a frame carries, what the memory has room for, with most 2 and 3 ranks on a
@@ -32,8 +28,8 @@ def part(call: int, source: int, to: int) -> torch.Tensor:
     return torch.arange(count) * 7 + chance.randrange(1 << 40)
 
 
-def exchange(member: Member, host_of: Callable[[int, int], int], engine: EngineOf) -> list[str]:
-    communicator = over_hosts(member.store(), member.rank, member.size, host_of, engine=engine)
+def exchange(member: Member, host_of: Callable[[int, int], int]) -> list[str]:
+    communicator = over_hosts(member.store(), member.rank, member.size, host_of)
     rank, ranks, wrong = member.rank, range(member.size), []
     late = random.Random(rank)
     for call in range(CALLS):
@@ -53,51 +49,7 @@ def exchange(member: Member, host_of: Callable[[int, int], int], engine: EngineO
     return wrong
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("size", [4, pytest.param(5, marks=pytest.mark.long), pytest.param(6, marks=pytest.mark.long)])
-def test_parts_of_all_sizes_arrive_in_call_after_call(size: int, placement: str, engine: EngineOf) -> None:
-    assert values(run_ranks(lambda member: exchange(member, PLACEMENTS[placement], engine), size)) == [[]] * size
-
-
-def middle_counts(size: int, even: bool) -> Iterator[tuple[int, int, int]]:
-    """How many elements each rank sends each other one: more than a frame carries of a pair."""
-    for source in range(size):
-        for to in range(size):
-            yield source, to, 200 if even else 150 + 40 * source + 10 * to
-
-
-def count_sent(member: Member, even: bool) -> list[int]:
-    engines: list[NotedEngine] = []
-
-    def noting(store: Store, rank: int, size: int, timeout: timedelta) -> Engine:
-        engines.append(NotedEngine(store, rank, size, timeout))
-        return engines[0]
-
-    communicator = over_hosts(member.store(), member.rank, member.size, PLACEMENTS["two hosts"], engine=noting)
-    count = {(source, to): number for source, to, number in middle_counts(member.size, even)}
-    inputs = [torch.zeros(count[member.rank, to], dtype=torch.int64) for to in range(member.size)]
-    outputs = [torch.zeros(count[source, member.rank], dtype=torch.int64) for source in range(member.size)]
-    for _ in range(2):
-        communicator.barrier()
-        engines[0].begun.clear()
-        communicator.all_to_all(outputs, inputs)
-    sent = [nbytes for verb, nbytes in engines[0].begun if verb == "send"]
-    communicator.barrier()
-    communicator.close()
-    return sent
-
-
-@pytest.mark.parametrize("even", [True, False])
-def test_a_leader_sends_one_message_for_each_rank_of_its_host_and_every_byte_once(even: bool) -> None:
-    size, host_of = 4, PLACEMENTS["two hosts"]
-    per_rank = [
-        8 * sum(n for s, to, n in middle_counts(size, even) if s == source and host_of(to, size) != host_of(s, size))
-        for source in range(size)
-    ]
-    sent = values(run_ranks(lambda member: count_sent(member, even), size))
-    for leader, beside in ((0, 1), (2, 3)):
-        *messages, frame = sent[leader]
-        assert messages == [per_rank[leader], per_rank[beside]]
-        assert frame < SIZES.frame_bytes // 4  # the sizes, and no part
-        assert sent[beside] == []
+def test_parts_of_all_sizes_arrive_in_call_after_call(size: int, placement: str) -> None:
+    assert values(run_ranks(lambda member: exchange(member, PLACEMENTS[placement]), size)) == [[]] * size

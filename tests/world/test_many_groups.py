@@ -11,10 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import TIMEOUT_S, Member, on_ranks
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-
-from phalanx.transports.shm.communicator import SharedMemoryCommunicator
-from phalanx.transports.shm.tuning import Tuning
+from torch._C._distributed_c10d import TCPStore
 
 # The whole ten thousand, two minutes: PHALANX_GROUPS=10000 pytest -s tests/world/test_many_groups.py
 GROUPS = int(os.environ.get("PHALANX_GROUPS", "0"))
@@ -148,23 +145,3 @@ def test_many_groups_alive_at_once(size: int, count: int) -> None:
         assert left["segments"] == 0
         assert left["descriptors"] <= 0
         assert left["threads"] <= 0
-
-
-def test_a_hundred_communicators_leave_no_descriptor_or_mapping() -> None:
-    def body(place: Member) -> tuple[int, int]:
-        def held() -> tuple[int, int]:
-            with open("/proc/self/maps") as maps:
-                return len(os.listdir("/proc/self/fd")), sum("memfd" in line for line in maps)
-
-        timeout = timedelta(seconds=60)
-        before = held()
-        for turn in range(100):
-            store = PrefixStore(str(turn), place.store())
-            communicator = SharedMemoryCommunicator(store, place.rank, place.size, timeout, Tuning(4096))
-            communicator.barrier()
-            communicator.close()
-            communicator.close()
-        after = held()
-        return after[0] - before[0], after[1] - before[1]
-
-    assert on_ranks(body, 2) == [(0, 0), (0, 0)]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import Member, on_ranks
+from tests.support.ranks import Member
+from tests.support.worlds import ANYWHERE, every_rank
 
 TURNS = 150
 
@@ -22,153 +22,116 @@ def overlapping_groups(size: int) -> list[tuple[dist.ProcessGroup, list[int]]]:
     return [(group, ranks) for group, ranks in zip(groups, members, strict=True) if dist.get_rank() in ranks]
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_overlapping_groups_with_operations_under_way_in_different_orders(size: int) -> None:
+@every_rank([3, 5])
+def test_overlapping_groups_with_operations_under_way_in_different_orders(member: Member) -> None:
     """Each rank interleaves the groups' operations in an order of its own and waits for them in another."""
-
-    def body(place: Member) -> int:
-        place.join()
-        groups = overlapping_groups(place.size)
-        mine = random.Random(place.rank)
-        done = 0
-        for turn in range(TURNS):
-            started: list[tuple[dist.Work, torch.Tensor, float]] = []
-            queues = [[(group, ranks, index) for index in range(3)] for group, ranks in groups]
-            while any(queues):
-                queue = mine.choice([queue for queue in queues if queue])
-                group, ranks, index = queue.pop(0)
-                count = (1, 700, 70_000)[(turn + index) % 3]
-                tensor = torch.full((count,), float(place.rank + turn + index))
-                if index == 1:
-                    root = ranks[turn % len(ranks)]
-                    work = dist.broadcast(tensor, root, group=group, async_op=True)
-                    expected = float(root + turn + index)
-                else:
-                    work = dist.all_reduce(tensor, group=group, async_op=True)
-                    expected = float(sum(rank + turn + index for rank in ranks))
-                assert work is not None
-                started.append((work, tensor, expected))
-            mine.shuffle(started)
-            for work, tensor, expected in started:
-                work.wait()
-                assert bool((tensor == expected).all())
-                done += 1
-        for group, _ in groups:
-            dist.barrier(group=group)
-        dist.destroy_process_group()
-        return done
-
-    counts = on_ranks(body, size)
-    assert sum(counts) == TURNS * 3 * (2 * size + 2 * (size - 1))
+    groups = overlapping_groups(member.size)
+    mine = random.Random(member.rank)
+    for turn in range(TURNS):
+        started: list[tuple[dist.Work, torch.Tensor, float]] = []
+        queues = [[(group, ranks, index) for index in range(3)] for group, ranks in groups]
+        while any(queues):
+            queue = mine.choice([queue for queue in queues if queue])
+            group, ranks, index = queue.pop(0)
+            count = (1, 700, 70_000)[(turn + index) % 3]
+            tensor = torch.full((count,), float(member.rank + turn + index))
+            if index == 1:
+                root = ranks[turn % len(ranks)]
+                work = dist.broadcast(tensor, root, group=group, async_op=True)
+                expected = float(root + turn + index)
+            else:
+                work = dist.all_reduce(tensor, group=group, async_op=True)
+                expected = float(sum(rank + turn + index for rank in ranks))
+            assert work is not None
+            started.append((work, tensor, expected))
+        assert len(started) == 3 * len(groups)
+        mine.shuffle(started)
+        for work, tensor, expected in started:
+            work.wait()
+            assert bool((tensor == expected).all())
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_thread_for_each_group(size: int) -> None:
+@every_rank(3, ANYWHERE)
+def test_a_thread_for_each_group(member: Member) -> None:
     """Blocking calls, a thread and a pace of its own for each of four groups, beside messages of the world."""
+    groups = [dist.new_group() for _ in range(4)]
+    wrong: list[str] = []
 
-    def body(place: Member) -> bool:
-        place.join()
-        groups = [dist.new_group() for _ in range(4)]
-        wrong: list[str] = []
+    def work(number: int, group: dist.ProcessGroup) -> None:
+        try:
+            for turn in range(TURNS * (number + 1)):
+                tensor = torch.full(((1, 3_000, 100_000)[turn % 3],), float(member.rank + number))
+                dist.all_reduce(tensor, group=group)
+                expected = float(sum(rank + number for rank in range(member.size)))
+                if not bool((tensor == expected).all()):
+                    wrong.append(f"group {number}, turn {turn}")
+        except BaseException as error:
+            wrong.append(f"group {number}: {error!r}")
 
-        def work(number: int, group: dist.ProcessGroup) -> None:
-            try:
-                for turn in range(TURNS * (number + 1)):
-                    tensor = torch.full(((1, 3_000, 100_000)[turn % 3],), float(place.rank + number))
-                    dist.all_reduce(tensor, group=group)
-                    expected = float(sum(rank + number for rank in range(place.size)))
-                    if not bool((tensor == expected).all()):
-                        wrong.append(f"group {number}, turn {turn}")
-            except BaseException as error:
-                wrong.append(f"group {number}: {error!r}")
-
-        threads = [threading.Thread(target=work, args=item) for item in enumerate(groups)]
-        for thread in threads:
-            thread.start()
-        for turn in range(TURNS):
-            sent = dist.isend(torch.tensor([turn]), (place.rank + 1) % place.size)
-            received = torch.empty(1, dtype=torch.int64)
-            dist.recv(received, (place.rank - 1) % place.size)
-            assert sent is not None
-            sent.wait()
-            assert received.item() == turn
-        for thread in threads:
-            thread.join()
-        assert not wrong, wrong
-        dist.destroy_process_group()
-        return True
-
-    assert on_ranks(body, size) == [True] * size
+    threads = [threading.Thread(target=work, args=item) for item in enumerate(groups)]
+    for thread in threads:
+        thread.start()
+    for turn in range(TURNS):
+        sent = dist.isend(torch.tensor([turn]), (member.rank + 1) % member.size)
+        received = torch.empty(1, dtype=torch.int64)
+        dist.recv(received, (member.rank - 1) % member.size)
+        assert sent is not None
+        sent.wait()
+        assert received.item() == turn
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
 
 
-@pytest.mark.parametrize(
-    ("size", "count", "steps"),
-    [(2, 600, 4), (3, 300, 3), *(pytest.param(size, 2000, 15, marks=pytest.mark.long) for size in (2, 3, 5))],
-)
-def test_hundreds_of_operations_under_way(size: int, count: int, steps: int) -> None:
+@pytest.mark.parametrize(("count", "steps"), [(300, 3), pytest.param(2000, 15, marks=pytest.mark.long)])
+@every_rank()
+def test_hundreds_of_operations_under_way(member: Member, count: int, steps: int) -> None:
     """A step as of a loop over parameters: everything started, then waited for; nothing is left behind by it."""
-
-    def body(place: Member) -> list[int]:
-        place.join()
-        counts = [(1, 17, 300, 20_000)[index % 4 if index % 50 == 0 else index % 3] for index in range(count)]
-        called: list[int] = []
-        for step in range(steps):
-            tensors = [torch.full((n,), float(place.rank + index % 7)) for index, n in enumerate(counts)]
-            started = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-            for index, work in enumerate(started):
-                assert work is not None
-                if step % 2 and index % 10 == 0:
-                    work.get_future().then(lambda _: called.append(1))
-            if step % 3 == 2:
-                dist.barrier()
-            for index, work in sorted(enumerate(started), key=lambda item: (step % 2) * (item[0] * 7919 % count)):
-                work.wait()
-                expected = float(sum(range(size)) + size * (index % 7))
-                assert bool((tensors[index] == expected).all())
-        group: Any = dist.group.WORLD
-        progress = group._progress
-        threads = sum(thread.name.startswith("phalanx-") for thread in threading.enumerate())
-        dist.barrier()
-        dist.destroy_process_group()
-        return [progress._calls.qsize() <= threads + 1, len(called) == steps // 2 * (count // 10)]
-
-    assert on_ranks(body, size) == [[True, True]] * size
+    counts = [(1, 17, 300, 20_000)[index % 4 if index % 50 == 0 else index % 3] for index in range(count)]
+    called: list[int] = []
+    for step in range(steps):
+        tensors = [torch.full((n,), float(member.rank + index % 7)) for index, n in enumerate(counts)]
+        started = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        for index, work in enumerate(started):
+            assert work is not None
+            if step % 2 and index % 10 == 0:
+                work.get_future().then(lambda _: called.append(1))
+        if step % 3 == 2:
+            dist.barrier()
+        for index, work in sorted(enumerate(started), key=lambda item: (step % 2) * (item[0] * 7919 % count)):
+            work.wait()
+            assert bool((tensors[index] == 3.0 + 3 * (index % 7)).all())
+    group: Any = dist.group.WORLD
+    threads = sum(thread.name.startswith("phalanx-") for thread in threading.enumerate())
+    dist.barrier()
+    dist.destroy_process_group()
+    assert group._progress._calls.qsize() <= threads + 1
+    assert len(called) == steps // 2 * (count // 10)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_groups_in_turn_on_different_threads(size: int) -> None:
+@every_rank()
+def test_groups_in_turn_on_different_threads(member: Member) -> None:
     """Two groups, each used now by this thread and now by that one, the turn passed on after every call."""
+    groups = [dist.new_group() for _ in range(2)]
+    turns = [threading.Semaphore(1), threading.Semaphore(0)]
+    seen: list[float] = []
 
-    def body(place: Member) -> list[float]:
-        place.join()
-        groups = [dist.new_group() for _ in range(2)]
-        turns = [threading.Semaphore(1), threading.Semaphore(0)]
-        seen: list[float] = []
+    def work(number: int) -> None:
+        for turn in range(TURNS):
+            turns[number].acquire()
+            tensor = torch.full((2_000,), float(turn))
+            if turn % 2:
+                dist.all_reduce(tensor, group=groups[(turn + number) % 2])
+            else:
+                handle = dist.all_reduce(tensor, group=groups[(turn + number) % 2], async_op=True)
+                assert handle is not None
+                handle.wait()
+            seen.append(tensor[-1].item())
+            turns[1 - number].release()
 
-        def work(number: int) -> None:
-            for turn in range(TURNS):
-                turns[number].acquire()
-                tensor = torch.full((2_000,), float(turn))
-                if turn % 2:
-                    dist.all_reduce(tensor, group=groups[(turn + number) % 2])
-                else:
-                    handle = dist.all_reduce(tensor, group=groups[(turn + number) % 2], async_op=True)
-                    assert handle is not None
-                    handle.wait()
-                seen.append(tensor[-1].item())
-                turns[1 - number].release()
-
-        run(lambda: work(0), lambda: work(1))
-        dist.destroy_process_group()
-        return seen
-
-    expected = [float(turn * size) for turn in range(TURNS) for _ in range(2)]
-    assert on_ranks(body, size) == [expected] * size
-
-
-def run(*bodies: Callable[[], None]) -> None:
-    threads = [threading.Thread(target=body) for body in bodies]
+    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    assert seen == [3.0 * turn for turn in range(TURNS) for _ in range(2)]

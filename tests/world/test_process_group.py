@@ -6,19 +6,16 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import Member, on_ranks
+from tests.support.ranks import Member
+from tests.support.worlds import ANYWHERE, every_rank
 
 from phalanx.errors import ArgumentError, BackendError, ClosedError
-
-SIZES = (1, 2, 3, 5)
 
 
 def ones(place: Member, count: int = 4) -> torch.Tensor:
@@ -29,391 +26,183 @@ def total(size: int) -> float:
     return size * (size + 1) / 2
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_every_collective_of_torch_works(size: int) -> None:
+@every_rank([1, 3], ANYWHERE, ["phalanx", "replaced", "mpi"])
+def test_every_collective_of_torch_works(member: Member) -> None:
     """Native ones and those that still go to the attached Gloo group, mixed."""
+    rank, n = member.rank, member.size
+    everyone = [float(r + 1) for r in range(n)]
 
-    def body(place: Member) -> bool:
-        place.join()
-        rank, n = place.rank, place.size
-        assert dist.get_backend() == "phalanx"
-        everyone = [float(r + 1) for r in range(n)]
+    tensor = ones(member)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [total(n)] * 4
 
-        tensor = ones(place)
-        dist.all_reduce(tensor)
-        assert tensor.tolist() == [total(n)] * 4
+    tensor = ones(member)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    assert tensor.tolist() == [float(n)] * 4
 
-        tensor = ones(place)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        assert tensor.tolist() == [float(n)] * 4
+    tensor = ones(member)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+    assert tensor.tolist() == [1.0] * 4
 
-        tensor = ones(place)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
-        assert tensor.tolist() == [1.0] * 4
+    tensor = ones(member)
+    dist.broadcast(tensor, src=n - 1)
+    assert tensor.tolist() == [float(n)] * 4
 
-        tensor = ones(place)
-        dist.broadcast(tensor, src=n - 1)
-        assert tensor.tolist() == [float(n)] * 4
+    gathered = [torch.empty(4) for _ in range(n)]
+    dist.all_gather(gathered, ones(member))
+    assert [t[0].item() for t in gathered] == everyone
 
-        gathered = [torch.empty(4) for _ in range(n)]
-        dist.all_gather(gathered, ones(place))
-        assert [t[0].item() for t in gathered] == everyone
+    flat = torch.empty(4 * n)
+    dist.all_gather_single(flat, ones(member))
+    assert flat.view(n, 4)[:, 0].tolist() == everyone
 
-        flat = torch.empty(4 * n)
-        dist.all_gather_single(flat, ones(place))
-        assert flat.view(n, 4)[:, 0].tolist() == everyone
+    output = torch.empty(2)
+    dist.reduce_scatter(output, [torch.full((2,), float(r * (rank + 1))) for r in range(n)])
+    assert output.tolist() == [rank * total(n)] * 2
 
-        output = torch.empty(2)
-        dist.reduce_scatter(output, [torch.full((2,), float(r * (rank + 1))) for r in range(n)])
-        assert output.tolist() == [rank * total(n)] * 2
+    received = [torch.empty(1) for _ in range(n)]
+    dist.all_to_all(received, [torch.tensor([10.0 * rank + r]) for r in range(n)])
+    assert [t.item() for t in received] == [10.0 * r + rank for r in range(n)]
 
-        received = [torch.empty(1) for _ in range(n)]
-        dist.all_to_all(received, [torch.tensor([10.0 * rank + r]) for r in range(n)])
-        assert [t.item() for t in received] == [10.0 * r + rank for r in range(n)]
+    at_root = [torch.empty(4) for _ in range(n)] if rank == 0 else None
+    dist.gather(ones(member), at_root, dst=0)
+    if at_root is not None:
+        assert [t[0].item() for t in at_root] == everyone
 
-        at_root = [torch.empty(4) for _ in range(n)] if rank == 0 else None
-        dist.gather(ones(place), at_root, dst=0)
-        if at_root is not None:
-            assert [t[0].item() for t in at_root] == everyone
+    piece = torch.empty(1)
+    dist.scatter(piece, [torch.tensor([float(r)]) for r in range(n)] if rank == 0 else None, src=0)
+    assert piece.item() == rank
 
-        piece = torch.empty(1)
-        dist.scatter(piece, [torch.tensor([float(r)]) for r in range(n)] if rank == 0 else None, src=0)
-        assert piece.item() == rank
+    reduced = ones(member)
+    dist.reduce(reduced, dst=0)
+    if rank == 0:
+        assert reduced.tolist() == [total(n)] * 4
 
-        reduced = ones(place)
-        dist.reduce(reduced, dst=0)
-        if rank == 0:
-            assert reduced.tolist() == [total(n)] * 4
-
-        objects: list[Any] = [None] * n
-        dist.all_gather_object(objects, {"rank": rank})
-        assert objects == [{"rank": r} for r in range(n)]
-
-        dist.barrier()
-        dist.destroy_process_group()
-        return True
-
-    assert on_ranks(body, size) == [True] * size
+    objects: list[Any] = [None] * n
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": r} for r in range(n)]
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_point_to_point(size: int) -> None:
-    def body(place: Member) -> bool:
-        place.join()
-        after, before = (place.rank + 1) % place.size, (place.rank - 1) % place.size
-        inbox = torch.empty(3)
-        request = dist.irecv(inbox, src=before, tag=7)
-        dist.send(torch.full((3,), float(place.rank)), dst=after, tag=7)
-        assert request is not None
-        request.wait()
-        dist.destroy_process_group()
-        return inbox.tolist() == [float(before)] * 3
-
-    assert on_ranks(body, size) == [True] * size
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_tensors_of_every_shape(size: int) -> None:
-    """Without elements, without dimensions, transposed, strided, and such that want a gradient."""
-
-    def body(place: Member) -> bool:
-        place.join()
-        r, n = place.rank + 1, place.size
-        shapes: tuple[Callable[[float], torch.Tensor], ...] = (
-            lambda v: torch.full((), v),
-            lambda v: torch.full((0, 3), v),
-            lambda v: torch.full((5, 7), v).t(),
-            lambda v: torch.full((6, 8), v)[::2, 1::3],
-            lambda v: torch.full((2, 3), v).requires_grad_().detach(),
-            lambda v: torch.full((3, 1), v).expand(3, 1),
-        )
-        for make in shapes:
-            for asynchronous in (False, True):
-                tensor = make(float(r))
-                work = dist.all_reduce(tensor, async_op=asynchronous)
-                if asynchronous:
-                    work.wait()
-                assert torch.equal(tensor, torch.full_like(tensor, total(n))), tensor
-                tensor = make(float(r))
-                work = dist.broadcast(tensor, src=1, async_op=asynchronous)
-                if asynchronous:
-                    work.wait()
-                assert torch.equal(tensor, torch.full_like(tensor, 2.0))
-                outputs = [torch.zeros_like(tensor) for _ in range(n)]
-                work = dist.all_gather(outputs, make(float(r)), async_op=asynchronous)
-                if asynchronous:
-                    work.wait()
-                assert all(torch.equal(o, torch.full_like(o, k + 1.0)) for k, o in enumerate(outputs))
-        leaf = torch.ones(3, requires_grad=True)
-        dist.broadcast(leaf, src=0)
-        dist.destroy_process_group()
-        return True
-
-    assert on_ranks(body, size) == [True] * size
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_operations_run_in_the_order_of_the_calls(size: int) -> None:
-    """Asynchronous ones behind each other, a synchronous one behind them, one that Gloo serves in between."""
-
-    def body(place: Member) -> list[float]:
-        place.join()
-        tensor = torch.tensor([float(place.rank + 1)])
-        works = [dist.all_reduce(tensor, async_op=True) for _ in range(5)]
-        works.append(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True))
-        works.append(dist.all_reduce(tensor, async_op=True))
-        dist.all_reduce(tensor)
-        assert all(work.is_completed() for work in works)
-        for work in works:
-            work.wait()
-        dist.destroy_process_group()
-        return tensor.tolist()
-
-    n = float(size)
-    assert on_ranks(body, size) == [[total(size) * n**4 * n * n]] * size
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_an_asynchronous_call_returns_at_once_while_a_rank_is_late(size: int) -> None:
-    def body(place: Member) -> bool:
-        place.join()
-        dist.barrier()
-        returned = [place.folder / f"returned-{rank}" for rank in range(1, place.size)]
-        if place.rank == 0:
-            while not all(file.exists() for file in returned):
-                time.sleep(0.01)
-        tensor = torch.ones(1000)
-        work = dist.all_reduce(tensor, async_op=True)
-        early = bool(work.is_completed())
-        if place.rank:
-            returned[place.rank - 1].touch()
+@every_rank(3, ANYWHERE, ["phalanx", "mpi"])
+def test_operations_run_in_the_order_of_the_calls(member: Member) -> None:
+    """Asynchronous ones behind each other, and a synchronous one behind them."""
+    tensor = torch.tensor([float(member.rank + 1)])
+    works = [dist.all_reduce(tensor, async_op=True) for _ in range(5)]
+    works.append(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True))
+    works.append(dist.all_reduce(tensor, async_op=True))
+    dist.all_reduce(tensor)
+    assert all(work.is_completed() for work in works)
+    for work in works:
         work.wait()
-        assert work.is_completed()
-        assert work.is_success()
-        assert tensor[0].item() == place.size
-        dist.destroy_process_group()
-        return early
-
-    assert on_ranks(body, size)[1:] == [False] * (size - 1)
+    assert tensor.item() == 6 * 3**4 * 3 * 3
 
 
-def test_futures_carry_the_result_and_run_callbacks() -> None:
-    def body(place: Member) -> list[float]:
-        place.join()
-        tensor = torch.ones(2)
-        work = dist.all_reduce(tensor, async_op=True)
-        doubled = work.get_future().then(lambda future: future.value()[0] * 2)
-        result: list[float] = doubled.wait().tolist()
-        again: list[torch.Tensor] = work.get_future().wait()
-        assert again[0] is tensor or torch.equal(again[0], tensor)
-        dist.destroy_process_group()
-        return result
+@every_rank(3, ANYWHERE)
+def test_an_asynchronous_call_returns_at_once_while_a_rank_is_late(member: Member) -> None:
+    dist.barrier()
+    if member.rank == 0:
+        member.await_said("returned 1", "returned 2")
+    tensor = torch.ones(1000)
+    work = dist.all_reduce(tensor, async_op=True)
+    if member.rank:
+        assert not work.is_completed()
+        member.say(f"returned {member.rank}")
+    work.wait()
+    assert work.is_completed()
+    assert work.is_success()
+    assert tensor[0].item() == 3
 
-    assert on_ranks(body, 2) == [[4.0, 4.0]] * 2
 
-
-def test_a_callback_may_wait_for_further_operations_of_its_group() -> None:
+@every_rank(2)
+def test_a_callback_may_wait_for_further_operations_of_its_group(member: Member) -> None:
     """As PowerSGD's hook does; three deep here."""
 
-    def body(place: Member) -> float:
-        place.join()
-
-        def deeper(depth: int, value: torch.Tensor) -> torch.Tensor:
-            future = dist.all_reduce(value, async_op=True).get_future()
-            if depth == 0:
-                result: torch.Tensor = future.wait()[0]
-            else:
-                result = future.then(lambda f: deeper(depth - 1, f.value()[0])).wait()
-            return result
-
-        result = deeper(3, torch.ones(1)).item()
-        dist.destroy_process_group()
+    def deeper(depth: int, value: torch.Tensor) -> torch.Tensor:
+        future = dist.all_reduce(value, async_op=True).get_future()
+        if depth == 0:
+            result: torch.Tensor = future.wait()[0]
+        else:
+            result = future.then(lambda f: deeper(depth - 1, f.value()[0])).wait()
         return result
 
-    assert on_ranks(body, 2) == [16.0, 16.0]
+    assert deeper(3, torch.ones(1)).item() == 16.0
 
 
-def test_waiting_with_a_timeout_gives_up_and_can_be_resumed() -> None:
-    def body(place: Member) -> bool:
-        place.join()
-        dist.barrier()
-        if place.rank == 0:
-            while not (place.folder / "gave up").exists():
-                time.sleep(0.01)
-            dist.all_reduce(torch.ones(1))
-        else:
-            work = dist.all_reduce(torch.ones(1), async_op=True)
-            with pytest.raises(RuntimeError, match="still under way"):
-                work.wait(timedelta(milliseconds=50))
-            (place.folder / "gave up").touch()
-            assert work.wait()
-        dist.destroy_process_group()
-        return True
-
-    assert on_ranks(body, 2) == [True, True]
+@every_rank(2)
+def test_waiting_with_a_timeout_gives_up_and_can_be_resumed(member: Member) -> None:
+    dist.barrier()
+    if member.rank == 0:
+        member.await_said("gave up")
+        dist.all_reduce(torch.ones(1))
+    else:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        with pytest.raises(RuntimeError, match="still under way"):
+            work.wait(timedelta(milliseconds=50))
+        member.say("gave up")
+        assert work.wait()
 
 
-@pytest.mark.parametrize("size", [3, 5])
-def test_subgroups_that_overlap(size: int) -> None:
-    def body(place: Member) -> bool:
-        place.join()
-        low = dist.new_group([0, 1])
-        odd = dist.new_group([r for r in range(place.size) if r % 2])
-        ends = dist.new_group([0, place.size - 1])
-        for group, members in (
-            (low, [0, 1]),
-            (odd, [r for r in range(place.size) if r % 2]),
-            (ends, [0, place.size - 1]),
-        ):
-            if place.rank in members:
-                tensor = ones(place)
-                dist.all_reduce(tensor, group=group)
-                assert tensor[0].item() == sum(r + 1 for r in members)
-        dist.barrier()
-        dist.destroy_process_group()
-        return True
-
-    assert on_ranks(body, size) == [True] * size
-
-
-def test_groups_that_come_and_go_leave_nothing() -> None:
-    def body(place: Member) -> tuple[int, ...]:
-        place.join()
-
-        def held() -> tuple[int, int, int]:
-            with open("/proc/self/maps") as maps:
-                mapped = sum("memfd" in line for line in maps)
-            return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), mapped
-
-        def come_and_go() -> None:
-            group = dist.new_group([0, 1])
-            dist.all_reduce(torch.ones(1), group=group)
-            dist.all_reduce(torch.ones(1), group=group, async_op=True).wait()
-            dist.destroy_process_group(group)
-
-        come_and_go()
-        before = held()
-        for _ in range(30):
-            come_and_go()
-        # The kernel lists a thread for a moment after it has been joined.
-        until = time.monotonic() + 30.0
-        after = held()
-        while any(more > less for more, less in zip(after, before, strict=True)) and time.monotonic() < until:
-            time.sleep(0.01)
-            after = held()
-        dist.destroy_process_group()
-        # One that was listed for a moment before may be missing after.
-        return tuple(max(0, more - less) for more, less in zip(after, before, strict=True))
-
-    assert on_ranks(body, 2) == [(0, 0, 0)] * 2
-
-
-def test_the_world_can_be_destroyed_and_made_again_over_one_store() -> None:
-    def body(place: Member) -> bool:
-        store = place.store()
-        for _ in range(3):
-            dist.init_process_group(
-                "phalanx", store=store, rank=place.rank, world_size=2, timeout=timedelta(seconds=30)
-            )
-            tensor = ones(place)
-            dist.all_reduce(tensor)
-            assert tensor[0].item() == 3
-            dist.destroy_process_group()
-        return True
-
-    assert on_ranks(body, 2) == [True, True]
-
-
-def test_a_group_name_is_used_again_by_other_ranks() -> None:
+@every_rank(joins=False)
+def test_a_group_name_is_used_again_by_other_ranks(member: Member) -> None:
     """torch numbers groups anew in every world, so one name can mean other members the second time."""
-
-    def body(place: Member) -> bool:
-        store = place.store()
-        for members in ([0, 1], [1, 2], [0, 1]):
-            dist.init_process_group(
-                "phalanx", store=store, rank=place.rank, world_size=3, timeout=timedelta(seconds=30)
-            )
-            group = dist.new_group(members)
-            if place.rank in members:
-                tensor = ones(place)
-                dist.all_reduce(tensor, group=group)
-                assert tensor[0].item() == sum(r + 1 for r in members)
-            dist.barrier()
-            dist.destroy_process_group()
-        return True
-
-    assert on_ranks(body, 3) == [True] * 3
-
-
-def test_a_destroyed_group_says_so() -> None:
-    def body(place: Member) -> bool:
-        place.join()
-        group = dist.new_group([0, 1])
-        dist.destroy_process_group(group)
-        with pytest.raises(ClosedError, match="after it had been destroyed"):
-            group.barrier()
-        dist.destroy_process_group()
-        return True
-
-    assert on_ranks(body, 2) == [True, True]
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_thread_that_cannot_be_started_leaves_a_group_that_works(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(place: Member) -> bool:
-        place.join()
-
-        def refuse(thread: threading.Thread) -> None:
-            raise RuntimeError("can't start new thread")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
-            with pytest.raises(BackendError, match="can't start new thread"):
-                dist.all_reduce(torch.ones(1), async_op=True)
-        tensor = torch.ones(1)
-        dist.all_reduce(tensor)
-        dist.destroy_process_group()
-        return tensor.item() == place.size
-
-    assert on_ranks(body, size, timeout_s=30) == [True] * size
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_forked_child_leaves_the_group_to_its_parent(size: int) -> None:
-    def body(place: Member) -> bool:
-        place.join()
-        group: Any = dist.group.WORLD
-        with group._progress.running:
-            child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                with pytest.raises(ClosedError, match="forked"):
-                    dist.barrier()
-                dist.destroy_process_group()
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    store = member.store()
+    for members in ([0, 1], [1, 2], [0, 1]):
+        dist.init_process_group("phalanx", store=store, rank=member.rank, world_size=3, timeout=timedelta(seconds=30))
+        group = dist.new_group(members)
+        if member.rank in members:
+            tensor = ones(member)
+            dist.all_reduce(tensor, group=group)
+            assert tensor[0].item() == sum(r + 1 for r in members)
         dist.barrier()
         dist.destroy_process_group()
-        return True
-
-    assert on_ranks(body, size, timeout_s=30) == [True] * size
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_integers_are_not_scaled_by_fractions(size: int) -> None:
-    def body(place: Member) -> bool:
-        place.join()
-        op = dist._make_nccl_premul_sum(0.5)  # type: ignore[attr-defined]
-        for call in (lambda t: dist.all_reduce(t, op=op), lambda t: dist.reduce(t, 0, op=op)):
-            with pytest.raises(ArgumentError, match="PREMUL_SUM"):
-                call(torch.ones(2, dtype=torch.int64))
-        dist.destroy_process_group()
-        return True
+@every_rank(2)
+def test_a_destroyed_group_says_so(member: Member) -> None:
+    group = dist.new_group([0, 1])
+    dist.destroy_process_group(group)
+    with pytest.raises(ClosedError, match="after it had been destroyed"):
+        group.barrier()
 
-    assert on_ranks(body, size) == [True] * size
+
+@every_rank(timeout_s=30)
+def test_a_group_works_after_a_thread_could_not_be_started(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(BackendError, match="can't start new thread"):
+            dist.all_reduce(torch.ones(1), async_op=True)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == member.size
+
+
+@every_rank(timeout_s=30)
+def test_a_forked_child_leaves_the_group_to_its_parent(member: Member) -> None:
+    group: Any = dist.group.WORLD
+    with group._progress.running:
+        child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with pytest.raises(ClosedError, match="forked"):
+                dist.barrier()
+            dist.destroy_process_group()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@every_rank()
+def test_integers_are_not_scaled_by_fractions(member: Member) -> None:
+    op = dist._make_nccl_premul_sum(0.5)  # type: ignore[attr-defined]
+    for call in (lambda t: dist.all_reduce(t, op=op), lambda t: dist.reduce(t, 0, op=op)):
+        with pytest.raises(ArgumentError, match="PREMUL_SUM"):
+            call(torch.ones(2, dtype=torch.int64))
 
 
 def test_scripts_need_no_import_of_phalanx() -> None:

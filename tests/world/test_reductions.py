@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 
-import pytest
 import torch
 import torch.distributed as dist
 from tests.support.contract import bits, draw
-from tests.support.ranks import Member, on_ranks
-from torch._C._distributed_c10d import _make_nccl_premul_sum
+from tests.support.ranks import Member
+from tests.support.worlds import every_rank
 
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.tuning import Tuning
@@ -90,96 +89,37 @@ def expected_floats(name: str, size: int, count: int, dtype: torch.dtype) -> tor
     return (result / size if name == "AVG" else result).to(dtype)
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_all_reduce_reduce_and_reduce_scatter(size: int) -> None:
-    def body(place: Member) -> list[str]:
-        communicator = SharedMemoryCommunicator(place.store(), place.rank, place.size, TIMEOUT, TUNING)
-        wrong = []
-        for dtype in FLOATS + INTEGERS:
-            names = OPS if dtype in FLOATS else {**OPS, **BITWISE}
-            for name, op in names.items():
-                if not communicator.can_reduce(dtype, op):
-                    if not (name == "AVG" and dtype in INTEGERS):
-                        wrong.append(f"cannot {name} {dtype}")
-                    continue
-                for count in (0, 5, 300, 3001):
-                    if dtype in FLOATS:
-                        expected = bits(expected_floats(name, place.size, count, dtype))
-                        seen = bits
-                    else:
-                        expected = expected_integers(name, place.size, count, dtype)
-                        seen = number
-                    tensor = given(place.rank, count, dtype)
-                    communicator.all_reduce(tensor, op)
-                    if seen(tensor) != expected:
-                        wrong.append(f"all_reduce {name} {dtype} x {count}")
-                    root = count % place.size
-                    tensor = given(place.rank, count, dtype)
-                    communicator.reduce(tensor, root, op)
-                    if seen(tensor) != (expected if place.rank == root else seen(given(place.rank, count, dtype))):
-                        wrong.append(f"reduce {name} {dtype} x {count}")
-                    # Block r of every rank is what it gave above, so rank r's result is the one above.
-                    output = torch.empty(count, dtype=dtype)
-                    communicator.reduce_scatter(output, [given(place.rank, count, dtype)] * place.size, op)
-                    if seen(output) != expected:
-                        wrong.append(f"reduce_scatter {name} {dtype} x {count}")
-        communicator.close()
-        return wrong
-
-    assert on_ranks(body, size) == [[]] * size
-
-
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_reduce_scatter_gives_each_rank_its_own_block_also_in_place(size: int) -> None:
-    def body(place: Member) -> list[str]:
-        communicator = SharedMemoryCommunicator(place.store(), place.rank, place.size, TIMEOUT, TUNING)
-        wrong = []
-        for count in (1, 64, 700, 5000):
-            blocks = [[draw(10 * r + b, count, torch.float32) for b in range(place.size)] for r in range(place.size)]
-            expected = blocks[0][place.rank]
-            for rank in range(1, place.size):
-                expected = expected + blocks[rank][place.rank]
-            whole = torch.cat(blocks[place.rank])
-            inputs = list(whole.split(count))
-            communicator.reduce_scatter(inputs[place.rank], inputs, OPS["SUM"])
-            if bits(inputs[place.rank]) != bits(expected):
-                wrong.append(f"x {count}")
-        communicator.close()
-        return wrong
-
-    assert on_ranks(body, size) == [[]] * size
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_through_torch_with_complex_numbers_factors_and_views(size: int) -> None:
-    def body(place: Member) -> bool:
-        place.join()
-        n, r = place.size, place.rank + 1
-        total = n * (n + 1) / 2
-        z = torch.full((3,), complex(r, -r))
-        dist.all_reduce(z)
-        assert z.tolist() == [complex(total, -total)] * 3
-        x = torch.full((3,), float(r))
-        dist.all_reduce(x, op=dist.ReduceOp.AVG)
-        assert x.tolist() == [total / n] * 3
-        if n > 1:
-            x = torch.full((3,), float(r))
-            dist.all_reduce(x, op=_make_nccl_premul_sum(0.5))
-            assert x.tolist() == [total / 2] * 3
-        base = torch.full((4, 6), float(r))
-        dist.all_reduce(base[:, ::2], op=dist.ReduceOp.MAX)
-        assert base.tolist() == [[float(n), float(r)] * 3] * 4
-        output = torch.zeros(6, 2)[:, 0]
-        dist.reduce_scatter(output, [torch.full((6,), float(r + b)) for b in range(n)])
-        assert output.tolist() == [total + n * place.rank] * 6
-        sparse = torch.sparse_coo_tensor(torch.tensor([[0], [place.rank]]), torch.tensor([float(r)]), (1, n))
-        dist.all_reduce(sparse)
-        assert sparse.to_dense().tolist() == [[float(k + 1) for k in range(n)]]
-        for op, dtype in ((dist.ReduceOp.BAND, torch.float32), (dist.ReduceOp.MAX, torch.complex64)):
-            with pytest.raises(ValueError, match=r"not supported|does not support"):
-                dist.all_reduce(torch.ones(2, dtype=dtype), op=op)
-        dist.barrier()
-        dist.destroy_process_group()
-        return True
-
-    assert on_ranks(body, size) == [True] * size
+@every_rank(joins=False)
+def test_all_reduce_reduce_and_reduce_scatter(member: Member) -> None:
+    communicator = SharedMemoryCommunicator(member.store(), member.rank, member.size, TIMEOUT, TUNING)
+    wrong = []
+    for dtype in FLOATS + INTEGERS:
+        names = OPS if dtype in FLOATS else {**OPS, **BITWISE}
+        for name, op in names.items():
+            if not communicator.can_reduce(dtype, op):
+                if not (name == "AVG" and dtype in INTEGERS):
+                    wrong.append(f"cannot {name} {dtype}")
+                continue
+            for count in (0, 5, 300, 1601):
+                if dtype in FLOATS:
+                    expected = bits(expected_floats(name, member.size, count, dtype))
+                    seen = bits
+                else:
+                    expected = expected_integers(name, member.size, count, dtype)
+                    seen = number
+                tensor = given(member.rank, count, dtype)
+                communicator.all_reduce(tensor, op)
+                if seen(tensor) != expected:
+                    wrong.append(f"all_reduce {name} {dtype} x {count}")
+                root = count % member.size
+                tensor = given(member.rank, count, dtype)
+                communicator.reduce(tensor, root, op)
+                if seen(tensor) != (expected if member.rank == root else seen(given(member.rank, count, dtype))):
+                    wrong.append(f"reduce {name} {dtype} x {count}")
+                # Block r of every rank is what it gave above, so rank r's result is the one above.
+                output = torch.empty(count, dtype=dtype)
+                communicator.reduce_scatter(output, [given(member.rank, count, dtype)] * member.size, op)
+                if seen(output) != expected:
+                    wrong.append(f"reduce_scatter {name} {dtype} x {count}")
+    communicator.close()
+    assert not wrong, wrong

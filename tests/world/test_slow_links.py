@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch._dynamo  # DDP needs it; before the ranks are forked, since it takes each of them seconds
 import torch.distributed as dist
-from tests.support.joined import in_world
-from tests.support.ranks import Member, on_ranks, run_ranks
-from tests.support.worlds import join_world
+from tests.support.ranks import Member, on_ranks
+from tests.support.worlds import Ranks, every_rank, in_worlds, join_world
 
 import phalanx
 from phalanx.errors import ArgumentError, PeerLost
@@ -24,7 +23,7 @@ from phalanx.parallel.integers import BLOCK, Integers, packed, unpacked
 from phalanx.parallel.replica import Replica
 
 CPU = torch.device("cpu")
-SIZES = (2, 3, 5)
+SIZES = (3, pytest.param(2, marks=pytest.mark.long), pytest.param(5, marks=pytest.mark.long))
 
 
 def values(rank: int, step: int, count: int = 3001) -> torch.Tensor:
@@ -103,8 +102,10 @@ def test_integers_keep_zeros_and_do_not_hide_infinities() -> None:
     assert back[2 * BLOCK :].tolist() == [0.0] * BLOCK
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_bf16_and_fp16_are_the_mean_of_rounded_shares(size: int) -> None:
+@in_worlds()
+def test_bf16_and_fp16_are_the_mean_of_rounded_shares(world: Ranks) -> None:
+    size = world.size
+
     def body(member: Member) -> list[torch.Tensor]:
         found = []
         for name in ("bf16", "fp16"):
@@ -113,7 +114,7 @@ def test_bf16_and_fp16_are_the_mean_of_rounded_shares(size: int) -> None:
             found.append(tensor)
         return found
 
-    everywhere = in_world(body, size)
+    everywhere = world.run(body)
     for number, dtype in enumerate((torch.bfloat16, torch.float16)):
         rounded = [(values(rank, 0) / size).to(dtype).double() for rank in range(size)]
         expected = torch.stack(rounded).sum(0)
@@ -123,13 +124,14 @@ def test_bf16_and_fp16_are_the_mean_of_rounded_shares(size: int) -> None:
             assert torch.equal(arrived[number], everywhere[0][number])
 
 
-def test_fp16_does_not_overflow_by_what_is_finite_and_keeps_infinities() -> None:
+@in_worlds()
+def test_fp16_does_not_overflow_by_what_is_finite_and_keeps_infinities(world: Ranks) -> None:
     def body(member: Member) -> torch.Tensor:
         tensor = torch.tensor([1e30, -65504.0, 30000.0, float("inf"), 1.0])
         Narrow(dist.group.WORLD, "fp16").mean_([tensor], [[tensor.shape]])  # type: ignore[arg-type]
         return tensor
 
-    for arrived in in_world(body, 3):
+    for arrived in world.run(body):
         assert arrived.tolist() == pytest.approx([32768, -32768, 30000, math.inf, 1], rel=1e-3)
 
 
@@ -167,27 +169,21 @@ def test_what_int8_leaves_out_is_pending_and_nothing_else(size: int, hosts: int)
         assert all(torch.equal(a, b) for a, b in zip(arrived, everywhere[0][0], strict=True))
 
 
-def test_an_infinite_gradient_is_seen_by_all_ranks_and_does_not_stay() -> None:
-    def body(member: Member) -> list[bool]:
-        world = join_world(member)
-        found = []
-        for name in ("int8", "powersgd"):
-            model = world.data_parallel(net(), compress=name, broadcast_buffers=False)
-            for step in range(14):
-                model.zero_grad()
-                x, words, _ = batch_of(member.rank, step)
-                if step == 11 and member.rank == 1:
-                    x[0, 0] = float("inf")
-                model(x, words).sum().backward()
-                if step == 11:
-                    model.module.norm.reset_running_stats()
-                finite = all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
-                found.append(finite == (step != 11))
-        dist.destroy_process_group()
-        return found
-
-    for found in on_ranks(body, 2):
-        assert all(found)
+@every_rank(2)
+def test_an_infinite_gradient_is_seen_by_all_ranks_and_does_not_stay(member: Member) -> None:
+    world = join_world(member)
+    for name in ("int8", "powersgd"):
+        model = world.data_parallel(net(), compress=name, broadcast_buffers=False)
+        for step in range(14):
+            model.zero_grad()
+            x, words, _ = batch_of(member.rank, step)
+            if step == 11 and member.rank == 1:
+                x[0, 0] = float("inf")
+            model(x, words).sum().backward()
+            if step == 11:
+                model.module.norm.reset_running_stats()
+            finite = all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+            assert finite == (step != 11), (name, step)
 
 
 @pytest.mark.parametrize("compress", ["bf16", "fp16", "int8", "powersgd"])
@@ -324,8 +320,7 @@ def test_gradients_of_several_dtypes(compress: str) -> None:
 
 
 @pytest.mark.parametrize("compress", ["int8", "powersgd"])
-@pytest.mark.parametrize("later", [2, 3])
-def test_a_resumed_run_ends_with_the_same_bits(compress: str, later: int, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(compress: str, tmp_path: Path) -> None:
     """Also in the bucket that DDP uses in its first step alone; with another number of ranks it goes on from there."""
 
     def start(member: Member) -> tuple[phalanx.World, Replica, torch.optim.Optimizer, dict[str, Any]]:
@@ -350,24 +345,19 @@ def test_a_resumed_run_ends_with_the_same_bits(compress: str, later: int, tmp_pa
         return flat(model), loss
 
     expected = on_ranks(undisturbed, 2)
-    for parameters, loss in on_ranks(resumed, later):
-        assert math.isfinite(loss)
-        assert later != 2 or torch.equal(parameters, expected[0])
+    for parameters, _ in on_ranks(resumed, 2):
+        assert torch.equal(parameters, expected[0])
+    assert all(math.isfinite(loss) for _, loss in on_ranks(resumed, 3))
 
 
-def test_a_world_of_one_sends_nothing_and_rounds_nothing() -> None:
-    def body(member: Member) -> list[torch.Tensor]:
-        world = join_world(member)
-        found = []
-        for name in (None, "int8", "powersgd", "auto"):
-            model = world.data_parallel(net(), compress=name)
-            train(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, range(12))
-            found.append(flat(model))
-        dist.destroy_process_group()
-        return found
-
-    first, *others = on_ranks(body, 1)[0]
-    assert all(torch.equal(other, first) for other in others)
+@every_rank(1)
+def test_a_world_of_one_sends_nothing_and_rounds_nothing(member: Member) -> None:
+    world, found = join_world(member), []
+    for name in (None, "int8", "powersgd", "auto"):
+        model = world.data_parallel(net(), compress=name)
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, range(12))
+        found.append(flat(model))
+    assert all(torch.equal(other, found[0]) for other in found[1:])
 
 
 def test_auto_takes_what_is_clearly_quicker_than_none() -> None:
@@ -416,13 +406,13 @@ def test_what_cannot_work_is_refused_with_the_reason(
         data_parallel(module, nobody, CPU, **options)
 
 
+@in_worlds()
 @pytest.mark.parametrize("options", [{"compress": "int8"}, {"compress": "powersgd"}, {"sync_every": 2}])
-def test_a_rank_that_is_lost_ends_the_exchange_of_the_others(options: dict[str, Any]) -> None:
+def test_a_rank_that_is_lost_ends_the_exchange_of_the_others(world: Ranks, options: dict[str, Any]) -> None:
     """In backward, or in the step of the optimizer after which replicas are averaged."""
 
     def body(member: Member) -> int:
-        world = join_world(member)
-        model = world.data_parallel(net(), **options)
+        model = join_world(member).data_parallel(net(), **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         train(model, optimizer, member.rank, range(2))
         if member.rank == 1:
@@ -431,5 +421,5 @@ def test_a_rank_that_is_lost_ends_the_exchange_of_the_others(options: dict[str, 
             train(model, optimizer, member.rank, range(2))
         return caught.value.group_rank
 
-    outcomes = run_ranks(body, 3)
+    outcomes = world.outcomes(body, leaves=False)
     assert [outcomes[0].value, outcomes[2].value] == [1, 1], outcomes

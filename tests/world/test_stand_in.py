@@ -6,16 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from tests.launch_support import Launcher, launcher
-from tests.support.ranks import Member, on_ranks
-
-from phalanx.c10d.process_group import PhalanxProcessGroup
-from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 
 __all__ = ["launcher"]
 
@@ -62,7 +56,7 @@ def check(lines: list[str], size: int, name: str) -> None:
         assert told["own"] == "gloo"  # a program that makes Gloo itself gets Gloo
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [3])
 @pytest.mark.parametrize(
     ("asked", "name"),
     [
@@ -92,15 +86,14 @@ def test_a_script_that_asks_for_mpi_runs_without_mpi(launcher: Launcher) -> None
     check(ended.out_lines, 3, "mpi")
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_the_variable_holds_under_torchrun(launcher: Launcher, size: int) -> None:
+def test_the_variable_holds_under_torchrun(launcher: Launcher) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), launcher.script(ASK), "gloo"],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", launcher.script(ASK), "gloo"],
         env={**os.environ, "PHALANX_REPLACE": "gloo", "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    check([line for line in done.stdout.splitlines() if line.startswith("{")], size, "gloo")
+    check([line for line in done.stdout.splitlines() if line.startswith("{")], 2, "gloo")
 
 
 def test_a_rank_that_misses_a_monitored_barrier_is_named(launcher: Launcher) -> None:
@@ -121,31 +114,6 @@ def test_a_rank_that_misses_a_monitored_barrier_is_named(launcher: Launcher) -> 
     assert ended.code == 0, ended.err_text
     assert "CollectiveTimeout rank 1 of the group" in ended.out.decode()
     assert "did not come within 1 s" in ended.out.decode()
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_monitored_barrier_has_its_timeout_for_itself(size: int) -> None:
-    def body(place: Member) -> tuple[list[float], float]:
-        seen, barrier = [], SharedMemoryCommunicator.barrier
-
-        def watched(communicator: SharedMemoryCommunicator) -> None:
-            seen.append(communicator._timeout_s)
-            barrier(communicator)
-
-        SharedMemoryCommunicator.barrier = watched  # type: ignore[method-assign, assignment]
-        place.join(timeout_s=60)
-        group = dist.group.WORLD
-        assert isinstance(group, PhalanxProcessGroup)
-        communicator = group._communicator
-        assert isinstance(communicator, SharedMemoryCommunicator)
-        seen.clear()
-        group.monitored_barrier(timedelta(seconds=30), wait_all_ranks=True)
-        group.monitored_barrier()
-        left = communicator._timeout_s
-        dist.destroy_process_group()
-        return seen, left
-
-    assert on_ranks(body, size) == [([30.0, 60.0], 60.0)] * size
 
 
 def test_the_table_and_the_world_say_what_serves_a_replaced_backend(launcher: Launcher) -> None:
@@ -180,10 +148,9 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_programs_that_branch_on_the_name_train_one_model(launcher: Launcher, tmp_path: Path, size: int) -> None:
+def test_programs_that_branch_on_the_name_train_one_model(launcher: Launcher, tmp_path: Path) -> None:
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}  # which importing ShardedTensor makes
     script = launcher.script(BRANCH)
-    ended = launcher.run("-q", "--no-prefix", "-n", str(size), "--replace", "gloo", script, environment=cache)
+    ended = launcher.run("-q", "--no-prefix", "-n", "3", "--replace", "gloo", script, environment=cache)
     assert ended.code == 0, ended.err_text
-    assert ended.out_lines == [f"[[[{', '.join([str((size - 1) / 2)] * 4)}]]] cpu"] * size
+    assert ended.out_lines == ["[[[1.0, 1.0, 1.0, 1.0]]] cpu"] * 3

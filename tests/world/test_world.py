@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks
+from tests.support.worlds import every_rank, join_world
 from torch._C._distributed_c10d import HashStore
 
 import phalanx
@@ -24,11 +23,9 @@ from phalanx.errors import (
     DeviceError,
     DeviceMismatch,
     InitializationError,
-    LauncherEnvironmentError,
     RankError,
 )
 from phalanx.group import Session
-from phalanx.place.environment import read_environment
 from phalanx.place.place import Place
 from phalanx.topology.topology import Node, Topology
 
@@ -58,9 +55,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("way", "n"), [("none", 1), ("phalanx", 1), ("phalanx", 2), ("phalanx", 3), ("phalanx", 5), ("torchrun", 2)]
-)
+@pytest.mark.parametrize(("way", "n"), [("none", 1), ("phalanx", 1), ("phalanx", 3), ("torchrun", 2)])
 def test_one_script_under_every_launcher(way: str, n: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -181,77 +176,27 @@ def test_init_after_torchs_own_init_is_refused() -> None:
     assert on_ranks(body, 1) == [True]
 
 
-def test_point_to_point_takes_group_ranks(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    text = """
-        import torch, phalanx
-        world = phalanx.init()
-        pair = world.subgroup([2, 1])  # group rank 0 is world rank 2
-        if pair is not None:
-            x = torch.tensor([float(world.rank)])
-            if pair.rank == 0:
-                pair.send(x, dst=1)
-                pair.isend(x, dst=1, tag=3).wait()
-                pair.send_object_list(['hello'], dst=1)
-            else:
-                assert pair.recv(x, src=0) == 0 and x.item() == 2
-                assert pair.ranks == (2, 1)
-                pair.irecv(x, src=0, tag=3).wait()
-                box = [None]
-                assert pair.recv_object_list(box, src=0) == 0 and box == ['hello']
-                print('received')
-        phalanx.close()
-    """
-    script.write_text(textwrap.dedent(text))
-    command = [sys.executable, "-m", "phalanx", "run", "-n", "3", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "[rank 1] received\n"
+@every_rank()
+def test_messages_and_groups_take_group_ranks(member: Member) -> None:
+    world = join_world(member)
+    pair = world.subgroup([2, 1])  # group rank 0 is world rank 2
+    if pair is None:
+        return
+    assert pair.ranks == (2, 1)
+    x, box = torch.tensor([float(world.rank)]), [None]
+    if pair.rank == 0:
+        pair.send(x, dst=1)
+        pair.isend(x, dst=1, tag=3).wait()
+        pair.send_object_list(["hello"], dst=1)
+    else:
+        assert pair.recv(x, src=0) == 0
+        assert x.item() == 2
+        pair.irecv(x, src=0, tag=3).wait()
+        assert pair.recv_object_list(box, src=0) == 0
+        assert box == ["hello"]
 
 
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "none",
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-}
-
-
-def test_places_are_read_from_the_launchers_variables() -> None:
-    assert read_environment({}).place() == Place()
-    expected = Place("torchrun", 5, 8, 1, 4, 1, 2)
-    assert read_environment(TORCHRUN).place() == replace(expected, job="none")
-    assert read_environment({**TORCHRUN, "PHALANX_RUN_ID": "none"}).place().launcher == "phalanx"
-    # Nothing but RANK and its like: set by hand, and as good.
-    by_hand = {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}
-    assert read_environment(by_hand).place() == replace(expected, launcher="env")
-    # torchrun started from a rank of `phalanx run`: the outer variable is inherited, the inner launcher counts.
-    assert read_environment({**TORCHRUN, "PHALANX_RUN_ID": "outer"}).place().launcher == "torchrun"
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"WORLD_SIZE": None}, "WORLD_SIZE is not set"),
-        ({"RANK": "five"}, "RANK='five' is not a whole number"),
-        ({"RANK": "8"}, "RANK=8 and WORLD_SIZE=8"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
-        ({"RANK": "-1"}, "RANK=-1"),
-        ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4 and LOCAL_WORLD_SIZE=4"),
-    ],
-)
-def test_environments_that_describe_no_process_are_refused(change: dict[str, str | None], words: str) -> None:
-    environment = {k: v for k, v in {**TORCHRUN, **change}.items() if v is not None}
-    with pytest.raises(LauncherEnvironmentError) as caught:
-        read_environment(environment).place()
-    assert words in str(caught.value)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_an_init_that_fails_half_way_can_be_repeated(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_init_that_fails_half_way_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -281,7 +226,7 @@ def test_an_init_that_fails_half_way_can_be_repeated(size: int, monkeypatch: pyt
         phalanx.close()
         return tensor.item()
 
-    assert on_ranks(body, size) == [float(size)] * size
+    assert on_ranks(body, 3) == [3.0] * 3
 
 
 def test_two_ranks_on_one_device_are_refused_unless_both_asked_for_it(capfd: pytest.CaptureFixture[str]) -> None:

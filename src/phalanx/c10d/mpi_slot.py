@@ -97,7 +97,10 @@ def fill_mpi_slot() -> None:
     own: Any = c10d._new_process_group_helper
 
     def new_group(*arguments: Any, **named: Any) -> Any:
-        if c10d.is_initialized() and dist.get_backend() == "mpi" and arguments[3:4] not in ((), ("mpi",)):
+        from phalanx.c10d.replace import replaces  # not before torch is asked for a group
+
+        of_mpi = c10d.is_initialized() and dist.get_backend() == "mpi" and not replaces("mpi")
+        if of_mpi and arguments[3:4] not in ((), ("mpi",)):
             raise InitializationError(
                 f"a world with backend 'mpi' has no store, by which ranks would meet in a group with backend "
                 f"{str(arguments[3])!r}: leave out new_group's backend, or make the world by phalanx.init()"

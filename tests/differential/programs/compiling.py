@@ -127,6 +127,11 @@ def functional_collectives(x: torch.Tensor) -> Any:
     return functional.broadcast(scattered, 0, group) + 1
 
 
+def in_a_new_group(x: torch.Tensor) -> Any:
+    dist.all_reduce(x, group=dist.new_group(list(range(dist.get_world_size()))))
+    return x + 1
+
+
 CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     call.__name__: call
     for call in (
@@ -146,6 +151,7 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
         batch,
         barrier,
         functional_collectives,
+        in_a_new_group,
     )
 }
 

@@ -1,0 +1,533 @@
+"""Messages between ranks, on one host and between hosts: tags, any source, handles, both ways at once, late ones."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.contract import draw
+from tests.support.ranks import Member
+from tests.support.waiting import soon
+from tests.support.worlds import ANYWHERE, BETWEEN, Ranks, every_rank, in_worlds
+
+from phalanx.errors import ClosedError, CollectiveMismatch, CollectiveTimeout, PeerLost, RankError, UnsupportedTensor
+
+LARGE = 1_000_000  # float32: far more than one ring holds
+ONE_OR_TWO = ANYWHERE[:2]  # two ranks have no other place
+COUNTS = (0, 1, 1000, 20_000, 100_000)  # float32: in a frame, in a stage, straight into the tensor
+
+
+def pending(work: dist.Work | None) -> dist.Work:
+    assert work is not None
+    return work
+
+
+@every_rank([3, 5], ANYWHERE)
+def test_every_pair_exchanges_every_size_both_ways_at_once(member: Member) -> None:
+    wrong = []
+    for count in (0, 1, 1000, 70000, 300000):
+        others = [peer for peer in range(member.size) if peer != member.rank]
+        inboxes = {peer: torch.zeros(count) for peer in others}
+        works = [dist.isend(draw(member.rank, count, torch.float32, peer), peer) for peer in others]
+        works += [dist.irecv(inboxes[peer], peer) for peer in others]
+        for work in works:
+            pending(work).wait()
+        wrong += [
+            f"{peer} x {count}"
+            for peer, inbox in inboxes.items()
+            if not torch.equal(inbox, draw(peer, count, torch.float32, member.rank))
+        ]
+    assert not wrong, wrong
+
+
+@every_rank(2, ONE_OR_TWO)
+def test_tags_find_their_receives_in_any_order(member: Member) -> None:
+    """Three large messages, of which the last is received first: the first two are set aside to let it through."""
+    if member.rank == 0:
+        for tag in (1, 2, 3):
+            dist.send(torch.full((LARGE,), float(tag)), 1, tag=tag)
+        for value in (10.0, 11.0):
+            dist.send(torch.tensor([value]), 1, tag=9)
+    else:
+        for tag in (3, 1, 2):
+            x = torch.zeros(LARGE)
+            dist.recv(x, 0, tag=tag)
+            assert [x[0].item(), x[-1].item()] == [tag, tag]
+        for value in (10.0, 11.0):
+            x = torch.zeros(1)
+            dist.recv(x, 0, tag=9)
+            assert x.item() == value
+
+
+@every_rank(2, ONE_OR_TWO)
+def test_a_large_send_goes_on_while_its_rank_is_elsewhere(member: Member) -> None:
+    """In a collective that the receiver has not joined yet, and in no call at all."""
+    if member.rank == 0:
+        work = dist.isend(torch.full((LARGE,), 7.0), 1)
+        dist.barrier()
+        dist.isend(torch.full((LARGE,), 8.0), 1)
+        member.await_said("received")  # nothing of this group is called or held
+        pending(work).wait()
+    else:
+        for value in (7.0, 8.0):
+            x = torch.zeros(LARGE)
+            dist.recv(x, 0)
+            assert bool((x == value).all())
+            if value == 7.0:
+                dist.barrier()
+        member.say("received")
+
+
+@every_rank(2, ONE_OR_TWO)
+def test_futures_views_and_completion(member: Member) -> None:
+    peer = 1 - member.rank
+    box = torch.zeros(4, 6)[:, ::2]
+    receive = pending(dist.irecv(box, peer))
+    dist.barrier()
+    send = pending(dist.isend(torch.full((3, 4), float(member.rank)).t(), peer))
+    done = receive.get_future().then(lambda future: future.value()[0].sum().item())
+    assert done.wait() == 12.0 * peer
+    assert receive.is_completed()
+    assert box.tolist() == [[float(peer)] * 3] * 4
+    send.wait()
+    late = pending(dist.irecv(torch.zeros(1), peer))
+    futures = [late.get_future() for _ in range(3)]
+    assert not late.is_completed()
+    with pytest.raises(RuntimeError, match="still under way"):
+        late.wait(timedelta(milliseconds=20))
+    dist.barrier()
+    dist.send(torch.ones(1), peer)
+    assert late.wait()
+    assert [future.wait()[0].item() for future in (*futures, late.get_future())] == [1.0] * 4
+
+
+@every_rank(2, ONE_OR_TWO)
+def test_threads_send_and_receive_beside_collectives(member: Member) -> None:
+    wrong = []
+
+    def ping(tag: int) -> None:
+        x = torch.zeros(500)
+        for turn in range(100):
+            if member.rank == 0:
+                dist.send(torch.full((500,), float(turn)), 1, tag=tag)
+                dist.recv(x, 1, tag=tag)
+            else:
+                dist.recv(x, 0, tag=tag)
+                dist.send(x, 0, tag=tag)
+            if x[3].item() != turn:
+                wrong.append(f"tag {tag} turn {turn}: {x[3].item()}")
+
+    threads = [threading.Thread(target=ping, args=(tag,)) for tag in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for turn in range(200):
+        x = torch.full((1000,), float(turn))
+        dist.all_reduce(x)
+        if x[0].item() != 2 * turn:
+            wrong.append(f"all_reduce {turn}")
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
+
+
+@every_rank(2, ONE_OR_TWO, leaves=False)
+def test_messages_of_different_size_raise_on_both_sides(member: Member) -> None:
+    """Both calls are named with their lines, also where a thread of the group finds the error before the wait."""
+    for how in ("in the call", "before the wait"):
+        group: Any = dist.new_group()
+        with pytest.raises(CollectiveMismatch) as caught:
+            if how == "in the call" and member.rank == 0:
+                dist.send(torch.ones(LARGE), 1, group=group)
+            elif how == "in the call":
+                dist.recv(torch.ones(3), 0, group=group)
+            else:
+                sends = member.rank == 0
+                begin, tensor = (dist.isend, torch.ones(LARGE)) if sends else (dist.irecv, torch.ones(3))
+                work = pending(begin(tensor, 1 - member.rank, group=group))
+                time.sleep(0.5)  # the group's own thread finds the error meanwhile
+                work.wait()
+        assert f"rank 0: send to rank 1, float32[{LARGE}] at " in str(caught.value)
+        assert "rank 1: recv from rank 0, float32[3] at " in str(caught.value)
+        assert "test_messages.py:" in str(caught.value)
+        member.meet(how)
+
+
+@every_rank(3)
+def test_a_tensor_that_cannot_be_written_to_is_refused_and_later_messages_come(member: Member) -> None:
+    if member.rank == 0:
+        for _ in range(2):
+            dist.send(torch.ones(3, 4), dst=1)
+    elif member.rank == 1:
+        with pytest.raises(UnsupportedTensor, match=r"shape \[3, 4\] and stride \[0, 1\]"):
+            dist.irecv(torch.zeros(4).expand(3, 4), src=0)
+        into = torch.zeros(2, 3, 4)
+        for request in [dist.irecv(part, src=0) for part in into]:
+            pending(request).wait()
+        assert into.unique().tolist() == [1.0]
+
+
+# -- handles -------------------------------------------------------------------------------------------
+
+
+@every_rank(3, ANYWHERE, leaves=False)
+def test_a_failed_message_stays_failed_and_writes_nothing(member: Member) -> None:
+    if member.rank:
+        dist.barrier()
+        if member.rank == 1:
+            with pytest.raises(CollectiveMismatch):
+                pending(dist.isend(torch.ones(4_000_000), 0)).wait()
+        return
+    box = torch.full((4, 2), 7.0)[:, 0]  # not contiguous: received into a stand-in
+    work = pending(dist.irecv(box, 1))
+    future = work.get_future()
+    dist.barrier()
+    with pytest.raises(CollectiveMismatch):
+        work.wait()
+    assert soon(future.done)
+    with pytest.raises(RuntimeError, match="CollectiveMismatch"):
+        future.wait()
+    for _ in range(2):
+        assert work.is_completed()
+        assert not work.is_success()
+        assert isinstance(work.exception(), CollectiveMismatch)
+        with pytest.raises(CollectiveMismatch):
+            work.wait()
+    with pytest.raises(RuntimeError, match="CollectiveMismatch"):
+        work.get_future().wait()
+    assert box.tolist() == [7.0] * 4
+
+
+def answers(count: int, wait: Callable[[], object]) -> tuple[list[threading.Thread], list[str]]:
+    """Threads that wait, and what each was told."""
+    told: list[str] = []
+
+    def waits() -> None:
+        try:
+            told.append(str(wait()))
+        except (CollectiveMismatch, ClosedError) as error:
+            told.append(type(error).__name__)
+
+    threads = [threading.Thread(target=waits) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads, told
+
+
+@every_rank(2, ONE_OR_TWO, leaves=False)
+def test_every_thread_that_waits_for_a_failed_message_is_told(member: Member) -> None:
+    """Also one that comes while another is still asking the ranks what they did."""
+    if member.rank == 0:
+        threads, told = answers(4, pending(dist.irecv(torch.zeros(4), 1)).wait)
+        dist.barrier()
+        for thread in threads:
+            thread.join()
+        assert told == ["CollectiveMismatch"] * 4
+        member.say("told")
+    else:
+        dist.barrier()
+        dist.isend(torch.ones(5), 0)
+        member.await_said("told")  # it does not tell what it did, so the others ask until their patience ends
+
+
+@every_rank(3, ANYWHERE)
+def test_a_rank_outside_the_group_is_refused(member: Member) -> None:
+    group: Any = dist.group.WORLD
+    for peer in (member.size, 100_000, -1, -5):
+        for call in (group.send, group.recv):
+            with pytest.raises(RankError, match=f"rank {peer} is not in the group"):
+                call([torch.ones(4)], peer, 0)
+
+
+@every_rank(3, ANYWHERE)
+def test_a_destroyed_group_refuses_and_gives_up_its_messages(member: Member) -> None:
+    group: Any = dist.new_group()
+    box, done = torch.zeros(4), torch.zeros(4)
+    peer = (member.rank + 1) % member.size
+    left = group.recv([box], member.rank, 0)  # from a rank that does not leave the group first
+    send = group.send([torch.ones(4)], peer, 1)
+    got = group.recv([done], (member.rank - 1) % member.size, 1)
+    future = left.get_future()
+    send.wait()
+    got.wait()
+    dist.destroy_process_group(group)
+    assert soon(future.done)
+    with pytest.raises(RuntimeError, match="ClosedError"):
+        future.wait()
+    for _ in range(2):
+        with pytest.raises(ClosedError):
+            left.wait()
+        assert left.is_completed()
+        assert not left.is_success()
+        assert isinstance(left.exception(), ClosedError)
+    assert got.is_success()
+    assert got.wait()
+    for call in (
+        lambda: group.send([torch.ones(4)], peer, 0),
+        lambda: group.recv([torch.ones(4)], peer, 0),
+        lambda: group.recv_anysource([torch.ones(4)], 0),
+    ):
+        with pytest.raises(ClosedError):
+            call()
+
+
+@every_rank(2, ONE_OR_TWO)
+def test_destroying_a_group_ends_the_waits_of_other_threads(member: Member) -> None:
+    # In turn: where the other rank has left the group, a message from it fails for that.
+    for destroyer in range(2):
+        group: Any = dist.new_group()
+        if member.rank == destroyer:
+            receive = group.recv([torch.zeros(4)], 1 - member.rank, 0)
+            threads, told = answers(3, receive.wait)
+            time.sleep(0.1)  # they wait by now, most often
+            started = time.monotonic()
+            dist.destroy_process_group(group)
+            for thread in threads:
+                thread.join()
+            assert time.monotonic() - started < 20  # not the group's timeout
+            assert told == ["ClosedError"] * 3
+        dist.barrier()
+        if member.rank != destroyer:
+            dist.destroy_process_group(group)
+
+
+@every_rank(3)
+def test_a_message_that_does_not_come_holds_up_no_other(member: Member) -> None:
+    if member.rank == 0:
+        first, second = torch.zeros(4), torch.zeros(4)
+        stuck = pending(dist.irecv(first, 1, tag=1))
+        future = pending(dist.irecv(second, 1, tag=2)).get_future()
+        time.sleep(0.1)  # the thread that looks after them is at the first
+        dist.barrier()
+        assert soon(future.done)
+        dist.barrier()
+        stuck.wait()
+        return
+    for tag in (2, 1):
+        dist.barrier()
+        if member.rank == 1:
+            dist.send(torch.ones(4), 0, tag=tag)
+
+
+@every_rank(2)
+def test_a_message_that_another_thread_finishes_wakes_its_waiter_at_once(member: Member) -> None:
+    """Rank 1 sends nothing more: only the thread that tests finds the message, and must tell the one that sleeps."""
+    if member.rank:
+        for turn in range(30):
+            dist.barrier()
+            dist.send(torch.ones(1), 0, tag=turn)
+            dist.send(torch.ones(1), 0, tag=1000 + turn)
+        return
+    slow = 0
+    for turn in range(30):
+        woken: list[float] = []
+        work = pending(dist.irecv(torch.zeros(1), 1, tag=turn))
+        other = pending(dist.irecv(torch.zeros(1), 1, tag=1000 + turn))
+        thread = threading.Thread(target=lambda w=work, t=woken: (w.wait(), t.append(time.monotonic())))
+        thread.start()
+        time.sleep(0.002)
+        dist.barrier()
+        while not other.is_completed():
+            pass
+        seen = time.monotonic()
+        thread.join()
+        slow += woken[0] - seen > 0.03
+    assert slow < 30  # a busy machine may let it wait, but a waiter that slept its slice out is always late
+
+
+# -- between hosts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(10, 20))])
+@every_rank(4, BETWEEN)
+def test_receives_from_any_rank_and_from_one_lose_none_and_double_none(member: Member, seed: int) -> None:
+    """Every rank sends to every rank, in bursts, and receives in another order, some of it from anyone.
+
+    A message says from whom it is and its number among those of its sender, receiver and tag.
+    """
+    size, plan, mine = member.size, random.Random(seed), random.Random(f"{seed} {member.rank}")
+    # How many messages go from one rank to another with each tag, and their size, which receives must know.
+    sizes = [plan.choice(COUNTS) for _ in range(4)]
+    counts = {(source, to, tag): plan.randrange(6) for source in range(size) for to in range(size) for tag in range(4)}
+    sends = [(to, tag) for (source, to, tag), count in counts.items() if source == member.rank for _ in range(count)]
+    mine.shuffle(sends)
+    receives: list[tuple[int | None, int]] = []
+    for tag in range(4):
+        from_each = {source: counts[source, member.rank, tag] for source in range(size)}
+        if tag % 2:  # all of a tag from anyone, or all of it from known ranks: else a receive may get none
+            receives += [(None, tag)] * sum(from_each.values())
+        else:
+            receives += [(source, tag) for source, count in from_each.items() for _ in range(count)]
+    mine.shuffle(receives)
+    sent: dict[tuple[int, int], int] = {}
+    works, boxes = [], []
+    while sends or receives:
+        if sends and (not receives or mine.random() < 0.5):
+            to, tag = sends.pop()
+            number = sent[to, tag] = sent.get((to, tag), -1) + 1
+            works.append(dist.isend(torch.full((sizes[tag] + 2,), 1000.0 * member.rank + number), to, tag=tag))
+        else:
+            source, tag = receives.pop()
+            box = torch.full((sizes[tag] + 2,), -1.0)
+            work = pending(dist.irecv(box, source, tag=tag))
+            boxes.append((work, box, source, tag))
+            if mine.random() < 0.1:
+                work.is_completed()
+    mine.shuffle(works)
+    for sending in works:
+        pending(sending).wait()
+    expected = dict.fromkeys(((source, tag) for source in range(size) for tag in range(4)), 0)
+    for work, box, source, tag in boxes:
+        work.wait()
+        came = work._source_rank()
+        number = expected[came, tag]
+        expected[came, tag] += 1
+        assert source in (None, came), (tag, source, came)
+        assert bool((box == 1000.0 * came + number).all()), (tag, came, number, box[:2])
+    assert expected == {(source, tag): counts[source, member.rank, tag] for source, tag in expected}
+
+
+@every_rank(2, "two hosts")
+def test_a_large_message_that_another_one_has_passed_is_received(member: Member) -> None:
+    """Its receive is posted while it is being received aside, and its sender sends nothing more."""
+    for turn in range(6):
+        big, small = torch.full((8_000_000,), 1.0 + turn), torch.full((1,), 2.0)
+        if member.rank == 0:
+            for work in [dist.isend(big, 1, tag=1), dist.isend(small, 1, tag=2)]:
+                pending(work).wait()
+        else:
+            dist.recv(small.zero_(), 0, tag=2)
+            dist.recv(big.zero_(), 0 if turn % 2 else None, tag=1)
+            assert [small.item(), big.min().item(), big.max().item()] == [2.0, 1.0 + turn, 1.0 + turn]
+
+
+@every_rank(3, BETWEEN)
+def test_a_send_is_received_by_a_rank_that_has_sent_first(member: Member) -> None:
+    """One rank starts more sends than it has credit for, and then receives; the others send to it, and then receive."""
+    for count, ahead in ((25_000, 5), (25_000, 30), (1000, 8), (1000, 50), (100_000, 8)):
+        if member.rank == 0:
+            numbers = [(rank, number) for number in range(ahead) for rank in (1, 2)]
+            works = [dist.isend(torch.full((count,), float(number)), rank, tag=1) for rank, number in numbers]
+            for rank in (1, 2):
+                box = torch.zeros(300_000)
+                dist.recv(box, rank, tag=2)
+                assert box.unique().tolist() == [float(rank)]
+            for work in works:
+                pending(work).wait()
+        else:
+            dist.send(torch.full((300_000,), float(member.rank)), 0, tag=2)
+            for number in range(ahead):
+                box = torch.full((count,), -1.0)
+                dist.recv(box, 0, tag=1)
+                assert box.unique().tolist() == [float(number)]
+
+
+@every_rank(4, "two hosts")
+def test_what_a_rank_sends_before_it_destroys_its_group_arrives(member: Member) -> None:
+    """However late it is received. Whether the two have talked before decides who holds it meanwhile."""
+    pairs, own = ([0, 2], [1, 3]), member.rank % 2
+    sends, peer = member.rank in (0, 3), (member.rank + 2) % 4
+    for opened in (False, True):
+        group: Any = [dist.new_group(pair) for pair in pairs][own]
+        if opened:
+            greeting = dist.irecv(torch.empty(1), peer, group=group)
+            dist.send(torch.empty(1), peer, group=group)
+            pending(greeting).wait()
+        dist.barrier()
+        if sends:
+            for count in (4, 30_000):
+                dist.send(torch.full((count,), float(count)), peer, group=group)
+        else:
+            time.sleep(2.5)  # longer than a rank that leaves waits before it goes on
+            for count in (4, 30_000):
+                box = torch.empty(count)
+                dist.recv(box, peer, group=group)
+                assert box.unique().tolist() == [float(count)]
+            with pytest.raises(PeerLost, match="left the group in order") as caught:
+                dist.recv(box, peer, group=group)
+            assert caught.value.group_rank == pairs[own].index(peer)
+            assert f"recv from rank {caught.value.group_rank}, float32[30000] at " in str(caught.value)
+        dist.destroy_process_group(group)
+
+
+SENDS_AND_ENDS = """
+    import sys, time
+    from datetime import timedelta
+    import torch, torch.distributed as dist
+    from tests.support.islands import pretend_host
+
+    rank, sender, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    pretend_host(rank)
+    store = dist.FileStore(path, 2)
+    dist.init_process_group("phalanx", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
+    dist.barrier()
+    box = torch.full((30_000,), 7.0)
+    if rank == sender:
+        dist.send(box, 1 - rank)
+        if sys.argv[4] == "destroys":  # the last group, so nothing of this process answers others any more
+            dist.destroy_process_group()
+    else:
+        time.sleep(2.5)
+        box.zero_()
+        dist.recv(box, sender)
+        print(box.eq(7).all().item())
+"""
+
+
+def test_what_a_rank_sends_before_its_script_ends_arrives(tmp_path: Path) -> None:
+    """Which rank dials the other is decided by the ports that the kernel gives."""
+    jobs = [(0, "ends"), (1, "ends"), (0, "destroys"), (1, "destroys")]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", dedent(SENDS_AND_ENDS), str(rank), str(sender), str(tmp_path / f"store-{n}"), then],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for n, (sender, then) in enumerate(jobs)
+        for rank in (0, 1)
+    ]
+    said = [(*rank.communicate(timeout=300), rank.returncode) for rank in running]
+    expected = [("", "", 0) if rank == sender else ("True\n", "", 0) for sender, _ in jobs for rank in (0, 1)]
+    assert said == expected
+
+
+@pytest.mark.parametrize("late", [1, 2])
+@in_worlds(3, "two hosts")
+def test_a_message_that_is_late_is_named_by_every_rank_that_waits(world: Ranks, late: int) -> None:
+    """Rank 1 is on the host of rank 0, whose patience is short, and rank 2 is on the other."""
+
+    def body(member: Member) -> tuple[int | None, str]:
+        group: Any = dist.new_group()
+        dist.barrier(group)
+        group.set_timeout(timedelta(seconds=1 if member.rank == 0 else 600))
+        member.meet("in the group")  # one that is still in the barrier would hear of the first timeout there
+        told: tuple[int | None, str] = -1, ""
+        if member.rank == late:
+            member.await_said("told 0", f"told {3 - late}")
+        else:
+            with pytest.raises(CollectiveTimeout) as caught:
+                dist.recv(torch.empty(4 + member.rank), late, group=group)
+            told = caught.value.group_rank, str(caught.value)
+            member.say(f"told {member.rank}")
+        dist.barrier()
+        dist.destroy_process_group(group)
+        return told
+
+    outcomes = world.run(body)
+    for own in (0, 3 - late):
+        rank, text = outcomes[own]
+        assert rank == late, text
+        assert f"did not come within 1 s while rank 0 was in recv from rank {late}, float32[4] at " in text
+        assert own == 0 or f"Rank {own} was in recv from rank {late}, float32[{4 + own}] at " in text
+        assert "{" not in text
