@@ -33,15 +33,15 @@ OWN_POD = {"containers[].image": str, "containers[].command[]": str, "containers
 OWN_POD |= {"containers[].env[].valueFrom.fieldRef.fieldPath": str, "restartPolicy": str}
 OF_JOB = {"backoffLimit": int, "completionMode": str, "completions": int, "parallelism": int}
 OF_JOB |= {f"template.spec.{name}": kind for name, kind in (POD | OWN_POD).items()}
-OF_JOB_SET = {"network.enableDNSHostnames": bool, "network.subdomain": str}
+OF_JOB_SET: dict[str, type] = {"network.enableDNSHostnames": bool, "network.subdomain": str}
 OF_JOB_SET |= {"replicatedJobs[].name": str, "replicatedJobs[].replicas": int}
 OF_JOB_SET |= {f"replicatedJobs[].template.spec.{name}": kind for name, kind in OF_JOB.items()}
 OF_TRAINER = {"command[]": str, "image": str, "numNodes": int, "numProcPerNode": int}
 PATCH = "runtimePatches[].trainingRuntimeSpec.template.spec.replicatedJobs[]."
-OF_TRAIN_JOB = {"runtimeRef.name": str, "runtimePatches[].manager": str, f"{PATCH}name": str}
+OF_TRAIN_JOB: dict[str, type] = {"runtimeRef.name": str, "runtimePatches[].manager": str, f"{PATCH}name": str}
 OF_TRAIN_JOB |= {f"{PATCH}template.spec.template.spec.{name}": kind for name, kind in POD.items()}
 OF_TRAIN_JOB |= {f"trainer.{name}": kind for name, kind in OF_TRAINER.items()}
-FORMS = {
+FORMS: dict[str, tuple[str, dict[str, type]]] = {
     "TrainJob": ("trainer.kubeflow.org/v1alpha1", OF_TRAIN_JOB),
     "JobSet": ("jobset.x-k8s.io/v1alpha2", OF_JOB_SET),
 }

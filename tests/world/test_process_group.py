@@ -226,6 +226,7 @@ def test_import_torch_loads_only_the_registration() -> None:
             "phalanx.c10d",
             "phalanx.c10d.mpi_slot",
             "phalanx.c10d.register",
+            "phalanx.c10d.uncompiled",
             "phalanx.errors",
             "phalanx.exception",
             "phalanx.lost",

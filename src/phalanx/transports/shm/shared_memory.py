@@ -49,6 +49,8 @@ def share_memory(local: Communicator, nbytes: int) -> torch.Tensor:
                 refused = error
         # If rank 0 has died, so that there is nothing to open, this says so.
         local.barrier()
+        if isinstance(refused, FileNotFoundError):
+            local.barrier()  # rank 0 has ended after it had come to the barrier above; no rank passes this one
         if refused is not None:
             raise refused
         return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
