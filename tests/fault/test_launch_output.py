@@ -233,7 +233,7 @@ def test_rank_that_is_not_shown_is_quoted_when_it_fails(launcher: Launcher) -> N
 def test_files_of_another_job_or_that_cannot_be_written(launcher: Launcher) -> None:
     first = launcher.start("-n", "2", "-q", "--log-dir", "logs", "sh", "-c", "echo up; cat", stdin=-1)
     log = launcher.directory / "logs" / "rank-0.log"
-    wait_for(lambda: log.exists() and ("stdout", "up") in content(log))
+    wait_for(lambda: log.exists() and b" stdout up\n" in log.read_bytes())
     second = launcher.run("-n", "2", "--log-dir", "logs", "true")
     assert (second.code, len(second.err_text.splitlines())) == (2, 1)
     assert "another job" in second.err_text
