@@ -1,4 +1,4 @@
-"""Errors for wrong arguments of public functions, worded from their annotations once a call has failed."""
+"""Explain wrong arguments of public functions by their annotations, once a call has failed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NUMBERS: dict[Any, type] = {int: Integral, float: Real}  # numpy's are of these
 
 
 def explained(function: Function) -> Function:
-    """A decorator: a call that fails because of a wrong argument raises an ArgumentError. Others pay for a frame."""
+    """Decorate a function so that a call with a wrong argument raises ArgumentError; other calls pay for a frame."""
 
     @wraps(function)
     def call(*args: Any, **named: Any) -> Any:
@@ -59,7 +59,7 @@ def require(function: Callable[..., Any], /, *args: Any, **named: Any) -> None:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of an annotated kind, as far as that can be told."""
+    """Compare a value with an annotation, as far as that can be told."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return any(_fits(value, each) for each in inner)

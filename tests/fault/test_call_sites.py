@@ -38,7 +38,7 @@ LONG = pytest.mark.long
     ids=lambda world: f"{world[0]}-{world[1]}",
 )
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """How many ranks there are, on how many hosts."""
+    """A number of ranks on a number of hosts."""
     islands, size = request.param
     if islands:
         divide_by(monkeypatch, ISLANDS[islands])

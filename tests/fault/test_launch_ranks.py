@@ -174,10 +174,8 @@ def test_worker_processes_return_objects_of_the_scripts_classes(launcher: Launch
                 context = multiprocessing.get_context(method)
                 loader = DataLoader(Items(), batch_size=1, num_workers=1, collate_fn=first,
                                     multiprocessing_context=context)
-                found = [*loader]
-                if method != 'forkserver':
-                    with ProcessPoolExecutor(1, context) as executor:
-                        found += executor.map(Item, [3])
+                with ProcessPoolExecutor(1, context) as executor, context.Pool(1) as pool:
+                    found = [*loader, *executor.map(Item, [3]), *pool.map(Item, [4])]
                 queue = context.SimpleQueue()
                 process = context.Process(target=put, args=(queue,))
                 process.start()
@@ -186,7 +184,7 @@ def test_worker_processes_return_objects_of_the_scripts_classes(launcher: Launch
                 print(method, [item.number for item in found if type(item) is Item])
     """
     script = launcher.script(text)
-    methods = {"fork": "[0, 1, 2, 3, 3]", "forkserver": "[0, 1, 2, 3]", "spawn": "[0, 1, 2, 3, 3]"}
+    methods = dict.fromkeys(("fork", "forkserver", "spawn"), "[0, 1, 2, 3, 4, 3]")
     by_path, by_module = launcher.run_all(["-q", script, *methods], ["-q", "-m", "script", "spawn"])
     assert by_path.out_lines == [f"[rank 0] {method} {found}" for method, found in methods.items()], by_path.err_text
     assert by_module.out_lines == [f"[rank 0] spawn {methods['spawn']}"], by_module.err_text

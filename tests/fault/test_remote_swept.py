@@ -46,7 +46,7 @@ def test_what_ranks_have_started_ends_with_all_of_phalanx_on_their_host(remote: 
     remote.check()
 
 
-def test_sweep_ends_what_one_agent_of_one_attempt_has_left_and_nothing_else() -> None:
+def test_sweep_ends_what_one_agent_of_one_attempt_has_left() -> None:
     environments = [{settings.AGENT: name} for name in ("job/1/1", "job/0/1", "job/1/10", "job/1")]
     sleepers = [subprocess.Popen(["/bin/sleep", "600"], env=own) for own in (*environments, {})]
     try:

@@ -91,7 +91,7 @@ def test_nothing_stays_of_a_checkpoint_whose_rank_was_killed_in_it(launcher: Lau
     assert outcome.out_lines == ["2 run.pt"]
 
 
-def test_attempts_are_as_many_as_asked_for_and_the_last_failure_is_the_jobs(launcher: Launcher) -> None:
+def test_attempts_are_counted_and_the_last_failure_is_the_jobs(launcher: Launcher) -> None:
     """Input is read on where the attempt before has stopped, and success ends the job."""
     fails = launcher.script("""
         import os, sys

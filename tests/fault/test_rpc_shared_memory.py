@@ -206,7 +206,7 @@ def chatter(peer: Peer, over: threading.Event, seed: int) -> None:
 
 
 @pytest.mark.parametrize("rounds", [10, pytest.param(300, marks=pytest.mark.long)], ids=["a few times", "many times"])
-def test_whatever_the_other_process_writes_into_shared_memory_ends_the_link_at_most(rounds: int) -> None:
+def test_garbage_in_shared_memory_ends_the_link_at_most(rounds: int) -> None:
     def rank(member: Member) -> None:
         holdings = Holdings.now()
         for number in range(rounds):

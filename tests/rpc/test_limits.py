@@ -172,7 +172,7 @@ def begun_in(path: Path) -> int:
     return len(path.read_bytes()) if path.exists() else 0
 
 
-def test_answers_that_a_slow_caller_does_not_take_hold_back_only_its_next_calls() -> None:
+def test_untaken_answers_hold_back_only_that_callers_next_calls() -> None:
     size, nbytes, count, fit = 3, 1 << 20, 40, 8
 
     def before(_: Member) -> None:
@@ -225,7 +225,7 @@ LONG = Codec(with_head, lambda head, buffers: len(head), unpickles=True)
 
 
 @pytest.mark.parametrize(("tcp", "nbytes"), [(False, 5 << 30), (True, 600 << 20)])
-def test_a_head_that_is_too_long_is_refused_as_an_argument_and_as_an_answer(tcp: bool, nbytes: int) -> None:
+def test_too_long_head_is_refused_as_argument_and_as_answer(tcp: bool, nbytes: int) -> None:
     def body(member: Member) -> Any:
         def serve(made: Agent) -> None:
             made.serve("long", lambda incoming, length: nbytes, codec=Codec(with_head, lambda *_: 0, unpickles=True))

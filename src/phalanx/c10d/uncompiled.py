@@ -32,7 +32,7 @@ def _skip(code: CodeType) -> None:
 
 
 def uncompiled(owner: _Owner) -> _Owner:
-    """A decorator of a class or a function: ``torch.compile`` neither compiles it nor traces into it."""
+    """Decorate a class or a function so that ``torch.compile`` neither compiles it nor traces into it."""
     for value in vars(owner).values() if isinstance(owner, type) else (owner,):
         function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         if isinstance(function, FunctionType):

@@ -70,7 +70,7 @@ def _with_command(words: list[str]) -> list[str]:
 
 
 def _in_one_line(error: click.ClickException) -> str:
-    """An error of click's as ours are."""
+    """Word an error of click's as ours are."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "phalanx"
     if isinstance(error, click.NoSuchOption):

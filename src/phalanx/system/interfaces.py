@@ -168,7 +168,7 @@ def outward_address(towards: Iterable[str] = (), environment: Mapping[str, str] 
 
 
 def outward_addresses(towards: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> list[str]:
-    """All addresses of :func:`outward_address`, the likeliest first; IPv6 and loopback only if there are no others."""
+    """Return all addresses of :func:`outward_address`, the likeliest first; IPv6 and loopback only without others."""
     chosen = chosen_interface(environment)
     found = chosen[1] if chosen is not None else list(dict.fromkeys(_outward(towards, environment)))
     found = [address for address in found if not is_loopback(address) and "%" not in address] or found
@@ -176,7 +176,7 @@ def outward_addresses(towards: Iterable[str] = (), environment: Mapping[str, str
 
 
 def listening_address(addresses: Sequence[str]) -> str:
-    """Where to listen so that others can connect to each of these addresses of this host: on it, or on all."""
+    """Return the address to bind a listener to: the only one of these, or the wildcard if there are several."""
     return addresses[0] if len(addresses) == 1 else "::" if ":" in addresses[0] else "0.0.0.0"
 
 

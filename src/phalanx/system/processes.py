@@ -321,7 +321,7 @@ def kill(pid: int) -> bool:
 
 
 def is_resource_tracker(pid: int) -> bool:
-    """Whether a process is to remove multiprocessing's semaphores and memory, when nobody holds its pipe."""
+    """Recognise multiprocessing's resource tracker, which removes semaphores and memory once its pipe is closed."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
         return b"multiprocessing.resource_tracker" in file.read()
     return False

@@ -83,7 +83,7 @@ def shown(place: str) -> str:
 
 
 def call_site(site: CallSite | None = None) -> str:
-    """Where this thread's call was made, for people, with the thread's name if it is not the main one; may be empty."""
+    """Name the line of this thread's call for people, with the thread unless it is the main one; may be empty."""
     place, thread = shown(text_of(site or capture(2))), threading.current_thread()
     if thread is threading.main_thread() or getattr(running, "site", None) is not None:
         return place

@@ -1,4 +1,4 @@
-"""How far a process has come, from three words of its flight recorder: for those who look often."""
+"""Read a process's progress from three words of its flight recorder, cheaply enough to be done often."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Axis:
 
     @property
     def labels(self) -> list[str]:
-        """What stands at the left of each fifth."""
+        """Label the left end of each fifth of the axis."""
         quarter = (self._last - self._first) / 4
         return [*(f"−{duration(quarter * left)}" for left in (4, 3, 2, 1)), f"wait, {duration(self._now - self._last)}"]
 

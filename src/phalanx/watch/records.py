@@ -378,7 +378,7 @@ def copy_memory(address: int, first: int = 0) -> RecorderCopy | None:
 
 
 def in_words(found: RecorderCopy | None) -> Recording | None:
-    """All of a copy."""
+    """Turn a copy of a recorder into its operations with their texts; None for None."""
     if found is None:
         return None
     records = sorted(map(found.record, range(len(found.seen))), key=lambda record: record.number)

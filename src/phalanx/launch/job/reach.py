@@ -1,4 +1,4 @@
-"""Which of a job's hosts are other machines, and the addresses by which they reach this one."""
+"""Find which of a job's hosts are other machines, and the addresses by which they reach this one."""
 
 from __future__ import annotations
 

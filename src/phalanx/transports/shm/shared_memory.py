@@ -50,7 +50,7 @@ def share_memory(local: Communicator, nbytes: int) -> torch.Tensor:
         # If rank 0 has died, so that there is nothing to open, this says so.
         local.barrier()
         if isinstance(refused, FileNotFoundError):
-            local.barrier()  # rank 0 has ended after it had come to the barrier above; no rank passes this one
+            local.barrier()  # rank 0 was killed after it had come to the barrier above: this names it
         if refused is not None:
             raise refused
         return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
