@@ -13,10 +13,6 @@ and Gloo between.
 
     python -m tests.conformance.torch_suite --ranks 4 --hosts 2
 
-With ``--mpiexec`` the tests run on the backend ``mpi`` in ranks that a real mpiexec has started.
-
-    python -m tests.conformance.torch_suite --ranks 3 --mpiexec .venv-mpi/mpich/bin/mpiexec
-
 Ends with 1 if a test fails that is not listed in ``EXPECTED``, or passes although it is.
 """
 
@@ -33,7 +29,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.conformance.mpi_job import MpiJob
 from tests.support.islands import pretend_host
 
 # test -> why it cannot pass under another name than Gloo's own
@@ -50,7 +45,6 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--under", choices=["gloo", "mpi"], help="evaluate skip conditions for this name")
-    parser.add_argument("--mpiexec", metavar="PROGRAM", help="run on the backend mpi, in ranks that this starts")
     parser.add_argument("--hosts", type=int, default=1, help="the ranks take themselves for ranks of so many hosts")
     parser.add_argument("--filter", default="", metavar="REGEX", help="only the tests whose name matches")
     parser.add_argument("--test-timeout", type=int, default=60, metavar="SECONDS")
@@ -97,12 +91,12 @@ class Report(unittest.TextTestResult):
         return (errors or lines)[-1][:200]
 
 
-def case_for(backend: str, alias: str | None = None) -> Any:
-    """Import torch's suite, for a backend, with the skip conditions of that name or of another one."""
+def case_for(alias: str | None) -> Any:
+    """Import torch's suite for phalanx, with the skip conditions of that name or of another one."""
     from torch.testing._internal import common_distributed as common
 
     for feature in ("ddp", "subgroup", "plugin"):
-        common.DistTestCases.backend_feature[feature].update({backend, alias or backend})
+        common.DistTestCases.backend_feature[feature].update({"phalanx", alias or "phalanx"})
     common.DistTestCases.skip_collective["allgather_coalesced"].discard("mpi")
     from torch.testing._internal.distributed import distributed_test
 
@@ -127,7 +121,7 @@ def case_for(backend: str, alias: str | None = None) -> Any:
             def __hash__(self) -> int:
                 return hash(alias)
 
-        distributed_test.BACKEND = Alias(backend)
+        distributed_test.BACKEND = Alias("phalanx")
 
     class Case(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
         pass
@@ -135,11 +129,11 @@ def case_for(backend: str, alias: str | None = None) -> Any:
     return Case
 
 
-def suite_for(options: argparse.Namespace, job: MpiJob | None) -> unittest.TestSuite:
-    """The tests, made to fork their ranks (ten times quicker than spawning), or to use those of ``job``."""
+def suite_for(options: argparse.Namespace) -> unittest.TestSuite:
+    """The tests, made to fork their ranks, which is ten times quicker than spawning."""
     import torch
 
-    case = case_for("mpi") if job else case_for("phalanx", options.under)
+    case = case_for(options.under)
 
     class Forked(case):  # type: ignore[valid-type, misc]
         @classmethod
@@ -161,14 +155,8 @@ def suite_for(options: argparse.Namespace, job: MpiJob | None) -> unittest.TestS
                     process.kill()
                     process.join(5)
 
-    class Started(case):  # type: ignore[valid-type, misc]
-        def _join_processes(self, test: Any) -> None:
-            assert job is not None
-            job.do(self._testMethodName)
-
-    chosen = Started if job else Forked
-    names = unittest.TestLoader().getTestCaseNames(chosen)
-    return unittest.TestSuite(chosen(name) for name in names if re.search(options.filter, name))
+    names = unittest.TestLoader().getTestCaseNames(Forked)
+    return unittest.TestSuite(Forked(name) for name in names if re.search(options.filter, name))
 
 
 def main() -> int:
@@ -177,19 +165,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="phalanx-conformance-") as folder:
         (Path(folder) / "barrier").mkdir()
         os.environ.update(
-            BACKEND="mpi" if options.mpiexec else options.under or "phalanx",
+            BACKEND=options.under or "phalanx",
             WORLD_SIZE=str(options.ranks),
             TEMP_DIR=folder,
             DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(options.test_timeout),
             OMP_NUM_THREADS="1",
             GLOO_SOCKET_IFNAME="lo",
         )
-        job = MpiJob(options.mpiexec, options.ranks, Path(folder), options.test_timeout) if options.mpiexec else None
         with open(os.devnull, "w") as nowhere:
             runner = unittest.TextTestRunner(stream=nowhere, resultclass=Report, verbosity=0)
-            report = runner.run(suite_for(options, job))
-        if job:
-            job.close()
+            report = runner.run(suite_for(options))
     assert isinstance(report, Report)
     skipped = Counter(reason for status, reason in report.statuses.values() if status == "skip")
     for reason, count in skipped.most_common():
@@ -203,7 +188,6 @@ def main() -> int:
         print(f"UNEXPECTED: {name}")
     under = f" under the name of {options.under}" if options.under else ""
     under += f" of {options.hosts} hosts" if options.hosts > 1 else ""
-    under = f" started by {options.mpiexec}" if options.mpiexec else under
     print(f"{options.ranks} ranks{under}: {len(passed)} passed, {len(failed)} failed, {sum(skipped.values())} skipped")
     return 1 if unexpected else 0
 

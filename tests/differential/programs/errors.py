@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from tests.differential.program import program, raised
+from tests.differential.program import Raised, program, raised
 from tests.support.ranks import Member
 
 
@@ -18,7 +18,6 @@ def ones(count: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(count, dtype=dtype)
 
 
-UNEVEN = "all_to_all_single of sizes that do not divide"
 # Each rank makes the same wrong call, and nothing is sent.
 REFUSED: dict[str, Callable[[int, int], Any]] = {
     "all_gather of too few outputs": lambda r, n: dist.all_gather([ones()] * (n - 1), ones()),
@@ -55,13 +54,17 @@ REFUSED: dict[str, Callable[[int, int], Any]] = {
 }
 
 
+def error_of(call: Callable[[], Any]) -> Any:
+    answer = raised(call)
+    return answer if isinstance(answer, Raised) else None
+
+
 def exchange_of_uneven_sizes(member: Member) -> Any:
     count = 3 * member.size + 1
-    answer = raised(lambda: dist.all_to_all_single(ones(count), ones(count)))
-    return answer if type(answer).__name__ == "Raised" else None
+    return error_of(lambda: dist.all_to_all_single(ones(count), ones(count)))
 
 
-@program(sizes=(2,), differs=UNEVEN, equal_from="2.15")
+@program(sizes=(2,), differs="all_to_all_single of sizes that do not divide", equal_from="2.15")
 def uneven_sizes_of_bytes_that_divide(member: Member) -> Any:
     return exchange_of_uneven_sizes(member)
 
@@ -73,8 +76,7 @@ def uneven_sizes(member: Member) -> Any:
 
 @program(cases=REFUSED)
 def refused(member: Member, call: Callable[[int, int], Any]) -> Any:
-    answer = raised(lambda: call(member.rank, member.size))
-    return answer if type(answer).__name__ == "Raised" else None
+    return error_of(lambda: call(member.rank, member.size))
 
 
 @program(alone=True)
@@ -92,7 +94,7 @@ def all_in_a_group(member: Member, timeout_s: float) -> Any:
     return group
 
 
-@program(alone=True, short=2)
+@program(alone=True, long=True)
 def a_rank_that_does_not_come(member: Member) -> Any:
     group = all_in_a_group(member, 2)
     if member.rank == member.size - 1:
@@ -100,33 +102,7 @@ def a_rank_that_does_not_come(member: Member) -> Any:
     return raised(lambda: dist.all_reduce(ones(), group=group), gives="summed")
 
 
-@program(alone=True, short=2)
-def a_message_that_does_not_come(member: Member) -> Any:
-    # Gloo keeps for its messages the timeout with which the group was made.
-    group = dist.new_group(list(range(member.size)), timeout=timedelta(seconds=10))
-    if member.rank:
-        return "elsewhere"
-    return raised(lambda: dist.recv(ones(), 1, group=group))
-
-
-@program(alone=True, short=2)
-def a_wait_with_a_timeout(member: Member) -> Any:
-    if member.rank == member.size - 1:
-        return "elsewhere"
-    work = dist.all_reduce(ones(), async_op=True)
-    assert work is not None
-    return raised(lambda: work.wait(timedelta(seconds=1)))
-
-
-@program(alone=True)
-def a_timeout_of_the_call(member: Member) -> Any:
-    group: Any = dist.group.WORLD
-    if member.rank == member.size - 1:
-        return "elsewhere"
-    return raised(lambda: group.allreduce([ones()], timeout=timedelta(seconds=1)).wait(), gives="summed")
-
-
-@program(alone=True, short=2)
+@program(alone=True, long=True)
 def another_operation(member: Member) -> Any:
     group = all_in_a_group(member, 3)
     tensor = ones()

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.differential.calls import CALLS, Call, send_and_receive
 from tests.differential.program import program
 from tests.differential.programs.data_parallel import batch, model
-from tests.differential.programs.forms_of_call import CALLS, Call
 from tests.support.ranks import Member
+
+CPU = [ProfilerActivity.CPU]
+NAMES = ("all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_to_all_single")
 
 
 def counted(names: Any) -> dict[str, int]:
@@ -25,38 +26,27 @@ def counted(names: Any) -> dict[str, int]:
     return dict(sorted(Counter(name for name in plain if name.startswith(("gloo:", "c10d::"))).items()))
 
 
-NAMES = dict.fromkeys(
-    ("all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_to_all_single"), "Names in a profile"
-)
+def events_of(profiler: Any) -> dict[str, int]:
+    return counted(event.name for event in profiler.events() or [])
 
 
-@program(cases=CALLS, differs=NAMES)
+@program(cases=CALLS, differs=dict.fromkeys(NAMES, "Names in a profile"))
 def profiled(member: Member, call: Call) -> Any:
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        call(None, False)
-        work, _ = call(None, True)
-        work.wait()
-    return counted(event.name for event in profiler.events() or [])
+    with profile(activities=CPU) as profiler:
+        call(torch.ones(4))
+        call(torch.ones(4), None, True)[0].wait()
+    return events_of(profiler)
 
 
 @program()
-def profiled_messages(member: Member) -> Any:
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        received = torch.zeros(2)
-        work = dist.isend(torch.ones(2), (member.rank + 1) % member.size)
-        dist.recv(received, (member.rank - 1) % member.size)
-        assert work is not None
-        work.wait()
-    return counted(event.name for event in profiler.events() or [])
-
-
-@program()
-def profiled_data_parallel(member: Member) -> Any:
+def profiled_messages_and_data_parallel(member: Member) -> Any:
     net = DistributedDataParallel(model())
     net(batch(member, 0)).sum().backward()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=CPU) as messages:
+        send_and_receive(torch.ones(2))
+    with profile(activities=CPU) as training:
         net(batch(member, 0)).sum().backward()
-    return counted(event.name for event in profiler.events() or [])
+    return events_of(messages), events_of(training)
 
 
 class Seen(TorchDispatchMode):
@@ -72,32 +62,8 @@ class Seen(TorchDispatchMode):
 @program(cases=CALLS)
 def under_a_dispatch_mode(member: Member, call: Call) -> Any:
     with Seen() as seen:
-        _, filled = call(None, False)
-    return [name for name in seen.names if name.startswith("c10d")], filled
-
-
-@program(cases=CALLS)
-def counted_by_comm_debug_mode(member: Member, call: Call) -> Any:
+        _, filled = call(torch.ones(4))
     with CommDebugMode() as mode:
-        call(None, False)
-    return mode.get_total_counts(), {str(name): count for name, count in mode.get_comm_counts().items()}
-
-
-@program()
-def execution_trace(member: Member) -> Any:
-    path = member.folder / f"trace-{dist.get_backend()}-{member.rank}.json"
-    observer = ExecutionTraceObserver()
-    observer.register_callback(str(path))
-    with profile(activities=[ProfilerActivity.CPU], execution_trace_observer=observer):
-        dist.all_reduce(torch.ones(3))
-        dist.broadcast(torch.ones(3), 0)
-    observer.unregister_callback()
-    return counted(node["name"] for node in json.loads(path.read_text())["nodes"])
-
-
-@program()
-def shapes_in_the_profile(member: Member) -> Any:
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-        dist.all_reduce(torch.ones(3, 5))
-    names = ("gloo:all_reduce", "phalanx:all_reduce")
-    return [event.input_shapes for event in profiler.events() or [] if event.name in names]
+        call(torch.ones(4))
+    counts = {str(name): count for name, count in mode.get_comm_counts().items()}
+    return [name for name in seen.names if name.startswith("c10d")], filled, mode.get_total_counts(), counts
