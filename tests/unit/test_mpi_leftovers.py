@@ -40,7 +40,7 @@ def next_launch() -> None:
     SharedMemoryWatch().close()
 
 
-def killed_keeper(file: Path, *, noted: bool = True, of_another: bool = False) -> None:
+def killed_keeper(file: Path, *, of_another: bool = False) -> None:
     """A keeper, and a rank that makes a file, which are both killed at once."""
     pid = os.fork()
     if not pid:
@@ -49,8 +49,7 @@ def killed_keeper(file: Path, *, noted: bool = True, of_another: bool = False) -
             made.truncate(4096)
             if of_another:
                 os.fchown(made.fileno(), NOBODY, NOBODY)
-            if noted:
-                watch.poll([os.getpid()])
+            watch.poll([os.getpid()])
         os._exit(9)  # without anything that it would do at its end
     os.waitpid(pid, 0)
 
@@ -75,11 +74,7 @@ def test_file_of_another_user_is_left(notes: Path, file: Path) -> None:
     assert file.exists()
 
 
-def test_file_that_was_not_noted_or_has_taken_the_name_is_left(notes: Path, file: Path) -> None:
-    killed_keeper(file, noted=False)
-    next_launch()
-    assert file.exists()
-    file.unlink()
+def test_file_that_has_taken_the_name_is_left(notes: Path, file: Path) -> None:
     killed_keeper(file)
     other = file.with_name(f"{file.name}x")
     other.touch()
@@ -179,27 +174,19 @@ def test_folder_of_a_launcher_is_removed_once_it_has_ended(notes: Path, launcher
     assert (precious / "file").exists()
 
 
-@pytest.mark.parametrize("is_link", [False, True])
-def test_what_has_taken_the_place_of_a_folder_is_left(notes: Path, launcher: Launcher, is_link: bool) -> None:
-    launcher.kill()
-    moved = launcher.folder.with_name("moved")
-    launcher.folder.rename(moved)
-    if is_link:
-        launcher.folder.symlink_to(moved)
-    else:
-        launcher.folder.mkdir()
-    next_launch()
-    assert launcher.folder.is_symlink() == is_link
-    assert launcher.folder.exists()
-    assert (moved / "1" / "session").exists()
-    assert not notes.exists()
-
-
-def test_folder_of_another_user_is_left(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_has_taken_the_place_or_is_anothers_is_left(
+    notes: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launcher.kill()
     status = launcher.folder.stat()
     folder = SessionFolder(str(launcher.folder), status.st_dev, status.st_ino, launcher.pid, 1)
     with monkeypatch.context() as patched:
         patched.setattr(os, "geteuid", lambda: status.st_uid + 1)
         assert folder.remove()
-    assert (launcher.folder / "1" / "session").exists()
+    moved = launcher.folder.with_name("moved")
+    launcher.folder.rename(moved)
+    launcher.folder.symlink_to(moved)
+    next_launch()
+    assert launcher.folder.is_symlink()
+    assert (moved / "1" / "session").exists()
+    assert not notes.exists()

@@ -6,8 +6,8 @@ Usage: trl_sft.py FOLDER; each rank leaves what it has trained there.
 import sys
 
 import torch
-import torch.distributed as dist
 from datasets import Dataset
+from tests.frameworks.programs.leaving import leave
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -56,16 +56,12 @@ def main() -> None:
     )
     trainer = SFTTrainer(model=model, args=arguments, train_dataset=sentences(), processing_class=tokenizer)
     trainer.train()
-    torch.save(
-        {
-            "rank": arguments.process_index,
-            "world_size": arguments.world_size,
-            "backend": dist.get_backend() if dist.is_initialized() else None,
-            "group": type(dist.group.WORLD).__name__,
-            "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-            "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]),
-        },
-        f"{folder}/{arguments.process_index}.pt",
+    leave(
+        folder,
+        arguments.process_index,
+        arguments.world_size,
+        [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        model.parameters(),
     )
 
 
