@@ -19,10 +19,8 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from ctypes import addressof
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -32,13 +30,11 @@ import pytest
 import torch
 from tests.support.mutations import changed
 from tests.support.ranks import on_ranks
-from torch.distributed import DistStoreError
 
 from phalanx.commands.run import run as run_command
-from phalanx.errors import ArgumentError, EncodingError, InitializationError, LaunchError
+from phalanx.errors import EncodingError, LaunchError
 from phalanx.launch.job.config_file import read_config
 from phalanx.launch.output import report as rank_report
-from phalanx.launch.rank.trace import Trace, open_trace
 from phalanx.launch.relay.channel import Channel, Lost
 from phalanx.launch.running import jobs
 from phalanx.native.core import RECORDER_BYTES
@@ -46,16 +42,12 @@ from phalanx.rpc.failure import Failure
 from phalanx.rpc.links.contract import Link
 from phalanx.rpc.links.image import Box, Damaged, pack, received
 from phalanx.rpc.links.shared import SharedHub
-from phalanx.rpc.links.wire_format import Layout
 from phalanx.rpc.members import Member
 from phalanx.rpc.message import Kind, Message
 from phalanx.rpc.network import answer_of
-from phalanx.rpc.services import _LENGTH, _decode_call
-from phalanx.rpc.typed import Signature, decode_call, encode_call
+from phalanx.rpc.typed import decode_call, encode_call
 from phalanx.store import requests
 from phalanx.store.claim import Claim, Verdict
-from phalanx.store.client import JobStore
-from phalanx.store.company import Company
 from phalanx.store.seats import Seats
 from phalanx.store.table import Table
 from phalanx.store.torch_requests import Conversation, TorchTable
@@ -71,11 +63,10 @@ from phalanx.watch.seen_values import seen_to_json
 from phalanx.watch.stack_text import frames_of
 from phalanx.watch.verdict import Seen, judge
 from phalanx.watch.verdict import Verdict as HangVerdict
-from phalanx.wire.encryption import Exchange
-from phalanx.wire.framing import LONGEST_UNPROVEN, Malformed, end_of_frame, frame
+from phalanx.wire.framing import Malformed, frame
 from phalanx.wire.key import Key
 from phalanx.wire.proof import Challenge, NoProof, PassedOn, Response, WrongKey
-from phalanx.wire.session import TAG_BYTES, Session
+from phalanx.wire.session import Session
 
 SCALE = int(os.environ.get("PHALANX_STRESS_SCALE", "1"))
 INPUTS = 5_000 * SCALE
@@ -150,32 +141,8 @@ def of_the_handshake() -> Iterator[Parser]:
         assert said in (None, b"welcome")
         return said
 
-    def lengths(data: bytes) -> object:
-        at = 0
-        while (end := end_of_frame(data, at, shortest=1, longest=LONGEST_UNPROVEN)) is not None and end <= len(data):
-            assert at < end
-            at = end
-        return at or None
-
-    sealed = session(is_listener=False).seal(b"a message")
-
-    def message(data: bytes) -> bool:
-        session(is_listener=True).check(bytearray(data), max(0, len(data) - TAG_BYTES))
-        assert data == sealed
-        return True
-
-    def public_key(data: bytes) -> object:
-        return Exchange().session(session(is_listener=True), data.decode("utf-8", "surrogateescape"), is_listener=True)
-
-    def greeting(data: bytes) -> object:
-        return Response(KEY, ROLE, data, HERE, b"")
-
     yield Parser("a caller's proof", proofs, proof, (NoProof, WrongKey, PassedOn))
-    yield Parser("a listener's greeting", [challenge.greeting], greeting, (NoProof,))
     yield Parser("a listener's verdict", [proven.answer(b"welcome")], verdict, (NoProof, WrongKey))
-    yield Parser("the lengths of frames", [frame(b"one") + frame(b"two", b"three")], lengths, (Malformed,))
-    yield Parser("a message with its digest", [sealed], message, (Malformed,))
-    yield Parser("a key for encryption", [Exchange().public.encode()], public_key, (Malformed,), 0.2)
 
 
 def of_the_store() -> Iterator[Parser]:
@@ -207,33 +174,8 @@ def of_the_store() -> Iterator[Parser]:
         assert len(answers) == 1 or code in (requests.READ, requests.WAIT)
         return True
 
-    def answer(data: bytes) -> object:
-        """A rank's own store, which is given this answer to whatever it asks."""
-        length = requests.length_of(data)
-        if length is None or length > len(data):
-            return None
-        heard = requests.unpack(data, length)
-        store = JobStore(cast(Any, SimpleNamespace(call=lambda *_: heard, company=Company())), timedelta(seconds=1))
-        asked: list[Callable[[], object]] = [
-            lambda: store.get("a"),
-            lambda: store.multi_get(["a", "b"]),
-            lambda: store.add("a", 1),
-            lambda: store.compare_set("a", "b", "c"),
-            lambda: store.check(["a"]),
-            lambda: store.list_keys(),
-            lambda: store.wait_for_all(1.0),
-        ]
-        done: list[object] = []
-        for ask in asked:
-            with suppress(DistStoreError, InitializationError):
-                done.append(ask())
-        return done or None
-
     asked = [requests.pack(code, 5, [b"a", b"b", b"c"][:count]) for code in range(1, 15) for count in range(4)]
-    told = [requests.pack(code, 5, [b"a", b"b"][:count]) for code in range(6) for count in range(3)]
-    refused = (Malformed, DistStoreError, InitializationError)
     yield Parser("a request to the store", asked, request, (Malformed,))
-    yield Parser("an answer of the store", told, answer, refused, 0.3)
 
     def torch_request(data: bytes) -> bool:
         Conversation(TorchTable(), lambda answer: None).hear(data)
@@ -296,14 +238,6 @@ def example(x: torch.Tensor, count: int, names: list[str], scale: float = 1.0) -
 
 
 def of_workers() -> Iterator[Parser]:
-    def layout(data: bytes) -> object:
-        found, end = Layout.decode(memoryview(data))
-        assert end + found.head_nbytes <= len(data)
-        return found
-
-    good = Layout(Kind.REQUEST, 7, "a service", 4, [1, 2, 3]).encode() + b"head"
-    yield Parser("the layout of a call", [good], layout, (Malformed,))
-
     image = pack(Message(Kind.REQUEST, 1, "call", pickle.dumps(Bomb()), [memoryview(b"abc")]), Link.SMALL_BYTES)
     assert image is not None
     box = Box()
@@ -323,17 +257,10 @@ def of_workers() -> Iterator[Parser]:
     yield Parser("the claim of a worker", [fields], lambda data: Member.from_claim(json.loads(data)), named)
 
     head, buffers = encode_call(example, (torch.ones(3), 2, ["a", "b"]), {"scale": 2.0})
-    of_service = _LENGTH.pack(len("example")) + b"example" + bytes(head)
-    signatures = {"example": Signature(example)}
-
-    def service(data: bytes) -> object:
-        return _decode_call("a service", signatures, data, buffers)
-
     failure = Failure(b"", "ValueError", "a text", "a traceback").encode()
     yield Parser(
         "a call without pickle", [bytes(head)], lambda data: decode_call(example, data, buffers), (EncodingError,)
     )
-    yield Parser("a call of a service", [of_service], service, (EncodingError, ArgumentError))
     yield Parser("the failure of a call", [failure], Failure.decode, (EncodingError,))
 
     hub = SharedHub.__new__(SharedHub)
@@ -379,17 +306,7 @@ def of_memory() -> Iterator[Parser]:
     yield Parser("the description of a job", [lines], lambda data: jobs._read(f"/proc/self/fd/{in_memory(data)}"))
     yield Parser("the report of a rank that failed", reports, of_rank)
 
-    traced = open_trace("phalanx-test")
-
-    def trace(data: bytes) -> object:
-        os.pwrite(traced, data[:2000].ljust(2000, b"\0"), 0)
-        os.pwrite(traced, data[2000:4000].ljust(2000, b"\0"), 4096)
-        read = Trace(traced, "phalanx-test")
-        assert read.stage(0) is not None
-        return read.asked(0), read.operation(0), read.take([0])
-
     stacks = b'Thread 0x1 (most recent call first):\n  File "a.py", line 3 in main\n'
-    yield Parser("the trace of a rank", [b"\2\0\0\0\1\0\0\0asked" + bytes(1990) + stacks], trace)
     yield Parser("the stacks of a rank", [stacks], lambda data: frames_of(data.decode(errors="replace")) or None)
 
     kept = os.memfd_create("recorder")

@@ -116,17 +116,6 @@ def test_loader_in_use_takes_a_state_too(make: Any) -> None:
     assert rest == passes(make(), 1)[0][:1]
 
 
-def test_pass_that_is_broken_off_is_not_repeated_unless_its_state_is_loaded() -> None:
-    whole = passes(loader_of(shuffle=True), 2)
-    loader = loader_of(shuffle=True, num_workers=1)
-    for _ in loader:
-        break
-    state = loader.state_dict()
-    assert [numbers(batch) for batch in loader] == whole[1]
-    loader.load_state_dict(state)
-    assert [numbers(batch) for batch in loader] == whole[0][1:]
-
-
 @pytest.mark.parametrize("make", [loader_of, stream_of])
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1)])
 def test_an_epoch_goes_on_at_another_world_size_without_loss_or_repeat(make: Any, before: int, after: int) -> None:
@@ -144,18 +133,6 @@ def test_an_epoch_goes_on_at_another_world_size_without_loss_or_repeat(make: Any
     # The global batch has as many items as before, so it has the same ones.
     assert sorted(i for batches in rest for i in batches[0]) == list(range(18, 24))
     assert len({len(batches) for batches in rest}) == 1
-
-
-@pytest.mark.parametrize("make", [loader_of, stream_of])
-def test_rest_with_fewer_items_than_ranks_is_refused(make: Any) -> None:
-    loader = make(batch_size=10, length=12)
-    next(iter(loader))
-    state = {**loader.state_dict(), "items": 10}  # as after a run whose last batch was of two items
-    with pytest.raises(ArgumentError, match=r"2 items are left of epoch 0, .* 3 ranks|2 items are left of epoch 0"):
-        for rank in range(3):
-            resumed = make(rank, 3, batch_size=3, length=12)
-            resumed.load_state_dict(state)
-            list(resumed)
 
 
 def test_state_of_another_order_is_refused() -> None:

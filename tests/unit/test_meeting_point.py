@@ -301,22 +301,21 @@ def among_threads() -> Broadcast:
     return broadcast
 
 
-def test_others_get_the_reason_if_rank_0_cannot_listen(meetings: Meetings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PHALANX_INTERFACE", "nope0")
+@pytest.mark.parametrize("listens", [True, False])
+def test_ranks_meet_by_a_broadcast_or_get_the_reason_of_rank_0(
+    meetings: Meetings, monkeypatch: pytest.MonkeyPatch, listens: bool
+) -> None:
+    if not listens:
+        monkeypatch.setenv("PHALANX_INTERFACE", "nope0")
     place = replace(read_environment(HYDRA, []).place(), world_size=2, local_world_size=1)
     broadcast = among_threads()
     for rank in (0, 1):
         meetings.start(replace(place, rank=rank), broadcast=broadcast)
-    meetings.end()
-    assert str(meetings.errors[0]) == str(meetings.errors[1])
-    assert "rank 0 could not listen: PHALANX_INTERFACE=nope0: " in str(meetings.errors[1])
-
-
-def test_a_broadcast_serves_where_no_variable_does(meetings: Meetings) -> None:
-    place = replace(read_environment(HYDRA, []).place(), world_size=2)
-    broadcast = among_threads()
-    for rank in (0, 1):
-        meetings.start(replace(place, rank=rank), broadcast=broadcast)
-    stores = meetings.join()
-    stores[0].set("a", "b")
-    assert stores[1].get("a") == b"b"
+    if listens:
+        stores = meetings.join()
+        stores[0].set("a", "b")
+        assert stores[1].get("a") == b"b"
+    else:
+        meetings.end()
+        assert str(meetings.errors[0]) == str(meetings.errors[1])
+        assert "rank 0 could not listen: PHALANX_INTERFACE=nope0: " in str(meetings.errors[1])

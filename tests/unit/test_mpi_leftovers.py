@@ -66,21 +66,16 @@ def test_file_of_a_killed_job_is_removed_once_nobody_holds_it(notes: Path, file:
     assert not notes.exists()
 
 
-@needs_another_user
-def test_file_of_another_user_is_left(notes: Path, file: Path) -> None:
-    killed_keeper(file, of_another=True)
+@pytest.mark.parametrize("of_another", [False, pytest.param(True, marks=needs_another_user)])
+def test_file_of_another_user_or_another_file_of_the_name_is_left(notes: Path, file: Path, of_another: bool) -> None:
+    killed_keeper(file, of_another=of_another)
+    if not of_another:
+        other = file.with_name(f"{file.name}x")
+        other.touch()
+        other.rename(file)
+    next_launch()
+    assert file.exists()
     assert not notes.exists()
-    next_launch()
-    assert file.exists()
-
-
-def test_file_that_has_taken_the_name_is_left(notes: Path, file: Path) -> None:
-    killed_keeper(file)
-    other = file.with_name(f"{file.name}x")
-    other.touch()
-    other.rename(file)
-    next_launch()
-    assert file.exists()
 
 
 @pytest.mark.usefixtures("notes")
