@@ -23,7 +23,6 @@ import os
 import re
 import sys
 import tempfile
-import time
 import unittest
 from collections import Counter
 from pathlib import Path
@@ -49,46 +48,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--filter", default="", metavar="REGEX", help="only the tests whose name matches")
     parser.add_argument("--test-timeout", type=int, default=60, metavar="SECONDS")
     return parser.parse_args()
-
-
-class Report(unittest.TextTestResult):
-    """Prints a line per test and keeps what happened."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.statuses: dict[str, tuple[str, str]] = {}
-        self._started = 0.0
-
-    def startTest(self, test: unittest.TestCase) -> None:  # noqa: N802 - unittest's name
-        self._started = time.monotonic()
-        super().startTest(test)
-
-    def addSuccess(self, test: unittest.TestCase) -> None:  # noqa: N802
-        super().addSuccess(test)
-        self._note(test, "pass")
-
-    def addSkip(self, test: unittest.TestCase, reason: str) -> None:  # noqa: N802
-        super().addSkip(test, reason)
-        self._note(test, "skip", reason)
-
-    def addFailure(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
-        super().addFailure(test, err)
-        self._note(test, "fail", self._reason(test, err))
-
-    def addError(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
-        super().addError(test, err)
-        self._note(test, "fail", self._reason(test, err))
-
-    def _note(self, test: unittest.TestCase, status: str, reason: str = "") -> None:
-        name = test.id().rpartition(".")[2]
-        self.statuses[name] = (status, reason)
-        if status != "skip":
-            print(f"{status}  {time.monotonic() - self._started:6.2f} s  {name}  {reason}", flush=True)
-
-    def _reason(self, test: unittest.TestCase, err: Any) -> str:
-        lines: list[str] = self._exc_info_to_string(err, test).splitlines()  # type: ignore[attr-defined]
-        errors = [line for line in lines if re.match(r"\w*(\.\w+)*(Error|Exception|Mismatch|Lost|Timeout)\b", line)]
-        return (errors or lines)[-1][:200]
 
 
 def case_for(alias: str | None) -> Any:
@@ -172,15 +131,14 @@ def main() -> int:
             OMP_NUM_THREADS="1",
             GLOO_SOCKET_IFNAME="lo",
         )
-        with open(os.devnull, "w") as nowhere:
-            runner = unittest.TextTestRunner(stream=nowhere, resultclass=Report, verbosity=0)
-            report = runner.run(suite_for(options))
-    assert isinstance(report, Report)
-    skipped = Counter(reason for status, reason in report.statuses.values() if status == "skip")
+        suite = suite_for(options)
+        names = {name_of(test) for test in suite}
+        result = unittest.TextTestRunner(stream=sys.stdout, verbosity=2).run(suite)
+    skipped = Counter(reason for _, reason in result.skipped)
     for reason, count in skipped.most_common():
         print(f"skipped {count:4}  {reason}")
-    failed = {name for name, (status, _) in report.statuses.items() if status == "fail"}
-    passed = {name for name, (status, _) in report.statuses.items() if status == "pass"}
+    failed = {name_of(test) for test, _ in [*result.failures, *result.errors]}
+    passed = names - failed - {name_of(test) for test, _ in result.skipped}
     unexpected = sorted(failed - EXPECTED.keys()) + sorted(f"{name} (passes)" for name in passed & EXPECTED.keys())
     for name in sorted(failed & EXPECTED.keys()):
         print(f"expected: {name}: {EXPECTED[name]}")
@@ -190,6 +148,11 @@ def main() -> int:
     under += f" of {options.hosts} hosts" if options.hosts > 1 else ""
     print(f"{options.ranks} ranks{under}: {len(passed)} passed, {len(failed)} failed, {sum(skipped.values())} skipped")
     return 1 if unexpected else 0
+
+
+def name_of(test: unittest.TestCase | unittest.TestSuite) -> str:
+    assert isinstance(test, unittest.TestCase)
+    return test.id().rpartition(".")[2]
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import pickle
 import random
 import resource
 import signal
-import socket
 import sys
 import traceback
 import warnings
@@ -35,7 +34,6 @@ from phalanx.commands.run import run as run_command
 from phalanx.errors import EncodingError, LaunchError
 from phalanx.launch.job.config_file import read_config
 from phalanx.launch.output import report as rank_report
-from phalanx.launch.relay.channel import Channel, Lost
 from phalanx.launch.running import jobs
 from phalanx.native.core import RECORDER_BYTES
 from phalanx.rpc.failure import Failure
@@ -191,18 +189,6 @@ def of_the_store() -> Iterator[Parser]:
 
 def of_ranks() -> Iterator[Parser]:
     """What ranks and hosts of a job tell each other, or write into a store where anybody may write who reaches it."""
-
-    def keeper(data: bytes) -> object:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            theirs.sendall(data[: 1 << 15])
-            theirs.shutdown(socket.SHUT_WR)
-            return Channel(ours, session(is_listener=True)).receive() or None
-
-    of_keeper = session(is_listener=False)
-    yield Parser(
-        "the frames of a keeper", [of_keeper.seal(frame(b"m{}")) + of_keeper.seal(frame(b"o"))], keeper, (Lost,), 0.3
-    )
 
     def nothing_more(count: int) -> bytes:
         raise BlockingIOError

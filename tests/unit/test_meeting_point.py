@@ -23,10 +23,6 @@ from phalanx.place.environment import read_environment
 from phalanx.place.place import Place
 from phalanx.rendezvous.meet import Broadcast, leave, meet
 from phalanx.rendezvous.meeting_point import HIGHEST, LOWEST, derived_ports, meeting_point
-from phalanx.store.claim import Claim, Verdict
-from phalanx.store.client import connect
-from phalanx.wire.dial import Line
-from phalanx.wire.key import Key
 from phalanx.wire.proof import GREETING
 
 SLURM = {
@@ -177,39 +173,13 @@ def test_job_may_begin_while_the_one_before_holds_the_port(meetings: Meetings) -
 
 
 def test_ranks_meet_at_the_first_free_port(monkeypatch: pytest.MonkeyPatch, meetings: Meetings) -> None:
+    """On the first is a stranger who greets as rank 0 would, on the second rank 0 of another job."""
+    ports = derived_ports(f"the same {OWN}")
     monkeypatch.setattr("phalanx.rendezvous.search.ANSWER_S", 0.3)
     monkeypatch.setattr("phalanx.rendezvous.opening.ANSWER_S", 0.3)
-    monkeypatch.setattr("phalanx.rendezvous.meeting_point.derived_ports", lambda _: derived_ports(f"the same {OWN}"))
-    ports = derived_ports(f"the same {OWN}")
-    # A server that says nothing, and rank 0 of another job that comes to the same ports, and waits for its rank 1.
-    with socket.create_server(("127.0.0.1", ports[0])):
-        other = replace(HERE, job=f"job 2 {OWN}")
-        meetings.start(other, "other 0")
-        assert soon(lambda: _listens(ports[1]))
-        meetings.start(replace(HERE, rank=1))  # rank 0 is late
-        time.sleep(0.05)
-        meetings.start(HERE)
-        meetings.start(replace(other, rank=1), "other 1")
-        stores = meetings.join()
-    for mine, theirs, word in ((0, 1, "b"), ("other 0", "other 1", "c")):
-        stores[mine].set("a", word)
-        assert stores[theirs].get("a") == word.encode()
-
-
-def test_stranger_on_the_first_port_learns_no_key_and_is_passed_by(
-    monkeypatch: pytest.MonkeyPatch, meetings: Meetings
-) -> None:
-    """He greets as rank 0 would. The search is held up for less than a second, and rank 0 for less than half of one."""
-    ports = derived_ports(f"a stranger's {OWN}")
     monkeypatch.setattr("phalanx.rendezvous.meeting_point.derived_ports", lambda _: ports)
     monkeypatch.setenv("PHALANX_KEY", "the key of this very job")
-    asked: list[tuple[float, bool]] = []
     heard: list[bytes] = []
-
-    def noted(where: tuple[str, int], key: Key, who: Claim, patience_s: float, *source: str) -> tuple[Line, Verdict]:
-        if where[1] == ports[0]:
-            asked.append((patience_s, who.rank == 0))
-        return connect(where, key, who, patience_s, *source)
 
     def attend(listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -219,21 +189,22 @@ def test_stranger_on_the_first_port_learns_no_key_and_is_passed_by(
                     while data := sock.recv(4096):
                         heard.append(data)
 
-    monkeypatch.setattr("phalanx.rendezvous.search.connect", noted)
-    monkeypatch.setattr("phalanx.rendezvous.opening.connect", noted)
     with socket.create_server(("127.0.0.1", ports[0])) as stranger:
         attending = threading.Thread(target=attend, args=(stranger,))
         attending.start()
+        other = replace(HERE, job=f"job 2 {OWN}")
+        meetings.start(other, "other 0")  # and waits for its rank 1
+        assert soon(lambda: _listens(ports[1]))
         meetings.start(replace(HERE, rank=1))  # rank 0 is late
-        assert soon(lambda: bool(asked))
+        assert soon(lambda: len(heard) > 1)
         meetings.start(HERE)
+        meetings.start(replace(other, rank=1), "other 1")
         stores = meetings.join()
         stranger.shutdown(socket.SHUT_RDWR)
         attending.join(20)
-    stores[1].set("a", "b")
-    assert stores[0].get("a") == b"b"
-    assert all(patience_s < (0.5 if of_rank_0 else 1) for patience_s, of_rank_0 in asked)
-    assert heard
+    for mine, theirs, word in ((0, 1, "b"), ("other 0", "other 1", "c")):
+        stores[mine].set("a", word)
+        assert stores[theirs].get("a") == word.encode()
     assert b"the key of this very job" not in b"".join(heard)
 
 

@@ -58,10 +58,16 @@ def test_waits_end_when_the_keys_come_and_hold_up_nobody() -> None:
     with Served() as served:
         waiting, other = served.client(), served.client()
         got: list[Any] = []
+
+        def meets(store: Any) -> str:
+            store.barrier("all", 2, timedelta(seconds=20))
+            return "met"
+
         threads = [
             threading.Thread(target=lambda: got.append(waiting.get("late"))),
             threading.Thread(target=lambda: got.append(served.client().queue_pop("queue"))),
             threading.Thread(target=lambda: got.append(PrefixStore("p", served.client()).multi_get(["a", "b"]))),
+            threading.Thread(target=lambda: got.append(meets(served.client()))),
         ]
         for thread in threads:
             thread.start()
@@ -71,9 +77,10 @@ def test_waits_end_when_the_keys_come_and_hold_up_nobody() -> None:
         other.set("p/b", "2")
         other.queue_push("queue", "x")
         other.set("late", "y")
+        meets(other)
         for thread in threads:
             thread.join(20)
-        assert sorted(map(str, got)) == sorted(map(str, [b"y", b"x", [b"1", b"2"]]))
+        assert sorted(map(str, got)) == sorted(map(str, [b"y", b"x", [b"1", b"2"], "met"]))
 
 
 class ServedWithEnds(Served):

@@ -16,8 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks
+from tests.support.worlds import every_rank
 
-from phalanx.c10d import torch_versions
+from phalanx.c10d import register, torch_versions
 from phalanx.errors import InitializationError
 
 ROOT = Path(__file__).parents[2]
@@ -102,53 +103,28 @@ def test_init_does_not_need_torchs_autoload() -> None:
         assert done.stdout == "phalanx\n", done.stderr
 
 
-@pytest.mark.long
-def test_torchcomms_for_every_backend_is_told(tmp_path: Path) -> None:
-    """torch 2.13 asks torchcomms for every name; later ones ask it only for its own, and then all is well."""
-    package = tmp_path / "torchcomms"
-    package.mkdir()
-    (package / "__init__.py").write_text(
-        dedent("""
-            def new_comm(backend, device, **options):
-                raise RuntimeError(f"Backend {backend} not found")
+@pytest.mark.skipif(ASKS_ITS_TABLE, reason="torch asks torchcomms for every backend's name up to 2.13")
+def test_torchcomms_for_every_backend_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    c10d: Any = dist.distributed_c10d
 
-            def is_backend_built(backend):
-                return False
-        """)
-    )
-    (package / "_comms.py").write_text(
-        "class _BackendWrapper: ...\ndef _is_backend_registered(backend): return False\n"
-    )
-    (package / "hooks.py").write_text("class FlightRecorderHook: ...\n")
-    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
-    done = run(ALONE, TORCH_DISTRIBUTED_USE_TORCHCOMMS="1", PYTHONPATH=path)
-    if ASKS_ITS_TABLE:
-        assert done.stdout == "phalanx\n", done.stderr
-    else:
-        last = done.stderr.strip().splitlines()[-1]
-        assert "InitializationError: backend 'phalanx' was asked of torchcomms" in last
-        assert "TORCH_DISTRIBUTED_USE_TORCHCOMMS=1" in last
+    def new_comm(backend: str, device: Any, **options: Any) -> None:
+        raise RuntimeError(f"Backend {backend} not found")
+
+    monkeypatch.setattr(c10d, "_TORCHCOMM_AVAILABLE", True)
+    monkeypatch.setattr(c10d, "new_comm", new_comm, raising=False)
+    register._explain_torchcomms()
+    with pytest.raises(InitializationError, match=r"'phalanx' was asked of torchcomms.*USE_TORCHCOMMS=1"):
+        c10d.new_comm("phalanx", torch.device("cpu"))
 
 
 @pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="torch has gather_single from 2.14 on")
-def test_gather_single() -> None:
-    size = 3
+@pytest.mark.parametrize("asynchronous", [False, True])
+@every_rank(size=3)
+def test_gather_single_fills_the_tensor_of_the_root(member: Member, asynchronous: bool) -> None:
     c10d: Any = dist
-
-    def body(member: Member) -> list[list[float]]:
-        member.join()
-        found = []
-        for root in range(size):
-            for asynchronous in (False, True):
-                whole = torch.zeros(size, 2) if member.rank == root else None
-                own = torch.tensor([float(member.rank), 10.0 + root])
-                work = c10d.gather_single(own, whole, dst=root, async_op=asynchronous)
-                if asynchronous:
-                    work.wait(timedelta(seconds=60))
-                if whole is not None:
-                    found += whole.tolist()
-        dist.destroy_process_group()
-        return found
-
-    for rank, found in enumerate(on_ranks(body, size)):
-        assert found == [[float(r), 10.0 + rank] for r in range(size)] * 2
+    whole = torch.zeros(3, 2) if member.rank == 1 else None
+    work = c10d.gather_single(torch.tensor([float(member.rank), 10.0]), whole, dst=1, async_op=asynchronous)
+    if asynchronous:
+        work.wait(timedelta(seconds=60))
+    if whole is not None:
+        assert whole.tolist() == [[float(rank), 10.0] for rank in range(3)]

@@ -39,19 +39,12 @@ def waited_for(member: Member, call: Call) -> Any:
     return returned, work.is_completed(), work.is_success(), filled
 
 
-@program(cases=CALLS)
-def waited_for_with_a_timeout(member: Member, call: Call) -> Any:
-    work, filled = started(call)
-    return work.wait(timedelta(seconds=50)), filled
-
-
 @program(cases={name: call for name, call in CALLS.items() if name not in SCATTERING})
 def polled(member: Member, call: Call) -> Any:
     work, filled = started(call)
     while not work.is_completed():
         pass
-    work.wait()
-    return filled
+    return work.wait(timedelta(seconds=50)), filled
 
 
 @program(cases=CALLS, differs=FUTURES | {"all_gather_into_tensor": "Results of a work"})
@@ -116,14 +109,6 @@ def global_and_group_ranks_together(member: Member) -> Any:
 
 
 @program()
-def works_and_futures_collected(member: Member) -> Any:
-    tensors = [torch.full((3,), float(member.rank + i)) for i in range(5)]
-    futures = [dist.all_reduce(tensor, async_op=True).get_future() for tensor in tensors]
-    collected = torch.futures.collect_all(futures).wait()
-    return [future.value() for future in collected], tensors
-
-
-@program()
 def a_callback_starts_another(member: Member) -> Any:
     first, second = torch.ones(3), torch.full((3,), float(member.rank))
     works: list[Any] = []
@@ -140,13 +125,3 @@ def an_error_in_a_callback(member: Member) -> Any:
 
     work = dist.all_reduce(torch.ones(2), async_op=True)
     return raised(lambda: work.get_future().then(fail).wait())
-
-
-@program(long=True)
-def hundreds_of_parameters(member: Member) -> Any:
-    gradients = [torch.full((1 + i % 7,), float(member.rank + i)) for i in range(400)]
-    for _ in range(3):
-        wait_for(*(dist.all_reduce(gradient, async_op=True) for gradient in gradients))
-        for gradient in gradients:
-            gradient.div_(member.size)
-    return gradients[::37]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from datetime import timedelta
 from typing import Any
@@ -124,16 +123,6 @@ def collectives_from_threads(member: Member) -> Any:
     for thread in threads:
         thread.join()
     return results
-
-
-@program()
-def beside_a_forked_child(member: Member) -> Any:
-    before = summed(None)
-    pid = os.fork()
-    if pid == 0:
-        os._exit(7)
-    _, status = os.waitpid(pid, 0)
-    return before, os.WEXITSTATUS(status), summed(None)
 
 
 @program(alone=True, differs="A group that was destroyed")

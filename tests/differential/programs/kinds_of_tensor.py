@@ -254,16 +254,10 @@ def gradients_are_not_recorded(member: Member) -> Any:
     product = weight * (member.rank + 1)
     dist.all_reduce(product)
     product.sum().backward()
-    return product, weight.grad
-
-
-@program()
-def in_inference_mode(member: Member) -> Any:
     with torch.inference_mode():
         tensor = torch.ones(3) * member.rank
         dist.all_reduce(tensor)
-        dist.broadcast(tensor, 0)
-        return tensor.clone()
+        return product, weight.grad, tensor.clone()
 
 
 @program()

@@ -122,20 +122,3 @@ def about_the_group(member: Member, name: str) -> Any:
     value = value() if callable(value) else value
     text = str(value) if isinstance(value, (str, int)) or value is None else type(value).__name__
     return text.replace("phalanx", "gloo")
-
-
-@program()
-def the_groups_store(member: Member) -> Any:
-    group: Any = dist.group.WORLD
-    store = group.get_group_store()
-    store.set(f"method-{member.rank}", str(member.rank))
-    dist.barrier()
-    return [store.get(f"method-{rank}") for rank in range(member.size)]
-
-
-@program()
-def backends_of_the_group(member: Member) -> Any:
-    group: Any = dist.group.WORLD
-    backend = group._get_backend(torch.device("cpu"))
-    is_backend = isinstance(backend, dist.distributed_c10d.Backend) or backend is group
-    return is_backend, dist.get_backend().replace("phalanx", "gloo")

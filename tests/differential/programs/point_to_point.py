@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from datetime import timedelta
 from typing import Any
 
@@ -40,30 +39,14 @@ def ring(member: Member, dtype: torch.dtype) -> Any:
 
 
 @program()
-def both_ways_at_once(member: Member) -> Any:
-    after, before = around(member)
-    received = torch.zeros(3)
-    return wait_for(dist.isend(mine(member), after), dist.irecv(received, before)), received
-
-
-@program()
 def tags_out_of_order(member: Member) -> Any:
+    """And two messages of one tag in theirs."""
     after, before = around(member)
-    sent = [dist.isend(torch.full((3,), float(tag)), after, tag=tag) for tag in range(4)]
-    received = [torch.zeros(3) for _ in range(4)]
+    sent = [dist.isend(torch.full((3,), float(number)), after, tag=number // 2) for number in range(8)]
+    received = [torch.zeros(3) for _ in range(8)]
     for tag in reversed(range(4)):
-        dist.recv(received[tag], before, tag=tag)
-    wait_for(*sent)
-    return received
-
-
-@program()
-def one_tag_keeps_its_order(member: Member) -> Any:
-    after, before = around(member)
-    sent = [dist.isend(torch.full((3,), float(i)), after) for i in range(30)]
-    received = [torch.zeros(3) for _ in range(30)]
-    for tensor in received:
-        dist.recv(tensor, before)
+        dist.recv(received[2 * tag], before, tag=tag)
+        dist.recv(received[2 * tag + 1], before, tag=tag)
     wait_for(*sent)
     return received
 
@@ -107,17 +90,6 @@ def a_master_outlives_its_workers(member: Member) -> Any:
     for tensor in received:
         dist.recv(tensor)
     return torch.stack(received).sum(0)
-
-
-@program()
-def batch_around_the_ring(member: Member) -> Any:
-    after, before = around(member)
-    received = torch.zeros(3)
-    works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, mine(member), after), dist.P2POp(dist.irecv, received, before)]
-    )
-    wait_for(*works)
-    return len(works), received
 
 
 @program()
@@ -182,17 +154,6 @@ def large_and_small_and_empty(member: Member) -> Any:
     receiving = [dist.irecv(received[tag], before, tag=tag) for tag in (2, 1, 0)]
     wait_for(*sending, *receiving)
     return received[0][::50_000], received[1:]
-
-
-@program()
-def from_another_thread(member: Member) -> Any:
-    after, before = around(member)
-    received = torch.zeros(3)
-    thread = threading.Thread(target=lambda: dist.recv(received, before))
-    thread.start()
-    dist.send(mine(member), after)
-    thread.join()
-    return received
 
 
 OTHERS = {"a larger tensor": torch.zeros(4), "another dtype": torch.zeros(2, dtype=torch.int32)}
