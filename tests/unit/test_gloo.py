@@ -26,15 +26,15 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> list[Any]:
     return ranks
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.long)])
 def test_rank_that_never_connects_is_waited_for_as_long_as_the_timeout(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks = two_ranks(monkeypatch, 0.4)
+    ranks = two_ranks(monkeypatch, 2.0)
     started = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"Connect timeout|Timed out waiting 400ms"):
+    with pytest.raises(RuntimeError, match=r"Connect timeout|Timed out waiting 2000ms"):
         ranks[rank].allreduce([torch.ones(1)]).wait()
-    assert 0.3 < time.monotonic() - started < 20
+    assert 1.9 < time.monotonic() - started < 8  # Gloo tries five times
 
 
 @pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.long)])

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tests.support.waiting import soon
@@ -186,6 +187,20 @@ def test_oldest_of_too_many_strangers_makes_room_and_no_proven_one() -> None:
         for sock in strangers[3:]:
             sock.close()
         proven.close()
+
+
+def test_door_that_has_run_out_of_files_accepts_again() -> None:
+    with Entrance() as entrance:
+        listener, failures = entrance.door._listener, [OSError(24, os.strerror(24))]
+
+        def accept() -> Any:
+            if failures:
+                raise failures.pop()
+            return listener.accept()
+
+        entrance.door._listener = Mock(wraps=listener, accept=accept)
+        entrance.dial()[0].close()
+        assert failures == []
 
 
 def echo(sock: socket.socket) -> None:
