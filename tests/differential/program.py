@@ -92,7 +92,7 @@ def program(
                 heading = ""
             late = long if isinstance(long, bool) else label in long
             assert name not in PROGRAMS, f"two programs are called {name}"
-            PROGRAMS[name] = Program(module, name, run, tuple(sizes), tolerance, alone, late, heading)  # type: ignore[arg-type]
+            PROGRAMS[name] = Program(module, name, run, tuple(sizes), tolerance, alone, late, heading)
         return function
 
     return register

@@ -251,7 +251,12 @@ def of_workers() -> Iterator[Parser]:
 
     hub = SharedHub.__new__(SharedHub)
     taken: list[object] = []
-    hub._core = cast(Any, SimpleNamespace(phx_rpc_accept=lambda *_: taken.append(1) or 0, phx_rpc_close=lambda _: None))
+
+    def accept(*numbers: object) -> int:
+        taken.append(numbers)
+        return 0
+
+    hub._core = cast(Any, SimpleNamespace(phx_rpc_accept=accept, phx_rpc_close=lambda _: None))
     hub._handle = 1
 
     def offered(data: bytes) -> object:

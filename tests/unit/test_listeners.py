@@ -275,7 +275,12 @@ def claims_that_are_nonsense(me: rpc.Member) -> list[bytes]:
 
 def offers_of_no_memory() -> list[str]:
     own = {"pid": os.getpid(), "channel": 0, "cookie": "00" * 16, "place": 1, "place_cookie": "00" * 16}
-    wrong = {"pid": [1, os.getppid(), 1 << 90, "1"], "channel": [-1, 3], "cookie": ["", "zz"], "place": [-1, 1 << 40]}
+    wrong: dict[str, list[object]] = {
+        "pid": [1, os.getppid(), 1 << 90, "1"],
+        "channel": [-1, 3],
+        "cookie": ["", "zz"],
+        "place": [-1, 1 << 40],
+    }
     return ["garbage", "[]", *(json.dumps({**own, name: value}) for name in wrong for value in wrong[name])]
 
 

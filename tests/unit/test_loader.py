@@ -176,7 +176,7 @@ def test_stream_that_shuffles_itself_is_told_the_epoch() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(range(self.epoch * 10, self.epoch * 10 + 4))
 
-    for workers in ({}, {"num_workers": 1, "persistent_workers": True}):
+    for workers in (WORKERS[0], {"num_workers": 1, "persistent_workers": True}):
         loader = sharded_loader(Shuffled(4), 2, rank=1, world_size=2, **workers)
         assert passes(loader, 2) == [[[1, 3]], [[11, 13]]]
         loader.set_epoch(5)

@@ -53,7 +53,7 @@ def run(program: Path, *arguments: str) -> None:
 
 
 # Ranks, turns and chunk bytes, which are so few that most calls take many chunks; or workers and turns.
-PROGRAMS = {
+PROGRAMS: dict[str, list[tuple[str | int, ...]]] = {
     "stress.c": [("3", 100, SEED, "512"), ("2", 400, SEED, "4096"), ("5", 200, SEED, "4096"), ("8", 100, SEED, "1024")],
     "rpc_stress.c": [("3", 40), ("2", 60), ("5", 20)],
     "rpc_ring.c": [()],
