@@ -271,7 +271,7 @@ def reachable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHosts]:
 @pytest.mark.long
 @LENGTHS
 @pytest.mark.parametrize("target", ["the launcher", "h0", pytest.param("h1", marks=needs_ucx)])
-def test_a_job_over_hosts_is_not_held_up_by_strangers(
+def test_job_over_hosts_is_not_held_up_by_strangers(
     reachable: TestHosts, tmp_path: Path, target: str, seconds: float, limit_s: float
 ) -> None:
     """Another user attacks the launcher, and another host the hosts, the second of which has UCX for an engine."""

@@ -37,7 +37,6 @@ FRAMEWORKS = [
     pytest.param("fabric_loop", "lightning", (), id="fabric"),
     pytest.param("fabric_loop", "lightning", ("gloo",), id="fabric, process_group_backend=gloo"),
     pytest.param("ignite_loop", "ignite", (), id="ignite"),
-    pytest.param("trl_sft", "trl", (), id="trl"),
     pytest.param("deepspeed_zero", "deepspeed", (), id="deepspeed, ZeRO stage 1"),
 ]
 

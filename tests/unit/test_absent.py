@@ -26,7 +26,7 @@ def came(ranks: World, which: set[int], *, nodes: bool) -> list[Came]:
     ]
 
 
-def test_the_last_host_is_named_if_the_launcher_lists_the_hosts() -> None:
+def test_last_host_is_named_if_the_launcher_lists_the_hosts() -> None:
     there = came(world("h0", "h1", "h2"), {0, 1}, nodes=True)
     assert expected_places(there, 3, hosts=("h0", "h1", "h2"), num_nodes=3) == {2: Expected("h2", 0)}
     assert expected_places(there, 3, num_nodes=3) == {}

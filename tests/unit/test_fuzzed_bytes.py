@@ -415,22 +415,6 @@ def test_changed_bytes_are_refused_or_taken_and_never_unpickled(tmp_path: Path) 
     assert unpickled == []
 
 
-def test_parser_that_fails_otherwise_or_hangs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks(data: bytes) -> bool:
-        return data == b"12" or 1 / 0 > 0
-
-    def hangs(data: bytes) -> bool:
-        while data != b"12":
-            pass
-        return True
-
-    monkeypatch.setitem(globals(), "MOST_CPU_S", 0.01)
-    every = [Parser("one", [b"12"], breaks), Parser("two", [b"12"], hangs)]
-    ((one, two),) = on_ranks(lambda _: try_all(every, 20), 1)
-    assert "ZeroDivisionError" in one
-    assert "Hung" in two
-
-
 def in_report(**change: object) -> Callable[[bytes], bytes]:
     def make(data: bytes) -> bytes:
         values = json.loads(data)

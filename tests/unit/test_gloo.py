@@ -51,7 +51,7 @@ def test_operation_may_take_longer_than_the_time_to_connect(late: int, monkeypat
     assert [tensor.item() for tensor in tensors] == [4.0, 4.0]
 
 
-def test_gloo_group_goes_with_its_last_user_and_not_when_garbage_is_collected() -> None:
+def test_gloo_group_goes_with_its_last_user_and_not_with_garbage() -> None:
     """Its threads must be gone before the interpreter ends: one that asks for it later aborts the process."""
     told: list[timedelta] = []
     on_demand = engine.GlooOnDemand(

@@ -118,7 +118,7 @@ def test_loader_in_use_takes_a_state_too(make: Any) -> None:
 
 @pytest.mark.parametrize("make", [loader_of, stream_of])
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1)])
-def test_an_epoch_goes_on_at_another_world_size_without_loss_or_repeat(make: Any, before: int, after: int) -> None:
+def test_epoch_goes_on_at_another_world_size_without_loss_or_repeat(make: Any, before: int, after: int) -> None:
     loaders = [make(rank, before, batch_size=6 // before, length=50) for rank in range(before)]
     seen, states = [], []
     for loader in loaders:
@@ -209,7 +209,7 @@ def test_random_numbers_of_workers_follow_from_seed_epoch_rank_and_worker() -> N
         assert len(set(library)) == 16
 
 
-def test_the_rest_of_a_pass_goes_on_with_the_random_numbers_of_its_beginning() -> None:
+def test_rest_of_a_pass_goes_on_with_the_random_numbers_it_began_with() -> None:
     def drawn(loader: ShardedLoader, batches: int) -> list[float]:
         return [torch.rand(()).item() for _, _ in zip(range(batches), loader, strict=False)]
 
@@ -226,7 +226,7 @@ def test_the_rest_of_a_pass_goes_on_with_the_random_numbers_of_its_beginning() -
     assert [*first, *drawn(other, 2)] == expected
 
 
-def test_the_loader_refuses_what_it_cannot_share() -> None:
+def test_loader_refuses_what_it_cannot_share() -> None:
     class NoLength(Dataset[int]):
         def __getitem__(self, index: int) -> int:
             return index

@@ -90,7 +90,7 @@ def where(environment: Mapping[str, str]) -> str | None:
     return None if point is None else point.address
 
 
-def test_the_first_host_of_the_node_list_is_where_rank_0_is(tmp_path: Path) -> None:
+def test_first_host_of_the_node_list_is_where_rank_0_is(tmp_path: Path) -> None:
     assert where(SLURM) == "node07"
     assert where({**HYDRA, "SLURM_JOB_NODELIST": "node[07,12]", "SLURM_JOB_ID": "77"}) == "node07"
     nodefile = tmp_path / "nodes"

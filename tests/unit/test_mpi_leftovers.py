@@ -80,33 +80,29 @@ def test_file_of_another_user_or_another_file_of_the_name_is_left(notes: Path, f
 
 @pytest.mark.usefixtures("notes")
 def test_only_what_the_rank_has_made_is_removed_and_only_by_its_keeper(file: Path) -> None:
-    before, other = file.with_name(f"{file.name}_before"), file.with_name(f"{file.name}_other")
-    precious = file.with_name(f"phx-test-{os.getpid()}.npy")
-    holders: list[subprocess.Popen[bytes]] = []
+    before, other, precious = (file.with_name(f"{file.name}{end}") for end in ("_before", "_other", ".npy"))
+    precious = precious.with_name(f"phx-{precious.name}")
+    before.write_bytes(b"x")
+    watch = SharedMemoryWatch()
+    for path in (file, other, precious):
+        path.write_bytes(b"x")
+    with before.open(), file.open() as opened, precious.open():
+        watch.poll([os.getpid()])
+        assert watch.remove() == []  # this process holds it
+        holder = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[opened.fileno()])  # until its input ends
     try:
-        before.write_bytes(b"x")
-        watch = SharedMemoryWatch()
-        for path in (file, other, precious):
-            path.write_bytes(b"x")
-        with before.open(), file.open() as opened, precious.open():
-            watch.poll([os.getpid()])
-            assert watch.remove() == []  # this process holds it
-            # They end when their input does.
-            holders += [subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[opened.fileno()]) for _ in range(2)]
         next_launch()
         assert watch.remove(0.1) == []
         assert file.exists()
-        for holder in holders:
-            threading.Thread(target=holder.communicate).start()
+        threading.Thread(target=holder.communicate).start()
         assert watch.remove(200) == [str(file)]
-        assert all(is_ending(holder.pid) for holder in holders)
+        assert is_ending(holder.pid)
         assert not watch.left()
         watch.close()
         assert all(path.exists() for path in (before, other, precious))
     finally:
-        for holder in holders:
-            holder.kill()
-            holder.wait()
+        holder.kill()
+        holder.wait()
         for path in (before, other, precious):
             path.unlink(missing_ok=True)
 

@@ -145,18 +145,6 @@ def test_proof_may_come_byte_by_byte_and_what_follows_is_handed_on() -> None:
         assert entrance.admitted[0].rest == b"first request"
 
 
-def test_what_is_no_proof_is_refused_and_who_goes_by_himself_is_not() -> None:
-    with Entrance() as entrance:
-        with entrance.stranger() as sock:
-            greeting = sock.recv(GREETING_BYTES, socket.MSG_WAITALL)
-            sock.sendall(Response(KEY, STORE, greeting, entrance.where, CLAIM).message[:-1])
-        with entrance.stranger() as sock:
-            sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            assert len(hear_all(sock)) <= GREETING_BYTES
-        assert entrance.has_refused(NoProof)
-        assert entrance.admitted == []
-
-
 def test_silent_caller_is_sent_away_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doors, "PATIENCE_S", 0.3)
     with Entrance() as entrance:

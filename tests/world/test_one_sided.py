@@ -61,7 +61,7 @@ def test_ranks_read_and_write_each_others_tensors() -> None:
     assert on_ranks(body, size) == [True] * size
 
 
-def test_a_peer_that_has_ended_is_named() -> None:
+def test_peer_that_has_ended_is_named() -> None:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -95,10 +95,6 @@ def test_mistakes_are_told() -> None:
             here.write(large, remote)
         with pytest.raises(ArgumentError, match="was not registered by this transport"):
             here.write(at_peer.to_view(), remote)
-        with pytest.raises(ArgumentError, match="to_mutable_view"):
-            here.read(here.register_memory(small).to_view(), remote)
-        with pytest.raises(ArgumentError, match="contiguous"):
-            here.register_memory(torch.zeros(4, 4).t())
         with pytest.raises(InitializationError, match="connected already"):
             here.connect(there.bind())
         with pytest.raises(DeviceMismatch):

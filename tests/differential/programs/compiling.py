@@ -70,18 +70,6 @@ def compiled(member: Member, call: Callable[[torch.Tensor], Any]) -> Any:
     return run(x(member)), run(x(member) + 1)
 
 
-@program(cases=RUNS, long=True)
-def after_a_graph_break(member: Member, call: Callable[[torch.Tensor], Any]) -> Any:
-    torch._dynamo.reset()
-
-    def broken(tensor: torch.Tensor) -> Any:
-        tensor = tensor + 1
-        torch._dynamo.graph_break()
-        return call(tensor * 2) - 1
-
-    return torch.compile(broken, backend="eager")(x(member))
-
-
 @program(cases=["aot_eager", "eager", "inductor"], tolerance=1e-4, long=True)
 def data_parallel(member: Member, backend: str) -> Any:
     torch._dynamo.reset()
