@@ -135,6 +135,26 @@ def test_epoch_goes_on_at_another_world_size_without_loss_or_repeat(make: Any, b
     assert len({len(batches) for batches in rest}) == 1
 
 
+def test_pass_that_is_broken_off_is_not_repeated_unless_its_state_is_loaded() -> None:
+    whole = passes(loader_of(shuffle=True), 2)
+    loader = loader_of(shuffle=True)
+    next(iter(loader))
+    state = loader.state_dict()
+    assert [numbers(batch) for batch in loader] == whole[1]
+    loader.load_state_dict(state)
+    assert [numbers(batch) for batch in loader] == whole[0][1:]
+
+
+def test_rest_with_fewer_items_than_ranks_is_refused() -> None:
+    loader = loader_of(batch_size=10, length=12)
+    next(iter(loader))
+    resumed = loader_of(0, 3, batch_size=3, length=12)
+    with pytest.raises(ArgumentError, match="2 items are left of epoch 0"):
+        resumed.load_state_dict(
+            {**loader.state_dict(), "items": 10}
+        )  # as after a run whose last batch was of two items
+
+
 def test_state_of_another_order_is_refused() -> None:
     state = loader_of(shuffle=True, seed=0).state_dict()
     for change in ({"seed": 1}, {"shuffle": False}, {"length": 24}):

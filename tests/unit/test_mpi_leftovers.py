@@ -165,8 +165,9 @@ def test_folder_of_a_launcher_is_removed_once_it_has_ended(notes: Path, launcher
     assert (precious / "file").exists()
 
 
+@pytest.mark.parametrize("is_link", [False, True])
 def test_folder_that_has_taken_the_place_or_is_anothers_is_left(
-    notes: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+    notes: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch, is_link: bool
 ) -> None:
     launcher.kill()
     status = launcher.folder.stat()
@@ -176,8 +177,11 @@ def test_folder_that_has_taken_the_place_or_is_anothers_is_left(
         assert folder.remove()
     moved = launcher.folder.with_name("moved")
     launcher.folder.rename(moved)
-    launcher.folder.symlink_to(moved)
+    if is_link:
+        launcher.folder.symlink_to(moved)
+    else:
+        launcher.folder.mkdir()
     next_launch()
-    assert launcher.folder.is_symlink()
+    assert launcher.folder.exists()
     assert (moved / "1" / "session").exists()
     assert not notes.exists()
