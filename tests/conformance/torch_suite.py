@@ -13,10 +13,6 @@ and Gloo between.
 
     python -m tests.conformance.torch_suite --ranks 4 --hosts 2
 
-With ``--mpiexec`` the tests run on the backend ``mpi`` in ranks that a real mpiexec has started.
-
-    python -m tests.conformance.torch_suite --ranks 3 --mpiexec .venv-mpi/mpich/bin/mpiexec
-
 Ends with 1 if a test fails that is not listed in ``EXPECTED``, or passes although it is.
 """
 
@@ -27,13 +23,11 @@ import os
 import re
 import sys
 import tempfile
-import time
 import unittest
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.conformance.mpi_job import MpiJob
 from tests.support.islands import pretend_host
 
 # test -> why it cannot pass under another name than Gloo's own
@@ -50,59 +44,18 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--under", choices=["gloo", "mpi"], help="evaluate skip conditions for this name")
-    parser.add_argument("--mpiexec", metavar="PROGRAM", help="run on the backend mpi, in ranks that this starts")
     parser.add_argument("--hosts", type=int, default=1, help="the ranks take themselves for ranks of so many hosts")
     parser.add_argument("--filter", default="", metavar="REGEX", help="only the tests whose name matches")
     parser.add_argument("--test-timeout", type=int, default=60, metavar="SECONDS")
     return parser.parse_args()
 
 
-class Report(unittest.TextTestResult):
-    """Prints a line per test and keeps what happened."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.statuses: dict[str, tuple[str, str]] = {}
-        self._started = 0.0
-
-    def startTest(self, test: unittest.TestCase) -> None:  # noqa: N802 - unittest's name
-        self._started = time.monotonic()
-        super().startTest(test)
-
-    def addSuccess(self, test: unittest.TestCase) -> None:  # noqa: N802
-        super().addSuccess(test)
-        self._note(test, "pass")
-
-    def addSkip(self, test: unittest.TestCase, reason: str) -> None:  # noqa: N802
-        super().addSkip(test, reason)
-        self._note(test, "skip", reason)
-
-    def addFailure(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
-        super().addFailure(test, err)
-        self._note(test, "fail", self._reason(test, err))
-
-    def addError(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
-        super().addError(test, err)
-        self._note(test, "fail", self._reason(test, err))
-
-    def _note(self, test: unittest.TestCase, status: str, reason: str = "") -> None:
-        name = test.id().rpartition(".")[2]
-        self.statuses[name] = (status, reason)
-        if status != "skip":
-            print(f"{status}  {time.monotonic() - self._started:6.2f} s  {name}  {reason}", flush=True)
-
-    def _reason(self, test: unittest.TestCase, err: Any) -> str:
-        lines: list[str] = self._exc_info_to_string(err, test).splitlines()  # type: ignore[attr-defined]
-        errors = [line for line in lines if re.match(r"\w*(\.\w+)*(Error|Exception|Mismatch|Lost|Timeout)\b", line)]
-        return (errors or lines)[-1][:200]
-
-
-def case_for(backend: str, alias: str | None = None) -> Any:
-    """Import torch's suite, for a backend, with the skip conditions of that name or of another one."""
+def case_for(alias: str | None) -> Any:
+    """Import torch's suite for phalanx, with the skip conditions of that name or of another one."""
     from torch.testing._internal import common_distributed as common
 
     for feature in ("ddp", "subgroup", "plugin"):
-        common.DistTestCases.backend_feature[feature].update({backend, alias or backend})
+        common.DistTestCases.backend_feature[feature].update({"phalanx", alias or "phalanx"})
     common.DistTestCases.skip_collective["allgather_coalesced"].discard("mpi")
     from torch.testing._internal.distributed import distributed_test
 
@@ -127,7 +80,7 @@ def case_for(backend: str, alias: str | None = None) -> Any:
             def __hash__(self) -> int:
                 return hash(alias)
 
-        distributed_test.BACKEND = Alias(backend)
+        distributed_test.BACKEND = Alias("phalanx")
 
     class Case(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
         pass
@@ -135,11 +88,11 @@ def case_for(backend: str, alias: str | None = None) -> Any:
     return Case
 
 
-def suite_for(options: argparse.Namespace, job: MpiJob | None) -> unittest.TestSuite:
-    """The tests, made to fork their ranks (ten times quicker than spawning), or to use those of ``job``."""
+def suite_for(options: argparse.Namespace) -> unittest.TestSuite:
+    """The tests, made to fork their ranks, which is ten times quicker than spawning."""
     import torch
 
-    case = case_for("mpi") if job else case_for("phalanx", options.under)
+    case = case_for(options.under)
 
     class Forked(case):  # type: ignore[valid-type, misc]
         @classmethod
@@ -161,14 +114,8 @@ def suite_for(options: argparse.Namespace, job: MpiJob | None) -> unittest.TestS
                     process.kill()
                     process.join(5)
 
-    class Started(case):  # type: ignore[valid-type, misc]
-        def _join_processes(self, test: Any) -> None:
-            assert job is not None
-            job.do(self._testMethodName)
-
-    chosen = Started if job else Forked
-    names = unittest.TestLoader().getTestCaseNames(chosen)
-    return unittest.TestSuite(chosen(name) for name in names if re.search(options.filter, name))
+    names = unittest.TestLoader().getTestCaseNames(Forked)
+    return unittest.TestSuite(Forked(name) for name in names if re.search(options.filter, name))
 
 
 def main() -> int:
@@ -177,25 +124,21 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="phalanx-conformance-") as folder:
         (Path(folder) / "barrier").mkdir()
         os.environ.update(
-            BACKEND="mpi" if options.mpiexec else options.under or "phalanx",
+            BACKEND=options.under or "phalanx",
             WORLD_SIZE=str(options.ranks),
             TEMP_DIR=folder,
             DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(options.test_timeout),
             OMP_NUM_THREADS="1",
             GLOO_SOCKET_IFNAME="lo",
         )
-        job = MpiJob(options.mpiexec, options.ranks, Path(folder), options.test_timeout) if options.mpiexec else None
-        with open(os.devnull, "w") as nowhere:
-            runner = unittest.TextTestRunner(stream=nowhere, resultclass=Report, verbosity=0)
-            report = runner.run(suite_for(options, job))
-        if job:
-            job.close()
-    assert isinstance(report, Report)
-    skipped = Counter(reason for status, reason in report.statuses.values() if status == "skip")
+        suite = suite_for(options)
+        names = {name_of(test) for test in suite}
+        result = unittest.TextTestRunner(stream=sys.stdout, verbosity=2).run(suite)
+    skipped = Counter(reason for _, reason in result.skipped)
     for reason, count in skipped.most_common():
         print(f"skipped {count:4}  {reason}")
-    failed = {name for name, (status, _) in report.statuses.items() if status == "fail"}
-    passed = {name for name, (status, _) in report.statuses.items() if status == "pass"}
+    failed = {name_of(test) for test, _ in [*result.failures, *result.errors]}
+    passed = names - failed - {name_of(test) for test, _ in result.skipped}
     unexpected = sorted(failed - EXPECTED.keys()) + sorted(f"{name} (passes)" for name in passed & EXPECTED.keys())
     for name in sorted(failed & EXPECTED.keys()):
         print(f"expected: {name}: {EXPECTED[name]}")
@@ -203,9 +146,13 @@ def main() -> int:
         print(f"UNEXPECTED: {name}")
     under = f" under the name of {options.under}" if options.under else ""
     under += f" of {options.hosts} hosts" if options.hosts > 1 else ""
-    under = f" started by {options.mpiexec}" if options.mpiexec else under
     print(f"{options.ranks} ranks{under}: {len(passed)} passed, {len(failed)} failed, {sum(skipped.values())} skipped")
     return 1 if unexpected else 0
+
+
+def name_of(test: unittest.TestCase | unittest.TestSuite) -> str:
+    assert isinstance(test, unittest.TestCase)
+    return test.id().rpartition(".")[2]
 
 
 if __name__ == "__main__":

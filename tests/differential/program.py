@@ -7,6 +7,8 @@ class of an error, or lists, tuples and dicts of these.
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,37 +17,37 @@ import torch
 
 from tests.support.ranks import Member
 
-__all__ = ["PROGRAMS", "SERVED_HERE", "SIZES", "Program", "Raised", "program", "raised"]
+__all__ = ["PROGRAMS", "SERVED_HERE", "SIZES", "Program", "Raised", "load_programs", "program", "raised", "wait_for"]
 
-SIZES = (2, 3, 5)
+SIZES = (3, 2, 5)  # make test has the first, make conformance the others
 # The heading of an entry in docs/conformance.md whose programs must succeed here.
 SERVED_HERE = "Operations and dtypes that Gloo refuses"
-
-PROGRAMS: dict[str, Program] = {}
 
 
 @dataclass(frozen=True)
 class Program:
-    """One program.
+    """One program; ``program`` says what its attributes mean."""
 
-    Args:
-        name: its module and function, with the case in brackets if the function has cases.
-        run: the function.
-        sizes: the worlds in which it runs.
-        short: the one of these in which every run of the suite has it; make conformance has the others.
-        tolerance: how far a number may differ, relative to it and absolutely; 0 where both must be exact.
-        alone: whether it ends or breaks its world, so that it needs one of its own.
-        differs: the heading in docs/conformance.md of the entry that says why the values differ; empty if they must be
-            equal.
-    """
-
+    module: str
     name: str
     run: Callable[[Member], Any]
     sizes: tuple[int, ...]
-    short: int
     tolerance: float
     alone: bool
+    long: bool
     differs: str
+
+
+PROGRAMS: dict[str, Program] = {}
+
+
+def load_programs() -> list[str]:
+    """Import all modules of programs, and return their names."""
+    folder = importlib.import_module("tests.differential.programs")
+    names = [module.name for module in pkgutil.iter_modules(folder.__path__)]
+    for name in names:
+        importlib.import_module(f"{folder.__name__}.{name}")
+    return names
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,9 @@ def program(
     *,
     cases: Mapping[str, Any] | Sequence[str] = (),
     sizes: Sequence[int] = SIZES,
-    short: int | None = None,
     tolerance: float = 0.0,
     alone: bool = False,
+    long: bool | Sequence[str] = False,
     differs: str | Mapping[str, str] = "",
     equal_from: str = "",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -70,28 +72,27 @@ def program(
 
     Args:
         cases: the cases by their labels; a sequence of labels if the label is all that the function needs.
-        short: see :class:`Program`; a world of three if it runs in one, and 0 for none.
-        differs: see :class:`Program`; by label if only some of the cases differ.
+        sizes: the worlds in which it runs.
+        tolerance: how far a number may differ, relative to it and absolutely; 0 where both must be exact.
+        alone: whether it ends or breaks its world, so that it needs one of its own.
+        long: whether only make conformance has it, or the labels of the cases that only it has.
+        differs: the heading in docs/conformance.md of the entry that says why the values differ, empty if they must be
+            equal; by label if only some of the cases differ.
         equal_from: the release of torch from which on they do not differ any more.
     """
     labelled = dict(cases) if isinstance(cases, Mapping) else {label: label for label in cases}
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        stem = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
-
-        def add(name: str, label: str, run: Callable[[Member], Any]) -> None:
+        module = function.__module__.rpartition(".")[2]
+        runs = {label: (lambda member, case=case: function(member, case)) for label, case in labelled.items()}
+        for label, run in (runs or {"": function}).items():
+            name = f"{module}.{function.__name__}" + (f"[{label}]" if label else "")
             heading = differs if isinstance(differs, str) else differs.get(label, "")
             if equal_from and torch.__version__ >= equal_from:
                 heading = ""
-            if name in PROGRAMS:
-                raise ValueError(f"two programs are called {name}")
-            usual = (3 if 3 in sizes else sizes[0]) if short is None else short
-            PROGRAMS[name] = Program(name, run, tuple(sizes), usual, tolerance, alone, heading)
-
-        for label, case in labelled.items():
-            add(f"{stem}[{label}]", label, lambda member, case=case: function(member, case))  # type: ignore[misc]
-        if not labelled:
-            add(stem, "", function)
+            late = long if isinstance(long, bool) else label in long
+            assert name not in PROGRAMS, f"two programs are called {name}"
+            PROGRAMS[name] = Program(module, name, run, tuple(sizes), tolerance, alone, late, heading)
         return function
 
     return register
@@ -104,3 +105,7 @@ def raised(call: Callable[[], Any], *, gives: Any = None) -> Any:
     except Exception as error:
         return Raised(tuple(base.__name__ for base in type(error).__mro__), str(error))
     return returned if gives is None else gives
+
+
+def wait_for(*works: Any) -> list[Any]:
+    return [work.wait() for work in works]

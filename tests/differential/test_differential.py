@@ -2,57 +2,48 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.differential.program import SIZES, Program
-from tests.differential.suite import all_programs, verdict
-from tests.differential.worlds import BETWEEN_HOSTS, Broke, run_programs
+from tests.differential.program import PROGRAMS, SIZES, Program, load_programs
+from tests.differential.worlds import BETWEEN_HOSTS, differences
 
 CONFORMANCE = Path(__file__).parents[2] / "docs" / "conformance.md"
-CASES = [(program, size) for size in SIZES for program in all_programs() if size in program.sizes]
+MODULES = load_programs()
 MESSAGES = "point_to_point"
 
-_outcomes: dict[tuple[str, int], dict[str, list[Any] | Broke]] = {}
+
+def programs(module: str, size: int, *, long: bool) -> list[Program]:
+    found = [each for each in PROGRAMS.values() if each.module == module and size in each.sizes]
+    return [each for each in found if long or not each.long]
 
 
-def case(program: Program, size: int) -> Any:
-    marks = [] if size == program.short else [pytest.mark.conformance]
-    return pytest.param(program, size, id=f"{program.name}-{size}", marks=marks)
+@pytest.mark.parametrize("module", [each for each in MODULES if programs(each, SIZES[0], long=False)])
+def test_programs_give_the_same_as_on_gloo(module: str) -> None:
+    if module == "compiling":
+        importlib.import_module("torch._dynamo.backends.debugging")  # once, and not in each rank
+    wrong = differences("phalanx", SIZES[0], programs(module, SIZES[0], long=False))
+    assert not wrong, "\n".join(wrong)
 
 
-def outcome(backend: str, program: Program, size: int, session: pytest.Session) -> list[Any] | Broke:
-    """The program's outcome; the first time, all programs of this session run in such worlds, one after another."""
-    key = (backend, size)
-    if key not in _outcomes:
-        cases = [item.callspec.params for item in session.items if hasattr(item, "callspec")]
-        ours = [case for case in cases if isinstance(case.get("program"), Program)]
-        here = list(dict.fromkeys(case["program"] for case in ours if case["size"] == size))
-        if backend == BETWEEN_HOSTS:
-            here = [program for program in here if program.name.startswith(MESSAGES)]
-        _outcomes[key] = run_programs(backend, size, here)
-    return _outcomes[key][program.name]
+@pytest.mark.conformance
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("module", MODULES)
+def test_all_programs_give_the_same_in_every_world(module: str, size: int) -> None:
+    wrong = differences("phalanx", size, programs(module, size, long=True))
+    assert not wrong, "\n".join(wrong)
 
 
-def check(backend: str, program: Program, size: int, session: pytest.Session) -> None:
-    text = verdict(program, outcome("gloo", program, size, session), outcome(backend, program, size, session))
-    assert not text, text
-
-
-@pytest.mark.parametrize(("program", "size"), [case(*one) for one in CASES])
-def test_the_program_gives_the_same_on_gloo(program: Program, size: int, request: pytest.FixtureRequest) -> None:
-    check("phalanx", program, size, request.session)
-
-
-@pytest.mark.parametrize(("program", "size"), [case(*one) for one in CASES if one[0].name.startswith(MESSAGES)])
-def test_messages_between_hosts_give_the_same(program: Program, size: int, request: pytest.FixtureRequest) -> None:
-    check(BETWEEN_HOSTS, program, size, request.session)
+@pytest.mark.parametrize("size", [SIZES[0], *(pytest.param(size, marks=pytest.mark.conformance) for size in SIZES[1:])])
+def test_messages_between_hosts_give_the_same_as_on_gloo(size: int) -> None:
+    wrong = differences(BETWEEN_HOSTS, size, programs(MESSAGES, size, long=size != SIZES[0]))
+    assert not wrong, "\n".join(wrong)
 
 
 def test_every_declared_difference_is_explained() -> None:
     headings = re.findall(r"^#+ (.+)$", CONFORMANCE.read_text(), re.MULTILINE)
-    declared = {program.differs for program, _ in CASES} - {""}
+    declared = {program.differs for program in PROGRAMS.values()} - {""}
     assert declared <= set(headings), f"docs/conformance.md has no such heading: {sorted(declared - set(headings))}"

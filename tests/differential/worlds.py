@@ -9,13 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.differential.program import PROGRAMS, Program
-from tests.differential.values import plain
+from tests.differential.program import PROGRAMS, SERVED_HERE, Program, Raised
+from tests.differential.values import difference, plain
 from tests.support.islands import pretend_host
 from tests.support.pool import Pool
 from tests.support.ranks import Member
 
-__all__ = ["BETWEEN_HOSTS", "Broke", "run_programs"]
+__all__ = ["BETWEEN_HOSTS", "differences"]
 
 # In place of a backend's name: Phalanx in a world whose ranks take themselves for ranks of two hosts.
 BETWEEN_HOSTS = "phalanx over two hosts"
@@ -32,17 +32,36 @@ class Broke(str):
     """How a program ended that did not return on every rank: the error, the signal, or every rank's stacks."""
 
 
+def differences(backend: str, size: int, programs: Sequence[Program]) -> list[str]:
+    """Run the programs on ``size`` ranks over Gloo and over a backend; a text for each that is not as declared."""
+    expected, found = (run_programs(each, size, programs) for each in ("gloo", backend))
+    texts = {program.name: verdict(program, expected[program.name], found[program.name]) for program in programs}
+    return [f"{name}: {text}" for name, text in texts.items() if text]
+
+
+def verdict(program: Program, expected: list[Any] | Broke, value: list[Any] | Broke) -> str:
+    """What is wrong, in words; empty if the outcomes are equal, or differ as declared."""
+    if isinstance(expected, Broke) and not program.differs:
+        return f"over Gloo the program fails itself: {expected}"
+    if isinstance(value, Broke):
+        return f"over Gloo it returns {expected}, here {value}"
+    if program.differs == SERVED_HERE and any(isinstance(of_rank, Raised) for of_rank in value):
+        return f"it is to be served here, and is refused: {value}"
+    if program.differs:
+        if isinstance(expected, Broke) or difference(expected, value, program.tolerance):
+            return ""
+        return f"the values are equal by now: take the entry {program.differs!r} away"
+    return difference(expected, value, program.tolerance, "by rank, the value")
+
+
 def run_programs(backend: str, size: int, programs: Sequence[Program]) -> dict[str, list[Any] | Broke]:
-    """Run each program on ``size`` ranks: by name, what each rank returned, or how the program broke."""
+    """By name, what each rank returned, or how the program broke."""
     outcomes: dict[str, list[Any] | Broke] = {}
     shared = [program for program in programs if not program.alone]
-    with Pool(size, _join[backend], PATIENCE_S) as ranks:
-        for program in shared:
-            outcomes[program.name] = _run(ranks, program)
-    for program in programs:
-        if program.alone:
-            with Pool(size, _join[backend], PATIENCE_S) as ranks:
-                outcomes[program.name] = _run(ranks, program)
+    alone = [[program] for program in programs if program.alone]
+    for together in [shared, *alone] if shared else alone:
+        with Pool(size, _JOIN[backend], PATIENCE_S) as ranks:
+            outcomes |= {program.name: _run(ranks, program) for program in together}
     return outcomes
 
 
@@ -68,22 +87,19 @@ def _perform(member: Member, name: str) -> bytes:
     return pickle.dumps(value)
 
 
-def _joined(member: Member, backend: str) -> Member:
-    member.join(backend, GROUP_TIMEOUT_S)
+def _join_gloo(member: Member) -> Member:
+    member.join("gloo", GROUP_TIMEOUT_S)
     return member
 
 
-def _join_gloo(member: Member) -> Member:
-    return _joined(member, "gloo")
-
-
 def _join_phalanx(member: Member) -> Member:
-    return _joined(member, "phalanx")
+    member.join("phalanx", GROUP_TIMEOUT_S)
+    return member
 
 
 def _join_two_hosts(member: Member) -> Member:
     pretend_host(2 * member.rank // member.size)
-    return _joined(member, "phalanx")
+    return _join_phalanx(member)
 
 
-_join = {"gloo": _join_gloo, "phalanx": _join_phalanx, BETWEEN_HOSTS: _join_two_hosts}
+_JOIN = {"gloo": _join_gloo, "phalanx": _join_phalanx, BETWEEN_HOSTS: _join_two_hosts}

@@ -1,9 +1,8 @@
 """Strangers attack every port of a job while it works: they get nothing, and it is not held up.
 
 One stranger is another user of a host of the job, the other one is on a third host of the same network. The ports are
-those that the kernel lists, so none is forgotten: the job's store, the launcher's port for its agents, signs of life,
-RPC, and Gloo's and UCX's, which ask for no key and are only given what does them no harm (docs/security.md). Each
-listener is given more kinds of wrong proofs in ``tests/unit/test_listeners.py``.
+those that the kernel lists, so none is forgotten. Each listener is given more kinds of wrong proofs in
+``tests/unit/test_listeners.py``.
 """
 
 from __future__ import annotations
@@ -16,104 +15,175 @@ import resource
 import socket
 import struct
 import subprocess
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from textwrap import dedent
-from typing import Any
 
 import pytest
-from tests.launch_support import Launcher, launcher
-from tests.support import attacks
-from tests.support.attackers import (
-    HAS_EVERYTHING,
-    LENGTHS,
-    MOST_ANSWERED,
-    NOBODY,
-    PATIENCE_S,
-    Attack,
-    attack_all,
-    check_delays,
-    listening,
-    sockets_of,
-    start_everything,
-)
+from tests.fault import attacks
+from tests.launch_support import Launcher, RunningJob, launcher
 from tests.support.connecting import needs_ucx
-from tests.support.golden import check_told
-from tests.support.hosts import TestHosts, running_hosts, why_no_hosts
+from tests.support.hosts import TestHosts, why_no_hosts
 from tests.support.remote import RemoteLauncher, reachable_hosts
-from tests.support.strangers import as_another_user, needs_another_user
+from tests.support.strangers import NOBODY, as_another_user, needs_another_user
 from tests.support.waiting import soon
 
-from phalanx.wire.proof import GREETING
+from phalanx.wire.proof import GREETING, GREETING_BYTES
 
 __all__ = ["launcher"]
 
 needs_hosts = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
 
-TORCH = b"\0" + struct.pack("=I", 0x3C85F7CE)  # with which torch's client greets its store
-SET, GETNUMKEYS, LIST = b"\1", b"\7", b"\21"
-CONNECTIONS, OPEN_FILES = 1_200, 1_024  # more of the stranger's than any process of the job may open files
-STRANGER = 2  # the number of the host that is none of the job's
-USER, HOST = "another user", "another host"
+PATIENCE_S = 200.0  # no busy machine needs as long
+# A listener greets, and tells a caller that proves another key so, with a digest and an empty verdict.
+MOST_ANSWERED = GREETING_BYTES + 32 + 4
+# How long each attack takes, and what a step may take longer meanwhile, both in seconds. A stranger for whom somebody
+# waited would hold up a step for the ten seconds that he has to prove himself. On a quiet machine it is far below 1 s.
+QUICK = pytest.param(0.1, 7.0, id="quick")
+SLOW = pytest.param(5.0, 1.0, marks=pytest.mark.fault, id="slow")
+LENGTHS = pytest.mark.parametrize(("seconds", "limit_s"), [QUICK, SLOW])
 
-WORKS_ON = """
-    import os, pathlib, sys, time
+# It uses all that listens, in a job over hosts and on one.
+HAS_EVERYTHING = """
+    import json, operator, os, pathlib, sys, time
     import torch, torch.distributed as dist
-    dist.init_process_group(sys.argv[1])
-    if dist.get_rank() == 0:
-        print(os.environ["MASTER_PORT"], flush=True)
-    done = pathlib.Path(sys.argv[2])
-    over = torch.zeros(1)
-    while not over.item():
-        over.fill_(float(done.exists()))
-        dist.all_reduce(over)
-        time.sleep(0.01)
-    dist.new_group([0, 1])  # the store still answers
-    seen = [None, None]
-    dist.all_gather_object(seen, f"of rank {dist.get_rank()}")
-    if dist.get_rank() == 0:
-        store = dist.distributed_c10d._get_default_store()
-        print(seen, store.check(["stranger"]), "stranger" in str(store.underlying_store.list_keys()))
-    dist.destroy_process_group()
+    import phalanx
+    from phalanx import rpc
+    folder = pathlib.Path(sys.argv[1])
+    world = phalanx.init(timeout_s=100, quiet=True)
+    rpc.init()
+    if world.num_nodes == 1:
+        dist.all_reduce(torch.ones(4).to_sparse())  # only Gloo has it, which listens from now on
+    (folder / "port").write_text(os.environ["MASTER_PORT"])
+    steps, large, works = [], torch.ones(100_000), True
+    while works:
+        began = time.monotonic()
+        over = torch.tensor([float((folder / "over").exists())])
+        world.all_reduce(over)
+        world.all_reduce(large.fill_(1))
+        assert large.eq(world.size).all()
+        assert rpc.call((world.rank + 1) % world.size, operator.add, world.rank, 1) == world.rank + 1
+        works = not over.item()
+        print("step", len(steps))  # which goes over the connection to the launcher, if there is one
+        steps.append((began, time.monotonic()))
+        (folder / f"works-{world.rank}").touch()
+        time.sleep(0.003)
+    dist.barrier(dist.new_group())  # the store still answers
+    store = dist.distributed_c10d._get_default_store()
+    assert not store.check(["stranger"])
+    rpc.shutdown(timeout_s=60)
+    (folder / f"steps-{world.rank}").write_text(json.dumps(steps))
+    phalanx.close()
 """
 
 
-def text(value: bytes) -> bytes:
-    return struct.pack("=Q", len(value)) + value
+def listening(pid: int, inodes: Collection[str] | None = None) -> list[tuple[str, int]]:
+    """The addresses and ports at which the host of this process listens, or only these sockets.
+
+    What listens everywhere is given at loopback.
+    """
+    found = []
+    for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and (inodes is None or words[9] in inodes):
+                address, _, port = words[1].partition(":")
+                numbers = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]
+                text = socket.inet_ntop(family, struct.pack(f"={len(numbers)}I", *numbers))
+                found.append(({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(text, text), int(port, 16)))
+    return sorted(set(found))
 
 
-def heard(sock: socket.socket) -> bytes:
+def sockets_of(pid: int) -> set[str]:
+    """The inodes of the sockets of a process."""
+    found = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            link = os.readlink(f"/proc/{pid}/fd/{name}")
+            if link.startswith("socket:["):
+                found.add(link[8:-1])
+    return found
+
+
+def await_steps(folder: Path, ended: Callable[[], bool], said: Callable[[], str]) -> None:
+    """Return when each of three ranks has done a step."""
+    assert soon(lambda: ended() or all((folder / f"works-{rank}").exists() for rank in range(3)), PATIENCE_S), said()
+    assert not ended(), said()
+
+
+def start_everything(launcher: Launcher, *options: str) -> RunningJob:
+    folder = launcher.directory
+    job = launcher.start("-n", "3", "-q", *options, launcher.script(HAS_EVERYTHING), str(folder))
+    await_steps(folder, lambda: job.process.poll() is not None, lambda: job.finish().err_text)
+    return job
+
+
+@dataclass
+class Attack:
+    """Somebody who attacks, and from where: the words before his commands, his user, and what he can reach."""
+
+    words: Sequence[str]
+    user: int
+    ports: list[tuple[str, int]]
+    times: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def attack_all(self, seconds: float, runs: Callable[[], bool]) -> None:
+        """Every attack after the other, with a pause of the same length before each."""
+        assert attacks.GREETING == GREETING
+        targets = [f"{address}:{port}" for address, port in self.ports]
+        for name in attacks.ATTACKS:
+            time.sleep(seconds)
+            began = time.monotonic()
+            command = [*self.words, sys.executable, attacks.__file__, name, str(seconds), str(self.user), *targets]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+            self.times[name] = began, time.monotonic()
+            assert done.returncode == 0, done.stderr
+            told = json.loads(done.stdout)
+            assert told["made"] > 0
+            assert told["most_heard"] <= MOST_ANSWERED, name
+            assert runs(), name
+
+    def check_delays(self, folder: Path, limit_s: float) -> None:
+        """The longest step during each attack took at most so much longer than the longest one of the pauses."""
+        longest: dict[str, float] = {}
+        for file in folder.glob("steps-*"):
+            for began, ended in json.loads(file.read_text())[1:]:
+                names = [name for name, (begin, end) in self.times.items() if began < end and ended > begin]
+                for name in names or ["pause"]:
+                    longest[name] = max(longest.get(name, 0.0), ended - began)
+        assert set(self.times) <= set(longest)  # there were steps during each
+        assert max(longest[name] - longest.get("pause", 0.0) for name in self.times) < limit_s, longest
+
+
+# -- another user of the host ------------------------------------------------------------------------------------------
+
+
+def heard(sock: socket.socket, said: bytes = b"") -> bytes:
+    with contextlib.suppress(OSError):  # it may be closed before all has been said
+        sock.sendall(said)
     with contextlib.suppress(ConnectionResetError):
         return sock.recv(4096)
     return b""
 
 
-def read_the_store(port: int) -> list[bytes]:
-    """What the store answers to a request for its keys, and to one for their number."""
-    answers = []
-    for request in (LIST, GETNUMKEYS):
-        with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
-            with contextlib.suppress(OSError):
-                sock.sendall(TORCH + request)
-            answers.append(heard(sock))
-    return answers
+def ask_the_store(port: int) -> list[bytes]:
+    """What torch's store would answer: its keys, their number; and what it says to very many who say nothing.
 
-
-def write_and_go(port: int) -> None:
-    """Write a key and close at once: the kernel then lists the connection as root's, who started the job."""
+    Before that a key is written often on connections that are closed at once, which the kernel then lists as root's.
+    """
+    greeting, (set_, count, keys) = attacks.TORCH, (b"\1", b"\7", b"\21")
+    connect = functools.partial(socket.create_connection, ("127.0.0.1", port), timeout=20)
     for _ in range(300):
-        with socket.create_connection(("127.0.0.1", port), timeout=20) as sock, contextlib.suppress(OSError):
-            sock.sendall(TORCH + SET + text(b"stranger") + text(b"false"))
-
-
-def stay(port: int) -> list[bytes]:
-    """Open many connections and say nothing."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        with connect() as sock, contextlib.suppress(OSError):
+            sock.sendall(greeting + set_ + b"".join(struct.pack("=Q", 8) + text for text in (b"stranger", b"is there")))
     with contextlib.ExitStack() as stack:
-        connect = functools.partial(socket.create_connection, ("127.0.0.1", port), timeout=20)
-        socks = [stack.enter_context(connect()) for _ in range(CONNECTIONS)]
-        return [heard(sock) for sock in socks]
+        answers = [heard(stack.enter_context(connect()), greeting + request) for request in (keys, count)]
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        crowd = [stack.enter_context(connect()) for _ in range(1_200)]  # more than a process of the job may open files
+        return answers + [heard(sock) for sock in crowd]
 
 
 def claim_the_port(port: int) -> list[str]:
@@ -129,26 +199,6 @@ def claim_the_port(port: int) -> list[str]:
             except OSError as error:
                 refused.append(str(error.strerror))
     return refused
-
-
-@needs_another_user
-@pytest.mark.parametrize("backend", ["phalanx", pytest.param("gloo", marks=pytest.mark.long)])
-def test_the_store_of_phalanx_run_answers_no_other_user(launcher: Launcher, tmp_path: Path, backend: str) -> None:
-    done = tmp_path / "done"
-    job = launcher.start("-n", "2", "--no-prefix", launcher.script(WORKS_ON), backend, str(done))
-    port = int(job.read_lines(1)[0])
-    for pid in job.processes():
-        hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (OPEN_FILES, hard))
-    assert as_another_user(read_the_store, port) == [b"", b""]
-    as_another_user(write_and_go, port)
-    assert as_another_user(stay, port) == [b""] * CONNECTIONS
-    assert as_another_user(claim_the_port, port) == ["Address already in use"] * 2
-    done.touch()
-    outcome = job.finish()
-    assert (outcome.code, outcome.out_lines) == (0, ["['of rank 0', 'of rank 1'] False False"])
-    refused = [line for line in outcome.err_text.splitlines() if "refused a connection" in line]
-    check_told("stranger.user", "\n".join(refused), {})
 
 
 def what_opens(pids: list[int]) -> list[str]:
@@ -172,7 +222,7 @@ def what_opens(pids: list[int]) -> list[str]:
 
 @needs_another_user
 @LENGTHS
-def test_another_user_opens_nothing_of_a_job_and_does_not_hold_it_up(
+def test_another_user_gets_nothing_of_a_job_and_does_not_hold_it_up(
     launcher: Launcher, seconds: float, limit_s: float
 ) -> None:
     """Its ports are the store's, RPC's and Gloo's on loopback."""
@@ -180,8 +230,7 @@ def test_another_user_opens_nothing_of_a_job_and_does_not_hold_it_up(
     job = start_everything(launcher)
     pids = job.processes()
     assert len(pids) >= 5  # the launcher, the zygote, and the ranks
-    own = [f"/proc/{pid}/{name}" for pid in pids for name in ("environ", "maps", "fd/1")]
-    assert all(map(os.path.exists, own))
+    assert all(os.path.exists(f"/proc/{pid}/{name}") for pid in pids for name in ("environ", "maps", "fd/1"))
     assert as_another_user(what_opens, pids) == []
     # Sockets between its processes have no name, in the file system or beside it, by which anybody could connect.
     inodes = set().union(*map(sockets_of, pids))
@@ -190,25 +239,26 @@ def test_another_user_opens_nothing_of_a_job_and_does_not_hold_it_up(
     assert of_job
     assert [words[7] for words in of_job if len(words) > 7] == []
     assert {name for name in os.listdir("/dev/shm") if "phalanx" in name} <= before
-    readable = [path for path in job.temporary.rglob("*") if as_another_user(os.access, str(path), os.R_OK)]
-    assert readable == []
+    assert [path for path in job.temporary.rglob("*") if as_another_user(os.access, str(path), os.R_OK)] == []
     ports = listening(os.getpid(), inodes)
     assert len(ports) >= 4  # one of the store, and one of each rank
+    for pid in pids:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (1_024, resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]))
+    store = int((launcher.directory / "port").read_text())
+    assert set(as_another_user(ask_the_store, store)) == {b""}
+    assert as_another_user(claim_the_port, store) == ["Address already in use"] * 2
     attack = Attack((), NOBODY, ports)
-    attack_all(attack, seconds, lambda: job.process.poll() is None)
+    attack.attack_all(seconds, lambda: job.process.poll() is None)
     (launcher.directory / "over").touch()
     outcome = job.finish()
     assert outcome.code == 0, outcome.err_text
-    check_delays(launcher.directory, attack, limit_s)
+    assert "refused a connection from 127.0.0.1 to the job's store: it is not this user's" in outcome.err_text
+    attack.check_delays(launcher.directory, limit_s)
 
 
 # -- over hosts --------------------------------------------------------------------------------------------------------
 
-
-@pytest.fixture(scope="module")
-def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHosts]:
-    with running_hosts(3, tmp_path_factory.mktemp("forking")) as made:
-        yield made
+STRANGER = 2  # the number of the host that is none of the job's
 
 
 @pytest.fixture(scope="module")
@@ -217,138 +267,32 @@ def reachable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHosts]:
         yield made
 
 
-def who_attacks(hosts: TestHosts, stranger: str, host: int = 0) -> Attack:
-    """The stranger, and the ports of a host of the job that he can reach."""
-    ports = listening(hosts.inside[host])
-    if stranger == USER:
-        return Attack(hosts.entry(host), NOBODY, ports)
-    return Attack(hosts.entry(STRANGER), 0, [at for at in ports if not at[0].startswith(("127.", "::1"))])
-
-
-class ByHand:
-    """Ranks 0 and 1 on the first host and rank 2 on the second, without a launcher but with a key."""
-
-    def __init__(self, hosts: TestHosts, folder: Path, port: int) -> None:
-        self.hosts, self.folder, self.port = hosts, folder, port
-        self.script = folder / "script.py"
-        self.script.write_text(dedent(HAS_EVERYTHING))
-        key = folder / "key"
-        key.touch(0o600)
-        key.write_text("of this test, and of nobody else")
-        self.runs: dict[int, int] = {}
-
-    def start(self, rank: int) -> None:
-        at = {"MASTER_ADDR": "h0", "MASTER_PORT": str(self.port), "RANK": str(rank), "WORLD_SIZE": "3"}
-        own = {"FOLDER": str(self.folder), "PHALANX_KEY_FILE": str(self.folder / "key")}
-        out, err = self.folder / f"out-{rank}", self.folder / f"err-{rank}"
-        self.runs[rank] = self.hosts.zygotes[rank // 2].fork(self.script, {**at, **own}, out, err)
-
-    def code(self, rank: int) -> int | None:
-        return self.hosts.zygotes[rank // 2].code(self.runs[rank])
-
-    def said(self) -> str:
-        return "\n".join(f"{file.name}: {file.read_text()}" for file in sorted(self.folder.glob("err-*")))
-
-    def works(self) -> bool:
-        return all((self.folder / f"works-{rank}").exists() for rank in self.runs)
-
-    def finish(self) -> None:
-        (self.folder / "over").touch()
-        assert soon(lambda: all(self.code(rank) is not None for rank in self.runs), PATIENCE_S), self.said()
-        assert [self.code(rank) for rank in self.runs] == [0] * len(self.runs), self.said()
-
-
 @needs_hosts
+@pytest.mark.long
 @LENGTHS
-@pytest.mark.parametrize("stranger", [HOST, pytest.param(USER, marks=pytest.mark.long)])
-def test_a_job_with_a_key_is_not_held_up_by_strangers(
-    forking: TestHosts, tmp_path: Path, stranger: str, seconds: float, limit_s: float
+@pytest.mark.parametrize("target", ["the launcher", "h0", pytest.param("h1", marks=needs_ucx)])
+def test_job_over_hosts_is_not_held_up_by_strangers(
+    reachable: TestHosts, tmp_path: Path, target: str, seconds: float, limit_s: float
 ) -> None:
-    job = ByHand(forking, tmp_path, 29517)
-    try:
-        for rank in range(3):
-            job.start(rank)
-        assert soon(job.works, PATIENCE_S), job.said()
-        attack = who_attacks(forking, stranger)
-        assert 29517 in [port for _, port in attack.ports]
-        assert len(attack.ports) >= 5  # the store, and of each rank the signs of life and RPC
-        attack_all(attack, seconds, lambda: all(job.code(rank) is None for rank in range(3)))
-        job.finish()
-        check_delays(tmp_path, attack, limit_s)
-        assert "refused a connection from" in job.said()
-    finally:
-        forking.end_processes()
-
-
-def over_hosts(target: int | None, stranger: str, engine: str = "") -> Any:
-    """The ports of the launcher, or of a host, and who attacks them."""
-    marks = [pytest.mark.long] if target is not None or stranger == HOST else []
-    where = "the launcher" if target is None else f"h{target}"
-    return pytest.param(target, stranger, engine, marks=[*marks, *([needs_ucx] if engine else [])],
-                        id=f"{where}, {stranger} {engine}".strip())  # fmt: skip
-
-
-@needs_hosts
-@LENGTHS
-@pytest.mark.parametrize(
-    ("target", "stranger", "engine"),
-    [over_hosts(target, stranger) for target in (None, 0) for stranger in (USER, HOST)]
-    + [over_hosts(target, HOST, "ucx") for target in (0, 1)],
-)
-def test_a_job_of_phalanx_run_is_not_held_up_by_strangers(
-    reachable: TestHosts, tmp_path: Path, target: int | None, stranger: str, engine: str, seconds: float, limit_s: float
-) -> None:
+    """Another user attacks the launcher, and another host the hosts, the second of which has UCX for an engine."""
     launcher = RemoteLauncher(reachable, tmp_path, own=[0, 1])
+    with_ucx = target == "h1"
     try:
         arguments = ("-H", "h0:2,h1:1", "-q", launcher.script(HAS_EVERYTHING), str(tmp_path))
-        job = launcher.start(*arguments, environment={"PHALANX_ENGINE": engine} if engine else None)
-        works = [tmp_path / f"works-{rank}" for rank in range(3)]
-        assert soon(lambda: all(file.exists() for file in works) or job.process.poll() is not None, PATIENCE_S)
-        assert job.process.poll() is None, job.said()
-        attack = who_attacks(reachable, stranger, target or 0)
-        if target is None:
-            ports = listening(job.process.pid)
-            words = reachable.outside() if attack.user else attack.words
-            assert len(ports) == 2  # that for the agents, and the store's
-            attack = Attack(words, attack.user, ports)
+        job = launcher.start(*arguments, environment={"PHALANX_ENGINE": "ucx"} if with_ucx else None)
+        await_steps(tmp_path, lambda: job.process.poll() is not None, job.said)
+        if target == "the launcher":
+            attack = Attack(reachable.outside(), NOBODY, listening(job.process.pid))
+            assert len(attack.ports) == 2  # that for the agents, and the store's
         else:
-            assert len([at for at in attack.ports if at[0] == reachable.address(target)]) >= 2 + bool(engine)
-        attack_all(attack, seconds, lambda: job.process.poll() is None)
+            host = int(target[1:])
+            ports = [at for at in listening(reachable.inside[host]) if not at[0].startswith(("127.", "::1"))]
+            attack = Attack(reachable.entry(STRANGER), 0, ports)
+            assert len([at for at in attack.ports if at[0] == reachable.address(host)]) >= 2 + with_ucx
+        attack.attack_all(seconds, lambda: job.process.poll() is None)
         (tmp_path / "over").touch()
         assert job.finish() == 0, job.said()
-        check_delays(tmp_path, attack, limit_s)
+        attack.check_delays(tmp_path, limit_s)
         launcher.check()
     finally:
         launcher.clear()
-
-
-@needs_hosts
-def test_a_proof_that_somebody_passes_on_or_repeats_lets_nobody_in(forking: TestHosts, tmp_path: Path) -> None:
-    """Rank 2 is made to dial a stranger's host, who passes all on to the store, and then says the same himself."""
-    assert attacks.GREETING == GREETING
-    job = ByHand(forking, tmp_path, 29518)
-    way = [(forking.address(STRANGER), 29518), (forking.address(0), 29518)]
-    command = Attack(forking.entry(STRANGER), 0, way).command("relay", 60.0)
-    try:
-        job.start(0)
-        job.start(1)
-        assert soon(lambda: ("10.213.77.1", 29518) in listening(forking.inside[0]), PATIENCE_S), job.said()
-        forking.set_names(1, {"h0": forking.address(STRANGER)})
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as relay:
-            assert relay.stdout is not None
-            assert relay.stdout.readline() == "listens\n"
-            job.start(2)
-            recorded, told = (json.loads(line) for line in relay.stdout)
-        assert recorded["recorded"] > 100
-        assert told["most_heard"] <= MOST_ANSWERED
-        words = f"was meant for {forking.address(STRANGER)} port 29518, not for {forking.address(0)} port 29518"
-        assert words in job.said()
-        assert not job.works()
-        forking.reset_names()
-        if soon(lambda: job.code(2) is not None, 5.0):
-            job.start(2)
-        assert soon(job.works, PATIENCE_S), job.said()
-        job.finish()
-    finally:
-        forking.reset_names()
-        forking.end_processes()

@@ -21,8 +21,9 @@ import torch
 
 VARIABLE = "PHALANX_FRAMEWORKS_VENV"
 PROGRAMS = Path(__file__).parent / "programs"
-COMPATIBILITY = Path(__file__).parents[2] / "docs" / "compatibility.md"
-SOURCES = str(Path(__file__).parents[2] / "src")
+ROOT = Path(__file__).parents[2]
+COMPATIBILITY = ROOT / "docs" / "compatibility.md"
+SOURCES = f"{ROOT / 'src'}:{ROOT}"
 FOLDER = os.environ.get(VARIABLE)
 PYTHON = str(Path(FOLDER, "bin", "python")) if FOLDER else sys.executable
 SIZE = 2
@@ -36,38 +37,29 @@ FRAMEWORKS = [
     pytest.param("fabric_loop", "lightning", (), id="fabric"),
     pytest.param("fabric_loop", "lightning", ("gloo",), id="fabric, process_group_backend=gloo"),
     pytest.param("ignite_loop", "ignite", (), id="ignite"),
-    pytest.param("trl_sft", "trl", (), id="trl"),
     pytest.param("deepspeed_zero", "deepspeed", (), id="deepspeed, ZeRO stage 1"),
 ]
 
 
 @cache
-def installed(python: str, module: str) -> bool:
-    question = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
-    return subprocess.run([python, "-c", question], check=False).returncode == 0
+def answers(python: str, question: str) -> bool:
+    return subprocess.run([python, "-c", f"import sys; sys.exit(not ({question}))"], check=False).returncode == 0
 
 
 def need(module: str) -> None:
-    if not installed(PYTHON, module):
+    if not answers(PYTHON, f"__import__('importlib.util').util.find_spec({module!r})"):
         pytest.skip(f"{module} is not installed; make frameworks installs it, or name an environment in {VARIABLE}")
 
 
-def need_reconfigure() -> None:
-    question = "import sys, torch.distributed as dist; sys.exit(not hasattr(dist.ProcessGroup, 'reconfigure'))"
-    if subprocess.run([PYTHON, "-c", question], check=False).returncode:
-        pytest.skip(f"groups whose ranks change need torch 2.15; name an environment that has it in {VARIABLE}")
-
-
-def run(folder: Path, command: list[str], **variables: str) -> list[dict[str, Any]]:
-    """Run a job whose ranks leave their results in ``folder``; what each has left, in rank order."""
+def started(folder: Path, command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "PHALANX_REPLACE"))}
     path = os.pathsep.join([SOURCES, *filter(None, [own.get("PYTHONPATH")])])
+    # Nothing is downloaded; and one thread, since a sum's order must not depend on how many there are.
+    fixed = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
         command,
         cwd=folder,
-        # Nothing is downloaded; and one thread, since a sum's order must not depend on how many there are.
-        env={**own, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-        | variables,
+        env={**own, **fixed, **variables},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -75,6 +67,12 @@ def run(folder: Path, command: list[str], **variables: str) -> list[dict[str, An
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def run(folder: Path, command: list[str], **variables: str) -> list[dict[str, Any]]:
+    """Run a job whose ranks leave their results in ``folder``; what each has left, in rank order."""
+    started(folder, command, **variables)
     return load(folder)
 
 
@@ -114,7 +112,7 @@ def check_same_training(results: list[dict[str, Any]], others: list[dict[str, An
 
 
 @pytest.mark.parametrize(("program", "module", "arguments"), FRAMEWORKS)
-def test_a_framework_trains_over_gloo_and_over_phalanx(
+def test_framework_trains_over_gloo_and_over_phalanx(
     program: str, module: str, arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
     need(module)
@@ -125,7 +123,7 @@ def test_a_framework_trains_over_gloo_and_over_phalanx(
     check_same_training(ours, by_gloo)
 
 
-def test_ray_train_starts_its_ranks_on_phalanx_if_the_variable_says_so(tmp_path: Path) -> None:
+def test_ray_train_runs_on_phalanx_if_the_variable_says_so(tmp_path: Path) -> None:
     need("ray")
     by_gloo, ours = (tmp_path / name for name in ("gloo", "ours"))
     with tempfile.TemporaryDirectory(prefix="ray-") as sockets:  # whose paths may be 107 bytes long
@@ -155,12 +153,12 @@ def trained_by_parts(history: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("made_by", ["recipe", "native"])
-def test_torchft_replicas_go_on_without_one_that_is_killed_and_take_in_another(
-    made_by: str, size: int, tmp_path: Path
-) -> None:
+def test_torchft_goes_on_without_a_killed_replica_and_takes_in_another(made_by: str, size: int, tmp_path: Path) -> None:
     need("torchft")
-    if made_by == "native":
-        need_reconfigure()
+    if made_by == "native" and not answers(
+        PYTHON, "hasattr(__import__('torch').distributed.ProcessGroup, 'reconfigure')"
+    ):
+        pytest.skip(f"groups whose ranks change need torch 2.15; name an environment that has it in {VARIABLE}")
     recipe = re.search(r"^```python\n([^`]*ProcessGroupPhalanx.*?)^```", COMPATIBILITY.read_text(), re.M | re.DOTALL)
     assert recipe, "docs/compatibility.md has no recipe for torchft"
     (tmp_path / "recipe.py").write_text(recipe[1])
@@ -182,7 +180,7 @@ def test_torchft_replicas_go_on_without_one_that_is_killed_and_take_in_another(
     ("program", "module"),
     [("hf_trainer", "transformers"), ("accelerate_loop", "accelerate"), ("fabric_loop", "lightning")],
 )
-def test_a_script_under_a_bare_mpiexec_trains_once_it_calls_init(program: str, module: str, tmp_path: Path) -> None:
+def test_script_under_a_bare_mpiexec_trains_once_it_calls_init(program: str, module: str, tmp_path: Path) -> None:
     need(module)
     mpiexec = Path(PYTHON).parent / "mpiexec"
     if not os.access(mpiexec, os.X_OK):
@@ -214,8 +212,14 @@ def trained_by_one_process(ranks: int) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize(("options", "group"), [((), "ProcessGroup"), (("--replace", "gloo"), OURS)])
+@pytest.mark.parametrize(
+    ("options", "group", "size"),
+    [
+        (("--replace", "gloo"), OURS, 2),
+        pytest.param(("--replace", "gloo"), OURS, 4, marks=pytest.mark.long),
+        pytest.param((), "ProcessGroup", 2, marks=pytest.mark.long),
+    ],
+)
 def test_torchs_own_ddp_trains_as_one_process_does(
     options: tuple[str, ...], group: str, size: int, tmp_path: Path
 ) -> None:
@@ -240,18 +244,7 @@ def test_torchrun_with_the_variable_trains_as_one_process_does(tmp_path: Path) -
 def test_cells_of_a_notebook_launch_ranks_by_phalanx_launch(tmp_path: Path) -> None:
     for module in ("ipykernel", "jupyter_client"):
         need(module)
-    path = os.pathsep.join([SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [PYTHON, str(PROGRAMS / "notebook.py")],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "IPYTHONDIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = started(tmp_path, [PYTHON, str(PROGRAMS / "notebook.py")], IPYTHONDIR=".", JUPYTER_RUNTIME_DIR=str(tmp_path))
     cells = json.loads(done.stdout)
     assert cells["define"]["error"] == ""
     assert cells["train"]["result"].count("([12.0, 12.0], 'phalanx')") == 3, cells["train"]

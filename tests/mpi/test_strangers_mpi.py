@@ -5,25 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.launch_support import Launcher
-from tests.mpi.over_hosts import hosts, remote
-from tests.support.attackers import (
+from tests.fault.test_strangers import (
     HAS_EVERYTHING,
     LENGTHS,
-    NOBODY,
-    PATIENCE_S,
     Attack,
-    attack_all,
-    check_delays,
+    await_steps,
     listening,
+    needs_hosts,
     sockets_of,
     start_everything,
 )
-from tests.support.hosts import why_no_hosts
+from tests.launch_support import Launcher
+from tests.mpi.over_hosts import hosts, remote
 from tests.support.inventory import children_of
 from tests.support.remote import RemoteLauncher
-from tests.support.strangers import needs_another_user
-from tests.support.waiting import soon
+from tests.support.strangers import NOBODY, needs_another_user
 
 __all__ = ["hosts", "remote"]  # fixtures
 
@@ -43,26 +39,25 @@ def test_another_user_at_the_doors_of_a_job_does_not_hold_it_up(
     doors = doors_of(job.pid)
     assert len(doors) >= 2  # the store's, and that of the keepers, which stand beside the ranks
     attack = Attack((), NOBODY, doors)
-    attack_all(attack, seconds, lambda: job.process.poll() is None)
+    attack.attack_all(seconds, lambda: job.process.poll() is None)
     (launcher.directory / "over").touch()
     outcome = job.finish()
     assert outcome.code == 0, outcome.err_text
-    check_delays(launcher.directory, attack, limit_s)
+    attack.check_delays(launcher.directory, limit_s)
 
 
-@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
+@needs_hosts
+@pytest.mark.long
 @LENGTHS
 def test_somebody_on_another_host_at_the_doors_does_not_hold_a_job_up(
     remote: RemoteLauncher, tmp_path: Path, seconds: float, limit_s: float
 ) -> None:
     job = remote.start("-H", "h0:2,h1:1", remote.script(HAS_EVERYTHING), str(tmp_path))
-    works = [tmp_path / f"works-{rank}" for rank in range(3)]
-    assert soon(lambda: all(file.exists() for file in works) or job.process.poll() is not None, PATIENCE_S)
-    assert job.process.poll() is None, job.said()
+    await_steps(tmp_path, lambda: job.process.poll() is not None, job.said)
     doors = doors_of(job.process.pid)
     assert doors, "the launcher does not listen"
     attack = Attack(remote.hosts.entry(1), NOBODY, doors)  # from the other host, as nobody
-    attack_all(attack, seconds, lambda: job.process.poll() is None)
+    attack.attack_all(seconds, lambda: job.process.poll() is None)
     (tmp_path / "over").touch()
     assert job.finish() == 0, job.said()
-    check_delays(tmp_path, attack, limit_s)
+    attack.check_delays(tmp_path, limit_s)

@@ -22,7 +22,7 @@ from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.tuning import Tuning
 from phalanx.transports.solo import SoloCommunicator
 
-__all__ = ["ENGINES", "PLACEMENTS", "EngineOf", "gloo_engine", "needs_ucx", "over_hosts", "ucx_engine"]
+__all__ = ["PLACEMENTS", "gloo_engine", "needs_ucx", "over_hosts", "ucx_engine"]
 
 TIMEOUT = timedelta(seconds=60)
 # The large tensors of the tests go through a few chunks, and past the memory that the ranks of a host share.
@@ -57,9 +57,6 @@ PLACEMENTS: dict[str, Callable[[int, int], int]] = {
     "three hosts": lambda rank, size: min(rank, 2),
 }
 EngineOf = Callable[[Store, int, int, timedelta], Engine]
-
-
-ENGINES = [pytest.param(gloo_engine, id="Gloo"), pytest.param(ucx_engine, id="UCX", marks=needs_ucx)]
 
 
 def over_hosts(

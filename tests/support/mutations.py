@@ -1,32 +1,11 @@
-"""A million changed inputs for every parser of bytes from outside: refused as documented, or taken, and nothing else.
-
-``python -m tests.support.mutations --count 1000000 --seed 1`` prints what it found, and ends with 1 if that is
-anything. Every input follows from the seed, the parser and its number, which a finding names.
-"""
+"""Changed inputs for parsers of bytes from outside."""
 
 from __future__ import annotations
 
-import argparse
-import os
 import random
-import resource
-import signal
-import sys
-import time
-import traceback
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
-from tests.support.parsers import Parser, parsers
+__all__ = ["changed"]
 
-__all__ = ["Finding", "changed", "try_all"]
-
-# What one input may cost: CPU time, so that a busy machine does not matter, and memory.
-MOST_CPU_S = 5.0
-MOST_BYTES = 1 << 30
-MOST_KEPT_BYTES = 64 << 20
 # What JSON, TOML and people's texts can be changed into.
 WORDS = (
     b"null", b"true", b"-1", b"0", b"1e999", b"-1e999", b"NaN", b"9" * 400, b"9" * 5000, b"1.5", b'""', b'"\\ud800"',
@@ -35,25 +14,6 @@ WORDS = (
     b"18446744073709551615",
 )  # fmt: skip
 ENDS = (b"\0", b"\xff", b"\x7f", b"\x80")
-
-
-class Hung(BaseException):
-    """A parser has used more CPU time than one input may cost."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What a parser has done that it must not: the input's number, and the end of the traceback."""
-
-    parser: str
-    what: str
-    where: str
-    number: int
-    data: bytes
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.parser}, input {self.number}: {self.what} at {self.where}\n  {self.data[:300]!r}\n{self.text}"
 
 
 def changed(chance: random.Random, data: bytes) -> bytes:
@@ -76,12 +36,12 @@ def changed(chance: random.Random, data: bytes) -> bytes:
         elif how == 5:
             del out[at:]
         else:
-            begin, end = value_at(out, at)
+            begin, end = _value_at(out, at)
             out[begin:end] = chance.choice(WORDS)
     return bytes(out)
 
 
-def value_at(data: bytearray, at: int) -> tuple[int, int]:
+def _value_at(data: bytearray, at: int) -> tuple[int, int]:
     """Where the value around this place begins and ends, if that is a text with values."""
     ends = b' ,:[]{}=\n"'
     begin = at
@@ -92,90 +52,3 @@ def value_at(data: bytearray, at: int) -> tuple[int, int]:
         end += 1
     quoted = begin and end < len(data) and data[begin - 1] == data[end] == ord('"')
     return (begin - 1, end + 1) if quoted else (begin, end)
-
-
-def try_all(count: int, seed: int, only: str = "") -> tuple[list[Finding], Counter[str]]:
-    """Give ``count`` changed inputs to the parsers; what was found, one of each kind, and how many each has had."""
-    found: dict[tuple[str, str, str], Finding] = {}
-    had: Counter[str] = Counter()
-
-    def hung(*_: object) -> None:
-        raise Hung
-
-    before = signal.signal(signal.SIGPROF, hung)
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    try:
-        with parsers() as every:
-            every = [parser for parser in every if only in parser.name]
-            resource.setrlimit(resource.RLIMIT_AS, (address_space() + MOST_BYTES, limits[1]))
-            shares = sum(parser.share for parser in every)
-            for parser in every:
-                inputs = -(-int(count * parser.share) // int(shares)) if shares >= 1 else count
-                for finding in _try(parser, max(20, inputs), seed):
-                    found.setdefault((finding.parser, finding.what, finding.where), finding)
-                had[parser.name] = max(20, inputs)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
-        signal.signal(signal.SIGPROF, before)
-    return list(found.values()), had
-
-
-def _try(parser: Parser, count: int, seed: int) -> Sequence[Finding]:
-    found: dict[tuple[str, str], Finding] = {}
-    assert any(map(parser.takes, parser.valid)), parser.name
-    kept = 0
-    for number in range(count):
-        data = input_of(parser, seed, number)
-        signal.setitimer(signal.ITIMER_PROF, MOST_CPU_S)
-        try:
-            parser.feed(data)
-        except parser.refusals:
-            pass
-        except (Exception, Hung) as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{Path(where.filename).name}:{where.lineno}"
-            if (type(error).__name__, place) not in found:
-                text = "".join(traceback.format_exception(error)[-4:])
-                finding = Finding(parser.name, type(error).__name__, place, number, data, text)
-                found[type(error).__name__, place] = finding
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        if number == count // 10:
-            kept = resident()
-    if kept and (grown := resident() - kept) > MOST_KEPT_BYTES:
-        found["memory", ""] = Finding(parser.name, f"{grown >> 20} MiB more memory", "the end", count, b"", "")
-    return list(found.values())
-
-
-def input_of(parser: Parser, seed: int, number: int) -> bytes:
-    """One input, which is the same whenever it is asked for."""
-    chance = random.Random((seed << 64) + (number << 24) + sum(parser.name.encode()))
-    return changed(chance, chance.choice(parser.valid))
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def address_space() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def main() -> int:
-    options = argparse.ArgumentParser(description="Give changed inputs to every parser of bytes from outside.")
-    options.add_argument("--count", type=int, default=1_000_000, help="how many inputs, of all parsers together")
-    options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--only", default="", help="parsers with these words in their names")
-    given = options.parse_args()
-    began = time.monotonic()
-    found, had = try_all(given.count, given.seed, given.only)
-    for name, count in had.items():
-        print(f"{count:9}  {name}")
-    for finding in found:
-        print(f"\n{finding}")
-    print(f"{sum(had.values())} inputs in {time.monotonic() - began:.0f} s: {len(found)} findings")
-    return 1 if found else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

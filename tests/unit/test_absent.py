@@ -26,18 +26,21 @@ def came(ranks: World, which: set[int], *, nodes: bool) -> list[Came]:
     ]
 
 
-def test_the_last_host_is_named_if_the_launcher_lists_the_hosts() -> None:
+def test_last_host_is_named_if_the_launcher_lists_the_hosts() -> None:
     there = came(world("h0", "h1", "h2"), {0, 1}, nodes=True)
     assert expected_places(there, 3, hosts=("h0", "h1", "h2"), num_nodes=3) == {2: Expected("h2", 0)}
     assert expected_places(there, 3, num_nodes=3) == {}
 
 
 def test_nothing_is_said_if_the_ranks_say_too_little_or_contradict_it() -> None:
-    assert expected_places([Came(0, "h0", None, None, None), Came(1, "h0", None, None, None)], 3) == {}
-    assert expected_places([Came(0, "h0", None, 0, 2), Came(1, "h0", None, 0, 2)], 3) == {}
-    assert expected_places([Came(0, "h0", None, 0, 9)], 3) == {}
-    assert expected_places([Came(0, "h0", None, -1, 2)], 3) == {}
-    assert expected_places([Came(0, "h0", None, 0, 2), Came(1, "h0", None, 1, 3)], 3) == {}
+    for there in (
+        [Came(0, "h0", None, None, None), Came(1, "h0", None, None, None)],
+        [Came(0, "h0", None, 0, 2), Came(1, "h0", None, 0, 2)],
+        [Came(0, "h0", None, 0, 9)],
+        [Came(0, "h0", None, -1, 2)],
+        [Came(0, "h0", None, 0, 2), Came(1, "h0", None, 1, 3)],
+    ):
+        assert expected_places(there, 3) == {}
 
 
 def test_in_blocks_a_host_of_which_one_rank_has_come_is_known() -> None:
@@ -46,10 +49,9 @@ def test_in_blocks_a_host_of_which_one_rank_has_come_is_known() -> None:
     assert found == {1: Expected("h0", 1), 2: Expected("h1", 0)}
 
 
-@pytest.mark.parametrize("nodes", [True, False])
-@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize(("nodes", "listed"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("size", [3, 4])
-def test_what_is_said_is_true_of_all_worlds_in_which_the_same_ranks_came(size: int, listed: bool, nodes: bool) -> None:
+def test_places_hold_in_all_worlds_in_which_the_same_ranks_came(size: int, listed: bool, nodes: bool) -> None:
     """All ways to place ranks on up to three hosts; whatever is said must hold in each that looks the same."""
     seen: dict[tuple[object, ...], list[tuple[World, dict[int, Expected]]]] = {}
     for hosts in itertools.product(("h0", "h1", "h2"), repeat=size):
@@ -60,7 +62,7 @@ def test_what_is_said_is_true_of_all_worlds_in_which_the_same_ranks_came(size: i
         for count in range(1, size):
             for which in itertools.combinations(range(size), count):
                 there = came(ranks, set(which), nodes=nodes)
-                known = (order, len(order)) if listed and nodes else ((), None)
+                known = (order, len(order)) if listed else ((), None)
                 found = expected_places(there, size, hosts=known[0], num_nodes=known[1])
                 assert not set(found) & set(which)
                 seen.setdefault((tuple(there), known), []).append((ranks, found))
@@ -70,7 +72,7 @@ def test_what_is_said_is_true_of_all_worlds_in_which_the_same_ranks_came(size: i
             assert all(ranks[rank] == (place.host, place.local_rank) for rank, place in found.items())
 
 
-def test_the_words() -> None:
+def test_places_are_told_briefly() -> None:
     assert format_expected([2], {2: Expected("h2", 0)}) == "h2, local rank 0"
     assert format_expected([2, 3], {2: Expected("h2", 0), 3: Expected("h2", 1)}) == "h2, local ranks 0-1"
     places = {2: Expected("h2", 0), 3: Expected("h3", 1), 4: Expected("h3", 2)}

@@ -12,7 +12,7 @@ import pytest
 from phalanx.rpc.late_imports import after_import
 
 
-def test_a_module_is_changed_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_is_changed_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "comes_late.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     before = list(sys.meta_path)

@@ -12,7 +12,6 @@ import json
 import os
 import pickle
 import random
-import selectors
 import socket
 import struct
 import threading
@@ -26,7 +25,6 @@ import torch
 import torch.distributed as dist
 from tests.rpc import workers
 from tests.rpc.workers import next_of, with_workers
-from tests.support.attackers import MOST_ANSWERED
 from tests.support.mutations import changed
 from tests.support.ranks import Member
 from tests.support.stores import KEY, Job, claim
@@ -40,10 +38,12 @@ from phalanx.rpc.network import ROLE as RPC
 from phalanx.store import requests
 from phalanx.store.claim import ROLE as STORE
 from phalanx.wire import door
-from phalanx.wire.framing import LONGEST_UNPROVEN, frame
+from phalanx.wire.framing import LONGEST_UNPROVEN
 from phalanx.wire.key import Key
 from phalanx.wire.proof import GREETING, GREETING_BYTES, Response
 
+# A listener greets, and tells a caller that proves another key so, with a digest and an empty verdict.
+MOST_ANSWERED = GREETING_BYTES + 32 + 4
 OTHER_KEYS = (Key(), Key(b"another key, which is long enough"))
 
 
@@ -123,26 +123,13 @@ def words_without_a_proof(listener: Listener) -> None:
         assert heard(listener.connect(), said) <= GREETING_BYTES, said[:40]
 
 
-def proofs_of_another_key(listener: Listener) -> None:
-    for key in OTHER_KEYS:
-        sock, response = listener.proof(key)
-        assert heard(sock, response.message) <= MOST_ANSWERED - GREETING_BYTES
-    guessed = GREETING + b"x" * 64 + frame(requests.pack(requests.SET, 0, [b"stranger", b"value"]))
-    assert heard(listener.connect(), guessed) <= MOST_ANSWERED
-
-
-def proofs_for_another_role(listener: Listener) -> None:
-    for role in {STORE, RPC, channel.ROLE} - {listener.role}:
-        sock, response = listener.proof(role=role)
-        assert heard(sock, response.message) <= MOST_ANSWERED - GREETING_BYTES
-
-
-def a_proof_that_is_passed_on(listener: Listener) -> None:
-    sock, response = listener.proof(where=("127.0.0.1", 9))
-    assert heard(sock, response.message) <= MOST_ANSWERED - GREETING_BYTES
-
-
-def a_proof_that_was_recorded_or_is_reflected(listener: Listener) -> None:
+def wrong_proofs(listener: Listener) -> None:
+    """Of another key, for another role or place; and one that was recorded, is reflected, or cut off."""
+    others: list[dict[str, Any]] = [{"key": key} for key in OTHER_KEYS]
+    others += [{"role": role} for role in {STORE, RPC, channel.ROLE} - {listener.role}]
+    for other in (*others, {"where": ("127.0.0.1", 9)}):
+        sock, response = listener.proof(**other)
+        assert heard(sock, response.message) <= MOST_ANSWERED - GREETING_BYTES, other
     sock, response = listener.proof()
     with sock:
         sock.sendall(response.message)
@@ -152,9 +139,6 @@ def a_proof_that_was_recorded_or_is_reflected(listener: Listener) -> None:
     assert heard(listener.connect(), response.message) <= MOST_ANSWERED
     again = listener.connect()
     assert heard(again, read(again, GREETING_BYTES) + answer + bytes(LONGEST_UNPROVEN)) <= MOST_ANSWERED
-
-
-def proofs_that_are_cut_off(listener: Listener) -> None:
     for kept in (0, 1, len(GREETING), GREETING_BYTES, GREETING_BYTES + 32, -1):
         sock, response = listener.proof()
         assert heard(sock, response.message[:kept], ends=True) == 0
@@ -185,20 +169,10 @@ def many_that_are_silent(listener: Listener) -> None:
         assert time.monotonic() - began < door.PATIENCE_S
 
 
-ATTACKS = (
-    words_without_a_proof,
-    proofs_of_another_key,
-    proofs_for_another_role,
-    a_proof_that_is_passed_on,
-    a_proof_that_was_recorded_or_is_reflected,
-    proofs_that_are_cut_off,
-    proofs_that_were_changed,
-    many_that_are_silent,
-)
+ATTACKS = (words_without_a_proof, wrong_proofs, proofs_that_were_changed, many_that_are_silent)
 
 
-@contextlib.contextmanager
-def rank_0s_store() -> Iterator[Listener]:
+def test_stranger_gets_nothing_of_the_store_and_keeps_nobody_out() -> None:
     size = 64
     with Job(size) as job:
         ranks = itertools.count(1)  # each caller is another rank, since a rank that has left may not come again at once
@@ -209,63 +183,15 @@ def rank_0s_store() -> Iterator[Listener]:
             assert job.ranks[0].get("a") == b"b"
             assert not job.ranks[0].check(["stranger"])
 
-        yield Listener(job.where, STORE, KEY, lambda: claim(next(ranks), size).encode(), serve)
-        assert any("refused a connection from 127.0.0.1" in line for line in job.said)
-
-
-@contextlib.contextmanager
-def the_launchers_relay() -> Iterator[Listener]:
-    admitted: list[channel.Channel] = []
-    with selectors.DefaultSelector() as selector:
-        entrance, invitation = channel.open_door(["127.0.0.1"], selector, admitted.append)
-        host, port, secret = invitation.rsplit(":", 2)
-        over = threading.Event()
-
-        def tend() -> None:
-            while not over.is_set():
-                for key, _ in selector.select(0.01):
-                    key.data()
-                entrance.tend(time.monotonic())
-
-        def serve() -> None:
-            admitted.clear()
-            keeper = channel.join(invitation)
-            assert soon(lambda: bool(admitted))
-            keeper.say(event="here")
-            frames: list[tuple[bytes, bytes]] = []
-
-            def came() -> bool:
-                frames.extend(admitted[0].receive())
-                return bool(frames)
-
-            assert soon(came)
-            assert frames == [(channel.MESSAGE, b'{"event": "here"}')]
-            keeper.close()
-            admitted[0].close()
-
-        thread = threading.Thread(target=tend)
-        thread.start()
-        try:
-            yield Listener((host, int(port)), channel.ROLE, Key(secret.encode()), lambda: b"", serve)
-        finally:
-            over.set()
-            thread.join(20)
-            for each in admitted:
-                each.close()
-            entrance.close()
-
-
-@pytest.mark.parametrize("make", [rank_0s_store, the_launchers_relay])
-def test_a_stranger_gets_nothing_and_keeps_nobody_out(make: Callable[[], Any]) -> None:
-    with make() as listener:
+        listener = Listener(job.where, STORE, KEY, lambda: claim(next(ranks), size).encode(), serve)
         for attack in ATTACKS:
             attack(listener)
             listener.serve()
+        assert any("refused a connection from 127.0.0.1" in line for line in job.said)
 
 
 @pytest.mark.parametrize("tcp", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 3])
-def test_a_worker_of_rpc_is_not_disturbed_by_strangers(size: int, tcp: bool) -> None:
+def test_worker_of_rpc_is_not_disturbed_by_strangers(tcp: bool) -> None:
     def body(member: Member) -> None:
         me = session.agent().me
         listener = worker_listening(member)
@@ -287,9 +213,9 @@ def test_a_worker_of_rpc_is_not_disturbed_by_strangers(size: int, tcp: bool) -> 
                 with sock:
                     assert json.loads(answer_to(sock, response)) == {}, offer  # then it goes by TCP
         assert session.agent().members() == rpc.call(next_of(member), _members)
-        assert len(session.agent().members()) == size
+        assert len(session.agent().members()) == member.size
 
-    with_workers(body, size, before=lambda _: workers.use_tcp() if tcp else None)
+    with_workers(body, 3, before=lambda _: workers.use_tcp() if tcp else None)
 
 
 def _members() -> list[rpc.Member]:
@@ -306,33 +232,24 @@ def worker_listening(member: Member) -> Listener:
     return Listener((me.address, me.port), RPC, key, lambda: b'{"ping": 1}', serve)
 
 
-def of_process() -> tuple[int, int]:
-    """How many threads and descriptors this process has, without the threads that wait a while for more calls."""
-    pools = ("phalanx-rpc-handler", "phalanx-rpc-shared", "phalanx-rpc-tcp")
-    threads = [thread for thread in threading.enumerate() if thread.name not in pools]
-    return len(threads), len(os.listdir("/proc/self/fd"))
-
-
 @contextlib.contextmanager
 def undisturbed(member: Member) -> Iterator[None]:
-    """Calls between all workers go on meanwhile, none of them takes long, and everything is as before afterwards."""
+    """Calls between all workers go on meanwhile, and none of them takes long."""
     assert rpc.call(next_of(member), workers.add, 1, 1) == 2
     dist.barrier()
-    before = of_process()
+    before = len(os.listdir("/proc/self/fd"))
     over = threading.Event()
     times, wrong = [0.0], []
 
     def go_on() -> None:
-        while not over.is_set():
-            began = time.monotonic()
-            try:
-                if rpc.call(next_of(member), workers.add, torch.ones(3), 1).tolist() != [2.0] * 3:
-                    wrong.append("a wrong answer")
-            except Exception as error:
-                wrong.append(repr(error))
-                return
-            times.append(time.monotonic() - began)
-            time.sleep(0.002)
+        try:
+            while not over.is_set():
+                began = time.monotonic()
+                assert rpc.call(next_of(member), workers.add, torch.ones(3), 1).tolist() == [2.0] * 3
+                times.append(time.monotonic() - began)
+                time.sleep(0.002)
+        except Exception as error:
+            wrong.append(repr(error))
 
     thread = threading.Thread(target=go_on)
     thread.start()
@@ -343,45 +260,36 @@ def undisturbed(member: Member) -> Iterator[None]:
         thread.join()
     assert wrong == []
     assert max(times) < door.PATIENCE_S / 2  # no call waits until a stranger's time to prove himself is over
-    assert soon(lambda: all(now <= then for now, then in zip(of_process(), before, strict=True)), 60.0), before
+    assert soon(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
 def claims_that_are_nonsense(me: rpc.Member) -> list[bytes]:
-    right = {**asdict(me), "incarnation": 1 << 40, "name": "stranger"}
-
-    def with_me(**change: Any) -> dict[str, Any]:
-        return {"me": {**right, **change}, "to": me.incarnation, "offer": ""}
-
-    claims: list[Any] = [None, 0, True, "ping", [], ["ping"], [[]], {}, {"ping": 2}, {"me": right}, with_me(more=1)]
-    claims += [{**with_me(), "to": to} for to in ("1", [1], 1 << 90)]
-    claims.append({**with_me(), "me": asdict(me)})  # it says that it is the one whom it asks
-    for name, value in asdict(me).items():
-        others: list[Any] = [None, [], {}, 1.5, True, ["a"], {"a": 1}, "x" * 500, 1 << 70, -(1 << 70), ""]
-        claims += [with_me(**{name: other}) for other in others if type(other) is not type(value) or name == "name"]
-        claims.append({**with_me(), "me": {each: right[each] for each in right if each != name}})
-    raw = [b"", b"\xff\xfe", b"{", b"[" * 4000, b"1" * 4000, b'{"me": 1e999}', b'{"a":' * 700, pickle.dumps(Bomb())]
+    """Of a form that nobody has; test_fuzzed_bytes.py has very many that were changed."""
+    right = {"me": {**asdict(me), "incarnation": 1 << 40, "name": "stranger"}, "to": me.incarnation, "offer": ""}
+    claims: list[Any] = [None, True, "ping", ["ping"], {}, {"ping": 2}, {"me": right["me"]}, {**right, "to": 1 << 90}]
+    claims.append({**right, "me": asdict(me)})  # it says that it is the one whom it asks
+    claims += [{**right, "me": {**asdict(me), name: [1.5]}} for name in asdict(me)]
+    raw = [b"", b"\xff\xfe", b"{", b"[" * 4000, b'{"me": 1e999}', pickle.dumps(Bomb())]
     return [*(json.dumps(each).encode() for each in claims), *raw]
 
 
 def offers_of_no_memory() -> list[str]:
     own = {"pid": os.getpid(), "channel": 0, "cookie": "00" * 16, "place": 1, "place_cookie": "00" * 16}
-    wrong: dict[str, list[Any]] = {
-        "pid": [0, 1, -1, os.getppid(), 1 << 31, 1 << 90, "1", None, 1.5, True],
-        "channel": [-1, 3, 1 << 31, 1 << 70, "x"],
-        "cookie": ["", "00", "zz", "00" * 500, None, 1],
+    wrong: dict[str, list[object]] = {
+        "pid": [1, os.getppid(), 1 << 90, "1"],
+        "channel": [-1, 3],
+        "cookie": ["", "zz"],
         "place": [-1, 1 << 40],
-        "place_cookie": ["", "00" * 15, []],
     }
-    made = [json.dumps({**own, name: value}) for name, values in wrong.items() for value in values]
-    return ["garbage", "[]", "1", "{}", "[" * 1500, '{"pid": 1e999}', *made]
+    return ["garbage", "[]", *(json.dumps({**own, name: value}) for name in wrong for value in wrong[name])]
 
 
 @pytest.mark.parametrize("meeting", [False, True])
-def test_a_rank_that_sends_nonsense_ends_its_own_connection_at_most(meeting: bool) -> None:
+def test_rank_that_sends_nonsense_ends_its_own_connection_at_most(meeting: bool) -> None:
     """It has proven the key; without one, every process can."""
     chance = random.Random(meeting)
     valid = [requests.pack(code, 5, fields) for code in range(1, 15) for fields in ([], [b"a"], [b"a", b"b", b"c"])]
-    for sealed in itertools.chain(range(6), range(6)):
+    for sealed in range(6):
         with Job(3) as job:
             stores = job.everybody()
             if meeting:
@@ -398,19 +306,3 @@ def test_a_rank_that_sends_nonsense_ends_its_own_connection_at_most(meeting: boo
                 with contextlib.suppress(InitializationError):  # meanwhile a rank may have left before all had met
                     store.set("still", "here")
             assert stores[0].get("still") == b"here"
-
-
-def test_a_keeper_is_not_taken_in_by_what_listens_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        host, port = listener.getsockname()
-        for said in (b"", b"SSH-2.0\r\n", GREETING, GREETING + b"x" * 300):
-
-            def serve(said: bytes = said) -> None:
-                with listener.accept()[0] as sock, contextlib.suppress(OSError):
-                    sock.sendall(said)
-
-            thread = threading.Thread(target=serve)
-            thread.start()
-            with pytest.raises(OSError, match=r"phalanx run has ended|does not know the job's key"):
-                channel.join(f"{host}:{port}:secret")
-            thread.join(20)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.waiting import soon
@@ -22,10 +23,6 @@ from phalanx.place.environment import read_environment
 from phalanx.place.place import Place
 from phalanx.rendezvous.meet import Broadcast, leave, meet
 from phalanx.rendezvous.meeting_point import HIGHEST, LOWEST, derived_ports, meeting_point
-from phalanx.store.claim import Claim, Verdict
-from phalanx.store.client import connect
-from phalanx.wire.dial import Line
-from phalanx.wire.key import Key
 from phalanx.wire.proof import GREETING
 
 SLURM = {
@@ -42,7 +39,8 @@ RECORDINGS = Path(__file__).parents[1] / "data" / "launchers"
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 # The ports of a job follow from its name: those of another process of these tests are other jobs.
 OWN = f"of process {os.getpid()}"
-HERE = Place("slurm", 0, 2, 0, 2, 0, 1, master_addr="127.0.0.1", job=f"job 1 {OWN}")
+# Flux writes its job ids with a letter beyond ASCII, which some locales cannot decode.
+HERE = Place("slurm", 0, 2, 0, 2, 0, 1, master_addr="127.0.0.1", job=f"job \udcc6\udc92 {OWN}")
 
 
 class Meetings:
@@ -92,7 +90,7 @@ def where(environment: Mapping[str, str]) -> str | None:
     return None if point is None else point.address
 
 
-def test_the_first_host_of_the_node_list_is_where_rank_0_is(tmp_path: Path) -> None:
+def test_first_host_of_the_node_list_is_where_rank_0_is(tmp_path: Path) -> None:
     assert where(SLURM) == "node07"
     assert where({**HYDRA, "SLURM_JOB_NODELIST": "node[07,12]", "SLURM_JOB_ID": "77"}) == "node07"
     nodefile = tmp_path / "nodes"
@@ -109,7 +107,7 @@ def test_the_first_host_of_the_node_list_is_where_rank_0_is(tmp_path: Path) -> N
     assert where({**one_host, "MASTER_ADDR": "chosen", "SLURM_JOB_ID": "77"}) == "chosen"
 
 
-def test_a_store_of_the_launchers_is_used_where_the_launcher_says_so() -> None:
+def test_store_of_the_launcher_is_used_where_it_says_so() -> None:
     agent = {"TORCHELASTIC_RUN_ID": "r", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     agent |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
     agent |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -122,7 +120,7 @@ def test_a_store_of_the_launchers_is_used_where_the_launcher_says_so() -> None:
         assert not read_environment(without, []).place().keeps_store
 
 
-def test_where_nothing_says_where_rank_0_is_nothing_is_guessed() -> None:
+def test_nothing_is_guessed_where_nothing_says_where_rank_0_is() -> None:
     assert where(HYDRA) is None
     with pytest.raises(
         InitializationError, match=r"Set MASTER_ADDR to its host and MASTER_PORT.*mpiexec -genv MASTER_"
@@ -130,7 +128,7 @@ def test_where_nothing_says_where_rank_0_is_nothing_is_guessed() -> None:
         meet(read_environment(HYDRA, []).place(), 1.0, 0)
 
 
-def test_tasks_of_flux_meet_on_their_one_node_and_else_where_the_user_says() -> None:
+def test_tasks_of_flux_meet_on_one_node_or_where_the_user_says() -> None:
     def task(name: str) -> Place:
         data = json.loads((RECORDINGS / f"{name}.json").read_text())
         return read_environment({**data["common"], **data["ranks"][1]["environment"]}, []).place()
@@ -158,15 +156,7 @@ def test_every_rank_derives_the_same_ports_and_another_job_others() -> None:
     assert (given.ports, given.fixed) == ((29501,), True)
 
 
-def test_a_job_may_have_a_name_in_bytes_that_are_no_text(meetings: Meetings) -> None:
-    """Flux writes its job ids with a letter beyond ASCII, which some locales cannot decode."""
-    place = replace(HERE, job="FLUX_JOB_ID=\udcc6\udc923HcXp2qoGd")
-    for rank in (0, 1):
-        meetings.start(replace(place, rank=rank))
-    assert set(meetings.join()) == {0, 1}
-
-
-def test_job_may_begin_while_the_one_before_it_still_holds_the_port(meetings: Meetings) -> None:
+def test_job_may_begin_while_the_one_before_holds_the_port(meetings: Meetings) -> None:
     """A process that was killed does so until all its threads have ended."""
     earlier = socket.socket()
     earlier.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as rank 0 listens
@@ -183,63 +173,38 @@ def test_job_may_begin_while_the_one_before_it_still_holds_the_port(meetings: Me
 
 
 def test_ranks_meet_at_the_first_free_port(monkeypatch: pytest.MonkeyPatch, meetings: Meetings) -> None:
+    """On the first is a stranger who greets as rank 0 would, on the second rank 0 of another job."""
+    ports = derived_ports(f"the same {OWN}")
     monkeypatch.setattr("phalanx.rendezvous.search.ANSWER_S", 0.3)
     monkeypatch.setattr("phalanx.rendezvous.opening.ANSWER_S", 0.3)
-    monkeypatch.setattr("phalanx.rendezvous.meeting_point.derived_ports", lambda _: derived_ports(f"the same {OWN}"))
-    ports = derived_ports(f"the same {OWN}")
-    # A server that says nothing, and rank 0 of another job that comes to the same ports, and waits for its rank 1.
-    with socket.create_server(("127.0.0.1", ports[0])):
-        other = replace(HERE, job=f"job 2 {OWN}")
-        meetings.start(other, "other 0")
-        assert soon(lambda: _listens(ports[1]))
-        meetings.start(replace(HERE, rank=1))  # rank 0 is late
-        time.sleep(0.05)
-        meetings.start(HERE)
-        meetings.start(replace(other, rank=1), "other 1")
-        stores = meetings.join()
-    for mine, theirs, word in ((0, 1, "b"), ("other 0", "other 1", "c")):
-        stores[mine].set("a", word)
-        assert stores[theirs].get("a") == word.encode()
-
-
-@pytest.mark.parametrize("greeting", [b"", GREETING + b"x" * 32], ids=["silent", "greets"])
-def test_stranger_on_the_first_port_learns_no_key_and_is_passed_by(
-    monkeypatch: pytest.MonkeyPatch, meetings: Meetings, greeting: bytes
-) -> None:
-    ports = derived_ports(f"a stranger's {OWN}")
     monkeypatch.setattr("phalanx.rendezvous.meeting_point.derived_ports", lambda _: ports)
     monkeypatch.setenv("PHALANX_KEY", "the key of this very job")
-    asked: list[tuple[int, float, bool]] = []
     heard: list[bytes] = []
-
-    def noted(where: tuple[str, int], key: Key, who: Claim, patience_s: float, *source: str) -> tuple[Line, Verdict]:
-        asked.append((where[1], patience_s, who.rank == 0))
-        return connect(where, key, who, patience_s, *source)
 
     def attend(listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while True:
                 with listener.accept()[0] as sock:
-                    sock.sendall(greeting)
+                    sock.sendall(GREETING + b"x" * 32)
                     while data := sock.recv(4096):
                         heard.append(data)
 
-    monkeypatch.setattr("phalanx.rendezvous.search.connect", noted)
-    monkeypatch.setattr("phalanx.rendezvous.opening.connect", noted)
     with socket.create_server(("127.0.0.1", ports[0])) as stranger:
         attending = threading.Thread(target=attend, args=(stranger,))
         attending.start()
+        other = replace(HERE, job=f"job 2 {OWN}")
+        meetings.start(other, "other 0")  # and waits for its rank 1
+        assert soon(lambda: _listens(ports[1]))
         meetings.start(replace(HERE, rank=1))  # rank 0 is late
-        assert soon(lambda: [port for port, *_ in asked].count(ports[0]) > 1)
+        assert soon(lambda: len(heard) > 1)
         meetings.start(HERE)
+        meetings.start(replace(other, rank=1), "other 1")
         stores = meetings.join()
         stranger.shutdown(socket.SHUT_RDWR)
         attending.join(20)
-    stores[1].set("a", "b")
-    assert stores[0].get("a") == b"b"
-    # The search is held up for less than a second, and rank 0 for less than half of one.
-    assert all(patience_s < (0.5 if of_rank_0 else 1) for port, patience_s, of_rank_0 in asked if port == ports[0])
-    assert (b"".join(heard) == b"") == (greeting == b"")
+    for mine, theirs, word in ((0, 1, "b"), ("other 0", "other 1", "c")):
+        stores[mine].set("a", word)
+        assert stores[theirs].get("a") == word.encode()
     assert b"the key of this very job" not in b"".join(heard)
 
 
@@ -248,58 +213,48 @@ def _listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_a_rank_that_finds_no_rank_0_says_where_it_looked() -> None:
-    with pytest.raises(InitializationError, match=r"rank 1 on .* waited 0\.2 s for rank 0 at 127\.0\.0\.1"):
-        meet(replace(HERE, rank=1, job=f"nobody's {OWN}"), 0.2, 0)
-
-
-def test_rank_0_names_the_ranks_that_did_not_come() -> None:
-    with pytest.raises(
-        InitializationError, match=r"after 0\.2 s ranks 1-2 of 3 \(\S+, local ranks 1-2\) had not come to rank 0"
-    ):
-        meet(replace(HERE, world_size=3, local_world_size=3, job=f"a lonely one's {OWN}"), 0.2, 0)
-
-
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "told"),
     [
-        ({"rank": 1}, r"there are two of rank 1: pid \d+ on \S+ and pid \d+ on"),
-        ({"rank": 0}, "there are two of rank 0"),
-        ({"rank": 2, "world_size": 4}, r"rank 2 \(pid .* was started for a world of 4, rank 0 \(pid .* for 3"),
+        ({"rank": 1, "job": f"nobody's {OWN}"}, r"rank 1 on .* waited 0\.2 s for rank 0 at 127\.0\.0\.1"),
+        (
+            {"world_size": 3, "local_world_size": 3, "job": f"a lonely one's {OWN}"},
+            r"after 0\.2 s ranks 1-2 of 3 \(\S+, local ranks 1-2\) had not come to rank 0",
+        ),
+        (
+            {"master_addr": "192.0.2.7", "local_world_size": 1, "num_nodes": 2},
+            r"rank 0 runs on .* and cannot listen on 192.0.2.7",
+        ),
     ],
 )
-def test_a_rank_that_cannot_be_is_refused_and_the_others_still_meet(
-    change: dict[str, int],
-    words: str,
-    meetings: Meetings,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_rank_that_meets_nobody_says_where_it_looked(change: dict[str, Any], told: str) -> None:
+    with pytest.raises(InitializationError, match=told):
+        meet(replace(HERE, **change), 0.2, 0)
+
+
+def test_second_process_of_a_rank_is_refused_and_the_others_still_meet(
+    meetings: Meetings, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("phalanx.rendezvous.opening.REMIND_S", 0.1)
     place = replace(HERE, world_size=3, local_world_size=3, job=f"with a stranger {OWN}")
+    told: list[str] = []
+
+    def waits_for_rank_2() -> bool:
+        told.append(capfd.readouterr().err)
+        return "phalanx: waiting for rank 2 of 3, " in "".join(told)
+
     meetings.start(place)
     meetings.start(replace(place, rank=1))
-    # Both must have come before a second one can be told from the first.
-    told, until = "", time.monotonic() + 20
-    while "phalanx: waiting for rank 2 of 3, " not in told and time.monotonic() < until:
-        told += capfd.readouterr().err
-        time.sleep(0.01)
-    wrong = replace(place, **{"rank": 1, **change})  # type: ignore[arg-type]
+    assert soon(waits_for_rank_2)  # both must have come before a second one can be told from the first
     started = time.monotonic()
-    with pytest.raises(InitializationError, match=words):
-        meet(replace(wrong, local_world_size=wrong.world_size), 20.0, 0)
+    with pytest.raises(InitializationError, match=r"there are two of rank 1: pid \d+ on \S+ and pid \d+ on"):
+        meet(replace(place, rank=1), 20.0, 0)
     assert time.monotonic() - started < 15  # not the timeout
     meetings.start(replace(place, rank=2))
     stores = meetings.join()
     stores[0].set("a", "b")
     assert stores[1].get("a") == stores[2].get("a") == b"b"
     assert "phalanx: refused a process: " in capfd.readouterr().err
-
-
-def test_rank_0_on_another_host_than_the_list_says_is_told() -> None:
-    elsewhere = replace(HERE, master_addr="192.0.2.7", local_world_size=1, num_nodes=2)
-    with pytest.raises(InitializationError, match=r"rank 0 runs on .* and cannot listen on 192.0.2.7"):
-        meet(elsewhere, 1.0, 0)
 
 
 def among_threads() -> Broadcast:
@@ -317,24 +272,21 @@ def among_threads() -> Broadcast:
     return broadcast
 
 
-def test_if_rank_0_cannot_listen_the_others_get_its_reason_by_broadcast(
-    meetings: Meetings, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("listens", [True, False])
+def test_ranks_meet_by_a_broadcast_or_get_the_reason_of_rank_0(
+    meetings: Meetings, monkeypatch: pytest.MonkeyPatch, listens: bool
 ) -> None:
-    monkeypatch.setenv("PHALANX_INTERFACE", "nope0")
+    if not listens:
+        monkeypatch.setenv("PHALANX_INTERFACE", "nope0")
     place = replace(read_environment(HYDRA, []).place(), world_size=2, local_world_size=1)
     broadcast = among_threads()
     for rank in (0, 1):
         meetings.start(replace(place, rank=rank), broadcast=broadcast)
-    meetings.end()
-    assert str(meetings.errors[0]) == str(meetings.errors[1])
-    assert "rank 0 could not listen: PHALANX_INTERFACE=nope0: " in str(meetings.errors[1])
-
-
-def test_a_broadcast_serves_where_no_variable_does(meetings: Meetings) -> None:
-    place = replace(read_environment(HYDRA, []).place(), world_size=2)
-    broadcast = among_threads()
-    for rank in (0, 1):
-        meetings.start(replace(place, rank=rank), broadcast=broadcast)
-    stores = meetings.join()
-    stores[0].set("a", "b")
-    assert stores[1].get("a") == b"b"
+    if listens:
+        stores = meetings.join()
+        stores[0].set("a", "b")
+        assert stores[1].get("a") == b"b"
+    else:
+        meetings.end()
+        assert str(meetings.errors[0]) == str(meetings.errors[1])
+        assert "rank 0 could not listen: PHALANX_INTERFACE=nope0: " in str(meetings.errors[1])

@@ -40,7 +40,7 @@ def next_launch() -> None:
     SharedMemoryWatch().close()
 
 
-def killed_keeper(file: Path, *, noted: bool = True, of_another: bool = False) -> None:
+def killed_keeper(file: Path, *, of_another: bool = False) -> None:
     """A keeper, and a rank that makes a file, which are both killed at once."""
     pid = os.fork()
     if not pid:
@@ -49,8 +49,7 @@ def killed_keeper(file: Path, *, noted: bool = True, of_another: bool = False) -
             made.truncate(4096)
             if of_another:
                 os.fchown(made.fileno(), NOBODY, NOBODY)
-            if noted:
-                watch.poll([os.getpid()])
+            watch.poll([os.getpid()])
         os._exit(9)  # without anything that it would do at its end
     os.waitpid(pid, 0)
 
@@ -67,56 +66,43 @@ def test_file_of_a_killed_job_is_removed_once_nobody_holds_it(notes: Path, file:
     assert not notes.exists()
 
 
-@needs_another_user
-def test_file_of_another_user_is_left(notes: Path, file: Path) -> None:
-    killed_keeper(file, of_another=True)
+@pytest.mark.parametrize("of_another", [False, pytest.param(True, marks=needs_another_user)])
+def test_file_of_another_user_or_another_file_of_the_name_is_left(notes: Path, file: Path, of_another: bool) -> None:
+    killed_keeper(file, of_another=of_another)
+    if not of_another:
+        other = file.with_name(f"{file.name}x")
+        other.touch()
+        other.rename(file)
+    next_launch()
+    assert file.exists()
     assert not notes.exists()
-    next_launch()
-    assert file.exists()
-
-
-def test_file_that_was_not_noted_or_has_taken_the_name_is_left(notes: Path, file: Path) -> None:
-    killed_keeper(file, noted=False)
-    next_launch()
-    assert file.exists()
-    file.unlink()
-    killed_keeper(file)
-    other = file.with_name(f"{file.name}x")
-    other.touch()
-    other.rename(file)
-    next_launch()
-    assert file.exists()
 
 
 @pytest.mark.usefixtures("notes")
 def test_only_what_the_rank_has_made_is_removed_and_only_by_its_keeper(file: Path) -> None:
-    before, other = file.with_name(f"{file.name}_before"), file.with_name(f"{file.name}_other")
-    precious = file.with_name(f"phx-test-{os.getpid()}.npy")
-    holders: list[subprocess.Popen[bytes]] = []
+    before, other, precious = (file.with_name(f"{file.name}{end}") for end in ("_before", "_other", ".npy"))
+    precious = precious.with_name(f"phx-{precious.name}")
+    before.write_bytes(b"x")
+    watch = SharedMemoryWatch()
+    for path in (file, other, precious):
+        path.write_bytes(b"x")
+    with before.open(), file.open() as opened, precious.open():
+        watch.poll([os.getpid()])
+        assert watch.remove() == []  # this process holds it
+        holder = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[opened.fileno()])  # until its input ends
     try:
-        before.write_bytes(b"x")
-        watch = SharedMemoryWatch()
-        for path in (file, other, precious):
-            path.write_bytes(b"x")
-        with before.open(), file.open() as opened, precious.open():
-            watch.poll([os.getpid()])
-            assert watch.remove() == []  # this process holds it
-            # They end when their input does.
-            holders += [subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[opened.fileno()]) for _ in range(2)]
         next_launch()
         assert watch.remove(0.1) == []
         assert file.exists()
-        for holder in holders:
-            threading.Thread(target=holder.communicate).start()
+        threading.Thread(target=holder.communicate).start()
         assert watch.remove(200) == [str(file)]
-        assert all(is_ending(holder.pid) for holder in holders)
+        assert is_ending(holder.pid)
         assert not watch.left()
         watch.close()
         assert all(path.exists() for path in (before, other, precious))
     finally:
-        for holder in holders:
-            holder.kill()
-            holder.wait()
+        holder.kill()
+        holder.wait()
         for path in (before, other, precious):
             path.unlink(missing_ok=True)
 
@@ -180,8 +166,15 @@ def test_folder_of_a_launcher_is_removed_once_it_has_ended(notes: Path, launcher
 
 
 @pytest.mark.parametrize("is_link", [False, True])
-def test_what_has_taken_the_place_of_a_folder_is_left(notes: Path, launcher: Launcher, is_link: bool) -> None:
+def test_folder_that_has_taken_the_place_or_is_anothers_is_left(
+    notes: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch, is_link: bool
+) -> None:
     launcher.kill()
+    status = launcher.folder.stat()
+    folder = SessionFolder(str(launcher.folder), status.st_dev, status.st_ino, launcher.pid, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: status.st_uid + 1)
+        assert folder.remove()
     moved = launcher.folder.with_name("moved")
     launcher.folder.rename(moved)
     if is_link:
@@ -189,17 +182,6 @@ def test_what_has_taken_the_place_of_a_folder_is_left(notes: Path, launcher: Lau
     else:
         launcher.folder.mkdir()
     next_launch()
-    assert launcher.folder.is_symlink() == is_link
     assert launcher.folder.exists()
     assert (moved / "1" / "session").exists()
     assert not notes.exists()
-
-
-def test_folder_of_another_user_is_left(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher.kill()
-    status = launcher.folder.stat()
-    folder = SessionFolder(str(launcher.folder), status.st_dev, status.st_ino, launcher.pid, 1)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "geteuid", lambda: status.st_uid + 1)
-        assert folder.remove()
-    assert (launcher.folder / "1" / "session").exists()

@@ -24,7 +24,7 @@ def build(what: str, source: Path, into: Path) -> Path:
 
 
 @pytest.mark.long
-def test_the_sdist_holds_all_it_takes_to_build_the_wheel(tmp_path: Path) -> None:
+def test_sdist_holds_all_it_takes_to_build_the_wheel(tmp_path: Path) -> None:
     # A copy, so that what a build leaves in the tree neither helps nor stays.
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -50,7 +50,7 @@ def test_the_sdist_holds_all_it_takes_to_build_the_wheel(tmp_path: Path) -> None
     assert not [name for name in names if name.endswith((".c", ".h"))]
 
 
-def test_the_core_exports_only_its_own_names() -> None:
+def test_core_exports_only_its_own_names() -> None:
     library = ROOT / "src/phalanx/native/libphalanx.so"
     assert os.access(library, os.R_OK), "the core is not built; run make"
     done = subprocess.run(["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True)
@@ -59,7 +59,7 @@ def test_the_core_exports_only_its_own_names() -> None:
     assert all(name.startswith("phx_") for name in names)
 
 
-def test_the_entry_needs_nothing_but_the_stable_abi() -> None:
+def test_entry_needs_nothing_but_the_stable_abi() -> None:
     """No library but the system's, and no name of Python's that 3.10 did not promise to keep."""
     module = ROOT / "src/phalanx/native/entry.abi3.so"
     assert os.access(module, os.R_OK), "the entry is not built; run make"

@@ -1,4 +1,4 @@
-"""The C core under AddressSanitizer, UBSan and ThreadSanitizer, with ranks or workers as threads (tests/native)."""
+"""The C core by itself (tests/native), most of it under AddressSanitizer, UBSan and ThreadSanitizer."""
 
 from __future__ import annotations
 
@@ -11,17 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "src/phalanx/native/csrc"
-# The core is compiled once for `make test`, which takes most of its time.
-SANITIZERS = ["address,undefined", pytest.param("thread", marks=pytest.mark.long)]
-# Ranks, turns, chunk bytes: two to eight ranks, and chunks so small that most calls take many.
-RUNS = [("3", "300", "512"), *(pytest.param(*each, marks=pytest.mark.long) for each in
-        (("2", "400", "4096"), ("5", "200", "4096"), ("8", "100", "1024")))]  # fmt: skip
-# Workers and turns.
-RPC_RUNS = [("3", "40"), *(pytest.param(*each, marks=pytest.mark.long) for each in (("2", "60"), ("5", "20")))]
-PEERS = 40
 SEED = os.environ.get("PHALANX_STRESS_SEED", "1")
 SCALE = int(os.environ.get("PHALANX_STRESS_SCALE", "1"))
-
+# How often a peer writes anything to the memory.
+PEERS = 10
 Build = Callable[[str, str], Path]
 
 
@@ -35,7 +28,7 @@ def compile_c(*arguments: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """Makes a test program with the whole core, which is compiled once under each sanitizer."""
+    """Makes a test program with the whole core, which is compiled once under each sanitizer, and for make test once."""
     folders: dict[str, Path] = {}
 
     def make(sanitizer: str, source: str) -> Path:
@@ -59,29 +52,44 @@ def run(program: Path, *arguments: str) -> None:
     assert done.returncode == 0, f"{program.name} {' '.join(arguments)}:\n{done.stdout}{done.stderr}"
 
 
-@pytest.mark.parametrize("sanitizer", SANITIZERS)
-@pytest.mark.parametrize(("ranks", "turns", "chunk"), RUNS)
-def test_random_collectives_beside_messages(sanitizer: str, ranks: str, turns: str, chunk: str, build: Build) -> None:
-    run(build(sanitizer, "stress.c"), ranks, str(int(turns) * SCALE), SEED, chunk)
+# Ranks, turns and chunk bytes, which are so few that most calls take many chunks; or workers and turns.
+PROGRAMS: dict[str, list[tuple[str | int, ...]]] = {
+    "stress.c": [("3", 100, SEED, "512"), ("2", 400, SEED, "4096"), ("5", 200, SEED, "4096"), ("8", 100, SEED, "1024")],
+    "rpc_stress.c": [("3", 40), ("2", 60), ("5", 20)],
+    "rpc_ring.c": [()],
+    "rpc_slab.c": [()],
+    "rpc_damage.c": [(SEED, PEERS)],
+}
+RUNS = [
+    pytest.param(sanitizer, source, given, marks=[] if short else [pytest.mark.long])
+    for source, runs in PROGRAMS.items()
+    for number, given in enumerate(runs)
+    for sanitizer in ("address,undefined", "thread")
+    if (short := number == 0 and sanitizer != "thread") or source != "rpc_damage.c"
+]
 
 
-@pytest.mark.parametrize("sanitizer", SANITIZERS)
-@pytest.mark.parametrize(("workers", "turns"), RPC_RUNS)
-def test_random_rpc_messages_within_calls_and_beside_them(
-    sanitizer: str, workers: str, turns: str, build: Build
+@pytest.mark.parametrize(("sanitizer", "source", "given"), RUNS)
+def test_core_is_clean_under_sanitizers(
+    sanitizer: str, source: str, given: tuple[str | int, ...], build: Build
 ) -> None:
-    run(build(sanitizer, "rpc_stress.c"), workers, str(int(turns) * SCALE))
+    """Random collectives beside messages, messages of RPC, its ring and slab, and a peer that writes anything."""
+    run(build(sanitizer, source), *(str(each * SCALE) if isinstance(each, int) else each for each in given))
 
 
-@pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_a_ring_whose_counters_pass_two_to_the_32_and_64(sanitizer: str, build: Build) -> None:
-    run(build(sanitizer, "rpc_ring.c"))
+@pytest.mark.long
+def test_core_in_states_that_are_too_short_lived_to_be_met(tmp_path: Path) -> None:
+    program = tmp_path / "breaks"
+    compile_c("-Wall", "-Wextra", ROOT / "tests/native/breaks.c", *sorted(CORE.glob("*.c")), "-o", program)
+    run(program)
 
 
-@pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_a_slab_from_which_several_threads_allocate(sanitizer: str, build: Build) -> None:
-    run(build(sanitizer, "rpc_slab.c"))
-
-
-def test_a_peer_that_writes_anything_to_the_shared_memory(build: Build) -> None:
-    run(build("address,undefined", "rpc_damage.c"), SEED, str(PEERS * SCALE))
+# As the package is built, and as a distributor might.
+@pytest.mark.parametrize(
+    "optimisation", ["-O1", *(pytest.param(each, marks=pytest.mark.long) for each in ("-O2", "-O3"))]
+)
+def test_kernels_of_all_instruction_sets_give_the_same_bits(optimisation: str, tmp_path: Path) -> None:
+    program = tmp_path / "kernels_agree"
+    flags = ["-std=gnu11", optimisation, "-ffp-contract=off", f"-I{CORE}"]
+    subprocess.run(["cc", *flags, str(ROOT / "tests/native/kernels_agree.c"), "-o", str(program)], check=True)
+    run(program)

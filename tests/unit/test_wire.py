@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tests.support.waiting import soon
@@ -46,16 +47,8 @@ class Entrance:
         self.selector = selectors.DefaultSelector()
         listener = listen("127.0.0.1", 0)
         self.where: tuple[str, int] = listener.getsockname()[:2]
-        self.door = Door(
-            listener,
-            key,
-            STORE,
-            KEEP_ALIVE,
-            self.selector,
-            self._admit,
-            lambda peer, why: self.refused.append(why),
-            most,
-        )
+        refuse = lambda peer, why: self.refused.append(why)  # noqa: E731
+        self.door = Door(listener, key, STORE, KEEP_ALIVE, self.selector, self._admit, refuse, most)
         self._over = False
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -130,7 +123,7 @@ def test_both_sides_learn_what_the_other_says_if_they_know_one_key(key: Key) -> 
     [(KEY, OTHER, STORE), (KEY, NONE, STORE), (NONE, KEY, STORE), (KEY, KEY, LAUNCHER)],
     ids=["other", "none", "one", "of another role"],
 )
-def test_a_wrong_key_is_known_as_such_on_both_sides(theirs: Key, ours: Key, role: str) -> None:
+def test_wrong_key_is_known_as_such_on_both_sides(theirs: Key, ours: Key, role: str) -> None:
     with Entrance(theirs) as entrance:
         with pytest.raises(WrongKey):
             entrance.dial(ours, role)
@@ -138,7 +131,7 @@ def test_a_wrong_key_is_known_as_such_on_both_sides(theirs: Key, ours: Key, role
         assert entrance.admitted == []
 
 
-def test_a_proof_may_come_byte_by_byte_and_what_follows_is_handed_on() -> None:
+def test_proof_may_come_byte_by_byte_and_what_follows_is_handed_on() -> None:
     with Entrance() as entrance, entrance.stranger() as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         response = Response(KEY, STORE, sock.recv(GREETING_BYTES, socket.MSG_WAITALL), entrance.where, CLAIM)
@@ -152,20 +145,7 @@ def test_a_proof_may_come_byte_by_byte_and_what_follows_is_handed_on() -> None:
         assert entrance.admitted[0].rest == b"first request"
 
 
-def test_what_is_no_proof_is_refused_and_who_goes_by_himself_is_not() -> None:
-    with Entrance() as entrance:
-        for kept in (0, 1, len(GREETING), GREETING_BYTES, -1):
-            with entrance.stranger() as sock:
-                greeting = sock.recv(GREETING_BYTES, socket.MSG_WAITALL)
-                sock.sendall(Response(KEY, STORE, greeting, entrance.where, CLAIM).message[:kept])
-        with entrance.stranger() as sock:
-            sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            assert len(hear_all(sock)) <= GREETING_BYTES
-        assert entrance.has_refused(NoProof)
-        assert entrance.admitted == []
-
-
-def test_a_silent_caller_is_sent_away_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_caller_is_sent_away_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doors, "PATIENCE_S", 0.3)
     with Entrance() as entrance:
         silent = [entrance.stranger() for _ in range(3)]
@@ -181,7 +161,7 @@ def test_a_silent_caller_is_sent_away_and_holds_up_nobody(monkeypatch: pytest.Mo
         assert len(entrance.admitted) == 3
 
 
-def test_of_too_many_strangers_the_oldest_makes_room_and_a_proven_connection_never_does() -> None:
+def test_oldest_of_too_many_strangers_makes_room_and_no_proven_one() -> None:
     with Entrance(most=2) as entrance:
         proven, _ = entrance.dial()
         strangers = [entrance.stranger() for _ in range(5)]
@@ -197,26 +177,18 @@ def test_of_too_many_strangers_the_oldest_makes_room_and_a_proven_connection_nev
         proven.close()
 
 
-def test_a_door_that_has_run_out_of_files_accepts_again() -> None:
-    class Exhausted:
-        """A listener that cannot accept once."""
-
-        def __init__(self, listener: socket.socket) -> None:
-            self.listener, self.failures = listener, 1
-
-        def accept(self) -> tuple[socket.socket, tuple[str, int]]:
-            if self.failures:
-                self.failures -= 1
-                raise OSError(24, os.strerror(24))
-            return self.listener.accept()
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self.listener, name)
-
+def test_door_that_has_run_out_of_files_accepts_again() -> None:
     with Entrance() as entrance:
-        entrance.door._listener = Exhausted(entrance.door._listener)  # type: ignore[assignment]
+        listener, failures = entrance.door._listener, [OSError(24, os.strerror(24))]
+
+        def accept() -> Any:
+            if failures:
+                raise failures.pop()
+            return listener.accept()
+
+        entrance.door._listener = Mock(wraps=listener, accept=accept)
         entrance.dial()[0].close()
-        assert entrance.door._listener.failures == 0  # type: ignore[attr-defined]
+        assert failures == []
 
 
 def echo(sock: socket.socket) -> None:
@@ -251,7 +223,7 @@ def saying(*said: bytes, closes: bool = False) -> Callable[[socket.socket], None
     ],
     ids=["ssh", "another version", "nothing", "half a greeting", "oversized", "guessed", "an echo", "silent"],
 )
-def test_a_caller_is_not_taken_in_by_what_listens_there(
+def test_caller_is_not_taken_in_by_what_listens_there(
     serve: Callable[[socket.socket], None], error: type[Exception]
 ) -> None:
     with listen("127.0.0.1", 0) as listener:
@@ -271,7 +243,7 @@ def test_a_caller_is_not_taken_in_by_what_listens_there(
 # -- without one -------------------------------------------------------------------------------------------------------
 
 
-def test_a_proof_is_worth_nothing_to_another_connection_or_role(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proof_is_worth_nothing_to_another_connection_or_role(monkeypatch: pytest.MonkeyPatch) -> None:
     for same in (False, True):
         if same:  # even if the challenges were the same, a role's proof would not be another's
             monkeypatch.setattr(os, "urandom", lambda count: b"c" * count)
@@ -285,40 +257,26 @@ def test_a_proof_is_worth_nothing_to_another_connection_or_role(monkeypatch: pyt
             response_of_other.check(proven.answer(VERDICT))
 
 
-def test_a_proof_covers_the_address_and_port_that_were_dialled() -> None:
+def test_proof_covers_the_address_and_port_that_were_dialled() -> None:
     challenge, response = shake()
     for here in ([], [("192.0.2.1", 29501)], [("192.0.2.2", 29500), ("::1", 29500)]):
         with pytest.raises(PassedOn, match=r"192\.0\.2\.1 port 29500"):
             challenge.check(response.message, here)
-    with pytest.raises(WrongKey):  # nor can it be changed on the way
-        challenge.check(response.message.replace(b"29500", b"29501"), [("192.0.2.1", 29501)])
     for here in ([("192.0.2.7", 1), HERE], [("::ffff:192.0.2.1", 29500)]):
         assert challenge.check(response.message, here) is not None
 
 
-def test_neither_claim_nor_verdict_can_be_changed() -> None:
+def test_neither_claim_nor_address_nor_verdict_can_be_changed() -> None:
     challenge, response = shake()
-    with pytest.raises(WrongKey):
-        challenge.check(response.message.replace(b'"I"', b'"X"'), [HERE])
+    for old, new in ((b"29500", b"29501"), (b'"I"', b'"X"')):
+        with pytest.raises(WrongKey):
+            challenge.check(response.message.replace(old, new), [("192.0.2.1", 29501), HERE])
     proven = challenge.check(response.message, [HERE])
     assert proven is not None
     with pytest.raises(WrongKey):
         response.check(proven.answer(VERDICT).replace(b"welcome", b"refused"))
-
-
-def test_the_answer_to_a_wrong_key_shows_the_caller_that_the_keys_differ() -> None:
-    challenge = Challenge(KEY, STORE)
-    response = Response(OTHER, STORE, challenge.greeting, HERE, CLAIM)
-    with pytest.raises(WrongKey) as caught:
-        challenge.check(response.message, [HERE])
-    assert response.missing(caught.value.answer) == 0
-    with pytest.raises(WrongKey):
-        response.check(caught.value.answer)
-
-
-def test_a_claim_that_nobody_would_read_is_not_sent() -> None:
     with pytest.raises(ValueError, match="at most 4096"):
-        Response(KEY, STORE, Challenge(KEY, STORE).greeting, HERE, b"x" * (LONGEST_UNPROVEN + 1))
+        Response(KEY, STORE, challenge.greeting, HERE, b"x" * (LONGEST_UNPROVEN + 1))
 
 
 def test_frames_come_out_as_they_went_in_wherever_the_stream_is_cut() -> None:
@@ -331,10 +289,6 @@ def test_frames_come_out_as_they_went_in_wherever_the_stream_is_cut() -> None:
             whole.append(stream[at + PREFIX_BYTES : end])
             at = end
         assert whole == messages[: sum(end <= cut for end in ends)]
-
-
-def test_a_length_is_believed_only_within_its_limits() -> None:
-    assert end_of_frame(b"\0\0\0") is None
     assert end_of_frame(frame(b"abc"), longest=3) == 7
     for limits in ({"longest": 2}, {"shortest": 4}):
         with pytest.raises(Malformed, match="a message of 3 bytes"):
@@ -392,7 +346,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kin
     return Kind(plain, Session.seal, checked) if request.param == "plain" else Kind(encrypted, sealed, opened)
 
 
-def test_a_session_passes_every_message_once_and_in_order(kind: Kind) -> None:
+def test_session_passes_every_message_once_and_in_order(kind: Kind) -> None:
     chance = random.Random(1)
     caller, listener = kind.make()
     for number in range(40):
@@ -405,7 +359,7 @@ def test_a_session_passes_every_message_once_and_in_order(kind: Kind) -> None:
             kind.take(receiver, data)
 
 
-def test_a_session_takes_no_message_that_was_changed(kind: Kind) -> None:
+def test_session_takes_no_message_that_was_changed(kind: Kind) -> None:
     caller, listener = kind.make()
     data = kind.send(caller, b"12345 and more")
     for at in range(8 * len(data)):
@@ -416,7 +370,7 @@ def test_a_session_takes_no_message_that_was_changed(kind: Kind) -> None:
     assert kind.take(listener, data) == b"12345 and more"
 
 
-def test_a_session_takes_neither_its_own_messages_nor_anothers_nor_a_gap(kind: Kind) -> None:
+def test_session_takes_neither_its_own_messages_nor_anothers_nor_a_gap(kind: Kind) -> None:
     caller, listener = kind.make()
     first, second = (kind.send(caller, message) for message in (b"12345 first", b"12345 second"))
     for receiver, data in ((caller, first), (kind.make()[1], first), (listener, second)):
@@ -426,7 +380,7 @@ def test_a_session_takes_neither_its_own_messages_nor_anothers_nor_a_gap(kind: K
     assert kind.take(listener, second) == b"12345 second"
 
 
-def test_an_encrypted_message_in_several_places_is_the_same_message() -> None:
+def test_encrypted_message_in_several_places_is_the_same_message() -> None:
     caller, listener = encrypted()
     head, tail = b"12345", bytearray(b"the rest of it")
     for first in (head, head + b"more"):
@@ -438,13 +392,10 @@ def test_an_encrypted_message_in_several_places_is_the_same_message() -> None:
     assert place == tail
 
 
-def test_the_same_message_never_looks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_message_never_looks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encryption, "MESSAGES_PER_KEY", 3)
-    sides = [*encrypted(), *encrypted()]
-    seen = [sealed(side, b"12345" + bytes(40))[CLEAR:] for side in sides for _ in range(10)]
-    for one, other in itertools.combinations(seen, 2):
-        assert one[:40] != other[:40]
-        assert one[40:] != other[40:]
+    seen = [sealed(side, b"12345" + bytes(40))[CLEAR:] for side in [*encrypted(), *encrypted()] for _ in range(10)]
+    assert len({data[:40] for data in seen}) == len({data[40:] for data in seen}) == 40
 
 
 def test_encrypted_ends_need_the_same_key_and_each_others_public_keys() -> None:
@@ -460,9 +411,6 @@ def test_encrypted_ends_need_the_same_key_and_each_others_public_keys() -> None:
         two = listener.session(Session(key, is_listener=True), of_caller, is_listener=True)
         with contextlib.nullcontext() if agree else pytest.raises(Malformed):
             assert opened(two, sealed(one, b"12345 secret")) == b"12345 secret"
-
-
-@pytest.mark.parametrize("theirs", [None, 5, "", "xyz", "00" * 31, "00" * 32, "01" + "00" * 31])
-def test_what_is_not_a_public_key_is_refused(theirs: object) -> None:
-    with pytest.raises(Malformed):
-        Exchange().session(Session(b"k" * 32, is_listener=True), theirs, is_listener=True)
+    for theirs in (None, 5, "", "xyz", "00" * 31, "00" * 32, "01" + "00" * 31):
+        with pytest.raises(Malformed):
+            Exchange().session(Session(right, is_listener=True), theirs, is_listener=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
@@ -60,7 +59,7 @@ def test_init_sets_what_torchrun_sets_and_close_undoes_it() -> None:
         assert use_cpu == "true"
 
 
-def test_where_no_port_was_given_a_second_store_can_meet_at_the_one_that_is_set() -> None:
+def test_second_store_can_meet_at_the_port_that_init_sets() -> None:
     def body(member: Member) -> Any:
         forget_launchers()
         where = f"tcp://127.0.0.1:{port}"
@@ -83,7 +82,7 @@ def test_where_no_port_was_given_a_second_store_can_meet_at_the_one_that_is_set(
     assert found[0][0] == "127.0.0.1"
 
 
-def test_a_world_of_one_changes_nothing() -> None:
+def test_world_of_one_changes_nothing() -> None:
     def body(member: Member) -> bool:
         forget_launchers()
         before = dict(os.environ)
@@ -95,11 +94,34 @@ def test_a_world_of_one_changes_nothing() -> None:
     assert on_ranks(body, 1) == [True]
 
 
-def test_several_ranks_on_the_cpu_are_told_to_accelerate(launcher: Launcher) -> None:
-    script = launcher.script("import json, os; print(json.dumps(os.environ.get('ACCELERATE_USE_CPU')))")
-    for ranks, own, expected in (("2", {}, "true"), ("2", {"ACCELERATE_USE_CPU": "no"}, "no"), ("1", {}, None)):
-        ended = launcher.run("-q", "--no-prefix", "-n", ranks, script, environment={"PHALANX_DEVICE": "cpu", **own})
-        assert [json.loads(line) for line in ended.out_lines] == [expected] * int(ranks)
+def start(ranks: str, told: str | None, mpi: str, **own: str) -> Any:
+    marks = [] if (ranks, own) == ("2", {}) else [pytest.mark.long]
+    return pytest.param(ranks, own, told, mpi, marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "own", "told", "has_mpi"),
+    [
+        start("2", "true", "False"),
+        start("2", "no", "False", ACCELERATE_USE_CPU="no"),
+        start("2", "true", "True", PMI_RANK="0"),
+        start("2", "true", "True", OMPI_COMM_WORLD_RANK="0"),
+        start("1", None, "True"),
+    ],
+)
+def test_several_ranks_on_the_cpu_are_told_to_accelerate_and_have_no_mpi(
+    launcher: Launcher, ranks: str, own: dict[str, str], told: str | None, has_mpi: str
+) -> None:
+    """Accelerate takes MPI for the CPU wherever it is available; each rank of another launcher would be alone in it."""
+    launcher.script("rc = None\n", "mpi4py/__init__.py")
+    script = launcher.script("""
+        import os, torch.distributed as dist
+        print(os.environ.get("ACCELERATE_USE_CPU"), dist.is_mpi_available())
+    """)
+    path = f"{launcher.directory}:{os.environ.get('PYTHONPATH', '')}"
+    environment = {"PHALANX_DEVICE": "cpu", "PYTHONPATH": path, **own}
+    ended = launcher.run("-q", "--no-prefix", "-n", ranks, script, environment=environment)
+    assert ended.out_lines == [f"{told} {has_mpi}"] * int(ranks), ended.err_text
 
 
 def test_ranks_that_may_have_an_accelerator_are_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,18 +130,3 @@ def test_ranks_that_may_have_an_accelerator_are_told_nothing(monkeypatch: pytest
     assert cpu_settings({"WORLD_SIZE": "2", "PHALANX_DEVICE": "cpu"}) == {"ACCELERATE_USE_CPU": "true"}
     monkeypatch.undo()
     assert bool(cpu_settings({"WORLD_SIZE": "2"})) != bool(accelerator_files())
-
-
-def test_mpi_is_available_only_to_ranks_that_mpi_can_have_started(launcher: Launcher) -> None:
-    """Accelerate takes MPI for the CPU wherever it is available; each rank of another launcher would be alone in it."""
-    launcher.script("rc = None\n", "mpi4py/__init__.py")
-    script = launcher.script("import torch.distributed as dist; print(dist.is_mpi_available())")
-    path = f"{launcher.directory}:{os.environ.get('PYTHONPATH', '')}"
-    for ranks, own, expected in (
-        ("2", {}, "False"),
-        ("2", {"PMI_RANK": "0"}, "True"),
-        ("2", {"OMPI_COMM_WORLD_RANK": "0"}, "True"),
-        ("1", {}, "True"),
-    ):
-        ended = launcher.run("-q", "--no-prefix", "-n", ranks, script, environment={"PYTHONPATH": path, **own})
-        assert ended.out_lines == [expected] * int(ranks), ended.err_text

@@ -5,9 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -26,28 +23,10 @@ from phalanx.c10d.one_sided import PIECE_BYTES
 from phalanx.c10d.one_sided_memory import RemoteMemory
 
 
-@contextmanager
-def pair() -> Iterator[tuple[Any, Any]]:
-    """Both ends in this process."""
-    with new_transport("phalanx", "cpu") as here, new_transport("phalanx") as there:
-        here.connect(there.bind())
-        there.connect(here.bind())
-        yield here, there
-
-
-def handed_over(memory: Any) -> RemoteMemory:
-    """A description as the peer gets it: through bytes."""
-    return RemoteMemory.deserialize(memory.to_remote_buffer().serialize())
-
-
-def test_torch_finds_it() -> None:
-    assert "phalanx" in available_transports()
-
-
-@pytest.mark.parametrize("size", [3])
-def test_ranks_read_and_write_each_others_tensors(size: int) -> None:
+def test_ranks_read_and_write_each_others_tensors() -> None:
     """Every pair of ranks; more than one piece; a part of a tensor; tensors of any dtype."""
-    count = PIECE_BYTES // 4 + 1000
+    size, count = 3, PIECE_BYTES // 4 + 1000
+    assert "phalanx" in available_transports()
 
     def body(member: Member) -> bool:
         member.join(backend="gloo")
@@ -82,7 +61,7 @@ def test_ranks_read_and_write_each_others_tensors(size: int) -> None:
     assert on_ranks(body, size) == [True] * size
 
 
-def test_a_peer_that_has_ended_is_named() -> None:
+def test_peer_that_has_ended_is_named() -> None:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -106,23 +85,16 @@ def test_a_peer_that_has_ended_is_named() -> None:
 
 
 def test_mistakes_are_told() -> None:
-    with pair() as (here, there), new_transport("phalanx") as alone:
-        small, large = torch.zeros(4), torch.zeros(8)
-        remote = handed_over(there.register_memory(small))
+    with new_transport("phalanx", "cpu") as here, new_transport("phalanx") as there:
+        here.connect(there.bind())
+        there.connect(here.bind())
+        small, large = torch.zeros(4), here.register_memory(torch.zeros(8)).to_view()
+        at_peer = there.register_memory(small)
+        remote = RemoteMemory.deserialize(at_peer.to_remote_buffer().serialize())
         with pytest.raises(ArgumentError, match="32 bytes do not fit in the peer's memory, which has 16"):
-            here.write(here.register_memory(large).to_view(), remote)
-        with pytest.raises(ArgumentError, match="not connected"):
-            alone.write(alone.register_memory(large).to_view(), remote)
+            here.write(large, remote)
         with pytest.raises(ArgumentError, match="was not registered by this transport"):
-            here.write(there.register_memory(small).to_view(), remote)
-        with pytest.raises(ArgumentError, match="to_mutable_view"):
-            here.read(here.register_memory(small).to_view(), remote)
-        with pytest.raises(ArgumentError, match="does not describe memory of the peer"):
-            here.write(here.register_memory(small).to_view(), handed_over(here.register_memory(small)))
-        with pytest.raises(ArgumentError, match="contiguous"):
-            here.register_memory(torch.zeros(4, 4).t())
-        with pytest.raises(ArgumentError, match="not within the 16 bytes"):
-            here.register_memory(small).to_view(8, 16)
+            here.write(at_peer.to_view(), remote)
         with pytest.raises(InitializationError, match="connected already"):
             here.connect(there.bind())
         with pytest.raises(DeviceMismatch):

@@ -16,32 +16,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks
+from tests.support.worlds import every_rank
+from torch._C._distributed_c10d import HashStore
 
-from phalanx.c10d import torch_versions
+from phalanx.c10d import register, torch_versions
 from phalanx.errors import InitializationError
 
 ROOT = Path(__file__).parents[2]
 ASKS_ITS_TABLE = hasattr(dist.Backend, "_ensure_backend_registered")  # torch >= 2.14
 
 
-def run(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", dedent(script)],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-
-
-ALONE = """
-    import torch, torch.distributed as dist
-    dist.init_process_group("phalanx", store=dist.HashStore(), rank=0, world_size=1)
+def join_alone(backend: str = "phalanx") -> list[float]:
+    place = {} if backend == "mpi" else {"store": HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, **place)  # type: ignore[arg-type]
     tensor = torch.ones(2)
-    dist.all_reduce(tensor)
-    print(tensor.tolist())
+    dist.all_reduce(tensor, group=[dist.new_group([0]) for _ in range(2)][1])
     dist.destroy_process_group()
-"""
+    return tensor.tolist()
 
 
 def test_releases_of_the_package_the_page_and_make_agree() -> None:
@@ -53,112 +44,89 @@ def test_releases_of_the_package_the_page_and_make_agree() -> None:
         assert set(torch_versions.TRIED) <= {(int(major), int(minor)) for major, minor in found}, name
 
 
-def test_newer_torch_is_noted_once() -> None:
-    script = """
-        import torch
-        torch.__version__ = "9.1.0"
-        import torch.distributed as dist
-        dist.init_process_group("phalanx", store=dist.HashStore(), rank=0, world_size=1)
-        groups = [dist.new_group([0]) for _ in range(2)]
-        tensor = torch.ones(2)
-        dist.all_reduce(tensor, group=groups[1])
-        print(tensor.tolist())
-        dist.destroy_process_group()
-    """
-    done = run(script)
-    assert done.stdout == "[1.0, 1.0]\n", done.stderr
-    assert done.stderr.count("torch 9.1.0 is newer than every release that this Phalanx was tried on") == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        torch_versions.note_if_newer("9.1.0", 1)  # rank 0 does
+def test_newer_torch_is_noted_once_and_by_rank_0() -> None:
+    def body(_: Member) -> list[str]:
+        vars(torch)["__version__"] = "9.1.0"
+        with warnings.catch_warnings(record=True) as noted:
+            warnings.simplefilter("always")
+            torch_versions.note_if_newer("9.1.0", 1)
+            assert noted == []
+            assert join_alone() == [1.0, 1.0]
+        return [str(each.message) for each in noted]
+
+    told = "torch 9.1.0 is newer than every release that this Phalanx was tried on"
+    assert sum(told in text for text in on_ranks(body, 1)[0]) == 1
 
 
 @pytest.mark.parametrize("version", ["2.13.0", "2.15.7+cpu", "2.15.0a0+git123", "unknown"])
-def test_a_release_that_was_tried_is_not_noted(version: str) -> None:
+def test_release_that_was_tried_is_not_noted(version: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch_versions.note_if_newer(version, 0)
         torch_versions.refuse_if_older(version)
 
 
-def test_an_older_torch_is_refused_in_words() -> None:
-    script = """
-        import torch
-        torch.__version__ = "2.12.1"
-        import torch.distributed as dist
+def test_older_torch_is_refused_in_words() -> None:
+    def body(_: Member) -> list[str]:
+        vars(torch)["__version__"] = "2.12.1"
+        told = []
         for backend in ("phalanx", "mpi"):
-            place = {} if backend == "mpi" else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-            try:
-                dist.init_process_group(backend, **place)
-            except RuntimeError as error:
-                print(type(error).__name__, error)
-    """
-    done = run(script)
-    assert done.stdout.count("InitializationError torch 2.12.1 is too old") == 2, done.stderr
-    assert done.stdout.count("pip install 'torch>=2.13'") == 2
+            with pytest.raises(InitializationError) as caught:
+                join_alone(backend)
+            told.append(str(caught.value))
+        return told
+
+    for text in on_ranks(body, 1)[0]:
+        assert text.startswith("torch 2.12.1 is too old")
+        assert "pip install 'torch>=2.13'" in text
     with pytest.raises(InitializationError):
         torch_versions.refuse_if_older("1.13.1")
 
 
+def run(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", dedent(script)]
+    return subprocess.run(
+        command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+ALONE = """
+    import torch.distributed as dist
+    dist.init_process_group("phalanx", store=dist.HashStore(), rank=0, world_size=1)
+    print(dist.get_backend())
+"""
+
+
 def test_init_does_not_need_torchs_autoload() -> None:
+    """From torch 2.14 on a script does not need ``phalanx.init()`` for that either: torch asks the entry points."""
     script = "import phalanx; print(phalanx.init().backend); phalanx.close()"
-    done = run(script, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert done.stdout == "phalanx\n", done.stderr
+    for each in [script, ALONE] if ASKS_ITS_TABLE else [script]:
+        done = run(each, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+        assert done.stdout == "phalanx\n", done.stderr
 
 
-@pytest.mark.skipif(not ASKS_ITS_TABLE, reason="torch asks entry points for a backend's name from 2.14 on")
-def test_torch_finds_the_backend_by_its_name() -> None:
-    """Its entry points are asked, in a process that has not loaded Phalanx at ``import torch``."""
-    done = run(ALONE, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert done.stdout == "[1.0, 1.0]\n", done.stderr
+@pytest.mark.skipif(ASKS_ITS_TABLE, reason="torch asks torchcomms for every backend's name up to 2.13")
+def test_torchcomms_for_every_backend_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    c10d: Any = dist.distributed_c10d
 
+    def new_comm(backend: str, device: Any, **options: Any) -> None:
+        raise RuntimeError(f"Backend {backend} not found")
 
-def test_torchcomms_for_every_backend_is_told(tmp_path: Path) -> None:
-    """torch 2.13 asks torchcomms for every name; later ones ask it only for its own, and then all is well."""
-    package = tmp_path / "torchcomms"
-    package.mkdir()
-    (package / "__init__.py").write_text(
-        dedent("""
-            def new_comm(backend, device, **options):
-                raise RuntimeError(f"Backend {backend} not found")
-
-            def is_backend_built(backend):
-                return False
-        """)
-    )
-    (package / "_comms.py").write_text(
-        "class _BackendWrapper: ...\ndef _is_backend_registered(backend): return False\n"
-    )
-    (package / "hooks.py").write_text("class FlightRecorderHook: ...\n")
-    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
-    done = run(ALONE, TORCH_DISTRIBUTED_USE_TORCHCOMMS="1", PYTHONPATH=path)
-    if ASKS_ITS_TABLE:
-        assert done.stdout == "[1.0, 1.0]\n", done.stderr
-    else:
-        last = done.stderr.strip().splitlines()[-1]
-        assert "InitializationError: backend 'phalanx' was asked of torchcomms" in last
-        assert "TORCH_DISTRIBUTED_USE_TORCHCOMMS=1" in last
+    monkeypatch.setattr(c10d, "_TORCHCOMM_AVAILABLE", True)
+    monkeypatch.setattr(c10d, "new_comm", new_comm, raising=False)
+    register._explain_torchcomms()
+    with pytest.raises(InitializationError, match=r"'phalanx' was asked of torchcomms.*USE_TORCHCOMMS=1"):
+        c10d.new_comm("phalanx", torch.device("cpu"))
 
 
 @pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="torch has gather_single from 2.14 on")
-def test_gather_single() -> None:
-    size = 3
+@pytest.mark.parametrize("asynchronous", [False, True])
+@every_rank(size=3)
+def test_gather_single_fills_the_tensor_of_the_root(member: Member, asynchronous: bool) -> None:
     c10d: Any = dist
-
-    def body(member: Member) -> list[list[float]]:
-        member.join()
-        found = []
-        for root in range(size):
-            for asynchronous in (False, True):
-                whole = torch.zeros(size, 2) if member.rank == root else None
-                own = torch.tensor([float(member.rank), 10.0 + root])
-                work = c10d.gather_single(own, whole, dst=root, async_op=asynchronous)
-                if asynchronous:
-                    work.wait(timedelta(seconds=60))
-                if whole is not None:
-                    found += whole.tolist()
-        dist.destroy_process_group()
-        return found
-
-    for rank, found in enumerate(on_ranks(body, size)):
-        assert found == [[float(r), 10.0 + rank] for r in range(size)] * 2
+    whole = torch.zeros(3, 2) if member.rank == 1 else None
+    work = c10d.gather_single(torch.tensor([float(member.rank), 10.0]), whole, dst=1, async_op=asynchronous)
+    if asynchronous:
+        work.wait(timedelta(seconds=60))
+    if whole is not None:
+        assert whole.tolist() == [[float(rank), 10.0] for rank in range(3)]

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.differential.program import program
 from tests.differential.programs.data_parallel import batch, model
@@ -63,24 +63,8 @@ def whole_state_on_rank_0(member: Member) -> Any:
     return dict(weights), full(fresh)
 
 
-@program(tolerance=1e-5)
-def data_parallel_model(member: Member) -> Any:
-    folder = str(member.folder / "checkpoint-ddp")
-    net = DistributedDataParallel(model())
-    dcp.save(net.state_dict(), checkpoint_id=folder)
-    dist.barrier()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.zero_()
-    state = net.state_dict()
-    dcp.load(state, checkpoint_id=folder)
-    return [parameter.detach() for parameter in net.parameters()]
-
-
 @program()
 def resharded_tensor(member: Member) -> Any:
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     folder = str(member.folder / "checkpoint-reshard")
     mesh = mesh_of(member)
     dcp.save({"x": distribute_tensor(torch.arange(30.0).view(6, 5), mesh, [Shard(0)])}, checkpoint_id=folder)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.differential.program import program, raised
+from tests.differential.program import program
 from tests.support.ranks import Member
 
 TOLERANCE = 1e-5  # three and more gradients are added in another order
@@ -58,22 +56,18 @@ def ddp(member: Member, options: dict[str, Any]) -> Any:
 
 
 @program(tolerance=TOLERANCE)
-def ddp_starts_from_rank_0(member: Member) -> Any:
-    net = model()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.add_(member.rank)
-    return [parameter.detach() for parameter in DistributedDataParallel(net).parameters()]
-
-
-@program(tolerance=TOLERANCE)
 def ddp_without_synchronization(member: Member) -> Any:
-    net = DistributedDataParallel(model())
+    """From weights that differ, which are then rank 0's."""
+    module = model()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(member.rank)
+    net = DistributedDataParallel(module)
     with net.no_sync():
         net(batch(member, 0)).sum().backward()
-    local = [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+    local = [parameter.grad.clone() for parameter in net.parameters()]
     net(batch(member, 1)).sum().backward()
-    return local, [parameter.grad for parameter in net.parameters()]
+    return [parameter.detach() for parameter in net.parameters()], local, [each.grad for each in net.parameters()]
 
 
 class Branches(torch.nn.Module):
@@ -105,43 +99,28 @@ def ddp_with_sparse_embeddings(member: Member, case: str) -> Any:
     return [parameter.detach() for parameter in net.parameters()]
 
 
-HOOKS: dict[str, Callable[..., Any]] = {
-    "allreduce": default_hooks.allreduce_hook,
-    "fp16_compress": default_hooks.fp16_compress_hook,
-    "bf16_compress": default_hooks.bf16_compress_hook,
-}
+HOOKS = {"allreduce": default_hooks.allreduce_hook, "fp16_compress": default_hooks.fp16_compress_hook}
+BUILTIN_HOOKS = ("ALLREDUCE", "FP16_COMPRESS")
 
 
-@program(cases=HOOKS, tolerance=2e-2)
-def ddp_with_a_hook(member: Member, hook: Callable[..., Any]) -> Any:
+@program(cases=[*HOOKS, *BUILTIN_HOOKS], tolerance=2e-2)
+def ddp_with_a_hook(member: Member, name: str) -> Any:
     net = DistributedDataParallel(model())
-    return raised(lambda: net.register_comm_hook(None, hook), gives="registered"), trained(member, net)
-
-
-@program(tolerance=1e-4)
-def ddp_with_power_sgd(member: Member) -> Any:
-    net = DistributedDataParallel(model())
-    state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-    net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return trained(member, net, steps=5)
+    if name in HOOKS:
+        net.register_comm_hook(None, HOOKS[name])
+    else:
+        net._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, name))
+    return trained(member, net)
 
 
 @program(tolerance=TOLERANCE)
 def ddp_with_a_hook_of_its_own(member: Member) -> Any:
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch reads the annotations, and refuses text
-        work = dist.all_reduce(bucket.buffer().div_(member.size), async_op=True)
-        assert work is not None
+        work: Any = dist.all_reduce(bucket.buffer().div_(member.size), async_op=True)
         return work.get_future().then(lambda future: future.value()[0] * 2)
 
     net = DistributedDataParallel(model())
     net.register_comm_hook(None, hook)
-    return trained(member, net)
-
-
-@program(cases=["ALLREDUCE", "FP16_COMPRESS"], tolerance=2e-2)
-def ddp_with_a_builtin_hook(member: Member, name: str) -> Any:
-    net = DistributedDataParallel(model())
-    net._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, name))
     return trained(member, net)
 
 
@@ -157,14 +136,6 @@ def ddp_joined_with_unequal_inputs(member: Member) -> Any:
     return [parameter.detach() for parameter in net.parameters()]
 
 
-@program(tolerance=TOLERANCE)
-def ddp_with_buffers(member: Member) -> Any:
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
-    losses, parameters = trained(member, DistributedDataParallel(net))
-    return losses, parameters, list(net.buffers())
-
-
 @program(tolerance=TOLERANCE, cases=["plain", "overlapped"])
 def zero_redundancy_optimizer(member: Member, case: str) -> Any:
     net = DistributedDataParallel(model())
@@ -176,14 +147,6 @@ def zero_redundancy_optimizer(member: Member, case: str) -> Any:
         return result, None
     state = optimizer.state_dict()["state"]
     return result, [state[key]["exp_avg"] for key in sorted(state)]
-
-
-@program(tolerance=TOLERANCE)
-def post_local_sgd(member: Member) -> Any:
-    net = DistributedDataParallel(model())
-    averager = PeriodicModelAverager(period=2, warmup_steps=1)
-    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), averager)
-    return trained(member, net, optimizer, steps=5)
 
 
 @program(tolerance=TOLERANCE)

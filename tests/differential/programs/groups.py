@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from datetime import timedelta
 from typing import Any
@@ -43,61 +42,46 @@ def groups_made_by_their_members_only(member: Member) -> Any:
 
 
 @program()
-def a_group_with_a_name(member: Member) -> Any:
-    group = dist.new_group(list(range(member.size)), group_desc="workers", timeout=timedelta(seconds=50))
-    assert not isinstance(group, int)
-    return group.group_desc, summed(group)
-
-
-@program()
-def ranks_of_groups(member: Member) -> Any:
-    group: Any = dist.new_group(list(reversed(range(member.size))))
+def names_and_ranks_of_a_group(member: Member) -> Any:
+    ranks, reverse = list(range(member.size)), list(reversed(range(member.size)))
+    group: Any = dist.new_group(reverse, group_desc="workers", timeout=timedelta(seconds=50))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=40), group)
     return [
+        group.group_desc,
+        raised(lambda: group.set_timeout(timedelta(seconds=45))),
         dist.get_process_group_ranks(group),
-        [dist.get_group_rank(group, rank) for rank in range(member.size)],
-        [dist.get_global_rank(group, rank) for rank in range(member.size)],
+        [dist.get_group_rank(group, rank) for rank in ranks],
+        [dist.get_global_rank(group, rank) for rank in ranks],
+        summed(group),
     ]
 
 
 @program()
 def new_subgroups(member: Member) -> Any:
-    if member.size % 2:
-        return raised(lambda: dist.new_subgroups(2))
-    group, groups = dist.new_subgroups(2)
-    return summed(group), len(groups)
-
-
-@program()
-def new_subgroups_by_enumeration(member: Member) -> Any:
     evens, odds = list(range(0, member.size, 2)), list(range(1, member.size, 2))
     group, groups = dist.new_subgroups_by_enumeration([evens, odds])
-    return summed(group), len(groups)
+    if member.size % 2:
+        return summed(group), len(groups), raised(lambda: dist.new_subgroups(2))
+    pair, pairs = dist.new_subgroups(2)
+    return summed(group), len(groups), summed(pair), len(pairs)
 
 
 @program()
 def split_group(member: Member) -> Any:
     half = (member.size + 1) // 2
     ranks = [list(range(half)), list(range(half, member.size))]
-
-    def split() -> Any:
-        return summed(dist.split_group(split_ranks=ranks))
-
-    return raised(split)
+    return raised(lambda: summed(dist.split_group(split_ranks=ranks)))
 
 
 @program()
-def a_mesh_of_one_dimension(member: Member) -> Any:
-    mesh = init_device_mesh("cpu", (member.size,), mesh_dim_names=("all",))
-    return mesh.get_rank(), mesh.get_local_rank("all"), mesh.get_coordinate(), summed(mesh.get_group("all"))
-
-
-@program()
-def a_mesh_of_two_dimensions(member: Member) -> Any:
+def meshes(member: Member) -> Any:
     shape = (2, member.size // 2) if member.size % 2 == 0 else (1, member.size)
+    line = init_device_mesh("cpu", (member.size,), mesh_dim_names=("all",))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))
-    groups = [mesh.get_group(name) for name in ("outer", "inner")]
-    flat = mesh["outer", "inner"]._flatten("flat")
-    return mesh.get_coordinate(), [summed(group) for group in groups], summed(flat.get_group())
+    groups = [line.get_group("all"), *(mesh.get_group(name) for name in ("outer", "inner"))]
+    groups.append(mesh["outer", "inner"]._flatten("flat").get_group())
+    places = line.get_rank(), line.get_local_rank("all"), line.get_coordinate(), mesh.get_coordinate()
+    return places, [summed(group) for group in groups]
 
 
 @program(differs="A group that was destroyed")
@@ -141,16 +125,6 @@ def collectives_from_threads(member: Member) -> Any:
     return results
 
 
-@program()
-def beside_a_forked_child(member: Member) -> Any:
-    before = summed(None)
-    pid = os.fork()
-    if pid == 0:
-        os._exit(7)
-    _, status = os.waitpid(pid, 0)
-    return before, os.WEXITSTATUS(status), summed(None)
-
-
 @program(alone=True, differs="A group that was destroyed")
 def aborted(member: Member) -> Any:
     group: Any = dist.new_group(list(range(member.size)))
@@ -159,22 +133,9 @@ def aborted(member: Member) -> Any:
     return raised(lambda: summed(group)), summed(None)
 
 
-@program()
-def settings_of_a_group(member: Member) -> Any:
-    group: Any = dist.new_group(list(range(member.size)), timeout=timedelta(seconds=50))
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=40), group)
-    return raised(lambda: group.set_timeout(timedelta(seconds=45))), summed(group)
-
-
 @program(cases=["none", "cpu", "by_device"])
 def backends_by_device(member: Member, spelled: str) -> Any:
     name = dist.get_backend()
     backend = {"none": None, "cpu": name, "by_device": f"cpu:{name}"}[spelled]
     group = dist.new_group(list(range(member.size)), backend=backend)
     return dist.get_backend(group).replace("phalanx", "gloo"), summed(group)
-
-
-@program(short=2)
-def hundreds_of_groups(member: Member) -> Any:
-    groups: list[Any] = [dist.new_group([0, member.size - 1]) for _ in range(20)]
-    return [summed(group)[0].item() for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER]

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
+from tests.differential.calls import CALLS, blanks, send_and_receive
 from tests.differential.program import program, raised
 from tests.support.ranks import Member
 
@@ -25,57 +26,31 @@ def with_gaps(values: torch.Tensor) -> torch.Tensor:
     return wide[:, ::2]
 
 
-def transposed(values: torch.Tensor) -> torch.Tensor:
-    return values.t().contiguous().t()
-
-
-def with_offset(values: torch.Tensor) -> torch.Tensor:
-    return torch.cat([torch.full((5,), -1.0), values.flatten()])[5:].view(2, 3)
-
-
-def leaf(values: torch.Tensor) -> torch.Tensor:
-    return values.clone().requires_grad_()
-
-
-def computed(values: torch.Tensor) -> torch.Tensor:
-    return values.clone().requires_grad_() * 1
-
-
 def awaited(values: torch.Tensor) -> torch.Tensor:
     """What a functional collective returns before anything has waited for it."""
     return functional.all_reduce(values, "max", dist.group.WORLD)  # type: ignore[arg-type]
 
 
-def quantized(values: torch.Tensor) -> torch.Tensor:
-    return torch.quantize_per_tensor(values, 1.0, 0, torch.quint8)
-
-
-def channels_last(values: torch.Tensor) -> torch.Tensor:
-    return values.expand(2, 2, 2, 3).clone().contiguous(memory_format=torch.channels_last)
+def with_gradient_of_its_own(values: torch.Tensor) -> torch.Tensor:
+    parameter: Any = torch.nn.Parameter(values.clone())
+    parameter.sum().backward()
+    return parameter.grad
 
 
 def distributed(values: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(values, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
 
 
-def nested(values: torch.Tensor) -> torch.Tensor:
-    return torch.nested.nested_tensor([values[0, :2], values[1]], layout=torch.jagged)
-
-
-def fake(values: torch.Tensor) -> torch.Tensor:
-    return FakeTensorMode().from_tensor(values)
-
-
 KINDS: dict[str, Make] = {
     "contiguous": torch.clone,
     "with_gaps": with_gaps,
-    "transposed": transposed,
-    "with_offset": with_offset,
+    "transposed": lambda values: values.t().contiguous().t(),
+    "with_offset": lambda values: torch.cat([torch.full((5,), -1.0), values.flatten()])[5:].view(2, 3),
     "no_dimensions": lambda values: values.sum(),
     "empty": lambda values: values[:0],
     "one_element": lambda values: values[:1, :1].clone(),
-    "leaf_with_gradient": leaf,
-    "computed_with_gradient": computed,
+    "leaf_with_gradient": lambda values: values.clone().requires_grad_(),
+    "computed_with_gradient": lambda values: values.clone().requires_grad_() * 1,
     "parameter": lambda values: torch.nn.Parameter(values.clone()),
     "buffer": lambda values: torch.nn.Buffer(values.clone()),
     "awaited": awaited,
@@ -84,8 +59,8 @@ KINDS: dict[str, Make] = {
     "imaginary_part": lambda values: torch.complex(values, values).conj().imag,
     "complex": lambda values: torch.complex(values, values),
     "bool": lambda values: values > 2,
-    "channels_last": channels_last,
-    "with_gradient_of_its_own": lambda values: _with_grad(values),
+    "channels_last": lambda values: values.expand(2, 2, 2, 3).clone().contiguous(memory_format=torch.channels_last),
+    "with_gradient_of_its_own": with_gradient_of_its_own,
     "numpy_memory": lambda values: torch.from_numpy(values.numpy().copy()),
     "in_shared_memory": lambda values: values.clone().share_memory_(),
 }
@@ -95,81 +70,39 @@ UNUSUAL: dict[str, Make] = {
     "sparse": lambda values: values.to_sparse(),
     "sparse_rows": lambda values: values.to_sparse(1),
     "compressed_rows": lambda values: values.to_sparse_csr(),
-    "quantized": quantized,
+    "quantized": lambda values: torch.quantize_per_tensor(values, 1.0, 0, torch.quint8),
     "meta": lambda values: values.to("meta"),
-    "fake": fake,
+    "fake": lambda values: FakeTensorMode().from_tensor(values),
     "two_tensor": lambda values: TwoTensor(values.clone(), values.clone()),
     "distributed": distributed,
-    "nested": nested,
+    "nested": lambda values: torch.nested.nested_tensor([values[0, :2], values[1]], layout=torch.jagged),
 }
-
-
-def _with_grad(values: torch.Tensor) -> torch.Tensor:
-    parameter = torch.nn.Parameter(values.clone())
-    parameter.sum().backward()
-    assert parameter.grad is not None
-    return parameter.grad
 
 
 def numbers(member: Member) -> torch.Tensor:
     return torch.arange(6.0).view(2, 3) + member.rank
 
 
-def all_reduce(tensor: torch.Tensor) -> Any:
-    dist.all_reduce(tensor)
-    return tensor
+def later(name: str) -> Callable[[torch.Tensor], Any]:
+    def call(tensor: torch.Tensor) -> Any:
+        work, filled = CALLS[name](tensor, None, True)
+        work.wait()
+        return filled
 
-
-def all_reduce_async(tensor: torch.Tensor) -> Any:
-    dist.all_reduce(tensor, async_op=True).wait()
-    return tensor
-
-
-def broadcast(tensor: torch.Tensor) -> Any:
-    dist.broadcast(tensor, dist.get_world_size() - 1)
-    return tensor
-
-
-def broadcast_async(tensor: torch.Tensor) -> Any:
-    dist.broadcast(tensor, 0, async_op=True).wait()
-    return tensor
-
-
-def reduce(tensor: torch.Tensor) -> Any:
-    dist.reduce(tensor, 0)
-    return tensor if dist.get_rank() == 0 else None
-
-
-def all_gather_of(tensor: torch.Tensor) -> Any:
-    outputs = [torch.zeros(tensor.shape, dtype=tensor.dtype) for _ in range(dist.get_world_size())]
-    dist.all_gather(outputs, tensor)
-    return outputs
+    return call
 
 
 def all_gather_to(tensor: torch.Tensor) -> Any:
     others = [torch.zeros_like(tensor) for _ in range(dist.get_world_size() - 1)]
     with torch.no_grad():
-        dist.all_gather([tensor, *others], torch.ones(tensor.shape, dtype=tensor.dtype) * (dist.get_rank() + 1 > 1))
+        dist.all_gather([tensor, *others], torch.ones(tensor.shape, dtype=tensor.dtype) * (dist.get_rank() > 0))
     return tensor
-
-
-def all_gather_into_tensor(tensor: torch.Tensor) -> Any:
-    output = torch.zeros(dist.get_world_size() * tensor.numel(), dtype=tensor.dtype)
-    dist.all_gather_into_tensor(output, tensor.detach().reshape(-1))
-    return output
 
 
 def reduce_scatter_tensor_to(tensor: torch.Tensor) -> Any:
     whole = torch.ones(dist.get_world_size() * tensor.numel(), dtype=tensor.dtype).view(-1, *tensor.shape[1:])
     dist.reduce_scatter_tensor(tensor, whole)
     return tensor
-
-
-def gather_of(tensor: torch.Tensor) -> Any:
-    root = dist.get_rank() == 0
-    outputs = [torch.zeros(tensor.shape, dtype=tensor.dtype) for _ in range(dist.get_world_size())] if root else None
-    dist.gather(tensor, outputs, dst=0)
-    return outputs
 
 
 def scatter_to(tensor: torch.Tensor) -> Any:
@@ -179,63 +112,38 @@ def scatter_to(tensor: torch.Tensor) -> Any:
 
 
 def all_to_all_of(tensor: torch.Tensor) -> Any:
-    outputs = [torch.zeros(tensor.shape, dtype=tensor.dtype) for _ in range(dist.get_world_size())]
+    outputs = blanks(tensor)
     dist.all_to_all(outputs, [tensor] * dist.get_world_size())
     return outputs
 
 
-def send_and_receive(tensor: torch.Tensor) -> Any:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    received = torch.zeros(tensor.shape, dtype=tensor.dtype)
-    work = dist.isend(tensor, (rank + 1) % size)
-    assert work is not None
-    dist.recv(received, (rank - 1) % size)
-    work.wait()
-    return received
-
-
 def receive_into(tensor: torch.Tensor) -> Any:
     rank, size = dist.get_rank(), dist.get_world_size()
-    work = dist.isend(torch.ones(tensor.shape, dtype=tensor.dtype), (rank + 1) % size)
-    assert work is not None
+    work: Any = dist.isend(torch.ones(tensor.shape, dtype=tensor.dtype), (rank + 1) % size)
     with torch.no_grad():
         dist.recv(tensor, (rank - 1) % size)
     work.wait()
     return tensor
 
 
+SHARED = ("all_reduce", "broadcast", "reduce", "all_gather", "gather")
+LATER = {f"{name}_async": later(name) for name in ("all_reduce", "broadcast")}
+OWN = (all_gather_to, reduce_scatter_tensor_to, scatter_to, all_to_all_of, send_and_receive, receive_into)
 COLLECTIVES: dict[str, Callable[[torch.Tensor], Any]] = {
-    call.__name__: call
-    for call in (
-        all_reduce,
-        all_reduce_async,
-        broadcast,
-        broadcast_async,
-        reduce,
-        all_gather_of,
-        all_gather_to,
-        all_gather_into_tensor,
-        reduce_scatter_tensor_to,
-        gather_of,
-        scatter_to,
-        all_to_all_of,
-        send_and_receive,
-        receive_into,
-    )
+    **{name: (lambda tensor, call=CALLS[name]: call(tensor)[1]) for name in SHARED},  # type: ignore[misc]
+    **LATER,
+    **{call.__name__: call for call in OWN},
 }
-SOME = ("all_reduce", "all_reduce_async", "broadcast", "all_gather_of", "reduce_scatter_tensor_to")
+SOME = ("all_reduce", "all_reduce_async", "broadcast", "all_gather", "reduce_scatter_tensor_to")
 
-
-MESSAGES = ("send_and_receive", "receive_into")
 # Gloo itself ends with SIGSEGV for the first; a message that it refuses on one side would stay under way.
 LEFT_OUT = {("reduce_scatter_tensor_to", kind) for kind in ("no_dimensions", "negated_number")}
 LEFT_OUT |= {("receive_into", "conjugated"), ("receive_into", "complex")}
 # Gloo gathers no complex numbers (collectives.py has a program for that).
-LEFT_OUT |= {("gather_of", "complex"), ("gather_of", "conjugated")}
-LEFT_OUT |= {
-    (call, kind) for call in MESSAGES for kind in ("with_gaps", "transposed", "imaginary_part", "channels_last")
-}
-IN_PLACE = ("all_reduce", "all_reduce_async", "broadcast", "broadcast_async", "reduce", "scatter_to")
+LEFT_OUT |= {("gather", "complex"), ("gather", "conjugated")}
+WITH_GAPS = ("with_gaps", "transposed", "imaginary_part", "channels_last")
+LEFT_OUT |= {(call, kind) for call in ("send_and_receive", "receive_into") for kind in WITH_GAPS}
+IN_PLACE = (*LATER, "all_reduce", "broadcast", "reduce", "scatter_to")
 
 
 def differing() -> dict[str, str]:
@@ -244,10 +152,9 @@ def differing() -> dict[str, str]:
     for kind in ("negated_number", "imaginary_part"):
         calls = (*IN_PLACE, "reduce_scatter_tensor_to", "receive_into")
         why |= {f"{call}-{kind}": "Negated views" for call in calls if (call, kind) not in LEFT_OUT}
-    why["reduce_scatter_tensor_to-leaf_with_gradient"] = "Tensors that require a gradient"
-    why["reduce_scatter_tensor_to-parameter"] = "Tensors that require a gradient"
-    for call in ("reduce", "reduce_scatter_tensor_to"):
-        why[f"{call}-conjugated"] = "Negated views"
+    why |= {f"{call}-conjugated": "Negated views" for call in ("reduce", "reduce_scatter_tensor_to")}
+    for kind in ("leaf_with_gradient", "parameter"):
+        why[f"reduce_scatter_tensor_to-{kind}"] = "Tensors that require a gradient"
     return why
 
 
@@ -289,16 +196,15 @@ def unusual(member: Member, case: tuple[Callable[[torch.Tensor], Any], Make]) ->
 MESSAGE_KINDS = {kind: make for kind, make in UNUSUAL.items() if kind not in ("meta", "fake")}
 
 
-@program(cases=MESSAGE_KINDS, alone=True, differs={"expanded": "Tensors with gaps"}, short=2)
+@program(
+    cases={**MESSAGE_KINDS, "with_gaps": with_gaps, "transposed": KINDS["transposed"]},
+    alone=True,
+    differs=dict.fromkeys(("expanded", "with_gaps", "transposed"), "Tensors with gaps"),
+    long=[*MESSAGE_KINDS, "transposed"],
+)
 def unusual_message(member: Member, make: Make) -> Any:
     tensor = make(numbers(member))
     return raised(lambda: _seen(send_and_receive(tensor)))
-
-
-@program(alone=True, cases={"with_gaps": with_gaps, "transposed": transposed}, differs="Tensors with gaps", short=2)
-def message_with_gaps(member: Member, make: Make) -> Any:
-    tensor = make(numbers(member))
-    return raised(lambda: send_and_receive(tensor))
 
 
 def _seen(value: Any) -> Any:
@@ -329,17 +235,11 @@ def another_shape_of_as_many_elements(member: Member, shapes: tuple[tuple[int, .
     dist.all_reduce(summed)
     dist.broadcast(sent, 0)
     dist.reduce(summed, 0)
-    return summed if member.rank == 0 else None, sent
-
-
-@program(cases=SHAPES)
-def a_message_into_another_shape(member: Member, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> Any:
     received = torch.zeros(shapes[1])
-    work = dist.isend(torch.full(shapes[0], float(member.rank)), (member.rank + 1) % member.size)
-    assert work is not None
+    work: Any = dist.isend(torch.full(shapes[0], float(member.rank)), (member.rank + 1) % member.size)
     dist.recv(received, (member.rank - 1) % member.size)
     work.wait()
-    return received
+    return summed if member.rank == 0 else None, sent, received
 
 
 @program(alone=True, differs="Matrices of different shapes")
@@ -354,50 +254,37 @@ def gradients_are_not_recorded(member: Member) -> Any:
     product = weight * (member.rank + 1)
     dist.all_reduce(product)
     product.sum().backward()
-    return product, weight.grad
-
-
-@program()
-def in_inference_mode(member: Member) -> Any:
     with torch.inference_mode():
         tensor = torch.ones(3) * member.rank
         dist.all_reduce(tensor)
-        dist.broadcast(tensor, 0)
-        return tensor.clone()
+        return product, weight.grad, tensor.clone()
 
 
 @program()
-def the_same_tensor_twice(member: Member) -> Any:
-    outputs = [torch.zeros(3)] * member.size
-    dist.all_gather(outputs, torch.ones(3))
-    return outputs
-
-
-@program()
-def outputs_that_are_slices(member: Member) -> Any:
+def outputs_that_share_memory(member: Member) -> Any:
+    twice = [torch.zeros(3)] * member.size
+    dist.all_gather(twice, torch.ones(3))
     whole = torch.zeros(member.size, 4)
     dist.all_gather(list(whole.unbind(0)), torch.arange(4.0) + member.rank)
     columns = torch.zeros(4, member.size)
     dist.all_gather(list(columns.unbind(1)), torch.arange(4.0) + member.rank)
-    return whole, columns
+    return twice, whole, columns
 
 
 @program()
 def input_and_output_in_place(member: Member) -> Any:
-    whole = torch.zeros(member.size * 2)
-    whole[2 * member.rank : 2 * member.rank + 2] = member.rank + 1
-    dist.all_gather_into_tensor(whole, whole[2 * member.rank : 2 * member.rank + 2])
+    whole, mine = torch.zeros(member.size * 2), slice(2 * member.rank, 2 * member.rank + 2)
+    whole[mine] = member.rank + 1
+    dist.all_gather_into_tensor(whole, whole[mine])
     summed = whole.clone()
-    dist.reduce_scatter_tensor(summed[2 * member.rank : 2 * member.rank + 2], summed)
-    return whole, summed[2 * member.rank : 2 * member.rank + 2]
+    dist.reduce_scatter_tensor(summed[mine], summed)
+    return whole, summed[mine]
 
 
 @program()
 def asynchronous_sparse_sums(member: Member) -> Any:
     indices = torch.tensor([[member.rank, member.rank + 1]])
-    tensor = torch.sparse_coo_tensor(indices, torch.ones(2, 3), (member.size + 1, 3))
-    work = dist.all_reduce(tensor, async_op=True)
-    work.wait()
-    blocking = torch.sparse_coo_tensor(indices, torch.ones(2, 3), (member.size + 1, 3))
+    awaited, blocking = (torch.sparse_coo_tensor(indices, torch.ones(2, 3), (member.size + 1, 3)) for _ in range(2))
+    dist.all_reduce(awaited, async_op=True).wait()
     dist.all_reduce(blocking)
-    return tensor, blocking
+    return awaited, blocking

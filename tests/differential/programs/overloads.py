@@ -2,60 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests.differential.program import program
+from tests.differential.program import program, wait_for
 from tests.support.ranks import Member
 
-TIMEOUT = timedelta(seconds=50)
-Form = Callable[[Any, int, int], Any]
-
-
-def x(rank: int) -> torch.Tensor:
-    return torch.arange(3.0) + rank
-
-
-def filled(pg: Any, call: Callable[[Any, torch.Tensor], Any], rank: int) -> Any:
-    tensor = x(rank)
-    call(pg, tensor).wait()
-    return tensor
-
-
-def blanks(size: int) -> list[torch.Tensor]:
-    return [torch.zeros(3) for _ in range(size)]
-
-
-def lists(rank: int, size: int) -> list[torch.Tensor]:
-    return [torch.arange(3.0) + rank + other for other in range(size)]
-
-
-def into_list(pg: Any, rank: int, size: int, call: Callable[[Any, Any, torch.Tensor], Any]) -> Any:
-    outputs = blanks(size)
-    call(pg, outputs, x(rank)).wait()
-    return outputs
-
-
-def from_list(pg: Any, rank: int, size: int, call: Callable[[Any, torch.Tensor, Any], Any]) -> Any:
-    output = torch.zeros(3)
-    call(pg, output, lists(rank, size)).wait()
-    return output
-
-
-def scatter(pg: Any, rank: int, size: int, call: Callable[[Any, torch.Tensor, Any], Any]) -> Any:
-    output = torch.zeros(3)
-    call(pg, output, lists(rank, size) if rank == 0 else []).wait()
-    return output
-
-
-def gather(pg: Any, rank: int, size: int, call: Callable[[Any, Any, torch.Tensor], Any]) -> Any:
-    outputs = blanks(size) if rank == 0 else []
-    call(pg, outputs, x(rank)).wait()
-    return outputs
+# A form of call is a text: ``x`` is this rank's tensor, ``out`` as many zeros, ``inputs`` and ``outputs`` such lists.
+NAMES = {
+    "torch": torch,
+    "dist": dist,
+    "MAX": dist.ReduceOp.MAX,
+    "SUM": dist.ReduceOp.SUM,
+    "TIME": timedelta(seconds=50),
+}
+IN_PLACE = [
+    "pg.allreduce([x])",
+    "pg.allreduce(x)",
+    "pg.allreduce([x], MAX)",
+    "pg.allreduce(x, MAX)",
+    "pg.allreduce(x, op=MAX)",
+    "pg.allreduce(tensors=[x], op=MAX, timeout=TIME)",
+    "pg.allreduce(x, SUM, TIME)",
+    "pg.allreduce([x], options(dist.AllreduceOptions, reduceOp=MAX))",
+    "pg.allreduce([x], opts=options(dist.AllreduceOptions, reduceOp=MAX))",
+    "pg.allreduce_coalesced([x])",
+    "pg.broadcast([x], options(dist.BroadcastOptions, rootRank=1))",
+    "pg.broadcast(x, 1)",
+    "pg.broadcast(x, root=1)",
+    "pg.broadcast(x, 1, TIME)",
+    "pg.broadcast(tensors=[x], opts=options(dist.BroadcastOptions, rootRank=1))",
+]
+REDUCES = [
+    "pg.reduce(x, 0)",
+    "pg.reduce(x, 0, MAX)",
+    "pg.reduce(x, root=0, op=MAX)",
+    "pg.reduce([x], options(dist.ReduceOptions, rootRank=0))",
+]
+FILLING = [
+    "pg.allgather([outputs], [x])",
+    "pg.allgather(outputs, x)",
+    "pg.allgather(outputs, x, TIME)",
+    "pg.allgather(output_tensors=[outputs], input_tensors=[x])",
+    "pg._allgather_base(whole, x)",
+    "pg.reduce_scatter([out], [inputs])",
+    "pg.reduce_scatter(out, inputs)",
+    "pg.reduce_scatter(out, inputs, MAX)",
+    "pg.reduce_scatter(out, inputs, op=MAX)",
+    "pg._reduce_scatter_base(out, torch.cat(inputs))",
+    "pg.alltoall(outputs, inputs)",
+    "pg.alltoall_base(whole, torch.cat(inputs), [], [])",
+    "pg.barrier()",
+    "pg.barrier(dist.BarrierOptions())",
+    "pg.barrier(timeout=TIME)",
+]
+# The lists are empty on all ranks but the root.
+AT_ROOT = [
+    "pg.gather([outputs] if outputs else [], [x], options(dist.GatherOptions, rootRank=0))",
+    "pg.gather(outputs, x, 0)",
+    "pg.gather(outputs, x, root=0)",
+    "pg.scatter([out], [inputs] if inputs else [], options(dist.ScatterOptions, rootRank=0))",
+    "pg.scatter(out, inputs, 0)",
+    "pg.scatter(out, inputs, root=0)",
+]
 
 
 def options(kind: type, **values: Any) -> Any:
@@ -65,93 +77,43 @@ def options(kind: type, **values: Any) -> Any:
     return made
 
 
-MAX = dist.ReduceOp.MAX
-SUM = dist.ReduceOp.SUM
-FORMS: dict[str, Form] = {
-    "allreduce(list)": lambda pg, r, n: filled(pg, lambda p, t: p.allreduce([t]), r),
-    "allreduce(tensor)": lambda pg, r, n: filled(pg, lambda p, t: p.allreduce(t), r),
-    "allreduce(list, op)": lambda pg, r, n: filled(pg, lambda p, t: p.allreduce([t], MAX), r),
-    "allreduce(tensor, op)": lambda pg, r, n: filled(pg, lambda p, t: p.allreduce(t, MAX), r),
-    "allreduce(tensor, op=)": lambda pg, r, n: filled(pg, lambda p, t: p.allreduce(t, op=MAX), r),
-    "allreduce(tensors=, op=, timeout=)": lambda pg, r, n: filled(
-        pg, lambda p, t: p.allreduce(tensors=[t], op=MAX, timeout=TIMEOUT), r
-    ),
-    "allreduce(tensor, op, timeout)": lambda pg, r, n: filled(pg, lambda p, t: p.allreduce(t, SUM, TIMEOUT), r),
-    "allreduce(list, options)": lambda pg, r, n: filled(
-        pg, lambda p, t: p.allreduce([t], options(dist.AllreduceOptions, reduceOp=MAX)), r
-    ),
-    "allreduce(list, opts=)": lambda pg, r, n: filled(
-        pg, lambda p, t: p.allreduce([t], opts=options(dist.AllreduceOptions, reduceOp=MAX)), r
-    ),
-    "allreduce_coalesced(list)": lambda pg, r, n: filled(pg, lambda p, t: p.allreduce_coalesced([t]), r),
-    "broadcast(list, options)": lambda pg, r, n: filled(
-        pg, lambda p, t: p.broadcast([t], options(dist.BroadcastOptions, rootRank=1)), r
-    ),
-    "broadcast(tensor, root)": lambda pg, r, n: filled(pg, lambda p, t: p.broadcast(t, 1), r),
-    "broadcast(tensor, root=)": lambda pg, r, n: filled(pg, lambda p, t: p.broadcast(t, root=1), r),
-    "broadcast(tensor, root, timeout)": lambda pg, r, n: filled(pg, lambda p, t: p.broadcast(t, 1, TIMEOUT), r),
-    "broadcast(tensors=, opts=)": lambda pg, r, n: filled(
-        pg, lambda p, t: p.broadcast(tensors=[t], opts=options(dist.BroadcastOptions, rootRank=1)), r
-    ),
-    "reduce(tensor, root)": lambda pg, r, n: [filled(pg, lambda p, t: p.reduce(t, 0), r)][: r == 0],
-    "reduce(tensor, root, op)": lambda pg, r, n: [filled(pg, lambda p, t: p.reduce(t, 0, MAX), r)][: r == 0],
-    "reduce(tensor, root=, op=)": lambda pg, r, n: [filled(pg, lambda p, t: p.reduce(t, root=0, op=MAX), r)][: r == 0],
-    "reduce(list, options)": lambda pg, r, n: [
-        filled(pg, lambda p, t: p.reduce([t], options(dist.ReduceOptions, rootRank=0)), r)
-    ][: r == 0],
-    "allgather(lists, list)": lambda pg, r, n: into_list(pg, r, n, lambda p, o, t: p.allgather([o], [t])),
-    "allgather(list, tensor)": lambda pg, r, n: into_list(pg, r, n, lambda p, o, t: p.allgather(o, t)),
-    "allgather(list, tensor, timeout)": lambda pg, r, n: into_list(
-        pg, r, n, lambda p, o, t: p.allgather(o, t, TIMEOUT)
-    ),
-    "allgather(output_tensors=, input_tensors=)": lambda pg, r, n: into_list(
-        pg, r, n, lambda p, o, t: p.allgather(output_tensors=[o], input_tensors=[t])
-    ),
-    "_allgather_base": lambda pg, r, n: into_list(pg, r, n, lambda p, o, t: p._allgather_base(torch.zeros(3 * n), t)),
-    "gather(lists, list, options)": lambda pg, r, n: gather(
-        pg, r, n, lambda p, o, t: p.gather([o] if o else [], [t], options(dist.GatherOptions, rootRank=0))
-    ),
-    "gather(list, tensor, root)": lambda pg, r, n: gather(pg, r, n, lambda p, o, t: p.gather(o, t, 0)),
-    "gather(list, tensor, root=)": lambda pg, r, n: gather(pg, r, n, lambda p, o, t: p.gather(o, t, root=0)),
-    "scatter(list, lists, options)": lambda pg, r, n: scatter(
-        pg, r, n, lambda p, o, i: p.scatter([o], [i] if i else [], options(dist.ScatterOptions, rootRank=0))
-    ),
-    "scatter(tensor, list, root)": lambda pg, r, n: scatter(pg, r, n, lambda p, o, i: p.scatter(o, i, 0)),
-    "scatter(tensor, list, root=)": lambda pg, r, n: scatter(pg, r, n, lambda p, o, i: p.scatter(o, i, root=0)),
-    "reduce_scatter(list, lists)": lambda pg, r, n: from_list(pg, r, n, lambda p, o, i: p.reduce_scatter([o], [i])),
-    "reduce_scatter(tensor, list)": lambda pg, r, n: from_list(pg, r, n, lambda p, o, i: p.reduce_scatter(o, i)),
-    "reduce_scatter(tensor, list, op)": lambda pg, r, n: from_list(
-        pg, r, n, lambda p, o, i: p.reduce_scatter(o, i, MAX)
-    ),
-    "reduce_scatter(tensor, list, op=)": lambda pg, r, n: from_list(
-        pg, r, n, lambda p, o, i: p.reduce_scatter(o, i, op=MAX)
-    ),
-    "_reduce_scatter_base": lambda pg, r, n: from_list(
-        pg, r, n, lambda p, o, i: p._reduce_scatter_base(o, torch.cat(i))
-    ),
-    "alltoall(list, list)": lambda pg, r, n: into_list(pg, r, n, lambda p, o, t: p.alltoall(o, lists(r, n))),
-    "alltoall_base": lambda pg, r, n: from_list(
-        pg, r, n, lambda p, o, i: p.alltoall_base(torch.zeros(3 * n), torch.cat(i), [], [])
-    ),
-    "barrier()": lambda pg, r, n: pg.barrier().wait(),
-    "barrier(options)": lambda pg, r, n: pg.barrier(dist.BarrierOptions()).wait(),
-    "barrier(timeout=)": lambda pg, r, n: pg.barrier(timeout=TIMEOUT).wait(),
-    "send and recv": lambda pg, r, n: messages(pg, r, n, lambda p, t, source: p.recv([t], source, 0)),
-    "recv_anysource": lambda pg, r, n: messages(pg, r, n, lambda p, t, source: p.recv_anysource([t], 0)),
-}
+def called(member: Member, form: str, *, lists: bool = True) -> dict[str, Any]:
+    count = member.size if lists else 0
+    given = {
+        "x": torch.arange(3.0) + member.rank,
+        "out": torch.zeros(3),
+        "whole": torch.zeros(3 * member.size),
+        "inputs": [torch.arange(3.0) + member.rank + other for other in range(count)],
+        "outputs": [torch.zeros(3) for _ in range(count)],
+    }
+    eval(form, {**NAMES, "options": options, "pg": dist.group.WORLD, **given}).wait()
+    return given
 
 
-def messages(pg: Any, rank: int, size: int, receive: Callable[[Any, torch.Tensor, int], Any]) -> Any:
+@program(cases=[*IN_PLACE, *FILLING])
+def method(member: Member, form: str) -> Any:
+    return called(member, form)
+
+
+@program(cases=REDUCES)
+def method_with_a_result_at_the_root(member: Member, form: str) -> Any:
+    given = called(member, form)
+    return given["x"] if member.rank == 0 else None
+
+
+@program(cases=AT_ROOT)
+def method_with_lists_at_the_root(member: Member, form: str) -> Any:
+    return called(member, form, lists=member.rank == 0)
+
+
+@program(cases=["pg.recv([received], before, 0)", "pg.recv_anysource([received], 0)"])
+def message(member: Member, form: str) -> Any:
+    pg: Any = dist.group.WORLD
     received = torch.zeros(3)
-    work = pg.send([x(rank)], (rank + 1) % size, 0)
-    receive(pg, received, (rank - 1) % size).wait()
-    work.wait()
+    work = pg.send([torch.arange(3.0) + member.rank], (member.rank + 1) % member.size, 0)
+    before = (member.rank - 1) % member.size
+    wait_for(eval(form, {"pg": pg, "received": received, "before": before}), work)
     return received
-
-
-@program(cases=FORMS)
-def method(member: Member, form: Form) -> Any:
-    return form(dist.group.WORLD, member.rank, member.size)
 
 
 @program(cases=["rank", "size", "get_group_store", "group_name", "bound_device_id", "name", "_get_backend_name"])
@@ -160,22 +122,3 @@ def about_the_group(member: Member, name: str) -> Any:
     value = value() if callable(value) else value
     text = str(value) if isinstance(value, (str, int)) or value is None else type(value).__name__
     return text.replace("phalanx", "gloo")
-
-
-@program()
-def the_groups_store(member: Member) -> Any:
-    group: Any = dist.group.WORLD
-    store = group.get_group_store()
-    store.set(f"method-{member.rank}", str(member.rank))
-    dist.barrier()
-    return [store.get(f"method-{rank}") for rank in range(member.size)]
-
-
-@program()
-def backends_of_the_group(member: Member) -> Any:
-    group: Any = dist.group.WORLD
-    backend = group._get_backend(torch.device("cpu"))
-    return [
-        isinstance(backend, dist.distributed_c10d.Backend) or backend is group,
-        dist.get_backend().replace("phalanx", "gloo"),
-    ]

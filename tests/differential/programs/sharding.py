@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -42,7 +41,7 @@ STRATEGIES = {"full_shard": ShardingStrategy.FULL_SHARD, "grad_op": ShardingStra
 STRATEGIES["no_shard"] = ShardingStrategy.NO_SHARD
 
 
-@program(cases=STRATEGIES, tolerance=TOLERANCE)
+@program(cases=STRATEGIES, tolerance=TOLERANCE, long=["grad_op", "no_shard"])
 def fsdp1(member: Member, strategy: ShardingStrategy) -> Any:
     net = FullyShardedDataParallel(
         model(), sharding_strategy=strategy, device_id=torch.device("cpu"), use_orig_params=True
@@ -60,7 +59,7 @@ FULLY_SHARD: dict[str, dict[str, Any]] = {
 }
 
 
-@program(cases=FULLY_SHARD, tolerance=2e-2)
+@program(cases=FULLY_SHARD, tolerance=2e-2, long=["kept_after_forward", "offloaded"])
 def fsdp2(member: Member, options: dict[str, Any]) -> Any:
     net = model()
     mesh = mesh_of(member)
@@ -70,15 +69,6 @@ def fsdp2(member: Member, options: dict[str, Any]) -> Any:
     fully_shard(net, mesh=mesh, **options)
     losses, _ = trained(member, net)
     return losses, full(net)
-
-
-@program(tolerance=TOLERANCE)
-def fsdp2_clips_its_gradients(member: Member) -> Any:
-    net = model()
-    fully_shard(net, mesh=mesh_of(member))
-    net(batch(member, 0)).square().sum().backward()
-    norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 @program(tolerance=TOLERANCE)
@@ -103,37 +93,20 @@ def hybrid_sharding(member: Member) -> Any:
 
 
 @program()
-def dtensor_redistributes(member: Member) -> Any:
-    mesh = mesh_of(member)
-    whole = torch.arange(7.0 * 5).view(7, 5)
-    rows = distribute_tensor(whole, mesh, [Shard(0)])
-    columns = rows.redistribute(mesh, [Shard(1)])
-    partial = DTensor.from_local(torch.full((4, 6), float(member.rank)), mesh, [Partial()])
-    return [
-        rows,
-        columns,
-        columns.redistribute(mesh, [Replicate()]),
-        partial.redistribute(mesh, [Replicate()]),
-        partial.redistribute(mesh, [Shard(0)]),
-        rows.full_tensor(),
-    ]
-
-
-@program()
-def dtensor_computes(member: Member) -> Any:
+def dtensor(member: Member) -> Any:
+    """Redistributed, computed with, and partial."""
     mesh = mesh_of(member)
     # Each of five ranks gets some: torch has no maximum of nothing.
     rows = distribute_tensor(torch.arange(52.0).view(13, 4), mesh, [Shard(0)])
+    columns = rows.redistribute(mesh, [Shard(1)])
+    partial = DTensor.from_local(torch.full((4, 6), float(member.rank)), mesh, [Partial()])
+    moved = [rows, columns, *(columns.redistribute(mesh, [each]) for each in (Replicate(), Shard(0)))]
+    moved += [partial.redistribute(mesh, [each]) for each in (Replicate(), Shard(0))]
     weight = distribute_tensor(torch.ones(4, 3), mesh, [Replicate()])
-    results = [rows.sum(), rows.sum(1), rows.max(), rows @ weight, rows.t() @ rows, rows.mean(0)]
-    return [result.full_tensor() for result in results if isinstance(result, DTensor)]
-
-
-@program()
-def dtensor_from_partial_maximum(member: Member) -> Any:
+    computed = [rows.sum(), rows.sum(1), rows.max(), rows @ weight, rows.t() @ rows, rows.mean(0)]
     local = torch.arange(4.0) * (-1) ** member.rank
-    partials = [DTensor.from_local(local, mesh_of(member), [Partial(op)]) for op in ("sum", "max", "min", "avg")]
-    return [partial.full_tensor() for partial in partials]
+    computed += [DTensor.from_local(local, mesh, [Partial(op)]) for op in ("sum", "max", "min", "avg")]
+    return moved, [each.full_tensor() for each in computed]
 
 
 def blocks(member: Member) -> tuple[torch.nn.Module, torch.Tensor]:
@@ -150,30 +123,6 @@ def tensor_parallel(member: Member) -> Any:
     output = net(x)
     output.square().mean().backward()
     return output, [parameter.grad.full_tensor() for parameter in net.parameters() if parameter.grad is not None]
-
-
-@program(tolerance=TOLERANCE, cases=["all_reduce", "broadcast", "all_gather", "send"])
-def output_of_a_rowwise_layer(member: Member, verb: str) -> Any:
-    net, x = blocks(member)
-    parallelize_module(net, mesh_of(member), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    with torch.no_grad():
-        output = net(x)
-    if verb == "all_reduce":
-        dist.all_reduce(output)
-    elif verb == "broadcast":
-        dist.broadcast(output, member.size - 1)
-    elif verb == "all_gather":
-        outputs = [torch.zeros(output.shape) for _ in range(member.size)]
-        dist.all_gather(outputs, output)
-        return outputs
-    else:
-        work = dist.isend(output, (member.rank + 1) % member.size)
-        received = torch.zeros(output.shape)
-        dist.recv(received, (member.rank - 1) % member.size)
-        assert work is not None
-        work.wait()
-        return received
-    return output
 
 
 @program(tolerance=TOLERANCE)

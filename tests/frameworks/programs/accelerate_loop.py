@@ -6,9 +6,9 @@ Usage: accelerate_loop.py FOLDER; each rank leaves what it has trained there.
 import sys
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from tests.frameworks.programs.leaving import leave
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -31,17 +31,13 @@ def main() -> None:
             losses.append(loss.item())
     gathered = accelerator.gather_for_metrics(torch.full((2,), float(accelerator.process_index)))
     accelerator.wait_for_everyone()
-    torch.save(
-        {
-            "rank": accelerator.process_index,
-            "world_size": accelerator.num_processes,
-            "backend": dist.get_backend() if dist.is_initialized() else None,
-            "group": type(dist.group.WORLD).__name__,
-            "losses": losses,
-            "gathered": gathered.tolist(),
-            "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]),
-        },
-        f"{sys.argv[1]}/{accelerator.process_index}.pt",
+    leave(
+        sys.argv[1],
+        accelerator.process_index,
+        accelerator.num_processes,
+        losses,
+        model.parameters(),
+        gathered=gathered.tolist(),
     )
     accelerator.end_training()
 

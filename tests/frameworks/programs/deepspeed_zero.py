@@ -8,6 +8,7 @@ import sys
 import deepspeed
 import torch
 import torch.distributed as dist
+from tests.frameworks.programs.leaving import leave
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -36,17 +37,7 @@ def main() -> None:
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-    torch.save(
-        {
-            "rank": dist.get_rank(),
-            "world_size": dist.get_world_size(),
-            "backend": dist.get_backend(),
-            "group": type(dist.group.WORLD).__name__,
-            "losses": losses,
-            "parameters": torch.cat([p.detach().flatten() for p in engine.module.parameters()]),
-        },
-        f"{folder}/{dist.get_rank()}.pt",
-    )
+    leave(folder, dist.get_rank(), dist.get_world_size(), losses, engine.module.parameters())
     dist.destroy_process_group()
 
 

@@ -6,9 +6,9 @@ Usage: fabric_loop.py FOLDER [NAME]; NAME is DDPStrategy's process_group_backend
 import sys
 
 import torch
-import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
+from tests.frameworks.programs.leaving import leave
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -36,18 +36,14 @@ def main() -> None:
     mean = fabric.all_reduce(torch.tensor(float(fabric.global_rank)), reduce_op="mean")
     with fabric.rank_zero_first():  # a barrier without a timeout, over gloo
         pass
-    torch.save(
-        {
-            "rank": fabric.global_rank,
-            "world_size": fabric.world_size,
-            "backend": dist.get_backend() if dist.is_initialized() else None,
-            "group": type(dist.group.WORLD).__name__,
-            "losses": losses,
-            "gathered": gathered.tolist(),
-            "mean": mean.item(),
-            "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]),
-        },
-        f"{folder}/{fabric.global_rank}.pt",
+    leave(
+        folder,
+        fabric.global_rank,
+        fabric.world_size,
+        losses,
+        model.parameters(),
+        gathered=gathered.tolist(),
+        mean=mean.item(),
     )
 
 

@@ -6,7 +6,7 @@ Usage: hf_trainer.py FOLDER [NAME]; NAME is TrainingArguments' ddp_backend. Each
 import sys
 
 import torch
-import torch.distributed as dist
+from tests.frameworks.programs.leaving import leave
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 
@@ -53,17 +53,13 @@ def main() -> None:
     trainer = Trainer(model=model, args=arguments, train_dataset=Sentences(), eval_dataset=Sentences())
     trainer.train()
     evaluated = trainer.evaluate()
-    torch.save(
-        {
-            "rank": arguments.process_index,
-            "world_size": arguments.world_size,
-            "backend": dist.get_backend() if dist.is_initialized() else None,
-            "group": type(dist.group.WORLD).__name__,
-            "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-            "evaluated": evaluated["eval_loss"],
-            "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]),
-        },
-        f"{folder}/{arguments.process_index}.pt",
+    leave(
+        folder,
+        arguments.process_index,
+        arguments.world_size,
+        [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        model.parameters(),
+        evaluated=evaluated["eval_loss"],
     )
 
 

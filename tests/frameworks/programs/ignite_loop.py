@@ -7,8 +7,8 @@ import sys
 
 import ignite.distributed as idist
 import torch
-import torch.distributed as dist
 from ignite.engine import Engine, Events
+from tests.frameworks.programs.leaving import leave
 from torch.utils.data import TensorDataset
 
 
@@ -32,17 +32,13 @@ def train(local_rank: int, folder: str) -> None:
     trainer = Engine(step)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.output))
     trainer.run(loader, max_epochs=5)
-    torch.save(
-        {
-            "rank": idist.get_rank(),
-            "world_size": idist.get_world_size(),
-            "backend": dist.get_backend(),
-            "group": type(dist.group.WORLD).__name__,
-            "losses": losses,
-            "mean": idist.all_reduce(losses[-1]) / idist.get_world_size(),
-            "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]),
-        },
-        f"{folder}/{idist.get_rank()}.pt",
+    leave(
+        folder,
+        idist.get_rank(),
+        idist.get_world_size(),
+        losses,
+        model.parameters(),
+        mean=idist.all_reduce(losses[-1]) / idist.get_world_size(),
     )
 
 

@@ -7,6 +7,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from tests.frameworks.programs.leaving import leave
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -33,18 +34,7 @@ def main() -> None:
     mean = torch.tensor(losses[-1])
     dist.all_reduce(mean, group=checks)
     dist.monitored_barrier()
-    torch.save(
-        {
-            "rank": rank,
-            "world_size": dist.get_world_size(),
-            "backend": dist.get_backend(),
-            "group": type(dist.group.WORLD).__name__,
-            "second_group": type(checks).__name__,
-            "losses": losses,
-            "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]),
-        },
-        f"{sys.argv[1]}/{rank}.pt",
-    )
+    leave(sys.argv[1], rank, dist.get_world_size(), losses, model.parameters(), second_group=type(checks).__name__)
     dist.destroy_process_group()
 
 

@@ -8,9 +8,9 @@ import sys
 import ray
 import ray.train.torch
 import torch
-import torch.distributed as dist
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
+from tests.frameworks.programs.leaving import leave
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -30,17 +30,7 @@ def train(config: dict[str, str]) -> None:
             optimizer.step()
             losses.append(loss.item())
     rank = ray.train.get_context().get_world_rank()
-    torch.save(
-        {
-            "rank": rank,
-            "world_size": ray.train.get_context().get_world_size(),
-            "backend": dist.get_backend(),
-            "group": type(dist.group.WORLD).__name__,
-            "losses": losses,
-            "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]),
-        },
-        f"{config['folder']}/{rank}.pt",
-    )
+    leave(config["folder"], rank, ray.train.get_context().get_world_size(), losses, model.parameters())
 
 
 def main() -> None:
