@@ -11,11 +11,12 @@ from tests.support.waiting import stop
 
 from phalanx.system.processes import is_ending
 
+# What /proc shows of the name may hold what it separates the name with.
 PROGRAM = """
 import sys
 from phalanx.system.processes import set_name
 
-set_name("a) 4 (b")  # what /proc shows of the name may hold what it separates the name with
+set_name("a) 4 (b")
 print("up", flush=True)
 sys.stdin.read()
 """

@@ -43,20 +43,16 @@ def drawn(seed: int) -> list[Meeting]:
     places, roots = chance.choice([2, 3, 5, 12, 40]), chance.choice([1, 1, 2, 3])
     lines = [line(1 + place, root) for place in range(places) for root in range(roots)]
     in_step = chance.choice([0.0, 0.3, 0.7, 0.9])
-    meetings = []
-    for _ in range(chance.randrange(1, 120)):
-        mine = chance.choice(lines)
-        meetings.append((mine, mine if chance.random() < in_step else chance.choice(lines)))
-    return meetings
+    mine = [chance.choice(lines) for _ in range(chance.randrange(1, 120))]
+    return [(one, one if chance.random() < in_step else chance.choice(lines)) for one in mine]
 
 
 def test_random_meetings_cross_lines_as_the_rule_says() -> None:
     verdicts = {False: 0, True: 0}
     for seed in range(250):
         lines, meetings = _Lines(), drawn(seed)
-        for number, ((mine, theirs), expected) in enumerate(
-            zip(meetings, crossed_by_the_rule(meetings), strict=True), 1
-        ):
+        by_the_rule = crossed_by_the_rule(meetings)
+        for number, ((mine, theirs), expected) in enumerate(zip(meetings, by_the_rule, strict=True), 1):
             crossed = lines.meet(mine, theirs, f"train.py:{mine.identity}", number)
             assert bool(crossed) == expected, (seed, number)
             verdicts[expected] += 1

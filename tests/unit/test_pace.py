@@ -90,13 +90,8 @@ def test_rates_are_those_since_the_look_before(recorder: Recorder) -> None:
     recorder.write([Operation(0.0, 0.5, nbytes=1000), Operation(0.5, 1.5, nbytes=100)])
     pace = PaceOfRank(recorder.file, 0)
     look(pace, 1.0)
-    recorder.write(
-        [
-            Operation(2.0, 2.5, nbytes=200),
-            Operation(2.25, 2.75, SEND, nbytes=60),
-            Operation(2.875, None, nbytes=1 << 20),
-        ]
-    )
+    ended = [Operation(2.0, 2.5, nbytes=200), Operation(2.25, 2.75, SEND, nbytes=60)]
+    recorder.write([*ended, Operation(2.875, None, nbytes=1 << 20)])
     found = look(pace, 3.0)
     assert found.begun == 5
     assert found.operations_per_s == 1.5
