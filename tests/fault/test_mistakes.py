@@ -5,14 +5,14 @@ Each world goes through many mistakes, with a group of its own for each.
 
 from __future__ import annotations
 
-import time
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.islands import divide_by
+from tests.support.islands import pretend_host
 from tests.support.ranks import Member, on_ranks
 
 from phalanx.errors import CollectiveMismatch
@@ -79,12 +79,6 @@ def barrier(group: dist.ProcessGroup, rank: int, count: int) -> object:
     return dist.barrier(group=group)
 
 
-def divide(monkeypatch: pytest.MonkeyPatch, place: str) -> int:
-    if len(set(place)) > 1:
-        divide_by(monkeypatch, lambda rank, size: int(place[rank]))
-    return len(place)
-
-
 usual = reduce_all(lambda count: count)
 # What the others call, what one rank calls, and what the error of every rank has of the two.
 MISTAKES: dict[str, tuple[Call, Call, str, str]] = {
@@ -116,29 +110,19 @@ MISTAKES: dict[str, tuple[Call, Call, str, str]] = {
     "all_to_all size": (exchange(), exchange(1), "all_to_all(float32, sends", "{more}"),
 }
 
-PLACES = {"000": 3, "0011": 4, "011": 3}  # the host of each rank
+PLACES = ("000", "0011", "011")  # the host of each rank
 QUICK = [("000", 1, SMALL), ("0011", 1, SMALL), ("0011", 2, MIDDLE), ("011", 0, LARGE)]
+MORE = [(p, odd, count) for p in PLACES for odd in range(len(p)) for count in (SMALL, MIDDLE, LARGE)]
 
 
 @pytest.mark.parametrize(
     ("place", "odd", "count"),
-    [
-        *QUICK,
-        *(
-            pytest.param(place, odd, count, marks=pytest.mark.long)
-            for place, size in PLACES.items()
-            for odd in range(size)
-            for count in (SMALL, MIDDLE, LARGE)
-            if (place, odd, count) not in QUICK
-        ),
-    ],
+    [*QUICK, *(pytest.param(*one, marks=pytest.mark.long) for one in MORE if one not in QUICK)],
 )
-def test_a_call_that_differs_is_told_by_every_rank(
-    place: str, odd: int, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size = divide(monkeypatch, place)
-
+def test_a_call_that_differs_is_told_by_every_rank(place: str, odd: int, count: int) -> None:
     def body(member: Member) -> list[str]:
+        if len(set(place)) > 1:
+            pretend_host(int(place[member.rank]))
         member.join()
         wrong = []
         for name, (theirs, mine, *words) in MISTAKES.items():
@@ -151,8 +135,8 @@ def test_a_call_that_differs_is_told_by_every_rank(
             except CollectiveMismatch as error:
                 expected = [word.format(n=count, more=count + 1, half=count // 2) for word in words]
                 wrong += [f"{name}: no {word!r} in {error}" for word in expected if word not in str(error)]
-                if f"rank {odd}: " not in str(error):
-                    wrong.append(f"{name}: not of rank {odd}: {error}")
+                if not re.search(rf"^  rank {odd}: .* at {re.escape(__file__)}:\d+$", str(error), re.MULTILINE):
+                    wrong.append(f"{name}: not of rank {odd} with its line: {error}")
             except Exception as error:
                 wrong.append(f"{name}: {type(error).__name__}: {error}")
             dist.barrier()
@@ -160,7 +144,7 @@ def test_a_call_that_differs_is_told_by_every_rank(
         dist.destroy_process_group()
         return wrong
 
-    assert on_ranks(body, size) == [[]] * size
+    assert on_ranks(body, len(place)) == [[]] * len(place)
 
 
 def test_rank_that_comes_back_to_a_broken_group_tells_the_odd_call() -> None:
@@ -202,14 +186,14 @@ def test_all_to_all_that_only_the_receiver_can_compare_is_told_by_all() -> None:
         assert "barrier" not in text
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_rank_that_is_behind_finishes_what_the_others_have_finished(size: int) -> None:
+def test_rank_that_is_behind_finishes_what_the_others_have_finished() -> None:
     def body(member: Member) -> tuple[float, str]:
         member.join()
         tensor = torch.full((1000,), float(member.rank == 0))
-        if member.rank == size - 1:
-            time.sleep(0.5)
+        if member.rank == 2:
+            member.await_said("done-0", "done-1")
         dist.broadcast(tensor, src=0)
+        member.say(f"done-{member.rank}")
         with pytest.raises(CollectiveMismatch) as caught:
             if member.rank == 0:
                 dist.broadcast(torch.ones(3), src=0)
@@ -218,7 +202,6 @@ def test_rank_that_is_behind_finishes_what_the_others_have_finished(size: int) -
                 dist.all_reduce(torch.ones(3))
         return float(tensor.sum()), str(caught.value)
 
-    everybody = "rank 1" if size == 2 else f"ranks 1-{size - 1}"
-    results = on_ranks(body, size)
-    assert [total for total, _ in results] == [1000] * size
-    assert f"  {everybody}: all_reduce(float32[3], sum) at" in results[-1][1]  # the others do not wait to hear of it
+    results = on_ranks(body, 3)
+    assert [total for total, _ in results] == [1000] * 3
+    assert "  ranks 1-2: all_reduce(float32[3], sum) at" in results[-1][1]  # the others do not wait to hear of it

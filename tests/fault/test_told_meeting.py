@@ -7,10 +7,8 @@ import io
 import os
 import platform
 import re
-import time
 from collections.abc import Mapping
 from itertools import count
-from pathlib import Path
 
 import pytest
 from tests.support.golden import check_facts, check_told
@@ -21,13 +19,20 @@ from phalanx.errors import InitializationError
 from phalanx.rendezvous import opening
 
 PATIENCE_S = 100.0  # of a rank that another one is to answer
-GIVEN_UP_S = 6.0  # the timeout of a rank 0 that waits in vain; the others must have been heard a second before
+GIVEN_UP_S = 3.0  # the timeout of a rank 0 that waits in vain; the others must have been heard a second before
 Told = tuple[str, str]  # an error, and what was printed
 
-# How launchers tell three ranks their places, each with what follows from the places of two for that of the third.
-BY_HAND: list[dict[str, object]] = [{}, {}, {}]
-SLURM: list[dict[str, object]] = [
-    {
+_ports = count()
+
+
+def port() -> int:
+    """Another one in each test, also of those that run beside this one; below those that the kernel gives out."""
+    return 14_000 + (os.getpid() * 8 + next(_ports)) % 8_000
+
+
+def by_slurm(rank: int) -> dict[str, object]:
+    """How srun tells three ranks their places, from which follows that of one that does not come."""
+    return {
         "SLURM_JOB_ID": 7,
         "SLURM_STEP_ID": 0,
         "SLURM_PROCID": rank,
@@ -39,29 +44,16 @@ SLURM: list[dict[str, object]] = [
         "SLURM_STEP_NODELIST": "h[0-2]",
         "PHALANX_HOST": f"h{rank}",
     }
-    for rank in range(3)
-]
 
 
-_ports = count()
+def by_hand(rank: int) -> dict[str, object]:
+    return {"RANK": rank, "WORLD_SIZE": 3}
 
 
-def port() -> int:
-    """Another one in each test, also of those that run beside this one; below those that the kernel gives out."""
-    return 14_000 + (os.getpid() * 8 + next(_ports)) % 8_000
-
-
-def joining(
-    rank: int,
-    size: int,
-    at_port: int,
-    timeout_s: float,
-    by: Mapping[str, object] | None = None,
-) -> Told:
-    """Join as this rank, as a launcher that sets these variables has it; what the user reads if that fails."""
-    place = {**(by or {"RANK": rank, "WORLD_SIZE": size}), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": at_port}
+def joining(place: Mapping[str, object], at_port: int, timeout_s: float) -> Told:
+    """Join as a launcher that sets these variables has it; what the user reads if that fails."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as printed:
-        for name, value in place.items():
+        for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": at_port}.items():
             patch.setenv(name, str(value))
         try:
             phalanx.init(timeout_s=timeout_s, device="cpu")
@@ -70,33 +62,19 @@ def joining(
     return "", printed.getvalue()
 
 
-def wait_for(path: Path) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not path.exists():
-        assert time.monotonic() < until, path
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize(
-    ("places", "where", "host"),
-    [
-        pytest.param(BY_HAND, "", platform.node(), id="by hand"),
-        pytest.param(SLURM, " (h2, local rank 0)", "h0", id="srun"),
-    ],
-)
-def test_rank_that_does_not_come_is_named_meanwhile_and_at_the_end(
-    monkeypatch: pytest.MonkeyPatch, places: list[dict[str, object]], where: str, host: str
-) -> None:
+@pytest.mark.parametrize("by", [by_slurm, pytest.param(by_hand, marks=pytest.mark.long)])
+def test_rank_that_does_not_come_is_named_meanwhile_and_at_the_end(monkeypatch: pytest.MonkeyPatch, by: object) -> None:
     monkeypatch.setattr(opening, "REMIND_S", GIVEN_UP_S - 1)
     at_port = port()
+    place, where, host = (by_slurm, " (h2, local rank 0)", "h0") if by is by_slurm else (by_hand, "", platform.node())
 
     def body(member: Member) -> Told:
         if member.rank == 0:
-            wait_for(member.folder / "searches")
-            return joining(0, 3, at_port, GIVEN_UP_S, by=places[0])
+            member.await_said("searches")
+            return joining(place(0), at_port, GIVEN_UP_S)
         if member.rank == 1:
-            (member.folder / "searches").touch()
-            return joining(1, 3, at_port, PATIENCE_S, by=places[1])
+            member.say("searches")
+            return joining(place(1), at_port, PATIENCE_S)
         return "", ""
 
     (of_rank_0, printed), (of_rank_1, _), _ = on_ranks(body, 3)
@@ -112,10 +90,10 @@ def test_a_second_process_of_a_rank_is_refused_and_both_are_named() -> None:
 
     def body(member: Member) -> tuple[Told, int]:
         if member.rank == 3:  # it comes when one of the two has been refused, and completes the world
-            wait_for(member.folder / "refused")
-        told = joining((0, 1, 1, 2)[member.rank], 3, at_port, PATIENCE_S)
+            member.await_said("refused")
+        told = joining(by_hand((0, 1, 1, 2)[member.rank]), at_port, PATIENCE_S)
         if told[0]:
-            (member.folder / "refused").touch()
+            member.say("refused")
         else:
             phalanx.close()
         return told, os.getpid()
