@@ -159,7 +159,20 @@ WAYS = {
         *(1, EMPTY),
     ),
 }
+USUAL = (
+    "ends",
+    "exits with text",
+    "exits deep within",
+    "exits, which is kept",
+    "exits, which is caught",
+    "raises a subclass",
+    "by os._exit",
+    "by os._exit of a thread",
+    "fails",
+    "fails, in a circle",
+)
 LONG = [
+    *(("01", "connected", way) for way in WAYS if way not in USUAL),
     *(("00", "meanwhile", way) for way in WAYS),
     *(("001", "connected", way) for way in WAYS),
     *(("012", "gone", way) for way in WAYS if way != "by os._exit of a thread"),
@@ -169,7 +182,7 @@ LONG = [
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param([("01", "connected", way) for way in WAYS], id="alone on its host"),
+        pytest.param([("01", "connected", way) for way in USUAL], id="alone on its host"),
         pytest.param(
             [("00", "connected", way) for way in ("ends", "exits deep within", "fails, in a circle")], id="00"
         ),

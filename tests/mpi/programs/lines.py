@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -23,30 +22,9 @@ from tests.support import call_programs
 from tests.support.ranks import Member
 
 from phalanx.errors import PhalanxError
-from phalanx.transports.crossing import crossed_lines
-from phalanx.transports.mpi import crossing, direct
-from phalanx.transports.mpi.crossing import Lines
+from phalanx.transports.mpi import direct
 
 Call = Callable[[Any], object]
-DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8)
-OPERATIONS = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT)
-
-
-def many_lines_in_turns(member: Member) -> None:
-    """There is room for 16 pairs of lines, and a line makes a pair of its own for each dtype and operation."""
-    for step in range(40):
-        for dtype, operation in itertools.product(DTYPES, OPERATIONS):
-            for turn in range(2):
-                if (step + turn) % 2 == member.rank % 2:
-                    dist.all_reduce(torch.ones(2, dtype=dtype), operation)
-                else:
-                    dist.all_reduce(torch.zeros(2, dtype=dtype), operation)
-
-
-def many_lines_after_a_swap(member: Member) -> None:
-    call_programs.swapped_functions(member)
-    many_lines_in_turns(member)
-    call_programs.swapped_functions(member)
 
 
 def swapped_in_a_group(member: Member) -> None:
@@ -83,37 +61,7 @@ def swapped_of_every_kind(member: Member) -> None:
     swap(lambda a: dist.all_to_all(all_, all_, a), lambda b: dist.all_to_all(all_, all_, b))
 
 
-HERE = (many_lines_in_turns, many_lines_after_a_swap, swapped_in_a_group, swapped_of_every_kind)
-
-
-class Counted:
-    """How often the ranks have conferred, and asked what the others have found in that; how often this one judged."""
-
-    def __init__(self) -> None:
-        self._confer, self._least, self._judge = Lines.confer, Lines._least, crossed_lines
-        self.clear()
-
-    def clear(self) -> None:
-        self.conferred = self.asked = self.judged = 0
-
-    def confer(self, lines: Lines) -> str | None:
-        self.conferred += 1
-        return self._confer(lines)
-
-    def ask(self, lines: Lines, number: int) -> int:
-        self.asked += 1
-        return self._least(lines, number)
-
-    def judge(self, *arguments: Any) -> Any:
-        self.judged += 1
-        return self._judge(*arguments)
-
-    def patches(self) -> contextlib.ExitStack:
-        stack = contextlib.ExitStack()
-        stack.enter_context(mock.patch.object(Lines, "confer", lambda lines: self.confer(lines)))
-        stack.enter_context(mock.patch.object(Lines, "_least", lambda lines, number: self.ask(lines, number)))
-        stack.enter_context(mock.patch.object(crossing, "crossed_lines", self.judge))
-        return stack
+HERE = (swapped_in_a_group, swapped_of_every_kind)
 
 
 def main() -> None:
@@ -124,17 +72,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     machines = () if options.by_mpi4py else direct._MACHINES
-    counted = Counted()
-    with mock.patch.object(direct, "_MACHINES", machines), counted.patches():
-        results = {name: ran(name, options.folder, counted) for name in options.programs}
+    with mock.patch.object(direct, "_MACHINES", machines):
+        results = {name: ran(name, options.folder) for name in options.programs}
     (options.folder / f"rank-{MPI.COMM_WORLD.rank}.json").write_text(json.dumps(results))
 
 
-def ran(name: str, folder: Path, counted: Counted) -> dict[str, Any]:
+def ran(name: str, folder: Path) -> dict[str, Any]:
     """What came of a program in a world of its own."""
-    mistakes = (*call_programs.MISTAKES, call_programs.swapped_beside_rank_0)
-    programs = {program.__name__: program for program in (*mistakes, *call_programs.RIGHT, *HERE)}
-    counted.clear()
+    programs = {program.__name__: program for program in (*call_programs.MISTAKES, *call_programs.RIGHT, *HERE)}
     error = ""
     dist.init_process_group("mpi")
     with contextlib.redirect_stderr(io.StringIO()) as said:
@@ -145,8 +90,7 @@ def ran(name: str, folder: Path, counted: Counted) -> dict[str, Any]:
         except PhalanxError as caught:
             error = f"{type(caught).__name__}: {caught}"
     dist.destroy_process_group()
-    counts = {"conferred": counted.conferred, "asked": counted.asked, "judged": counted.judged}
-    return {"said": said.getvalue(), "error": error, **counts}
+    return {"said": said.getvalue(), "error": error}
 
 
 if __name__ == "__main__":
