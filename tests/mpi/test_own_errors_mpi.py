@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 from tests.support.ranks import Member
@@ -14,6 +16,8 @@ from torch.distributed import _functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.errors import CollectiveMismatch, UnusedParameters
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # mpiexec's ranks know no such module
 
 
 class TwoHeads(torch.nn.Module):
