@@ -51,7 +51,8 @@ class Job:
     """
 
     def __init__(self, launcher: Launcher | RemoteLauncher, text: str, *arguments: str, options: str = "") -> None:
-        self.script, self._text = launcher.script(text), text
+        self.script = launcher.script(text)
+        self._text = Path(self.script).read_text()
         self.folder = Path(self.script).parent
         self._err = self.folder / "said"
         command = [*options.split(), self.script, str(self.folder), *arguments]
