@@ -21,7 +21,7 @@ from tests.support.hosts import TestHosts, Zygote
 
 PATIENCE_S = 300.0
 BEGIN = """
-    import argparse, atexit, ctypes, os, sys, threading, time
+    import atexit, ctypes, os, sys, threading, time
     from datetime import timedelta
     from pathlib import Path
     import torch
@@ -136,7 +136,6 @@ EMPTY = "has failed (ValueError: this batch is empty at "
 WAYS = {
     "ends": ("", 0, "in order"),
     "exits with nothing": ("sys.exit()", 0, "in order"),
-    "exits with 0": ("sys.exit(0)", 0, "in order"),
     "exits with text": ("sys.exit('this batch is empty')", 1, "has failed (exit code 1)"),
     "exits deep within": (
         "def main():\n    try:\n        sys.exit(3)\n    finally:\n        tensor.zero_()\nmain()",
@@ -150,7 +149,6 @@ WAYS = {
     "raises SystemExit": ("raise SystemExit(3)", 3, FAILED),
     "raises a subclass": ("class Exit(SystemExit): pass\nraise Exit(3)", 3, FAILED),
     "calls exit": ("exit(3)", 3, FAILED),
-    "by argparse": ("argparse.ArgumentParser().parse_args(['--no-such-option'])", 2, "has failed (exit code 2)"),
     "by os._exit": ("os._exit(3)", 3, FAILED),
     "by os._exit of a thread": ("threading.Timer(0.2, os._exit, [3]).start()\ndist.recv(tensor, 0)", 3, "has ended"),
     "fails": ("raise ValueError('this batch is empty')", 1, EMPTY),

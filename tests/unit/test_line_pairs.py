@@ -61,13 +61,3 @@ def test_random_meetings_cross_lines_as_the_rule_says() -> None:
                 assert place == f"train.py:{meetings[call_of_mine - 1][0].identity}"
                 assert place == f"train.py:{meetings[call_of_theirs - 1][1].identity}"
     assert min(verdicts.values()) > 100
-
-
-def test_lines_are_settled_unless_they_have_differed_lately() -> None:
-    lines = _Lines()
-    assert lines.settled
-    lines.meet(line(1), line(2), "train.py:1", 1)
-    for number in range(2, 2 + CALM):
-        assert not lines.settled
-        lines.meet(line(1), line(1), "train.py:1", number)
-    assert lines.settled

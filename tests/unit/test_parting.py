@@ -26,10 +26,6 @@ PROGRAMS = {
         else:
             all_reduce()  # W
         """,
-    "one after the other": """
-        work()  # A
-        all_reduce()  # W
-        """,
     "a return in front of the call": """
         def step():
             if rank == 3:  # HERE
@@ -75,12 +71,6 @@ PROGRAMS = {
             evaluate()  # A1
         else:
             step()  # W1
-        """,
-    "a text that cannot be parsed": """
-        if rank == 0:
-            work()  # A
-        else
-            all_reduce()  # W
         """,
 }
 
@@ -139,6 +129,8 @@ def test_a_file_that_has_changed_since_or_is_missing_is_not_read(tmp_path: Path)
     assert hint(tmp_path, ranks, begun - 1) == ""
     os.utime(path, (1, 1))  # its time of change is set back, as by `cp -p`
     assert hint(tmp_path, ranks, begun - 1) == ""
+    path.write_text("if rank == 0:\n    work()\nelse\nall_reduce()\n")
+    assert hint(tmp_path, ranks) == ""
     path.unlink()
     assert hint(tmp_path, ranks) == ""
     os.mkfifo(path)
