@@ -6,6 +6,7 @@ On one host, and in groups over several.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -24,26 +25,24 @@ from tests.support.call_programs import (
     swapped_beside_rank_0,
     swapped_functions,
 )
-from tests.support.islands import pretend_host
-from tests.support.ranks import Member, on_ranks
+from tests.support.ranks import Member
+from tests.support.worlds import Ranks, in_worlds
 
 WAS_CALL = re.compile(r"call_programs\.py:\d+ was call #\d+ of rank \d and #\d+ of rank \d")
-LONG = pytest.mark.long
-# The host of each rank.
-PLACES = pytest.mark.parametrize("place", ["000", "001", *(pytest.param(p, marks=LONG) for p in ("00", "01", "01010"))])
+WORLDS = in_worlds(place=["one host", "two hosts"])
 Told = tuple[str, str]  # what a rank printed, and the error that it raised
 
 
-def outcomes(programs: Sequence[Program], place: str, call_sites: str) -> dict[str, list[Told]]:
-    """What comes of each program on every rank, in a world of its own, with this ``PHALANX_CALL_SITES``."""
+def outcomes(world: Ranks, programs: Sequence[Program], call_sites: str) -> dict[str, list[Told]]:
+    """What comes of each program on every rank, in a group of its own, with this ``PHALANX_CALL_SITES``."""
 
     def body(member: Member) -> list[Told]:
         os.environ["PHALANX_CALL_SITES"] = call_sites
-        if len(set(place)) > 1:
-            pretend_host(int(place[member.rank]))
+        if world.backend == "mpi":
+            importlib.import_module("mpi4py.MPI")  # the script owns MPI, so there may be many groups of all ranks
         told = []
         for number, program in enumerate(programs):
-            member.join(name=f"store-{number}")
+            member.join(world.backend, name=f"store-{number}")
             error = ""
             with contextlib.redirect_stderr(io.StringIO()) as said:
                 try:
@@ -57,15 +56,15 @@ def outcomes(programs: Sequence[Program], place: str, call_sites: str) -> dict[s
             member.meet(f"after-{number}")
         return told
 
-    by_rank = on_ranks(body, len(place))
+    by_rank = world.run(body, joins=False, leaves=False)
     return {program.__name__: [told[number] for told in by_rank] for number, program in enumerate(programs)}
 
 
-@PLACES
-def test_a_mistake_is_warned_of_by_one_rank_of_a_host(place: str) -> None:
-    for name, ranks in outcomes(MISTAKES, place, "warn").items():
+@WORLDS
+def test_a_mistake_is_warned_of_by_one_rank_of_a_host(world: Ranks) -> None:
+    for name, ranks in outcomes(world, MISTAKES, "warn").items():
         told = [said for said, _ in ranks if said]
-        assert 1 <= len(told) <= len(set(place)), (name, told)
+        assert 1 <= len(told) <= (1 if world.place == "one host" else 2), (name, told)
         for warning in told:
             assert warning.startswith("phalanx: warning: ranks "), (name, warning)
             assert "one has left out a call" in warning
@@ -73,32 +72,38 @@ def test_a_mistake_is_warned_of_by_one_rank_of_a_host(place: str) -> None:
             assert warning.count("\n") <= 12
 
 
-@PLACES
-def test_a_mistake_is_an_error_on_all_ranks_if_the_user_wants_that(place: str) -> None:
-    for name, ranks in outcomes(MISTAKES, place, "error").items():
+@WORLDS
+def test_a_mistake_is_an_error_on_all_ranks_if_the_user_wants_that(world: Ranks) -> None:
+    for name, ranks in outcomes(world, MISTAKES, "error").items():
         for _, error in ranks:
             assert error.startswith("CollectiveMismatch: the ranks of a group called different operations"), name
             assert WAS_CALL.search(error), (name, error)
             assert error.count("\n") <= 12
 
 
-@PLACES
-def test_programs_that_are_right_or_not_to_be_looked_at_pass_in_silence(place: str) -> None:
-    right = [program for program in RIGHT if program is not compiled_on_one_rank or place == "00"]  # it takes long
-    found = outcomes(right, place, "error") | outcomes([swapped_functions], place, "ignore")
-    assert {name: told for name, told in found.items() if told != [("", "")] * len(place)} == {}
+@WORLDS
+def test_programs_that_are_right_or_not_to_be_looked_at_pass_in_silence(world: Ranks) -> None:
+    found = outcomes(world, RIGHT, "error") | outcomes(world, [swapped_functions], "ignore")
+    assert {name: told for name, told in found.items() if told != [("", "")] * world.size} == {}
 
 
-@pytest.mark.parametrize("place", ["000", pytest.param("00000", marks=LONG)])
-def test_mistake_of_two_ranks_at_lines_of_their_own_is_noticed(place: str) -> None:
-    (warned,) = outcomes([swapped_beside_rank_0], place, "warn").values()
-    (raised,) = outcomes([swapped_beside_rank_0], place, "error").values()
+@pytest.mark.long
+@in_worlds()
+def test_a_function_compiled_on_one_rank_passes_in_silence(world: Ranks) -> None:
+    assert outcomes(world, [compiled_on_one_rank], "error") == {"compiled_on_one_rank": [("", "")] * 3}
+
+
+@in_worlds()
+def test_mistake_of_two_ranks_at_lines_of_their_own_is_noticed(world: Ranks) -> None:
+    (warned,) = outcomes(world, [swapped_beside_rank_0], "warn").values()
+    (raised,) = outcomes(world, [swapped_beside_rank_0], "error").values()
     assert len([said for said, _ in warned if "one has left out a call" in said]) == 1
     assert all(WAS_CALL.search(error) for _, error in raised), raised
 
 
-def test_the_warning_says_which_call_was_which() -> None:
-    (ranks,) = outcomes([swapped_functions], "00", "warn").values()
+@in_worlds(2)
+def test_the_warning_says_which_call_was_which(world: Ranks) -> None:
+    (ranks,) = outcomes(world, [swapped_functions], "warn").values()
     text = "".join(said for said, _ in ranks)
     for function, argument, of_rank_0, of_rank_1 in ((first, "a", 1, 2), (second, "b", 2, 1)):
         where = f"dist.all_reduce({argument}) at {call_programs.__file__}:{function.__code__.co_firstlineno + 1}"

@@ -78,14 +78,6 @@ def look(pace: PaceOfRank, seconds: float) -> Pace:
     return found
 
 
-def test_without_a_recorder_there_is_no_pace(recorder: Recorder) -> None:
-    assert PaceOfRank(recorder.file, 0).look(START) is None
-    recorder.write([])
-    found = look(PaceOfRank(recorder.file, 0), 1)
-    assert (found.begun, found.operation, found.last, found.communication) == (0, None, None, 0.0)
-    assert found.steps_per_s is None
-
-
 def test_rates_are_those_since_the_look_before(recorder: Recorder) -> None:
     recorder.write([Operation(0.0, 0.5, nbytes=1000), Operation(0.5, 1.5, nbytes=100)])
     pace = PaceOfRank(recorder.file, 0)
