@@ -22,7 +22,6 @@ from tests.support.call_programs import (
     compiled_on_one_rank,
     first,
     second,
-    swapped_beside_rank_0,
     swapped_functions,
 )
 from tests.support.ranks import Member
@@ -91,14 +90,6 @@ def test_programs_that_are_right_or_not_to_be_looked_at_pass_in_silence(world: R
 @in_worlds()
 def test_a_function_compiled_on_one_rank_passes_in_silence(world: Ranks) -> None:
     assert outcomes(world, [compiled_on_one_rank], "error") == {"compiled_on_one_rank": [("", "")] * 3}
-
-
-@in_worlds()
-def test_mistake_of_two_ranks_at_lines_of_their_own_is_noticed(world: Ranks) -> None:
-    (warned,) = outcomes(world, [swapped_beside_rank_0], "warn").values()
-    (raised,) = outcomes(world, [swapped_beside_rank_0], "error").values()
-    assert len([said for said, _ in warned if "one has left out a call" in said]) == 1
-    assert all(WAS_CALL.search(error) for _, error in raised), raised
 
 
 @in_worlds(2)

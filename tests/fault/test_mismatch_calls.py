@@ -11,7 +11,6 @@ import torch.distributed as dist
 from tests.support.islands import pretend_host
 from tests.support.ranks import Member, on_ranks
 
-from phalanx.c10d import base
 from phalanx.errors import CollectiveMismatch
 
 PLACES = pytest.mark.parametrize("place", ["000", "011"])  # the host of each rank
@@ -76,29 +75,6 @@ def test_the_call_of_a_rank_that_has_gone_on_is_read_from_its_recorder() -> None
     line = body.__code__.co_firstlineno + 4
     for calls in on_ranks(body, 3)[1:]:
         assert calls[0] == f"broadcast #2 (float32, 16 B, src=0) at {__file__}:{line}", calls
-
-
-def test_rank_that_closes_is_told_of_an_earlier_call_that_differed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "LAST_CALLS_S", 60.0)
-
-    def body(member: Member) -> str:
-        member.join()
-        dist.barrier()
-        if member.rank < 2:
-            for length in (4, 5):
-                dist.broadcast(torch.ones(length), src=0)
-            member.say(f"closes-{member.rank}")
-            with pytest.raises(CollectiveMismatch) as caught:
-                dist.destroy_process_group()
-            return str(caught.value)
-        member.await_said("closes-0", "closes-1")
-        with pytest.raises(CollectiveMismatch) as caught:
-            dist.all_reduce(torch.ones(4))
-        return str(caught.value)
-
-    for text in on_ranks(body, 3):
-        assert f"rank 2: all_reduce(float32[4], sum) at {__file__}:" in text, text
-        assert "broadcast" in text, text
 
 
 @PLACES

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -105,19 +104,6 @@ def test_first_rank_that_waits_says_for_whom_and_that_it_is_stopped(hosts: str, 
                 assert int(waiting[1]) == rank, line
 
     watched(hosts, "1", watch)
-
-
-def test_it_is_said_ever_more_seldom() -> None:
-    def watch(seen: Watcher) -> None:
-        def times() -> list[float]:
-            """Of one wait; on a busy machine there may have been others before it."""
-            lines = [line for line in seen.said(0).splitlines() if " for it in all_reduce #2 at " in line]
-            return [float(line.rpartition(", for ")[2].split()[0]) for line in lines]
-
-        assert soon(lambda: len(times()) >= 2, PATIENCE_S)
-        assert all(later >= 2 * earlier for earlier, later in pairwise(times())), times()
-
-    watched("00", "1", watch, warn_after="1")
 
 
 def test_a_rank_of_another_host_is_named_and_the_next_rank_there_answers() -> None:

@@ -135,7 +135,6 @@ for step in range(10):
     first, second = dist.all_reduce(x, async_op=True), dist.all_reduce(x, async_op=True)
     second.wait()
     first.wait()
-    dist.gather(x, parts if rank == 0 else None, 0)
     dist.all_gather_object(objects, "x" * rank)
     dist.broadcast_object_list([step] if rank == 0 else [None], 0)
     # To each as many as this rank's number says; of a reduce_scatter each rank keeps so many.

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import platform
 import re
 from collections.abc import Mapping
-from itertools import count
 
 import pytest
-from tests.support.golden import check_facts, check_told
+from tests.support.golden import check_facts
 from tests.support.ranks import Member, on_ranks
 
 import phalanx
@@ -21,13 +19,6 @@ from phalanx.rendezvous import opening
 PATIENCE_S = 100.0  # of a rank that another one is to answer
 GIVEN_UP_S = 3.0  # the timeout of a rank 0 that waits in vain; the others must have been heard a second before
 Told = tuple[str, str]  # an error, and what was printed
-
-_ports = count()
-
-
-def port() -> int:
-    """Another one in each test, also of those that run beside this one; below those that the kernel gives out."""
-    return 14_000 + (os.getpid() * 8 + next(_ports)) % 8_000
 
 
 def by_slurm(rank: int) -> dict[str, object]:
@@ -46,10 +37,6 @@ def by_slurm(rank: int) -> dict[str, object]:
     }
 
 
-def by_hand(rank: int) -> dict[str, object]:
-    return {"RANK": rank, "WORLD_SIZE": 3}
-
-
 def joining(place: Mapping[str, object], at_port: int, timeout_s: float) -> Told:
     """Join as a launcher that sets these variables has it; what the user reads if that fails."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as printed:
@@ -62,46 +49,22 @@ def joining(place: Mapping[str, object], at_port: int, timeout_s: float) -> Told
     return "", printed.getvalue()
 
 
-@pytest.mark.parametrize("by", [by_slurm, pytest.param(by_hand, marks=pytest.mark.long)])
-def test_rank_that_does_not_come_is_named_meanwhile_and_at_the_end(monkeypatch: pytest.MonkeyPatch, by: object) -> None:
+def test_rank_that_does_not_come_is_named_meanwhile_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "REMIND_S", GIVEN_UP_S - 1)
-    at_port = port()
-    place, where, host = (by_slurm, " (h2, local rank 0)", "h0") if by is by_slurm else (by_hand, "", platform.node())
+    at_port = 14_000 + os.getpid() % 8_000  # below those that the kernel gives out
 
     def body(member: Member) -> Told:
         if member.rank == 0:
             member.await_said("searches")
-            return joining(place(0), at_port, GIVEN_UP_S)
+            return joining(by_slurm(0), at_port, GIVEN_UP_S)
         if member.rank == 1:
             member.say("searches")
-            return joining(place(1), at_port, PATIENCE_S)
+            return joining(by_slurm(1), at_port, PATIENCE_S)
         return "", ""
 
     (of_rank_0, printed), (of_rank_1, _), _ = on_ranks(body, 3)
-    who = f"rank 2 of 3{where}"
-    missing = rf"after [\d.]+ s {re.escape(who)} had not come to rank 0 on {host}; check whether they were started"
+    who = "rank 2 of 3 (h2, local rank 0)"
+    missing = rf"after [\d.]+ s {re.escape(who)} had not come to rank 0 on h0; check whether they were started"
     check_facts(of_rank_0, rf"^phalanx\.errors\.InitializationError: {missing}")
     check_facts(of_rank_1, rf"^phalanx\.errors\.InitializationError: rank 1 had joined, but {missing}")
     assert re.fullmatch(rf"phalanx: waiting for {re.escape(who)}, [\d.]+ s so far\n", printed), printed
-
-
-def test_a_second_process_of_a_rank_is_refused_and_both_are_named() -> None:
-    at_port = port()
-
-    def body(member: Member) -> tuple[Told, int]:
-        if member.rank == 3:  # it comes when one of the two has been refused, and completes the world
-            member.await_said("refused")
-        told = joining(by_hand((0, 1, 1, 2)[member.rank]), at_port, PATIENCE_S)
-        if told[0]:
-            member.say("refused")
-        else:
-            phalanx.close()
-        return told, os.getpid()
-
-    first, *both, _ = on_ranks(body, 4)
-    ((_, accepted),) = [(told, pid) for told, pid in both if not told[0]]
-    ((told, refused),) = [(told, pid) for told, pid in both if told[0]]
-    hosts = {"host accepted": platform.node(), "host refused": platform.node()}
-    known = {**hosts, "rank": 1, "pid accepted": accepted, "pid refused": refused}
-    check_told("twice", told[0], known)
-    check_told("twice.rank-0", first[0][1].partition("\n")[0], known)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ranks import Member
 
@@ -17,7 +16,6 @@ __all__ = [
     "compiled_on_one_rank",
     "first",
     "second",
-    "swapped_beside_rank_0",
     "swapped_functions",
 ]
 
@@ -69,17 +67,6 @@ def swapped_with_sizes_that_change(member: Member) -> None:
             task(torch.ones(2 * step + turn + 1))
 
 
-def swapped_beside_rank_0(member: Member) -> None:
-    """By rank 1 and the last rank, while all others, rank 0 among them, are at a line that these two never call."""
-    if member.rank not in (1, member.size - 1):
-        for _ in range(2):
-            dist.all_reduce(one())
-    else:
-        tasks = [first, second]
-        for task in tasks if member.rank == 1 else reversed(tasks):
-            task(one())
-
-
 MISTAKES: list[Program] = [
     swapped_functions,
     swapped_with_sizes_that_change,
@@ -123,16 +110,6 @@ def rank_0_first(member: Member) -> None:
         dist.barrier()
 
 
-def uneven_batches_in_join(member: Member) -> None:
-    from torch.distributed.algorithms.join import Join
-
-    model = DistributedDataParallel(torch.nn.Linear(4, 2))
-    for epoch in range(3):
-        with Join([model]):
-            for _ in range(10 + 2 * member.rank * (1 if epoch != 1 else -1)):
-                model(torch.randn(3, 4)).sum().backward()
-
-
 def summed(value: torch.Tensor) -> torch.Tensor:
     dist.all_reduce(value)
     return value * 2
@@ -149,5 +126,4 @@ RIGHT: list[Program] = [
     a_branch_by_rank,
     sizes_that_change,
     rank_0_first,
-    uneven_batches_in_join,
 ]

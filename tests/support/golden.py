@@ -1,7 +1,6 @@
 """What a user reads when something breaks: its facts, or a golden text with names for what differs between runs.
 
-The blocks that every user meets are golden texts; of all else :func:`check_facts` asks for the facts. A golden text is
-a file in ``tests/fault/told``. It is compared whole. In it stand for what differs:
+A golden text is a file in ``tests/fault/told``, compared whole but for what differs between runs:
 
 - ``<name>``: what the test knows under this name, such as ``<pid 1>``, the process id of rank 1;
 - ``<seconds>``: any time in seconds;

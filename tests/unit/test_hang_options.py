@@ -47,11 +47,6 @@ def test_a_report_that_will_not_be_written_is_a_note(script: str, words: list[st
     assert decided("-q", *words)[1] == ""
 
 
-def test_there_is_no_note_if_no_report_was_asked_for(script: str) -> None:
-    for words in (["-n", "2", "true"], ["--log-dir", "logs", "true"], ["--warn-after", "0", script]):
-        assert decided(*words)[1] == ""
-
-
 def test_the_folder_is_made_for_ranks_that_are_watched(script: str) -> None:
     job, printed = decided("-n", "2", *REPORTS, *AFTER, script)
     assert printed == ""
@@ -60,6 +55,8 @@ def test_the_folder_is_made_for_ranks_that_are_watched(script: str) -> None:
     job, printed = decided("-n", "2", "--log-dir", "logs", *AFTER, script)
     assert printed == ""
     assert job.diagnosis.report_dir == str(Path("logs").absolute())
+    for words in (["-n", "2", "true"], ["--log-dir", "logs", "true"], ["--warn-after", "0", script]):
+        assert decided(*words)[1] == ""
 
 
 def test_a_job_that_is_debugged_is_watched_only_if_the_user_says_so(script: str) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from tests.support.reports import report
 
-from phalanx.watch import hang_report
 from phalanx.watch.hang_report import latest_report, read_report, write_report
 
 
@@ -36,13 +35,3 @@ def test_nothing_changes_if_a_report_cannot_be_written(tmp_path: Path) -> None:
             assert len(read_report(first).ranks) == 3
         else:
             assert list(folder.iterdir()) == []
-
-
-def test_two_jobs_that_write_into_one_folder_at_once_have_a_report_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hang_report, "_reports", lambda folder: [])  # each has looked before the other has written
-    first, second = write_report(tmp_path, report(3, 60)), write_report(tmp_path, report(4, 60))
-    assert [len(read_report(path).ranks) for path in (first, second)] == [3, 4]
-    traces = [tmp_path / f"{path.stem}-torch" for path in (first, second)]
-    assert [len(list(folder.iterdir())) for folder in traces] == [3, 4]

@@ -96,21 +96,6 @@ def test_rates_are_those_since_the_look_before(recorder: Recorder) -> None:
     assert found.complete
 
 
-def test_of_more_operations_than_are_kept_the_last_ones_count(recorder: Recorder) -> None:
-    recorder.write([Operation(0.0, 0.1, group=PAIR)])
-    pace = PaceOfRank(recorder.file, 0)
-    look(pace, 1.0)
-    count = 3 * RECORDS
-    # A thousand a second, each of half a millisecond and ten bytes.
-    recorder.write([Operation(1 + k / 1000, 1 + (k + 0.5) / 1000, nbytes=10) for k in range(count)])
-    found = look(pace, 1 + count / 1000)
-    assert found.operations_per_s == pytest.approx(1000)
-    assert found.bytes_per_s == pytest.approx(10_000)
-    assert found.communication == pytest.approx(0.5)
-    assert found.collectives == {("4", (0, 1, 2, 3)): count}
-    assert not found.complete
-
-
 def test_steps_are_counted_in_time_between_their_first_operations(recorder: Recorder) -> None:
     # Two operations in each step of a quarter of a second; the look comes in the middle of one.
     operations = [Operation(k / 8, k / 8 + 0.01, step=k // 2) for k in range(80)]

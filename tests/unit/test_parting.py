@@ -56,12 +56,6 @@ PROGRAMS = {
             all_reduce()  # W
             work()  # A
         """,
-    "a case and what follows": """
-        match rank:  # HERE
-            case 0:
-                work()  # A
-        all_reduce()  # W
-        """,
     "two functions, called at different lines": """
         def evaluate():
             work()  # A2

@@ -39,28 +39,6 @@ def others_run(operation: Operation) -> bool:
     return operation.wait_done(PATIENCE_S)
 
 
-def test_the_requests_to_the_threads_stay_few() -> None:
-    """However many operations are queued, how often, and whoever asks for them to be started."""
-
-    def body(group: Progress) -> int:
-        ran: list[int] = []
-        for step in range(20):
-            operations = [group.submit(partial(ran.append, 300 * step + n), [], step % 4 < 2) for n in range(300)]
-            for operation in operations:
-                if step % 3:
-                    group.hurry()
-                    operation.future()
-                if step % 2:
-                    group.help(operation)
-                assert others_run(operation)
-            assert group._calls.qsize() <= len(group._threads) + 1
-        assert ran == list(range(20 * 300))
-        return len(group._threads)
-
-    # One more for each that the machine interrupts in a callback; they do not grow with the operations.
-    assert in_a_rank(body) <= 30
-
-
 def test_what_is_queued_runs_while_nobody_waits_for_it() -> None:
     """Also after a wait that an exception ended, and while a thread waits for a later operation without helping."""
 

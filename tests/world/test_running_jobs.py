@@ -146,18 +146,6 @@ def test_a_job_is_listed_and_shown_and_followed_to_its_end(launcher: Launcher) -
     assert (gone.returncode, f"no job {listed['id']}" in gone.stderr) == (2, True)
 
 
-def test_commands_that_fit_several_jobs_list_them(launcher: Launcher) -> None:
-    jobs = [launcher.start("-q", "-n", "1", "sleep", "300") for _ in range(2)]
-    wait_for(lambda: {job.pid for job in jobs} <= {one.pid for one in running_jobs()})
-    for words, said in ((("stop", ""), ""), (("top", "--once"), "several jobs run here; name one by more of its id")):
-        unclear = phalanx(*words, check=False)
-        assert (unclear.returncode, said in unclear.stderr) == (2, True), unclear.stderr
-        assert all(f"pid {job.pid}, sleep" in unclear.stderr for job in jobs), unclear.stderr
-    for job in jobs:
-        job.process.terminate()
-        job.finish()
-
-
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
 def test_ranks_of_all_hosts_are_shown_and_what_cannot_be_seen_is_named(remote: RemoteLauncher) -> None:
     job = Job(remote, SCRIPT.replace("os.kill(os.getpid(), signal.SIGKILL)", "pass"), options="-q -H h0:1,h1:2")
