@@ -100,7 +100,13 @@ def test_calls_that_differ_are_told_once_with_files_as_seen_from_the_launch(laun
 def test_a_rank_killed_within_a_call_over_gloo_is_told_with_it(launcher: Launcher) -> None:
     job = Job(launcher, ENDS, "gloo", "within", options=PATIENT)
     assert job.end() == 128 + signal.SIGKILL, job.said()
-    check_told("killed.gloo.launcher", block_of(job.said()), job.known(HOST))
+    check_facts(
+        block_of(job.said()),
+        "^phalanx: rank 1 of 3 failed$",
+        rf"^  host {HOST}, pid {job.pid(1)}, [\d.]+ s after the start, ended by signal 9 \(SIGKILL\)$",
+        rf"^  it was in all_reduce #2 \(float32, 16 B, sum\) at {job.at('call')}, for [\d.]+ s$",
+        "^  another process killed it; if none did, look for an out-of-memory kill with: dmesg",
+    )
 
 
 @pytest.mark.parametrize("how", ["stopped", pytest.param("leaves", marks=pytest.mark.long)])

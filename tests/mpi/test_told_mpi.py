@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import signal
+import time
 
 import pytest
 from tests.launch_support import Launcher, wait_for
@@ -71,7 +72,9 @@ def test_a_link_that_is_cut_is_said_with_the_host_behind_it(remote: RemoteLaunch
     ready = [job.folder / f"ready-{rank}" for rank in range(3)]
     wait_for(lambda: all(path.exists() for path in ready) or job.process.poll() is not None, complaint=job.said)
     remote.hosts.cut(1)
+    began = time.monotonic()
     assert job.end() == 1, job.said()
+    print(f"{time.monotonic() - began:.2f} s after the cut the job had ended")
     remote.hosts.mend(1)
     check_facts(
         block_of(job.said()),

@@ -108,7 +108,9 @@ def check_ranks(shown: dict[str, Any], job: Job) -> None:
 def test_a_job_is_listed_and_shown_and_followed_to_its_end(launcher: Launcher) -> None:
     """While ranks wait, when one is stopped, in the next attempt, and when the launcher is killed."""
     job = Job(launcher, SCRIPT, options="-q --restarts 1")
-    wait_for(lambda: (job.folder / "pid-2").exists() and each(look(job), "state") == STATES, complaint=job.said)
+    wait_for((job.folder / "pid-2").exists, complaint=job.said)
+    top = Top(job)
+    shown = top.until(lambda shown: each(shown, "state") == STATES and each(shown, "communication") == [1.0, 1.0, 0.0])
     (listed,) = (one for one in json.loads(phalanx("list", "--json").stdout) if one["pid"] == job.process.pid)
     assert (listed["ranks"], listed["target"], listed["arguments"]) == (3, job.script, [str(job.folder)])
     assert (listed["directory"], listed["pids"]) == (str(job.folder), [job.pid(rank) for rank in range(3)])
@@ -119,20 +121,17 @@ def test_a_job_is_listed_and_shown_and_followed_to_its_end(launcher: Launcher) -
     if os.geteuid() == 0:
         assert as_another_user(lambda: running_jobs()) == []
 
-    shown = look(job)
     check_ranks(shown, job)
-    assert each(shown, "pid") == listed["pids"]
-    assert [each(shown, "communication"), shown["elsewhere"]] == [[1.0, 1.0, 0.0], {}]
+    assert (each(shown, "pid"), shown["elsewhere"]) == (listed["pids"], {})
     table = phalanx("top", listed["id"][:8], "--once").stdout.splitlines()
     assert re.search(rf"all_reduce #4 at {job.at('waits')}, for rank 2", table[2])
     assert "computes" in table[4]
     assert "after all_reduce" in table[4]
     stop(job.pid(0))
-    stopped = look(job)["ranks"][0]
+    shown = top.until(lambda shown: each(shown, "state")[0] == "stopped" and each(shown, "cores")[0] == 0.0)
     os.kill(job.pid(0), signal.SIGCONT)
-    assert (stopped["state"], stopped["operation"]["kind"], stopped["cores"]) == ("stopped", "all_reduce", 0.0)
+    assert shown["ranks"][0]["operation"]["kind"] == "all_reduce"
 
-    top = Top(job)
     job.go("over")
     wait_for(lambda: all((job.folder / f"again-{rank}").exists() for rank in range(3)), complaint=job.said)
     again = top.until(lambda shown: len(shown["ranks"]) == 3 and not {*each(shown, "pid")} & {*listed["pids"]})
@@ -149,9 +148,10 @@ def test_a_job_is_listed_and_shown_and_followed_to_its_end(launcher: Launcher) -
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
 def test_ranks_of_all_hosts_are_shown_and_what_cannot_be_seen_is_named(remote: RemoteLauncher) -> None:
     job = Job(remote, SCRIPT.replace("os.kill(os.getpid(), signal.SIGKILL)", "pass"), options="-q -H h0:1,h1:2")
-    wait_for(lambda: (job.folder / "pid-2").exists() and each(look(job), "state") == STATES, complaint=job.said)
+    wait_for((job.folder / "pid-2").exists, complaint=job.said)
     before = {pid for host in (0, 1) for pid in remote.hosts.processes(host)}
-    shown = look(job)
+    top = Top(job)
+    shown = top.until(lambda shown: each(shown, "state") == STATES and None not in each(shown, "cores"))
     check_ranks(shown, job)
     assert (each(shown, "host"), shown["elsewhere"]) == (["h0", "h1", "h1"], {})
 
@@ -165,8 +165,6 @@ def test_ranks_of_all_hosts_are_shown_and_what_cannot_be_seen_is_named(remote: R
     assert (here["ranks"], here["elsewhere"]) == ([], {"h0": [0], "h1": [1, 2]})
     assert here["notes"][-1] == "ranks 1-2 on h1: not shown, since only login was to be looked at"
 
-    top = Top(job)
-    top.until(lambda shown: len(shown["ranks"]) == 3)
     helpers = set(remote.hosts.processes(1)) - before
     for pid in helpers:
         os.kill(pid, signal.SIGSTOP)
@@ -174,14 +172,13 @@ def test_ranks_of_all_hosts_are_shown_and_what_cannot_be_seen_is_named(remote: R
     assert any(re.search(r"h1: not shown, since its host has not answered for \d+ s", note) for note in shown["notes"])
     for pid in helpers:
         os.kill(pid, signal.SIGCONT)
-    top.until(lambda shown: len(shown["ranks"]) == 3)
+    stopped = remote.wait_for_process(1, "rank-1")
+    os.kill(stopped, signal.SIGSTOP)
+    top.until(lambda shown: len(shown["ranks"]) == 3 and each(shown, "state")[1] == "stopped")
+    os.kill(stopped, signal.SIGCONT)
     top.process.send_signal(signal.SIGINT)
     assert top.end() == (0, "")
     assert soon(lambda: {pid for host in (0, 1) for pid in remote.hosts.processes(host)} <= before)
 
-    stopped = remote.wait_for_process(1, "rank-1")
-    os.kill(stopped, signal.SIGSTOP)
-    assert each(look(job), "state")[1] == "stopped"
-    os.kill(stopped, signal.SIGCONT)
     job.go("over")
     assert job.end() == 0, job.said()
