@@ -5,15 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import platform
 import re
-import time
 from collections.abc import Mapping
-from itertools import count
-from pathlib import Path
 
 import pytest
-from tests.support.golden import check_facts, check_told
+from tests.support.golden import check_facts
 from tests.support.ranks import Member, on_ranks
 
 import phalanx
@@ -21,13 +17,13 @@ from phalanx.errors import InitializationError
 from phalanx.rendezvous import opening
 
 PATIENCE_S = 100.0  # of a rank that another one is to answer
-GIVEN_UP_S = 6.0  # the timeout of a rank 0 that waits in vain; the others must have been heard a second before
+GIVEN_UP_S = 3.0  # the timeout of a rank 0 that waits in vain; the others must have been heard a second before
 Told = tuple[str, str]  # an error, and what was printed
 
-# How launchers tell three ranks their places, each with what follows from the places of two for that of the third.
-BY_HAND: list[dict[str, object]] = [{}, {}, {}]
-SLURM: list[dict[str, object]] = [
-    {
+
+def by_slurm(rank: int) -> dict[str, object]:
+    """How srun tells three ranks their places, from which follows that of one that does not come."""
+    return {
         "SLURM_JOB_ID": 7,
         "SLURM_STEP_ID": 0,
         "SLURM_PROCID": rank,
@@ -39,29 +35,12 @@ SLURM: list[dict[str, object]] = [
         "SLURM_STEP_NODELIST": "h[0-2]",
         "PHALANX_HOST": f"h{rank}",
     }
-    for rank in range(3)
-]
 
 
-_ports = count()
-
-
-def port() -> int:
-    """Another one in each test, also of those that run beside this one; below those that the kernel gives out."""
-    return 14_000 + (os.getpid() * 8 + next(_ports)) % 8_000
-
-
-def joining(
-    rank: int,
-    size: int,
-    at_port: int,
-    timeout_s: float,
-    by: Mapping[str, object] | None = None,
-) -> Told:
-    """Join as this rank, as a launcher that sets these variables has it; what the user reads if that fails."""
-    place = {**(by or {"RANK": rank, "WORLD_SIZE": size}), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": at_port}
+def joining(place: Mapping[str, object], at_port: int, timeout_s: float) -> Told:
+    """Join as a launcher that sets these variables has it; what the user reads if that fails."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as printed:
-        for name, value in place.items():
+        for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": at_port}.items():
             patch.setenv(name, str(value))
         try:
             phalanx.init(timeout_s=timeout_s, device="cpu")
@@ -70,60 +49,22 @@ def joining(
     return "", printed.getvalue()
 
 
-def wait_for(path: Path) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not path.exists():
-        assert time.monotonic() < until, path
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize(
-    ("places", "where", "host"),
-    [
-        pytest.param(BY_HAND, "", platform.node(), id="by hand"),
-        pytest.param(SLURM, " (h2, local rank 0)", "h0", id="srun"),
-    ],
-)
-def test_rank_that_does_not_come_is_named_meanwhile_and_at_the_end(
-    monkeypatch: pytest.MonkeyPatch, places: list[dict[str, object]], where: str, host: str
-) -> None:
+def test_rank_that_does_not_come_is_named_meanwhile_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "REMIND_S", GIVEN_UP_S - 1)
-    at_port = port()
+    at_port = 14_000 + os.getpid() % 8_000  # below those that the kernel gives out
 
     def body(member: Member) -> Told:
         if member.rank == 0:
-            wait_for(member.folder / "searches")
-            return joining(0, 3, at_port, GIVEN_UP_S, by=places[0])
+            member.await_said("searches")
+            return joining(by_slurm(0), at_port, GIVEN_UP_S)
         if member.rank == 1:
-            (member.folder / "searches").touch()
-            return joining(1, 3, at_port, PATIENCE_S, by=places[1])
+            member.say("searches")
+            return joining(by_slurm(1), at_port, PATIENCE_S)
         return "", ""
 
     (of_rank_0, printed), (of_rank_1, _), _ = on_ranks(body, 3)
-    who = f"rank 2 of 3{where}"
-    missing = rf"after [\d.]+ s {re.escape(who)} had not come to rank 0 on {host}; check whether they were started"
+    who = "rank 2 of 3 (h2, local rank 0)"
+    missing = rf"after [\d.]+ s {re.escape(who)} had not come to rank 0 on h0; check whether they were started"
     check_facts(of_rank_0, rf"^phalanx\.errors\.InitializationError: {missing}")
     check_facts(of_rank_1, rf"^phalanx\.errors\.InitializationError: rank 1 had joined, but {missing}")
     assert re.fullmatch(rf"phalanx: waiting for {re.escape(who)}, [\d.]+ s so far\n", printed), printed
-
-
-def test_a_second_process_of_a_rank_is_refused_and_both_are_named() -> None:
-    at_port = port()
-
-    def body(member: Member) -> tuple[Told, int]:
-        if member.rank == 3:  # it comes when one of the two has been refused, and completes the world
-            wait_for(member.folder / "refused")
-        told = joining((0, 1, 1, 2)[member.rank], 3, at_port, PATIENCE_S)
-        if told[0]:
-            (member.folder / "refused").touch()
-        else:
-            phalanx.close()
-        return told, os.getpid()
-
-    first, *both, _ = on_ranks(body, 4)
-    ((_, accepted),) = [(told, pid) for told, pid in both if not told[0]]
-    ((told, refused),) = [(told, pid) for told, pid in both if told[0]]
-    hosts = {"host accepted": platform.node(), "host refused": platform.node()}
-    known = {**hosts, "rank": 1, "pid accepted": accepted, "pid refused": refused}
-    check_told("twice", told[0], known)
-    check_told("twice.rank-0", first[0][1].partition("\n")[0], known)

@@ -7,14 +7,12 @@ nothing itself, and if it waits for another rank in another group.
 from __future__ import annotations
 
 import ctypes
-import inspect
 import os
 import re
 import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,19 +20,14 @@ import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks
 from tests.support.waiting import soon, stop
 
-from phalanx.errors import CollectiveTimeout, PeerLost
+from phalanx.errors import CollectiveTimeout
 
-SHORT_S = 1.5
+SHORT_S = 1.0
 
 
 def sleeps(member: Member) -> None:
     while not all_told(member):
         time.sleep(0.01)
-
-
-def computes(member: Member) -> None:
-    while not all_told(member):
-        sum(range(1000))
 
 
 def holds_the_interpreter(member: Member) -> None:
@@ -44,88 +37,64 @@ def holds_the_interpreter(member: Member) -> None:
         hold(900_000)
 
 
-WAYS = {"sleeps": sleeps, "computes": computes, "holds": holds_the_interpreter}
+def waits_in_another_group(member: Member) -> None:
+    dist.recv(torch.ones(4), 0, group=pairs[0])
+
+
+pairs: list[dist.ProcessGroup] = []  # of ranks 0 and 2, in which rank 0 sends when it has been told
 
 
 def all_told(member: Member) -> bool:
-    return len(list(member.folder.glob("told-*"))) == member.size - 1
+    return all((member.folder / f"told-{rank}").exists() for rank in range(2))
 
 
-def told(member: Member) -> None:
-    (member.folder / f"told-{member.rank}").touch()
-
-
-def lines_of(function: Callable[[Member], None]) -> range:
-    lines, first = inspect.getsourcelines(function)
-    return range(first, first + len(lines))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_line_of_a_rank_that_does_not_come_is_told(way: str) -> None:
-    function = WAYS[way]
-
+@pytest.mark.parametrize("way", [sleeps, holds_the_interpreter, waits_in_another_group])
+def test_line_of_a_rank_that_does_not_come_is_told(way: Callable[[Member], None]) -> None:
     def body(member: Member) -> str:
         member.join()
+        group = dist.new_group([0, 2])
         dist.barrier()
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT_S))
+        member.meet("joined")
         if member.rank == 2:
-            function(member)
+            pairs.append(group)
+            way(member)
             return ""
         with pytest.raises(CollectiveTimeout) as caught:
             dist.all_reduce(torch.ones(4))
-        told(member)
         assert caught.value.group_rank == 2
+        member.say(f"told-{member.rank}")
+        if member.rank == 0 and way is waits_in_another_group:
+            assert soon(lambda: all_told(member))
+            dist.send(torch.ones(4), 2, group=group)
         return str(caught.value)
 
+    first = way.__code__.co_firstlineno
     for text in on_ranks(body, 3)[:-1]:
-        who = r"rank 2 of the group \(pid \d+ on \S+\)"
-        place = re.search(rf"{who}, which is at (\S+) \((\S+):(\d+)\),", text)
+        place = re.search(
+            rf"rank 2 of the group \(pid \d+ on \S+\), which is at (\w+) \({re.escape(__file__)}:(\d+)\),", text
+        )
         assert place is not None, text
-        assert Path(place[2]).name == Path(__file__).name
-        assert int(place[3]) in lines_of(function) or int(place[3]) in lines_of(all_told)  # type: ignore[arg-type]
-
-
-def test_rank_that_waits_in_another_group_is_told_with_its_line() -> None:
-    def body(member: Member) -> tuple[str, int]:
-        member.join()
-        pair = dist.new_group([1, 2])
-        dist.barrier()
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT_S))
-        if member.rank == 2:
-            member.await_said("told-0")
-        if member.rank:
-            # Rank 2 comes when rank 0 has been told.
-            dist.all_reduce(torch.ones(4), group=pair)
-            return "", inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
-        with pytest.raises(CollectiveTimeout) as caught:
-            dist.all_reduce(torch.ones(4))
-        told(member)
-        return str(caught.value), 0
-
-    (text, _), (_, waits), _ = on_ranks(body, 3)
-    at_1 = re.search(rf"rank 1 of the group .* which is at body \({re.escape(__file__)}:{waits}\),", text)
-    at_2 = re.search(r"rank 2 of the group .* which is at ", text)
-    assert at_1 or at_2, text  # the first that had not come is named
+        assert place[1] == "all_told" or (place[1] == way.__name__ and 0 < int(place[2]) - first < 8), text
 
 
 def test_stopped_rank_is_told_as_stopped_and_not_asked() -> None:
     def body(member: Member) -> str:
-        member.join()
-        pids: list[int] = [0] * 3
-        dist.all_gather_object(pids, os.getpid())
-        dist.barrier()
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT_S))
+        member.join_patiently(SHORT_S)
+        (member.folder / f"pid-{member.rank}").write_text(str(os.getpid()))
+        member.meet("pids")
+        pid = int((member.folder / "pid-2").read_text())
         if member.rank == 2:
             assert soon(lambda: all_told(member))
             return ""
         if member.rank == 0:
-            stop(pids[-1])
-        with pytest.raises((CollectiveTimeout, PeerLost)) as caught:
+            stop(pid)
+        with pytest.raises(CollectiveTimeout) as caught:
             dist.all_reduce(torch.ones(4))
-        told(member)
+        member.say(f"told-{member.rank}")
         if member.rank == 0:
             assert soon(lambda: all_told(member))
-            os.kill(pids[-1], signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
         return str(caught.value)
 
     for text in on_ranks(body, 3)[:-1]:

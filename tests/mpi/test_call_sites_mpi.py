@@ -2,128 +2,52 @@
 
 from __future__ import annotations
 
-import json
-import re
-from dataclasses import dataclass
-from pathlib import Path
+import os
 
 import pytest
-from tests.mpi.environments import MpiEnvironment, run
-from tests.support.call_programs import MISTAKES, RIGHT
+import torch.distributed as dist
+from tests.fault.test_call_sites import WAS_CALL, outcomes
+from tests.support.call_programs import MISTAKES, RIGHT, swapped_functions
+from tests.support.ranks import Member
+from tests.support.worlds import Ranks, every_rank, in_worlds
 
-PROGRAM = Path(__file__).with_name("programs") / "lines.py"
-SIZES = [3, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 5))]
-MISTAKEN = [program.__name__ for program in MISTAKES]
-CORRECT = [program.__name__ for program in RIGHT]
-WAS_CALL = re.compile(r"call_programs\.py:\d+ was call #\d+ of rank \d and #\d+ of rank \d")
-
-
-SWAPS = """
-import torch, torch.distributed as dist
-dist.init_process_group("mpi")
-def first(x):
-    dist.all_reduce(x)
-def second(x):
-    dist.all_reduce(x)
-try:
-    for task in (first, second) if dist.get_rank() else (second, first):
-        task(torch.ones(2))
-except RuntimeError as error:
-    print(type(error).__name__, error, flush=True)
-dist.destroy_process_group()
-"""
+from phalanx.errors import CollectiveMismatch
+from phalanx.transports.mpi import direct
 
 
-@dataclass(frozen=True)
-class Ran:
-    """What one rank said and raised in one program."""
-
-    said: str
-    error: str
-
-
-def ran(mpi: MpiEnvironment, size: int, folder: Path, *arguments: str, **variables: str) -> list[dict[str, Ran]]:
-    """By rank what came of each program."""
-    done = run(mpi, size, PROGRAM, folder, *arguments, **variables)
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
-    return [{name: Ran(result["said"], result["error"]) for name, result in of_rank.items()} for of_rank in results]
+@in_worlds(backend="mpi")
+def test_a_mistake_is_warned_of_once(world: Ranks) -> None:
+    for name, ranks in outcomes(world, MISTAKES, "warn").items():
+        (warning,) = (said for said, _ in ranks if said)
+        assert warning.startswith("phalanx: warning: ranks 0 and "), name
+        assert "one has left out a call" in warning
+        assert warning.count("call_programs.py:") == 2
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_mistake_is_warned_of_once(mpi: MpiEnvironment, size: int, tmp_path: Path) -> None:
-    results = ran(mpi, size, tmp_path, *MISTAKEN)
-    for name in MISTAKEN:
-        told = [of_rank[name].said for of_rank in results if of_rank[name].said]
-        assert len(told) == 1, (name, told)
-        assert told[0].startswith("phalanx: warning: ranks 0 and ")
-        assert "one has left out a call" in told[0]
-        assert told[0].count("call_programs.py:") == 2
-        assert told[0].count("\n") <= 12
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_mistake_is_an_error_on_all_ranks_if_the_user_wants_that(
-    mpi: MpiEnvironment, size: int, tmp_path: Path
-) -> None:
-    results = ran(mpi, size, tmp_path, *MISTAKEN, PHALANX_CALL_SITES="error")
-    for name in MISTAKEN:
-        errors = {of_rank[name].error for of_rank in results}
-        assert len(errors) == 1, (name, errors)
-        (error,) = errors
+@in_worlds(backend="mpi")
+def test_a_mistake_is_an_error_on_all_ranks_if_the_user_wants_that(world: Ranks) -> None:
+    for name, ranks in outcomes(world, MISTAKES, "error").items():
+        assert len(set(ranks)) == 1, (name, ranks)
+        said, error = ranks[0]
+        assert said == ""
         assert error.startswith("CollectiveMismatch: the ranks of a group called different operations")
         assert WAS_CALL.search(error), error
-        assert error.count("\n") <= 12
-        assert not any(of_rank[name].said for of_rank in results)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_program_that_is_right_is_not_warned_of(mpi: MpiEnvironment, size: int, tmp_path: Path) -> None:
-    results = ran(mpi, size, tmp_path, *CORRECT, PHALANX_CALL_SITES="error")
-    for name in CORRECT:
-        assert [(of_rank[name].said, of_rank[name].error) for of_rank in results] == [("", "")] * size, name
+@in_worlds(backend="mpi")
+def test_programs_that_are_right_or_not_to_be_looked_at_pass_in_silence(world: Ranks) -> None:
+    found = outcomes(world, RIGHT, "error") | outcomes(world, [swapped_functions], "ignore")
+    assert {name: told for name, told in found.items() if told != [("", "")] * 3} == {}
 
 
-def test_mpi4py_alone_compares_lines_too(mpi: MpiEnvironment, tmp_path: Path) -> None:
-    results = ran(mpi, 3, tmp_path, "--by-mpi4py", "swapped_functions", "a_branch_by_rank", PHALANX_CALL_SITES="error")
-    for of_rank in results:
-        assert WAS_CALL.search(of_rank["swapped_functions"].error)
-        assert of_rank["a_branch_by_rank"].error == ""
-
-
-def test_calls_of_every_kind_and_groups_are_compared(mpi: MpiEnvironment, tmp_path: Path) -> None:
-    results = ran(mpi, 3, tmp_path, "swapped_of_every_kind", "swapped_in_a_group")
-    warnings = [of_rank["swapped_of_every_kind"].said.count("warning: ranks 0 and 2") for of_rank in results]
-    assert warnings == [0, 0, 8]
-    assert [of_rank["swapped_in_a_group"].said.count("warning: ranks 0 and 1") for of_rank in results] == [0, 0, 1]
-
-
-@pytest.mark.parametrize("setting", [{"PHALANX_CALL_SITES": "ignore"}, {"PHALANX_MPI_CHECK": "0"}])
-def test_nothing_is_said_if_the_user_wants_that(mpi: MpiEnvironment, setting: dict[str, str], tmp_path: Path) -> None:
-    for of_rank in ran(mpi, 2, tmp_path, "swapped_functions", **setting):
-        assert of_rank["swapped_functions"] == Ran("", "")
-
-
-def test_the_setting_of_rank_0_holds(mpi: MpiEnvironment, tmp_path: Path) -> None:
-    """A rank that would warn beside one that raises would wait for it without end."""
-    script = tmp_path / "settings.py"
-    script.write_text(
-        "import os\n"
-        "rank = os.environ.get('PMI_RANK', os.environ.get('OMPI_COMM_WORLD_RANK'))\n"
-        "os.environ['PHALANX_CALL_SITES'] = {'0': 'error', '1': 'ignore'}.get(rank, 'warn')\n" + SWAPS
-    )
-    done = run(mpi, 3, script)
-    assert done.stdout.count("CollectiveMismatch") == 3, done.stdout + done.stderr
-
-
-def test_a_setting_that_does_not_exist_is_refused_on_all_ranks(mpi: MpiEnvironment, tmp_path: Path) -> None:
-    script = tmp_path / "wrong.py"
-    script.write_text(
-        "import torch.distributed as dist\n"
-        "try:\n"
-        "    dist.init_process_group('mpi')\n"
-        "except RuntimeError as error:\n"
-        "    print(error)\n"
-    )
-    done = run(mpi, 2, script, PHALANX_CALL_SITES="loud")
-    assert done.stdout.count("PHALANX_CALL_SITES=loud is none of warn, error and ignore") == 2, done.stderr
+@pytest.mark.parametrize("by_mpi4py", [False, True])
+@every_rank(backend="mpi", joins=False, leaves=False)
+def test_the_setting_of_rank_0_holds(member: Member, by_mpi4py: bool) -> None:
+    """One that would warn beside one that raises would wait for it without end. Also where mpi4py makes all calls."""
+    os.environ["PHALANX_CALL_SITES"] = ("error", "ignore", "warn")[member.rank]
+    if by_mpi4py:
+        vars(direct)["_MACHINES"] = ()
+    member.join("mpi")
+    with pytest.raises(CollectiveMismatch):
+        swapped_functions(member)
+        dist.barrier()

@@ -1,11 +1,9 @@
 """What a user reads when something breaks: its facts, or a golden text with names for what differs between runs.
 
-The blocks that every user meets are golden texts; of all else :func:`check_facts` asks for the facts. A golden text is
-a file in ``tests/fault/told``. It is compared whole. In it stand for what differs:
+A golden text is a file in ``tests/fault/told``, compared whole but for what differs between runs:
 
 - ``<name>``: what the test knows under this name, such as ``<pid 1>``, the process id of rank 1;
 - ``<seconds>``: any time in seconds;
-- ``<explanation of torch's>``: the rest of a text, which has torch's own;
 - ``<error of torch's>``, ``<others over torch's>``: what Gloo or torch's store says, and lines on the two other ranks,
   which depend on what Gloo says to each;
 - ``{one way|another}``: either of these, where both are right and the moment decides which it is.
@@ -17,31 +15,20 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from tests.launch_support import wait_for
-from tests.support.faults import told_by
+from tests.launch_support import Launcher, wait_for
+from tests.support.faults import known_of
+from tests.support.remote import RemoteLauncher
 
-__all__ = [
-    "FOLDER",
-    "MOST_LINES",
-    "await_facts",
-    "block_of",
-    "check_facts",
-    "check_mistakes",
-    "check_told",
-    "ending_of",
-    "warnings_of",
-    "without_frames",
-]
+__all__ = ["FOLDER", "MOST_LINES", "Job", "block_of", "check_facts", "check_told", "without_frames"]
 
 MOST_LINES = 12  # of one error
 FOLDER = Path(__file__).parent.parent / "fault" / "told"
 _ANY = {
     "seconds": r"\d+(?:\.\d+)?",
     "error of torch's": r"(?:RuntimeError: \[|torch\.distributed\.DistStoreError: wait timeout).*",
-    "explanation of torch's": r"(?:.+\n?)+",
     "others over torch's": (
         r"  ranks? [\d, -]+ then failed(?:: |, rank \d with ).*(?:\n  rank \d then failed: .*)?"
         # Gloo may wait for ever for the rest of a message of another size, and lets no handler of a signal run.
@@ -52,20 +39,71 @@ _ANY = {
 _PART = re.compile(r"<(?P<name>[^<>\n]+)>|\{(?P<ways>[^{}\n]*\|[^{}\n]*)\}")
 
 
+class Job:
+    """A job of three ranks by ``phalanx run``, on one host or several, that is looked at while it runs.
+
+    Args:
+        launcher: what starts it.
+        text: the script. Lines are known by the comment at their end.
+        arguments: of the script, behind the folder.
+        options: of ``phalanx run``.
+    """
+
+    def __init__(self, launcher: Launcher | RemoteLauncher, text: str, *arguments: str, options: str = "") -> None:
+        self.script = launcher.script(text)
+        self._text = Path(self.script).read_text()
+        self.folder = Path(self.script).parent
+        self._err = self.folder / "said"
+        command = [*options.split(), self.script, str(self.folder), *arguments]
+        if isinstance(launcher, RemoteLauncher):
+            self._err = launcher.folder / f"job-{len(launcher.jobs)}" / "err"
+            self.process = launcher.start(*command).process
+        else:
+            with open(self._err, "wb") as err:
+                self.process = launcher.start("-n", "3", *command, stderr=err).process
+
+    def said(self) -> str:
+        """What the launcher has said so far."""
+        return self._err.read_text()
+
+    def known(self, host: str = "") -> dict[str, object]:
+        """What golden texts may name."""
+        return {**known_of(self.folder, self.script, self._text, 3), "host": host}
+
+    def at(self, mark: str) -> str:
+        """The place of the line with this mark, as a pattern."""
+        return rf"script\.py:{self.known()[f'line {mark}']}"
+
+    def pid(self, rank: int) -> int:
+        return int((self.folder / f"pid-{rank}").read_text())
+
+    def go(self, name: str = "go") -> None:
+        """Let the ranks go on that wait for this file."""
+        (self.folder / name).touch()
+
+    def await_said(self, *facts: str) -> None:
+        """Wait until all of this stands there. On a busy machine other ranks may be named before, that are late."""
+        wait_for(
+            lambda: not self._missing(facts) or self.process.poll() is not None, complaint=lambda: self._lack(facts)
+        )
+        assert not self._missing(facts), self._lack(facts)
+
+    def _missing(self, facts: tuple[str, ...]) -> list[str]:
+        return [fact for fact in facts if not re.search(fact, self.said(), re.MULTILINE)]
+
+    def _lack(self, facts: tuple[str, ...]) -> str:
+        return f"{self._missing(facts)} is not in:\n{self.said()}"
+
+    def end(self) -> int:
+        """Wait for the end; the exit code."""
+        return self.process.wait(300)
+
+
 def block_of(err: str) -> str:
     """What the launcher says of a failure, without what comes before it."""
     found = re.search(r"^phalanx: rank \d+ of \d+ failed", err, re.MULTILINE)
     assert found, err
     return err[found.start() :]
-
-
-def warnings_of(err: str) -> dict[int, str]:
-    """By rank what it has warned of in a launcher's output, in which each of its lines has the rank before it."""
-    found: dict[int, list[str]] = {}
-    for rank, line in re.findall(r"^\[rank (\d+)\] (.*)$", err, re.MULTILINE):
-        if line.startswith("phalanx: warning: ") or int(rank) in found:
-            found.setdefault(int(rank), []).append(line)
-    return {rank: "\n".join(lines) for rank, lines in found.items()}
 
 
 def without_frames(block: str) -> str:
@@ -82,11 +120,12 @@ def check_told(name: str, text: str, known: Mapping[str, object]) -> None:
         text: what the user reads.
         known: what the placeholders stand for.
     """
-    if any(re.fullmatch(_pattern(golden, known), text.rstrip("\n")) for golden in _ways(name).values()):
-        return
     told = text.rstrip("\n")
     complaint = []
-    for file, golden in _ways(name).items():
+    for file in (FOLDER / f"{name}.txt", *sorted(FOLDER.glob(f"{name}.[2-9].txt"))):
+        golden = file.read_text().rstrip("\n")
+        if re.fullmatch(_pattern(golden, known), told):
+            return
         expected = re.sub(r"<([^<>\n]+)>", lambda found: str(known.get(found[1], found[0])), golden)
         lines = difflib.unified_diff(expected.split("\n"), told.split("\n"), file.name, "told", lineterm="")
         complaint += [f"not what {file.name} says:", *lines]
@@ -98,66 +137,6 @@ def check_facts(text: str, *facts: str) -> None:
     missing = [fact for fact in facts if not re.search(fact, text, re.MULTILINE)]
     assert not missing, f"{missing} is not in:\n{text}"
     assert len(without_frames(text).splitlines()) <= MOST_LINES, text
-
-
-def await_facts(said: Callable[[], str], has_ended: Callable[[], bool], facts: Callable[[], str]) -> None:
-    """Wait until a job that runs has said this in a line. On a busy machine it names others before, that are late.
-
-    Args:
-        said: gives what it has said so far.
-        has_ended: whether the job has ended.
-        facts: gives the pattern.
-    """
-
-    def is_said() -> bool:
-        return re.search(facts(), said(), re.MULTILINE) is not None
-
-    wait_for(lambda: is_said() or has_ended(), complaint=lambda: f"{facts()} is not in:\n{said()}")
-    assert is_said(), f"{facts()} is not in:\n{said()}"
-
-
-# The rows of ``faults.MISTAKES``: the call of the other ranks, and that of rank 1.
-_SUM = "all_reduce(float32[4], sum)"
-_MISTAKES = {
-    "size": (_SUM, "all_reduce(float32[8], sum)"),
-    "shape": ("all_reduce(float32[2, 3], sum)", "all_reduce(float32[3, 2], sum)"),
-    "dtype": (_SUM, "all_reduce(int32[4], sum)"),
-    "operation": (_SUM, "all_reduce(float32[4], max)"),
-    "root": ("broadcast(float32[4], src=0)", "broadcast(float32[4], src=1)"),
-    "kind": (_SUM, "broadcast(float32[4], src=0)"),
-    "batches": ("barrier()", "all_reduce(float32[10], sum)"),
-}
-
-
-def check_mistakes(folder: Path, known: Mapping[str, object], size: int) -> None:
-    """Check that every rank of a job that ran ``faults.MISTAKES`` has listed the calls, and said for whom it waited."""
-    for row, (usual, odd) in _MISTAKES.items():
-        line = known[f"line {row}"]
-        for told in told_by(folder, row, [*range(size)]):
-            check_facts(
-                told,
-                r"^phalanx\.errors\.CollectiveMismatch: the ranks of a group called different operations:$",
-                rf"^  {known['others']}: {re.escape(usual)} at script\.py:{line}$",
-                rf"^  rank 1: {re.escape(odd)} at script\.py:{known.get(f'line {row} of rank 1', line)}$",
-                "^Every rank of a group must make the same calls in the same order",
-            )
-    for told in told_by(folder, "late", [rank for rank in range(size) if rank != 1]):
-        check_facts(
-            told,
-            rf"^phalanx\.errors\.CollectiveTimeout: rank 1 of the group \(pid {known['pid 1']} on {known['host']}\)",
-            r"did not come within 3 s while rank [02] was in all_reduce\(float32\[4\], sum\) at "
-            rf"script\.py:{known['line late']}\. .*A longer timeout is set with phalanx\.init\(timeout_s=",
-        )
-
-
-def ending_of(known: Mapping[str, object]) -> str:
-    """The line of the launcher's block that says where rank 1 was and that it was killed."""
-    return rf"^  host {known['host']}, pid {known['pid 1']}, [\d.]+ s after the start, ended by signal 9 \(SIGKILL\)$"
-
-
-def _ways(name: str) -> dict[Path, str]:
-    files = [FOLDER / f"{name}.txt", *sorted(FOLDER.glob(f"{name}.[2-9].txt"))]
-    return {file: file.read_text().rstrip("\n") for file in files}
 
 
 def _pattern(golden: str, known: Mapping[str, object]) -> str:

@@ -1,11 +1,9 @@
-"""Where another process is in its program, found without its help."""
+"""Where another process is in its program, found without its help; and asking for a stack does it no harm."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -13,56 +11,130 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
-from tests.support.waiting import soon, stop
+from tests.support.waiting import stop
 
+from phalanx.launch.rank.trace import Trace, open_trace
 from phalanx.watch import from_outside
 from phalanx.watch.from_outside import PLACE_SIGNAL, Place, place_of, place_of_main
+from phalanx.watch.stack_text import frames_of
 
 LIMIT_S = 60.0
+# With the handler that Python itself has for this, such a process died of one question in a hundred.
+QUESTIONS = 300
+CALLS_FUNCTIONS = """
+    import os, sys
+    from phalanx.launch.rank.trace import open_own
+    from phalanx.watch.from_outside import Place
+
+    open_own(int(sys.argv[1]), 0)
+    place = Place("test-caller")
+
+    def calls():
+        print("up", flush=True)
+        while True:
+            list(map(lambda each: each, range(50)))
+
+    calls()
+"""
 
 
-def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_MAIN_S", "_WRITTEN_S"):
         monkeypatch.setattr(from_outside, name, 10 * LIMIT_S)
 
 
-def spins() -> None:
-    while True:
-        pass
-
-
 @contextlib.contextmanager
-def spinning() -> Iterator[tuple[int, str]]:
-    """A process that can be looked at, in :func:`spins`: its pid and its name."""
-    name = f"test-{secrets.token_hex(4)}"
-    reads, writes = os.pipe()
-    pid = os.fork()
-    if not pid:
+def running(
+    folder: Path, program: str, *arguments: str, fds: tuple[int, ...] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A small process, quickly copied, that has printed a line; it is killed in the end."""
+    script = folder / "script.py"
+    script.write_text(dedent(program))
+    command = [sys.executable, str(script), *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=fds) as process:
         try:
-            place = Place(name)
-            os.write(writes, b"!")
-            spins()
-            place.close()
+            assert process.stdout is not None
+            assert process.stdout.readline()
+            yield process
         finally:
-            os._exit(1)
+            process.kill()
+
+
+def test_process_that_enters_functions_all_the_time_tells_where_it_is(patient: None, tmp_path: Path) -> None:
+    """Others ask it for its place, and the launcher for its stack; neither ends it."""
+    descriptor = open_trace("test")
+    trace = Trace(descriptor, "test")
     try:
-        os.read(reads, 1)
-        yield pid, name
+        with running(tmp_path, CALLS_FUNCTIONS, str(descriptor), fds=(descriptor,)) as process:
+            for number in range(QUESTIONS):
+                place = place_of(process.pid, "test-caller")
+                assert place.partition(" ")[0] in ("<lambda>", "calls"), (number, place, process.poll())
+                assert not trace.ask({0: process.pid}, LIMIT_S), (number, process.poll())
+                *_, stack = trace.take([0])[0].split("Stack (")
+                assert frames_of(stack)[0].function in ("<lambda>", "calls"), stack
     finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        os.close(reads)
-        os.close(writes)
+        os.close(descriptor)
 
 
-def test_a_stopped_process_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    be_patient(monkeypatch)
-    with spinning() as (pid, name):
-        stop(pid)
+def test_a_fault_of_the_program_itself_ends_it_as_before(tmp_path: Path) -> None:
+    """Also in a child of a process that was asked, and with the program's own handler, here Python's."""
+    program = """
+        import ctypes, faulthandler, os, signal
+        from phalanx.watch.stack_signal import write_stacks_on
+
+        faulthandler.enable()
+        file = os.open("stacks", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        write_stacks_on(signal.SIGRTMAX - 4, file)
+        for _ in range(100):
+            os.kill(os.getpid(), signal.SIGRTMAX - 4)
+            list(map(lambda each: each, range(50)))
+        child = os.fork()
+        if child:
+            _, status = os.waitpid(child, 0)
+            os.kill(os.getpid(), os.WTERMSIG(status))
+        os.kill(os.getpid(), signal.SIGRTMAX - 4)
+        ctypes.string_at(0)
+    """
+    command = [sys.executable, "-c", dedent(program)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGSEGV, done.stderr
+    assert "Segmentation fault" in done.stderr
+    assert "string_at" in done.stderr
+    assert (tmp_path / "stacks").read_text().count("Stack (") >= 101
+
+
+SPINS = """
+    from phalanx.watch.from_outside import Place
+
+    place = Place("test-spins")
+
+    def spins():
+        print("up", flush=True)
+        while True:
+            pass
+
+    spins()
+"""
+
+
+def test_many_that_ask_at_once_each_read_a_whole_stack(patient: None, tmp_path: Path) -> None:
+    """A stack of which only the end was read would begin with a caller. A stopped process is not waited for."""
+    found: list[str] = []
+    with running(tmp_path, SPINS) as process:
+        ask = lambda: found.extend(place_of_main(process.pid).split(" ")[0] for _ in range(20))  # noqa: E731
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == ["spins"] * 60
+        stop(process.pid)
         began = time.monotonic()
-        assert place_of(pid, name) == ""
+        assert place_of(process.pid, "test-spins") == ""
         assert time.monotonic() - began < LIMIT_S
 
 
@@ -72,26 +144,7 @@ def descriptors() -> list[str]:
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             names.append(os.readlink(f"/proc/self/fd/{number}").split(" ")[0])
-    return sorted(name for name in names if name.startswith(("/memfd:phalanx-stacks", "/memfd:test-")))
-
-
-def test_many_that_ask_at_once_each_read_a_whole_stack(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stack of which only the end was read would begin with a caller."""
-    be_patient(monkeypatch)
-    found: list[str] = []
-    with spinning() as (pid, _):
-        while place_of_main(pid).startswith("spinning"):
-            pass
-        threads = [
-            threading.Thread(target=lambda: found.extend(place_of_main(pid).split(" ")[0] for _ in range(100)))
-            for _ in range(3)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(found) == 300
-    assert set(found) == {"spins"}
+    return sorted(name for name in names if name.startswith("/memfd:phalanx-stacks"))
 
 
 @pytest.mark.parametrize("how", ["handles", "blocks"])
@@ -115,29 +168,3 @@ def test_a_program_that_uses_the_signal_itself_is_not_sent_it(how: str) -> None:
     os.close(writes)
     with os.fdopen(reads) as said:
         assert said.read() == "('', [], [])"
-
-
-def test_a_process_that_has_become_another_program_gets_no_signal() -> None:
-    """Its reader has waited for another reader meanwhile; the signal would end a program that does not expect it."""
-    program = (
-        "import os; from phalanx.watch.from_outside import Place; place = Place(); print(flush=True); input(); "
-        "os.execvp('cat', ['cat'])"
-    )
-    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert child.stdin is not None
-    assert child.stdout is not None
-    with child:
-        child.stdout.readline()
-        path = from_outside._file_of(child.pid, from_outside._stacks_of(child.pid))
-        with open(path, "rb+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # the other reader
-            asked: list[str] = []
-            reader = threading.Thread(target=lambda: asked.append(place_of_main(child.pid)))
-            reader.start()
-            child.stdin.write(b"go\n")
-            child.stdin.flush()
-            assert soon(lambda: Path(f"/proc/{child.pid}/comm").read_text() == "cat\n")
-            reader.join()
-        assert asked == [""]
-        assert child.communicate(b"still here")[0] == b"still here"
-    assert child.returncode == 0

@@ -11,6 +11,7 @@ from phalanx.commands.run import run
 from phalanx.launch.job.job import Job
 
 REPORTS = ["--report-dir", "reports"]
+AFTER = ["--report-after", "9"]
 
 
 @pytest.fixture
@@ -33,14 +34,8 @@ def decided(*words: str) -> tuple[Job, str]:
         (["-n", "2", *REPORTS, "true"], "--report-dir: no report will be written: only ranks of a Python script"),
         (["-n", "1", *REPORTS, "script.py"], "--report-dir: no report will be written: a single rank"),
         (["-n", "2", "--debug", "1", *REPORTS, "script.py"], "will be written: --debug turns off --warn-after"),
-        (
-            ["-n", "2", "--report-after", "9", "script.py"],
-            "--report-after: no report will be written: it has no folder",
-        ),
-        (
-            ["--starter", "env", "-H", "h2:2", "--address", "127.0.0.1", "--report-after=9", *REPORTS, "true"],
-            "--report-dir and --report-after: no report will be written: only ranks of a Python script",
-        ),
+        (["-n", "2", *AFTER, "script.py"], "--report-after: no report will be written: it has no folder"),
+        (["-n", "2", *REPORTS, *AFTER, "true"], "--report-dir and --report-after: no report will be written: only"),
     ],
 )
 def test_a_report_that_will_not_be_written_is_a_note(script: str, words: list[str], said: str) -> None:
@@ -52,26 +47,19 @@ def test_a_report_that_will_not_be_written_is_a_note(script: str, words: list[st
     assert decided("-q", *words)[1] == ""
 
 
-@pytest.mark.parametrize("words", [["true"], ["-n", "2", "true"], ["--log-dir", "logs", "true"], ["--warn-after", "0"]])
-def test_there_is_no_note_if_no_report_was_asked_for(script: str, words: list[str]) -> None:
-    assert decided(*words, *([] if words[-1] == "true" else [script]))[1] == ""
-
-
 def test_the_folder_is_made_for_ranks_that_are_watched(script: str) -> None:
-    job, printed = decided("-n", "2", *REPORTS, "--report-after", "9", script)
+    job, printed = decided("-n", "2", *REPORTS, *AFTER, script)
     assert printed == ""
     assert Path("reports").is_dir()
     assert (job.diagnosis.report_dir, job.diagnosis.report_after_s) == (str(Path("reports").absolute()), 9.0)
-    job, printed = decided("-n", "2", "--log-dir", "logs", "--report-after", "9", script)
+    job, printed = decided("-n", "2", "--log-dir", "logs", *AFTER, script)
     assert printed == ""
     assert job.diagnosis.report_dir == str(Path("logs").absolute())
+    for words in (["-n", "2", "true"], ["--log-dir", "logs", "true"], ["--warn-after", "0", script]):
+        assert decided(*words)[1] == ""
 
 
-@pytest.mark.parametrize(
-    ("words", "warn_after_s"), [([], 0.0), (["--warn-after", "7"], 7.0), (["--warn-after=5"], 5.0)]
-)
-def test_a_job_that_is_debugged_is_watched_only_if_the_user_says_so(
-    script: str, words: list[str], warn_after_s: float
-) -> None:
+def test_a_job_that_is_debugged_is_watched_only_if_the_user_says_so(script: str) -> None:
     """A line would stand between the debugger's prompt and the answer."""
-    assert decided("-n", "2", "--debug", "1", *words, script)[0].diagnosis.warn_after_s == warn_after_s
+    assert decided("-n", "2", "--debug", "1", script)[0].diagnosis.warn_after_s == 0.0
+    assert decided("-n", "2", "--debug", "1", "--warn-after", "7", script)[0].diagnosis.warn_after_s == 7.0

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from tests.support.reports import report
 
-from phalanx.watch import hang_report
 from phalanx.watch.hang_report import latest_report, read_report, write_report
 
 
@@ -16,39 +15,23 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_nothing_stays_of_a_report_that_cannot_be_written(tmp_path: Path) -> None:
+def test_nothing_changes_if_a_report_cannot_be_written(tmp_path: Path) -> None:
+    """Neither an empty folder, nor an earlier report that this one was to replace."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for most in (0, 16_384):  # bytes: a file has room for nothing, or for a rank's operations but not for the report
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
-        try:
-            with pytest.raises(OSError, match="File too large"):
-                write_report(tmp_path, report(3, 60))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert list(tmp_path.iterdir()) == []
-
-
-def test_an_earlier_report_stays_if_one_in_its_place_cannot_be_written(tmp_path: Path) -> None:
-    first = write_report(tmp_path, report(3, 60))
-    before = contents(tmp_path)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for most in (0, 4096, 16_384):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
-        try:
-            with pytest.raises(OSError, match="File too large"):
-                write_report(tmp_path, report(4, 60), over=first)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert contents(tmp_path) == before
-    assert latest_report(tmp_path) == first
-    assert len(read_report(first).ranks) == 3
-
-
-def test_two_jobs_that_write_into_one_folder_at_once_have_a_report_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hang_report, "_reports", lambda folder: [])  # each has looked before the other has written
-    first, second = write_report(tmp_path, report(3, 60)), write_report(tmp_path, report(4, 60))
-    assert [len(read_report(path).ranks) for path in (first, second)] == [3, 4]
-    traces = [tmp_path / f"{path.stem}-torch" for path in (first, second)]
-    assert [len(list(folder.iterdir())) for folder in traces] == [3, 4]
+    for first in (None, write_report(tmp_path / "earlier", report(3, 60))):
+        folder = tmp_path / ("earlier" if first else "empty")
+        folder.mkdir(exist_ok=True)
+        before = contents(folder)
+        for most in (0, 16_384):  # bytes: there is room for nothing, or for a rank's operations but not for the report
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+            try:
+                with pytest.raises(OSError, match="File too large"):
+                    write_report(folder, report(4, 60), over=first)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            assert contents(folder) == before
+        if first:
+            assert latest_report(folder) == first
+            assert len(read_report(first).ranks) == 3
+        else:
+            assert list(folder.iterdir()) == []

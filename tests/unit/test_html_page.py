@@ -11,11 +11,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from tests.support.reports import EVIL, NOW, report
+from tests.support.reports import EVIL, report
 
-from phalanx.watch.hang_report import HangReport, write_report
+from phalanx.watch.hang_report import write_report
 from phalanx.watch.html_page import page
-from phalanx.watch.verdict import Seen, Verdict
 
 LEAF = ("meta", "rect", "path", "br")  # without an end tag, or closed at once
 
@@ -53,6 +52,10 @@ class Page(HTMLParser):
         return "\n".join(text for name, text in self.texts if name == tag)
 
     @property
+    def rows(self) -> list[str]:
+        return [str(row["aria-label"]) for row in self.of("svg") if row["class"] == "row"]
+
+    @property
     def text(self) -> str:
         return " ".join("".join(text for name, text in self.texts if name not in ("script", "style")).split())
 
@@ -63,29 +66,22 @@ def test_it_has_the_verdict_every_rank_its_stack_and_its_operations() -> None:
     assert "".join(text for tag, text in found.texts if tag in ("h1", "code")) == headline.replace("`", "")
     assert found.of("code")
     assert found.inside("title").startswith(headline.rstrip("."))
-    rows = [row for row in found.of("svg") if row["class"] == "row"]
-    assert [row["aria-label"] for row in rows] == [f"operations of rank {rank}" for rank in range(5)]
+    assert found.rows == [f"operations of rank {rank}" for rank in range(5)]
     cells = [text for tag, text in found.texts if tag == "td"]
     for rank in range(5):
-        assert str(rank) in cells
-        assert str(5000 + rank) in cells
-    stacks = found.inside("summary")
-    assert "ranks 1, 4 (awaited)" in stacks
-    assert "ranks 0, 3" in stacks
-    assert "rank 2" in stacks
+        assert {str(rank), str(5000 + rank)} <= set(cells)
+    for stack in ("ranks 1, 4 (awaited)", "ranks 0, 3", "rank 2"):
+        assert stack in found.inside("summary")
     for number in range(3):
         assert f"line {number}, in step" in found.inside("pre")
     assert "broadcast #40" in found.text
     assert "all_reduce #40" in found.text
-    assert "under way" in cells
-    assert cells.count("1.00 ms") + cells.count("1 ms") > 0
+    assert {"under way", "1 ms"} <= set(cells)
 
 
 def test_page_has_a_bar_for_each_operation_and_marks_open_ones() -> None:
     text = page(report(3, 10))
-    bars = [
-        attributes for attributes in Page(text).of("rect") if "width" in attributes and attributes["height"] != "12"
-    ]
+    bars = [bar for bar in Page(text).of("rect") if "width" in bar and bar["height"] != "12"]
     assert len(bars) == 30
     assert sum("open" in str(bar["class"]) for bar in bars) == 2
     assert len({str(bar["class"]).split()[0] for bar in bars}) == 2  # all_reduce and broadcast
@@ -100,9 +96,7 @@ def test_page_has_a_bar_for_each_operation_and_marks_open_ones() -> None:
     assert titles[9].splitlines()[-1] == "under way for 40 s"
     for bar in bars:
         left, width = float(bar["x"] or "nan"), float(bar["width"] or "nan")
-        assert left >= 0
-        assert width > 0
-        assert left + width <= 1000.01
+        assert 0 <= left < left + width <= 1000.01
 
 
 def test_what_the_job_has_written_is_text_and_nothing_else() -> None:
@@ -110,27 +104,18 @@ def test_what_the_job_has_written_is_text_and_nothing_else() -> None:
     found = Page(evil)
     assert [tag for tag, _ in found.tags] == [tag for tag, _ in Page(plain).tags]
     assert len(found.of("script")) == 1
-    assert not found.of("img")
     assert "<script>alert(1)</script>" in found.text
-    for attributes in (attributes for _, attributes in found.tags):
+    for letter in ("\0", "\x1b", "\u202e", "\ud800"):
+        assert "before\N{REPLACEMENT CHARACTER}after" in page(report(2, 3, text=f"before{letter}after"))
+    for _, attributes in found.tags:
         assert not any(name.startswith("on") or name in ("href", "src", "style") for name in attributes)
-
-
-@pytest.mark.parametrize("letter", ["\0", "\x1b", "\n", "\u202e", "\ud800"])
-def test_letters_that_are_not_seen_do_not_reach_the_page(letter: str) -> None:
-    text = page(report(2, 3, text=f"before{letter}after"))
-    assert f"before{letter}after" not in text
-    assert "before\N{REPLACEMENT CHARACTER}after" in text
-    text.encode()
 
 
 def test_page_refers_to_nothing_outside_and_runs_only_its_own_script() -> None:
     text = page(report(3, 6))
     assert not re.search(r"https?:|//\w|url\(|@import", text)
     found = Page(text)
-    (policy,) = [
-        str(meta["content"]) for meta in found.of("meta") if meta.get("http-equiv") == "Content-Security-Policy"
-    ]
+    (policy,) = [str(one["content"]) for one in found.of("meta") if one.get("http-equiv") == "Content-Security-Policy"]
     script = re.search(r"<script>(.*)</script>", text, re.DOTALL)
     assert script is not None
     digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
@@ -140,44 +125,45 @@ def test_page_refers_to_nothing_outside_and_runs_only_its_own_script() -> None:
     assert "prefers-color-scheme: dark" in text
 
 
-@pytest.mark.parametrize(("ranks", "operations"), [(64, 1024), pytest.param(1500, 300, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("ranks", "operations"), [(64, 512), pytest.param(1500, 300, marks=pytest.mark.long)])
 def test_its_size_is_bounded_and_each_rank_has_its_last_operations(ranks: int, operations: int) -> None:
-    made = report(ranks, operations, text="x" * 2048, site="/" + "d" * 500 + "/train.py:7")
-    text = page(made)
+    text = page(report(ranks, operations, text="x" * 2048, site="/" + "d" * 500 + "/train.py:7"))
     assert len(text) < 12_000_000
-    found = Page(text)
-    rows = {str(row["aria-label"]) for row in found.of("svg") if row["class"] == "row"}
-    assert rows == {f"operations of rank {rank}" for rank in range(ranks)}
+    assert set(Page(text).rows) == {f"operations of rank {rank}" for rank in range(ranks)}
     assert text.count(f"#{operations}, operation") + text.count(f"#{operations} of group") >= ranks
     assert re.search(r"[\d,]+ earlier operations of the report are not drawn", text)
 
 
-def test_ranks_without_operations_and_a_rank_that_has_ended_have_a_row() -> None:
-    seen = [Seen(0), Seen(1, ended="exit code 0")]
-    verdict = Verdict("rank 1 has ended", (1,), (0,), NOW)
-    found = Page(page(HangReport("job", "h", "now", NOW, verdict, seen, {})))
-    assert "No rank has recorded an operation." in found.text
-    assert "ended (exit code 0)" in found.text
-    assert "none recorded" in found.text
+def phalanx_report(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "phalanx", "report", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
 def test_the_command_writes_the_page_and_says_where(tmp_path: Path) -> None:
     write_report(tmp_path, report(3, 6))
     target = tmp_path / "page.html"
-    command = [sys.executable, "-m", "phalanx", "report", str(tmp_path)]
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run([*command, *arguments], capture_output=True, timeout=240)
-
-    done = run("--html", str(target))
+    done = phalanx_report(tmp_path, "--html", target)
     assert done.returncode == 0, done.stderr
-    assert f"wrote {target} (".encode() in done.stdout
-    written = target.read_bytes()
-    assert "Rank 2 is in no operation" in Page(written.decode()).text
-    assert run("--html", "-").stdout == written
-    nowhere = run("--html", str(tmp_path / "nothing" / "page.html"))
+    assert f"wrote {target} (" in done.stdout
+    assert "Rank 2 is in no operation" in Page(target.read_text()).text
+    nowhere = phalanx_report(tmp_path, "--html", tmp_path / "nothing" / "page.html")
     assert nowhere.returncode != 0
-    assert b"cannot be written: No such file" in nowhere.stderr
-    both = run("--html", "-", "--json")
-    assert both.returncode == 2
-    assert not both.stdout
+    assert "cannot be written: No such file" in nowhere.stderr
+
+
+def test_a_folder_without_a_report_and_a_file_that_is_none_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for name, text, told in (
+        ("empty", "", "has no report. phalanx run --report-dir"),
+        ("no report", "[]", "not a report"),
+        ("nonsense", '{"version": 2, "awaited": 5}', ""),
+        ("deep", "[" * 100_000, ""),
+    ):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        if text:
+            (folder / "hang-1.json").write_text(text)
+        refused = phalanx_report(folder)
+        assert refused.returncode == 2
+        assert told in refused.stderr
+        assert "Traceback" not in refused.stderr

@@ -78,25 +78,12 @@ def look(pace: PaceOfRank, seconds: float) -> Pace:
     return found
 
 
-def test_without_a_recorder_there_is_no_pace(recorder: Recorder) -> None:
-    assert PaceOfRank(recorder.file, 0).look(START) is None
-    recorder.write([])
-    found = look(PaceOfRank(recorder.file, 0), 1)
-    assert (found.begun, found.operation, found.last, found.communication) == (0, None, None, 0.0)
-    assert found.steps_per_s is None
-
-
 def test_rates_are_those_since_the_look_before(recorder: Recorder) -> None:
     recorder.write([Operation(0.0, 0.5, nbytes=1000), Operation(0.5, 1.5, nbytes=100)])
     pace = PaceOfRank(recorder.file, 0)
     look(pace, 1.0)
-    recorder.write(
-        [
-            Operation(2.0, 2.5, nbytes=200),
-            Operation(2.25, 2.75, SEND, nbytes=60),
-            Operation(2.875, None, nbytes=1 << 20),
-        ]
-    )
+    ended = [Operation(2.0, 2.5, nbytes=200), Operation(2.25, 2.75, SEND, nbytes=60)]
+    recorder.write([*ended, Operation(2.875, None, nbytes=1 << 20)])
     found = look(pace, 3.0)
     assert found.begun == 5
     assert found.operations_per_s == 1.5
@@ -107,21 +94,6 @@ def test_rates_are_those_since_the_look_before(recorder: Recorder) -> None:
     assert found.operation.nbytes == 1 << 20
     assert found.collectives == {("4", (0, 1, 2, 3)): 4}
     assert found.complete
-
-
-def test_of_more_operations_than_are_kept_the_last_ones_count(recorder: Recorder) -> None:
-    recorder.write([Operation(0.0, 0.1, group=PAIR)])
-    pace = PaceOfRank(recorder.file, 0)
-    look(pace, 1.0)
-    count = 3 * RECORDS
-    # A thousand a second, each of half a millisecond and ten bytes.
-    recorder.write([Operation(1 + k / 1000, 1 + (k + 0.5) / 1000, nbytes=10) for k in range(count)])
-    found = look(pace, 1 + count / 1000)
-    assert found.operations_per_s == pytest.approx(1000)
-    assert found.bytes_per_s == pytest.approx(10_000)
-    assert found.communication == pytest.approx(0.5)
-    assert found.collectives == {("4", (0, 1, 2, 3)): count}
-    assert not found.complete
 
 
 def test_steps_are_counted_in_time_between_their_first_operations(recorder: Recorder) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,44 +14,7 @@ from tests.support.ranks import Member, on_ranks
 from phalanx.c10d.operation import Operation
 from phalanx.c10d.progress import Progress
 
-BUSY_S = 0.2
 PATIENCE_S = 20.0
-
-
-class Delayed(Progress):
-    """The machine is busy: the group's thread loses its core right after it has seen that more is queued."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.seen = threading.Event()
-
-    def _waits(self) -> bool:
-        waits = super()._waits()
-        if waits and self._in_callbacks and not self.seen.is_set():
-            self.seen.set()
-            time.sleep(BUSY_S)
-        return waits
-
-
-def test_a_group_that_closes_while_its_thread_is_between_two_operations_ends() -> None:
-    """The thread may start another one for what is queued: both have to hear that they should end."""
-
-    def body(_: Member) -> list[str]:
-        group = Delayed("busy")
-        all_queued = threading.Event()
-
-        def first() -> None:
-            all_queued.wait()
-
-        # A future, which the thread completes between the two.
-        group.submit(first, [], urgent=True).future()
-        group.submit(lambda: None, [], urgent=True)
-        all_queued.set()
-        group.seen.wait()
-        group.close()
-        return [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-
-    assert on_ranks(body, 1) == [[]]
 
 
 def in_a_rank(body: Callable[[Progress], Any]) -> Any:
@@ -75,30 +37,6 @@ def wait_for(event: threading.Event) -> None:
 
 def others_run(operation: Operation) -> bool:
     return operation.wait_done(PATIENCE_S)
-
-
-@pytest.mark.parametrize("with_futures", [False, True], ids=["plain", "futures"])
-@pytest.mark.parametrize("urgent", [False, True], ids=["small", "urgent"])
-def test_the_requests_to_the_threads_stay_few(urgent: bool, with_futures: bool) -> None:
-    """However many operations are queued, how often, and whoever asks for them to be started."""
-
-    def body(group: Progress) -> int:
-        ran: list[int] = []
-        for step in range(20):
-            operations = [group.submit(partial(ran.append, step * 300 + index), [], urgent) for index in range(300)]
-            for operation in operations:
-                if with_futures:
-                    group.hurry()
-                    operation.future()
-                if step % 2:
-                    group.help(operation)
-                assert others_run(operation)
-            assert group._calls.qsize() <= len(group._threads) + 1
-        assert ran == list(range(20 * 300))
-        return len(group._threads)
-
-    # One more for each that the machine interrupts in a callback; they do not grow with the operations.
-    assert in_a_rank(body) <= 30
 
 
 def test_what_is_queued_runs_while_nobody_waits_for_it() -> None:
@@ -151,45 +89,3 @@ def test_callbacks_wait_for_operations_before_and_after_their_own(helped: bool) 
         return sorted(seen)
 
     assert in_a_rank(body) == ["next", "own", "queued"]
-
-
-class Late(deque[Any]):
-    """A queue to which a second operation is added only once ``moment`` has passed."""
-
-    def __init__(self, moment: Callable[[], object]) -> None:
-        super().__init__()
-        self.moment = moment
-        self.appended = 0
-
-    def append(self, operation: Any) -> None:
-        self.appended += 1
-        if self.appended == 2:
-            self.moment()
-        super().append(operation)
-
-
-def test_an_operation_that_comes_just_when_the_thread_enters_a_callback_is_run() -> None:
-    """The thread has found the queue empty and is gone; the caller has seen a thread that was free."""
-
-    def body(group: Progress) -> bool:
-        begun, in_callback, submitted = threading.Event(), threading.Event(), threading.Event()
-        second: list[Operation] = []
-        found: list[bool] = []
-
-        def enter() -> None:
-            begun.set()
-            in_callback.wait()
-
-        def callback(_: object) -> None:
-            in_callback.set()
-            submitted.wait()
-            found.append(others_run(second[0]))
-
-        group.queue = Late(enter)
-        ended = group.submit(partial(wait_for, begun), [], urgent=True).future().then(callback)
-        second.append(group.submit(lambda: None, [], urgent=False))
-        submitted.set()
-        ended.wait()
-        return found == [True]
-
-    assert in_a_rank(body)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 
@@ -14,23 +14,8 @@ PAIR = Group("pair", "phalanx", (1, 2))
 
 
 def record(kind: str, number: int, site: str, group: Group = WORLD, *, done: bool = False, peer: int = -1) -> Record:
-    return Record(
-        number=number,
-        group=group,
-        in_group=number,
-        kind=kind,
-        nbytes=4,
-        dtype="float32",
-        op="",
-        peer=peer,
-        site=site,
-        label="",
-        step=-1,
-        entered_ns=10 * number,
-        left_ns=10 * number + 5 if done else 0,
-        failed=False,
-        awaits=-1,
-    )
+    times = 10 * number, 10 * number + 5 if done else 0
+    return Record(number, group, number, kind, 4, "float32", "", peer, site, "", -1, *times, False, -1)
 
 
 def rank(number: int, *records: Record, **said: str) -> Seen:
@@ -44,17 +29,18 @@ def sentence(*ranks: Seen) -> str:
     return verdict.sentence
 
 
+BEFORE, WAITS = record("all_reduce", 1, "a.py:5", done=True), record("all_reduce", 2, "a.py:9")
+
+
 def test_nobody_waits_if_no_rank_is_in_an_operation() -> None:
-    done = record("all_reduce", 1, "a.py:1", done=True)
-    assert judge([rank(0, done), rank(1, done), rank(2)]) is None
+    assert judge([rank(0, BEFORE), rank(1, BEFORE), rank(2)]) is None
 
 
 def test_a_rank_that_has_not_come_is_named_with_its_place() -> None:
-    waits, before = record("broadcast", 2, "a.py:9"), record("all_reduce", 1, "a.py:5", done=True)
-    verdict = judge([*(rank(r, before, waits) for r in (0, 1, 2)), rank(3, before, place="a.py:7 compute()")])
+    verdict = judge([*(rank(r, BEFORE, WAITS) for r in (0, 1, 2)), rank(3, BEFORE, place="a.py:7 compute()")])
     assert verdict is not None
     assert verdict.sentence == (
-        "rank 3 is at a.py:7 compute(), in no operation; ranks 0-2 wait for it in broadcast #2 at a.py:9"
+        "rank 3 is at a.py:7 compute(), in no operation; ranks 0-2 wait for it in all_reduce #2 at a.py:9"
     )
     assert (verdict.awaited, verdict.waiting, verdict.since_ns) == ((3,), (0, 1, 2), 20)
 
@@ -62,8 +48,7 @@ def test_a_rank_that_has_not_come_is_named_with_its_place() -> None:
 def test_a_rank_in_another_operation_of_the_group_is_named_with_that() -> None:
     """As where two programs call different collectives, on a backend that does not compare them."""
     others = [rank(r, record("broadcast", 118, "train.py:57")) for r in (0, 1, 2)]
-    found = sentence(*others, rank(3, record("all_reduce", 118, "train.py:42"), state="T"))
-    assert found == (
+    assert sentence(*others, rank(3, record("all_reduce", 118, "train.py:42"), state="T")) == (
         "rank 3 is stopped (state T), in all_reduce #118 at train.py:42; "
         "ranks 0-2 wait for it in broadcast #118 at train.py:57"
     )
@@ -79,16 +64,14 @@ def test_a_rank_that_is_ahead_does_not_count_as_missing() -> None:
 
 def test_the_end_of_a_chain_is_named_and_all_that_wait_for_it() -> None:
     in_world, in_pair = record("barrier", 1, "a.py:4"), record("all_reduce", 1, "a.py:6", PAIR)
-    found = sentence(rank(0, in_world), rank(1, in_pair), rank(2, place="a.py:8 load()"), rank(3, in_world))
-    assert found == (
+    assert sentence(rank(0, in_world), rank(1, in_pair), rank(2, place="a.py:8 load()"), rank(3, in_world)) == (
         "rank 2 is at a.py:8 load(), in no operation yet; "
         "ranks 0-1, 3 wait for it in barrier #1 at a.py:4 and all_reduce #1 of group 'pair' at a.py:6"
     )
 
 
 def test_ranks_that_wait_for_each_other_are_all_named() -> None:
-    first = record("recv", 1, "a.py:4", peer=1)
-    second = record("recv", 1, "a.py:9", peer=0)
+    first, second = record("recv", 1, "a.py:4", peer=1), record("recv", 1, "a.py:9", peer=0)
     verdict = judge([rank(0, first), rank(1, second), rank(2), rank(3)])
     assert verdict is not None
     assert verdict.sentence == (
@@ -98,57 +81,41 @@ def test_ranks_that_wait_for_each_other_are_all_named() -> None:
     assert verdict.awaited == (0, 1)
 
 
-def test_a_rank_that_has_ended_is_told_from_one_that_runs() -> None:
-    waits, before = record("all_reduce", 2, "a.py:9"), record("all_reduce", 1, "a.py:9", done=True)
-    found = sentence(rank(0, before, waits), rank(1, before, waits), rank(2, before, ended="exit code 0"))
-    assert found == "rank 2 has ended (exit code 0); ranks 0-1 wait for it in all_reduce #2 at a.py:9"
-
-
 def test_several_that_are_missing_are_told_apart_by_what_they_do() -> None:
     waits = record("all_reduce", 1, "a.py:9")
-    found = sentence(
-        rank(0, waits), rank(1, state="T"), rank(2, place="a.py:2 x()"), rank(3, place="a.py:2 x()", state="R")
-    )
-    assert found == (
+    missing = rank(1, state="T"), rank(2, place="a.py:2 x()"), rank(3, place="a.py:2 x()", state="R")
+    assert sentence(rank(0, waits), *missing) == (
         "rank 1 is stopped (state T) and ranks 2-3 are at a.py:2 x(), in no operation yet; "
         "rank 0 waits for them in all_reduce #1 at a.py:9"
     )
 
 
 def test_the_operation_itself_says_whom_it_awaits_where_all_have_come() -> None:
-    waits = dataclasses.replace(record("all_reduce", 1, "a.py:9"), awaits=2)
-    past = record("all_reduce", 1, "a.py:9", done=True)
-    found = sentence(
-        rank(0, waits), rank(1, waits), rank(2, past, place="b.py:1 y()"), rank(3, past, place="b.py:1 y()")
+    waits = replace(WAITS, awaits=2)
+    past = rank(2, replace(WAITS, left_ns=25), place="b.py:1 y()")
+    assert sentence(rank(0, waits), rank(1, waits), past, replace(past, rank=3)) == (
+        "rank 2 is at b.py:1 y(), in no operation; ranks 0-1 wait for it in all_reduce #2 at a.py:9"
     )
-    assert found == "rank 2 is at b.py:1 y(), in no operation; ranks 0-1 wait for it in all_reduce #1 at a.py:9"
 
 
 @pytest.mark.parametrize(
-    ("state", "does"),
+    ("said", "does"),
     [
-        ("T", "stopped (state T)"),
-        ("t", "held by a debugger (state t)"),
-        ("D", "waiting for a disk or a driver (state D)"),
+        ({"state": "T"}, "is stopped (state T), after all_reduce #1 at a.py:5"),
+        ({"state": "t"}, "is held by a debugger (state t), after all_reduce #1 at a.py:5"),
+        ({"state": "D"}, "is waiting for a disk or a driver (state D), after all_reduce #1 at a.py:5"),
+        ({"ended": "exit code 0"}, "has ended (exit code 0)"),
     ],
 )
-def test_a_rank_that_the_kernel_holds_is_told_with_its_state(state: str, does: str) -> None:
-    before, waits = record("all_reduce", 1, "a.py:5", done=True), record("all_reduce", 2, "a.py:9")
-    found = sentence(rank(0, before, state=state), *(rank(r, before, waits) for r in (1, 2, 3)))
-    assert found == f"rank 0 is {does}, after all_reduce #1 at a.py:5; ranks 1-3 wait for it in all_reduce #2 at a.py:9"
-
-
-def test_without_a_culprit_it_says_that_all_have_come() -> None:
-    waits = record("all_reduce", 1, "a.py:9")
-    found = sentence(*(rank(r, waits) for r in range(4)))
-    assert found == "ranks 0-3 are in all_reduce #1 at a.py:9: all have come, and it is not over"
+def test_a_rank_that_cannot_come_is_told_with_what_keeps_it(said: dict[str, str], does: str) -> None:
+    found = sentence(rank(0, BEFORE, **said), *(rank(r, BEFORE, WAITS) for r in (1, 2, 3)))
+    assert found == f"rank 0 {does}; ranks 1-3 wait for it in all_reduce #2 at a.py:9"
 
 
 def test_a_join_that_has_failed_is_not_the_one_that_the_others_wait_in() -> None:
-    before = dataclasses.replace(record("init", 1, "train.py:3", done=True), failed=True)
     join = record("init", 1, "train.py:3")
-    others = [rank(number, join) for number in (0, 2, 3)]
-    said = sentence(rank(1, before, place="train.py:9"), *others)
+    failed = replace(join, left_ns=15, failed=True)
+    said = sentence(rank(1, failed, place="train.py:9"), *(rank(number, join) for number in (0, 2, 3)))
     assert said.startswith("rank 1 is at train.py:9, in no operation"), said
     assert "ranks 0, 2-3 wait for it in init" in said
 
@@ -157,11 +124,6 @@ def test_a_join_that_has_failed_is_not_the_one_that_the_others_wait_in() -> None
     ("done", "said"), [((-1, -1), "it is not over"), ((37, -1), "37 % of it is done"), ((0, 0), "0 % of it is done")]
 )
 def test_a_wait_in_which_all_have_come_has_how_far_it_is(done: tuple[int, int], said: str) -> None:
-    group = Group("0", "phalanx", (0, 1))
-    waits = [rank(r, record("all_reduce", 1, "a.py:9", group)) for r in (0, 1)]
-    seen = [
-        dataclasses.replace(each, recording=dataclasses.replace(each.recording, done=percent))
-        for each, percent in zip(waits, done, strict=True)
-        if each.recording is not None
-    ]
+    waits = record("all_reduce", 1, "a.py:9", Group("0", "phalanx", (0, 1)))
+    seen = [Seen(r, Recording(1, r, 2, -1, "", 1, (waits,), done=percent), "S") for r, percent in enumerate(done)]
     assert sentence(*seen) == f"ranks 0-1 are in all_reduce #1 at a.py:9: all have come, and {said}"

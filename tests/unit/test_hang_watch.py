@@ -1,0 +1,125 @@
+"""When the launcher says that ranks wait, and writes reports: with made-up ranks and a clock that the test moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.support.reports import operation
+
+from phalanx.launch.hang_watch import HangWatch
+from phalanx.launch.job.diagnosis import Diagnosis
+from phalanx.launch.job.job import Job
+from phalanx.launch.job.target import Target
+from phalanx.launch.sight import Examination, Pace
+from phalanx.launch.stopped_ranks import StoppedRanks
+from phalanx.watch.hang_report import latest_report, read_report
+from phalanx.watch.records import Group, Recording
+from phalanx.watch.verdict import Seen, judge
+
+WORLD = Group("0", "phalanx", (0, 1))
+STACK = 'Stack (most recent call first):\n  File "/job/train.py", line 7 in load\n'
+
+
+def seen(rank: int, *, waits: bool, state: str = "S") -> Seen:
+    done = operation(0, world=WORLD)
+    records = (done, replace(operation(1, world=WORLD), left_ns=0)) if waits else (done,)
+    return Seen(rank, Recording(100 + rank, rank, 2, -1, "", len(records), records), state)
+
+
+class Ranks:
+    """Rank 0 waits for rank 1, for as long as ``waited_s`` says; who has a stack gives it when it is asked."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.waited_s = self.still_s = 0.0
+        self.stacks: dict[int, str] = {}
+        self.seen = [seen(0, waits=True), seen(1, waits=False)]
+
+    def look(self) -> Pace:
+        return Pace(self.waited_s, self.still_s)
+
+    def ask(self, of: Sequence[int], skip: Sequence[int], *, whole: bool) -> Examination:
+        stacks = {rank: stack for rank, stack in self.stacks.items() if rank in of}
+        return Examination(self.seen, stacks, self.waited_s, self.still_s)
+
+    def see(self, stacks: Mapping[int, str]) -> Examination | None:
+        return None
+
+    def hear(self, message: Mapping[str, Any]) -> Examination | None:
+        return None
+
+
+class Watch:
+    """The watch over them, and what it says."""
+
+    def __init__(self, **diagnosis: Any) -> None:
+        self.ranks, self.said = Ranks(), list[str]()
+        target = Target("script", "train.py", "/job/train.py", ("train.py",))
+        job = Job(2, target, "run", "here", 2, "1", diagnosis=Diagnosis(**diagnosis))
+        self._watch = HangWatch(job, self.ranks, self.said.append, lambda: self.ranks.now)
+
+    def after(self, seconds: float, *, moves: bool = False) -> int:
+        """Let so many seconds pass; how many lines were said in them. Ranks that move are not still."""
+        before = len(self.said)
+        for _ in range(round(seconds * 4)):
+            self.ranks.now += 0.25
+            self.ranks.waited_s += 0.25
+            self.ranks.still_s = 0.0 if moves else self.ranks.still_s + 0.25
+            self._watch.look()
+        return len(self.said) - before
+
+
+def test_a_wait_is_said_ever_more_seldom_and_anew_after_it_is_over() -> None:
+    watch = Watch(warn_after_s=5.0)
+    assert [watch.after(4), watch.after(2), watch.after(13), watch.after(3)] == [0, 1, 0, 1]
+    assert watch.said[0].startswith("rank 1 is in no operation; its last was all_reduce #1"), watch.said
+    assert watch.said[0].endswith("; rank 0 waits for it in all_reduce #2 at train.py:7, for 5 s now"), watch.said
+    watch.ranks.waited_s = 0.0
+    assert [watch.after(4), watch.after(2)] == [0, 1]
+
+
+def test_nothing_is_said_if_the_user_wants_that() -> None:
+    assert Watch(warn_after_s=0.0).after(100) == 0
+
+
+def test_a_report_waits_until_no_rank_goes_on(tmp_path: Path) -> None:
+    watch = Watch(warn_after_s=1.0, report_after_s=5.0, report_dir=str(tmp_path))
+    watch.ranks.stacks = {0: STACK, 1: STACK}
+    watch.after(20, moves=True)
+    assert list(tmp_path.iterdir()) == []
+    watch.after(6)
+    assert latest_report(tmp_path) == tmp_path / "hang-1.json"
+
+
+def test_a_report_without_a_late_rank_is_written_again_with_it(tmp_path: Path) -> None:
+    watch = Watch(warn_after_s=1.0, report_after_s=2.0, report_dir=str(tmp_path))
+    watch.ranks.stacks = {0: STACK}
+    watch.after(3)
+    assert "has every rank's stack and operations (rank 1 did not answer); read it with: " in watch.said[-1]
+    watch.ranks.stacks[1] = STACK
+    watch.after(4)
+    assert "has every rank's stack and operations; read it with: " in watch.said[-1]
+    assert [path.name for path in tmp_path.glob("*.json")] == ["hang-1.json"]  # in the place of the first one
+    assert sorted(read_report(tmp_path / "hang-1.json").stacks) == [0, 1]
+    assert watch.after(8) <= 1  # the next warning, and no other report
+
+
+def test_a_stopped_rank_is_blamed_if_ranks_wait_for_it_in_two_looks() -> None:
+    """A second apart: a job that is suspended as a whole is stopped, and continued, rank by rank."""
+    now = [100.0]
+    stopped = StoppedRanks(lambda: now[0])
+
+    def looks(state: str) -> list[bool]:
+        ranks = [seen(0, waits=True), seen(1, waits=False, state=state)]
+        found = []
+        for _ in range(3):
+            if stopped.ask_for_look([1]):
+                found.append(stopped.are_to_blame(judge(ranks), ranks))
+            now[0] += 0.6
+        return found
+
+    assert looks("T") == [False, True]
+    assert looks("S") == [False, False]
