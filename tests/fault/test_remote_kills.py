@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.launch_support import comm
 from tests.support.hosts import TestHosts, why_no_hosts
 from tests.support.remote import RemoteJob, RemoteLauncher, reachable_hosts
 
@@ -22,8 +23,8 @@ pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "
 VICTIMS = ("rank", "agent", "host", "head", "link")
 PHASES = ("starting", "importing", "running", "ending")
 CASES = list(itertools.product(VICTIMS, PHASES))
-# How long the hosts may take to be clean: 2 s, and 10 s where nobody can tell them; more on a busy machine.
-CLEAN_S = 30.0
+CLEAN_S = 30.0  # in which the hosts must be clean: 10 s suffice where nobody can tell them, and the machine is idle
+AT_ONCE = 4  # jobs at a time, each on two hosts of its own: most of a case is waiting
 SCRIPT = """
     import os, subprocess, sys, time
     child = subprocess.Popen(["sleep", "600"])  # it must not outlive its rank
@@ -32,10 +33,6 @@ SCRIPT = """
         sys.exit()
     time.sleep(600)
 """
-
-
-# Jobs at a time, each on two hosts of its own: most of a case is waiting.
-AT_ONCE = 4
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +55,11 @@ def pairs(hosts: TestHosts, tmp_path: Path) -> Iterator[list[RemoteLauncher]]:
             remote.clear()
 
 
-def test_a_death_of_each_kind_in_each_phase(pairs: list[RemoteLauncher]) -> None:
-    deaths(pairs, 15)
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize("seed", range(10))
-def test_many_deaths(pairs: list[RemoteLauncher], seed: int) -> None:
-    deaths(pairs, seed)
-
-
-def deaths(pairs: list[RemoteLauncher], seed: int) -> None:
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(15, marks=pytest.mark.long), *(pytest.param(seed, marks=pytest.mark.fault) for seed in range(10))],
+)
+def test_death_of_each_kind_in_each_phase(pairs: list[RemoteLauncher], seed: int) -> None:
     """All cases in a random order, shared out to the pairs of hosts."""
     cases = random.Random(seed).sample(CASES, len(CASES))
 
@@ -84,24 +75,12 @@ def deaths(pairs: list[RemoteLauncher], seed: int) -> None:
 
 @dataclass
 class Death:
-    """One case: who dies, and when; drawn by chance, on which of the two hosts, and whether the head is on the other.
-
-    Attributes:
-        victim: what is killed.
-        phase: how far the job is then.
-        here: whether the first host is the head's own, which is never the one that dies.
-        lost: the host of the victim, 0 or 1, in the order of ranks.
-    """
+    """Who dies and when; whether the first host is the head's own; and the victim's host, 0 or 1, never that one."""
 
     victim: str
     phase: str
     here: bool
     lost: int
-
-    @classmethod
-    def drawn(cls, victim: str, phase: str, chance: random.Random) -> Death:
-        here = chance.random() < 0.4
-        return cls(victim, phase, here, 1 if here else chance.randrange(2))
 
     @property
     def rank(self) -> int:
@@ -113,7 +92,8 @@ def one_death(remote: RemoteLauncher, victim: str, phase: str, chance: random.Ra
 
     The phases: its host has a process of the job; a zygote imports torch; all ranks run; the first is about to end.
     """
-    death = Death.drawn(victim, phase, chance)
+    here = chance.random() < 0.4
+    death = Death(victim, phase, here, 1 if here else chance.randrange(2))
     first, second = (f"h{host}" for host in remote.own)
     script = remote.script(SCRIPT)
     # Without the import of torch all phases but the one named after it are short.
@@ -170,23 +150,16 @@ def kill(job: RemoteJob, remote: RemoteLauncher, death: Death) -> str:
         victims = named(remote, host, f"rank-{death.rank}")
         if not victims and phase == "importing":
             victims = named(remote, host, "phalanx-zygote")
-    killed = 0
+    killed = ""
     for pid in victims:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-            killed += 1
-    return victim if killed else ""
+            killed = victim
+    return killed
 
 
 def named(remote: RemoteLauncher, host: int, name: str) -> list[int]:
-    found = []
-    for pid in remote.hosts.processes(host):
-        try:
-            if Path(f"/proc/{pid}/comm").read_text().strip() == name:
-                found.append(pid)
-        except OSError:
-            continue
-    return found
+    return [pid for pid in remote.hosts.processes(host) if comm(pid) == name]
 
 
 def judge(job: RemoteJob, death: Death, killed: str, host: str, case: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,55 +51,43 @@ dist.all_reduce(tensor, op=dist.reduce_op.SUM)
 print('Rank {} has {}'.format(rank, tensor))
 """
 EXAMPLE = Path(__file__).parents[2] / "examples" / "text_classification.py"
-RUN = ("-m", "phalanx", "run", "--mpi", "mpiexec", "--no-prefix", "-q")
 
 
-def start(
-    mpi: MpiEnvironment, launcher: str, ranks: int, folder: Path, script: Path | str, *arguments: str
-) -> subprocess.CompletedProcess[str]:
-    """Run a script as a user would: by the MPI's own mpiexec, or by ``phalanx run --mpi``."""
-    begin = (
-        [mpi.mpiexec, "-n", str(ranks), mpi.python] if launcher == "mpiexec" else [mpi.python, *RUN, "-n", str(ranks)]
-    )
-    # Buffered, each rank's words are written at once, and mpiexec does not mix them.
-    own = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    return subprocess.run(
-        [*begin, str(script), *arguments],
-        cwd=folder,
-        env={**own, **SETTINGS, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+@pytest.fixture(params=["mpiexec", "phalanx run --mpi"])
+def run(mpi: MpiEnvironment, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., list[str]]:
+    """Run a script as a user would: by the MPI's own mpiexec, or by ``phalanx run --mpi``; the lines it printed."""
+
+    def started(ranks: int, script: Path | str, *arguments: str) -> list[str]:
+        if isinstance(script, str):
+            text, script = script, tmp_path / "run.py"
+            script.write_text(text)
+        ours = [mpi.python, "-m", "phalanx", "run", "--mpi", "mpiexec", "--no-prefix", "-q", "-n", str(ranks)]
+        begin = [mpi.mpiexec, "-n", str(ranks), mpi.python] if request.param == "mpiexec" else ours
+        # Buffered, each rank's words are written at once, and mpiexec does not mix them.
+        own = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        ended = subprocess.run(
+            [*begin, str(script), *arguments],
+            cwd=tmp_path,
+            env={**own, **SETTINGS, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout.splitlines()
+
+    return started
 
 
-def run(mpi: MpiEnvironment, launcher: str, ranks: int, folder: Path, text: str) -> list[str]:
-    script = folder / "run.py"
-    script.write_text(text)
-    ended = start(mpi, launcher, ranks, folder, script)
-    assert ended.returncode == 0, ended.stderr
-    return sorted(ended.stdout.splitlines())
+def test_tutorials_send_and_reduce(run: Callable[..., list[str]]) -> None:
+    assert sorted(run(2, SEND)) == [f"Rank  {rank}  has data  tensor([ 1., -1.])" for rank in (0, 1)]
+    assert sorted(run(3, REDUCE)) == [f"Rank {rank} has tensor([0.])" for rank in range(3)]
 
 
-@pytest.mark.parametrize("launcher", ["mpiexec", "phalanx run --mpi"])
-def test_send_and_receive(mpi: MpiEnvironment, launcher: str, tmp_path: Path) -> None:
-    lines = run(mpi, launcher, 2, tmp_path, SEND)
-    assert lines == [f"Rank  {rank}  has data  tensor([ 1., -1.])" for rank in (0, 1)]
-
-
-@pytest.mark.parametrize("launcher", ["mpiexec", "phalanx run --mpi"])
-def test_all_reduce_with_the_older_name_of_the_sum(mpi: MpiEnvironment, launcher: str, tmp_path: Path) -> None:
-    lines = run(mpi, launcher, 3, tmp_path, REDUCE)
-    assert lines == [f"Rank {rank} has tensor([0.])" for rank in range(3)]
-
-
-@pytest.mark.parametrize("launcher", ["mpiexec", "phalanx run --mpi"])
-def test_the_example_trains(mpi: MpiEnvironment, launcher: str, tmp_path: Path) -> None:
+def test_the_example_trains(run: Callable[..., list[str]]) -> None:
     pytest.importorskip("snownlp")
     options = ("--backend", "mpi", "--epochs", "1", "--limit", "512", "--batch-size", "64")
-    ended = start(mpi, launcher, 2, tmp_path, EXAMPLE, *options)
-    assert ended.returncode == 0, ended.stderr
-    results = json.loads(ended.stdout.splitlines()[-1])
+    results = json.loads(run(2, EXAMPLE, *options)[-1])
     assert (results["ranks"], results["backend"], results["held_out"]) == (2, "mpi", 512)

@@ -252,6 +252,15 @@ class TestHosts:
             [*self.entry(host), *command], env={**os.environ, "PATH": _path(), **environment}, **streams
         )
 
+    @contextlib.contextmanager
+    def mounted(self, host: int, what: Path, where: str) -> Iterator[None]:
+        """While a host finds one file or folder in the place of another."""
+        assert self.start(host, ["mount", "--bind", str(what), where], {}).wait() == 0
+        try:
+            yield
+        finally:
+            assert self.start(host, ["umount", where], {}).wait() == 0
+
     def entry(self, host: int) -> list[str]:
         """What to put before a command so that it runs on a host, in this directory."""
         return ["nsenter", "-t", str(self._inside[host]), "-m", "-u", "-n", "-p", f"--wd={os.getcwd()}", "--"]

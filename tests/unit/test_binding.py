@@ -44,13 +44,14 @@ def test_too_few_cores_is_an_error_with_both_remedies() -> None:
         bind_ranks("core", 9, TWO_SOCKETS)
     with pytest.raises(LaunchError, match=r"may use 2 "):
         bind_ranks("core", 3, TWO_SOCKETS, most=2)
+    target, hydra = Target("script", "t", "/t", ("t",)), MpiLauncher("mpich", "MPICH", "/opt/mpiexec")
+    with pytest.raises(LaunchError, match="--mpi 'mpiexec -bind-to core' for MPICH"):  # it binds itself
+        make_job(2, target, mpi=hydra, bind="core", environment={})
 
 
-@pytest.mark.parametrize(
-    ("text", "numbers"), [("0-3,8\n", [0, 1, 2, 3, 8]), ("5", [5]), ("", []), ("0,2-2", [0, 2]), ("\n", [])]
-)
-def test_lists_of_the_kernel(text: str, numbers: list[int]) -> None:
-    assert parse_cpu_list(text) == numbers
+def test_lists_of_the_kernel() -> None:
+    lists = {"0-3,8\n": [0, 1, 2, 3, 8], "5": [5], "": [], "0,2-2": [0, 2], "\n": []}
+    assert {text: parse_cpu_list(text) for text in lists} == lists
 
 
 def test_the_machine_is_read_from_the_kernel(tmp_path: Path) -> None:
@@ -90,9 +91,3 @@ def test_threads_are_a_ranks_share_of_the_cores_it_is_bound_to(monkeypatch: pyte
     assert table(3, "core") == [(2, 2), (2, 2), (4, 2)]
     assert table(16, "numa") == [(4, 1)] * 16
     assert table(2, "core", OMP_NUM_THREADS="3") == [(4, 3)] * 2
-
-
-def test_an_mpi_launcher_binds_itself() -> None:
-    target, hydra = Target("script", "t", "/t", ("t",)), MpiLauncher("mpich", "MPICH", "/opt/mpiexec")
-    with pytest.raises(LaunchError, match="--mpi 'mpiexec -bind-to core' for MPICH"):
-        make_job(2, target, mpi=hydra, bind="core", environment={})

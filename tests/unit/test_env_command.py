@@ -35,38 +35,17 @@ def test_json_has_every_fact_and_null_where_only_the_joined_world_can_tell() -> 
     assert list(shown) == FIELDS
     assert (shown["launcher"], shown["rank"], shown["world_size"]) == ("mpich", 1, 4)
     assert (shown["local_rank"], shown["local_world_size"]) == (0, 2)
-    assert shown["node_rank"] is None
-    assert shown["num_nodes"] is None
-
-
-def test_the_text_names_the_variable_behind_each_fact() -> None:
+    assert shown["node_rank"] is shown["num_nodes"] is None
     text = phalanx_env(**HYDRA).stdout
     for words in ("mpich", "PMI_RANK=1, PMI_SIZE=4", "MPI_LOCALRANKID=0, MPI_LOCALNRANKS=2", "once the ranks have met"):
         assert words in text
-
-
-def test_an_environment_that_describes_no_process_exits_2_with_one_line() -> None:
-    done = phalanx_env("--json", RANK="3")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert "RANK=3" in done.stderr
-    assert "WORLD_SIZE is not set" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-def test_the_older_argument_can_be_given() -> None:
-    shown = json.loads(phalanx_env("--json", "--local-rank=1", RANK="1", WORLD_SIZE="2").stdout)
-    assert (shown["launcher"], shown["local_rank"]) == ("env", 1)
-    shown = json.loads(phalanx_env("--json", "--local_rank", "-1").stdout)
-    assert (shown["launcher"], [shown[name] for name in FIELDS[1:7]]) == ("none", [0, 1, 0, 1, 0, 1])
-
-
-def test_where_only_mpi_knows_the_world_size_it_says_so() -> None:
     done = phalanx_env("--json", PMI_PORT="node1:4711", PMI_ID="1", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="2")
-    assert done.returncode == 0
-    shown = json.loads(done.stdout)
-    assert (shown["launcher"], shown["rank"], shown["world_size"]) == ("mpich", 1, None)
+    shown = json.loads(done.stdout)  # where only MPI knows the world size it says so
+    assert (done.returncode, shown["launcher"], shown["rank"], shown["world_size"]) == (0, "mpich", 1, None)
     assert "start it without -pmi-port" in done.stderr
+    done = phalanx_env("--json", RANK="3")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "WORLD_SIZE is not set" in done.stderr
 
 
 def test_the_help_names_every_launcher() -> None:

@@ -15,7 +15,7 @@ from phalanx.launch.job.mpi_launcher import MpiLauncher
 from phalanx.launch.job.target import Target
 from phalanx.system import interfaces
 from phalanx.system.host import machine_name
-from phalanx.system.interfaces import is_other_host, listening_address, outward_address, outward_addresses
+from phalanx.system.interfaces import listening_address, outward_address, outward_addresses
 
 PACKAGE = Path(__file__).parents[2] / "src" / "phalanx"
 TARGET = Target("program", "true", "/bin/true", ("true",))
@@ -56,12 +56,6 @@ def test_others_reach_this_host_by_the_chosen_interface() -> None:
     assert [*map(listening_address, lists)] == ["fd00::3", "::", "0.0.0.0"]
     with pytest.raises(InitializationError, match="has no address on it"):
         outward_address([], {"PHALANX_INTERFACE": "down0"})
-
-
-@pytest.mark.usefixtures("two_networks")
-def test_another_host_is_one_that_packets_leave_for() -> None:
-    assert is_other_host("other")
-    assert not any(map(is_other_host, ("alias", machine_name(), "127.0.0.1", "no-such-name")))
 
 
 @pytest.mark.usefixtures("two_networks")

@@ -22,19 +22,13 @@ def report(
     return Report(name, text, f"Traceback\n{name}: {text}\n", False, time, 1, consequence=consequence)
 
 
-def test_the_earliest_report_is_the_cause_whatever_ended_first() -> None:
+def test_cause_is_the_earliest_report_but_for_complaints_about_others() -> None:
     first = Failure(2, 12, 1, 5.0, report(time=5.0))
     later = Failure(0, 10, 1, 5.2, report("builtins.ConnectionError", time=5.2))
-    assert find_cause([later, first]) is first
-
-
-def test_a_killed_rank_precedes_the_complaint_about_it() -> None:
+    assert find_cause([later, first]) is first  # whatever ended first
     killed = Failure(1, 11, -9, 5.010)
     complaint = Failure(0, 10, 1, 5.005, report("builtins.RuntimeError", time=5.005))
     assert find_cause([complaint, killed]) is killed
-
-
-def test_a_lost_peer_is_never_the_cause_if_there_is_another() -> None:
     lost = Failure(0, 10, 1, 5.0, report("phalanx.errors.PeerLost", consequence=True))
     exited = Failure(1, 11, 3, 5.5)
     assert find_cause([lost, exited]) is exited
@@ -56,7 +50,7 @@ def test_script_that_exited_is_recognised_by_its_field() -> None:
     assert "rank 1 then failed: 3 of 4" in block
 
 
-@pytest.mark.parametrize("count", [4, 5, 64])
+@pytest.mark.parametrize("count", [4, 64])
 def test_a_block_on_many_different_calls_is_not_longer_than_a_user_reads(count: int) -> None:
     """Each rank has called something else, and each fails with words of its own."""
     calls = {rank: f"all_reduce(float32[{rank + 4}], sum) at train.py:7" for rank in range(count)}

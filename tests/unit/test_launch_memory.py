@@ -38,28 +38,17 @@ def test_each_mode_sets_the_variables_that_torch_and_glibc_read() -> None:
     # All four ranks together keep at most a quarter of the 1,600 MiB that are left.
     assert chosen("keep") == HUGE | {memory.MMAP_MAX: "0", memory.TRIM_THRESHOLD: str(100 * MIB)}
     assert chosen("return") == {}
+    # An allocator that the user has set up is left alone.
+    for name, value in (("MALLOC_TOP_PAD_", "4096"), (memory.HUGE, "0"), ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")):
+        assert chosen("huge", **{name: value}) == chosen("keep", **{name: value}) == {}
 
 
-def test_a_kernel_without_huge_pages_is_not_asked_for_them(offered: Path) -> None:
+def test_kernel_without_huge_pages_is_not_asked_for_them(offered: Path) -> None:
     offered.write_text("always madvise [never]\n")
     assert chosen("huge") == {}
     assert memory.HUGE not in chosen("keep")
     offered.unlink()
     assert chosen("huge") == {}
-
-
-@pytest.mark.usefixtures("offered")
-@pytest.mark.parametrize(
-    "own",
-    [
-        {memory.HUGE: "0"},
-        {memory.MMAP_MAX: "1000"},
-        {"MALLOC_TOP_PAD_": "4096"},
-        {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
-    ],
-)
-def test_an_allocator_that_the_user_has_set_up_is_left_alone(own: dict[str, str]) -> None:
-    assert chosen("huge", **own) == chosen("keep", **own) == {}
 
 
 def test_ranks_on_an_accelerator_and_other_programs_get_none_of_them() -> None:
@@ -84,6 +73,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.long
 def test_freed_tensor_stays_in_the_rank_only_if_that_was_asked_for(launcher: Launcher) -> None:
     script = launcher.script(PROGRAM)
     modes = ("keep", "huge", "return")

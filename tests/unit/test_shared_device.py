@@ -13,9 +13,3 @@ def test_each_shared_device_of_a_host_is_said_once() -> None:
     assert [bool(text) for text in said] == [False, False, True, True, False, False]
     assert said[2].startswith("warning: ranks 1, 3 compute on the same device (cuda 1)")
     assert said[3].startswith("warning: ranks 0, 2 compute on the same device (cuda 0)")
-
-
-def test_ranks_on_different_devices_or_hosts_or_the_cpu_are_not_warned_of() -> None:
-    for places in ([("h1", "cuda 0"), ("h1", "cuda 1"), ("h2", "cuda 0")], [("h1", ""), ("h1", "")]):
-        store = HashStore()
-        assert not any(shared_device(store, rank, len(places), *place) for rank, place in enumerate(places))

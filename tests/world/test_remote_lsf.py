@@ -16,9 +16,11 @@ from pathlib import Path
 
 import pytest
 from tests.support.hosts import TestHosts, why_no_hosts
-from tests.support.remote import RemoteLauncher, reachable_hosts
+from tests.support.remote import RemoteLauncher, hosts, launching
 
-pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
+__all__ = ["hosts"]  # fixture
+
+pytestmark = [pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts"), pytest.mark.long]
 
 BLAUNCH = """\
 #!/bin/sh
@@ -31,12 +33,6 @@ esac
 """
 
 
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHosts]:
-    with reachable_hosts(2, tmp_path_factory.mktemp("hosts")) as made:
-        yield made
-
-
 @pytest.fixture
 def remote(hosts: TestHosts, tmp_path: Path) -> Iterator[RemoteLauncher]:
     launcher = RemoteLauncher(hosts, tmp_path)
@@ -45,11 +41,8 @@ def remote(hosts: TestHosts, tmp_path: Path) -> Iterator[RemoteLauncher]:
     blaunch.write_text(BLAUNCH.format(starter=launcher.starter[0].partition("=")[2]))
     blaunch.chmod(0o755)
     launcher.starter = []
-    try:
+    with launching(launcher):
         yield launcher
-        launcher.check()
-    finally:
-        launcher.clear()
 
 
 def job_of(remote: RemoteLauncher, hosts: str) -> dict[str, str]:

@@ -10,10 +10,10 @@ from textwrap import dedent
 
 import pytest
 from tests.support.hosts import TestHosts, running_hosts, why_no_hosts
-from tests.support.slurm import slurm_on, why_no_slurm
+from tests.support.slurm import running_slurm, why_no_slurm
 
 WHY_NOT = why_no_hosts() or why_no_slurm()
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there is Slurm")
+pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there is Slurm"), pytest.mark.long]
 SCRIPT = """
     import os, socket, sys, torch, phalanx
     world = phalanx.init()
@@ -27,7 +27,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestHost
     folder = tmp_path_factory.mktemp("slurm")
     with (
         running_hosts(2, tmp_path_factory.mktemp("hosts"), zygotes=False) as hosts,
-        slurm_on(hosts, folder) as environment,
+        running_slurm(folder, hosts) as environment,
     ):
         yield hosts, environment
 

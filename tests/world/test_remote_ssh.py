@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from tests.support.hosts import TestHosts, why_no_hosts
-from tests.support.remote import RemoteLauncher, reachable_hosts
+from tests.support.remote import RemoteLauncher, launching, reachable_hosts
 from tests.support.sshd import client, running_sshd, why_no_sshd
 
 WHY_NOT = why_no_hosts() or why_no_sshd()
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there are hosts")
+pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there are hosts"), pytest.mark.long]
 
 PLAIN = ("--no-preload", "-q")
 HELLO = "import os, socket; print(os.environ['RANK'], socket.gethostname(), os.getcwd())"
@@ -33,11 +33,8 @@ def remote(servers: tuple[TestHosts, Path], tmp_path: Path) -> Iterator[RemoteLa
     launcher = RemoteLauncher(servers[0], tmp_path)
     launcher.starter = []
     launcher.files = {"/etc/ssh/ssh_config": client(servers[1])}
-    try:
+    with launching(launcher):
         yield launcher
-        launcher.check()
-    finally:
-        launcher.clear()
 
 
 def test_ranks_are_started_by_ssh(remote: RemoteLauncher) -> None:
@@ -89,43 +86,35 @@ def test_a_login_that_asks_something(
     assert "ssh -o BatchMode=yes h1 true" in job.err
 
 
-def test_a_host_of_two_names(remote: RemoteLauncher, servers: tuple[TestHosts, Path], tmp_path: Path) -> None:
-    names = tmp_path / "names"
-    names.write_text(f"127.0.0.1 localhost\n{servers[0].address(1)} h1\n{servers[0].address(1)} other\n")
-    remote.files["/etc/hosts"] = names
-    job = remote.run(*PLAIN, "-H", "h1,other", remote.script(HELLO))
-    assert job.process.returncode == 1
-    assert job.err == (
-        "phalanx: h1 and other are one host, which calls itself h1; list it once, with the number of its ranks\n"
-    ), job.said()
-
-
-def test_a_name_that_means_loopback(remote: RemoteLauncher, servers: tuple[TestHosts, Path], tmp_path: Path) -> None:
-    names = tmp_path / "names"
-    names.write_text(f"127.0.0.1 localhost\n{servers[0].address(0)} h0\n127.0.1.1 h1\n")
-    remote.files["/etc/hosts"] = names
-    job = remote.run(*PLAIN, "-H", "h0,h1", remote.script(HELLO))
-    assert job.process.returncode == 2
-    assert job.err.startswith("phalanx: h1 resolves to 127.0.1.1, which is this host's loopback and not h1"), job.said()
-
-
-def hide(hosts: TestHosts, host: int, path: str, by: Path) -> None:
-    assert hosts.start(host, ["mount", "--bind", str(by), path], {}).wait() == 0
-
-
-def show(hosts: TestHosts, host: int, path: str) -> None:
-    assert hosts.start(host, ["umount", path], {}).wait() == 0
+@pytest.mark.parametrize(
+    ("names", "listed", "code", "said"),
+    [
+        (
+            "{h1} h1\n{h1} other\n",
+            "h1,other",
+            1,
+            "h1 and other are one host, which calls itself h1; list it once",
+        ),
+        ("{h0} h0\n127.0.1.1 h1\n", "h0,h1", 2, "h1 resolves to 127.0.1.1, which is this host's loopback and not h1"),
+    ],
+)
+def test_names_that_mean_one_host_or_loopback(
+    remote: RemoteLauncher, servers: tuple[TestHosts, Path], names: str, listed: str, code: int, said: str
+) -> None:
+    addresses = {f"h{host}": servers[0].address(host) for host in (0, 1)}
+    remote.files["/etc/hosts"] = remote.folder / "names"
+    remote.files["/etc/hosts"].write_text("127.0.0.1 localhost\n" + names.format(**addresses))
+    job = remote.run(*PLAIN, "-H", listed, remote.script(HELLO))
+    assert job.process.returncode == code
+    assert job.err.startswith(f"phalanx: {said}"), job.said()
 
 
 def test_no_python_there(remote: RemoteLauncher, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     folder = os.path.dirname(sys.executable)
-    hide(remote.hosts, 1, folder, empty)
-    try:
+    with remote.hosts.mounted(1, empty, folder):
         job = remote.run(*PLAIN, "-H", "h0,h1", remote.script(HELLO))
-    finally:
-        show(remote.hosts, 1, folder)
     assert (job.process.returncode, job.out, len(job.err.splitlines())) == (1, "", 1), job.said()
     assert f"phalanx: h1: {sys.executable} cannot be run there" in job.err, job.said()
 
@@ -137,17 +126,13 @@ def test_another_torch_there(remote: RemoteLauncher, tmp_path: Path) -> None:
     own.mkdir()
     text = (record / "METADATA").read_text().replace(f"\nVersion: {version}\n", "\nVersion: 2.9.0\n")
     (own / "METADATA").write_text(text)
-    hide(remote.hosts, 1, str(record), own)
-    try:
+    with remote.hosts.mounted(1, own, str(record)):
         job = remote.run(*PLAIN, "-H", "h0,h1", remote.script(HELLO))
-    finally:
-        show(remote.hosts, 1, str(record))
     assert job.err == (f"phalanx: torch is {version} on h0; 2.9.0 on h1; install the same version on all hosts\n"), (
         job.said()
     )
 
 
-@pytest.mark.long
 def test_a_host_that_is_switched_off(remote: RemoteLauncher) -> None:
     remote.hosts.cut(1)
     job = remote.run(*PLAIN, "-H", "h0,h1", remote.script(HELLO))

@@ -9,16 +9,13 @@ from pathlib import Path
 
 import pytest
 from tests.support.hosts import TestHosts, why_no_hosts
-from tests.support.remote import RemoteLauncher, reachable_hosts
+from tests.support.remote import RemoteLauncher, launching, reachable_hosts
 from tests.support.sshd import client, running_sshd, why_no_sshd
 
 from phalanx.launch.remote.tree import FAN
 
 WHY_NOT = why_no_hosts() or why_no_sshd()
-pytestmark = [
-    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there are hosts"),
-    pytest.mark.long,
-]
+pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there are hosts"), pytest.mark.long]
 
 HOSTS = ",".join(f"h{host}" for host in range(FAN + 3))
 SCRIPT = """
@@ -44,11 +41,8 @@ def remote(servers: tuple[TestHosts, Path], tmp_path: Path) -> Iterator[RemoteLa
     launcher = RemoteLauncher(servers[0], tmp_path)
     launcher.starter = []
     launcher.files = {"/etc/ssh/ssh_config": client(servers[1])}
-    try:
+    with launching(launcher):
         yield launcher
-        launcher.check()
-    finally:
-        launcher.clear()
 
 
 def test_agents_start_others_and_the_head_those_that_they_cannot(remote: RemoteLauncher) -> None:
@@ -83,10 +77,6 @@ def test_nothing_is_left_on_any_host(remote: RemoteLauncher, who: str) -> None:
         job.process.send_signal(signal.SIGKILL)
         assert job.finish() == -signal.SIGKILL
         return
-    agents = [
-        pid for pid in remote.hosts.processes(0) if Path(f"/proc/{pid}/comm").read_text().strip() == "phalanx-agent"
-    ]
-    (agent,) = agents
-    os.kill(agent, signal.SIGKILL)
+    os.kill(remote.wait_for_process(0, "phalanx-agent"), signal.SIGKILL)
     assert job.finish() == 1
     assert "rank 0 of 19 failed: host h0 is lost" in job.err, job.said()

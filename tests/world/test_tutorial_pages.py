@@ -22,8 +22,9 @@ def test_the_page_has_a_command_for_every_program() -> None:
         assert program in shlex.split(command)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("command", "expected"), COMMANDS, ids=[command for command, _ in COMMANDS])
-def test_a_command_of_the_page_prints_what_the_page_says(command: str, expected: str, tmp_path: Path) -> None:
+def test_command_of_the_page_prints_what_the_page_says(command: str, expected: str, tmp_path: Path) -> None:
     for name, text in PROGRAMS.items():
         (tmp_path / name).write_text(text)
     ended = subprocess.run(

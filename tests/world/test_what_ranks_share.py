@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.launch_support import Launcher, launcher
 from tests.support.remote import RemoteLauncher, hosts, remote
 
@@ -80,45 +81,64 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_draw_numbers_of_their_own_and_agree_in_the_rest(
-    launcher: Launcher, remote: RemoteLauncher, tmp_path: Path
-) -> None:
-    script = launcher.script(PROBE)
+VARIABLES = {"TZ": "Asia/Tokyo", "OMP_NUM_THREADS": "1"}
+SET = [word for name, value in VARIABLES.items() for word in ("-x", f"{name}={value}")]
 
-    def found(way: str) -> list[list[dict[str, Any]]]:
-        return [json.loads(path.read_text()) for path in sorted((tmp_path / way).iterdir())]
 
-    def folder(way: str) -> str:
-        (tmp_path / way).mkdir()
-        return str(tmp_path / way)
+def found(folder: Path) -> list[list[dict[str, Any]]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.iterdir())]
 
-    variables = {"TZ": "Asia/Tokyo", "OMP_NUM_THREADS": "1"}
-    for way, command in {
-        "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "3", script, folder("torchrun")],
-        "launch": [script, folder("launch"), "launch"],
-    }.items():
-        environment = {**os.environ, **variables}
-        done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, f"{way}: {done.stderr}"
-    set_for_ranks = [word for name, value in variables.items() for word in ("-x", f"{name}={value}")]
-    for way, options, last in (
-        ("run", [], []),
-        ("no preload", ["--no-preload"], []),
-        ("restart", ["--restarts", "1"], ["fail once"]),
-    ):
-        outcome = launcher.run("-n", "3", *set_for_ranks, *options, script, folder(way), *last)
-        assert outcome.code == 0, f"{way}: {outcome.err_text}"
-    job = remote.run("-H", "h0:2,h1:1", script, folder("hosts"), environment=variables)
-    assert job.process.returncode == 0, job.said()
 
-    ways = ("torchrun", "launch", "run", "no preload", "restart", "hosts")
-    ranks = {way: found(way) for way in ways}
-    assert {way: len(seen) for way, seen in ranks.items()} == dict.fromkeys(ways, 3) | {"restart": 6}
+def compare(ranks: dict[str, list[list[dict[str, Any]]]]) -> None:
+    """What is a rank's own differs from that of every other; the rest is the same for all."""
     everywhere = [(way, own) for way, seen in ranks.items() for own, _ in seen]
     for name in everywhere[0][1]:
         values = [(way, json.dumps(own[name])) for way, own in everywhere]
         assert len({value for _, value in values}) == len(values), f"{name} is not each rank's own: {values}"
-    expected = ranks["torchrun"][0][1]
+    (_, expected), *_ = next(iter(ranks.values()))
     for way, seen in ranks.items():
         for rank, (_, common) in enumerate(seen):
             assert common == expected, f"rank {rank} of {way}"
+
+
+def run(launcher: Launcher, folder: Path, *options: str, last: str = "") -> list[list[dict[str, Any]]]:
+    folder.mkdir()
+    arguments = [launcher.script(PROBE), str(folder), *([last] if last else [])]
+    outcome = launcher.run("-n", "3", *SET, *options, *arguments)
+    assert outcome.code == 0, outcome.err_text
+    return found(folder)
+
+
+def test_ranks_draw_numbers_of_their_own_also_after_a_restart(launcher: Launcher, tmp_path: Path) -> None:
+    seen = run(launcher, tmp_path / "run", "--restarts", "1", last="fail once")
+    assert len(seen) == 6
+    compare({"restart": seen})
+    assert seen[0][1]["time zone"] == "JST"
+    assert seen[0][1]["temporary folder"]
+    assert seen[0][1]["main"]
+    assert seen[0][1]["world.seed"]
+
+
+@pytest.mark.long
+def test_ranks_agree_in_the_rest_however_they_were_started(
+    launcher: Launcher, remote: RemoteLauncher, tmp_path: Path
+) -> None:
+    script = launcher.script(PROBE)
+    ranks = {}
+    for way, command, last in (
+        ("torchrun", ["-m", "torch.distributed.run", "--nproc-per-node", "3"], []),
+        ("launch", [], ["launch"]),
+    ):
+        (tmp_path / way).mkdir()
+        words = [sys.executable, *command, script, str(tmp_path / way), *last]
+        done = subprocess.run(words, env={**os.environ, **VARIABLES}, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, f"{way}: {done.stderr}"
+        ranks[way] = found(tmp_path / way)
+    ranks["run"] = run(launcher, tmp_path / "run")
+    ranks["no preload"] = run(launcher, tmp_path / "no-preload", "--no-preload")
+    (tmp_path / "hosts").mkdir()
+    job = remote.run("-H", "h0:2,h1:1", script, str(tmp_path / "hosts"), environment=VARIABLES)
+    assert job.process.returncode == 0, job.said()
+    ranks["hosts"] = found(tmp_path / "hosts")
+    assert {way: len(seen) for way, seen in ranks.items()} == dict.fromkeys(ranks, 3)
+    compare(ranks)
