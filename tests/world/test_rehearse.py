@@ -87,16 +87,12 @@ def test_table_bound_cores_and_local_ranks_of_a_rehearsal(launcher: Launcher) ->
     failing = launcher.script("import os, sys; sys.exit(3 if os.environ['RANK'] == '4' else 0)", "failing.py")
     affinity = launcher.script(AFFINITY, "affinity.py")
     older = launcher.script(OLDER_SCRIPT, "older.py")
-    grep = ["sh", "-c", "grep Cpus_allowed_list /proc/$$/status"]
-    outcome, failed, dry, bound, free, program, passed, unpassed = launcher.run_all(
+    outcome, failed, dry, bound, passed = launcher.run_all(
         ["--no-preload", "--rehearse", "6x3", passing],
-        ["--no-preload", "-q", "--rehearse", "2x3", failing],
+        ["-q", "--no-preload", "--rehearse", "2x3", failing],
         ["--rehearse", "1,2", "--placement", "cyclic", "--dry-run", "--json", passing],
         [*plain, "-n", str(min(2, len(mine))), "--bind", "core", affinity],
-        [*plain, "-n", "3", affinity],
-        [*plain, "-n", "1", "--bind", "numa", *grep],  # a program that is not Python is bound too
         [*plain, "--rehearse", "2x2", "--pass-local-rank", older, "--lr", "0.5", "x", "--y"],
-        [*plain, "-n", "2", older, "--lr", "0.5"],
     )
     title, _, *lines = outcome.err_text.splitlines()
     assert "18 ranks of" in title
@@ -115,10 +111,7 @@ def test_table_bound_cores_and_local_ranks_of_a_rehearsal(launcher: Launcher) ->
     shares = [{int(cpu) for cpu in line.split()[1:-1]} for line in bound.out_lines]
     assert set.union(*shares) == mine
     assert sum(map(len, shares)) == len(mine)
-    assert [[int(cpu) for cpu in line.split()[1:-1]] for line in free.out_lines] == [sorted(mine)] * 3
-    assert program.out.startswith(b"Cpus_allowed_list")
     assert sorted(passed.out_lines) == [f"{rank} {rank % 2} 0.5 ['x', '--y']" for rank in range(4)]
-    assert sorted(unpassed.out_lines) == ["0 -1 0.5 []", "1 -1 0.5 []"]
 
 
 def test_device_is_chosen_on_the_command_line_unless_the_script_does(launcher: Launcher) -> None:
