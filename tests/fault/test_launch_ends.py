@@ -97,19 +97,13 @@ def test_cause_is_told_from_consequences(launcher: Launcher) -> None:
     # Rank 1 fails first but takes its time to end; rank 0 notices, fails too and is gone first.
     first = launcher.script(
         """
-        import atexit, os, socket, time
-        rank = int(os.environ['RANK'])
-        path = os.path.join(os.path.dirname(__file__), 'meet')
-        if rank == 1:
-            server = socket.socket(socket.AF_UNIX); server.bind(path); server.listen()
-            peer, _ = server.accept()
-            atexit.register(lambda: (peer.close(), time.sleep(1)))
+        import atexit, os, time
+        failing = os.path.join(os.path.dirname(__file__), 'failing')
+        if os.environ['RANK'] == '1':
+            atexit.register(lambda: (open(failing, 'w').close(), time.sleep(1)))
             raise ValueError('the cause')
-        while True:
-            try:
-                client = socket.socket(socket.AF_UNIX); client.connect(path); break
-            except OSError: pass
-        client.recv(1)
+        while not os.path.exists(failing):
+            time.sleep(0.01)
         raise ConnectionResetError('lost rank 1')
         """,
         "first.py",

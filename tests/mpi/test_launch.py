@@ -256,35 +256,6 @@ def test_ranks_are_watched_signalled_and_stopped_like_others(launcher: Launcher)
     assert "  rank 1: script.py:9 " in outcome.err_text
 
 
-# MPICH and Intel MPI set a handler for SIGUSR1 when MPI starts, which calls only one that was there before.
-@pytest.mark.parametrize(("signum", "mpi_starts"), [(signal.SIGUSR1, "after"), (signal.SIGUSR2, "before")])
-def test_signal_waits_for_the_handler_of_a_rank_that_uses_mpi(
-    launcher: Launcher, tmp_path: Path, signum: int, mpi_starts: str
-) -> None:
-    sent = tmp_path / "sent"
-    script = launcher.script(f"""
-        import os, signal, time
-        got = []
-        if {mpi_starts!r} == "before":
-            from mpi4py import MPI
-        print('no handler yet', flush=True)
-        while not os.path.exists({str(sent)!r}):
-            time.sleep(0.01)
-        time.sleep(0.5)  # a signal that is passed on at once comes now, and ends it
-        signal.signal({int(signum)}, lambda *_: got.append(1))
-        from mpi4py import MPI
-        while not got:
-            time.sleep(0.01)
-        MPI.COMM_WORLD.Barrier()
-    """)
-    job = launcher.start("-n", "2", "-q", script)
-    job.read_lines(2)
-    job.process.send_signal(signum)
-    sent.touch()
-    outcome = job.finish()
-    assert outcome.code == 0, outcome.err_text
-
-
 def test_ranks_are_started_again_after_a_failure(launcher: Launcher, mpi: MpiEnvironment) -> None:
     script = launcher.script("""
         import os, sys

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from phalanx.bench import plot
 from phalanx.bench.noise import Noise, probe_spread, reasons
 from phalanx.bench.report import format_noise, format_report
 from phalanx.bench.samples import Summary, ratio
@@ -94,14 +93,6 @@ def test_a_noisy_row_is_marked_and_the_report_says_why() -> None:
     assert "other programs took 40% of the CPU time" in format_noise(results)
 
 
-def test_a_wrong_result_and_another_transport_are_reported() -> None:
-    row = make_row(samples_us={"phalanx": [2.0]}, left_out={"gloo": "wrong result: rank 1, element 0"}, wrong=["gloo"])
-    text = format_report(make_results(row, transport="HostsCommunicator", shared_memory=False))
-    assert cells(text)[-2:] == ["wrong", ""]
-    assert "wrong result: rank 1" in text
-    assert "phalanx did not use shared memory here but HostsCommunicator" in text
-
-
 def test_between_hosts_a_row_has_the_bound_of_the_wire_and_what_crossed_it() -> None:
     hosts = {"hosts": [["h0", 2], ["h1", 1]], "link_bytes_per_s": 125e6, "engine": "shared memory and Gloo"}
     crossed = {
@@ -121,15 +112,6 @@ def test_between_hosts_a_row_has_the_bound_of_the_wire_and_what_crossed_it() -> 
     assert cells(text, "barrier")[5:7] == ["", ""]
     assert "- phalanx went over shared memory and Gloo" in text
     assert "wire: what the busiest link between hosts must carry" in text
-
-
-def test_a_plot_has_a_panel_for_each_operation_and_a_curve_for_each_backend() -> None:
-    results = make_results(make_row(nbytes=4), make_row(), make_row(operation="barrier", used_nbytes=0))
-    panels = plot.series(results)
-    assert list(panels) == ["all_reduce, float32"]
-    curves = panels["all_reduce, float32"]
-    assert set(curves) == {("phalanx", 2, ""), ("gloo", 2, ""), ("memcpy", 2, "")}
-    assert [size for size, _ in curves["gloo", 2, ""]] == [4, 1 << 20]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
+from phalanx.c10d.shared_device import shared_device
 from phalanx.errors import DeviceError
 from phalanx.topology import device as devices
 from phalanx.topology.device import Accelerator, choose_device, shared_devices
@@ -90,3 +92,11 @@ def test_the_hint_is_for_one_process_on_many_devices() -> None:
     assert not devices.hint_for_one_process("none", torch.device("cpu"), FOUR)
     assert not devices.hint_for_one_process("none", torch.device("cuda", 0), Accelerator("cuda", 1))
     assert not devices.hint_for_one_process("slurm", torch.device("cuda", 0), FOUR)
+
+
+def test_each_shared_device_of_a_host_is_said_once() -> None:
+    store = HashStore()
+    said = [shared_device(store, rank, 6, "h1", f"cuda {rank % 2}") for rank in (0, 1, 3, 2, 4, 5)]
+    assert [bool(text) for text in said] == [False, False, True, True, False, False]
+    assert said[2].startswith("warning: ranks 1, 3 compute on the same device (cuda 1)")
+    assert said[3].startswith("warning: ranks 0, 2 compute on the same device (cuda 0)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from phalanx.launch.job.reach import is_here
 from phalanx.launch.remote.agreement import find_differences
 from phalanx.launch.remote.environment import carried_variables
 from phalanx.launch.remote.starter import command_for
+from phalanx.launch.remote.tree import FAN, starting_host
 from phalanx.system import interfaces
 from phalanx.system.host import machine_name
 
@@ -74,6 +76,14 @@ def test_differences_are_named_with_their_hosts() -> None:
     assert find_differences(["a", "a.ib"], [first, first]) == [
         "a and a.ib are one host, which calls itself a; list it once, with the number of its ranks"
     ]
+
+
+def test_hosts_are_started_by_the_head_or_by_one_that_comes_before() -> None:
+    assert [starting_host(number) for number in range(FAN)] == [None] * FAN
+    parents = [starting_host(number) for number in range(FAN, FAN + FAN * FAN)]
+    assert all(parent is not None and parent < FAN for parent in parents)
+    assert set(Counter(parents).values()) == {FAN}  # each level is shared out evenly over the one before
+    assert starting_host(5000) not in (None, *range(FAN))
 
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[01-02],m", "SLURM_TASKS_PER_NODE": "4(x2),3"}

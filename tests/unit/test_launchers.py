@@ -16,11 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.errors import LauncherEnvironmentError
+from phalanx.errors import InitializationError, LauncherEnvironmentError
+from phalanx.place.arguments import place_with
 from phalanx.place.environment import Reading, read_environment
 from phalanx.place.launcher import Kind
 from phalanx.place.launchers import LAUNCHERS
 from phalanx.place.listing import launcher_table
+from phalanx.place.node_lists import expand_node_list, expand_task_counts
 from phalanx.place.place import Place
 from phalanx.system.host import Host
 from phalanx.topology.topology import Whereabouts, arrange
@@ -258,3 +260,109 @@ def test_environment_that_lost_one_variable_is_never_a_world_of_one() -> None:
                 with contextlib.suppress(LauncherEnvironmentError):
                     place = read({name: value for name, value in environment.items() if name != lost}).place()
                     assert (place.launcher != "none", place.world_size) == (True, answer["world_size"]), (job, lost)
+
+
+# -- which attempt it is, what phalanx.init() is given, lists of nodes -----------------------------------
+
+RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+RANK |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+TORCHRUN = RANK | {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "launcher", "attempt"),
+    [
+        (TORCHRUN, "torchrun", 2),
+        (TORCHRUN | {"PHALANX_RUN_ID": "job", "PHALANX_ATTEMPT": "3"}, "phalanx", 3),
+        # torchrun, started by a rank of phalanx run
+        (TORCHRUN | {"PHALANX_RUN_ID": "another", "PHALANX_ATTEMPT": "3"}, "torchrun", 2),
+        ({}, "none", 0),
+    ],
+)
+def test_the_launcher_says_which_attempt_it_is(environment: dict[str, str], launcher: str, attempt: int) -> None:
+    place = read_environment(environment, []).place()
+    assert (place.launcher, place.attempt) == (launcher, attempt)
+
+
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+
+
+def place(environment: dict[str, str], *given: Any) -> Any:
+    return place_with(read(environment), *given)
+
+
+def test_a_script_gives_its_place_itself() -> None:
+    found = place({}, "tcp://h1:29500", 1, 4)
+    assert (found.launcher, found.rank, found.world_size, found.local_rank) == ("env", 1, 4, None)
+    assert (found.master_addr, found.master_port) == ("h1", 29500)
+    found = place({}, "tcp://[fd00::1]:29500?rank=2&world_size=3", None, None)
+    assert (found.rank, found.world_size, found.master_addr) == (2, 3, "fd00::1")
+    assert place({}, "env://", None, None) == place({}, None, None, None)
+    assert place({}, None, 0, 1).local_rank == 0
+
+
+@pytest.mark.parametrize("given", [(None, None, -1), ("env://", -1, -1), (None, -1, 1)])
+def test_minus_one_is_not_given(given: tuple[Any, ...]) -> None:
+    found = place({}, *given)
+    assert (found.rank, found.world_size, found.local_rank) == (0, 1, 0)
+
+
+def test_minus_one_leaves_it_to_the_launcher() -> None:
+    assert place(HYDRA, None, -1, -1) == place(HYDRA, None, None, None)
+    with pytest.raises(InitializationError, match="pass both rank and world_size"):
+        place({}, None, -1, 4)
+
+
+def test_under_a_launcher_it_completes_what_is_missing() -> None:
+    assert place(HYDRA, "tcp://h1:29500", 1, 4).launcher == "mpich"
+    assert place(HYDRA, "tcp://h1:29500", None, None).master_addr == "h1"
+    by_port = {"PMI_PORT": "h:1", "PMI_ID": "1"}
+    assert place(by_port, None, None, 4).world_size == 4
+
+
+@pytest.mark.parametrize(
+    ("environment", "given", "error", "words"),
+    [
+        (HYDRA, (None, 2, 4), LauncherEnvironmentError, r"rank=2 in phalanx.init\(\), but mpich says PMI_RANK=1"),
+        ({}, (None, 2, None), InitializationError, "pass both rank and world_size"),
+        ({}, (None, 4, 4), LauncherEnvironmentError, "4 is not a rank of a world of 4"),
+        ({}, ("file:///tmp/x", 0, 2), InitializationError, "neither tcp://host:port nor env://"),
+        ({}, ("tcp://h1:29500?rank=x", None, 2), LauncherEnvironmentError, "rank in init_method='x'"),
+    ],
+)
+def test_mistakes_are_named(environment: dict[str, str], given: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        place(environment, *given)
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes"),
+    [
+        ("node1", ["node1"]),
+        ("a,b", ["a", "b"]),
+        ("node[01-03,7]", ["node01", "node02", "node03", "node7"]),
+        ("node[08-11]", ["node08", "node09", "node10", "node11"]),
+        ("gpu[1-2]-ib,login", ["gpu1-ib", "gpu2-ib", "login"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("rack-3[5]", ["rack-35"]),
+    ],
+)
+def test_lists_of_nodes(text: str, nodes: list[str]) -> None:
+    assert expand_node_list("SLURM_STEP_NODELIST", text) == nodes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a,", "n[1-", "n]", "n[]", "n[3-1]", "n[a-b]", "n[1-99999999999]", "n[0-999999]x[0-9]"]
+)
+def test_what_is_no_list_of_nodes_is_named(text: str) -> None:
+    with pytest.raises(LauncherEnvironmentError, match=r"SLURM_STEP_NODELIST=.* is not a list of nodes"):
+        expand_node_list("SLURM_STEP_NODELIST", text)
+
+
+def test_counts_of_tasks() -> None:
+    assert expand_task_counts("N", "4(x2),3") == [4, 4, 3]
+    assert expand_task_counts("N", "1") == [1]
+    assert expand_task_counts("N", "2,1(x3)") == [2, 1, 1, 1]
+    for text in ("", "4(x", "four", "4(2)", "4,,3"):
+        with pytest.raises(LauncherEnvironmentError, match=r"N=.* is not a list of tasks per node"):
+            expand_task_counts("N", text)

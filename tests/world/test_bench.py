@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from tests.launch_support import MARK, comm, marked, wait_for
 
-from phalanx.bench.mpi import installed_mpi
 from phalanx.bench.operations import OPERATIONS
 
 PATIENCE_S = 300  # only a measurement that hangs takes so long, also on a busy machine
@@ -81,17 +80,6 @@ def test_every_operation_is_right_and_measured(tmp_path: Path, sizes: str, dtype
     for row in job["rows"]:
         check_row(row, 2, {"phalanx", *against.split(",")})
     assert "3 ranks, all_reduce float32 4" in err
-
-
-@pytest.mark.skipif(installed_mpi() is None, reason="no MPI is installed that mpi4py could load")
-def test_mpi_is_measured_in_the_same_processes(tmp_path: Path) -> None:
-    words = ("--sizes", "4K", "--ranks", "2", "--against", "gloo,mpi")
-    code, out, err = finish(start(tmp_path, "all", *words, *SHORT), tmp_path)
-    assert code == 0, err
-    (job,) = json.loads(out)["jobs"]
-    assert job["mpi"]["name"]
-    for row in job["rows"]:
-        check_row(row, 2, {"phalanx", "gloo", "mpi"})
 
 
 def test_ctrl_c_prints_what_was_measured_and_a_killed_rank_is_reported(tmp_path: Path) -> None:

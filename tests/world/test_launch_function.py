@@ -173,16 +173,13 @@ class _Hollow:
 
 
 def test_results_for_cloudpickle_and_those_that_cannot_be_rebuilt() -> None:
-    pytest.importorskip("cloudpickle")
-    doubled = phalanx.launch(lambda: lambda number: 2 * number, n=2)
-    assert [double(4) for double in doubled] == [8, 8]
+    assert [double(4) for double in phalanx.launch(lambda: lambda number: 2 * number, n=2)] == [8, 8]
     with pytest.raises(phalanx.RankFailed, match=r"result of rank 0 of 1 cannot be rebuilt here: ValueError"):
         phalanx.launch(_Hollow, n=1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "said"),
-    [
+def test_arguments_that_cannot_be_right_are_refused() -> None:
+    wrong: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
         ((total,), {"n": 0}, "n=0"),
         ((total,), {"n": True}, "n=True"),
         ((total,), {"n": "many"}, "n='many'"),
@@ -190,11 +187,10 @@ def test_results_for_cloudpickle_and_those_that_cannot_be_rebuilt() -> None:
         ((total, 2.0), {"n": 1}, "got 2.0 (float). Write [2.0]"),
         ((total, "ab"), {"n": 1}, "got 'ab' (str). Write ['ab']"),
         ((total,), {"n": 1, "start_method": "forkserver"}, "'forkserver'"),
-    ],
-)
-def test_arguments_that_cannot_be_right(arguments: tuple[Any, ...], options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ArgumentError, match=re.escape(said)):
-        phalanx.launch(*arguments, **options)
+    ]
+    for arguments, options, said in wrong:
+        with pytest.raises(ArgumentError, match=re.escape(said)):
+            phalanx.launch(*arguments, **options)
 
 
 def test_rank_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,95 +245,63 @@ def test_from_another_thread_and_from_two_at_once() -> None:
     assert results == {number: [(number, "0"), (number, "1")] for number in range(3)}
 
 
-# What needs a process of its own: a prompt, at which functions are defined, and that is interrupted; then killed.
-
+# In a process of its own, which is interrupted and killed.
 PROMPT = """
-import os, sys, time, phalanx
+import time, phalanx
 
 def wait(seconds):
     print("waits", flush=True)
     time.sleep(seconds)
     return seconds
 
+print("got", phalanx.launch(wait, (0,), n=2), flush=True)
+for _ in range(2):
+    try:
+        phalanx.launch(wait, (600,), n=2)
+    except (KeyboardInterrupt, phalanx.LaunchError) as error:
+        print(repr(error), flush=True)
+phalanx.launch(wait, (600,), n=2)
 """
 
 
-CONSOLE = "import code; code.InteractiveConsole({'__name__': '__main__'}).interact()"
+def test_interpreter_goes_on_after_interrupts_and_kills() -> None:
+    """A supervisor that is killed leaves no ranks, nor does the interpreter itself."""
+    mark = f"prompt-{os.getpid()}-{time.monotonic_ns()}"
+    prompt = subprocess.Popen(
+        [sys.executable, "-c", PROMPT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, MARK: mark},
+        start_new_session=True,
+    )
+    said = iter(prompt.stdout.readline, "")  # type: ignore[union-attr]
 
+    def read_until(word: str) -> str:
+        return next(line for line in said if word in line)
 
-class _Prompt:
-    """An interactive interpreter, at which lines are typed."""
+    def wait_for_ranks() -> None:
+        for rank in range(2):
+            assert read_until("waits").startswith("[rank "), rank
 
-    def __init__(self, folder: Path) -> None:
-        self.mark = f"prompt-{os.getpid()}-{time.monotonic_ns()}"
-        self.process = subprocess.Popen(
-            [sys.executable, "-q", "-u", "-c", CONSOLE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=folder,
-            env={**os.environ, MARK: self.mark},
-            start_new_session=True,
-        )
-        self.type(PROMPT)
-
-    def type(self, lines: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(lines)
-        self.process.stdin.flush()
-
-    def read_until(self, word: str, times: int = 1) -> str:
-        assert self.process.stdout is not None
-        said = ""
-        while said.count(word) < times:
-            line = self.process.stdout.readline()
-            assert line, said
-            said += line
-        return said
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        for pid in marked(self.mark):
-            os.kill(pid, signal.SIGKILL)
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.wait()
-
-
-@pytest.fixture
-def prompt(tmp_path: Path) -> Iterator[_Prompt]:
-    opened = _Prompt(tmp_path)
     try:
-        yield opened
+        assert "got [0, 0]" in read_until("got")
+        wait_for_ranks()
+        os.killpg(prompt.pid, signal.SIGINT)
+        assert "phalanx: SIGINT: all 2 ranks have been ended" in read_until("SIGINT")
+        assert "KeyboardInterrupt" in read_until("KeyboardInterrupt")
+        wait_for_ranks()
+        for pid in [pid for pid in marked(mark) if comm(pid) == "phalanx-launch"]:
+            os.kill(pid, signal.SIGKILL)
+        assert "SIGKILL" in read_until("LaunchError(")
+        wait_for_ranks()
+        assert len(marked(mark)) < 6  # the ranks of before have gone
+        prompt.kill()
+        wait_for(lambda: marked(mark) == [])
     finally:
-        opened.close()
-
-
-def test_prompt_goes_on_after_interrupts_and_kills(prompt: _Prompt) -> None:
-    """A supervisor that is killed leaves no ranks, nor does the prompt itself."""
-
-    def alone() -> bool:
-        return marked(prompt.mark) == [prompt.process.pid]
-
-    prompt.type("for n in (1, 2, 3): print('got', phalanx.launch(wait, (0,), n=n))\n\n")
-    assert "got [0, 0, 0]" in prompt.read_until("got", 3)
-    prompt.type("phalanx.launch(wait, (600,), n=3)\n")
-    prompt.read_until("waits", 3)
-    os.killpg(prompt.process.pid, signal.SIGINT)
-    assert "phalanx: SIGINT: all 3 ranks have been ended" in prompt.read_until("KeyboardInterrupt")
-    wait_for(alone)
-    prompt.type("phalanx.launch(wait, (600,), n=2)\n")
-    prompt.read_until("waits", 2)
-    for pid in [pid for pid in marked(prompt.mark) if comm(pid) == "phalanx-launch"]:
-        os.kill(pid, signal.SIGKILL)
-    assert "SIGKILL" in prompt.read_until("LaunchError: ")
-    wait_for(alone)
-    prompt.type("phalanx.launch(wait, (600,), n=2)\n")
-    prompt.read_until("waits", 2)
-    prompt.process.kill()
-    wait_for(lambda: marked(prompt.mark) == [])
+        for pid in marked(mark):
+            os.kill(pid, signal.SIGKILL)
+        prompt.communicate()
 
 
 def test_function_of_main_needs_cloudpickle_in_a_fresh_interpreter(tmp_path: Path) -> None:

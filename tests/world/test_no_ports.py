@@ -47,20 +47,17 @@ def sums(member: Member) -> None:
 
 
 def every_call(member: Member) -> None:
-    size = member.size
-    one, parts = torch.ones(2), [torch.ones(2) for _ in range(size)]
-    gathered, flat = [torch.zeros(2) for _ in range(size)], torch.zeros(2 * size)
+    one, flat = torch.ones(2), torch.zeros(2 * member.size)
+    parts = [torch.ones(2) for _ in range(member.size)]
     dist.broadcast(one, 0)
     dist.reduce(one.clone(), 0)
-    dist.all_gather(gathered, one)
     dist.all_gather_into_tensor(flat, one)
-    dist.reduce_scatter_tensor(one.clone(), torch.ones(2 * size))
-    dist.all_to_all_single(flat, torch.ones(2 * size))
-    dist.all_to_all(gathered, parts)
-    dist.gather(one, gathered if member.rank == 0 else None)
+    dist.reduce_scatter_tensor(one.clone(), flat)
+    dist.all_to_all_single(flat, flat.clone())
+    dist.gather(one, parts if member.rank == 0 else None)
     dist.scatter(one, parts if member.rank == 0 else None)
-    dist.all_gather_object([None] * size, "object")
-    dist.new_group(list(range(size)), timeout=timedelta(seconds=30))
+    dist.all_gather_object([None] * member.size, "object")
+    dist.new_group(list(range(member.size)), timeout=timedelta(seconds=30))
     group: Any = dist.group.WORLD
     functional.all_reduce(one, "sum", group).sum().item()
 

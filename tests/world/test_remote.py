@@ -231,3 +231,36 @@ def test_recipe_for_pods_leaves_nothing_when_the_launcher_is_killed(remote: Remo
     assert lines(job.out) == ["[rank 0] h0 0 a 'b'", "[rank 1] h1 1 a 'b'", "[rank 2] h1 2 a 'b'"], job.said()
     os.kill(job.process.pid, signal.SIGKILL)
     assert job.finish() == -signal.SIGKILL
+
+
+# IBM's reference of the real one: it works only in a job, and only for hosts of that job; the command goes through a
+# shell, as with rsh; standard input is passed on; and it ends as the command does.
+BLAUNCH = """\
+#!/bin/sh
+[ -n "$LSB_JOBID" ] || {{ echo "blaunch: not in a job" >&2; exit 255; }}
+host=$1; shift
+case " $LSB_MCPU_HOSTS " in
+  *" $host "*) exec {starter} "$host" LSB_JOBID="$LSB_JOBID" LSB_MCPU_HOSTS="$LSB_MCPU_HOSTS" sh -c "$*" ;;
+  *) echo "blaunch: $host is not a host of this job" >&2; exit 255 ;;
+esac
+"""
+
+
+@pytest.mark.long
+def test_ranks_run_on_the_hosts_of_a_job_of_lsf(remote: RemoteLauncher) -> None:
+    """LSF itself cannot be had here; a stand-in for its ``blaunch`` does what the real one is said to do."""
+    blaunch = remote.folder / "bin" / "blaunch"
+    blaunch.parent.mkdir()
+    blaunch.write_text(BLAUNCH.format(starter=remote.starter[0].partition("=")[2]))
+    blaunch.chmod(0o755)
+    remote.starter = []
+    lsf = {"PATH": f"{blaunch.parent}:{os.environ['PATH']}:/usr/sbin:/sbin", "LSB_JOBID": "9"}
+    show = ("sh", "-c", 'echo $RANK $(hostname) $(pwd) "$0"', "a  b")
+    job = remote.run(*show, environment={**lsf, "LSB_MCPU_HOSTS": "h0 1 h1 2"})
+    assert job.process.returncode == 0, job.said()
+    places = ("0 h0", "1 h1", "2 h1")
+    assert lines(job.out) == [f"[rank {place[0]}] {place} {remote.folder} a  b" for place in places], job.said()
+    assert "note: ranks run on 2 hosts of LSF's job 9" in job.err
+    job = remote.run("--starter", "blaunch", "-H", "h0,h1", *show, environment={**lsf, "LSB_MCPU_HOSTS": "h0 1"})
+    assert job.process.returncode == 1
+    assert "phalanx: h1: blaunch ended with exit code 255 before the host had joined: blaunch: h1 is not a" in job.err

@@ -55,7 +55,7 @@ def test_ranks_run_on_the_nodes_of_the_allocation(cluster: tuple[TestHosts, dict
     assert "note: ranks run on 2 hosts of Slurm's job" in done.stderr
 
 
-def test_a_rank_that_fails_ends_the_job_of_an_allocation(
+def test_rank_that_fails_ends_the_job_of_an_allocation(
     cluster: tuple[TestHosts, dict[str, str]], tmp_path: Path
 ) -> None:
     (tmp_path / "script.py").write_text("import os, time\nif os.environ['RANK'] == '1': os._exit(9)\ntime.sleep(600)\n")

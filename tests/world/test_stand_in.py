@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tests.launch_support import Launcher, launcher
@@ -55,22 +54,6 @@ import phalanx
 world = phalanx.init(backend="gloo")
 print(world.backend, dist.get_backend())
 """
-# Decides by the backend's name, as PyTorch-Ignite's auto_model and torch's ShardedTensor do.
-BRANCH = """
-import torch, torch.distributed as dist
-from torch.distributed._shard import sharded_tensor
-from torch.distributed._shard.sharding_spec import ChunkShardingSpec
-dist.init_process_group("gloo")
-model = torch.nn.Linear(4, 1, bias=False)
-if dist.get_backend() in ("nccl", "gloo", "mpi"):
-    model = torch.nn.parallel.DistributedDataParallel(model)
-model(torch.full((1, 4), float(dist.get_rank()))).sum().backward()
-size = dist.get_world_size()
-spec = ChunkShardingSpec(dim=0, placements=[f"rank:{rank}/cpu" for rank in range(size)])
-sharded = sharded_tensor.rand(spec, 2 * size, 3)
-print([parameter.grad.tolist() for parameter in model.parameters()], sharded._get_preferred_device(), flush=True)
-dist.destroy_process_group()
-"""
 OURS = "PhalanxProcessGroup"
 
 
@@ -97,15 +80,6 @@ def test_script_that_asks_for_gloo_gets_phalanx_and_reads_gloo(launcher: Launche
     assert "CollectiveTimeout rank 1 of the group" in said
     assert "did not come within 0.5 s" in said
     assert ended.out_lines.count("phalanx gloo") == 3
-
-
-@pytest.mark.long
-def test_programs_that_branch_on_the_name_train_one_model(launcher: Launcher, tmp_path: Path) -> None:
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}  # which importing ShardedTensor makes
-    script = launcher.script(BRANCH)
-    ended = launcher.run("-q", "--no-prefix", "-n", "3", "--replace", "gloo", script, environment=cache)
-    assert ended.code == 0, ended.err_text
-    assert ended.out_lines == ["[[[1.0, 1.0, 1.0, 1.0]]] cpu"] * 3
 
 
 @pytest.mark.long

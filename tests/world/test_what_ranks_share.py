@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tests.launch_support import Launcher, launcher
-from tests.support.remote import RemoteLauncher, hosts, remote
+from tests.support.remote import hosts, remote
 
 __all__ = ["hosts", "launcher", "remote"]
 
@@ -72,73 +68,29 @@ def probe(folder):
     return attempt
 
 if __name__ == "__main__":
-    if sys.argv[2:] == ["launch"]:
-        import phalanx
-        torch.manual_seed(5)  # in a notebook, say: the ranks begin anew
-        phalanx.launch(probe, (sys.argv[1],), n=3, variables={"TZ": os.environ["TZ"]})
-    elif probe(sys.argv[1]) == "0" and sys.argv[2:] == ["fail once"]:
+    if probe(sys.argv[1]) == "0" and sys.argv[2:] == ["fail once"]:
         sys.exit(1)
 """
 
 
-VARIABLES = {"TZ": "Asia/Tokyo", "OMP_NUM_THREADS": "1"}
-SET = [word for name, value in VARIABLES.items() for word in ("-x", f"{name}={value}")]
-
-
-def found(folder: Path) -> list[list[dict[str, Any]]]:
-    return [json.loads(path.read_text()) for path in sorted(folder.iterdir())]
-
-
-def compare(ranks: dict[str, list[list[dict[str, Any]]]]) -> None:
-    """What is a rank's own differs from that of every other; the rest is the same for all."""
-    everywhere = [(way, own) for way, seen in ranks.items() for own, _ in seen]
-    for name in everywhere[0][1]:
-        values = [(way, json.dumps(own[name])) for way, own in everywhere]
-        assert len({value for _, value in values}) == len(values), f"{name} is not each rank's own: {values}"
-    (_, expected), *_ = next(iter(ranks.values()))
-    for way, seen in ranks.items():
-        for rank, (_, common) in enumerate(seen):
-            assert common == expected, f"rank {rank} of {way}"
-
-
-def run(launcher: Launcher, folder: Path, *options: str, last: str = "") -> list[list[dict[str, Any]]]:
-    folder.mkdir()
-    arguments = [launcher.script(PROBE), str(folder), *([last] if last else [])]
-    outcome = launcher.run("-n", "3", *SET, *options, *arguments)
-    assert outcome.code == 0, outcome.err_text
-    return found(folder)
-
-
-def test_ranks_draw_numbers_of_their_own_also_after_a_restart(launcher: Launcher, tmp_path: Path) -> None:
-    seen = run(launcher, tmp_path / "run", "--restarts", "1", last="fail once")
-    assert len(seen) == 6
-    compare({"restart": seen})
-    assert seen[0][1]["time zone"] == "JST"
-    assert seen[0][1]["temporary folder"]
-    assert seen[0][1]["main"]
-    assert seen[0][1]["world.seed"]
-
-
-@pytest.mark.long
-def test_ranks_agree_in_the_rest_however_they_were_started(
-    launcher: Launcher, remote: RemoteLauncher, tmp_path: Path
-) -> None:
+def test_ranks_draw_numbers_of_their_own_and_agree_in_the_rest(launcher: Launcher, tmp_path: Path) -> None:
+    """Also after a restart, and as where there is no process that has imported torch for them."""
     script = launcher.script(PROBE)
-    ranks = {}
-    for way, command, last in (
-        ("torchrun", ["-m", "torch.distributed.run", "--nproc-per-node", "3"], []),
-        ("launch", [], ["launch"]),
-    ):
-        (tmp_path / way).mkdir()
-        words = [sys.executable, *command, script, str(tmp_path / way), *last]
-        done = subprocess.run(words, env={**os.environ, **VARIABLES}, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, f"{way}: {done.stderr}"
-        ranks[way] = found(tmp_path / way)
-    ranks["run"] = run(launcher, tmp_path / "run")
-    ranks["no preload"] = run(launcher, tmp_path / "no-preload", "--no-preload")
-    (tmp_path / "hosts").mkdir()
-    job = remote.run("-H", "h0:2,h1:1", script, str(tmp_path / "hosts"), environment=VARIABLES)
-    assert job.process.returncode == 0, job.said()
-    ranks["hosts"] = found(tmp_path / "hosts")
-    assert {way: len(seen) for way, seen in ranks.items()} == dict.fromkeys(ranks, 3)
-    compare(ranks)
+    own: list[dict[str, Any]] = []
+    common: list[dict[str, Any]] = []
+    for options, last in ((["--restarts", "1"], ["fail once"]), (["--no-preload"], [])):
+        folder = tmp_path / options[0]
+        folder.mkdir()
+        outcome = launcher.run("-n", "2", "-x", "TZ=Asia/Tokyo", *options, script, str(folder), *last)
+        assert outcome.code == 0, outcome.err_text
+        for path in folder.iterdir():
+            of_rank, of_all = json.loads(path.read_text())
+            own.append(of_rank)
+            common.append(of_all)
+    assert len(own) == 6
+    for name in own[0]:
+        values = [json.dumps(each[name]) for each in own]
+        assert len(set(values)) == 6, f"{name} is not each rank's own: {values}"
+    assert all(each == common[0] for each in common), common
+    assert common[0]["time zone"] == "JST"
+    assert [common[0][name] for name in ("temporary folder", "main", "world.seed")] == [True] * 3
