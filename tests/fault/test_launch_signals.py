@@ -24,7 +24,7 @@ PROGRAM = ("sh", "-c", "setsid sleep 300 & echo up; exec sleep 300")
 
 
 def test_signal_ends_all_ranks_those_that_ignore_it_and_stopped_ones(launcher: Launcher) -> None:
-    # A rank that ignores what it can, with a grandchild in a session of its own that does too.
+    # With a grandchild in a session of its own that ignores it too.
     ignore = "trap '' INT TERM HUP; setsid sleep 300 & echo up; sleep 300; sleep 300"
     interrupted = launcher.start("-n", "3", "-q", "sh", "-c", ignore)
     hung_up = launcher.start("-n", "3", "-q", "--grace", "1", "sh", "-c", ignore)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -10,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.launch_support import changed
+from tests.launch_support import changed, comm
 from tests.support.hosts import why_no_hosts
 from tests.support.remote import RemoteJob, RemoteLauncher, hosts, impatient, remote
 from tests.support.stuck_zygote import STUCK
@@ -18,6 +17,7 @@ from tests.support.waiting import stop
 
 from phalanx import settings
 from phalanx.launch.remote import sweep_host
+from phalanx.system import processes
 
 __all__ = ["hosts", "remote"]  # fixtures
 
@@ -67,18 +67,12 @@ def test_stopped_or_stuck_process_does_not_hide_that_a_rank_was_killed(remote: R
 
 
 def relay_of(job: RemoteJob) -> int:
-    """The child of the launcher's that the agents are connected to."""
-    children = [job.process.pid]
-    while children:
-        named: dict[str, int] = {}
-        below: list[int] = []
-        for pid in children:
-            with contextlib.suppress(OSError):  # it has ended
-                named[Path(f"/proc/{pid}/comm").read_text()] = pid
-                below += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-        if "phalanx-relay\n" in named:
-            return named["phalanx-relay\n"]
-        children = below
+    """The process below the launcher's that the agents are connected to."""
+    below = [job.process.pid]
+    for pid in below:
+        if comm(pid) == "phalanx-relay":
+            return pid
+        below += processes.children_of(pid)
     raise AssertionError("no process of the job is its relay")
 
 

@@ -15,7 +15,7 @@ from phalanx.launch.job.mpi_launcher import MpiLauncher
 from phalanx.launch.job.target import Target
 from phalanx.system import interfaces
 from phalanx.system.host import machine_name
-from phalanx.system.interfaces import listening_address, outward_address, outward_addresses
+from phalanx.system.interfaces import is_other_host, listening_address, outward_address, outward_addresses
 
 PACKAGE = Path(__file__).parents[2] / "src" / "phalanx"
 TARGET = Target("program", "true", "/bin/true", ("true",))
@@ -59,31 +59,24 @@ def test_others_reach_this_host_by_the_chosen_interface() -> None:
 
 
 @pytest.mark.usefixtures("two_networks")
-@pytest.mark.parametrize(
-    ("hosts", "interface", "environment", "address"),
-    [
+def test_launcher_is_reached_by_the_same_address_and_knows_other_hosts() -> None:
+    slurm = {"SLURM_JOB_ID": "7"}
+    cases: list[tuple[str, str | None, dict[str, str], str]] = [
         ("alias:1,127.0.0.1:1", None, {}, "127.0.0.1"),
         ("alias:1,fast:1", None, {}, "10.1.0.3"),
         ("alias:1,other:1", "ib0", {}, "10.1.0.3"),
         ("alias:1,other:1", None, {"PHALANX_INTERFACE": "ib0"}, "10.1.0.3"),
-        # An interface that only the ranks' hosts have.
-        ("alias:1,fast:1", "hsn0", {}, "10.1.0.3"),
-        ("", None, {"SLURM_JOB_ID": "7"}, "10.0.0.3"),
-        ("", "ib0", {"SLURM_JOB_ID": "7"}, "10.1.0.3"),
-    ],
-)
-def test_the_launcher_is_reached_by_the_same_address(
-    hosts: str, interface: str | None, environment: dict[str, str], address: str
-) -> None:
-    job = make_job(
-        None if hosts else 2,
-        TARGET,
-        mpi=HYDRA,
-        hosts=parse_hosts(hosts) if hosts else (),
-        interface=interface,
-        environment=environment,
-    )
-    assert job.addresses == (address,)
+        ("alias:1,fast:1", "hsn0", {}, "10.1.0.3"),  # an interface that only the ranks' hosts have
+        ("", None, slurm, "10.0.0.3"),
+        ("", "ib0", slurm, "10.1.0.3"),
+    ]
+    for hosts, interface, environment, address in cases:
+        listed = parse_hosts(hosts) if hosts else ()
+        ranks = None if hosts else 2
+        job = make_job(ranks, TARGET, mpi=HYDRA, hosts=listed, interface=interface, environment=environment)
+        assert job.addresses == (address,), (hosts, interface)
+    assert is_other_host("other")
+    assert not any(map(is_other_host, ("alias", machine_name(), "127.0.0.1", "no-such-name")))
 
 
 def test_the_machines_name_is_asked_for_in_one_file() -> None:

@@ -15,31 +15,25 @@ def slots(hosts: list[HostSlots]) -> list[tuple[str, int | None]]:
     return [(host.name, host.slots) for host in hosts]
 
 
-@pytest.mark.parametrize(
-    ("variables", "ranks", "asked"),
-    [
+def test_what_variables_ask_for_is_not_ignored_in_silence() -> None:
+    for variables, ranks, asked in (
         ("PET_NNODES=2 PET_NPROC_PER_NODE=2", None, "PET_NNODES=2, PET_NPROC_PER_NODE=2"),
         ("PET_NNODES=1 PET_NPROC_PER_NODE=1", None, ""),
         ("SLURM_NTASKS=2", None, "SLURM_NTASKS=2"),
         ("SLURM_NTASKS=2", 3, ""),
         ("OMPI_COMM_WORLD_SIZE=2", 1, "OMPI_COMM_WORLD_SIZE=2"),
-    ],
-)
-def test_what_variables_ask_for_is_not_ignored_in_silence(variables: str, ranks: int | None, asked: str) -> None:
-    environment = dict(pair.split("=") for pair in variables.split())
-    assert note_ignored(environment, ranks).partition(": phalanx run ignores that")[0] == asked
+    ):
+        environment = dict(pair.split("=") for pair in variables.split())
+        assert note_ignored(environment, ranks).partition(": phalanx run ignores that")[0] == asked
 
 
 def test_hosts() -> None:
     assert slots(parse_hosts("h1:4,h2")) == [("h1", 4), ("h2", None)]
     assert slots(parse_hosts("h1,h1,h2:3")) == [("h1", 2), ("h2", 3)]  # neighbours are added up as by mpiexec
     assert slots(parse_hosts(" node-7.rack , 10.0.0.3:2 ")) == [("node-7.rack", None), ("10.0.0.3", 2)]
-
-
-@pytest.mark.parametrize("text", ["", "h1,,h2", "h1:0", "h1:x", ":4", "h1:2,h2:1,h1:2", "a b"])
-def test_hosts_that_make_no_sense(text: str) -> None:
-    with pytest.raises(LaunchError, match="--hosts"):
-        parse_hosts(text)
+    for wrong in ("", "h1,,h2", "h1:0", "h1:x", ":4", "h1:2,h2:1,h1:2", "a b"):
+        with pytest.raises(LaunchError, match="--hosts"):
+            parse_hosts(wrong)
 
 
 @pytest.mark.parametrize(
@@ -69,22 +63,14 @@ def test_hostfiles_that_make_no_sense(tmp_path: Path) -> None:
             read_hostfile(str(tmp_path / "hosts"))
 
 
-@pytest.mark.parametrize(
-    ("hosts", "ranks", "ppn", "expected"),
-    [
+def test_each_host_is_filled_before_the_next() -> None:
+    for hosts, ranks, ppn, expected in (
         ("a:2,b:2", None, None, [("a", 2), ("b", 2)]),
         ("a:2,b:2", 3, None, [("a", 2), ("b", 1)]),
         ("a:2,b:2", 2, None, [("a", 2)]),
         ("b,a", 2, 1, [("b", 1), ("a", 1)]),
         ("a,b", None, None, [("a", 1), ("b", 1)]),
-    ],
-)
-def test_each_host_is_filled_before_the_next(
-    hosts: str, ranks: int | None, ppn: int | None, expected: list[tuple[str, int]]
-) -> None:
-    assert slots(fill_hosts(parse_hosts(hosts), ranks, ppn)) == expected
-
-
-def test_more_ranks_than_slots_are_refused_with_what_to_write() -> None:
+    ):
+        assert slots(fill_hosts(parse_hosts(hosts), ranks, ppn)) == expected
     with pytest.raises(LaunchError, match=r"-n 5: the hosts take 2 ranks \(a:1, b:1\).*--hosts a:3"):
         fill_hosts(parse_hosts("a,b"), 5)

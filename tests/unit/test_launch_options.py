@@ -21,68 +21,51 @@ from phalanx.launch.job.output_options import decide_output
 from phalanx.launch.job.rehearsal import Placement, parse_rehearsal
 from phalanx.launch.job.target import Target, find_target
 
-# -- output_options
+__all__ = ["launcher"]
+
+# -- outputs and times ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("log_dir", "tee", "only", "shown"),
-    [
+def test_which_ranks_are_shown_and_what_makes_no_sense() -> None:
+    for log_dir, tee, only, shown in (
         (None, False, None, [0, 1, 2, 3, 4]),
         (None, False, "0,2-3", [0, 2, 3]),
         (None, False, " 4 , 1 - 1 ", [1, 4]),
         ("logs", False, None, []),
         ("logs", True, None, [0, 1, 2, 3, 4]),
         ("logs", False, "1", [1]),
-    ],
-)
-def test_which_ranks_are_shown(log_dir: str | None, tee: bool, only: str | None, shown: list[int]) -> None:
-    options = decide_output(log_dir, tee=tee, only=only)
-    options.check(5)
-    assert [rank for rank in range(5) if options.shows(rank)] == shown
-    assert options.log_of(3) == ("logs/rank-3.log" if log_dir else "")
-    assert bool(options.note(5)) == (log_dir is not None and not shown)
-
-
-@pytest.mark.parametrize(
-    ("log_dir", "tee", "only", "said"),
-    [
+    ):
+        options = decide_output(log_dir, tee=tee, only=only)
+        options.check(5)
+        assert [rank for rank in range(5) if options.shows(rank)] == shown
+        assert options.log_of(3) == ("logs/rank-3.log" if log_dir else "")
+        assert bool(options.note(5)) == (log_dir is not None and not shown)
+    for log_dir, tee, only, said in (
         (None, True, None, "--log-dir DIR"),
         ("logs", True, "0", "--only 0"),
         ("", False, None, "empty"),
         (None, False, "3-2", "'3-2'"),
         (None, False, "0,,1", "0,2-3"),
         (None, False, "all", "'all'"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(log_dir: str | None, tee: bool, only: str | None, said: str) -> None:
-    with pytest.raises(LaunchError) as error:
-        decide_output(log_dir, tee=tee, only=only)
-    assert said in str(error.value)
-
-
-def test_a_rank_that_the_job_does_not_have() -> None:
+    ):
+        with pytest.raises(LaunchError) as error:
+            decide_output(log_dir, tee=tee, only=only)
+        assert said in str(error.value)
     with pytest.raises(LaunchError, match=r"no rank 5; the job has 5 ranks"):
         decide_output(None, tee=False, only="0-5").check(5)
 
 
-# -- seconds
-
-
-@pytest.mark.parametrize("given", ["nan", "-1", "3000000", "soon"])
 @pytest.mark.parametrize("option", ["--grace", "--warn-after", "--report-after"])
-def test_what_cannot_be_waited_for_is_refused_with_the_option(option: str, given: str) -> None:
-    done = CliRunner().invoke(run, ["-n", "2", option, given, "true"])
-    assert done.exit_code == 2
-    assert f"Invalid value for '{option}'" in done.output
-
-
-@pytest.mark.parametrize("given", [math.nan, -1.0, 3e6])
-def test_so_it_is_in_python(given: float) -> None:
+def test_times_that_cannot_be_waited_for_are_refused(option: str) -> None:
+    for given in ("nan", "-1", "3000000", "soon"):
+        done = CliRunner().invoke(run, ["-n", "2", option, given, "true"])
+        assert done.exit_code == 2
+        assert f"Invalid value for '{option}'" in done.output
     with pytest.raises(LaunchError, match="grace_s"):
-        make_job(2, find_target("true"), grace_s=given)
+        make_job(2, find_target("true"), grace_s=math.nan)
 
 
-# -- rehearsal
+# -- rehearsed hosts and devices -----------------------------------------------------------------------
 
 SCRIPT = Target("script", "train.py", "/train.py", ("train.py", "--lr", "1"))
 
@@ -140,7 +123,7 @@ def test_the_device_of_each_rank() -> None:
     assert devices(None, PHALANX_DEVICE="npu") == ["npu:0", "npu:1"]
 
 
-# -- binding
+# -- the cores of a rank -------------------------------------------------------------------------------
 
 # Two NUMA nodes of two physical cores with two threads each, numbered as Linux does: siblings are 4 apart.
 TWO_SOCKETS = [Core(cpu % 4 // 2, cpu % 4, cpu) for cpu in range(8)]
@@ -222,12 +205,10 @@ def test_threads_are_a_ranks_share_of_the_cores_it_is_bound_to(monkeypatch: pyte
     assert table(2, "core", OMP_NUM_THREADS="3") == [(4, 3)] * 2
 
 
-# -- launch_memory
+# -- memory ---------------------------------------------------------------------------------------------
 
-__all__ = ["launcher"]  # the fixture
 
 MIB = 1 << 20
-SCRIPT = Target("script", "train.py", "/home/user/train.py", ("train.py",))
 HUGE = {memory.HUGE: "1"}
 
 

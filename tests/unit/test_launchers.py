@@ -102,23 +102,18 @@ def test_a_job_inside_an_allocation_is_that_of_its_own_launcher() -> None:
                     assert read_environment({**around, **environment}, []).name == job.launcher
 
 
-@pytest.mark.parametrize(
-    ("job", "stale"),
-    [
+def test_two_launchers_that_contradict_each_other_are_both_shown() -> None:
+    for job, stale in (
         ("mpich-block", {"RANK": "0", "WORLD_SIZE": "1"}),
         ("openmpi5-block", {"PMI_RANK": "0", "PMI_SIZE": "2"}),
-        ("horovod-block", {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "9"}),
-    ],
-)
-def test_two_launchers_that_contradict_each_other_are_both_shown(job: str, stale: dict[str, str]) -> None:
-    environment = next(one for one in JOBS if one.name == job).environments[2]
-    own = read_environment(environment, [])
-    with pytest.raises(LauncherEnvironmentError) as caught:
-        read_environment({**environment, **stale}, [])
-    message = str(caught.value)
-    for name, value in stale.items():
-        assert f"{name}={value}" in message
-    assert f"{own.name} says rank 2 of {own.number('world_size')}" in message
+    ):
+        environment = next(one for one in JOBS if one.name == job).environments[2]
+        own = read(environment)
+        with pytest.raises(
+            LauncherEnvironmentError, match=f"{own.name} says rank 2 of {own.number('world_size')}"
+        ) as caught:
+            read({**environment, **stale})
+        assert all(f"{name}={value}" in str(caught.value) for name, value in stale.items())
 
 
 def test_host_finds_itself_in_a_list_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

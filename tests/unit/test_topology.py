@@ -46,27 +46,21 @@ def test_hosts_are_numbered_by_first_appearance(hosts: str, nodes: list[tuple[in
     assert [node.host for node in topology.nodes] == list(dict.fromkeys(hosts))
 
 
-@pytest.mark.parametrize(
-    ("reports", "words"),
-    [
+def test_contradiction_between_launcher_and_hosts_is_named() -> None:
+    for reports, words in (
         (placed("aabb", [0, 1, 2, 3]), "on b there are the ranks 2-3, and by the launcher rank 2 has local rank 2"),
         (placed("aab", [0, None, 0]), r"rank 1 has local rank \?"),
         # The trap of rank % devices: cyclic placement, and local ranks by arithmetic.
         (placed("abab", [0, 1, 0, 1]), "on a there are the ranks 0, 2"),
-    ],
-)
-def test_a_contradiction_is_named(reports: list[Whereabouts], words: str) -> None:
-    with pytest.raises(LauncherEnvironmentError, match=f"mpich contradicts what the ranks see: .*{words}"):
-        arrange(reports)
-
-
-def test_each_rank_in_a_container_of_its_own_is_told_how_to_say_so() -> None:
-    reports = [
-        Whereabouts(0, Host("h", "boot", "pid:[1]"), launcher="slurm", local_rank=0, local_world_size=2, node_rank=0),
-        Whereabouts(1, Host("h", "boot", "pid:[2]"), launcher="slurm", local_rank=1, local_world_size=2, node_rank=0),
+    ):
+        with pytest.raises(LauncherEnvironmentError, match=f"mpich contradicts what the ranks see: .*{words}"):
+            arrange(reports)
+    containers = [
+        Whereabouts(rank, Host("h", "boot", f"pid:[{rank}]"), launcher="slurm", local_rank=rank, local_world_size=2)
+        for rank in range(2)
     ]
     with pytest.raises(LauncherEnvironmentError, match=r"is rank 0 alone, and by the launcher .* set PHALANX_HOST"):
-        arrange(reports)
+        arrange(containers)
 
 
 def test_two_agents_on_one_host_are_one_node_and_that_is_said() -> None:

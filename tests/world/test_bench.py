@@ -83,22 +83,20 @@ def test_every_operation_is_right_and_measured(tmp_path: Path, sizes: str, dtype
 
 
 def test_ctrl_c_prints_what_was_measured_and_a_killed_rank_is_reported(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("interrupted", "killed")]
-    for folder in folders:
-        folder.mkdir()
-    short = ("all", "--rounds", "5", "--round-ms", "20", "--patience", "0", "--against", "none", "--ranks")
-    interrupted, killed = start(folders[0], *short, "2"), start(folders[1], *short, "3")
-    assert interrupted.stderr is not None
-    assert interrupted.stderr.readline().startswith("2 ranks, all_reduce float32 4: phalanx")
-    interrupted.send_signal(signal.SIGINT)
-    code, out, _ = finish(interrupted, folders[0])
+    words = ("all", "--rounds", "5", "--round-ms", "20", "--patience", "0", "--against", "none", "--ranks", "2")
+    process = start(tmp_path, *words)
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("2 ranks, all_reduce float32 4: phalanx")
+    process.send_signal(signal.SIGINT)
+    code, out, _ = finish(process, tmp_path)
     assert code == 130
     assert "| all_reduce " in out
     assert "The measurement ended early" in out
-    assert killed.stderr is not None
-    killed.stderr.readline()
-    (victim,) = [pid for pid in marked(str(folders[1])) if comm(pid) == "bench-1"]
+    process = start(tmp_path, *words)
+    assert process.stderr is not None
+    process.stderr.readline()
+    (victim,) = [pid for pid in marked(str(tmp_path)) if comm(pid) == "bench-1"]
     os.kill(victim, signal.SIGKILL)
-    code, _, err = finish(killed, folders[1])
+    code, _, err = finish(process, tmp_path)
     assert code == 1
-    assert "rank 1 of 3 was ended by SIGKILL" in err
+    assert "rank 1 of 2 was ended by SIGKILL" in err

@@ -258,7 +258,7 @@ print("got", phalanx.launch(wait, (0,), n=2), flush=True)
 for _ in range(2):
     try:
         phalanx.launch(wait, (600,), n=2)
-    except (KeyboardInterrupt, phalanx.LaunchError) as error:
+    except (KeyboardInterrupt, phalanx.PhalanxError) as error:
         print(repr(error), flush=True)
 phalanx.launch(wait, (600,), n=2)
 """
