@@ -61,8 +61,8 @@ class RunningJob:
         assert source is not None
         return sorted(source.readline().decode().rstrip("\n") for _ in range(count))
 
-    def finish(self, timeout_s: float = PATIENCE_S) -> Outcome:
-        out, err = self.process.communicate(timeout=timeout_s)
+    def finish(self, timeout_s: float = PATIENCE_S, data: bytes | None = None) -> Outcome:
+        out, err = self.process.communicate(data, timeout=timeout_s)
         return Outcome(self.process.returncode, out, err, time.monotonic() - self.started)
 
     def processes(self) -> list[int]:
@@ -82,11 +82,9 @@ class RunningJob:
         wait_for(lambda: len(self.all_named(name)) == 1, complaint=lambda: f"{name}: {describe(self.processes())}")
         return self.all_named(name)[0]
 
-    def wait_until_gone(self, timeout_s: float) -> float:
-        """Wait until no process of this launch is left; return how long it took, in seconds."""
-        begin = time.monotonic()
+    def wait_until_gone(self, timeout_s: float) -> None:
+        """Wait until no process of this launch is left."""
         wait_for(lambda: not self.processes(), timeout_s, lambda: f"still alive: {describe(self.processes())}")
-        return time.monotonic() - begin
 
 
 def comm(pid: int) -> str:
@@ -115,7 +113,7 @@ def describe(pids: list[int]) -> str:
 def wait_for(
     condition: Callable[[], object], timeout_s: float = PATIENCE_S, complaint: Callable[[], str] = lambda: ""
 ) -> None:
-    """Poll a condition for which the kernel offers no event, such as the end of a process that is not a child."""
+    """Poll a condition for which the kernel offers no event."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -124,13 +122,7 @@ def wait_for(
 
 
 def ask_until(process: subprocess.Popen[bytes], said: Callable[[], str], expected: str) -> None:
-    """Ask a launch where its ranks are (SIGQUIT), one answer after the other, until one says what is expected.
-
-    Args:
-        process: the launcher.
-        said: what it has written to its standard error so far.
-        expected: a pattern, to be found in an answer.
-    """
+    """Ask a launch where its ranks are (SIGQUIT) until an answer among what it has ``said`` has this pattern."""
 
     def says() -> bool:
         before = len(said())
@@ -157,13 +149,7 @@ def time_for_stacks(folder: Path) -> dict[str, str]:
 
 
 class Launcher:
-    """Starts launches, and checks afterwards that they left nothing behind.
-
-    Attributes:
-        directory: where scripts are written and launches run.
-        python: the interpreter that runs the launcher.
-        options: the arguments before every launch's own.
-    """
+    """Starts launches: scripts are written and launches run in ``directory``, by ``python`` with these ``options``."""
 
     def __init__(self, directory: Path, python: str = sys.executable, options: tuple[str, ...] = ()) -> None:
         self.directory = directory
@@ -205,11 +191,8 @@ class Launcher:
 
     def run(self, *arguments: str, data: bytes | None = None, environment: dict[str, str] | None = None) -> Outcome:
         """Start, wait for the end, and return how it went."""
-        if data is None:
-            return self.start(*arguments, environment=environment).finish()
-        job = self.start(*arguments, environment=environment, stdin=subprocess.PIPE)
-        out, err = job.process.communicate(data, timeout=PATIENCE_S)
-        return Outcome(job.process.returncode, out, err, time.monotonic() - job.started)
+        stdin = subprocess.DEVNULL if data is None else subprocess.PIPE
+        return self.start(*arguments, environment=environment, stdin=stdin).finish(data=data)
 
     def run_all(self, *commands: Sequence[str], environment: dict[str, str] | None = None) -> list[Outcome]:
         """Start all of them at once, and return how each went."""

@@ -1,4 +1,4 @@
-"""Slurm for one test: munge, a controller, and a node on this machine or on each test host, in their own folder."""
+"""Slurm for one test, on test hosts: munge, a controller, and a node on each, in a folder of their own."""
 
 from __future__ import annotations
 
@@ -55,19 +55,13 @@ def why_no_slurm() -> str:
 
 
 @contextlib.contextmanager
-def running_slurm(folder: Path, hosts: TestHosts | None = None) -> Iterator[dict[str, str]]:
-    """Slurm with one node of eight CPUs, or one on each of the hosts; yields the environment that its commands need.
-
-    On hosts its controller is on h0, where its commands are to be called.
-    """
-    nodes = {f"h{host}": hosts.address(host) for host in range(hosts.count)} if hosts else {}
-    nodes = nodes or {socket.gethostname(): "127.0.0.1"}
+def running_slurm(folder: Path, hosts: TestHosts) -> Iterator[dict[str, str]]:
+    """Slurm with a node of eight CPUs on each host; yields the environment that its commands need, on h0."""
+    nodes = {f"h{host}": hosts.address(host) for host in range(hosts.count)}
     environment = _configure(folder, nodes)
 
     def start(number: int, words: list[str], **streams: Any) -> subprocess.Popen[Any]:
-        if hosts is not None:
-            return hosts.start(number, words, environment, **streams)
-        return subprocess.Popen(words, env=environment, **streams)
+        return hosts.start(number, words, environment, **streams)
 
     names = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munge.pid"}
     names |= {"log-file": "munge.log", "seed-file": "munge.seed"}

@@ -15,7 +15,7 @@ from phalanx.commands.run import run
 from phalanx.errors import LaunchError
 from phalanx.launch.job import memory
 from phalanx.launch.job.binding import Core, bind_ranks, parse_cpu_list, usable_cpus
-from phalanx.launch.job.job import Job, make_job
+from phalanx.launch.job.job import make_job
 from phalanx.launch.job.mpi_launcher import MpiLauncher
 from phalanx.launch.job.output_options import decide_output
 from phalanx.launch.job.rehearsal import Placement, parse_rehearsal
@@ -70,32 +70,26 @@ def test_times_that_cannot_be_waited_for_are_refused(option: str) -> None:
 SCRIPT = Target("script", "train.py", "/train.py", ("train.py", "--lr", "1"))
 
 
-def rehearse(text: str, placement: Placement = "block") -> Job:
-    return make_job(None, SCRIPT, rehearsal=parse_rehearsal(text, placement), environment={})
-
-
-@pytest.mark.parametrize(
-    ("text", "placement", "placed"),
-    [
-        ("2x4", "block", ["00", "01", "02", "03", "10", "11", "12", "13"]),
-        ("2x4", "cyclic", ["00", "10", "01", "11", "02", "12", "03", "13"]),
-        ("1,3,2", "block", ["00", "10", "11", "12", "20", "21"]),
-        ("1,3,2", "cyclic", ["00", "10", "20", "11", "21", "12"]),
-    ],
-)
-def test_every_rank_is_placed_as_on_the_cluster(text: str, placement: Placement, placed: list[str]) -> None:
+def test_every_rank_is_placed_as_on_the_cluster() -> None:
     """For each rank its node rank and its local rank, one digit each."""
-    job = rehearse(text, placement)
-    assert job.ranks == len(placed)
-    assert [f"{row.node_rank}{row.local_rank}" for row in job.rows()] == placed
-    for rank, (row, own) in enumerate(zip(job.rows(), placed, strict=True)):
-        environment = job.environment(rank, port=1)
-        beside = [other for other in placed if other[0] == own[0]]
-        assert row.host == environment["PHALANX_HOST"] == f"node{own[0]}"
-        assert (environment["RANK"], environment["WORLD_SIZE"]) == (str(rank), str(len(placed)))
-        assert (environment["GROUP_RANK"], environment["LOCAL_RANK"]) == (own[0], own[1])
-        assert environment["LOCAL_WORLD_SIZE"] == str(len(beside))
-        assert environment["GROUP_WORLD_SIZE"] == str(len({other[0] for other in placed}))
+    cases: list[tuple[str, Placement, str]] = [
+        ("2x4", "block", "00 01 02 03 10 11 12 13"),
+        ("2x4", "cyclic", "00 10 01 11 02 12 03 13"),
+        ("1,3,2", "block", "00 10 11 12 20 21"),
+        ("1,3,2", "cyclic", "00 10 20 11 21 12"),
+    ]
+    for text, placement, places in cases:
+        placed = places.split()
+        job = make_job(None, SCRIPT, rehearsal=parse_rehearsal(text, placement), environment={})
+        assert job.ranks == len(placed)
+        assert [f"{row.node_rank}{row.local_rank}" for row in job.rows()] == placed
+        for rank, (node, local) in enumerate(placed):
+            environment = job.environment(rank, port=1)
+            assert job.rows()[rank].host == environment["PHALANX_HOST"] == f"node{node}"
+            assert (environment["RANK"], environment["WORLD_SIZE"]) == (str(rank), str(len(placed)))
+            assert (environment["GROUP_RANK"], environment["LOCAL_RANK"]) == (node, local)
+            assert environment["LOCAL_WORLD_SIZE"] == str([other[0] for other in placed].count(node))
+            assert environment["GROUP_WORLD_SIZE"] == str(len({other[0] for other in placed}))
 
 
 def test_the_cpu_is_in_place_of_devices() -> None:
@@ -129,19 +123,9 @@ def test_the_device_of_each_rank() -> None:
 TWO_SOCKETS = [Core(cpu % 4 // 2, cpu % 4, cpu) for cpu in range(8)]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "shares"),
-    [
-        (3, [(0, 4), (1, 5), (2, 6, 3, 7)]),
-        (5, [(0,), (4, 1), (5,), (2, 6), (3, 7)]),
-        (8, [(0,), (4,), (1,), (5,), (2,), (6,), (3,), (7,)]),
-    ],
-)
-def test_cores_are_divided(ranks: int, shares: list[tuple[int, ...]]) -> None:
-    assert bind_ranks("core", ranks, TWO_SOCKETS) == shares
-
-
-def test_a_numa_node_takes_its_share_of_the_ranks() -> None:
+def test_cores_are_divided_and_a_numa_node_takes_its_share() -> None:
+    assert bind_ranks("core", 3, TWO_SOCKETS) == [(0, 4), (1, 5), (2, 6, 3, 7)]
+    assert bind_ranks("core", 5, TWO_SOCKETS) == [(0,), (4, 1), (5,), (2, 6), (3, 7)]
     first, second = (0, 4, 1, 5), (2, 6, 3, 7)
     assert bind_ranks("numa", 2, TWO_SOCKETS) == [first, second]
     assert bind_ranks("numa", 5, TWO_SOCKETS) == [first, first, second, second, second]
@@ -156,14 +140,9 @@ def test_too_few_cores_is_an_error_with_both_remedies() -> None:
         bind_ranks("core", 9, TWO_SOCKETS)
     with pytest.raises(LaunchError, match=r"may use 2 "):
         bind_ranks("core", 3, TWO_SOCKETS, most=2)
-    target, hydra = Target("script", "t", "/t", ("t",)), MpiLauncher("mpich", "MPICH", "/opt/mpiexec")
+    hydra = MpiLauncher("mpich", "MPICH", "/opt/mpiexec")
     with pytest.raises(LaunchError, match="--mpi 'mpiexec -bind-to core' for MPICH"):  # it binds itself
-        make_job(2, target, mpi=hydra, bind="core", environment={})
-
-
-def test_lists_of_the_kernel() -> None:
-    lists = {"0-3,8\n": [0, 1, 2, 3, 8], "5": [5], "": [], "0,2-2": [0, 2], "\n": []}
-    assert {text: parse_cpu_list(text) for text in lists} == lists
+        make_job(2, SCRIPT, mpi=hydra, bind="core", environment={})
 
 
 def test_the_machine_is_read_from_the_kernel(tmp_path: Path) -> None:
@@ -175,6 +154,8 @@ def test_the_machine_is_read_from_the_kernel(tmp_path: Path) -> None:
     (siblings / "thread_siblings_list").write_text(f"{mine[0]},{mine[-1]}\n")
     assert usable_cpus(str(tmp_path)) == sorted([*(Core(3, cpu, cpu) for cpu in mine[:-1]), Core(3, mine[0], mine[-1])])
     assert {core.cpu for core in usable_cpus(str(tmp_path / "nothing"))} == set(mine)
+    lists = {"0-3,8\n": [0, 1, 2, 3, 8], "5": [5], "": [], "0,2-2": [0, 2], "\n": []}
+    assert {text: parse_cpu_list(text) for text in lists} == lists
 
 
 @pytest.mark.parametrize("bind", ["core", "numa"])
@@ -182,7 +163,7 @@ def test_only_cores_that_the_launcher_may_use(bind: str) -> None:
     all_of_them = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {max(all_of_them)})
-        job = make_job(1, Target("script", "t", "/t", ("t",)), bind=bind, environment={})  # type: ignore[arg-type]
+        job = make_job(1, SCRIPT, bind=bind, environment={})  # type: ignore[arg-type]
     finally:
         os.sched_setaffinity(0, all_of_them)
     assert job.cpus == ((max(all_of_them),),)
@@ -194,8 +175,7 @@ def test_threads_are_a_ranks_share_of_the_cores_it_is_bound_to(monkeypatch: pyte
     monkeypatch.setattr("phalanx.launch.job.job.usable_cores", lambda: 8)
 
     def table(ranks: int, bind: str, **environment: str) -> list[tuple[int | None, int | None]]:
-        target = Target("script", "t", "/t", ("t",))
-        job = make_job(ranks, target, bind=bind, environment=environment)  # type: ignore[arg-type]
+        job = make_job(ranks, SCRIPT, bind=bind, environment=environment)  # type: ignore[arg-type]
         return [(row.cores, row.threads) for row in job.rows()]
 
     assert table(2, "none") == [(8, 4)] * 2

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from phalanx.errors import InitializationError, LauncherEnvironmentError
 from phalanx.place.arguments import place_with
@@ -23,7 +21,6 @@ from phalanx.place.launcher import Kind
 from phalanx.place.launchers import LAUNCHERS
 from phalanx.place.listing import launcher_table
 from phalanx.place.node_lists import expand_node_list, expand_task_counts
-from phalanx.place.place import Place
 from phalanx.system.host import Host
 from phalanx.topology.topology import Whereabouts, arrange
 
@@ -128,9 +125,8 @@ def test_host_finds_itself_in_a_list_by_its_own_name(tmp_path: Path, monkeypatch
     assert read(step).number("node_rank") is None
 
 
-@pytest.mark.parametrize(
-    ("environment", "arguments", "launcher"),
-    [
+def test_conventions_for_a_world_of_one() -> None:
+    cases: list[tuple[dict[str, str], list[str], str]] = [
         ({}, [], "none"),
         ({}, ["--local_rank=0", "--lr", "1"], "none"),
         ({"RANK": "-1", "WORLD_SIZE": "-1", "LOCAL_RANK": "-1"}, [], "none"),
@@ -138,12 +134,11 @@ def test_host_finds_itself_in_a_list_by_its_own_name(tmp_path: Path, monkeypatch
         ({"WORLD_SIZE": "1"}, [], "env"),
         ({"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, [], "none"),
         ({"KUBERNETES_SERVICE_HOST": "10.96.0.1"}, [], "none"),
-    ],
-)
-def test_the_conventions_for_a_world_of_one(environment: dict[str, str], arguments: list[str], launcher: str) -> None:
-    place = read_environment(environment, arguments).place()
-    assert (place.launcher, place.rank, place.world_size) == (launcher, 0, 1)
-    assert (place.local_rank, place.local_world_size, place.node_rank, place.num_nodes) == (0, 1, 0, 1)
+    ]
+    for environment, arguments, launcher in cases:
+        place = read_environment(environment, arguments).place()
+        assert (place.launcher, place.rank, place.world_size) == (launcher, 0, 1)
+        assert (place.local_rank, place.local_world_size, place.node_rank, place.num_nodes) == (0, 1, 0, 1)
 
 
 def test_the_older_argument_gives_the_local_rank() -> None:
@@ -189,62 +184,6 @@ def test_platforms_one_process_on_a_node_is_told_how_to_start_the_others() -> No
     # Here the platform counts on processes that nobody has started, so the ranks would wait for them for ever.
     with pytest.raises(LauncherEnvironmentError, match=r"WORLD_SIZE=8 ranks on PET_NNODES=2 nodes.*torchrun"):
         read_environment({**pod, "WORLD_SIZE": "8", "PET_NPROC_PER_NODE": "4"}, []).place()
-
-
-# -- whatever is missing or wrong ----------------------------------------------------------------------
-
-JUNK = ("", "-1", "0", "1", "3", "4", "7", "x", "1.5", "4(x2", "n[", "[]", "99999999999999999999999")
-
-
-@st.composite
-def damaged(draw: st.DrawFn) -> tuple[Job, int, dict[str, str], bool]:
-    """A rank's environment of which some variables are lost, and perhaps some are changed."""
-    job = draw(st.sampled_from([job for job in JOBS if job.launcher != "none"]))
-    rank = draw(st.integers(0, len(job.answers) - 1))
-    names = sorted(job.environments[rank])
-    lost = draw(st.sets(st.sampled_from(names), max_size=len(names)))
-    environment = {name: value for name, value in job.environments[rank].items() if name not in lost}
-    changed = draw(st.dictionaries(st.sampled_from(names), st.sampled_from(JUNK), max_size=2))
-    return job, rank, {**environment, **changed}, bool(changed)
-
-
-def consistent(place: Place) -> bool:
-    """Whether there can be a process with this place."""
-    pairs = ((place.local_rank, place.local_world_size), (place.node_rank, place.num_nodes))
-    return (
-        0 <= place.rank < place.world_size
-        and all(low is None or low >= 0 for low, _ in pairs)
-        and all(low is None or high is None or low < high for low, high in pairs)
-        and all(high is None or 1 <= high <= place.world_size for _, high in pairs)
-        and (place.num_nodes != 1 or place.local_world_size in (None, place.world_size))
-    )
-
-
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(damaged())
-def test_a_damaged_environment_gives_a_consistent_place_or_an_error(
-    drawn: tuple[Job, int, dict[str, str], bool],
-) -> None:
-    job, rank, environment, changed = drawn
-    try:
-        place = read_environment(environment, []).place()
-    except LauncherEnvironmentError:
-        return
-    assert consistent(place)
-    if changed:
-        return
-    if place.launcher == "none":
-        return
-    # Variables were only lost: what is still said must be true, unless the launcher's own rank and size are gone and
-    # only a launcher around it is left.
-    answer = job.answers[rank]
-    own = read_environment(job.environments[rank], []).said("rank", "world_size")
-    if place.launcher != job.launcher and not any(f"{name}={value}" in own for name, value in environment.items()):
-        return
-    assert (place.rank, place.world_size) == (answer["rank"], answer["world_size"])
-    if place.launcher == job.launcher:
-        for name in FACTS:
-            assert getattr(place, name) in (None, answer[name])
 
 
 def test_environment_that_lost_one_variable_is_never_a_world_of_one() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,29 +113,6 @@ def test_a_login_that_asks_something(
     assert "ssh -o BatchMode=yes h1 true" in job.err
 
 
-@pytest.mark.parametrize(
-    ("names", "listed", "code", "said"),
-    [
-        (
-            "{h1} h1\n{h1} other\n",
-            "h1,other",
-            1,
-            "h1 and other are one host, which calls itself h1; list it once",
-        ),
-        ("{h0} h0\n127.0.1.1 h1\n", "h0,h1", 2, "h1 resolves to 127.0.1.1, which is this host's loopback and not h1"),
-    ],
-)
-def test_names_that_mean_one_host_or_loopback(
-    remote: RemoteLauncher, servers: tuple[TestHosts, Path], names: str, listed: str, code: int, said: str
-) -> None:
-    addresses = {f"h{host}": servers[0].address(host) for host in (0, 1)}
-    remote.files["/etc/hosts"] = remote.folder / "names"
-    remote.files["/etc/hosts"].write_text("127.0.0.1 localhost\n" + names.format(**addresses))
-    job = remote.run(*PLAIN, "-H", listed, remote.script(HELLO))
-    assert job.process.returncode == code
-    assert job.err.startswith(f"phalanx: {said}"), job.said()
-
-
 def test_no_python_there(remote: RemoteLauncher, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -145,20 +121,6 @@ def test_no_python_there(remote: RemoteLauncher, tmp_path: Path) -> None:
         job = remote.run(*PLAIN, "-H", "h0,h1", remote.script(HELLO))
     assert (job.process.returncode, job.out, len(job.err.splitlines())) == (1, "", 1), job.said()
     assert f"phalanx: h1: {sys.executable} cannot be run there" in job.err, job.said()
-
-
-def test_another_torch_there(remote: RemoteLauncher, tmp_path: Path) -> None:
-    (record,) = Path(sysconfig.get_path("purelib")).glob("torch-*.dist-info")
-    version = record.name.removeprefix("torch-").removesuffix(".dist-info")
-    own = tmp_path / "record"
-    own.mkdir()
-    text = (record / "METADATA").read_text().replace(f"\nVersion: {version}\n", "\nVersion: 2.9.0\n")
-    (own / "METADATA").write_text(text)
-    with remote.hosts.mounted(1, own, str(record)):
-        job = remote.run(*PLAIN, "-H", "h0,h1", remote.script(HELLO))
-    assert job.err == (f"phalanx: torch is {version} on h0; 2.9.0 on h1; install the same version on all hosts\n"), (
-        job.said()
-    )
 
 
 def test_a_host_that_is_switched_off(remote: RemoteLauncher) -> None:
