@@ -77,7 +77,7 @@ def test_output_that_cannot_be_written_any_more_ends_the_job(launcher: Launcher)
 
 
 JOINS = {
-    "torch": "import torch.distributed as d\nd.init_process_group('gloo')\nd.barrier()\nd.destroy_process_group()",
+    "torch": "import torch.distributed as d\nd.init_process_group('gloo')\nd.barrier()",
     "phalanx": "import phalanx\nphalanx.init()\nphalanx.close()",
     "a store": "import os, torch.distributed as d\nrank = int(os.environ['RANK'])\n"
     "d.TCPStore('127.0.0.1', int(os.environ['MASTER_PORT']), 2, False).set(f'{rank}', '')",
@@ -87,15 +87,17 @@ JOINS = {
 }
 
 
-def joined_somehow(launcher: Launcher, *ways: str) -> None:
+@pytest.mark.parametrize(
+    "ways", [["phalanx", "a store"], pytest.param(["torch", "phalanx's RPC", "torch's RPC"], marks=pytest.mark.long)]
+)
+def test_ranks_that_joined_somehow_are_not_said_to_be_alone(launcher: Launcher, ways: list[str]) -> None:
     commands = [["-n", "2", launcher.script(JOINS[way], f"{number}.py")] for number, way in enumerate(ways)]
     for outcome in launcher.run_all(*commands):
         assert outcome.code == 0, outcome.err_text
         assert "ranks joined" not in outcome.err_text
 
 
-def test_ranks_that_never_joined_are_noticed_and_others_are_not(launcher: Launcher) -> None:
-    """The same job shows which variables of a script count and which come too late."""
+def test_ranks_that_never_joined_and_variables_too_late_are_noticed(launcher: Launcher) -> None:
     alone = launcher.script(
         """
         import os, sys
@@ -115,12 +117,6 @@ def test_ranks_that_never_joined_are_noticed_and_others_are_not(launcher: Launch
     (line,) = [line for line in outcome.err_text.splitlines() if "OMP_PROC_BIND" in line]
     assert line.startswith("[rank 0] phalanx: note: the script sets OMP_PROC_BIND before it imports torch")
     assert "--no-preload" in line
-    joined_somehow(launcher, "phalanx", "a store")
-
-
-@pytest.mark.long
-def test_ranks_that_joined_by_torch_are_not_said_to_be_alone(launcher: Launcher) -> None:
-    joined_somehow(launcher, "torch", "torch's RPC", "phalanx's RPC")
 
 
 def test_input_goes_to_one_rank_and_a_debugged_one_has_the_terminal(launcher: Launcher) -> None:

@@ -128,11 +128,11 @@ def test_gloo_meets_and_rank_0_may_leave_first(launcher: Launcher) -> None:
         print(int(x[0]), flush=True)
         store = dist.distributed_c10d._get_default_store()
         if dist.get_rank() == 0: os._exit(0)
-        store.set('after', 'x'); assert store.get('after') == b'x'
+        store.set('after', 'x')
+        assert store.get('after') == b'x'
     """)
     ranks = launcher.run("-n", "3", "-q", script)
-    assert ranks.code == 0, ranks.err_text
-    assert sorted(ranks.out_lines) == [f"[rank {rank}] 6" for rank in range(3)]
+    assert (ranks.code, sorted(ranks.out_lines)) == (0, [f"[rank {rank}] 6" for rank in range(3)]), ranks.err_text
 
 
 ITEMS = """

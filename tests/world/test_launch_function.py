@@ -110,9 +110,6 @@ def test_output_comes_line_by_line_with_the_rank(capsys: pytest.CaptureFixture[s
 
 def test_what_ranks_have_of_this_interpreter_and_what_not() -> None:
     """Exit handlers, finalisers and children are this process's; random numbers differ where processes' would."""
-    folder = tempfile.TemporaryDirectory()
-    child = subprocess.Popen(["sleep", "600"])
-
     kept: list[Any] = []
 
     def look() -> tuple[str, str, float, bool, str]:
@@ -120,17 +117,16 @@ def test_what_ranks_have_of_this_interpreter_and_what_not() -> None:
         handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         return sys.stdin.read(), other.name, random.random(), handler, os.environ["OWN"]
 
-    first, second = phalanx.launch(look, n=2, variables={"OWN": "set"})
-    assert Path(folder.name).is_dir()
-    assert child.poll() is None
-    child.kill()
-    child.wait()
+    with tempfile.TemporaryDirectory() as folder, subprocess.Popen(["sleep", "600"]) as child:
+        first, second = phalanx.launch(look, n=2, variables={"OWN": "set"})
+        assert Path(folder).is_dir()
+        assert child.poll() is None
+        child.kill()
     assert "OWN" not in os.environ
     for stdin, made, _, handler, own in (first, second):
         assert (stdin, handler, own) == ("", True, "set")
         assert not Path(made).exists()  # the rank's own finalisers have run
     assert first[2] != second[2]
-    folder.cleanup()
 
 
 def fail() -> None:
