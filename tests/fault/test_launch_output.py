@@ -234,6 +234,6 @@ def test_failure_names_the_file_which_has_the_reason(launcher: Launcher) -> None
         assert shown.rstrip("\n") == block
     assert "once has no report" in report("once", "--json").stderr
     assert quoted.code == 3
-    block = quoted.err_text[quoted.err_text.index("phalanx: rank 1 of 2 failed") :].splitlines()
-    last = block[block.index("  the last lines of its output, which was not shown:") + 1 :]
+    told = quoted.err_text[quoted.err_text.index("phalanx: rank 1 of 2 failed") :].splitlines()
+    last = told[told.index("  the last lines of its output, which was not shown:") + 1 :]
     assert last[:11] == [f"    {number}" for number in range(11, 21)] + ["    reason"]

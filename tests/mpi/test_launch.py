@@ -37,10 +37,14 @@ def shared_memory(lines: list[str]) -> set[Path]:
     return {Path(word) for line in lines for word in line.split() if word.startswith("/dev/shm/")}
 
 
+def wait_for_ranks(job: RunningJob, count: int) -> set[Path]:
+    lines = job.read_lines(count)
+    assert all(" up" in line for line in lines), lines
+    return shared_memory(lines)
+
+
 @contextlib.contextmanager
-def nothing_left(job: RunningJob, count: int) -> Iterator[None]:
-    """When all ranks are up; afterwards what they had mapped has gone."""
-    files = shared_memory(job.read_lines(count))
+def nothing_left(files: set[Path]) -> Iterator[None]:
     assert all(path.exists() for path in files)
     yield
     wait_for(lambda: not any(path.exists() for path in files), SOON_S, lambda: f"left: {files}")
@@ -106,7 +110,7 @@ def test_signal_ends_everything_when_the_grace_is_over(launcher: Launcher, signu
         WAIT.replace("world.allreduce", f"{ignore}os.system('setsid sleep 300 &')\nworld.allreduce")
     )
     job = launcher.start("-n", "3", "-q", "--grace", "1", script)
-    with nothing_left(job, 3):
+    with nothing_left(wait_for_ranks(job, 3)):
         job.process.send_signal(signum)
         job.wait_until_gone(SOON_S)
     outcome = job.finish()
@@ -138,7 +142,7 @@ def test_interrupted_ranks_clean_up_and_a_second_interrupt_kills(launcher: Launc
 @pytest.mark.parametrize("victim", ["launcher", "phalanx-relay", "mpiexec", "phalanx-shim", "phalanx-keeper", "rank-1"])
 def test_sigkill_of_any_process_leaves_nothing(launcher: Launcher, victim: str) -> None:
     job = launcher.start("-n", "3", "-q", launcher.script(WAIT))
-    with nothing_left(job, 3):
+    with nothing_left(wait_for_ranks(job, 3)):
         os.kill(find(job, victim), signal.SIGKILL)
         job.wait_until_gone(SOON_S)
     outcome = job.finish()
@@ -161,39 +165,6 @@ def find(job: RunningJob, victim: str) -> int:
         relay = job.named("phalanx-relay")
         return int(Path(f"/proc/{relay}/task/{relay}/children").read_text().split()[0])
     return next(pid for pid in job.processes() if comm(pid) == victim)
-
-
-def test_grandchild_that_holds_the_output_is_ended_with_its_rank(launcher: Launcher) -> None:
-    outcome = launcher.run("-n", "2", "-q", "sh", "-c", "(setsid sh -c 'sleep 300 & sleep 300' & ) & echo left")
-    assert outcome.code == 0
-    assert sorted(outcome.out_lines) == ["[rank 0] left", "[rank 1] left"]
-    assert outcome.elapsed_s < 250  # not as long as the grandchildren sleep
-
-
-def test_ranks_follow_the_order_of_the_hosts(launcher: Launcher, mpi: MpiEnvironment, tmp_path: Path) -> None:
-    # Stands in for ssh: starts what it is told here, where every process learns which host it was meant for.
-    stand_in = tmp_path / "ssh"
-    stand_in.write_text(
-        "#!/bin/sh\n"
-        "while :; do case $1 in -o|-l|-p) shift 2;; -*) shift;; *) break;; esac; done\n"
-        'host=$1; shift; export MEANT_FOR=$host; exec sh -c "$*"\n'
-    )
-    stand_in.chmod(0o755)
-    if mpi.is_openmpi:
-        mpiexec = f"mpiexec --prtemca plm_ssh_agent {stand_in}"
-    elif mpi.is_mpich:
-        mpiexec = f"mpiexec -launcher ssh -launcher-exec {stand_in}"
-    else:
-        mpiexec = f"mpiexec -bootstrap ssh -bootstrap-exec {stand_in}"
-    for hosts, expected in (
-        (["--hosts", "b,a", "--ppn", "1"], ["b", "a"]),
-        (["--hosts", "a:3,b:2", "-n", "4"], ["a", "a", "a", "b"]),
-    ):
-        outcome = launcher.run("--mpi", mpiexec, *hosts, "sh", "-c", "echo $MEANT_FOR $MASTER_ADDR")
-        assert outcome.code == 0, outcome.err_text
-        assert sorted(outcome.out_lines) == [f"[rank {rank}] {host} 127.0.0.1" for rank, host in enumerate(expected)]
-        # The truth is that they are all on one host, and that is what is said.
-        assert "phalanx: note: mpiexec was asked for rank" in outcome.err_text
 
 
 def test_what_does_not_start_is_said_and_a_dry_run_starts_nothing(

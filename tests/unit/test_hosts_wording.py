@@ -32,16 +32,3 @@ def test_a_rank_that_raised_is_said_with_its_exception() -> None:
     error = lost(fact, LAYOUT, PIDS, 0, "barrier() at train.py:5")
     assert "rank 2 of the group (pid 12 on h1) has failed (ValueError: no data at train.py:3)" in str(error)
     assert (error.group_rank, error.pid, error.host) == (2, 12, "h1")
-
-
-@pytest.mark.parametrize(
-    ("places", "stopped", "advice"),
-    [
-        ({2: "stopped (state T)"}, [2], "Let it continue (kill -CONT 12), or end it"),
-        ({1: "in barrier", 2: "stopped (state T)"}, [2], "Let it continue (kill -CONT 12), or end it"),
-        ({2: "at train.py:7"}, [], "Is it in other code, or much slower? A longer timeout"),
-        ({2: "at train.py:7", 3: "at train.py:7"}, [], "Are they in other code, or much slower? A longer timeout"),
-    ],
-)
-def test_what_to_do_about_a_rank_that_did_not_come(places: dict[int, str], stopped: list[int], advice: str) -> None:
-    assert advice in str(late(places, stopped, LAYOUT, PIDS, 0, "barrier() at train.py:5", 30.0))

@@ -79,10 +79,10 @@ def test_every_rank_is_placed_as_on_the_cluster() -> None:
         ("1,3,2", "cyclic", "00 10 20 11 21 12"),
     ]
     for text, placement, places in cases:
-        placed = places.split()
+        placed = [(place[0], place[1]) for place in places.split()]
         job = make_job(None, SCRIPT, rehearsal=parse_rehearsal(text, placement), environment={})
         assert job.ranks == len(placed)
-        assert [f"{row.node_rank}{row.local_rank}" for row in job.rows()] == placed
+        assert [(str(row.node_rank), str(row.local_rank)) for row in job.rows()] == placed
         for rank, (node, local) in enumerate(placed):
             environment = job.environment(rank, port=1)
             assert job.rows()[rank].host == environment["PHALANX_HOST"] == f"node{node}"

@@ -198,24 +198,17 @@ def test_environment_that_lost_one_variable_is_never_a_world_of_one() -> None:
 
 # -- which attempt it is, what phalanx.init() is given, lists of nodes -----------------------------------
 
-RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-RANK |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-TORCHRUN = RANK | {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "2"}
 
-
-@pytest.mark.parametrize(
-    ("environment", "launcher", "attempt"),
-    [
-        (TORCHRUN, "torchrun", 2),
-        (TORCHRUN | {"PHALANX_RUN_ID": "job", "PHALANX_ATTEMPT": "3"}, "phalanx", 3),
-        # torchrun, started by a rank of phalanx run
-        (TORCHRUN | {"PHALANX_RUN_ID": "another", "PHALANX_ATTEMPT": "3"}, "torchrun", 2),
-        ({}, "none", 0),
-    ],
-)
-def test_the_launcher_says_which_attempt_it_is(environment: dict[str, str], launcher: str, attempt: int) -> None:
-    place = read_environment(environment, []).place()
-    assert (place.launcher, place.attempt) == (launcher, attempt)
+def test_launcher_says_which_attempt_it_is() -> None:
+    torchrun = next(job for job in JOBS if job.name == "torchrun-block").environments[0]
+    torchrun = {**torchrun, "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "2"}
+    ours = {**torchrun, "PHALANX_RUN_ID": "job", "PHALANX_ATTEMPT": "3"}
+    below = {**ours, "PHALANX_RUN_ID": "another"}  # torchrun, started by a rank of phalanx run
+    for environment, launcher, attempt in (
+        (torchrun, "torchrun", 2), (ours, "phalanx", 3), (below, "torchrun", 2), ({}, "none", 0),
+    ):  # fmt: skip
+        place = read(environment).place()
+        assert (place.launcher, place.attempt) == (launcher, attempt)
 
 
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
@@ -233,64 +226,46 @@ def test_a_script_gives_its_place_itself() -> None:
     assert (found.rank, found.world_size, found.master_addr) == (2, 3, "fd00::1")
     assert place({}, "env://", None, None) == place({}, None, None, None)
     assert place({}, None, 0, 1).local_rank == 0
-
-
-@pytest.mark.parametrize("given", [(None, None, -1), ("env://", -1, -1), (None, -1, 1)])
-def test_minus_one_is_not_given(given: tuple[Any, ...]) -> None:
-    found = place({}, *given)
-    assert (found.rank, found.world_size, found.local_rank) == (0, 1, 0)
-
-
-def test_minus_one_leaves_it_to_the_launcher() -> None:
-    assert place(HYDRA, None, -1, -1) == place(HYDRA, None, None, None)
-    with pytest.raises(InitializationError, match="pass both rank and world_size"):
-        place({}, None, -1, 4)
+    for given in ((None, None, -1), ("env://", -1, -1), (None, -1, 1)):  # -1 is not given
+        found = place({}, *given)
+        assert (found.rank, found.world_size, found.local_rank) == (0, 1, 0)
 
 
 def test_under_a_launcher_it_completes_what_is_missing() -> None:
+    assert place(HYDRA, None, -1, -1) == place(HYDRA, None, None, None)
     assert place(HYDRA, "tcp://h1:29500", 1, 4).launcher == "mpich"
     assert place(HYDRA, "tcp://h1:29500", None, None).master_addr == "h1"
-    by_port = {"PMI_PORT": "h:1", "PMI_ID": "1"}
-    assert place(by_port, None, None, 4).world_size == 4
+    assert place({"PMI_PORT": "h:1", "PMI_ID": "1"}, None, None, 4).world_size == 4
 
 
-@pytest.mark.parametrize(
-    ("environment", "given", "error", "words"),
-    [
+def test_mistakes_in_what_a_script_gives_are_named() -> None:
+    cases: list[tuple[dict[str, str], Any, type[Exception], str]] = [
         (HYDRA, (None, 2, 4), LauncherEnvironmentError, r"rank=2 in phalanx.init\(\), but mpich says PMI_RANK=1"),
         ({}, (None, 2, None), InitializationError, "pass both rank and world_size"),
+        ({}, (None, -1, 4), InitializationError, "pass both rank and world_size"),
         ({}, (None, 4, 4), LauncherEnvironmentError, "4 is not a rank of a world of 4"),
         ({}, ("file:///tmp/x", 0, 2), InitializationError, "neither tcp://host:port nor env://"),
         ({}, ("tcp://h1:29500?rank=x", None, 2), LauncherEnvironmentError, "rank in init_method='x'"),
-    ],
-)
-def test_mistakes_are_named(environment: dict[str, str], given: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        place(environment, *given)
+    ]
+    for environment, given, error, words in cases:
+        with pytest.raises(error, match=words):
+            place(environment, *given)
 
 
-@pytest.mark.parametrize(
-    ("text", "nodes"),
-    [
-        ("node1", ["node1"]),
-        ("a,b", ["a", "b"]),
-        ("node[01-03,7]", ["node01", "node02", "node03", "node7"]),
-        ("node[08-11]", ["node08", "node09", "node10", "node11"]),
-        ("gpu[1-2]-ib,login", ["gpu1-ib", "gpu2-ib", "login"]),
-        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
-        ("rack-3[5]", ["rack-35"]),
-    ],
-)
-def test_lists_of_nodes(text: str, nodes: list[str]) -> None:
-    assert expand_node_list("SLURM_STEP_NODELIST", text) == nodes
-
-
-@pytest.mark.parametrize(
-    "text", ["", "a,", "n[1-", "n]", "n[]", "n[3-1]", "n[a-b]", "n[1-99999999999]", "n[0-999999]x[0-9]"]
-)
-def test_what_is_no_list_of_nodes_is_named(text: str) -> None:
-    with pytest.raises(LauncherEnvironmentError, match=r"SLURM_STEP_NODELIST=.* is not a list of nodes"):
-        expand_node_list("SLURM_STEP_NODELIST", text)
+def test_lists_of_nodes() -> None:
+    lists = {
+        "node1": "node1",
+        "a,b": "a b",
+        "node[01-03,7]": "node01 node02 node03 node7",
+        "node[08-11]": "node08 node09 node10 node11",
+        "gpu[1-2]-ib,login": "gpu1-ib gpu2-ib login",
+        "r[1-2]n[1-2]": "r1n1 r1n2 r2n1 r2n2",
+        "rack-3[5]": "rack-35",
+    }
+    assert {text: " ".join(expand_node_list("N", text)) for text in lists} == lists
+    for text in ("", "a,", "n[1-", "n]", "n[]", "n[3-1]", "n[a-b]", "n[1-99999999999]", "n[0-999999]x[0-9]"):
+        with pytest.raises(LauncherEnvironmentError, match=r"SLURM_STEP_NODELIST=.* is not a list of nodes"):
+            expand_node_list("SLURM_STEP_NODELIST", text)
 
 
 def test_counts_of_tasks() -> None:

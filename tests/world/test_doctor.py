@@ -32,21 +32,15 @@ class Said:
     code: int
     answer: dict[str, Any]
 
-    def about(self, subject: str, host: str = "") -> tuple[str, str]:
-        """The level and the text, with the remedy, of what it said about a subject; it said so once."""
-        found = [
-            (one["level"], f"{one['said']}; {one['remedy']}")
+    def has(self, subject: str, host: str, level: str, *texts: str) -> None:
+        """It said this about a subject, once, at this level and with these words."""
+        (found,) = [
+            one
             for one in self.answer["findings"]
             if one["subject"] == subject and one["host"] == host and (one["level"] != "ok" or not host)
         ]
-        assert len(found) == 1, self.answer["findings"]
-        return found[0]
-
-    def has(self, subject: str, host: str, level: str, *texts: str) -> None:
-        """It said so, at this level and with these words."""
-        found = self.about(subject, host)
-        assert found[0] == level
-        assert all(text in found[1] for text in texts), found
+        assert found["level"] == level
+        assert all(text in f"{found['said']}; {found['remedy']}" for text in texts), found
 
     def complaints(self) -> list[tuple[str, str, str]]:
         """The level, host and subject of everything that is not well."""

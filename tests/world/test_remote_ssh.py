@@ -121,14 +121,3 @@ def test_no_python_there(remote: RemoteLauncher, tmp_path: Path) -> None:
         job = remote.run(*PLAIN, "-H", "h0,h1", remote.script(HELLO))
     assert (job.process.returncode, job.out, len(job.err.splitlines())) == (1, "", 1), job.said()
     assert f"phalanx: h1: {sys.executable} cannot be run there" in job.err, job.said()
-
-
-def test_a_host_that_is_switched_off(remote: RemoteLauncher) -> None:
-    remote.hosts.cut(1)
-    job = remote.run(*PLAIN, "-H", "h0,h1", remote.script(HELLO))
-    assert job.process.returncode == 1
-    errors = [line for line in job.err.splitlines() if "has not joined yet" not in line]
-    assert len(errors) == 1, job.said()
-    assert errors[0].startswith("phalanx: h1: ssh could not log in there: ssh: connect to host h1 port 22: "), (
-        job.said()
-    )
