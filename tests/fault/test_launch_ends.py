@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+import pytest
 from tests.launch_support import Launcher, launcher, wait_for
 
 __all__ = ["launcher"]
@@ -50,7 +51,7 @@ def test_exit_codes_of_jobs_and_what_they_print(launcher: Launcher) -> None:
 
 
 def test_exception_is_shown_once_with_the_scripts_traceback(launcher: Launcher) -> None:
-    """Also under torch's hook and its ``record``, and if the rank cannot end since one of its threads does not."""
+    """Also under torch's exception hook, and if the rank cannot end since one of its threads does not."""
     script = launcher.script("""
         import threading, time
         import torch.distributed as dist
@@ -63,18 +64,7 @@ def test_exception_is_shown_once_with_the_scripts_traceback(launcher: Launcher) 
             work()
         time.sleep(300)
     """)
-    recorded = launcher.script(
-        """
-        from torch.distributed.elastic.multiprocessing.errors import record
-        @record
-        def main():
-            raise ValueError('recorded')
-        main()
-        """,
-        "recorded.py",
-    )
-    nested = f"{sys.executable} {recorded}; exit 5"
-    raised, inner = launcher.run_all(["-n", "3", "-q", "--grace", "0.2", script], [*PLAIN, "sh", "-c", nested])
+    raised = launcher.run("-n", "3", "-q", "--grace", "0.2", script)
     text = raised.err_text
     assert raised.code == 1
     assert text.startswith("phalanx: rank 1 of 3 failed: ValueError: bad thing\n")
@@ -85,8 +75,22 @@ def test_exception_is_shown_once_with_the_scripts_traceback(launcher: Launcher) 
     assert "/launch/" not in text
     assert "exit code 1" in text
     assert "ranks 0, 2 ended by the launcher" in text
-    assert (inner.code, inner.err_text.count("Traceback")) == (5, 1)
-    assert "rank 0 of 1 failed: ValueError: recorded" in inner.err_text
+
+
+@pytest.mark.long
+def test_torchs_record_reports_the_failure(launcher: Launcher) -> None:
+    script = launcher.script("""
+        from torch.distributed.elastic.multiprocessing.errors import record
+        @record
+        def main():
+            raise ValueError('recorded')
+        main()
+    """)
+    direct, nested = launcher.run_all(["-q", script], ["-q", "sh", "-c", f"{sys.executable} {script}; exit 5"])
+    assert direct.err_text.count("ValueError: recorded") == 2
+    assert direct.err_text.count("Traceback") == nested.err_text.count("Traceback") == 1
+    assert nested.code == 5
+    assert "rank 0 of 1 failed: ValueError: recorded" in nested.err_text
 
 
 def test_cause_is_told_from_consequences(launcher: Launcher) -> None:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from textwrap import dedent
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,7 +49,7 @@ def test_results_come_back_by_rank() -> None:
     assert phalanx.launch(sys.exit, (0,), n=2) == phalanx.launch(sys.exit, n=2) == [None, None]
 
 
-def test_fresh_interpreters_give_the_same_and_fail_alike() -> None:
+def test_fresh_interpreters_give_the_same() -> None:
     shift = 5
     results = phalanx.launch(
         lambda: (total(2.0), shift, os.environ["OWN"]), n=2, start_method="spawn", variables={"OWN": "set"}
@@ -58,8 +57,6 @@ def test_fresh_interpreters_give_the_same_and_fail_alike() -> None:
     for rank, ((own, size, launcher, tensor), *others) in enumerate(results):
         assert (own, size, launcher, tensor.tolist()) == (rank, 2, "phalanx", [6.0] * 3)
         assert others == [5, "set"]
-    with pytest.raises(phalanx.RankFailed, match=r"rank 0 of 1 failed: the reason"):
-        phalanx.launch(sys.exit, ("the reason",), n=1, start_method="spawn")
 
 
 def test_ranks_compute_with_their_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +186,6 @@ def test_process_group_is_not_shared_with_forks() -> None:
     try:
         with pytest.raises(LaunchError, match=r"phalanx\.close\(\)"):
             phalanx.launch(total, (1.0,), n=2, start_method="fork")
-        assert len(phalanx.launch(total, (1.0,), n=1)) == 1  # by a fresh interpreter
         with pytest.raises(LaunchError, match=r"phalanx\.close\(\).*fresh interpreter"):  # a lock has no pickle
             phalanx.launch(print, (threading.Lock(),), n=2)
     finally:
@@ -284,25 +280,17 @@ def test_interpreter_goes_on_after_interrupts_and_kills() -> None:
         prompt.communicate()
 
 
-def test_function_of_main_needs_cloudpickle_in_a_fresh_interpreter(tmp_path: Path) -> None:
-    script = """
-        import sys
-        sys.modules["cloudpickle"] = None
-        import phalanx
-        def own(): pass
-        if __name__ == "__main__":
-            for method in ("spawn", None):
-                try:
-                    phalanx.launch(own, n=2, start_method=method)
-                except phalanx.PhalanxError as error:
-                    print(error)
-                if method:
-                    phalanx.init()  # so that the ranks cannot be forked
-    """
-    (tmp_path / "script.py").write_text(dedent(script))
-    command = [sys.executable, "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
-    refused = done.stdout.splitlines()
-    assert len(refused) == 2
-    for text in refused:
-        assert text.endswith("own is defined in __main__; define it in a module, or install cloudpickle")
+def test_function_of_main_needs_cloudpickle_in_a_fresh_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own() -> None: ...
+
+    own.__module__, own.__qualname__ = "__main__", "own"
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    refused = "own is defined in __main__; define it in a module, or install cloudpickle$"
+    with pytest.raises(LaunchError, match=refused):
+        phalanx.launch(own, n=2, start_method="spawn")
+    phalanx.init()  # so that the ranks cannot be forked
+    try:
+        with pytest.raises(LaunchError, match=refused):
+            phalanx.launch(own, n=2)
+    finally:
+        phalanx.close()
