@@ -218,7 +218,7 @@ def test_ranks_are_watched_signalled_and_stopped_like_others(launcher: Launcher)
     assert (first["state"], first["operation"]["kind"]) == ("waits", "barrier")
     assert (second["state"], second["last"]["kind"], second["lag"]) == ("sleeps", "all_reduce", 1)
     job.process.send_signal(signal.SIGUSR1)
-    assert "[rank 1] usr1" in job.read_lines(1)
+    assert job.read_lines(2) == ["[rank 0] usr1", "[rank 1] usr1"]
     assert "2 ranks) has ended" in phalanx("stop", str(job.pid))
     outcome = job.finish()
     assert outcome.code == 128 + signal.SIGTERM

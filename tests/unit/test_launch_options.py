@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from tests.launch_support import Launcher, launcher
 
 from phalanx.commands.run import run
 from phalanx.errors import LaunchError
@@ -20,8 +18,6 @@ from phalanx.launch.job.mpi_launcher import MpiLauncher
 from phalanx.launch.job.output_options import decide_output
 from phalanx.launch.job.rehearsal import Placement, parse_rehearsal
 from phalanx.launch.job.target import Target, find_target
-
-__all__ = ["launcher"]
 
 # -- outputs and times ---------------------------------------------------------------------------------
 
@@ -229,33 +225,3 @@ def test_ranks_on_an_accelerator_and_other_programs_get_none_of_them() -> None:
     program = Target("program", "true", "/bin/true", ("true",))
     assert make_job(2, program, device="cpu", memory="keep", environment={}).memory == {}
     assert make_job(2, SCRIPT, device="cpu", memory="keep", environment={}).memory[memory.MMAP_MAX] == "0"
-
-
-PROGRAM = """
-    import json, os, torch
-
-    def resident_mib():
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
-
-    before = resident_mib()
-    tensor = torch.ones(256 << 18)
-    held = resident_mib()
-    del tensor
-    print(json.dumps([held - before, resident_mib() - before, os.environ.get("MALLOC_MMAP_MAX_")]))
-"""
-
-
-@pytest.mark.long
-def test_freed_tensor_stays_in_the_rank_only_if_that_was_asked_for(launcher: Launcher) -> None:
-    script = launcher.script(PROGRAM)
-    modes = ("keep", "huge", "return")
-    plain = ["--device", "cpu", "-q", "--no-prefix", "-n", "2", script]
-    for mode, outcome in zip(modes, launcher.run_all(*(["--memory", mode, *plain] for mode in modes)), strict=True):
-        assert outcome.code == 0, outcome.err_text
-        assert len(outcome.out_lines) == 2
-        for line in outcome.out_lines:
-            held_mib, left_mib, mmap_max = json.loads(line)
-            assert 256 <= held_mib <= 264  # the tensor, and no more than some pages beside it
-            assert left_mib >= 256 if mode == "keep" else left_mib <= 8
-            assert mmap_max == ("0" if mode == "keep" else None)
