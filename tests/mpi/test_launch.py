@@ -222,7 +222,7 @@ def test_ranks_are_watched_signalled_and_stopped_like_others(launcher: Launcher)
     assert "2 ranks) has ended" in phalanx("stop", str(job.pid))
     outcome = job.finish()
     assert outcome.code == 128 + signal.SIGTERM
-    assert "  rank 1: script.py:9 " in outcome.err_text
+    assert "script.py:8 while True: time.sleep(300)\n" in outcome.err_text
 
 
 def test_ranks_are_started_again_after_a_failure(launcher: Launcher, mpi: MpiEnvironment) -> None:
