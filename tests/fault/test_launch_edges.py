@@ -39,43 +39,6 @@ os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
 """
 
 
-def test_output_that_cannot_be_written_any_more_ends_the_job(launcher: Launcher) -> None:
-    """A full disk; a closed terminal: its own session gets SIGHUP, and of another one writing fails."""
-    ranks = ("-q", "--grace", "250", "sh", "-c")
-    with open("/dev/full", "wb") as full:
-        on_disk = [launcher.start(*place, *ranks, "echo up; exec sleep 300", stdout=full) for place in PLACES]
-    program = launcher.directory / "on-terminal"
-    program.write_text(ON_TERMINAL)
-    program.chmod(0o755)
-    printing = "while :; do echo on; sleep 0.01; done"
-    on_terminal = []
-    for own, place, then in (
-        (True, PLACES[0], "exec sleep 300"),
-        (True, PLACES[1], printing),
-        (False, PLACES[0], printing),
-        (False, PLACES[1], printing),
-    ):
-        launcher.python = str(program) if own else sys.executable
-        master, slave = pty.openpty()
-        streams = {"stdin": slave, "stdout": slave, "stderr": slave} if own else {"stdout": slave}
-        job = launcher.start(*place, *ranks, f"echo up; {then}", **streams)  # type: ignore[arg-type]
-        os.close(slave)
-        on_terminal.append((job, master, 128 + (signal.SIGHUP if own else signal.SIGPIPE)))
-    for job in on_disk:
-        outcome = job.finish(SOON_S)
-        assert outcome.code == 74
-        assert outcome.err_text == (
-            "phalanx: standard output cannot be written: No space left on device; the job was ended\n"
-        )
-    for job, master, code in on_terminal:
-        read_until(master, b"up\r\n", 3)
-        os.close(master)
-        assert job.process.wait(SOON_S) == code
-        if job.process.stderr is not None:
-            assert job.process.stderr.read() == b""
-        job.wait_until_gone(SOON_S)
-
-
 JOINS = {
     "torch": "import torch.distributed as d\nd.init_process_group('gloo')\nd.barrier()",
     "phalanx": "import phalanx\nphalanx.init()\nphalanx.close()",
@@ -87,14 +50,16 @@ JOINS = {
 }
 
 
-@pytest.mark.parametrize(
-    "ways", [["phalanx", "a store"], pytest.param(["torch", "phalanx's RPC", "torch's RPC"], marks=pytest.mark.long)]
-)
-def test_ranks_that_joined_somehow_are_not_said_to_be_alone(launcher: Launcher, ways: list[str]) -> None:
+def joined_somehow(launcher: Launcher, *ways: str) -> None:
     commands = [["-n", "2", launcher.script(JOINS[way], f"{number}.py")] for number, way in enumerate(ways)]
     for outcome in launcher.run_all(*commands):
         assert outcome.code == 0, outcome.err_text
         assert "ranks joined" not in outcome.err_text
+
+
+@pytest.mark.long
+def test_ranks_that_joined_by_torch_or_rpc_are_not_said_to_be_alone(launcher: Launcher) -> None:
+    joined_somehow(launcher, "torch", "phalanx's RPC", "torch's RPC")
 
 
 def test_ranks_that_never_joined_and_variables_too_late_are_noticed(launcher: Launcher) -> None:
@@ -117,6 +82,7 @@ def test_ranks_that_never_joined_and_variables_too_late_are_noticed(launcher: La
     (line,) = [line for line in outcome.err_text.splitlines() if "OMP_PROC_BIND" in line]
     assert line.startswith("[rank 0] phalanx: note: the script sets OMP_PROC_BIND before it imports torch")
     assert "--no-preload" in line
+    joined_somehow(launcher, "phalanx", "a store")
 
 
 def test_input_goes_to_one_rank_and_a_debugged_one_has_the_terminal(launcher: Launcher) -> None:
@@ -177,7 +143,41 @@ def test_input_goes_to_one_rank_and_a_debugged_one_has_the_terminal(launcher: La
     os.close(master)
 
 
-def test_places_in_which_no_job_can_start_are_named(tmp_path: Path) -> None:
+def test_output_or_place_of_which_there_is_none_ends_the_job(launcher: Launcher, tmp_path: Path) -> None:
+    """A full disk; a folder that was deleted; no network; a closed terminal, which sends SIGHUP to its own session."""
+    ranks = ("-q", "--grace", "250", "sh", "-c")
+    with open("/dev/full", "wb") as full:
+        on_disk = [launcher.start(*place, *ranks, "echo up; exec sleep 300", stdout=full) for place in PLACES]
+    program = launcher.directory / "on-terminal"
+    program.write_text(ON_TERMINAL)
+    program.chmod(0o755)
+    printing = "while :; do echo on; sleep 0.01; done"
+    on_terminal = []
+    for own, place, then in (
+        (True, PLACES[0], "exec sleep 300"),
+        (True, PLACES[1], printing),
+        (False, PLACES[0], printing),
+        (False, PLACES[1], printing),
+    ):
+        launcher.python = str(program) if own else sys.executable
+        master, slave = pty.openpty()
+        streams = {"stdin": slave, "stdout": slave, "stderr": slave} if own else {"stdout": slave}
+        job = launcher.start(*place, *ranks, f"echo up; {then}", **streams)  # type: ignore[arg-type]
+        os.close(slave)
+        on_terminal.append((job, master, 128 + (signal.SIGHUP if own else signal.SIGPIPE)))
+    for job in on_disk:
+        outcome = job.finish(SOON_S)
+        assert outcome.code == 74
+        assert outcome.err_text == (
+            "phalanx: standard output cannot be written: No space left on device; the job was ended\n"
+        )
+    for job, master, code in on_terminal:
+        read_until(master, b"up\r\n", 3)
+        os.close(master)
+        assert job.process.wait(SOON_S) == code
+        if job.process.stderr is not None:
+            assert job.process.stderr.read() == b""
+        job.wait_until_gone(SOON_S)
     gone = tmp_path / "gone"
     shell = f"mkdir {gone} && cd {gone} && rmdir {gone} && exec {sys.executable} -m phalanx run -q -m json.tool"
     done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=False)

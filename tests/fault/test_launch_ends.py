@@ -50,7 +50,23 @@ def test_exit_codes_of_jobs_and_what_they_print(launcher: Launcher) -> None:
             assert outcome.err_text.count("Traceback") == ("fork" in statement), outcome.err_text
 
 
-def test_exception_is_shown_once_with_the_scripts_traceback(launcher: Launcher) -> None:
+@pytest.mark.long
+def test_torchs_record_reports_the_failure(launcher: Launcher) -> None:
+    script = launcher.script("""
+        from torch.distributed.elastic.multiprocessing.errors import record
+        @record
+        def main():
+            raise ValueError('recorded')
+        main()
+    """)
+    direct, nested = launcher.run_all(["-q", script], ["-q", "sh", "-c", f"{sys.executable} {script}; exit 5"])
+    assert direct.err_text.count("ValueError: recorded") == 2
+    assert direct.err_text.count("Traceback") == nested.err_text.count("Traceback") == 1
+    assert nested.code == 5
+    assert "rank 0 of 1 failed: ValueError: recorded" in nested.err_text
+
+
+def test_exception_is_shown_once_and_the_cause_told_from_consequences(launcher: Launcher) -> None:
     """Also under torch's exception hook, and if the rank cannot end since one of its threads does not."""
     script = launcher.script("""
         import threading, time
@@ -75,25 +91,6 @@ def test_exception_is_shown_once_with_the_scripts_traceback(launcher: Launcher) 
     assert "/launch/" not in text
     assert "exit code 1" in text
     assert "ranks 0, 2 ended by the launcher" in text
-
-
-@pytest.mark.long
-def test_torchs_record_reports_the_failure(launcher: Launcher) -> None:
-    script = launcher.script("""
-        from torch.distributed.elastic.multiprocessing.errors import record
-        @record
-        def main():
-            raise ValueError('recorded')
-        main()
-    """)
-    direct, nested = launcher.run_all(["-q", script], ["-q", "sh", "-c", f"{sys.executable} {script}; exit 5"])
-    assert direct.err_text.count("ValueError: recorded") == 2
-    assert direct.err_text.count("Traceback") == nested.err_text.count("Traceback") == 1
-    assert nested.code == 5
-    assert "rank 0 of 1 failed: ValueError: recorded" in nested.err_text
-
-
-def test_cause_is_told_from_consequences(launcher: Launcher) -> None:
     # Rank 1 fails first but takes its time to end; rank 0 notices, fails too and is gone first.
     first = launcher.script(
         """

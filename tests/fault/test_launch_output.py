@@ -22,7 +22,8 @@ from phalanx.system import processes
 __all__ = ["launcher"]
 
 
-def test_lines_are_prefixed_and_a_live_line_is_kept_below(launcher: Launcher) -> None:
+def test_lines_are_prefixed_kept_apart_and_written_while_they_are_read(launcher: Launcher) -> None:
+    """A reader that goes ends the job by SIGPIPE, as of any tool; an interrupt gets past one that has stopped."""
     script = launcher.script("""
         import sys
         print("first")
@@ -65,10 +66,6 @@ def test_lines_are_prefixed_and_a_live_line_is_kept_below(launcher: Launcher) ->
     # The live line is erased before the whole line is printed.
     assert b"\r\x1b[K" in seen[seen.index(b"50%") : seen.index(b"100%")]
     assert b"\x1b[36m[rank 0]\x1b[0m" in seen
-
-
-def test_reader_that_has_gone_or_stopped(launcher: Launcher) -> None:
-    """As of any tool, the one ends the job by SIGPIPE; an interrupt gets through to the ranks past the other."""
     gone, stopped = (launcher.start("-n", "2", "-q", "yes") for _ in range(2))
     assert gone.process.stdout is not None
     assert gone.process.stdout.readline() in (b"[rank 0] y\n", b"[rank 1] y\n")

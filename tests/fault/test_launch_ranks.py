@@ -84,7 +84,35 @@ EDITABLE = """
 """
 
 
-def test_modules_and_folders_run_as_under_python(launcher: Launcher, tmp_path: Path) -> None:
+ITEMS = """
+    import dataclasses, inspect, multiprocessing, sys, typing
+    from concurrent.futures import ProcessPoolExecutor
+    @dataclasses.dataclass
+    class Item:
+        number: int
+    class Items:
+        def __len__(self): return 3
+        def __getitem__(self, i): return Item(i)
+    def first(items): return items[0]
+    def put(queue): queue.put(Item(3))
+    if __name__ == '__main__':
+        assert typing.get_type_hints(Item) == {'number': int} and 'number: int' in inspect.getsource(Item)
+        context, found = multiprocessing.get_context(sys.argv[1]), []
+        if 'loader' in sys.argv:
+            from torch.utils.data import DataLoader
+            found += DataLoader(Items(), collate_fn=first, num_workers=1, multiprocessing_context=context)
+        with ProcessPoolExecutor(1, context) as executor, context.Pool(1) as pool:
+            found += [*executor.map(Item, [3]), *pool.map(Item, [4])]
+        queue = context.SimpleQueue()
+        process = context.Process(target=put, args=(queue,))
+        process.start()
+        found.append(queue.get())
+        process.join()
+        print([item.number for item in found if type(item) is Item])
+"""
+
+
+def test_modules_folders_and_worker_processes_run_as_under_python(launcher: Launcher, tmp_path: Path) -> None:
     """Also of a namespace package, and of a project whose sources only a finder of ``pip install -e`` knows."""
     launcher.script("print_nothing = 1\n", "pack/__init__.py")
     quick = FACTS.replace("import torch\n", "")
@@ -117,54 +145,6 @@ def test_modules_and_folders_run_as_under_python(launcher: Launcher, tmp_path: P
     told = json.loads(described.out)
     assert ([row["rank"] for row in told["ranks"]], told["target"]["path"]) == ([0, 1], makes)
     assert not (tmp_path / "made").exists()
-
-
-def test_gloo_meets_and_rank_0_may_leave_first(launcher: Launcher) -> None:
-    script = launcher.script("""
-        import os, torch, torch.distributed as dist
-        dist.init_process_group('gloo')
-        x = torch.ones(3) * (dist.get_rank() + 1)
-        dist.all_reduce(x)
-        print(int(x[0]), flush=True)
-        store = dist.distributed_c10d._get_default_store()
-        if dist.get_rank() == 0: os._exit(0)
-        store.set('after', 'x')
-        assert store.get('after') == b'x'
-    """)
-    ranks = launcher.run("-n", "3", "-q", script)
-    assert (ranks.code, sorted(ranks.out_lines)) == (0, [f"[rank {rank}] 6" for rank in range(3)]), ranks.err_text
-
-
-ITEMS = """
-    import dataclasses, inspect, multiprocessing, sys, typing
-    from concurrent.futures import ProcessPoolExecutor
-    @dataclasses.dataclass
-    class Item:
-        number: int
-    class Items:
-        def __len__(self): return 3
-        def __getitem__(self, i): return Item(i)
-    def first(items): return items[0]
-    def put(queue): queue.put(Item(3))
-    if __name__ == '__main__':
-        assert typing.get_type_hints(Item) == {'number': int} and 'number: int' in inspect.getsource(Item)
-        context, found = multiprocessing.get_context(sys.argv[1]), []
-        if 'loader' in sys.argv:
-            from torch.utils.data import DataLoader
-            found += DataLoader(Items(), collate_fn=first, num_workers=1, multiprocessing_context=context)
-        with ProcessPoolExecutor(1, context) as executor, context.Pool(1) as pool:
-            found += [*executor.map(Item, [3]), *pool.map(Item, [4])]
-        queue = context.SimpleQueue()
-        process = context.Process(target=put, args=(queue,))
-        process.start()
-        found.append(queue.get())
-        process.join()
-        print([item.number for item in found if type(item) is Item])
-"""
-
-
-def test_worker_processes_return_objects_of_the_scripts_classes(launcher: Launcher) -> None:
-    """However they are started, from a script and from a module: they know the script under a name of their own."""
     script = launcher.script(ITEMS)
     by_path, by_module = launcher.run_all(
         ["-q", "--no-preload", script, "spawn"], ["-q", "--no-preload", "-m", "script", "forkserver"]

@@ -23,32 +23,6 @@ WAITS = ("sh", "-c", "echo up; exec sleep 300")
 PROGRAM = ("sh", "-c", "setsid sleep 300 & echo up; exec sleep 300")
 
 
-def test_signal_ends_all_ranks_those_that_ignore_it_and_stopped_ones(launcher: Launcher) -> None:
-    # With a grandchild in a session of its own that ignores it too.
-    ignore = "trap '' INT TERM HUP; setsid sleep 300 & echo up; sleep 300; sleep 300"
-    interrupted = launcher.start("-n", "3", "-q", "sh", "-c", ignore)
-    hung_up = launcher.start("-n", "3", "-q", "--grace", "1", "sh", "-c", ignore)
-    rank, zygote = (launcher.start("-n", "2", "-q", "--grace", "250", *WAITS) for _ in range(2))
-    for job, signum, code in ((interrupted, signal.SIGINT, 130), (hung_up, signal.SIGHUP, 129)):
-        job.read_lines(3)
-        job.process.send_signal(signum)
-        job.wait_until_gone(SOON_S)
-        outcome = job.finish()
-        assert outcome.code == code
-        assert outcome.err_text.splitlines() == [
-            f"phalanx: {signum.name}: all 3 ranks have been ended",
-            "phalanx: ranks 0-2 did not end within 1 s and were killed; --grace gives ranks longer",
-        ]
-    for job in (rank, zygote):
-        job.read_lines(2)
-    wait_for(lambda: len(rank.all_named("sleep")) == 2)
-    stop(rank.all_named("sleep")[0])
-    rank.process.send_signal(signal.SIGTERM)
-    stop(zygote.named("phalanx-zygote"))
-    zygote.process.send_signal(signal.SIGINT)
-    assert (rank.finish(SOON_S).code, zygote.finish(SOON_S).code) == (143, 130)
-
-
 def test_interrupted_ranks_clean_up_and_end_without_words_of_phalanx(launcher: Launcher) -> None:
     """Finished ones are told apart. At its end a rank waits for the others' last calls, which no user has written."""
     cleans = launcher.script("""
@@ -105,8 +79,31 @@ def test_interrupted_ranks_clean_up_and_end_without_words_of_phalanx(launcher: L
         assert not any(word in outcome.err_text for word in ("atexit", "phalanx/", "Traceback", "Exception ignored"))
 
 
-def test_second_interrupt_kills_at_once_and_other_signals_are_passed_on(launcher: Launcher, tmp_path: Path) -> None:
-    """User signals go to ranks and to no worker; a batch system may ask for the end twice."""
+def test_signals_end_all_ranks_in_order_or_are_passed_on(launcher: Launcher, tmp_path: Path) -> None:
+    """Also those that ignore it, and stopped ones; at once by a second Ctrl-C. User signals go to no worker."""
+    # With a grandchild in a session of its own that ignores it too.
+    ignore = "trap '' INT TERM HUP; setsid sleep 300 & echo up; sleep 300; sleep 300"
+    interrupted = launcher.start("-n", "3", "-q", "sh", "-c", ignore)
+    hung_up = launcher.start("-n", "3", "-q", "--grace", "1", "sh", "-c", ignore)
+    rank, zygote = (launcher.start("-n", "2", "-q", "--grace", "250", *WAITS) for _ in range(2))
+    for job, signum, code in ((interrupted, signal.SIGINT, 130), (hung_up, signal.SIGHUP, 129)):
+        job.read_lines(3)
+        job.process.send_signal(signum)
+        job.wait_until_gone(SOON_S)
+        outcome = job.finish()
+        assert outcome.code == code
+        assert outcome.err_text.splitlines() == [
+            f"phalanx: {signum.name}: all 3 ranks have been ended",
+            "phalanx: ranks 0-2 did not end within 1 s and were killed; --grace gives ranks longer",
+        ]
+    for job in (rank, zygote):
+        job.read_lines(2)
+    wait_for(lambda: len(rank.all_named("sleep")) == 2)
+    stop(rank.all_named("sleep")[0])
+    rank.process.send_signal(signal.SIGTERM)
+    stop(zygote.named("phalanx-zygote"))
+    zygote.process.send_signal(signal.SIGINT)
+    assert (rank.finish(SOON_S).code, zygote.finish(SOON_S).code) == (143, 130)
     deaf = launcher.start(
         "-n", "2", "-q", "--grace", "250", "sh", "-c", "trap 'echo asked' INT; echo up; while :; do sleep 1; done"
     )

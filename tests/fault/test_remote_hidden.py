@@ -124,7 +124,8 @@ KILLED_BY_KERNEL = """
 
 
 @needs_hosts
-def test_rank_that_the_kernel_of_its_host_killed(remote: RemoteLauncher) -> None:
+def test_kernel_that_kills_a_rank_and_a_host_that_loses_all_of_phalanx(remote: RemoteLauncher) -> None:
+    """A rank without memory is said to be; what ranks have started ends though nobody is left to end it."""
     # The file in which the kernel counts, as far as that host can see; the rank does what the kernel would do.
     counter = remote.folder / "memory.events"
     counter.write_text("oom 3\noom_kill 3\n")
@@ -133,10 +134,6 @@ def test_rank_that_the_kernel_of_its_host_killed(remote: RemoteLauncher) -> None
     assert job.process.returncode == 137, job.said()
     assert job.err.startswith("phalanx: rank 1 of 2 failed\n  host h1, pid "), job.said()
     assert "the kernel ran out of memory and killed it; use less memory per rank, or fewer ranks" in job.err
-
-
-@needs_hosts
-def test_what_ranks_have_started_ends_with_all_of_phalanx_on_their_host(remote: RemoteLauncher) -> None:
     script = remote.script(
         """
         import os, subprocess, sys, time

@@ -79,8 +79,8 @@ print(os.environ["RANK"], arguments.local_rank, arguments.lr, arguments.rest)
 """
 
 
-def test_table_bound_cores_and_local_ranks_of_a_rehearsal(launcher: Launcher) -> None:
-    """A dry run tells the same; a failure names the host."""
+def test_table_bound_cores_local_ranks_and_devices_are_as_asked_for(launcher: Launcher) -> None:
+    """A dry run tells the same; a failure names the host; a script may choose another device."""
     mine = os.sched_getaffinity(0)
     plain = ["-q", "--no-prefix", "--no-preload"]
     passing = launcher.script("pass", "passing.py")
@@ -112,9 +112,6 @@ def test_table_bound_cores_and_local_ranks_of_a_rehearsal(launcher: Launcher) ->
     assert set.union(*shares) == mine
     assert sum(map(len, shares)) == len(mine)
     assert sorted(passed.out_lines) == [f"{rank} {rank % 2} 0.5 ['x', '--y']" for rank in range(4)]
-
-
-def test_device_is_chosen_on_the_command_line_unless_the_script_does(launcher: Launcher) -> None:
     script = launcher.script("""
         import phalanx
         try:

@@ -48,7 +48,72 @@ def test_ranks_of_two_hosts_join_each_other(remote: RemoteLauncher) -> None:
     ]  # fmt: skip
 
 
-def test_hosts_take_the_first_address_of_the_launcher_that_answers(remote: RemoteLauncher, hosts: TestHosts) -> None:
+WAITING = """
+    import signal, sys, time
+    signal.signal(signal.SIGUSR1, lambda *_: print("asked", flush=True))
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_ctrl_c_or_a_lost_host_ends_the_ranks_of_all_hosts(remote: RemoteLauncher, hosts: TestHosts) -> None:
+    """Whether its network went or its agent, and although another host still imports torch."""
+    script = remote.script(WAITING)
+    environment = time_for_stacks(remote.folder / "patient")
+    job = remote.start("--no-preload", "-H", "h0:2,h1:2", script, environment=environment)
+    job.wait_for_lines(4, "ready")
+    job.process.send_signal(signal.SIGUSR1)
+    job.wait_for_lines(4, "asked")
+    ask_until(job.process, lambda: job.err, r"ranks 0-3 are at\n")  # those of both hosts, at once
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish() == 130
+    assert "phalanx: SIGINT: all 4 ranks have been ended; they were at:\n  ranks 0-3: script.py:" in job.err, job.said()
+    job = remote.start(*PLAIN, "-H", "h0,h1:2", script, environment=impatient(remote.folder / "site"))
+    job.wait_for_lines(3, "ready")
+    hosts.cut(1)
+    assert job.finish() == 1
+    assert "phalanx: rank 1 of 3 failed: host h1 is lost" in job.err, job.said()
+    assert "rank 2 then failed with the same error" in job.err, job.said()
+    assert "rank 0 ended by the launcher" in job.err
+    remote.check(within_s=20.0)  # the host itself was not told by anybody
+    hosts.mend(1)
+    slow = remote.folder / "slow.py"
+    slow.write_text("import time; time.sleep(600)")
+    (torch,) = importlib.util.find_spec("torch").submodule_search_locations  # type: ignore[union-attr,misc]
+    with hosts.mounted(0, slow, f"{torch}/__init__.py"):
+        job = remote.start("-q", "-H", "h0:2,h1", script)
+        remote.wait_for_process(1, "rank-2")
+        os.kill(remote.wait_for_process(1, "phalanx-agent"), signal.SIGKILL)
+        assert job.finish() == 1
+        remote.check()
+    assert "phalanx: rank 2 of 3 failed: host h1 is lost" in job.err, job.said()
+    assert "ranks 0-1 ended by the launcher" in job.err, job.said()
+
+
+def test_hosts_that_differ_are_refused_and_reach_the_launcher_by_an_address(
+    remote: RemoteLauncher, hosts: TestHosts, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """What a host lacks is said before anything runs. Hosts take the first of the launcher's addresses that answers."""
+    script, other = remote.script("print('ran')"), remote.folder / "other.py"
+    other.write_text("print('ran as well')")
+    with hosts.mounted(1, other, script):  # on one host another file lies where the script is
+        differs = remote.run("-q", "-H", "h0,h1", script)
+    with hosts.mounted(0, tmp_path_factory.mktemp("empty"), str(remote.folder)):
+        missing = remote.run("-q", "-H", "h0,h1", script)
+    remedy = "copy it to all hosts, or use a directory that they share"
+    assert differs.err == f"phalanx: {script} is not the same file on h0; other than on h1; {remedy}\n"
+    assert missing.err == f"phalanx: {script}: there is no such file on h0\n"
+    for arguments, said in (
+        (["-H", "h0,h9"], "ended with exit code 1 before the host had joined: no host h9"),
+        (["-H", "h0,h1", "--interface", "ib7"], "has no interface of that name"),
+        (["-H", "h0,h1", "--debug", "0"], "which ranks on other hosts do not have"),
+    ):
+        job = remote.run(*PLAIN, *arguments, script)
+        assert job.process.returncode in (1, 2)
+        assert said in job.err, job.said()
+        assert len(job.err.splitlines()) == len(set(job.err.splitlines())) <= 2  # a line for each host to blame
+        assert job.out == ""
+    assert (differs.process.returncode, differs.out, missing.process.returncode, missing.out) == (1, "", 1, "")
     hosts.add_login_address("192.168.99.1/32")
     # The name of the login node means another network, and only ssh's configuration knows those of the hosts.
     remote.files["/etc/hosts"] = remote.folder / "names"
@@ -65,7 +130,8 @@ def test_hosts_take_the_first_address_of_the_launcher_that_answers(remote: Remot
     assert lines(job.out) == [f"[rank 0] {own}", f"[rank 1] {own}"], job.said()
 
 
-def test_variables_input_and_output_are_those_of_this_host(remote: RemoteLauncher) -> None:
+def test_ranks_of_other_hosts_behave_and_fail_as_those_of_this_one(remote: RemoteLauncher) -> None:
+    """Their variables, input, output, attempts, failures and files."""
     script = remote.script("""
         import os, sys
         print(os.getcwd(), *map(os.environ.get, ("OWN", "SSH_CLIENT", "TMPDIR")), sys.flags.hash_randomization)
@@ -94,83 +160,18 @@ def test_variables_input_and_output_are_those_of_this_host(remote: RemoteLaunche
     own = [line.split()[2] for line in job.out.splitlines() if line.startswith("[rank 1]")]
     assert own == [*(f"{number:06}" for number in range(30000)), str(len(data))]
     # A program that is not Python, which fails once: every attempt starts the ranks as the first one did.
-    program = 'echo "$PHALANX_ATTEMPT $(hostname) $RANK of $WORLD_SIZE: $0 $1"; test $PHALANX_ATTEMPT = 1 || sleep 0.5'
-    job = remote.run("-H", "h0,h1:2", "--no-prefix", "--restarts", "1", "sh", "-c", f"{program} && exit 3", "a", "b c")
+    program = """
+        echo "$PHALANX_ATTEMPT $(hostname) $RANK of $WORLD_SIZE: $0 $1"
+        touch "here-$RANK"
+        [ $PHALANX_ATTEMPT = 1 ] && exit
+        while [ $(ls here-* | wc -l) -lt 3 ]; do sleep 0.01; done
+        exit 3
+    """
+    options = ("-H", "h0,h1:2", "--no-prefix", "--restarts", "1")
+    job = remote.run(*options, "sh", "-c", program, "a", "b c")
+    assert job.process.returncode == 0, job.said()
     words = ("h0 0 of 3: a b c", "h1 1 of 3: a b c", "h1 2 of 3: a b c")
     assert lines(job.out) == [f"{attempt} {text}" for attempt in (0, 1) for text in words]
-
-
-WAITING = """
-    import signal, sys, time
-    signal.signal(signal.SIGUSR1, lambda *_: print("asked", flush=True))
-    print("ready", flush=True)
-    time.sleep(600)
-"""
-
-
-def test_ctrl_c_ends_the_ranks_of_all_hosts_and_says_where_they_were(remote: RemoteLauncher) -> None:
-    environment = time_for_stacks(remote.folder / "site")
-    job = remote.start("--no-preload", "-H", "h0:2,h1:2", remote.script(WAITING), environment=environment)
-    job.wait_for_lines(4, "ready")
-    job.process.send_signal(signal.SIGUSR1)
-    job.wait_for_lines(4, "asked")
-    ask_until(job.process, lambda: job.err, r"ranks 0-3 are at\n")  # those of both hosts, at once
-    job.process.send_signal(signal.SIGINT)
-    assert job.finish() == 130
-    assert "phalanx: SIGINT: all 4 ranks have been ended; they were at:\n  ranks 0-3: script.py:" in job.err, job.said()
-
-
-def test_host_that_is_lost_is_named_and_the_others_are_ended(remote: RemoteLauncher, hosts: TestHosts) -> None:
-    """Whether its network went or its agent, and although another host still imports torch."""
-    script = remote.script(WAITING)
-    job = remote.start(*PLAIN, "-H", "h0,h1:2", script, environment=impatient(remote.folder / "site"))
-    job.wait_for_lines(3, "ready")
-    hosts.cut(1)
-    assert job.finish() == 1
-    assert "phalanx: rank 1 of 3 failed: host h1 is lost" in job.err, job.said()
-    assert "rank 2 then failed with the same error" in job.err, job.said()
-    assert "rank 0 ended by the launcher" in job.err
-    remote.check(within_s=20.0)  # the host itself was not told by anybody
-    hosts.mend(1)
-    slow = remote.folder / "slow.py"
-    slow.write_text("import time; time.sleep(600)")
-    (torch,) = importlib.util.find_spec("torch").submodule_search_locations  # type: ignore[union-attr,misc]
-    with hosts.mounted(0, slow, f"{torch}/__init__.py"):
-        job = remote.start("-q", "-H", "h0:2,h1", script)
-        remote.wait_for_process(1, "rank-2")
-        os.kill(remote.wait_for_process(1, "phalanx-agent"), signal.SIGKILL)
-        assert job.finish() == 1
-        remote.check()
-    assert "phalanx: rank 2 of 3 failed: host h1 is lost" in job.err, job.said()
-    assert "ranks 0-1 ended by the launcher" in job.err, job.said()
-
-
-def test_mistakes_and_differences_between_hosts_are_said_before_anything_runs(
-    remote: RemoteLauncher, hosts: TestHosts, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    script, other = remote.script("print('ran')"), remote.folder / "other.py"
-    other.write_text("print('ran as well')")
-    with hosts.mounted(1, other, script):  # on one host another file lies where the script is
-        differs = remote.run("-q", "-H", "h0,h1", script)
-    with hosts.mounted(0, tmp_path_factory.mktemp("empty"), str(remote.folder)):
-        missing = remote.run("-q", "-H", "h0,h1", script)
-    remedy = "copy it to all hosts, or use a directory that they share"
-    assert differs.err == f"phalanx: {script} is not the same file on h0; other than on h1; {remedy}\n"
-    assert missing.err == f"phalanx: {script}: there is no such file on h0\n"
-    for arguments, said in (
-        (["-H", "h0,h9"], "ended with exit code 1 before the host had joined: no host h9"),
-        (["-H", "h0,h1", "--interface", "ib7"], "has no interface of that name"),
-        (["-H", "h0,h1", "--debug", "0"], "which ranks on other hosts do not have"),
-    ):
-        job = remote.run(*PLAIN, *arguments, script)
-        assert job.process.returncode in (1, 2)
-        assert said in job.err, job.said()
-        assert len(job.err.splitlines()) == len(set(job.err.splitlines())) <= 2  # a line for each host to blame
-        assert job.out == ""
-    assert (differs.process.returncode, differs.out, missing.process.returncode, missing.out) == (1, "", 1, "")
-
-
-def test_failure_and_files_of_ranks_on_other_hosts_are_here(remote: RemoteLauncher) -> None:
     script = remote.script("""
         import os, pathlib, socket, time
         print(socket.gethostname(), os.environ["RANK"], flush=True)
