@@ -90,7 +90,7 @@ def test_ctrl_c_or_a_lost_host_ends_the_ranks_of_all_hosts(remote: RemoteLaunche
     assert "ranks 0-1 ended by the launcher" in job.err, job.said()
 
 
-def test_hosts_that_differ_are_refused_and_reach_the_launcher_by_an_address(
+def test_hosts_that_differ_are_refused_and_reach_it_by_an_address(
     remote: RemoteLauncher, hosts: TestHosts, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """What a host lacks is said before anything runs. Hosts take the first of the launcher's addresses that answers."""

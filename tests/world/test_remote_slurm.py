@@ -37,10 +37,8 @@ def allotted(
 ) -> subprocess.CompletedProcess[str]:
     """Call ``phalanx run`` in an allocation of Slurm's, on h0."""
     hosts, environment = cluster
-    run = [sys.executable, "-m", "phalanx", "run", *arguments]
-    words = ["env", "-C", str(folder), "salloc", "-Q", *allocation.split(), *run]
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = hosts.start(0, words, environment, **pipes)
+    words = ["env", "-C", str(folder), "salloc", "-Q", *allocation.split(), sys.executable, "-m", "phalanx", "run"]
+    process = hosts.start(0, [*words, *arguments], environment, stdin=-3, stdout=-1, stderr=-1)
     out, err = process.communicate(timeout=300)
     return subprocess.CompletedProcess(words, process.returncode, out.decode(), err.decode())
 

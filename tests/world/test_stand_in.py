@@ -103,11 +103,9 @@ def test_other_names_of_backends_are_replaced_alike(launcher: Launcher, asked: s
 
 
 @pytest.mark.long
-def test_the_variable_holds_under_torchrun(launcher: Launcher) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", launcher.script(ASK), "gloo"],
-        env={**os.environ, "PHALANX_REPLACE": "gloo", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+def test_variable_holds_under_torchrun(launcher: Launcher) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", launcher.script(ASK), "gloo"]
+    variables = {**os.environ, "PHALANX_REPLACE": "gloo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     check(done.stdout.splitlines(), 2, "gloo")
