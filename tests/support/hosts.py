@@ -289,7 +289,7 @@ class TestHosts:
         return str(self._folder / "starter")
 
     def outside(self, files: Mapping[str, Path] | None = None) -> list[str]:
-        """The words before a command that runs beside the hosts, in their network, with files in the place of others."""
+        """The words before a command that runs beside the hosts, in their network, with files in others' place."""
         own = {"/etc/hosts": self._folder / "names-login", "/etc/nsswitch.conf": self._folder / "nsswitch.conf"}
         binds = "".join(f"mount --bind {path} {place}; " for place, path in {**own, **(files or {})}.items())
         inside = f'mount --make-rprivate /; {binds}hostname login; exec "$@"'
