@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+import phalanx
 from phalanx.c10d.shared_device import shared_device
 from phalanx.errors import DeviceError
 from phalanx.topology import device as devices
+from phalanx.topology.backends import why_unfit
 from phalanx.topology.device import Accelerator, choose_device, shared_devices
 
 FOUR = Accelerator("cuda", 4)
@@ -74,6 +76,10 @@ def test_what_this_process_sees_and_a_busy_device(monkeypatch: pytest.MonkeyPatc
     assert "more lines" not in str(caught.value)  # the vendor's reason
     stand_in.device_count = lambda: 0
     assert devices.find_accelerator({"CUDA_VISIBLE_DEVICES": ""}) is None
+    said = "the backend nccl serves cuda devices, and this process sees no accelerator; phalanx fits the CPU"
+    with pytest.raises(phalanx.PhalanxError, match=said):
+        phalanx.init(backend="nccl")
+    assert why_unfit("cpu:gloo,cuda:nccl", FOUR) == ""
 
 
 def test_devices_that_ranks_share_are_found_by_host() -> None:

@@ -88,19 +88,19 @@ def test_table_bound_cores_local_ranks_and_devices_are_as_asked_for(launcher: La
     affinity = launcher.script(AFFINITY, "affinity.py")
     older = launcher.script(OLDER_SCRIPT, "older.py")
     outcome, failed, dry, bound, passed = launcher.run_all(
-        ["--no-preload", "--rehearse", "6x3", passing],
+        ["--rehearse", "6x3", "--dry-run", passing],
         ["-q", "--no-preload", "--rehearse", "2x3", failing],
         ["--rehearse", "1,2", "--placement", "cyclic", "--dry-run", "--json", passing],
         [*plain, "-n", str(min(2, len(mine))), "--bind", "core", affinity],
         [*plain, "--rehearse", "2x2", "--pass-local-rank", older, "--lr", "0.5", "x", "--y"],
     )
-    title, _, *lines = outcome.err_text.splitlines()
+    title, _, *lines = outcome.out_lines
     assert "18 ranks of" in title
     assert "rehearsed: 6 hosts on" in title
     assert [line.split()[:4] for line in lines[:6]] == [
         [str(node), f"node{node}", f"{3 * node}-{3 * node + 2}", "3"] for node in range(6)
     ]
-    assert lines[6].startswith("phalanx: note: a rehearsal: ranks compute on the CPU")
+    assert outcome.err_text.startswith("phalanx: note: a rehearsal: ranks compute on the CPU")
     assert (failed.code, "node1" in failed.err_text) == (3, True)
     told = json.loads(dry.out)
     assert (told["world_size"], told["bind"], told["cpus"]) == (3, "none", None)
