@@ -61,8 +61,8 @@ class RunningJob:
         assert source is not None
         return sorted(source.readline().decode().rstrip("\n") for _ in range(count))
 
-    def finish(self, timeout_s: float = PATIENCE_S) -> Outcome:
-        out, err = self.process.communicate(timeout=timeout_s)
+    def finish(self, timeout_s: float = PATIENCE_S, data: bytes | None = None) -> Outcome:
+        out, err = self.process.communicate(data, timeout=timeout_s)
         return Outcome(self.process.returncode, out, err, time.monotonic() - self.started)
 
     def processes(self) -> list[int]:
@@ -71,62 +71,49 @@ class RunningJob:
 
     def ranks(self) -> list[int]:
         """The ranks' process ids, in order of rank."""
-        named = {}
-        for pid in self.processes():
-            with contextlib.suppress(OSError):
-                name = Path(f"/proc/{pid}/comm").read_text().strip()
-                if name.startswith("rank-"):
-                    named[int(name[5:])] = pid
-        return [named[rank] for rank in sorted(named)]
+        named = {comm(pid): pid for pid in self.processes()}
+        return [named[name] for name in sorted(named, key=lambda name: (len(name), name)) if name.startswith("rank-")]
+
+    def all_named(self, name: str) -> list[int]:
+        return [pid for pid in self.processes() if comm(pid) == name]
 
     def named(self, name: str) -> int:
         """The one process of that name, once there is one: a fork bears its parent's name until it has its own."""
-        found: list[int] = []
+        wait_for(lambda: len(self.all_named(name)) == 1, complaint=lambda: f"{name}: {describe(self.processes())}")
+        return self.all_named(name)[0]
 
-        def one() -> bool:
-            found.clear()
-            for pid in self.processes():
-                with contextlib.suppress(OSError):
-                    if Path(f"/proc/{pid}/comm").read_text().strip() == name:
-                        found.append(pid)
-            return len(found) == 1
-
-        wait_for(one, complaint=lambda: f"{name}: {found}")
-        return found[0]
-
-    def wait_until_gone(self, timeout_s: float) -> float:
-        """Wait until no process of this launch is left; return how long it took, in seconds."""
-        begin = time.monotonic()
+    def wait_until_gone(self, timeout_s: float) -> None:
+        """Wait until no process of this launch is left."""
         wait_for(lambda: not self.processes(), timeout_s, lambda: f"still alive: {describe(self.processes())}")
-        return time.monotonic() - begin
+
+
+def comm(pid: int) -> str:
+    """The name of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def marked(mark: str) -> list[int]:
+    """The processes of this mark; a zombie has no environment any more, so it is not counted."""
     wanted = f"{MARK}={mark}".encode()
     found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError):
-                # A zombie has no environment any more, so it is not counted.
-                if wanted in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
-                    found.append(int(name))
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if wanted in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                found.append(int(name))
     return found
 
 
 def describe(pids: list[int]) -> str:
-    lines = []
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            comm = Path(f"/proc/{pid}/comm").read_text().strip()
-            stat = Path(f"/proc/{pid}/stat").read_text()
-            lines.append(f"{pid} {comm} {stat.rpartition(')')[2].split()[:4]}")
-    return "; ".join(lines)
+    return "; ".join(f"{pid} {comm(pid)}" for pid in pids)
 
 
 def wait_for(
     condition: Callable[[], object], timeout_s: float = PATIENCE_S, complaint: Callable[[], str] = lambda: ""
 ) -> None:
-    """Poll a condition for which the kernel offers no event, such as the end of a process that is not a child."""
+    """Poll a condition for which the kernel offers no event."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -135,13 +122,7 @@ def wait_for(
 
 
 def ask_until(process: subprocess.Popen[bytes], said: Callable[[], str], expected: str) -> None:
-    """Ask a launch where its ranks are (SIGQUIT), one answer after the other, until one says what is expected.
-
-    Args:
-        process: the launcher.
-        said: what it has written to its standard error so far.
-        expected: a pattern, to be found in an answer.
-    """
+    """Ask a launch where its ranks are (SIGQUIT) until an answer among what it has ``said`` has this pattern."""
 
     def says() -> bool:
         before = len(said())
@@ -152,24 +133,23 @@ def ask_until(process: subprocess.Popen[bytes], said: Callable[[], str], expecte
     wait_for(says, complaint=said)
 
 
+def changed(folder: Path, text: str) -> dict[str, str]:
+    """The environment of a launch whose processes run this text before anything else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "sitecustomize.py").write_text(textwrap.dedent(text))
+    return {"PYTHONPATH": str(folder)}
+
+
 def time_for_stacks(folder: Path) -> dict[str, str]:
     """The environment of a launch that gives its ranks longer to say where they are when it is interrupted.
 
     By design those that are late are left out, as any rank may be on a busy machine.
     """
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text("from phalanx.launch import zygote\n\nzygote.STACKS_S = 100.0\n")
-    return {"PYTHONPATH": str(folder)}
+    return changed(folder, "from phalanx.launch import zygote\n\nzygote.STACKS_S = 100.0\n")
 
 
 class Launcher:
-    """Starts launches, and checks afterwards that they left nothing behind.
-
-    Attributes:
-        directory: where scripts are written and launches run.
-        python: the interpreter that runs the launcher.
-        options: the arguments before every launch's own.
-    """
+    """Starts launches: scripts are written and launches run in ``directory``, by ``python`` with these ``options``."""
 
     def __init__(self, directory: Path, python: str = sys.executable, options: tuple[str, ...] = ()) -> None:
         self.directory = directory
@@ -211,11 +191,8 @@ class Launcher:
 
     def run(self, *arguments: str, data: bytes | None = None, environment: dict[str, str] | None = None) -> Outcome:
         """Start, wait for the end, and return how it went."""
-        if data is None:
-            return self.start(*arguments, environment=environment).finish()
-        job = self.start(*arguments, environment=environment, stdin=subprocess.PIPE)
-        out, err = job.process.communicate(data, timeout=PATIENCE_S)
-        return Outcome(job.process.returncode, out, err, time.monotonic() - job.started)
+        stdin = subprocess.DEVNULL if data is None else subprocess.PIPE
+        return self.start(*arguments, environment=environment, stdin=stdin).finish(data=data)
 
     def run_all(self, *commands: Sequence[str], environment: dict[str, str] | None = None) -> list[Outcome]:
         """Start all of them at once, and return how each went."""

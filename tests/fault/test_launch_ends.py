@@ -7,27 +7,66 @@ import signal
 import subprocess
 import sys
 
+import pytest
 from tests.launch_support import Launcher, launcher, wait_for
 
 __all__ = ["launcher"]
 
-# Far less than the 300 s for which the programs here would go on.
-SOON_S = 60.0
+SOON_S = 60.0  # far less than the 300 s for which the programs here would go on
 PLAIN = ("-q", "--no-preload")  # nothing imports torch that the script does not import
 
 
-def test_success_prints_the_table_alone_and_with_quiet_nothing(launcher: Launcher) -> None:
-    shown, quiet, inner = launcher.run_all(
-        ["-n", "2", "sh", "-c", "echo up >&2"], ["-n", "5", "--quiet", "true"], ["-q", "sh", "-c", "yes | head -n 1"]
-    )
+def test_exit_codes_of_jobs_and_what_they_print(launcher: Launcher) -> None:
+    ends = [
+        ("sys.exit('some words')", 1, "phalanx: rank 1 of 2 failed: some words\n"),
+        ("os._exit(4)", 4, "no Python exception"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal 9 (SIGKILL)"),
+        ("os.abort()", 134, "line 3 in <module>"),
+        ("raise KeyboardInterrupt", 130, "rank 1 of 2 failed"),
+        # A child that the script forks does not speak for the rank.
+        ("sys.exit(os.waitstatus_to_exitcode(os.wait()[1]) + 10 if os.fork() else 1 / 0)", 11, "rank 1 of 2 failed\n"),
+    ]
+    script = """
+        import os, signal, sys, time
+        if os.environ['RANK'] == '1':
+            {}
+        time.sleep(300)
+    """
+    failing = [
+        ["-n", "2", *PLAIN, launcher.script(script.format(statement), f"script-{number}.py")]
+        for number, (statement, _, _) in enumerate(ends)
+    ]
+    table = ["-n", "2", "sh", "-c", "echo up >&2"]
+    shown, inner, *outcomes = launcher.run_all(table, ["-q", "sh", "-c", "yes | head -n 1"], *failing)
     title, *lines = shown.err_text.splitlines()
     assert (shown.code, shown.out, title, len(lines)) == (0, b"", "phalanx run: 2 ranks of sh", 5)
     assert sorted(lines[-2:]) == ["[rank 0] up", "[rank 1] up"]  # after the whole table
-    assert (quiet.code, quiet.out, quiet.err) == (0, b"", b"")
     assert (inner.code, inner.out, inner.err) == (0, b"[rank 0] y\n", b"")  # SIGPIPE is what it is under a shell
+    for (statement, code, said), outcome in zip(ends, outcomes, strict=True):
+        assert outcome.code == code, (statement, outcome.err_text)
+        assert said in outcome.err_text, statement
+        assert "rank 1 of 2 failed" in outcome.err_text
+        if "KeyboardInterrupt" not in statement:
+            assert outcome.err_text.count("Traceback") == ("fork" in statement), outcome.err_text
 
 
-def test_exception_is_shown_once_with_the_scripts_traceback(launcher: Launcher) -> None:
+@pytest.mark.long
+def test_torchs_record_reports_the_failure(launcher: Launcher) -> None:
+    script = launcher.script("""
+        from torch.distributed.elastic.multiprocessing.errors import record
+        @record
+        def main():
+            raise ValueError('recorded')
+        main()
+    """)
+    direct, nested = launcher.run_all(["-q", script], ["-q", "sh", "-c", f"{sys.executable} {script}; exit 5"])
+    assert direct.err_text.count("ValueError: recorded") == 2
+    assert direct.err_text.count("Traceback") == nested.err_text.count("Traceback") == 1
+    assert nested.code == 5
+    assert "rank 0 of 1 failed: ValueError: recorded" in nested.err_text
+
+
+def test_exception_is_shown_once_and_the_cause_told_from_consequences(launcher: Launcher) -> None:
     """Also under torch's exception hook, and if the rank cannot end since one of its threads does not."""
     script = launcher.script("""
         import threading, time
@@ -41,9 +80,9 @@ def test_exception_is_shown_once_with_the_scripts_traceback(launcher: Launcher) 
             work()
         time.sleep(300)
     """)
-    outcome = launcher.run("-n", "3", "-q", script)
-    text = outcome.err_text
-    assert outcome.code == 1
+    raised = launcher.run("-n", "3", "-q", "--grace", "0.2", script)
+    text = raised.err_text
+    assert raised.code == 1
     assert text.startswith("phalanx: rank 1 of 3 failed: ValueError: bad thing\n")
     assert (text.count("Traceback"), text.count("bad thing")) == (1, 3)  # headline, source line, last line
     lines = text.splitlines()
@@ -52,26 +91,16 @@ def test_exception_is_shown_once_with_the_scripts_traceback(launcher: Launcher) 
     assert "/launch/" not in text
     assert "exit code 1" in text
     assert "ranks 0, 2 ended by the launcher" in text
-    assert outcome.elapsed_s < SOON_S
-
-
-def test_cause_is_told_from_consequences(launcher: Launcher) -> None:
     # Rank 1 fails first but takes its time to end; rank 0 notices, fails too and is gone first.
     first = launcher.script(
         """
-        import atexit, os, socket, time
-        rank = int(os.environ['RANK'])
-        path = os.path.join(os.path.dirname(__file__), 'meet')
-        if rank == 1:
-            server = socket.socket(socket.AF_UNIX); server.bind(path); server.listen()
-            peer, _ = server.accept()
-            atexit.register(lambda: (peer.close(), time.sleep(1)))
+        import atexit, os, time
+        failing = os.path.join(os.path.dirname(__file__), 'failing')
+        if os.environ['RANK'] == '1':
+            atexit.register(lambda: (open(failing, 'w').close(), time.sleep(1)))
             raise ValueError('the cause')
-        while True:
-            try:
-                client = socket.socket(socket.AF_UNIX); client.connect(path); break
-            except OSError: pass
-        client.recv(1)
+        while not os.path.exists(failing):
+            time.sleep(0.01)
         raise ConnectionResetError('lost rank 1')
         """,
         "first.py",
@@ -93,7 +122,7 @@ def test_cause_is_told_from_consequences(launcher: Launcher) -> None:
         """,
         "late.py",
     )
-    raised, killed = launcher.run_all(["-n", "2", "-q", "--grace", "0.2", first], ["-n", "2", "-q", late])
+    raised, killed = launcher.run_all(["-n", "2", *PLAIN, "--grace", "0.2", first], ["-n", "2", "-q", late])
     assert raised.err_text.startswith("phalanx: rank 1 of 2 failed: ValueError: the cause")
     assert "rank 0 then failed: ConnectionResetError: lost rank 1" in raised.err_text
     assert raised.code == 1
@@ -101,37 +130,6 @@ def test_cause_is_told_from_consequences(launcher: Launcher) -> None:
     assert "signal 9 (SIGKILL)" in killed.err_text
     assert "rank 0 then failed: phalanx.errors.PeerLost: rank 1 of the group" in killed.err_text
     assert killed.code == 137
-
-
-def test_exit_codes(launcher: Launcher) -> None:
-    ends = [
-        ("sys.exit('some words')", 1, "phalanx: rank 1 of 2 failed: some words\n"),
-        ("os._exit(4)", 4, "no Python exception"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal 9 (SIGKILL)"),
-        ("os.abort()", 134, "line 3 in <module>"),
-        ("raise KeyboardInterrupt", 130, "rank 1 of 2 failed"),
-        # A child that the script forks does not speak for the rank.
-        ("sys.exit(os.waitstatus_to_exitcode(os.wait()[1]) + 10 if os.fork() else 1 / 0)", 11, "rank 1 of 2 failed\n"),
-    ]
-    scripts = [
-        launcher.script(
-            f"""
-            import os, signal, sys, time
-            if os.environ['RANK'] == '1':
-                {statement}
-            time.sleep(300)
-            """,
-            f"script-{number}.py",
-        )
-        for number, (statement, _, _) in enumerate(ends)
-    ]
-    outcomes = launcher.run_all(*(["-n", "2", *PLAIN, script] for script in scripts))
-    for (statement, code, said), outcome in zip(ends, outcomes, strict=True):
-        assert outcome.code == code, (statement, outcome.err_text)
-        assert said in outcome.err_text, statement
-        assert "rank 1 of 2 failed" in outcome.err_text
-        if "KeyboardInterrupt" not in statement:
-            assert outcome.err_text.count("Traceback") == ("fork" in statement), outcome.err_text
 
 
 def test_interpreter_of_a_rank_ends_as_it_always_does(launcher: Launcher) -> None:
@@ -145,9 +143,6 @@ def test_interpreter_of_a_rank_ends_as_it_always_does(launcher: Launcher) -> Non
         log = open('helper.log', 'w')
         log.write('helper')
         kept = Told('object of the module')
-        class Plain: pass
-        plain = Plain()
-        weakref.finalize(plain, print, 'finaliser')
         """,
         "helper.py",
     )
@@ -169,8 +164,6 @@ def test_interpreter_of_a_rank_ends_as_it_always_does(launcher: Launcher) -> Non
         """
         import atexit, os, weakref
         import torch, phalanx, helper
-        log = open('script.log', 'w')
-        log.write('script')
         kept = helper.Told('object of the script')
         library = torch.library.Library("phalanx_test", "DEF")
         weakref.finalize(library, print, "library finaliser")
@@ -183,76 +176,27 @@ def test_interpreter_of_a_rank_ends_as_it_always_does(launcher: Launcher) -> Non
         """,
         "closing.py",
     )
-    failed, closed = launcher.run_all(["-q", failing], ["-n", "2", "-q", "--no-prefix", closing])
+    failed, closed = launcher.run_all([*PLAIN, failing], ["-n", "2", "-q", "--no-prefix", closing])
     assert failed.out_lines == [f"[rank 0] own hook x {failing}", "[rank 0] thread", "[rank 0] exit handler"]
     assert "printed by the script itself" in failed.err_text
     assert "Traceback" not in failed.err_text
     assert failed.code == 1
     assert (closed.code, closed.err_text) == (0, "")
-    said = ["finaliser", "library finaliser", "object of the module 2.0", "object of the script 2.0", "1 thread"]
+    said = ["library finaliser", "object of the module 2.0", "object of the script 2.0", "1 thread"]
     assert sorted(closed.out_lines) == sorted(said * 2)
-    for name in ("helper", "script"):
-        assert (launcher.directory / f"{name}.log").read_text() == name
+    assert (launcher.directory / "helper.log").read_text() == "helper"
 
 
-def test_fork_that_fails_half_way_leaves_nothing(launcher: Launcher) -> None:
-    launcher.script(
-        """
-        import os
-        fork, done = os.fork, []
-        def limited():
-            done.append(1)
-            if len(done) == 4:
-                raise BlockingIOError(11, 'Resource temporarily unavailable')
-            return fork()
-        os.fork = limited
-        """,
-        "sitecustomize.py",
-    )
-    program = ("sh", "-c", "echo up; exec sleep 300")
-    outcome = launcher.run("-n", "5", "-q", *program, environment={"PYTHONPATH": str(launcher.directory)})
-    assert outcome.code == 1
-    assert "only 2 of 5 ranks could be started: Resource temporarily unavailable" in outcome.err_text
-
-
-def test_torchs_record_reports_the_failure(launcher: Launcher) -> None:
-    script = launcher.script("""
-        from torch.distributed.elastic.multiprocessing.errors import record
-        @record
-        def main():
-            raise ValueError('recorded')
-        main()
-    """)
-    direct, nested = launcher.run_all(["-q", script], ["-q", "sh", "-c", f"{sys.executable} {script}; exit 5"])
-    assert direct.err_text.count("ValueError: recorded") == 2
-    assert direct.err_text.count("Traceback") == nested.err_text.count("Traceback") == 1
-    assert nested.code == 5
-    assert "rank 0 of 1 failed: ValueError: recorded" in nested.err_text
-
-
-def test_descendants_of_a_rank_end_with_it_and_no_others(launcher: Launcher) -> None:
-    # Rank 1 stays until rank 0's grandchildren have gone, so it is the rank's end that ends them, not the job's.
-    os.mkfifo(launcher.directory / "fifo")
-    leave = "sleep 300 & setsid sleep 300 & (setsid sh -c 'sleep 300 & sleep 300' & ) & echo left"
-    job = launcher.start(
-        "-n", "2", "-q", "sh", "-c", f'if [ $RANK = 0 ]; then {leave}; else echo waits; read line < $FIFO; fi',
-        environment={"FIFO": str(launcher.directory / "fifo")},
-    )  # fmt: skip
-    job.read_lines(2)
-    # The supervisor, the zygote and rank 1.
-    wait_for(lambda: len(job.processes()) == 3, SOON_S)
-    with open(launcher.directory / "fifo", "w") as fifo:
-        fifo.write("go\n")
-    assert job.finish(SOON_S).code == 0
-    # A child that the launcher's process had before is not its to end.
-    shell = f"sleep 300 & echo $!; exec {sys.executable} -m phalanx run -q true"
-    with subprocess.Popen(["sh", "-c", shell], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        stranger = int(process.stdout.readline())
-        assert process.wait(SOON_S) == 0
-        os.kill(stranger, signal.SIGKILL)  # raises if it has gone
-
-
+LIMITED_FORK = """
+    import os
+    fork, done = os.fork, []
+    def limited():
+        done.append(1)
+        if len(done) == 4:
+            raise BlockingIOError(11, 'Resource temporarily unavailable')
+        return fork()
+    os.fork = limited
+"""
 SEMAPHORES = """
     import multiprocessing, os, signal, sys, time
     from multiprocessing import shared_memory
@@ -273,12 +217,38 @@ SEMAPHORES = """
 """
 
 
-def test_memory_of_multiprocessing_goes_with_its_rank(launcher: Launcher) -> None:
-    """Python's resource tracker removes semaphores and memory of a rank that cannot do so any more."""
+def test_what_a_rank_has_started_ends_with_it_and_nothing_else(launcher: Launcher) -> None:
+    """Its descendants; what a fork that fails half way had started; the semaphores of multiprocessing."""
+    launcher.script(LIMITED_FORK, "limited/sitecustomize.py")
     script = launcher.script(SEMAPHORES)
     jobs = [launcher.start("-n", "1", *PLAIN, script, end) for end in ("killed", "interrupted")]
+    half = launcher.start(
+        "-n", "5", "-q", "sh", "-c", "exec sleep 300", environment={"PYTHONPATH": f"{launcher.directory}/limited"}
+    )
+    # Rank 1 stays until rank 0's grandchildren have gone, so it is the rank's end that ends them, not the job's.
+    os.mkfifo(launcher.directory / "fifo")
+    leave = "sleep 300 & setsid sleep 300 & (setsid sh -c 'sleep 300 & sleep 300' & ) & echo left"
+    job = launcher.start(
+        "-n", "2", "-q", "sh", "-c", f'if [ $RANK = 0 ]; then {leave}; else echo waits; read line < $FIFO; fi',
+        environment={"FIFO": str(launcher.directory / "fifo")},
+    )  # fmt: skip
+    job.read_lines(2)
+    wait_for(lambda: len(job.processes()) == 3, SOON_S)  # the supervisor, the zygote and rank 1
+    with open(launcher.directory / "fifo", "w") as fifo:
+        fifo.write("go\n")
+    assert job.finish(SOON_S).code == 0
+    outcome = half.finish(SOON_S)
+    assert outcome.code == 1
+    assert "only 2 of 5 ranks could be started: Resource temporarily unavailable" in outcome.err_text
     names = {name for job in jobs for name in job.read_lines(1)[0].split()[-2:]}
     assert len(names) == 4
     jobs[1].process.send_signal(signal.SIGINT)
     assert [job.finish().code for job in jobs] == [137, 130]
     assert not names & set(os.listdir("/dev/shm"))
+    # A child that the launcher's process had before is not its to end.
+    shell = f"sleep 300 & echo $!; exec {sys.executable} -m phalanx run -q true"
+    with subprocess.Popen(["sh", "-c", shell], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        stranger = int(process.stdout.readline())
+        assert process.wait(SOON_S) == 0
+        os.kill(stranger, signal.SIGKILL)  # raises if it has gone

@@ -1,64 +1,62 @@
-"""A rank of another host ends while a process that has to say so is stopped or hangs: the job ends and says of what."""
+"""What ends or is cut off on another host while those who have to say so cannot: the job ends and says of what."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from tests.launch_support import changed, comm
 from tests.support.hosts import why_no_hosts
-from tests.support.remote import RemoteJob, RemoteLauncher, hosts, remote
+from tests.support.remote import RemoteJob, RemoteLauncher, hosts, impatient, remote
 from tests.support.stuck_zygote import STUCK
 from tests.support.waiting import stop
 
+from phalanx import settings
+from phalanx.launch.remote import sweep_host
+from phalanx.system import processes
+
 __all__ = ["hosts", "remote"]  # fixtures
 
-pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
+needs_hosts = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
 
-PLAIN = ("-q", "--grace", "250")
-WAITS = ("sh", "-c", "echo up; exec sleep 300")
+PLAIN = ("--no-preload", "-q", "--grace", "60")
+SCRIPT = """
+    import os, signal, sys, time
+    def asked(*_):
+        print("asked", flush=True)
+        os._exit(0)
+    signal.signal(signal.SIGINT, asked)
+    print("ready", flush=True)
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    print("more", flush=True)
+"""
 
 
-def start(remote: RemoteLauncher, **environment: str) -> tuple[RemoteJob, int]:
+def waiting(remote: RemoteLauncher, **environment: str) -> tuple[RemoteJob, int]:
     """A job whose ranks run, and the process of the last one, which is alone on the second host."""
-    job = remote.start(*PLAIN, "-H", "h0:2,h1", *WAITS, environment=environment)
+    job = remote.start(
+        "-q", "--grace", "250", "-H", "h0:2,h1", "sh", "-c", "echo up; exec sleep 300", environment=environment
+    )
     job.wait_for_lines(3, "up")
     return job, remote.wait_for_process(1, "sleep")
 
 
-@pytest.mark.parametrize("victim", ["phalanx-zygote", "phalanx-agent", "phalanx-relay"])
-def test_stopped_process_does_not_hide_that_a_rank_was_killed(remote: RemoteLauncher, victim: str) -> None:
-    job, rank = start(remote)
-    stop(relay_of(job) if victim == "phalanx-relay" else remote.wait_for_process(1, victim))
-    os.kill(rank, signal.SIGKILL)
-    assert job.finish() == 128 + signal.SIGKILL, job.said()
-    assert "phalanx: rank 2 of 3 failed\n  host h1, pid " in job.err, job.said()
-    assert "ended by signal 9 (SIGKILL)" in job.err, job.said()
-
-
-def relay_of(job: RemoteJob) -> int:
-    """The child of the launcher's that the agents are connected to."""
-    children = [job.process.pid]
-    while children:
-        named: dict[str, int] = {}
-        below: list[int] = []
-        for pid in children:
-            with contextlib.suppress(OSError):  # it has ended
-                named[Path(f"/proc/{pid}/comm").read_text()] = pid
-                below += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-        if "phalanx-relay\n" in named:
-            return named["phalanx-relay\n"]
-        children = below
-    raise AssertionError("no process of the job is its relay")
-
-
-def test_a_zygote_that_never_answers_is_given_up(remote: RemoteLauncher) -> None:
-    changed = remote.folder / "changed"
-    changed.mkdir()
-    (changed / "sitecustomize.py").write_text(STUCK)
-    job, rank = start(remote, PYTHONPATH=str(changed))
+@needs_hosts
+def test_stopped_or_stuck_process_does_not_hide_that_a_rank_was_killed(remote: RemoteLauncher) -> None:
+    for victim in ("phalanx-zygote", "phalanx-agent", "phalanx-relay"):
+        job, rank = waiting(remote)
+        stop(relay_of(job) if victim == "phalanx-relay" else remote.wait_for_process(1, victim))
+        os.kill(rank, signal.SIGKILL)
+        assert job.finish() == 128 + signal.SIGKILL, job.said()
+        assert "phalanx: rank 2 of 3 failed\n  host h1, pid " in job.err, job.said()
+        assert "ended by signal 9 (SIGKILL)" in job.err, job.said()
+        remote.check()
+    job, rank = waiting(remote, **changed(remote.folder / "changed", STUCK))
     os.kill(rank, signal.SIGKILL)
     assert job.finish() == 1, job.said()
     how = "does not answer (state S); the job ended with it"
@@ -66,3 +64,109 @@ def test_a_zygote_that_never_answers_is_given_up(remote: RemoteLauncher) -> None
         f"phalanx: the process that starts and watches the ranks of a host {how}\n"
         "  rank 2 has ended, and for 1 s it has not said how, which nobody else can know\n  host h1, pid "
     ), job.said()
+
+
+def relay_of(job: RemoteJob) -> int:
+    """The process below the launcher's that the agents are connected to."""
+    below = [job.process.pid]
+    for pid in below:
+        if comm(pid) == "phalanx-relay":
+            return pid
+        below += processes.children_of(pid)
+    raise AssertionError("no process of the job is its relay")
+
+
+@needs_hosts
+def test_stopped_agent_is_waited_for_and_continued_or_cut_off(remote: RemoteLauncher) -> None:
+    silence = impatient(remote.folder / "impatient")
+    go_on = remote.folder / "go-on"
+
+    def stopped() -> tuple[RemoteJob, int]:
+        job = remote.start(*PLAIN, "-H", "h0,h1", remote.script(SCRIPT), str(go_on), environment=silence)
+        job.wait_for_lines(2, "ready")
+        agent = remote.wait_for_process(1, "phalanx-agent")
+        stop(agent)
+        return job, agent
+
+    def words(*own: str) -> list[str]:
+        return sorted(f"[rank {rank}] {word}" for rank in range(2) for word in own)
+
+    job, _ = stopped()  # the launcher continues it to end its rank in order, as those of other hosts
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish() == 130
+    assert sorted(job.out.splitlines()) == words("asked", "ready")
+    job, _ = stopped()
+    remote.hosts.cut(1)
+    assert job.finish() == 1
+    assert "phalanx: rank 1 of 2 failed: host h1 is lost" in job.err, job.said()
+    remote.check()
+    remote.hosts.mend(1)
+    job, agent = stopped()
+    go_on.touch()
+    job.wait_for_lines(1, "[rank 0] more")
+    # For longer than a silent connection lasts: the kernel answers for a stopped process.
+    with pytest.raises(subprocess.TimeoutExpired):
+        job.process.wait(3.0)
+    assert "[rank 1] more" not in job.out
+    os.kill(agent, signal.SIGCONT)
+    assert job.finish() == 0, job.said()
+    assert sorted(job.out.splitlines()) == words("more", "ready")
+
+
+KILLED_BY_KERNEL = """
+    import os, sys, time
+    if os.environ["RANK"] == "1":
+        with open(sys.argv[1], "w") as file:
+            file.write("oom 4\\noom_kill 4\\n")
+        os.kill(os.getpid(), 9)
+    time.sleep(600)
+"""
+
+
+@needs_hosts
+def test_kernel_that_kills_a_rank_and_a_host_that_loses_all_of_phalanx(remote: RemoteLauncher) -> None:
+    """A rank without memory is said to be; what ranks have started ends though nobody is left to end it."""
+    # The file in which the kernel counts, as far as that host can see; the rank does what the kernel would do.
+    counter = remote.folder / "memory.events"
+    counter.write_text("oom 3\noom_kill 3\n")
+    with remote.hosts.mounted(1, remote.folder, "/sys/fs/cgroup"):
+        job = remote.run(*PLAIN, "-H", "h0,h1", remote.script(KILLED_BY_KERNEL), str(counter))
+    assert job.process.returncode == 137, job.said()
+    assert job.err.startswith("phalanx: rank 1 of 2 failed\n  host h1, pid "), job.said()
+    assert "the kernel ran out of memory and killed it; use less memory per rank, or fewer ranks" in job.err
+    script = remote.script(
+        """
+        import os, subprocess, sys, time
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+        if os.fork() == 0:
+            os.setsid()
+            time.sleep(600)
+            sys.exit()
+        print("ready", flush=True)
+        time.sleep(600)
+        """
+    )
+    job = remote.start("-q", "--no-preload", "-H", "h0:2,h1:2", script)
+    job.wait_for_lines(4, "ready")
+    # Stopped, neither can do anything about the end of the other; the kernel kills the ranks with the zygote.
+    doomed = [remote.wait_for_process(1, name) for name in ("phalanx-zygote", "phalanx-agent")]
+    for signum in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in doomed:
+            os.kill(pid, signum)
+    assert job.finish() == 1, job.said()
+    assert "failed: host h1 is lost" in job.err
+    remote.check()
+
+
+def test_sweep_ends_what_one_agent_of_one_attempt_has_left() -> None:
+    environments = [{settings.AGENT: name} for name in ("job/1/1", "job/0/1", "job/1/10", "job/1")]
+    sleepers = [subprocess.Popen(["/bin/sleep", "600"], env=own) for own in (*environments, {})]
+    try:
+        program = [sys.executable, "-I", "-S", str(Path(sweep_host.__file__))]
+        subprocess.run([*program, f"{settings.AGENT}=job/1/1"], check=True, timeout=60)
+        assert sleepers[0].wait(60) == -signal.SIGKILL
+        assert [process.poll() for process in sleepers[1:]] == [None] * 4
+    finally:
+        for process in sleepers:
+            process.kill()
+            process.wait()

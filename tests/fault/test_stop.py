@@ -6,8 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from tests.launch_support import Launcher, RunningJob, launcher
 from tests.support.waiting import stop as suspend
@@ -30,95 +28,58 @@ SLEEPS = """
 """
 
 
-def start(launcher: Launcher, *words: str, options: tuple[str, ...] = ()) -> RunningJob:
-    job = launcher.start("-q", "-n", "3", *options, launcher.script(SLEEPS), *words)
-    assert job.read_lines(3) == [f"[rank {rank}] ready" for rank in range(3)]
-    return job
-
-
-def stop(*words: str) -> subprocess.CompletedProcess[str]:
+def phalanx_stop(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "phalanx", "stop", *words], capture_output=True, text=True, timeout=300, check=False
     )
 
 
-def id_of(job: RunningJob) -> str:
-    return next(one.id for one in running_jobs() if one.pid == job.pid)
+def test_job_ends_however_its_launcher_allows(launcher: Launcher) -> None:
+    """Asked in order, killed at once, continued if stopped, and killed with its helpers if it hears no signal."""
+    script = launcher.script(SLEEPS)
 
+    def start(*words: str, options: tuple[str, ...] = ()) -> RunningJob:
+        return launcher.start("-q", "--no-preload", "-n", "3", *options, script, *words)
 
-@contextmanager
-def ignoring(*signums: int) -> Iterator[None]:
-    before = {signum: signal.signal(signum, signal.SIG_IGN) for signum in signums}
+    asked, killed, stopped = start("checkpoint"), start("stubborn", options=("--grace", "200")), start()
+    ignored = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # a process inherits what is ignored
+    before = [signal.signal(signum, signal.SIG_IGN) for signum in ignored]
     try:
-        yield
+        deaf = start("stubborn")
     finally:
-        for signum, handler in before.items():
+        for signum, handler in zip(ignored, before, strict=True):
             signal.signal(signum, handler)
+    for job in (asked, killed, stopped, deaf):
+        assert job.read_lines(3) == [f"[rank {rank}] ready" for rank in range(3)]
+    name = next(one.id for one in running_jobs() if one.pid == asked.pid)
 
-
-def assert_gone(job: RunningJob) -> None:
-    """Nothing of the job runs when stop has returned; its launcher may be a zombie of this process."""
-    left = job.processes()
-    assert left in ([], [job.pid])
-
-
-def test_a_job_is_asked_to_end_and_has_ended(launcher: Launcher) -> None:
-    job = start(launcher, "checkpoint")
-    name = id_of(job)
-    done = stop(name[:10])
-    assert done.returncode == 0, done.stderr
-    assert f"job {name} (" in done.stdout
-    assert "3 ranks) has ended" in done.stdout
-    assert_gone(job)
-    outcome = job.finish()
-    assert outcome.code == 128 + signal.SIGTERM
-    assert sorted(outcome.out_lines) == [f"[rank {rank}] saved" for rank in range(3)]
-    again = stop(name)
-    assert again.returncode == 2
-    assert f"no job {name}" in again.stderr
-
-
-def test_kill_gives_ranks_no_time(launcher: Launcher) -> None:
-    job = start(launcher, "stubborn", options=("--grace", "200"))
-    begun = time.monotonic()
-    done = stop("--kill", str(job.pid))
-    assert done.returncode == 0, done.stderr
-    assert time.monotonic() - begun < 100
-    assert_gone(job)
-    assert job.finish().code == 128 + signal.SIGTERM
-
-
-def test_a_stopped_launcher_is_continued(launcher: Launcher) -> None:
-    job = start(launcher)
-    suspend(job.pid)
-    done = stop(str(job.pid))
-    assert done.returncode == 0, done.stderr
-    assert f"its launcher (pid {job.pid}) is stopped (state T)" in done.stderr
-    assert_gone(job)
-    assert job.finish().code == 128 + signal.SIGTERM
-
-
-def test_a_launcher_that_cannot_be_asked_is_killed_with_its_job(launcher: Launcher) -> None:
-    with ignoring(signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # a process inherits what is ignored
-        job = launcher.start("-q", "-n", "3", launcher.script(SLEEPS), "stubborn")
-    job.read_lines(3)
-    done = stop(str(job.pid))
-    assert done.returncode == 0, done.stderr
-    assert "it is killed, and its helpers kill the ranks" in done.stderr
-    assert_gone(job)
-    assert job.finish().code == -signal.SIGKILL
-
-
-def test_a_wrong_name_says_which_jobs_there_are(launcher: Launcher) -> None:
-    job = start(launcher)
     for wrong, words in (
         ("no-such-job", "no job no-such-job of yours runs on this host; these do:"),
         ("", "The name given is empty; these run on this host:"),
     ):
-        done = stop(wrong)
-        assert done.returncode == 2
-        assert words in done.stderr
-        assert f"{id_of(job)}  pid {job.pid}" in done.stderr
-    assert job.process.poll() is None
-    assert stop(str(job.pid)).returncode == 0
-    job.finish()
+        refused = phalanx_stop(wrong)
+        assert refused.returncode == 2
+        assert words in refused.stderr
+        assert f"{name}  pid {asked.pid}" in refused.stderr
+    assert asked.process.poll() is None
+
+    suspend(stopped.pid)
+    begun = time.monotonic()
+    for job, how, code, words in (
+        (asked, [name[:10]], 128 + signal.SIGTERM, "3 ranks) has ended"),
+        (killed, ["--kill", str(killed.pid)], 128 + signal.SIGTERM, "has ended"),
+        (stopped, [str(stopped.pid)], 128 + signal.SIGTERM, f"its launcher (pid {stopped.pid}) is stopped (state T)"),
+        (deaf, [str(deaf.pid)], -signal.SIGKILL, "it is killed, and its helpers kill the ranks"),
+    ):
+        done = phalanx_stop(*how)
+        assert done.returncode == 0, done.stderr
+        assert words in done.stdout + done.stderr
+        assert job.processes() in ([], [job.pid])  # its launcher may be a zombie of this process
+        outcome = job.finish()
+        assert outcome.code == code
+        if job is asked:
+            assert f"job {name} (" in done.stdout
+            assert sorted(outcome.out_lines) == [f"[rank {rank}] saved" for rank in range(3)]
+    assert time.monotonic() - begun < 100  # ranks that are killed are given no time
+    again = phalanx_stop(name)
+    assert (again.returncode, f"no job {name}" in again.stderr) == (2, True)

@@ -93,12 +93,10 @@ def alive(pid: int) -> bool:
     """Whether a process still holds anything, such as a port: one whose first thread is a zombie may have others."""
     if pid in (1, os.getpid()):
         return False
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            state = file.read().rpartition(")")[2].split()[0]
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        state = file.read().rpartition(")")[2].split()[0]
         return state != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1
-    except OSError:
-        return False
+    return False
 
 
 def report(what: dict[str, object]) -> None:

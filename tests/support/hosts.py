@@ -66,7 +66,6 @@ class Zygote:
         self._partial = b""
 
     def wait_until_ready(self) -> None:
-        """Wait until it can fork ranks."""
         self._await(lambda: self._ready)
 
     def fork(self, script: Path, environment: Mapping[str, str], out: Path, err: Path) -> int:
@@ -84,7 +83,6 @@ class Zygote:
         return self._codes.get(number)
 
     def show_stacks(self) -> None:
-        """Have every rank print its stacks."""
         self._order({"stacks": True})
 
     def end_others(self) -> None:
@@ -94,13 +92,11 @@ class Zygote:
         self._await(lambda: self._cleaned)
 
     def close(self) -> None:
-        """Let it end when it has nothing more to read, or with its host."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
 
     def wait(self) -> None:
-        """Wait until it has ended, which it has when its host has."""
         self._process.wait(60)
 
     def _order(self, order: Mapping[str, object]) -> None:
@@ -168,8 +164,7 @@ class TestHosts:
         (self._folder / f"names-{host}").write_text("\n".join(lines) + "\n")
 
     def up(self) -> None:
-        # With an address of its own: otherwise it takes one of a host's link, and another one when that link is cut, so
-        # that hosts send what is for this machine nowhere.
+        # With an address of its own: otherwise it takes one of a host's link, and another when that link is cut.
         make = f"ip link add sw address {_SWITCH} type bridge; ip link set sw up; {_HOLD}"
         switch = self._hold(["unshare", "--net", "sh", "-c", make])
         self._switch = switch.pid
@@ -252,6 +247,15 @@ class TestHosts:
             [*self.entry(host), *command], env={**os.environ, "PATH": _path(), **environment}, **streams
         )
 
+    @contextlib.contextmanager
+    def mounted(self, host: int, what: Path, where: str) -> Iterator[None]:
+        """While a host finds one file or folder in the place of another."""
+        assert self.start(host, ["mount", "--bind", str(what), where], {}).wait() == 0
+        try:
+            yield
+        finally:
+            assert self.start(host, ["umount", where], {}).wait() == 0
+
     def entry(self, host: int) -> list[str]:
         """What to put before a command so that it runs on a host, in this directory."""
         return ["nsenter", "-t", str(self._inside[host]), "-m", "-u", "-n", "-p", f"--wd={os.getcwd()}", "--"]
@@ -281,15 +285,11 @@ class TestHosts:
 
     @property
     def starter(self) -> str:
-        """A program that starts a command on a host: ``starter h1 COMMAND...``; it works from :meth:`outside`."""
+        """A program that starts a command on a host, from :meth:`outside`: ``starter h1 COMMAND...``."""
         return str(self._folder / "starter")
 
     def outside(self, files: Mapping[str, Path] | None = None) -> list[str]:
-        """The words before a command that runs beside the hosts, in their network, with this machine's processes.
-
-        Args:
-            files: files that the command finds in the place of others.
-        """
+        """The words before a command that runs beside the hosts, in their network, with files in others' place."""
         own = {"/etc/hosts": self._folder / "names-login", "/etc/nsswitch.conf": self._folder / "nsswitch.conf"}
         binds = "".join(f"mount --bind {path} {place}; " for place, path in {**own, **(files or {})}.items())
         inside = f'mount --make-rprivate /; {binds}hostname login; exec "$@"'
@@ -300,10 +300,7 @@ class TestHosts:
         return self._inside[host]
 
     def processes(self, host: int) -> list[int]:
-        """The processes on a host without zygotes, by their numbers on this machine, but for the one that holds it.
-
-        Nor those that have ended: the host's first process, whose children they have become, reaps none.
-        """
+        """The living processes on a host, by their numbers on this machine, but for the one that holds it."""
         space = os.readlink(f"/proc/{self._inside[host]}/ns/pid")
         own = {self._inside[host]}
         found = []
@@ -316,7 +313,7 @@ class TestHosts:
         return found
 
     def kill_all(self, host: int, but: Collection[int] = ()) -> None:
-        """Kill everything on a host without zygotes, also what is being started meanwhile; ``but`` is spared."""
+        """Kill everything on a host but some, also what is being started meanwhile."""
         while pids := [pid for pid in self.processes(host) if pid not in but]:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):

@@ -8,19 +8,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
+from tests.launch_support import changed, comm
+
 from .hosts import TestHosts, running_hosts
 
-__all__ = ["RemoteJob", "RemoteLauncher", "hosts", "reachable_hosts", "remote"]
+__all__ = ["RemoteJob", "RemoteLauncher", "hosts", "impatient", "reachable_hosts", "remote"]
 
 PHALANX = ("-m", "phalanx")
-# A variable that all processes of a launch have.
-_MARK = "TEST_LAUNCH"
+_MARK = "TEST_LAUNCH"  # a variable that all processes of a launch have
 PATIENCE_S = 120.0  # no busy machine needs as long
 
 
@@ -30,7 +31,6 @@ class RemoteJob:
 
     process: subprocess.Popen[bytes]
     folder: Path
-    started: float = field(default_factory=time.monotonic)
 
     @property
     def out(self) -> str:
@@ -114,9 +114,8 @@ class RemoteLauncher:
         if process.stdin is not None and stdin is not None:
             process.stdin.write(stdin)
             process.stdin.close()
-        job = RemoteJob(process, folder)
-        self.jobs.append(job)
-        return job
+        self.jobs.append(RemoteJob(process, folder))
+        return self.jobs[-1]
 
     def run(self, *arguments: str, stdin: bytes | None = None, environment: dict[str, str] | None = None) -> RemoteJob:
         job = self.start(*arguments, stdin=stdin, environment=environment)
@@ -128,9 +127,8 @@ class RemoteLauncher:
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
             for pid in self.hosts.processes(host):
-                with contextlib.suppress(OSError):
-                    if Path(f"/proc/{pid}/comm").read_text().strip() == name:
-                        return pid
+                if comm(pid) == name:
+                    return pid
             time.sleep(0.005)
         pytest.fail(f"there is no {name} on h{host}")
 
@@ -138,7 +136,7 @@ class RemoteLauncher:
         """Every process and file that a launch has left on any host, and the processes that it has left here."""
         found = []
         for host in self.own:
-            found += [f"h{host}: {_described(pid)}" for pid in self.hosts.processes(host) if pid not in self.before]
+            found += [f"h{host}: {pid} {comm(pid)}" for pid in self.hosts.processes(host) if pid not in self.before]
             shared = Path(f"/proc/{self.hosts.holder(host)}/root/dev/shm")
             found += [f"h{host}: {path.name} in /dev/shm" for path in shared.iterdir()]
         words = str(self.starter_path).encode()
@@ -146,7 +144,7 @@ class RemoteLauncher:
             with contextlib.suppress(OSError):
                 # Ranks of the head's own host show it in their environment only.
                 if any(words in Path(f"/proc/{name}/{file}").read_bytes() for file in ("cmdline", "environ")):
-                    found.append(f"here: {_described(int(name))}")
+                    found.append(f"here: {name} {comm(int(name))}")
         return found
 
     def check(self, within_s: float = 20.0) -> float:
@@ -170,11 +168,16 @@ class RemoteLauncher:
             self.hosts.kill_all(host, but=self.before)
 
 
-def _described(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        return f"{pid} {Path(f'/proc/{pid}/comm').read_text().strip()} {words[:80]}"
-    return f"{pid} (gone)"
+def impatient(folder: Path) -> dict[str, str]:
+    """The environment of a launch to which a host is lost after two seconds of silence, in place of four."""
+    return changed(
+        folder,
+        """
+        from phalanx.launch.relay import channel
+        from phalanx.wire.sockets import KeepAlive
+        channel._KEEP_ALIVE = KeepAlive(1, 1, 1, 1)
+        """,
+    )
 
 
 @contextlib.contextmanager
@@ -185,6 +188,16 @@ def reachable_hosts(count: int, folder: Path) -> Iterator[TestHosts]:
         yield hosts
 
 
+@contextlib.contextmanager
+def launching(launcher: RemoteLauncher) -> Iterator[RemoteLauncher]:
+    """The launcher, of which nothing may be left."""
+    try:
+        yield launcher
+        launcher.check()
+    finally:
+        launcher.clear()
+
+
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHosts]:
     with reachable_hosts(2, tmp_path_factory.mktemp("hosts")) as made:
@@ -193,9 +206,5 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHosts]:
 
 @pytest.fixture
 def remote(hosts: TestHosts, tmp_path: Path) -> Iterator[RemoteLauncher]:
-    launcher = RemoteLauncher(hosts, tmp_path)
-    try:
+    with launching(RemoteLauncher(hosts, tmp_path)) as launcher:
         yield launcher
-        launcher.check()
-    finally:
-        launcher.clear()

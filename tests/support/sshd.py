@@ -15,6 +15,7 @@ from .hosts import TestHosts
 __all__ = ["client", "running_sshd", "why_no_sshd"]
 
 PROGRAMS = ("sshd", "ssh", "ssh-keygen")
+PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 _SERVER = """
 Port 22
 HostKey {folder}/host_key
@@ -37,13 +38,9 @@ Host *
 """
 
 
-def _path() -> str:
-    return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-
-
 def why_no_sshd() -> str:
     """Why there can be no OpenSSH server here; empty if there can."""
-    missing = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
+    missing = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
     return f"needs OpenSSH (apt-get install openssh-server): no {', '.join(missing)}" if missing else ""
 
 
@@ -60,29 +57,23 @@ def running_sshd(hosts: TestHosts, folder: Path) -> Iterator[None]:
     """A server on every host."""
     for name in ("host_key", "user_key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
-    public = (folder / "host_key.pub").read_text()
-    (folder / "known").write_text(f"* {public}")
-    configuration = folder / "sshd_config"
-    configuration.write_text(_SERVER.format(folder=folder))
-    program = shutil.which("sshd", path=_path())
-    command = f"mount -t tmpfs tmpfs /run; mkdir /run/sshd; exec {program} -D -e -f {configuration}"
+    (folder / "known").write_text(f"* {(folder / 'host_key.pub').read_text()}")
+    (folder / "sshd_config").write_text(_SERVER.format(folder=folder))
+    sshd = f"{shutil.which('sshd', path=PATH)} -D -e -f {folder}/sshd_config"
+    command = ["sh", "-c", f"mount -t tmpfs tmpfs /run; mkdir /run/sshd; exec {sshd}"]
     servers = []
+    until = time.monotonic() + 60
     try:
         for host in range(hosts.count):
             with open(folder / f"sshd-{host}", "wb") as log:
-                servers.append(hosts.start(host, ["sh", "-c", command], {}, stdout=log, stderr=log))
+                servers.append(hosts.start(host, command, {}, stdout=log, stderr=log))
         for host in range(hosts.count):
-            _await(hosts, host)
+            probe = f"import socket; socket.create_connection(('{hosts.address(host)}', 22), 1)"
+            while hosts.start(host, ["python3", "-c", probe], {}, stderr=subprocess.DEVNULL).wait():
+                assert time.monotonic() < until, "no sshd"
+                time.sleep(0.1)
         yield
     finally:
         for server in servers:
             server.kill()
             server.wait()
-
-
-def _await(hosts: TestHosts, host: int) -> None:
-    until = time.monotonic() + 60
-    probe = f"import socket; socket.create_connection(('{hosts.address(host)}', 22), 1)"
-    while hosts.start(host, ["python3", "-c", probe], {}, stderr=subprocess.DEVNULL).wait():
-        assert time.monotonic() < until, "no sshd"
-        time.sleep(0.1)

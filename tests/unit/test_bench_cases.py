@@ -1,87 +1,43 @@
-"""What the command line of phalanx bench means, and the table of operations behind it."""
+"""What the command line of phalanx bench means, the table of operations behind it, and what a tuning run chooses."""
 
 from __future__ import annotations
 
+import secrets
+import socket
+import struct
 import subprocess
 import sys
+import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from phalanx.bench import tune as tuning_run
 from phalanx.bench.buffers import Buffers
-from phalanx.bench.cases import BenchOptions, Case, parse_dtypes, parse_operations, parse_rate, parse_sizes
+from phalanx.bench.cases import BenchOptions, Case, parse_rate, parse_sizes, tuning_label
+from phalanx.bench.links import _receive, _send
 from phalanx.bench.operations import OPERATIONS, SizeOf
 from phalanx.commands.bench import bench
+from phalanx.transports.shm.tuning import Tuning
 
 
-@pytest.mark.parametrize(
-    ("text", "sizes"),
-    [
-        ("4", (4,)),
-        ("4,64K,1M", (4, 65536, 1048576)),
-        ("2g", (2 << 30,)),
-        ("1KiB, 2kb,3B", (1024, 2048, 3)),
-        ("1K,1024", (1024,)),
-    ],
-)
-def test_sizes_are_read(text: str, sizes: tuple[int, ...]) -> None:
-    assert parse_sizes(text) == sizes
-
-
-@pytest.mark.parametrize("text", ["", "4,", "0", "1.5M", "four"])
-def test_a_text_that_is_not_a_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a valid size; write a number of bytes"):
-        parse_sizes(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "bytes_per_s"), [("1gbit", 125e6), ("100mbit", 12.5e6), ("2.5Gbit/s", 312.5e6), ("56kbit", 7e3)]
-)
-def test_the_rate_of_a_link_is_read(text: str, bytes_per_s: float) -> None:
-    assert parse_rate(text) == bytes_per_s
-
-
-@pytest.mark.parametrize("text", ["", "1G", "0gbit", "fast"])
-def test_a_text_that_is_not_a_rate_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="write one as in 100mbit, 1gbit or 25gbit"):
-        parse_rate(text)
-
-
-def test_operations_and_dtypes_are_names_that_are_known() -> None:
-    assert parse_operations(["barrier", "reduce", "barrier"]) == ("barrier", "reduce")
-    assert parse_operations(["all"]) == tuple(OPERATIONS)
-    assert parse_dtypes("float32,bfloat16") == ("float32", "bfloat16")
-    with pytest.raises(
-        ValueError, match="'allreduce' is not an operation that can be measured; did you mean all_reduce"
-    ):
-        parse_operations(["allreduce"])
-    with pytest.raises(ValueError, match="'float' is not a dtype"):
-        parse_dtypes("float")
-
-
-def make_options(**changes: object) -> BenchOptions:
-    fields = {
-        "operations": ("all_reduce", "barrier"),
-        "sizes": (4, 8),
-        "dtypes": ("float32", "int8"),
-        "ranks": (2,),
-        "against": ("gloo",),
-        "rounds": 3,
-        "round_s": 0.01,
-        "asynchronous": False,
-        "patience_s": 0.0,
-    }
-    return BenchOptions.from_json({**fields, **changes})
+def test_sizes_and_rates_are_read() -> None:
+    assert parse_sizes("4,64K,1M") == (4, 65536, 1048576)
+    assert parse_sizes("1KiB, 2kb,3B") == (1024, 2048, 3)
+    assert parse_sizes("1K,1024") == (1024,)
+    for text in ("", "4,", "0", "1.5M"):
+        with pytest.raises(ValueError, match="is not a valid size; write a number of bytes"):
+            parse_sizes(text)
+    rates = {"1gbit": 125e6, "100mbit": 12.5e6, "2.5Gbit/s": 312.5e6, "56kbit": 7e3}
+    assert [parse_rate(text) for text in rates] == list(rates.values())
 
 
 def test_barrier_is_one_case_and_others_one_for_each_size_and_dtype() -> None:
-    assert list(make_options().cases()) == [
-        Case("all_reduce", "float32", 4),
-        Case("all_reduce", "float32", 8),
-        Case("all_reduce", "int8", 4),
-        Case("all_reduce", "int8", 8),
-        Case("barrier", "", 0),
-    ]
+    options = BenchOptions(("all_reduce", "barrier"), (4, 8), ("float32", "int8"), (2,), (), 3, 0.01, False, 0.0)
+    sizes = [Case("all_reduce", dtype, size) for dtype in ("float32", "int8") for size in (4, 8)]
+    assert list(options.cases()) == [*sizes, Case("barrier", "", 0)]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +45,7 @@ def test_barrier_is_one_case_and_others_one_for_each_size_and_dtype() -> None:
     [
         (["allreduce"], "'allreduce' is not an operation"),
         (["--sizes", "big"], "'big' is not a valid size"),
+        (["--dtypes", "float"], "'float' is not a dtype"),
         (["--ranks", "2,x"], "'2,x' is not a list of numbers of ranks"),
         (["--ranks", "1"], "a single rank has nobody to talk to"),
         (["--link-rate", "1G"], "'1G' is not a rate"),
@@ -103,12 +60,6 @@ def test_mistakes_on_the_command_line_are_reported(arguments: list[str], complai
     assert complaint in result.output
 
 
-def test_help_shows_examples_and_every_operation() -> None:
-    text = CliRunner().invoke(bench, ["--help"]).output
-    assert "phalanx bench --load here.json --plot here.png" in text
-    assert all(name in text for name in OPERATIONS)
-
-
 def test_command_line_loads_neither_bench_nor_torch_too_early() -> None:
     code = (
         "import sys, phalanx.commands.main; print('phalanx.bench' in sys.modules);"
@@ -118,43 +69,87 @@ def test_command_line_loads_neither_bench_nor_torch_too_early() -> None:
     assert done.stdout.split() == ["False", "False"]
 
 
-def make_buffers(name: str, rank: int, size: int, dtype: str, nbytes: int) -> Buffers:
-    return OPERATIONS[name].make_buffers(rank, size, dtype, nbytes)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("name", [row.name for row in OPERATIONS.values() if row.size_of is not SizeOf.NOTHING])
-def test_an_operation_that_has_not_run_counts_as_wrong(name: str, dtype: str) -> None:
-    """The check must not be satisfied by the values that were there before; rank 1, because it is never the root."""
-    buffers = make_buffers(name, 1, 3, dtype, 96)
-    buffers.fill()
-    expected = OPERATIONS[name].expected(buffers)
-    assert (buffers.difference(expected) is None) is (expected is None)
-    if expected is not None and buffers.recv is not None:
-        buffers.recv.copy_(expected)
-        assert buffers.difference(expected) is None
-        buffers.recv[-1] += 1
-        assert f"element {len(buffers.recv) - 1}" in (buffers.difference(expected) or "")
-
-
-def test_a_backend_without_gather_single_is_left_out_for_that_reason() -> None:
-    call = OPERATIONS["gather_single"].torch(object(), make_buffers("gather_single", 0, 2, "float32", 8), False)
-    with pytest.raises(NotImplementedError, match="has no gather_single"):
-        call()
+def make_buffers(name: str, rank: int, dtype: str, nbytes: int) -> Buffers:
+    return OPERATIONS[name].make_buffers(rank, 3, dtype, nbytes)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_size_of_blocks_is_a_multiple_of_the_ranks_and_of_tensors_not(name: str) -> None:
-    used = max(make_buffers(name, rank, 3, "float32", 1024).nbytes for rank in range(3))
-    assert used == {SizeOf.TENSOR: 1024, SizeOf.BLOCKS: 1020, SizeOf.NOTHING: 0}[OPERATIONS[name].size_of]
+def test_operation_that_has_not_run_counts_as_wrong_and_its_size_is_right(name: str) -> None:
+    """The check must not be satisfied by the values that were there before; rank 1, because it is never the root."""
+    operation = OPERATIONS[name]
+    used = max(make_buffers(name, rank, "float32", 1024).nbytes for rank in range(3))
+    assert used == {SizeOf.TENSOR: 1024, SizeOf.BLOCKS: 1020, SizeOf.NOTHING: 0}[operation.size_of]
+    if operation.size_of is SizeOf.NOTHING:
+        return
+    for dtype in ("bfloat16", "int8"):
+        buffers = make_buffers(name, 1, dtype, 96)
+        buffers.fill()
+        expected = operation.expected(buffers)
+        assert (buffers.difference(expected) is None) is (expected is None)
+        if expected is not None and buffers.recv is not None:
+            buffers.recv.copy_(expected)
+            assert buffers.difference(expected) is None
+            buffers.recv[-1] += 1
+            assert f"element {len(buffers.recv) - 1}" in (buffers.difference(expected) or "")
 
 
-def test_the_expected_sums_are_the_sums_of_the_values() -> None:
-    buffers = make_buffers("all_reduce", 0, 5, "float16", 200)
-    assert buffers.sums(3, 50).tolist() == sum(buffers.values(rank, 3, 50) for rank in range(5)).tolist()  # type: ignore[union-attr]
+def reset(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
 
 
-def test_blocks_share_a_size_and_never_vanish() -> None:
-    assert make_buffers("all_gather", 0, 3, "float32", 1024).nbytes == 1020
-    assert make_buffers("all_gather", 0, 3, "float32", 4).nbytes == 12
-    assert make_buffers("all_reduce", 0, 3, "float64", 4).nbytes == 8
+def test_link_is_measured_for_who_brings_the_token_whoever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.bench.links.RATE_S", 0.1)
+    token = secrets.token_bytes(16)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60.0)
+        strangers = [socket.create_connection(server.getsockname()) for _ in range(3)]
+        for stranger in strangers[:2]:
+            stranger.sendall(bytes(1 << 16))
+        reset(strangers[2])
+        sending = threading.Thread(target=_send, args=(server.getsockname(), token))
+        sending.start()
+        assert _receive(server, token) > 0
+        sending.join()
+        for stranger in strangers:
+            stranger.close()
+
+
+# -- tuning --------------------------------------------------------------------------------------------
+
+QUIET = {"probe_spread": 0.0, "stolen": 0.0, "others": 0.0}
+
+
+def test_candidate_that_loses_least_is_chosen_if_it_is_clearly_better() -> None:
+    first = {1: 10.0, 2: 20.0, 3: 11.0}
+    second = {1: 14.0, 2: 20.0, 3: 10.0}
+    chosen, slowdown = tuning_run.choose((1, 2, 3), 2, [first, second])
+    assert chosen == 3
+    assert slowdown[3] == pytest.approx((1.1 * 1.0) ** 0.5)
+    assert slowdown[1] == pytest.approx((1.0 * 1.4) ** 0.5)
+    assert tuning_run.choose((1, 2), 2, [{1: 9.8, 2: 10.0}])[0] == 2
+    assert tuning_run.choose((1, 2), 2, [{1: 9.0, 2: 10.0}])[0] == 1
+    points = [(1 << e, 1.0 + (1 << e) / 1000, 41.0) for e in range(9, 19)]
+    chosen, slowdown = tuning_run.choose_switch(points, 16384)
+    assert chosen == 32768  # 33.8 against 41; the next, 65536, costs 66.5
+    assert slowdown[chosen] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("loud", [True, False])
+def test_only_what_a_quiet_machine_showed_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, loud: bool
+) -> None:
+    monkeypatch.setenv("PHALANX_TUNING", str(tmp_path / "tuning.json"))
+    noise = {**QUIET, "probe_spread": 0.9 if loud else 0.0}
+
+    def measure(options: BenchOptions, *_: object) -> dict[str, Any]:
+        samples = {tuning_label(tuning): [10.0] for tuning in options.tunings}
+        row = {"samples_us": samples, "noise": noise, "wrong": []}
+        return {"exit_code": 0, "jobs": [{"size": 2, "rows": [{**row, "used_nbytes": size} for size in options.sizes]}]}
+
+    monkeypatch.setattr(tuning_run, "measure", measure)
+    options = BenchOptions(("all_reduce",), (4,), ("float32",), (2,), (), 1, 0.01, False, 0.0)
+    finding = tuning_run.tune(options, [], quiet=True)
+    assert finding.path == (None if loud else tmp_path / "tuning.json")
+    assert finding.tuning == Tuning()
+    assert ("too noisy" if loud else "Written to") in tuning_run.format_finding(finding)

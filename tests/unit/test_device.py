@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
+import phalanx
+from phalanx.c10d.shared_device import shared_device
 from phalanx.errors import DeviceError
 from phalanx.topology import device as devices
+from phalanx.topology.backends import why_unfit
 from phalanx.topology.device import Accelerator, choose_device, shared_devices
 
 FOUR = Accelerator("cuda", 4)
@@ -43,62 +47,39 @@ def test_more_ranks_than_devices_is_told_to_every_rank_of_the_host() -> None:
         choose_device(0, 0, 4, None, hidden, {})
 
 
-@pytest.mark.parametrize(
-    ("wanted", "accelerator", "environment", "text"),
-    [
+def test_device_that_is_not_there_is_refused() -> None:
+    cases: list[tuple[str, Accelerator | None, dict[str, str], str]] = [
         ("cuda:4", FOUR, {}, "sees only 4 cuda devices"),
         ("xpu", FOUR, {}, "sees 4 of type cuda"),
         ("cuda", None, {}, "sees no accelerator"),
         ("cuda", None, {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES='' hides them"),
         ("graphics", None, {}, "'graphics' is not a device"),
-    ],
-)
-def test_what_is_not_there(
-    wanted: str, accelerator: Accelerator | None, environment: dict[str, str], text: str
-) -> None:
-    with pytest.raises(DeviceError) as caught:
-        choose_device(0, 0, 1, wanted, accelerator, environment)
-    assert text in str(caught.value)
+    ]
+    for wanted, accelerator, environment, text in cases:
+        with pytest.raises(DeviceError, match=text):
+            choose_device(0, 0, 1, wanted, accelerator, environment)
 
 
-@dataclass
-class StandIn:
-    """What ``torch.accelerator`` looks like with so many devices of a kind; some of them are busy."""
+def test_what_this_process_sees_and_a_busy_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(index: int) -> None:
+        raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nmore lines")
 
-    kind: str
-    count: int
-    busy: tuple[int, ...] = ()
-
-    def is_available(self) -> bool:
-        return True
-
-    def current_accelerator(self) -> torch.device:
-        return torch.device(self.kind)
-
-    def device_count(self) -> int:
-        return self.count
-
-    def set_device_index(self, index: int) -> None:
-        if index in self.busy:
-            raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nmore lines")
-
-
-def test_what_this_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "accelerator", StandIn("cuda", 2))
+    stand_in = SimpleNamespace(is_available=lambda: True, current_accelerator=lambda: torch.device("cuda"))
+    stand_in.device_count, stand_in.set_device_index = (lambda: 2), busy
+    monkeypatch.setattr(torch, "accelerator", stand_in)
     assert devices.find_accelerator({}) == Accelerator("cuda", 2)
-    assert devices.find_accelerator({"HIP_VISIBLE_DEVICES": "1,5"}) == Accelerator(
-        "cuda", 2, ("HIP_VISIBLE_DEVICES", "1,5")
-    )
-    monkeypatch.setattr(torch, "accelerator", StandIn("cuda", 0))
-    assert devices.find_accelerator({"CUDA_VISIBLE_DEVICES": ""}) is None
-
-
-def test_a_busy_device_is_told_with_the_vendors_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "accelerator", StandIn("cuda", 2, busy=(1,)))
+    mask = ("HIP_VISIBLE_DEVICES", "1,5")
+    assert devices.find_accelerator(dict([mask])) == Accelerator("cuda", 2, mask)
     with pytest.raises(DeviceError) as caught:
         devices.open_device(torch.device("cuda", 1), rank=5)
     assert "rank 5 could not open cuda:1: CUDA error: all CUDA-capable devices are busy" in str(caught.value)
-    assert "more lines" not in str(caught.value)
+    assert "more lines" not in str(caught.value)  # the vendor's reason
+    stand_in.device_count = lambda: 0
+    assert devices.find_accelerator({"CUDA_VISIBLE_DEVICES": ""}) is None
+    said = "the backend nccl serves cuda devices, and this process sees no accelerator; phalanx fits the CPU"
+    with pytest.raises(phalanx.PhalanxError, match=said):
+        phalanx.init(backend="nccl")
+    assert why_unfit("cpu:gloo,cuda:nccl", FOUR) == ""
 
 
 def test_devices_that_ranks_share_are_found_by_host() -> None:
@@ -108,13 +89,8 @@ def test_devices_that_ranks_share_are_found_by_host() -> None:
         ("b", "cuda 0", [2, 3]),
     ]
     assert shared_devices(hosts, [""] * 5) == []
-
-
-def test_number_0_of_two_masks_is_two_devices() -> None:
-    seen = [
-        devices.physical_device(torch.device("cuda", 0), Accelerator("cuda", 1, ("MASK", mask))) for mask in ("2", "3")
-    ]
-    assert len(set(seen)) == 2
+    masks = [Accelerator("cuda", 1, ("MASK", mask)) for mask in ("2", "3")]  # number 0 of each is another device
+    assert len({devices.physical_device(torch.device("cuda", 0), mask) for mask in masks}) == 2
 
 
 def test_the_hint_is_for_one_process_on_many_devices() -> None:
@@ -122,3 +98,11 @@ def test_the_hint_is_for_one_process_on_many_devices() -> None:
     assert not devices.hint_for_one_process("none", torch.device("cpu"), FOUR)
     assert not devices.hint_for_one_process("none", torch.device("cuda", 0), Accelerator("cuda", 1))
     assert not devices.hint_for_one_process("slurm", torch.device("cuda", 0), FOUR)
+
+
+def test_each_shared_device_of_a_host_is_said_once() -> None:
+    store = HashStore()
+    said = [shared_device(store, rank, 6, "h1", f"cuda {rank % 2}") for rank in (0, 1, 3, 2, 4, 5)]
+    assert [bool(text) for text in said] == [False, False, True, True, False, False]
+    assert said[2].startswith("warning: ranks 1, 3 compute on the same device (cuda 1)")
+    assert said[3].startswith("warning: ranks 0, 2 compute on the same device (cuda 0)")

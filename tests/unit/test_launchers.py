@@ -6,21 +6,22 @@ its own) and the answer, with null where this launcher does not say. ``origin`` 
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from phalanx.errors import LauncherEnvironmentError
+from phalanx.errors import InitializationError, LauncherEnvironmentError
+from phalanx.place.arguments import place_with
 from phalanx.place.environment import Reading, read_environment
 from phalanx.place.launcher import Kind
 from phalanx.place.launchers import LAUNCHERS
 from phalanx.place.listing import launcher_table
-from phalanx.place.place import Place
+from phalanx.place.node_lists import expand_node_list, expand_task_counts
 from phalanx.system.host import Host
 from phalanx.topology.topology import Whereabouts, arrange
 
@@ -56,23 +57,16 @@ def read(environment: dict[str, str]) -> Reading:
 
 
 JOBS = [load(path) for path in sorted(FOLDER.glob("*.json"))]
-each_job = pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 
 
-@each_job
-def test_the_place_of_every_rank(job: Job) -> None:
-    for environment, answer in zip(job.environments, job.answers, strict=True):
-        reading = read_environment(environment, [])
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+def test_every_rank_finds_its_place_and_all_the_same_world(job: Job) -> None:
+    reports = []
+    for rank, (host, environment, answer) in enumerate(zip(job.hosts, job.environments, job.answers, strict=True)):
+        reading = read(environment)
         assert reading.name == job.launcher
         assert {name: reading.number(name) for name in FACTS} == {name: answer[name] for name in FACTS}
         assert reading.text("master_addr") == answer["master_addr"]
-
-
-@each_job
-def test_the_world_that_the_ranks_find_together(job: Job) -> None:
-    reports = []
-    for rank, (host, environment) in enumerate(zip(job.hosts, job.environments, strict=True)):
-        reading = read_environment(environment, [])
         said = [reading.number(name) for name in ("local_rank", "local_world_size", "node_rank")]
         reports.append(Whereabouts(rank, Host(host), 0, reading.name, *said))
     topology = arrange(reports)
@@ -106,24 +100,18 @@ def test_a_job_inside_an_allocation_is_that_of_its_own_launcher() -> None:
                     assert read_environment({**around, **environment}, []).name == job.launcher
 
 
-@pytest.mark.parametrize(
-    ("job", "stale"),
-    [
+def test_two_launchers_that_contradict_each_other_are_both_shown() -> None:
+    for job, stale in (
         ("mpich-block", {"RANK": "0", "WORLD_SIZE": "1"}),
         ("openmpi5-block", {"PMI_RANK": "0", "PMI_SIZE": "2"}),
-        ("torchrun-block", {"PMI_RANK": "1", "PMI_SIZE": "4"}),
-        ("horovod-block", {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "9"}),
-    ],
-)
-def test_two_launchers_that_contradict_each_other_are_both_shown(job: str, stale: dict[str, str]) -> None:
-    environment = next(one for one in JOBS if one.name == job).environments[2]
-    own = read_environment(environment, [])
-    with pytest.raises(LauncherEnvironmentError) as caught:
-        read_environment({**environment, **stale}, [])
-    message = str(caught.value)
-    for name, value in stale.items():
-        assert f"{name}={value}" in message
-    assert f"{own.name} says rank 2 of {own.number('world_size')}" in message
+    ):
+        environment = next(one for one in JOBS if one.name == job).environments[2]
+        own = read(environment)
+        with pytest.raises(
+            LauncherEnvironmentError, match=f"{own.name} says rank 2 of {own.number('world_size')}"
+        ) as caught:
+            read({**environment, **stale})
+        assert all(f"{name}={value}" in str(caught.value) for name, value in stale.items())
 
 
 def test_host_finds_itself_in_a_list_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,23 +126,20 @@ def test_host_finds_itself_in_a_list_by_its_own_name(tmp_path: Path, monkeypatch
     assert read(step).number("node_rank") is None
 
 
-@pytest.mark.parametrize(
-    ("environment", "arguments", "launcher"),
-    [
+def test_conventions_for_a_world_of_one() -> None:
+    cases: list[tuple[dict[str, str], list[str], str]] = [
         ({}, [], "none"),
         ({}, ["--local_rank=0", "--lr", "1"], "none"),
         ({"RANK": "-1", "WORLD_SIZE": "-1", "LOCAL_RANK": "-1"}, [], "none"),
-        ({"RANK": "", "WORLD_SIZE": "1", "LOCAL_RANK": ""}, [], "none"),
         ({"MASTER_ADDR": "h1", "MASTER_PORT": "29500"}, ["--local_rank=-1"], "none"),
         ({"WORLD_SIZE": "1"}, [], "env"),
         ({"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, [], "none"),
         ({"KUBERNETES_SERVICE_HOST": "10.96.0.1"}, [], "none"),
-    ],
-)
-def test_the_conventions_for_a_world_of_one(environment: dict[str, str], arguments: list[str], launcher: str) -> None:
-    place = read_environment(environment, arguments).place()
-    assert (place.launcher, place.rank, place.world_size) == (launcher, 0, 1)
-    assert (place.local_rank, place.local_world_size, place.node_rank, place.num_nodes) == (0, 1, 0, 1)
+    ]
+    for environment, arguments, launcher in cases:
+        place = read_environment(environment, arguments).place()
+        assert (place.launcher, place.rank, place.world_size) == (launcher, 0, 1)
+        assert (place.local_rank, place.local_world_size, place.node_rank, place.num_nodes) == (0, 1, 0, 1)
 
 
 def test_the_older_argument_gives_the_local_rank() -> None:
@@ -173,7 +158,6 @@ def test_the_older_argument_gives_the_local_rank() -> None:
         ({"WORLD_SIZE": "2"}, [], ["WORLD_SIZE=2", "RANK is not set"]),
         ({"RANK": "2", "WORLD_SIZE": "2"}, [], ["RANK=2", "WORLD_SIZE=2"]),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, [], ["RANK=-1", "WORLD_SIZE=2"]),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, [], ["RANK='one'"]),
         ({"RANK": "1", "WORLD_SIZE": "1_0"}, [], ["WORLD_SIZE='1_0'"]),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "99999"}, [], ["MASTER_PORT=99999"]),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, ["--local_rank=1"], ["--local_rank=1", "LOCAL_RANK=0"]),
@@ -182,7 +166,6 @@ def test_the_older_argument_gives_the_local_rank() -> None:
         ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, [], ["LOCAL_WORLD_SIZE=2"]),
         ({"PMI_SIZE": "2"}, [], ["PMI_SIZE=2", "PMI_RANK is not set"]),
         ({"PMI_PORT": "h:1", "PMI_ID": "0"}, [], ["start it without -pmi-port"]),
-        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}, [], ["SLURM_PROCID is not set"]),
         ({"SM_TRAINING_ENV": "{}", "SM_HOSTS": "algo-1", "SM_CURRENT_HOST": "algo-1"}, [], ["SM_HOSTS='algo-1'"]),
         ({"SM_TRAINING_ENV": "{}", "SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "b"}, [], ["SM_CURRENT_HOST='b'"]),
         ({"TPU_WORKER_ID": "3", "TPU_WORKER_HOSTNAMES": "a,b"}, [], ["TPU_WORKER_ID=3"]),
@@ -204,71 +187,154 @@ def test_platforms_one_process_on_a_node_is_told_how_to_start_the_others() -> No
         read_environment({**pod, "WORLD_SIZE": "8", "PET_NPROC_PER_NODE": "4"}, []).place()
 
 
-# -- whatever is missing or wrong ----------------------------------------------------------------------
-
-JUNK = ("", "-1", "0", "1", "3", "4", "7", "x", "1.5", "4(x2", "n[", "[]", "99999999999999999999999")
-
-
-@st.composite
-def damaged(draw: st.DrawFn) -> tuple[Job, int, dict[str, str], bool]:
-    """A rank's environment of which some variables are lost, and perhaps some are changed."""
-    job = draw(st.sampled_from([job for job in JOBS if job.launcher != "none"]))
-    rank = draw(st.integers(0, len(job.answers) - 1))
-    names = sorted(job.environments[rank])
-    lost = draw(st.sets(st.sampled_from(names), max_size=len(names)))
-    environment = {name: value for name, value in job.environments[rank].items() if name not in lost}
-    changed = draw(st.dictionaries(st.sampled_from(names), st.sampled_from(JUNK), max_size=2))
-    return job, rank, {**environment, **changed}, bool(changed)
+def test_environment_that_lost_one_variable_is_never_a_world_of_one() -> None:
+    """The rest of what a launcher sets still says that there are other ranks."""
+    for job in JOBS:
+        for environment, answer in zip(job.environments, job.answers, strict=True):
+            for lost in environment if answer["world_size"] not in (None, 1) else ():
+                with contextlib.suppress(LauncherEnvironmentError):
+                    place = read({name: value for name, value in environment.items() if name != lost}).place()
+                    assert (place.launcher != "none", place.world_size) == (True, answer["world_size"]), (job, lost)
 
 
-def consistent(place: Place) -> bool:
-    """Whether there can be a process with this place."""
-    pairs = ((place.local_rank, place.local_world_size), (place.node_rank, place.num_nodes))
-    return (
-        0 <= place.rank < place.world_size
-        and all(low is None or low >= 0 for low, _ in pairs)
-        and all(low is None or high is None or low < high for low, high in pairs)
-        and all(high is None or 1 <= high <= place.world_size for _, high in pairs)
-        and (place.num_nodes != 1 or place.local_world_size in (None, place.world_size))
-    )
+# -- which attempt it is, what phalanx.init() is given, lists of nodes -----------------------------------
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
-@given(damaged())
-def test_a_damaged_environment_gives_a_consistent_place_or_an_error(
-    drawn: tuple[Job, int, dict[str, str], bool],
-) -> None:
-    job, rank, environment, changed = drawn
-    try:
-        place = read_environment(environment, []).place()
-    except LauncherEnvironmentError:
-        return
-    assert consistent(place)
-    if changed or place.launcher == "none":
-        return
-    # Variables were only lost: what is still said must be true, unless the launcher's own rank and size are gone and
-    # only a launcher around it is left.
-    answer = job.answers[rank]
-    own = read_environment(job.environments[rank], []).said("rank", "world_size")
-    if place.launcher != job.launcher and not any(f"{name}={value}" in own for name, value in environment.items()):
-        return
-    assert (place.rank, place.world_size) == (answer["rank"], answer["world_size"])
-    if place.launcher == job.launcher:
-        for name in FACTS:
-            assert getattr(place, name) in (None, answer[name])
+def test_launcher_says_which_attempt_it_is() -> None:
+    torchrun = next(job for job in JOBS if job.name == "torchrun-block").environments[0]
+    torchrun = {**torchrun, "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "2"}
+    ours = {**torchrun, "PHALANX_RUN_ID": "job", "PHALANX_ATTEMPT": "3"}
+    below = {**ours, "PHALANX_RUN_ID": "another"}  # torchrun, started by a rank of phalanx run
+    for environment, launcher, attempt in (
+        (torchrun, "torchrun", 2), (ours, "phalanx", 3), (below, "torchrun", 2), ({}, "none", 0),
+    ):  # fmt: skip
+        place = read(environment).place()
+        assert (place.launcher, place.attempt) == (launcher, attempt)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.data())
-def test_environment_that_lost_its_rank_is_never_a_world_of_one(data: st.DataObject) -> None:
-    """Of what a launcher sets about ranks, any one variable is lost; the rest still says that there are others."""
-    job = data.draw(st.sampled_from([job for job in JOBS if job.answers[0]["world_size"] not in (None, 1)]))
-    rank = data.draw(st.integers(0, len(job.answers) - 1))
-    lost = data.draw(st.sampled_from(sorted(job.environments[rank])))
-    environment = {name: value for name, value in job.environments[rank].items() if name != lost}
-    try:
-        place = read_environment(environment, []).place()
-    except LauncherEnvironmentError:
-        return
-    assert place.launcher != "none"
-    assert place.world_size == job.answers[rank]["world_size"]
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+
+
+def place(environment: dict[str, str], *given: Any) -> Any:
+    return place_with(read(environment), *given)
+
+
+def test_a_script_gives_its_place_itself() -> None:
+    found = place({}, "tcp://h1:29500", 1, 4)
+    assert (found.launcher, found.rank, found.world_size, found.local_rank) == ("env", 1, 4, None)
+    assert (found.master_addr, found.master_port) == ("h1", 29500)
+    found = place({}, "tcp://[fd00::1]:29500?rank=2&world_size=3", None, None)
+    assert (found.rank, found.world_size, found.master_addr) == (2, 3, "fd00::1")
+    assert place({}, "env://", None, None) == place({}, None, None, None)
+    assert place({}, None, 0, 1).local_rank == 0
+    for given in ((None, None, -1), ("env://", -1, -1), (None, -1, 1)):  # -1 is not given
+        found = place({}, *given)
+        assert (found.rank, found.world_size, found.local_rank) == (0, 1, 0)
+
+
+def test_under_a_launcher_it_completes_what_is_missing() -> None:
+    assert place(HYDRA, None, -1, -1) == place(HYDRA, None, None, None)
+    assert place(HYDRA, "tcp://h1:29500", 1, 4).launcher == "mpich"
+    assert place(HYDRA, "tcp://h1:29500", None, None).master_addr == "h1"
+    assert place({"PMI_PORT": "h:1", "PMI_ID": "1"}, None, None, 4).world_size == 4
+
+
+def test_mistakes_in_what_a_script_gives_are_named() -> None:
+    cases: list[tuple[dict[str, str], Any, type[Exception], str]] = [
+        (HYDRA, (None, 2, 4), LauncherEnvironmentError, r"rank=2 in phalanx.init\(\), but mpich says PMI_RANK=1"),
+        ({}, (None, 2, None), InitializationError, "pass both rank and world_size"),
+        ({}, (None, -1, 4), InitializationError, "pass both rank and world_size"),
+        ({}, (None, 4, 4), LauncherEnvironmentError, "4 is not a rank of a world of 4"),
+        ({}, ("file:///tmp/x", 0, 2), InitializationError, "neither tcp://host:port nor env://"),
+        ({}, ("tcp://h1:29500?rank=x", None, 2), LauncherEnvironmentError, "rank in init_method='x'"),
+    ]
+    for environment, given, error, words in cases:
+        with pytest.raises(error, match=words):
+            place(environment, *given)
+
+
+def test_lists_of_nodes() -> None:
+    lists = {
+        "node1": "node1",
+        "a,b": "a b",
+        "node[01-03,7]": "node01 node02 node03 node7",
+        "node[08-11]": "node08 node09 node10 node11",
+        "gpu[1-2]-ib,login": "gpu1-ib gpu2-ib login",
+        "r[1-2]n[1-2]": "r1n1 r1n2 r2n1 r2n2",
+        "rack-3[5]": "rack-35",
+    }
+    assert {text: " ".join(expand_node_list("N", text)) for text in lists} == lists
+    for text in ("", "a,", "n[1-", "n]", "n[]", "n[3-1]", "n[a-b]", "n[1-99999999999]", "n[0-999999]x[0-9]"):
+        with pytest.raises(LauncherEnvironmentError, match=r"SLURM_STEP_NODELIST=.* is not a list of nodes"):
+            expand_node_list("SLURM_STEP_NODELIST", text)
+
+
+def test_counts_of_tasks() -> None:
+    assert expand_task_counts("N", "4(x2),3") == [4, 4, 3]
+    assert expand_task_counts("N", "1") == [1]
+    assert expand_task_counts("N", "2,1(x3)") == [2, 1, 1, 1]
+    for text in ("", "4(x", "four", "4(2)", "4,,3"):
+        with pytest.raises(LauncherEnvironmentError, match=r"N=.* is not a list of tasks per node"):
+            expand_task_counts("N", text)
+
+
+def placed(hosts: str, local: Sequence[int | None] | None = None, sizes: bool = False) -> list[Whereabouts]:
+    """Reports of ranks on the hosts with these letters, with the local ranks that a launcher gave."""
+    given_ranks = [None] * len(hosts) if local is None else local
+    return [
+        Whereabouts(
+            rank,
+            Host(host),
+            launcher="mpich",
+            local_rank=given_ranks[rank],
+            local_world_size=hosts.count(host) if sizes else None,
+        )
+        for rank, host in enumerate(hosts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "nodes"),
+    [
+        ("a", [(0,)]),
+        ("aabb", [(0, 1), (2, 3)]),  # block
+        ("abab", [(0, 2), (1, 3)]),  # cyclic, as mpiexec -ppn 1 places them
+        ("abbb", [(0,), (1, 2, 3)]),  # unequal
+        ("baab", [(0, 3), (1, 2)]),  # by first appearance, not by name
+        ("abcacb", [(0, 3), (1, 5), (2, 4)]),
+    ],
+)
+def test_hosts_are_numbered_by_first_appearance(hosts: str, nodes: list[tuple[int, ...]]) -> None:
+    local = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
+    topology = arrange(placed(hosts, local, sizes=True))
+    assert topology.nodes == arrange(placed(hosts)).nodes
+    assert [node.ranks for node in topology.nodes] == nodes
+    assert [node.node_rank for node in topology.nodes] == list(range(len(nodes)))
+    assert [node.host for node in topology.nodes] == list(dict.fromkeys(hosts))
+
+
+def test_contradiction_between_launcher_and_hosts_is_named() -> None:
+    for reports, words in (
+        (placed("aabb", [0, 1, 2, 3]), "on b there are the ranks 2-3, and by the launcher rank 2 has local rank 2"),
+        (placed("aab", [0, None, 0]), r"rank 1 has local rank \?"),
+        # The trap of rank % devices: cyclic placement, and local ranks by arithmetic.
+        (placed("abab", [0, 1, 0, 1]), "on a there are the ranks 0, 2"),
+    ):
+        with pytest.raises(LauncherEnvironmentError, match=f"mpich contradicts what the ranks see: .*{words}"):
+            arrange(reports)
+    containers = [
+        Whereabouts(rank, Host("h", "boot", f"pid:[{rank}]"), launcher="slurm", local_rank=rank, local_world_size=2)
+        for rank in range(2)
+    ]
+    with pytest.raises(LauncherEnvironmentError, match=r"is rank 0 alone, and by the launcher .* set PHALANX_HOST"):
+        arrange(containers)
+
+
+def test_two_agents_on_one_host_are_one_node_and_that_is_said() -> None:
+    reports = [
+        Whereabouts(rank, Host("h"), launcher="torchrun", local_rank=rank % 2, local_world_size=2, node_rank=rank // 2)
+        for rank in range(4)
+    ]
+    topology = arrange(reports)
+    assert [node.ranks for node in topology.nodes] == [(0, 1, 2, 3)]
+    assert topology.notes == ("nodes 0-1 of torchrun are one host, h; its ranks get the local ranks 0-3",)

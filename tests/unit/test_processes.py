@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from tests.support.waiting import soon
 
 from phalanx.system import processes
 
@@ -43,7 +40,6 @@ def test_wait_for_ends_is_over_with_the_last_or_the_time(
     for process in sleepers:
         process.kill()
     assert processes.await_ends(opened, PATIENCE_S) == []  # also of one that nobody has reaped yet
-    assert processes.await_ends([], PATIENCE_S) == []
 
 
 CHILDREN = """
@@ -75,34 +71,3 @@ assert children_of(os.getpid()) == []
 
 def test_children_are_awaited_and_ended_but_for_those_that_are_spared() -> None:
     subprocess.run([sys.executable, "-c", CHILDREN], check=True, timeout=250)
-
-
-# A thread waits in the kernel until the file is opened by somebody else, and no signal but SIGKILL interrupts it:
-# a process that it starts opens the file before its program, and until then the kernel holds the thread.
-HELD = """
-import os, sys, threading, time
-open_first = [(os.POSIX_SPAWN_OPEN, 0, sys.argv[1], os.O_RDONLY, 0)]
-threading.Thread(target=lambda: os.posix_spawn("/bin/true", ["true"], {}, file_actions=open_first)).start()
-time.sleep(600)
-"""
-
-
-def test_standstill_is_that_of_every_thread_or_the_end(tmp_path: Path) -> None:
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    with subprocess.Popen([sys.executable, "-c", HELD, str(fifo)]) as process:
-        try:
-            # Any thread may be so for a moment, while it reads from a disk; this one is from when it has a child.
-            assert soon(lambda: bool(processes.children_of(process.pid)))
-            process.send_signal(signal.SIGSTOP)
-            assert soon(lambda: processes.state_of(process.pid) == "T")
-            assert not processes.await_standstill(process.pid, 0.1)
-            os.close(os.open(fifo, os.O_WRONLY))
-            assert processes.await_standstill(process.pid, PATIENCE_S)
-            threads = os.listdir(f"/proc/{process.pid}/task")
-            assert {processes.state_of_thread(process.pid, int(thread)) for thread in threads} == {"T"}
-        finally:
-            process.kill()
-    with subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(3)"]) as process:
-        assert processes.await_standstill(process.pid, PATIENCE_S)
-        assert process.wait() == 3  # left to be reaped

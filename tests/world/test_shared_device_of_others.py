@@ -30,19 +30,13 @@ dist.barrier()
 """
 
 
-def warned(launcher: Launcher, how: str) -> list[str]:
+@pytest.mark.parametrize("how", ["together", *(pytest.param(how, marks=pytest.mark.long) for how in ("apart", "cpu"))])
+def test_ranks_on_one_device_of_torchs_backends_are_warned_of_once(launcher: Launcher, how: str) -> None:
     done = launcher.run("-n", "3", "-q", launcher.script(SCRIPT), how)
     assert done.code == 0, done.err_text
-    return re.findall(r"warning: ranks ([\d, -]+) compute on the same device \(meta 0\)", done.err_text)
-
-
-def test_ranks_on_one_device_of_torchs_backends_are_warned_of_once(launcher: Launcher) -> None:
-    (ranks,) = warned(launcher, "together")
-    named = [int(rank) for rank in re.split("[, -]+", ranks)]  # those that the one which says it has seen
-    assert len(named) > 1
-    assert set(named) <= {0, 1, 2}
-
-
-@pytest.mark.parametrize("how", ["apart", "cpu"])
-def test_ranks_with_a_device_each_or_on_the_cpu_are_not(launcher: Launcher, how: str) -> None:
-    assert warned(launcher, how) == []
+    warned = re.findall(r"warning: ranks ([\d, -]+) compute on the same device \(meta 0\)", done.err_text)
+    assert len(warned) == (how == "together")
+    for ranks in warned:
+        named = [int(rank) for rank in re.split("[, -]+", ranks)]  # those that the one which says it has seen
+        assert len(named) > 1
+        assert set(named) <= {0, 1, 2}

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 from tests.launch_support import Launcher, launcher
-from tests.support.remote import RemoteLauncher, hosts, remote
+from tests.support.remote import hosts, remote
 
 __all__ = ["hosts", "launcher", "remote"]
 
@@ -33,7 +29,7 @@ def drawn():
         "weights": torch.nn.Linear(2, 2).weight.tolist(),
     }
 
-def probe(folder):
+if __name__ == "__main__":
     os.environ["TMPDIR"] = "/var/tmp"  # in time: nobody has asked for it. Short, for the sockets of the workers
     own = {
         **drawn(), "Python": random.random(), "numpy legacy": numpy.random.rand(),
@@ -45,17 +41,14 @@ def probe(folder):
     main = sys.modules["__main__"]
     common = {
         "seeded": drawn(), "numpy seeded": numpy.random.rand(), "time zone": time.localtime().tm_zone,
-        "locale": locale.setlocale(locale.LC_ALL), "temporary folder": tempfile.gettempdir() == "/var/tmp",
+        "locale": locale.setlocale(locale.LC_ALL), "temporary folder": tempfile.gettempdir(),
         "logging": [repr(logging.root.handlers), logging.root.level],
-        "warnings": [repr(entry) for entry in warnings.filters],
-        "handlers": [repr(signal.getsignal(one)).partition(" at ")[0] for one in (signal.SIGINT, signal.SIGTERM)],
-        "mask": len(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "umask": os.umask(0o22),
+        "warnings": [repr(entry) for entry in warnings.filters], "umask": os.umask(0o22),
         "limits": [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")],
         "threads": [torch.get_num_threads(), torch.get_num_interop_threads(), threading.main_thread().name],
-        "collector": [gc.get_threshold(), gc.isenabled()], "stack": threading.stack_size(),
-        "recursion": sys.getrecursionlimit(), "default": str(torch.get_default_dtype()),
-        "start method": multiprocessing.get_start_method(), "children": multiprocessing.active_children(),
-        "main": sys.modules["__mp_main__"] is main and main.probe is probe,
+        "collector": [gc.get_threshold(), gc.isenabled()], "recursion": sys.getrecursionlimit(),
+        "default": str(torch.get_default_dtype()), "start method": multiprocessing.get_start_method(),
+        "main": sys.modules["__mp_main__"] is main and main.drawn is drawn,
     }
     import phalanx
     world = phalanx.init(quiet=True)
@@ -63,62 +56,25 @@ def probe(folder):
     seeded = torch.initial_seed(), numpy.random.rand()
     numpy.random.seed(7 + world.rank)
     common["world.seed"] = seeded == (7 + world.rank, numpy.random.rand())
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    with open(f"{folder}/{attempt}-{world.rank}", "w") as file:
+    with open(f"{sys.argv[1]}/{world.attempt}-{world.rank}", "w") as file:
         json.dump([own, common], file)
     world.barrier()
-    phalanx.close()
-    return attempt
-
-if __name__ == "__main__":
-    if sys.argv[2:] == ["launch"]:
-        import phalanx
-        torch.manual_seed(5)  # in a notebook, say: the ranks begin anew
-        phalanx.launch(probe, (sys.argv[1],), n=3, variables={"TZ": os.environ["TZ"]})
-    elif probe(sys.argv[1]) == "0" and sys.argv[2:] == ["fail once"]:
-        sys.exit(1)
+    sys.exit(world.attempt == 0)
 """
 
 
-def test_ranks_draw_numbers_of_their_own_and_agree_in_the_rest(
-    launcher: Launcher, remote: RemoteLauncher, tmp_path: Path
-) -> None:
+def test_ranks_draw_numbers_of_their_own_and_agree_in_the_rest(launcher: Launcher, tmp_path: Path) -> None:
+    """Also after a restart."""
+    folder = tmp_path / "found"
+    folder.mkdir()
     script = launcher.script(PROBE)
-
-    def found(way: str) -> list[list[dict[str, Any]]]:
-        return [json.loads(path.read_text()) for path in sorted((tmp_path / way).iterdir())]
-
-    def folder(way: str) -> str:
-        (tmp_path / way).mkdir()
-        return str(tmp_path / way)
-
-    variables = {"TZ": "Asia/Tokyo", "OMP_NUM_THREADS": "1"}
-    for way, command in {
-        "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "3", script, folder("torchrun")],
-        "launch": [script, folder("launch"), "launch"],
-    }.items():
-        environment = {**os.environ, **variables}
-        done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, f"{way}: {done.stderr}"
-    set_for_ranks = [word for name, value in variables.items() for word in ("-x", f"{name}={value}")]
-    for way, options, last in (
-        ("run", [], []),
-        ("no preload", ["--no-preload"], []),
-        ("restart", ["--restarts", "1"], ["fail once"]),
-    ):
-        outcome = launcher.run("-n", "3", *set_for_ranks, *options, script, folder(way), *last)
-        assert outcome.code == 0, f"{way}: {outcome.err_text}"
-    job = remote.run("-H", "h0:2,h1:1", script, folder("hosts"), environment=variables)
-    assert job.process.returncode == 0, job.said()
-
-    ways = ("torchrun", "launch", "run", "no preload", "restart", "hosts")
-    ranks = {way: found(way) for way in ways}
-    assert {way: len(seen) for way, seen in ranks.items()} == dict.fromkeys(ways, 3) | {"restart": 6}
-    everywhere = [(way, own) for way, seen in ranks.items() for own, _ in seen]
-    for name in everywhere[0][1]:
-        values = [(way, json.dumps(own[name])) for way, own in everywhere]
-        assert len({value for _, value in values}) == len(values), f"{name} is not each rank's own: {values}"
-    expected = ranks["torchrun"][0][1]
-    for way, seen in ranks.items():
-        for rank, (_, common) in enumerate(seen):
-            assert common == expected, f"rank {rank} of {way}"
+    outcome = launcher.run("-n", "3", "-x", "TZ=Asia/Tokyo", "--restarts", "1", script, str(folder))
+    assert outcome.code == 0, outcome.err_text
+    own, common = zip(*(json.loads(path.read_text()) for path in folder.iterdir()), strict=True)
+    assert len(own) == 6
+    for name in own[0]:
+        values = [json.dumps(each[name]) for each in own]
+        assert len(set(values)) == 6, f"{name} is not each rank's own: {values}"
+    assert all(each == common[0] for each in common), common
+    assert common[0]["time zone"] == "JST"
+    assert (common[0]["temporary folder"], common[0]["main"], common[0]["world.seed"]) == ("/var/tmp", True, True)
