@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.contract import bits
 from tests.support.ranks import Member
 from tests.support.worlds import every_rank
+from tests.world.contract import bits
 from torch._C._distributed_c10d import GatherOptions
 
 from phalanx.errors import ArgumentError

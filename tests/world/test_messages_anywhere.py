@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.contract import draw
 from tests.support.ranks import Member
 from tests.support.waiting import soon
 from tests.support.worlds import ANYWHERE, BETWEEN, Ranks, every_rank, in_worlds
+from tests.world.contract import draw
 
 from phalanx.errors import ClosedError, CollectiveMismatch, CollectiveTimeout, PeerLost, RankError, UnsupportedTensor
 
