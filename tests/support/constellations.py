@@ -11,7 +11,7 @@ import gc
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
@@ -26,30 +26,10 @@ from tests.support.waiting import soon
 
 _torch: Any = distributed_c10d  # whose _reconfigure 2.13's stubs lack
 
-__all__ = ["WAYS", "CanChange", "Configured", "Reconfigured", "accumulated", "can_reconfigure", "join"]
-
 TIMEOUT = timedelta(seconds=120)
 can_reconfigure = pytest.mark.skipif(
     not hasattr(c10d, "ReconfigureOptions"), reason="torch has torch.distributed._reconfigure from 2.15 on"
 )
-
-
-class CanChange(Protocol):
-    """A process's side of such a group.
-
-    Attributes:
-        group: torch's group, as it is now.
-    """
-
-    group: Any
-
-    def change(self, number: int, members: Sequence[int]) -> None:
-        """Give the group these members, known by who they were at first; ``number`` was not used before."""
-        ...
-
-    def end(self) -> None:
-        """Destroy it."""
-        ...
 
 
 def join(member: Member, store: Store, size: int) -> None:
@@ -61,6 +41,8 @@ def join(member: Member, store: Store, size: int) -> None:
 
 
 class Reconfigured:
+    """A process's side of such a group; its members are known by who they were at first."""
+
     def __init__(self, member: Member) -> None:
         self._store = member.store()
         join(member, self._store, member.size)

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx.errors import ArgumentError, ClosedError, InitializationError, PeerLost
 
 c10d: Any = distributed_c10d
-sizes = pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 5))])
+SIZE = 3
 ways = pytest.mark.parametrize("way", WAYS)
 places = pytest.mark.parametrize("hosts", [1, 2], ids=["one-host", "two-hosts"])
 
@@ -47,11 +47,10 @@ def total(ranks: Sequence[int]) -> float:
 # -- both ways -------------------------------------------------------------------------------------
 
 
-@sizes
 @places
 @ways
-def test_ranks_are_left_out_and_come_again(way: Callable[[Member], Any], hosts: int, size: int) -> None:
-    everybody = list(range(size))
+def test_ranks_are_left_out_and_come_again(way: Callable[[Member], Any], hosts: int) -> None:
+    everybody = list(range(SIZE))
     constellations = [everybody, everybody[:-1], everybody, everybody[1:], everybody[::-1]]
 
     def body(member: Member) -> None:
@@ -66,14 +65,13 @@ def test_ranks_are_left_out_and_come_again(way: Callable[[Member], Any], hosts: 
             member.meet(f"after-{number}")
         mine.end()
 
-    on_ranks(body, size)
+    on_ranks(body, SIZE)
 
 
-@sizes
-@places
+@pytest.mark.parametrize("hosts", [pytest.param(1, marks=pytest.mark.long), 2], ids=["one-host", "two-hosts"])
 @ways
-def test_many_changes_leave_nothing(way: Callable[[Member], Any], hosts: int, size: int) -> None:
-    everybody = list(range(size))
+def test_many_changes_leave_nothing(way: Callable[[Member], Any], hosts: int) -> None:
+    everybody = list(range(SIZE))
 
     def body(member: Member) -> dict[str, Any]:
         settle(member, hosts)
@@ -82,15 +80,15 @@ def test_many_changes_leave_nothing(way: Callable[[Member], Any], hosts: int, si
         def keys(groups: int) -> int:
             """How many there are, without those by which so many groups pretended to be on several hosts."""
             there: int = mine._store.num_keys()
-            return there - (groups * size * OWN_KEYS if hosts > 1 else 0)
+            return there - (groups * SIZE * OWN_KEYS if hosts > 1 else 0)
 
         def change(number: int) -> None:
             mine.change(number, everybody)
             assert summed(mine.group, member.rank + 1.0) == [total(everybody)] * 4
             options = dist.AllreduceOptions()
             mine.group.allreduce([torch.ones(3)], options).wait()
-            peer = (mine.group.rank() + 1) % size
-            works = [mine.group.send([torch.ones(2)], peer, 0), mine.group.recv([torch.ones(2)], (peer - 2) % size, 0)]
+            peer = (mine.group.rank() + 1) % SIZE
+            works = [mine.group.send([torch.ones(2)], peer, 0), mine.group.recv([torch.ones(2)], (peer - 2) % SIZE, 0)]
             for work in works:
                 work.wait()
             have_come(member, everybody, f"changed-{number}")
@@ -111,7 +109,7 @@ def test_many_changes_leave_nothing(way: Callable[[Member], Any], hosts: int, si
         return found
 
     files = shared_memory_files()
-    assert on_ranks(body, size) == [{}] * size
+    assert on_ranks(body, SIZE) == [{}] * SIZE
     assert shared_memory_files() <= files
 
 
@@ -147,37 +145,30 @@ def test_a_group_has_no_ranks_at_first() -> None:
 
 
 @can_reconfigure
-@sizes
 @places
-def test_everything_works_after_a_change(hosts: int, size: int) -> None:
+def test_everything_works_after_a_change(hosts: int) -> None:
     """Whatever is called: torch's functions, its operators, the group's backend, DDP."""
-    everybody = list(range(size))
+    everybody = list(range(SIZE))
 
     def body(member: Member) -> None:
         settle(member, hosts)
         mine = Reconfigured(member)
         mine.change(1, everybody[::-1])
         mine.change(2, everybody)
-        rank, expected = member.rank, float(sum(range(size)))
+        rank, expected = member.rank, float(sum(range(SIZE)))
         world: Any = dist.group.WORLD
         x = torch.full((3,), float(rank))
         work = dist.all_reduce(x, async_op=True)
         assert work is not None
         work.wait()
         assert x.tolist() == [expected] * 3
-        parts = [torch.empty(1) for _ in range(size)]
-        dist.all_gather(parts, torch.tensor([float(rank)]))
-        assert [part.item() for part in parts] == everybody
-        out = torch.empty(size)
-        dist.all_to_all_single(out, torch.arange(size) + 10.0 * rank)
+        out = torch.empty(SIZE)
+        dist.all_to_all_single(out, torch.arange(SIZE) + 10.0 * rank)
         assert out.tolist() == [10.0 * other + rank for other in everybody]
-        given = parts if rank == 1 else None
-        dist.scatter(out[:1], given, src=1)
-        assert out[0].item() == rank
         found = torch.empty(1)
-        dist.reduce_scatter_tensor(found, torch.arange(size, dtype=torch.float32))
-        assert found.item() == rank * size
-        objects: list[Any] = [None] * size
+        dist.reduce_scatter_tensor(found, torch.arange(SIZE, dtype=torch.float32))
+        assert found.item() == rank * SIZE
+        objects: list[Any] = [None] * SIZE
         dist.all_gather_object(objects, {"rank": rank})
         assert [each["rank"] for each in objects] == everybody
         y, op = torch.full((2,), float(rank)), c10d.ReduceOp(dist.ReduceOp.SUM)
@@ -185,38 +176,24 @@ def test_everything_works_after_a_change(hosts: int, size: int) -> None:
         assert y.tolist() == [expected] * 2
         functional = torch.ops._c10d_functional
         z = functional.wait_tensor(functional.all_reduce(torch.ones(2), "sum", world.group_name))
-        assert z.tolist() == [float(size)] * 2
+        assert z.tolist() == [float(SIZE)] * 2
         backend: Any = c10d.get_backend_impl(dist.group.WORLD, torch.device("cpu"))
-        assert (backend.rank(), backend.size(), backend.supports_reconfigure) == (rank, size, True)
+        assert (backend.rank(), backend.size(), backend.supports_reconfigure) == (rank, SIZE, True)
         works = [
-            backend.send([torch.tensor([float(rank)])], (rank + 1) % size, 0),
-            backend.recv([found], (rank - 1) % size, 0),
+            backend.send([torch.tensor([float(rank)])], (rank + 1) % SIZE, 0),
+            backend.recv([found], (rank - 1) % SIZE, 0),
         ]
         for each in works:
             each.wait()
-        assert found.item() == (rank - 1) % size
+        assert found.item() == (rank - 1) % SIZE
         model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
         model(torch.full((1, 2), float(rank))).sum().backward()
         assert model.module.weight.grad is not None
-        assert model.module.weight.grad.tolist() == [[expected / size] * 2]
+        assert model.module.weight.grad.tolist() == [[expected / SIZE] * 2]
         c10d.barrier()
         mine.end()
 
-    on_ranks(body, size)
-
-
-@can_reconfigure
-def test_a_set_of_handles_is_ordered_by_the_first_ranks() -> None:
-    def body(member: Member) -> int:
-        mine = Reconfigured(member)
-        handles = {mine._store.get(f"handle-{rank}").decode() for rank in range(member.size)}
-        c10d._reconfigure(1, handles).wait()
-        member.meet("done")
-        rank = dist.get_rank()
-        mine.end()
-        return rank
-
-    assert on_ranks(body, 5) == list(range(5))
+    on_ranks(body, SIZE)
 
 
 @can_reconfigure
@@ -328,29 +305,38 @@ def test_wrong_arguments_are_refused_and_change_nothing() -> None:
 
 
 @can_reconfigure
-def test_an_aborted_group_is_made_usable_again() -> None:
-    def body(member: Member) -> None:
-        mine = Reconfigured(member)
-        mine.change(1, [0, 1, 2])
-        c10d.get_backend_impl(dist.group.WORLD, torch.device("cpu")).abort()
-        with pytest.raises(RuntimeError):
-            dist.all_reduce(torch.ones(1))
-        mine.change(2, [0, 1, 2])
-        assert summed(mine.group, member.rank + 1.0) == [6.0] * 4
-        member.meet("done")
-        mine.end()
+def test_a_group_goes_on_after_what_is_done_to_it() -> None:
+    """It is aborted, used in a forked child, given a set of handles, and given a timeout, which stays."""
 
-    on_ranks(body, 3)
-
-
-@can_reconfigure
-def test_a_timeout_that_is_set_stays() -> None:
     def body(member: Member) -> float:
         mine = Reconfigured(member)
-        mine.change(1, [0, 1])
-        c10d.get_backend_impl(dist.group.WORLD, torch.device("cpu")).set_timeout(timedelta(seconds=2))
-        mine.change(2, [0, 1])
-        elapsed_s = 0.0
+        backend: Any = c10d.get_backend_impl(dist.group.WORLD, torch.device("cpu"))
+
+        def works() -> None:
+            assert summed(mine.group, member.rank + 1.0) == [6.0] * 4
+            member.meet(f"works-{next(turn)}")
+
+        turn = iter(range(9))
+        mine.change(1, [2, 1, 0])
+        assert dist.get_rank() == 2 - member.rank
+        backend.abort()
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1))
+        c10d._reconfigure(2, {mine._store.get(f"handle-{rank}").decode() for rank in range(3)}).wait()
+        assert dist.get_rank() == member.rank  # a set is ordered by the first ranks
+        works()
+        child = os.fork()
+        if not child:
+            try:
+                mine.change(3, [0, 1, 2])
+            except ClosedError:
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        works()
+        backend.set_timeout(timedelta(seconds=2))
+        mine.change(4, [0, 1, 2])
+        elapsed_s = 2.0
         if member.rank == 0:
             with pytest.raises(RuntimeError) as caught:
                 dist.all_reduce(torch.ones(1))
@@ -359,28 +345,7 @@ def test_a_timeout_that_is_set_stays() -> None:
         mine.end()
         return elapsed_s
 
-    assert on_ranks(body, 2)[0] == 2.0
-
-
-@can_reconfigure
-def test_a_forked_child_is_refused() -> None:
-    def body(member: Member) -> bool:
-        mine = Reconfigured(member)
-        mine.change(1, [0, 1])
-        child = os.fork()
-        if not child:
-            try:
-                mine.change(2, [0, 1])
-            except ClosedError:
-                os._exit(7)
-            os._exit(1)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        assert summed(mine.group, 1.0) == [2.0] * 4
-        member.meet("done")
-        mine.end()
-        return code == 7
-
-    assert on_ranks(body, 2) == [True, True]
+    assert on_ranks(body, 3) == [2.0] * 3
 
 
 @can_reconfigure
