@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from tests.mpi.conftest import LIBRARIES_NAMES
 from tests.mpi.environments import MpiEnvironment, run
 from tests.mpi.programs import checks
-from tests.support.programs import perturbed, programs
 from tests.support.ranks import Member
 from tests.support.worlds import Ranks, in_worlds
+from tests.world.random_programs import GROUPS, Perturbed, Program, Run, complaints, drawn, perturbed, programs
 
 from phalanx.errors import CollectiveMismatch
 
@@ -41,36 +37,42 @@ def ran(done: subprocess.CompletedProcess[str], *, code: int = 0) -> str:
     return done.stdout
 
 
-def drawn(strategy: st.SearchStrategy[Any], examples: int, file: Path) -> Path:
-    """The same examples in every run, in a file."""
-    found: list[Any] = []
+@in_worlds(backend="mpi")
+def test_random_programs_leave_what_the_oracle_says(world: Ranks) -> None:
+    """With whole numbers: MPI adds in an order of its own."""
+    examples: list[Program] = []
+    drawn(programs(3, exact=True), 50, examples.append)
 
-    @settings(
-        max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-    )
-    @given(strategy)
-    def every(example: Any) -> None:
-        found.append(example)
+    def body(member: Member) -> list[str]:
+        groups: list[dist.ProcessGroup | None] = [dist.group.WORLD]
+        for group in GROUPS[3][1:]:
+            made = dist.new_group(list(group.members))
+            groups.append(made if member.rank in group.members else None)
+        return [wrong for program in examples for wrong in Run(member.rank, groups, program).wrong]
 
-    every()
-    file.write_bytes(pickle.dumps(found))
-    return file
+    assert world.run(body) == [[]] * 3
 
 
-@pytest.mark.parametrize(
-    ("program", "strategy", "count"), [("replay.py", programs(3, exact=True), 50), ("mismatch.py", perturbed(3), 25)]
-)
-def test_random_programs_leave_what_the_oracle_says(
-    mpi: MpiEnvironment, program: str, strategy: st.SearchStrategy[Any], count: int, tmp_path: Path
-) -> None:
-    """Every collective, message, dtype, operation and layout, synchronous or not, in overlapping groups.
+@in_worlds(backend="mpi")
+def test_a_rank_that_calls_something_else_is_told_to_its_group(world: Ranks) -> None:
+    examples: list[Perturbed] = []
+    drawn(perturbed(3), 25, examples.append)
 
-    With whole numbers: MPI adds in an order of its own. In the second kind a rank calls something else,
-    and all are told.
-    """
-    file = drawn(strategy, count, tmp_path / "programs")
-    out = ran(run(mpi, 3, PROGRAMS / program, file))
-    assert sorted(out.split("\n")) == sorted([*(f"rank {rank} has run {count}" for rank in range(3)), ""])
+    def body(member: Member) -> list[str]:
+        found = []
+        for example in examples:
+            # Groups of their own for each: one whose ranks were out of step stays broken, the world does not.
+            made = [dist.new_group(list(group.members)) for group in GROUPS[3]]
+            inside = zip(made, GROUPS[3], strict=True)
+            groups = [own if member.rank in group.members else None for own, group in inside]
+            found += complaints(member.rank, groups, example)
+            dist.barrier()
+            for own in groups:
+                if own is not None:
+                    dist.destroy_process_group(own)
+        return found
+
+    assert world.run(body) == [[]] * 3
 
 
 @in_worlds(backend="mpi")
@@ -125,7 +127,6 @@ def test_a_rank_that_does_not_come_is_named(mpi: MpiEnvironment) -> None:
 @pytest.mark.parametrize(
     ("how", "code", "said"),
     [
-        ("raise", 1, "ValueError: rank one broke"),
         ("raise with a thread", 1, "ValueError: rank one broke"),
         ("raise and clean up", 1, "ValueError: rank one broke"),
         ("exit 3", 3, ""),

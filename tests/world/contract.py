@@ -130,33 +130,30 @@ def all_reduce_is_the_rank_order_sum_bit_for_bit(c: Communicator, most: int) -> 
 @check()
 def every_reduction_that_can_be_gives_the_result(c: Communicator, most: int) -> Iterator[str]:
     """all_reduce, reduce to each rank in turn, and reduce_scatter, also into this rank's own block."""
-    ranks = range(c.size)
-    for dtype in (*FLOATS, *INTEGERS):
-        for name in OPS:
-            op = getattr(dist.ReduceOp, name).value
-            if not c.can_reduce(dtype, op):
-                continue
-            for count in (0, 5, 300):
-                wholes = [whole_numbers(rank, count * c.size, dtype, count) for rank in ranks]
-                totals = reduced(wholes, name)
-                own = slice(c.rank * count, (c.rank + 1) * count)
-                what = f"{name} {dtype} x {count}"
-                tensor = wholes[c.rank].clone()
-                c.all_reduce(tensor, op)
-                if not same(tensor, totals):
-                    yield f"all_reduce {what}"
-                root, tensor = (count + op) % c.size, wholes[c.rank].clone()
-                c.reduce(tensor, root, op)
-                if not same(tensor, totals if c.rank == root else wholes[c.rank]):
-                    yield f"reduce to {root} {what}"
-                output = torch.empty(count, dtype=dtype)
-                c.reduce_scatter(output, list(wholes[c.rank].clone().split(count) if count else [output] * c.size), op)
-                if not same(output, totals[own]):
-                    yield f"reduce_scatter {what}"
-                whole = wholes[c.rank].clone()
-                c.reduce_scatter_single(whole[own], whole, op)
-                if not same(whole[own], totals[own]):
-                    yield f"reduce_scatter_single in place {what}"
+    kinds = [(dtype, name) for dtype in (*FLOATS, *INTEGERS) for name in OPS]
+    for number, (dtype, name) in enumerate(kinds):
+        op, count = getattr(dist.ReduceOp, name).value, (0, 5, 300)[number % 3]
+        if not c.can_reduce(dtype, op):
+            continue
+        wholes = [whole_numbers(rank, count * c.size, dtype, count) for rank in range(c.size)]
+        totals, own = reduced(wholes, name), slice(c.rank * count, (c.rank + 1) * count)
+        what = f"{name} {dtype} x {count}"
+        tensor = wholes[c.rank].clone()
+        c.all_reduce(tensor, op)
+        if not same(tensor, totals):
+            yield f"all_reduce {what}"
+        root, tensor = number % c.size, wholes[c.rank].clone()
+        c.reduce(tensor, root, op)
+        if not same(tensor, totals if c.rank == root else wholes[c.rank]):
+            yield f"reduce to {root} {what}"
+        output = torch.empty(count, dtype=dtype)
+        c.reduce_scatter(output, list(wholes[c.rank].clone().split(count) if count else [output] * c.size), op)
+        if not same(output, totals[own]):
+            yield f"reduce_scatter {what}"
+        whole = wholes[c.rank].clone()
+        c.reduce_scatter_single(whole[own], whole, op)
+        if not same(whole[own], totals[own]):
+            yield f"reduce_scatter_single in place {what}"
 
 
 # -- copies --------------------------------------------------------------------------------------------
@@ -405,7 +402,7 @@ def a_rank_that_does_not_come_is_named(c: Communicator, most: int) -> Iterator[s
             c.recv(torch.zeros(1), 0, 9).wait()  # until the others have given up
         return
     # Rank 0 gives up, and comes when the others are there, or else it would miss them too.
-    timeout_s = 0.3 if c.size == 2 else 2.0
+    timeout_s = 0.3 if c.size == 2 else 1.0
     if c.rank == 0:
         for other in range(1, missing):
             c.recv(torch.zeros(1), other, 8).wait()

@@ -90,7 +90,7 @@ def test_every_program_gives_what_gloo_gives(size: int, examples: int) -> None:
         drawn(programs(size, exact=True, only=both), examples, check)
 
 
-@worlds_and_examples({3: 10}, {2: 25, 3: 25, 5: 25})
+@worlds_and_examples({3: 8}, {2: 25, 3: 25, 5: 25})
 def test_a_rank_that_calls_something_else_is_told_to_its_group(size: int, examples: int) -> None:
     def check(example: Perturbed) -> None:
         def body(member: Member) -> list[str]:
