@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import zlib
 from collections.abc import Generator, Iterator
@@ -19,8 +18,7 @@ __all__ = ["hosts_with_zygotes", "workers_hosts", "world"]  # fixtures
 
 torch.set_num_threads(1)
 
-# Ranks without a launcher say for whom they wait when that has lasted for long, as it may on a busy machine. Tests of
-# what ranks print want that only if they ask for it.
+# Ranks without a launcher say for whom they wait when that has lasted for long, as it may on a busy machine.
 os.environ["PHALANX_WARN_AFTER"] = "0"
 
 # A shell that starts the tests in the background, or nohup, has these ignored, and every process inherits that.
@@ -62,8 +60,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 def cpu_s() -> float:
     """The CPU time of this process and of all that it has waited for, in seconds."""
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -1,8 +1,7 @@
 """Groups whose ranks change while their processes live on, in the two ways in which programs have that.
 
-``Reconfigured`` is torch's own, from 2.15 on: one group, to which ``torch.distributed._reconfigure`` gives other ranks.
-``Configured`` is torchft's, on every release: a group is aborted and dropped, never shut down, and the next one is made
-past ``init_process_group``, in another part of the same store.
+Torch's, from 2.15 on: one group, to which ``torch.distributed._reconfigure`` gives other ranks. torchft's: a group is
+aborted and dropped, never shut down, and the next one is made past ``init_process_group``, in a part of the same store.
 """
 
 from __future__ import annotations
@@ -63,20 +62,17 @@ class Configured:
         self.group: Any = None
 
     def change(self, number: int, members: Sequence[int]) -> None:
-        self._drop()
+        self.end()
         options = c10d._DistributedBackendOptions()
         options.store = PrefixStore(f"torchft/{number}", self._store)
         options.group_rank, options.group_size = list(members).index(self._own), len(members)
         options.timeout, options.group_id, options.global_ranks_in_group = TIMEOUT, f"torchft-{number}", []
         self.group = dist.Backend._plugins["PHALANX"].creator_fn(options, None)
 
-    def _drop(self) -> None:
+    def end(self) -> None:
         if self.group is not None:
             self.group.abort()
             self.group = None
-
-    def end(self) -> None:
-        self._drop()
 
 
 WAYS = [pytest.param(Reconfigured, marks=can_reconfigure, id="reconfigured"), pytest.param(Configured, id="configured")]
@@ -85,15 +81,14 @@ WAYS = [pytest.param(Reconfigured, marks=can_reconfigure, id="reconfigured"), py
 def accumulated(before: Counter[str], pid: int, changes: int, hosts: int) -> dict[str, int]:
     """What a process holds more of after so many changes than before, once it has collected its garbage.
 
-    Between hosts the connections of a group are made when they are needed, so a group may have some more than the one
-    before: there only what has come with every change counts.
+    Between hosts only what has come with every change counts: connections are made when they are needed.
     """
     found: dict[str, int] = {}
 
     def nothing() -> bool:
-        found.clear()
         gc.collect()  # a group over several hosts is a circle of references
         more = more_than(before, held_by(pid))
+        found.clear()
         found.update({kind: count for kind, count in more.items() if hosts == 1 or count >= changes})
         return not found
 

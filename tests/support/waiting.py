@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["await_end", "await_stop", "soon", "stop", "when_waiting"]
-
 _LOOKS = 3
 
 
@@ -27,10 +25,9 @@ def soon(happens: Callable[[], bool], timeout_s: float = 60.0) -> bool:
 
 
 def stop(pid: int) -> None:
-    """Stop another process (SIGSTOP), and return when none of its threads runs any more.
+    """Stop another process (SIGSTOP), and return when none of its threads runs any more, which is later.
 
-    ``os.kill`` returns before that, and a quick worker may still answer a call meanwhile. If somebody continues it
-    before that, as a launcher does that has an order for it, it is stopped again.
+    If somebody continues it before that, as a launcher does that has an order for it, it is stopped again.
     """
 
     def stopped() -> bool:
@@ -51,10 +48,7 @@ def await_end(pid: int) -> None:
 
 
 def when_waiting(act: Callable[[], object]) -> None:
-    """Call ``act``, in a thread, as soon as the main thread waits for something, at one place, and inside the kernel.
-
-    A timer may be over before a busy machine has let the main thread come to the call that is to be disturbed.
-    """
+    """Call ``act``, in a thread, as soon as the main thread waits at one place, and inside the kernel."""
 
     def look() -> None:
         main = threading.main_thread().ident or 0

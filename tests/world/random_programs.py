@@ -86,20 +86,13 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Step:
-    """One call on every rank of a group.
+    """One call on every rank of a group, which is an index into the world size's ``GROUPS``.
 
-    Attributes:
-        kind: which call; ``batch`` is one ``batch_isend_irecv`` of ``pairs``.
-        group: an index into the world size's ``GROUPS``.
-        dtype, op: names in ``torch`` and in ``dist.ReduceOp``.
-        count: elements of one rank's part.
-        root: the root, or the sender of a message, by its place in the group.
-        splits: the elements that rank r sends rank q are ``splits[(r * size + q) % len(splits)]``; else ``count``.
-        pairs: sender and receiver of each message of a batch.
-        tag: of messages.
-        layouts: where what is read, and what is written, lies in memory.
-        waits: for each rank of the world 0 for a synchronous call, else before which later step it is waited for.
-        delays_ms: how long each rank of the world sleeps before the call. Empty for no delays, as ``waits``.
+    ``kind`` may be a ``batch``, one ``batch_isend_irecv`` of ``pairs`` (sender, receiver). ``count`` is of elements of
+    one rank's part; those that rank r sends rank q are ``splits[(r * size + q) % len(splits)]`` if there are any.
+    ``root`` is a place in the group, also of a message's sender. ``layouts`` say where what is read, and what is
+    written, lies in memory. Each rank of the world waits before which later step (``waits``; 0: it calls
+    synchronously), and sleeps before it calls (``delays_ms``); neither if empty.
     """
 
     kind: str
@@ -149,10 +142,7 @@ def ops_of(dtype: str) -> tuple[str, ...]:
 
 
 def _counts(group: Group, itemsize: int, many: bool) -> st.SearchStrategy[int]:
-    """Counts of elements: none, a few, many, and those around the sizes at which an algorithm changes.
-
-    ``many`` is True for a call with a part for every rank, whose total is limited.
-    """
+    """None, a few, many, and those around the sizes at which an algorithm changes; the sum of ``many`` is limited."""
     size = len(group.members)
     chunk = group.chunk_bytes
     edges = (64, group.small_bytes // size, chunk, chunk // max(1, size - 1), 2 * chunk, 5 * chunk)
@@ -320,10 +310,7 @@ class Buffer:
 
 
 def buffers(program: Program, index: int, rank: int, step: Step | None = None) -> list[Buffer]:
-    """The tensors of a step on one rank (by its place in the group): those that are written first.
-
-    ``step`` stands in for the program's own, for a rank that calls something else.
-    """
+    """The tensors of a step, or of another one in its place, on a rank of its group: those that are written first."""
     step = program.steps[index] if step is None else step
     n = len(program.members(step))
     ranks = range(n)
@@ -347,35 +334,30 @@ def buffers(program: Program, index: int, rank: int, step: Step | None = None) -
                 found += read([part]) if rank == sender else written([part])
         return found
 
-    kind, root = step.kind, step.root
+    def packed(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.cat(parts)] if step.kind.endswith("_single") else parts
+
+    kind, root, own = COLLECTIVES.get(step.kind, ""), step.root, part_of(rank)
+    everybodys = [part_of(each) for each in ranks]
     if kind == "barrier":
         return []
     if kind == "all_reduce":
-        return [Buffer(part_of(rank), reduced([part_of(r) for r in ranks], step.op))]
+        return [Buffer(own, reduced(everybodys, step.op))]
     if kind == "reduce":
-        return [Buffer(part_of(rank), reduced([part_of(r) for r in ranks], step.op) if rank == root else part_of(rank))]
+        return [Buffer(own, reduced(everybodys, step.op) if rank == root else own)]
     if kind == "broadcast":
-        return [Buffer(part_of(rank), part_of(root))]
-    if kind == "all_gather":
-        return written([part_of(r) for r in ranks]) + read([part_of(rank)])
-    if kind == "all_gather_single":
-        return written([torch.cat([part_of(r) for r in ranks])]) + read([part_of(rank)])
-    if kind == "gather":
-        return written([part_of(r) for r in ranks] if rank == root else []) + read([part_of(rank)])
-    if kind == "gather_single":
-        return written([torch.cat([part_of(r) for r in ranks])] if rank == root else []) + read([part_of(rank)])
+        return [Buffer(own, part_of(root))]
+    if kind in ("all_gather", "gather"):
+        return written(packed(everybodys) if kind == "all_gather" or rank == root else []) + read([own])
     if kind == "scatter":
-        return written([part_of(root, rank)]) + read([part_of(root, r) for r in ranks] if rank == root else [])
-    if kind in ("reduce_scatter", "reduce_scatter_single"):
-        parts = [part_of(rank, r) for r in ranks]
-        result = reduced([part_of(r, rank) for r in ranks], step.op)
-        return written([result]) + read(parts if kind == "reduce_scatter" else [torch.cat(parts)])
-    if kind in ("all_to_all", "all_to_all_single"):
-        received = [part_of(r, rank, step.sent(n, r, rank)) for r in ranks]
-        sent = [part_of(rank, r, step.sent(n, rank, r)) for r in ranks]
-        if kind == "all_to_all":
-            return written(received) + read(sent)
-        return written([torch.cat(received)]) + read([torch.cat(sent)])
+        return written([part_of(root, rank)]) + read([part_of(root, each) for each in ranks] if rank == root else [])
+    if kind == "reduce_scatter":
+        result = reduced([part_of(each, rank) for each in ranks], step.op)
+        return written([result]) + read(packed([part_of(rank, each) for each in ranks]))
+    if kind == "all_to_all":
+        received = [part_of(each, rank, step.sent(n, each, rank)) for each in ranks]
+        sent = [part_of(rank, each, step.sent(n, rank, each)) for each in ranks]
+        return written(packed(received)) + read(packed(sent))
     return messages(step.pairs)
 
 
@@ -435,7 +417,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @dataclass
 class _Call:
-    """A call that was made: the works to wait for, the memory that it used, and what that must hold afterwards."""
+    """A call that was made, the memory that it used, and what that must hold afterwards."""
 
     index: int
     due: int
@@ -449,12 +431,8 @@ class _Call:
 class Run:
     """One run of a program on one rank.
 
-    Args:
-        rank: the number of this rank in the world.
-        groups: the groups that the steps name.
-        program: what to run.
-        instead: a step's index and what this rank calls in its place. That call's own result is not checked.
-        catch: errors of this kind are kept, with the index of their step, and the program goes on.
+    The rank calls what is given ``instead`` of a step, whose result is not checked. Errors of the kind ``catch`` are
+    kept, with the index of their step, and the program goes on.
     """
 
     def __init__(

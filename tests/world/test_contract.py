@@ -6,13 +6,13 @@ many of them. A new transport is one more entry of ``TRANSPORTS``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import abc
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from tests.support.connecting import PLACEMENTS, needs_ucx, over_hosts, ucx_engine
 from tests.support.ranks import Member, on_ranks
@@ -20,7 +20,7 @@ from tests.support.worlds import Ranks, in_worlds
 from tests.world.contract import run_checks
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from phalanx.transports.contract import Communicator, Message
+from phalanx.transports.contract import Communicator
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.tuning import Tuning
 from phalanx.transports.solo import SoloCommunicator
@@ -37,35 +37,17 @@ class DefaultsCommunicator(Communicator):
     compares_calls = False  # a default is compared as what it is made of
 
     def __init__(self, inner: Communicator) -> None:
-        self._inner = inner
+        self.inner = inner
         self.rank, self.size = inner.rank, inner.size
 
-    def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
-        return self._inner.can_reduce(dtype, op)
 
-    def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
-        self._inner.all_reduce(tensor, op)
+def _by_inner(name: str) -> Callable[..., Any]:
+    return lambda self, *given: getattr(self.inner, name)(*given)
 
-    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        self._inner.all_to_all(outputs, inputs)
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
-        return self._inner.send(tensor, peer, tag)
-
-    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
-        return self._inner.recv(tensor, peer, tag)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._inner.set_timeout(timeout)
-
-    def end_messages(self) -> None:
-        self._inner.end_messages()
-
-    def abort(self, doing: str = "") -> None:
-        self._inner.abort()
-
-    def close(self) -> None:
-        self._inner.close()
+for _name in (*Communicator.__abstractmethods__, "set_timeout", "end_messages"):
+    setattr(DefaultsCommunicator, _name, _by_inner(_name))
+abc.update_abstractmethods(DefaultsCommunicator)
 
 
 def over_shm(store: Store, rank: int, size: int, chunk_bytes: int) -> Communicator:
@@ -78,7 +60,7 @@ def alone(store: Store, rank: int, size: int) -> Communicator:
 
 
 def by_defaults(store: Store, rank: int, size: int) -> Communicator:
-    return DefaultsCommunicator(over_shm(store, rank, size, 4096))
+    return DefaultsCommunicator(over_shm(store, rank, size, 4096))  # type: ignore[abstract]
 
 
 Connect = Callable[[Store, int, int], Communicator]

@@ -7,7 +7,7 @@ is held to the same sums.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from textwrap import dedent
 
 import pytest
@@ -112,19 +112,6 @@ def test_the_bench_counts_what_crosses_each_link(pair: Pair) -> None:
     assert "4 ranks, all_reduce float32 1M: phalanx" in ended[0].err
 
 
-def blocks_across(hosts: Sequence[int], wanted: Callable[[int, int], bool]) -> tuple[list[int], list[int]]:
-    """For each host, the blocks that leave it and those that arrive, if ``wanted(source, target)`` names ranks that one
-    goes between.
-    """
-    leave, arrive = [0] * len(set(hosts)), [0] * len(set(hosts))
-    for source, here in enumerate(hosts):
-        for target, there in enumerate(hosts):
-            if here != there and wanted(source, target):
-                leave[here] += 1
-                arrive[there] += 1
-    return leave, arrive
-
-
 def expected(name: str, hosts: Sequence[int], root: int) -> list[tuple[float, float]]:
     """The tensors or blocks that leave each host, and those that arrive there."""
     count, at = len(set(hosts)), hosts[root]
@@ -143,12 +130,13 @@ def expected(name: str, hosts: Sequence[int], root: int) -> list[tuple[float, fl
         return [(len(hosts) - own[host], (count - 1) * own[host]) for host in range(count)]
     if name == "barrier":
         return [(0, 0)] * count
-    pairs: dict[str, Callable[[int, int], bool]] = {
-        "gather": lambda source, target: target == root,
-        "scatter": lambda source, target: source == root,
-        "all_to_all": lambda source, target: True,
-    }
-    return [*zip(*blocks_across(hosts, pairs[name]), strict=True)]
+    leave, arrive = [0] * count, [0] * count
+    for source, here in enumerate(hosts):
+        for target, there in enumerate(hosts):
+            if here != there and {"gather": target == root, "scatter": source == root, "all_to_all": True}[name]:
+                leave[here] += 1
+                arrive[there] += 1
+    return [*zip(leave, arrive, strict=True)]
 
 
 @pytest.mark.parametrize(("hosts", "root"), LAYOUTS)

@@ -93,35 +93,6 @@ def test_futures_views_and_completion(member: Member) -> None:
     assert [future.wait()[0].item() for future in (*futures, late.get_future())] == [1.0] * 4
 
 
-@every_rank(2, ONE_OR_TWO)
-def test_threads_send_and_receive_beside_collectives(member: Member) -> None:
-    wrong = []
-
-    def ping(tag: int) -> None:
-        x = torch.zeros(500)
-        for turn in range(40):
-            if member.rank == 0:
-                dist.send(torch.full((500,), float(turn)), 1, tag=tag)
-                dist.recv(x, 1, tag=tag)
-            else:
-                dist.recv(x, 0, tag=tag)
-                dist.send(x, 0, tag=tag)
-            if x[3].item() != turn:
-                wrong.append(f"tag {tag} turn {turn}: {x[3].item()}")
-
-    threads = [threading.Thread(target=ping, args=(tag,)) for tag in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for turn in range(80):
-        x = torch.full((1000,), float(turn))
-        dist.all_reduce(x)
-        if x[0].item() != 2 * turn:
-            wrong.append(f"all_reduce {turn}")
-    for thread in threads:
-        thread.join()
-    assert not wrong, wrong
-
-
 @every_rank(2, ONE_OR_TWO, leaves=False)
 def test_messages_of_different_size_raise_on_both_sides(member: Member) -> None:
     """Both calls are named with their lines, also where a thread of the group finds the error before the wait."""
@@ -251,8 +222,6 @@ def test_a_destroyed_group_refuses_and_gives_up_its_messages(member: Member) -> 
     for _ in range(2):
         with pytest.raises(ClosedError):
             left.wait()
-        assert left.is_completed()
-        assert not left.is_success()
         assert isinstance(left.exception(), ClosedError)
     assert got.is_success()
     assert got.wait()
@@ -299,32 +268,6 @@ def test_a_message_that_does_not_come_holds_up_no_other(member: Member) -> None:
         dist.barrier()
         if member.rank == 1:
             dist.send(torch.ones(4), 0, tag=tag)
-
-
-@every_rank(2)
-def test_a_message_that_another_thread_finishes_wakes_its_waiter(member: Member) -> None:
-    """Rank 1 sends nothing more: only the thread that tests finds the message, and must tell the one that sleeps."""
-    if member.rank:
-        for turn in range(10):
-            dist.barrier()
-            dist.send(torch.ones(1), 0, tag=turn)
-            dist.send(torch.ones(1), 0, tag=1000 + turn)
-        return
-    slow = 0
-    for turn in range(10):
-        woken: list[float] = []
-        work = pending(dist.irecv(torch.zeros(1), 1, tag=turn))
-        other = pending(dist.irecv(torch.zeros(1), 1, tag=1000 + turn))
-        thread = threading.Thread(target=lambda w=work, t=woken: (w.wait(), t.append(time.monotonic())))
-        thread.start()
-        time.sleep(0.002)
-        dist.barrier()
-        while not other.is_completed():
-            pass
-        seen = time.monotonic()
-        thread.join()
-        slow += woken[0] - seen > 0.03
-    assert slow < 10  # a busy machine may let it wait, but a waiter that slept its slice out is always late
 
 
 # -- between hosts -------------------------------------------------------------------------------------

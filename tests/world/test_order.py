@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import Member
@@ -81,57 +79,3 @@ def test_a_thread_for_each_group(member: Member) -> None:
     for thread in threads:
         thread.join()
     assert not wrong, wrong
-
-
-@pytest.mark.parametrize(("count", "steps"), [(300, 2), pytest.param(2000, 15, marks=pytest.mark.long)])
-@every_rank()
-def test_hundreds_of_operations_under_way(member: Member, count: int, steps: int) -> None:
-    """A step as of a loop over parameters: everything started, then waited for; nothing is left behind by it."""
-    counts = [(1, 17, 300, 20_000)[index % 4 if index % 50 == 0 else index % 3] for index in range(count)]
-    called: list[int] = []
-    for step in range(steps):
-        tensors = [torch.full((n,), float(member.rank + index % 7)) for index, n in enumerate(counts)]
-        started = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-        for index, work in enumerate(started):
-            assert work is not None
-            if step % 2 and index % 10 == 0:
-                work.get_future().then(lambda _: called.append(1))
-        if step % 3 == 2:
-            dist.barrier()
-        for index, work in sorted(enumerate(started), key=lambda item: (step % 2) * (item[0] * 7919 % count)):
-            work.wait()
-            assert bool((tensors[index] == 3.0 + 3 * (index % 7)).all())
-    group: Any = dist.group.WORLD
-    threads = sum(thread.name.startswith("phalanx-") for thread in threading.enumerate())
-    dist.barrier()
-    dist.destroy_process_group()
-    assert group._progress._calls.qsize() <= threads + 1
-    assert len(called) == steps // 2 * (count // 10)
-
-
-@every_rank()
-def test_groups_in_turn_on_different_threads(member: Member) -> None:
-    """Two groups, each used now by this thread and now by that one, the turn passed on after every call."""
-    groups = [dist.new_group() for _ in range(2)]
-    turns = [threading.Semaphore(1), threading.Semaphore(0)]
-    seen: list[float] = []
-
-    def work(number: int) -> None:
-        for turn in range(TURNS):
-            turns[number].acquire()
-            tensor = torch.full((2_000,), float(turn))
-            if turn % 2:
-                dist.all_reduce(tensor, group=groups[(turn + number) % 2])
-            else:
-                handle = dist.all_reduce(tensor, group=groups[(turn + number) % 2], async_op=True)
-                assert handle is not None
-                handle.wait()
-            seen.append(tensor[-1].item())
-            turns[1 - number].release()
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == [3.0 * turn for turn in range(TURNS) for _ in range(2)]

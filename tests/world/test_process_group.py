@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from tests.support.ranks import Member
 from tests.support.worlds import ANYWHERE, every_rank
 
-from phalanx.errors import ArgumentError, BackendError, ClosedError
+from phalanx.errors import ArgumentError, BackendError
 
 
 def ones(place: Member, count: int = 4) -> torch.Tensor:
@@ -106,21 +105,6 @@ def test_an_asynchronous_call_returns_while_a_rank_is_late(member: Member) -> No
 
 
 @every_rank(2)
-def test_a_callback_may_wait_for_further_operations_of_its_group(member: Member) -> None:
-    """As PowerSGD's hook does; three deep here."""
-
-    def deeper(depth: int, value: torch.Tensor) -> torch.Tensor:
-        future = dist.all_reduce(value, async_op=True).get_future()
-        if depth == 0:
-            result: torch.Tensor = future.wait()[0]
-        else:
-            result = future.then(lambda f: deeper(depth - 1, f.value()[0])).wait()
-        return result
-
-    assert deeper(3, torch.ones(1)).item() == 16.0
-
-
-@every_rank(2)
 def test_waiting_with_a_timeout_gives_up_and_can_be_resumed(member: Member) -> None:
     dist.barrier()
     if member.rank == 0:
@@ -162,23 +146,6 @@ def test_a_group_works_after_a_thread_could_not_be_started(member: Member, monke
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     assert tensor.item() == member.size
-
-
-@every_rank(timeout_s=30)
-def test_a_forked_child_leaves_the_group_to_its_parent(member: Member) -> None:
-    group: Any = dist.group.WORLD
-    with group._progress.running:
-        child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            with pytest.raises(ClosedError, match="forked"):
-                dist.barrier()
-            dist.destroy_process_group()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @every_rank()

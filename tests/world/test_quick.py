@@ -79,25 +79,20 @@ def test_each_usual_call_is_quick_and_right(member: Member) -> None:
 def test_what_is_not_plain_goes_to_python_on_that_rank_alone(member: Member) -> None:
     """In turn each rank gives an unusual form of the same call; the others cannot tell."""
     group = world_group()
-    forms: dict[str, Callable[[], tuple[torch.Tensor, Any]]] = {
-        "strided": lambda: (torch.ones(8)[::2], None),
-        "parameter": lambda: (torch.nn.Parameter(torch.ones(4), requires_grad=False), None),
-        "queued": lambda: (torch.ones(4), True),
-        "profiled": lambda: (torch.ones(4), torch.profiler.profile()),
+    forms: dict[str, Callable[[], torch.Tensor]] = {
+        "strided": lambda: torch.ones(8)[::2],
+        "parameter": lambda: torch.nn.Parameter(torch.ones(4), requires_grad=False),
+        "queued": lambda: torch.ones(4),
+        "profiled": lambda: torch.ones(4),
     }
     for name, form in forms.items():
         for unusual in range(member.size):
-            tensor, how = form() if unusual == member.rank else (torch.ones(4), None)
-            with Counted(group, "allreduce") as counted:
-                if how is True:
-                    work = dist.all_reduce(tensor, async_op=True)
-                    assert work is not None
+            tensor, how = (form(), name) if unusual == member.rank else (torch.ones(4), "")
+            profiled = torch.profiler.profile() if how == "profiled" else contextlib.nullcontext()
+            with Counted(group, "allreduce") as counted, profiled:
+                work = dist.all_reduce(tensor, async_op=how == "queued")
+                if work is not None:
                     work.wait()
-                elif how is not None:
-                    with how:
-                        dist.all_reduce(tensor)
-                else:
-                    dist.all_reduce(tensor)
             assert tensor.tolist() == [float(member.size)] * 4, name
             assert counted.count == (unusual == member.rank and name != "parameter"), (name, counted.count)
     # After an operation that nobody has waited for, the next call runs that one first.
@@ -109,16 +104,10 @@ def test_what_is_not_plain_goes_to_python_on_that_rank_alone(member: Member) -> 
 
 
 @every_rank()
-def test_tensors_whose_data_mean_something_else_are_left_to_python(member: Member) -> None:
-    group = world_group()
-    unusual = [
-        torch.tensor(2 + 3j).conj().imag,  # a bit says that its data are to be negated
-        torch.ones(2, 2).t()[:1],
-        torch.ones(1, 1, 1, 1, 1),
-        torch.ones(2, dtype=torch.int8),
-    ]
-    for tensor in unusual:
-        with Counted(group, "allreduce") as counted:
+def test_tensors_whose_data_mean_something_else_go_to_python(member: Member) -> None:
+    negated = torch.tensor(2 + 3j).conj().imag  # a bit says that its data are to be negated
+    for tensor in (negated, torch.ones(2, 2).t()[:1], torch.ones(1, 1, 1, 1, 1), torch.ones(2, dtype=torch.int8)):
+        with Counted(world_group(), "allreduce") as counted:
             dist.all_reduce(tensor)
         assert counted.count == 1
     # The imaginary part of a conjugate on one rank, and a number of its own on the others.

@@ -218,18 +218,13 @@ def test_groups_are_divided_again_by_their_members_alone(backend: str) -> None:
 
 @every_rank()
 def test_rank_0_goes_first(member: Member) -> None:
+    """And the others learn that it has failed in its turn."""
     world = join_world(member)
-    for number in range(3):
-        file = member.folder / f"made-{number}"
-        with world.main_first():
-            assert file.exists() == (world.rank > 0)
-            if world.rank == 0:
-                file.touch()
-
-
-@every_rank()
-def test_the_others_learn_that_rank_0_has_failed_in_its_turn(member: Member) -> None:
-    world = join_world(member)
+    file = member.folder / "made"
+    with world.main_first():
+        assert file.exists() == (world.rank > 0)
+        if world.rank == 0:
+            file.touch()
     with pytest.raises((ValueError, PeerFailed)) as caught, world.main_first():
         assert world.rank == 0, "the others do not run the block"
         raise ValueError("no such file")

@@ -75,18 +75,6 @@ def check_messages_of_other_lengths_are_told(rank: int, size: int) -> None:
                 dist.recv(torch.zeros(4), 0, tag=count)
 
 
-def check_groups_come_and_go(rank: int, size: int) -> None:
-    """Overlapping, in another order, and without those who are not in them."""
-    for turn in range(20):
-        members = [turn % size, (turn + 1) % size]
-        group = dist.new_group(members, sort_ranks=False)
-        if rank in members:
-            tensor = torch.tensor([float(rank)])
-            dist.broadcast(tensor, src=members[0], group=group)
-            assert tensor.item() == members[0]
-            dist.destroy_process_group(group)
-
-
 def check_a_group_of_another_backend_is_refused_on_all_ranks(rank: int, size: int) -> None:
     for backend in ("gloo", "phalanx", "cpu:gloo"):
         with pytest.raises(RuntimeError, match=f"has no store, .* with backend '{backend}': leave out"):
