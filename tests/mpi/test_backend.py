@@ -100,9 +100,7 @@ def test_the_check_can_be_switched_off(mpi: MpiEnvironment, tmp_path: Path) -> N
         "rank = os.environ.get('PMI_RANK', os.environ.get('OMPI_COMM_WORLD_RANK'))\n"
         "os.environ['PHALANX_MPI_CHECK'] = '0' if rank == '0' else '1'\n"
         "dist.init_process_group('mpi')\n"
-        "shape = (2, 3) if dist.get_rank() else (3, 2)\n"
-        "tensor = torch.ones(shape)\n"
-        "dist.all_reduce(tensor)\n"
+        "dist.all_reduce(tensor := torch.ones((2, 3) if dist.get_rank() else (3, 2)))\n"
         "dist.barrier()\n"
         "print(tensor.sum().item())\n"
         "dist.destroy_process_group()\n"
@@ -222,15 +220,8 @@ def test_an_mpiexec_of_another_library_is_noticed(mpi: MpiEnvironment) -> None:
 
 
 def python(script: str, *paths: Path) -> subprocess.CompletedProcess[str]:
-    search = ":".join([*map(str, paths), str(ROOT / "src")])
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": search},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    own = {**os.environ, "PYTHONPATH": ":".join(map(str, (*paths, ROOT / "src")))}
+    return subprocess.run([sys.executable, "-c", script], env=own, capture_output=True, text=True, timeout=600)
 
 
 ASK = (

@@ -373,7 +373,8 @@ def test_what_a_rank_sends_before_it_destroys_its_group_arrives(member: Member) 
             for count in (4, 30_000):
                 dist.send(torch.full((count,), float(count)), peer, group=group)
         else:
-            member.await_said(f"{peer} left, {opened}")  # which waits for a second at most
+            # It waits for a second before it goes on, or for this rank to come, if that has to dial.
+            soon((member.folder / f"{peer} left, {opened}").exists, 2.0)
             for count in (4, 30_000):
                 box = torch.empty(count)
                 dist.recv(box, peer, group=group)

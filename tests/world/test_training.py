@@ -256,18 +256,15 @@ def test_what_cannot_be_written_is_said_and_the_earlier_file_stays(
             world.save(path, {"where": tmp_path})
         with pytest.raises(ArgumentError, match="'phalanx' of a checkpoint is Phalanx's own"):
             world.save(path, {"phalanx": 1})
-        for interruption, error in (
-            (OSError(28, "No space left on device"), CheckpointError),
-            (RuntimeError("disk full"), CheckpointError),
-            (KeyboardInterrupt(), KeyboardInterrupt),
-        ):
+        for interruption in (RuntimeError("disk full"), KeyboardInterrupt()):
 
             def half(path: str, interruption: BaseException = interruption) -> list[str]:
                 raise interruption
 
+            ends = KeyboardInterrupt if isinstance(interruption, KeyboardInterrupt) else CheckpointError
             with monkeypatch.context() as patch:
                 patch.setattr(checkpoint, "get_unsafe_globals_in_checkpoint", half)
-                with pytest.raises(error if world.rank == 0 else PeerFailed):
+                with pytest.raises(ends if world.rank == 0 else PeerFailed):
                     world.save(path, {"step": 2})
         assert world.load(path) == {"step": 1}
         world.save(path, {"step": 3})
