@@ -26,9 +26,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 for _signum in (signal.SIGQUIT, signal.SIGHUP):
     signal.signal(_signum, signal.SIG_DFL)
 
-# How long a thread that has been told to end may take until it has closed what it had. What is a leak stays.
-ENDING_S = 10.0
-
 # No example is late on a busy machine.
 hypothesis.settings.register_profile("phalanx", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("phalanx")
@@ -75,5 +72,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def _nothing_left() -> Iterator[None]:
     before = Holdings.now()
     yield
-    left = before.left_in_time(Holdings.now, ENDING_S)
+    left = before.left_in_time(Holdings.now, 10.0)  # in which threads that were told to end have closed what they had
     assert not left, f"the test left behind: {', '.join(left)}"

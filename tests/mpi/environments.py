@@ -47,10 +47,6 @@ class MpiEnvironment:
         return str(self.folder / "bin" / "mpiexec")
 
     @property
-    def is_hydra(self) -> bool:
-        return (self.folder / "bin" / "hydra_pmi_proxy").exists()
-
-    @property
     def is_mpich(self) -> bool:
         return (self.folder / "bin" / "mpichversion").exists()
 

@@ -1,8 +1,4 @@
-"""Groups whose ranks change while their processes live on, in the two ways in which programs have that.
-
-Torch's, from 2.15 on: one group, to which ``torch.distributed._reconfigure`` gives other ranks. torchft's: a group is
-aborted and dropped, never shut down, and the next one is made past ``init_process_group``, in a part of the same store.
-"""
+"""Groups whose ranks change while their processes live on, by torch from 2.15 on, and by torchft."""
 
 from __future__ import annotations
 
@@ -57,6 +53,8 @@ class Reconfigured:
 
 
 class Configured:
+    """torchft's way: a group is aborted, never shut down, and the next one made past ``init_process_group``."""
+
     def __init__(self, member: Member) -> None:
         self._store, self._own = member.store(), member.rank
         self.group: Any = None
@@ -79,10 +77,7 @@ WAYS = [pytest.param(Reconfigured, marks=can_reconfigure, id="reconfigured"), py
 
 
 def accumulated(before: Counter[str], pid: int, changes: int, hosts: int) -> dict[str, int]:
-    """What a process holds more of after so many changes than before, once it has collected its garbage.
-
-    Between hosts only what has come with every change counts: connections are made when they are needed.
-    """
+    """What a process holds more of after so many changes; between hosts, what has come with every change."""
     found: dict[str, int] = {}
 
     def nothing() -> bool:

@@ -1,14 +1,12 @@
-"""Processes of this machine that take themselves for processes of several hosts.
-
-Ranks of one pretended host share memory as ever; a group whose ranks are of several takes the way of such groups.
-"""
+"""Processes of this machine that take themselves for processes of several hosts, of which each shares memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 from torch._C._distributed_c10d import Store
 
 from phalanx.c10d import create
@@ -19,9 +17,6 @@ from phalanx.transports.meeting_store import part_of
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 from tests.support.ranks import Member
-
-if TYPE_CHECKING:
-    import pytest
 
 # The keys in the store that a rank's pretending leaves for each group that it makes.
 OWN_KEYS = 1

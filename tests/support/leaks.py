@@ -37,7 +37,7 @@ class Holdings:
         return Holdings(frozenset(map(int, children)), threads, tuple(descriptors()), files)
 
     def left_in_time(self, look: Callable[[], Holdings], patience_s: float = 30.0) -> list[str]:
-        """:meth:`left_by`, as soon as a look finds nothing any more, or else at the last one."""
+        """:meth:`left_by`, when a look finds nothing any more, or at the last one."""
         soon(lambda: not self.left_by(look()), patience_s)
         return self.left_by(look())
 

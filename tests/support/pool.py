@@ -45,11 +45,7 @@ class Pool:
         self._end(patience_s=10)
 
     def do(self, job: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call ``job(started, *arguments)`` on each rank, and return its results by rank.
-
-        Raises:
-            AssertionError: it raised on a rank, or a rank did not end; with the traceback or every rank's stacks.
-        """
+        """The results of ``job(started, *arguments)`` by rank; fails with a traceback, or the stacks of who hangs."""
         if not self._ranks:
             self._fork()
         answers: dict[int, Any] = {}

@@ -34,7 +34,7 @@ TIMEOUT_S = 300.0  # no busy machine needs as long; one that hangs shows its sta
 
 @dataclass
 class Outcome:
-    """How one rank ended: it returned ``value``, raised ``error`` (text: ``traceback``), or ``signal`` ended it."""
+    """How one rank ended: by a value, an error with its traceback, or a signal."""
 
     rank: int
     value: Any = None

@@ -25,10 +25,7 @@ def soon(happens: Callable[[], bool], timeout_s: float = 60.0) -> bool:
 
 
 def stop(pid: int) -> None:
-    """Stop another process (SIGSTOP), and return when none of its threads runs any more, which is later.
-
-    If somebody continues it before that, as a launcher does that has an order for it, it is stopped again.
-    """
+    """Stop another process, again if a launcher continues it, and return when none of its threads runs any more."""
 
     def stopped() -> bool:
         os.kill(pid, signal.SIGSTOP)

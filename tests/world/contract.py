@@ -17,7 +17,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from tests.world.random_programs import reduced
+from tests.world.random_programs import reduced, same
 
 from phalanx.errors import ClosedError, CollectiveMismatch, CollectiveTimeout, PhalanxError
 from phalanx.transports.contract import Communicator
@@ -91,10 +91,6 @@ def whole_numbers(rank: int, count: int, dtype: torch.dtype, salt: int = 0) -> t
 
 def bits(tensor: torch.Tensor) -> list[int]:
     return tensor.view(torch.uint8).tolist() if tensor.numel() else []
-
-
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8)) if other.numel() else not one.numel()
 
 
 def counts(most_bytes: int, itemsize: int = 8) -> list[int]:

@@ -57,7 +57,7 @@ MANY_BLOCKS = frozenset(kind for kind in KINDS if kind not in ("all_reduce", "re
 
 @dataclass(frozen=True)
 class Group:
-    """Its members, and the sizes at which its algorithms change: with small ones few bytes fill many chunks."""
+    """Members, and the sizes at which algorithms change: with small ones few bytes fill many chunks."""
 
     members: tuple[int, ...]
     chunk_bytes: int = 256 * 1024
@@ -72,15 +72,7 @@ def _small(*members: int) -> Group:
 GROUPS = {
     2: (Group((0, 1)), _small(0, 1), _small(1)),
     3: (Group((0, 1, 2)), _small(0, 1, 2), Group((0, 2)), _small(1, 2), _small(1)),
-    5: (
-        Group((0, 1, 2, 3, 4)),
-        _small(0, 1, 2, 3, 4),
-        _small(0, 1, 2),
-        Group((2, 3, 4)),
-        _small(1, 4),
-        Group((0, 2, 3, 4)),
-        _small(3),
-    ),
+    5: (Group((0, 1, 2, 3, 4)), _small(0, 1, 2, 3, 4), _small(0, 1, 2), Group((2, 3, 4)), _small(1, 4), _small(3)),
 }
 
 
@@ -114,8 +106,7 @@ class Step:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
 
     @property
     def reduce_op(self) -> Any:
@@ -371,7 +362,7 @@ TOLD_S = 30.0
 
 @dataclass
 class Rank:
-    """One rank of a pool: its number, and its groups in the order of ``GROUPS`` (None where it is not a member)."""
+    """One rank of a pool: its number, and its groups in the order of ``GROUPS``, if it is a member."""
 
     rank: int
     groups: list[dist.ProcessGroup | None]
@@ -411,7 +402,7 @@ def _laid(value: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]
     return memory, view
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8)) if one.numel() else not other.numel()
 
 
@@ -507,7 +498,7 @@ class Run:
         if call.failed or not call.checked:
             return
         for number, (memory, expected) in enumerate(zip(call.memory, call.expected, strict=True)):
-            if not _same(memory, expected):
+            if not same(memory, expected):
                 call.checked = False
                 at = int((memory != expected).nonzero()[0]) if bool((memory != expected).any()) else -1
                 self.wrong.append(

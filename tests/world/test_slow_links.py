@@ -329,7 +329,6 @@ def test_auto_is_the_same_on_all_ranks_and_says_why(capfd: pytest.CaptureFixture
     assert all(name in said[0] for name in {"none", "bf16", "int8"} - {chosen})
 
 
-SPARSE = torch.nn.EmbeddingBag(10, 2, sparse=True)
 REFUSED: list[tuple[torch.nn.Module, dict[str, Any], str]] = [
     (torch.nn.Linear(1, 1), {"compress": "int4"}, "one of bf16, fp16, int8, powersgd, auto"),
     (torch.nn.Linear(1, 1), {"compress": "bf16", "comm_hook": "bf16"}, "two ways to send the same gradients"),
@@ -340,7 +339,7 @@ REFUSED: list[tuple[torch.nn.Module, dict[str, Any], str]] = [
     (torch.nn.Linear(1, 1), {"sync_every": 4, "comm_hook": "bf16"}, "would never be called"),
     (torch.nn.Linear(1, 1), {"sync_every": 4, "broadcast_buffers": True}, "averaged with the parameters"),
     (torch.nn.Linear(1, 1), {"sync_every": 4, "init_sync": False}, "begin with the same parameters"),
-    (SPARSE, {"compress": "int8"}, "sparse=False"),
+    (torch.nn.EmbeddingBag(10, 2, sparse=True), {"compress": "int8"}, "sparse=False"),
 ]
 
 
