@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.support.leaks import Holdings
-from tests.support.worlds import hosts_with_zygotes, workers_hosts, world
+from tests.support.worlds import workers_hosts, world
 
-__all__ = ["hosts_with_zygotes", "workers_hosts", "world"]  # fixtures
+__all__ = ["workers_hosts", "world"]  # fixtures
 
 torch.set_num_threads(1)
 

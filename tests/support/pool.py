@@ -54,7 +54,7 @@ class Pool:
             pipe.send((job, arguments))
         deadline = time.monotonic() + self._patience_s
         while len(answers) < self.size:
-            waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks) if rank not in answers}
+            waiting: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks) if rank not in answers}
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready and not failures:
                 pids, folder = [pid for pid, _ in self._ranks], Path(self._folder.name)
@@ -62,8 +62,8 @@ class Pool:
                 self._patience_s = min(self._patience_s, AGAIN_S)
             if not ready:
                 break
-            for pipe in ready:
-                rank = waiting[pipe]  # type: ignore[index]
+            for connection in ready:
+                rank = waiting[connection]
                 try:
                     answers[rank], failure = self._ranks[rank][1].recv()
                 except EOFError:

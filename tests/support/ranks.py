@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,11 +217,11 @@ def outcome_of(rank: int, status: int, folder: Path) -> Outcome:
     return outcome
 
 
-def stacks_of(children: list[int], ranks: list[int], folder: Path, timeout_s: float) -> str:
+def stacks_of(children: list[int] | dict[int, int], ranks: list[int], folder: Path, timeout_s: float) -> str:
     text = [f"ranks {ranks} did not end within {timeout_s:.0f} s"]
     for rank in ranks:
         file = folder / f"stacks-{rank}"
         os.kill(children[rank], signal.SIGUSR1)
-        soon(lambda file=file: file.stat().st_size > 0, 2.0)
+        soon(partial(os.path.getsize, file), 2.0)
         text.append(f"--- rank {rank}\n{file.read_text()}")
     return "\n".join(text)

@@ -14,7 +14,7 @@ from pathlib import Path
 _LOOKS = 3
 
 
-def soon(happens: Callable[[], bool], timeout_s: float = 60.0) -> bool:
+def soon(happens: Callable[[], object], timeout_s: float = 60.0) -> bool:
     """Whether it happens within ``timeout_s``; returns as soon as it does."""
     until = time.monotonic() + timeout_s
     while not happens():

@@ -167,15 +167,6 @@ def workers_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHost
         yield hosts
 
 
-@pytest.fixture(scope="session")
-def hosts_with_zygotes(workers_hosts: TestHosts | None) -> TestHosts:
-    """The same hosts, on which scripts start as ranks of a launcher's; the test is skipped where there are none."""
-    if workers_hosts is None:
-        pytest.skip(why_no_hosts())
-    workers_hosts.start_zygotes()
-    return workers_hosts
-
-
 @pytest.fixture
 def world(request: pytest.FixtureRequest, workers_hosts: TestHosts | None) -> Ranks:
     """The world of ``in_worlds`` in which the test runs now."""

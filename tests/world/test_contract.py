@@ -47,7 +47,7 @@ def _by_inner(name: str) -> Callable[..., Any]:
 
 for _name in (*Communicator.__abstractmethods__, "set_timeout", "end_messages"):
     setattr(DefaultsCommunicator, _name, _by_inner(_name))
-abc.update_abstractmethods(DefaultsCommunicator)
+abc.update_abstractmethods(DefaultsCommunicator)  # type: ignore[type-abstract]
 
 
 def over_shm(store: Store, rank: int, size: int, chunk_bytes: int) -> Communicator:

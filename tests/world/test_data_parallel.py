@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,11 +72,9 @@ def trained_alone() -> torch.Tensor:
 
 def test_replicas_end_where_one_process_ends() -> None:
     """In every run with the same bits on all ranks, and near by where hooks shorten what travels."""
-    alone, runs = trained_alone(), [on_ranks(lambda member: train(member, bucket_cap_mb=0.001), 3) for _ in range(2)]
+    alone, runs = trained_alone(), [on_ranks(partial(train, bucket_cap_mb=0.001), 3) for _ in range(2)]
     for parameters in runs[0] + runs[1]:
         assert torch.equal(parameters, runs[0][0])
     torch.testing.assert_close(runs[0][0], alone, rtol=1e-4, atol=1e-6)
     for hook in ("bf16", "fp16"):
-        torch.testing.assert_close(
-            on_ranks(lambda member, hook=hook: train(member, hook), 2)[1], alone, rtol=0.05, atol=0.01
-        )
+        torch.testing.assert_close(on_ranks(partial(train, hook=hook), 2)[1], alone, rtol=0.05, atol=0.01)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,8 @@ from textwrap import dedent
 
 import pytest
 from tests.support.golden import check_told
-from tests.support.hosts import TestHosts
+from tests.support.hosts import TestHosts, why_no_hosts
+from tests.support.ranks import Member, fork_rank, stacks_of
 from tests.support.waiting import soon
 
 SCRIPT = """
@@ -84,6 +87,7 @@ class Pair:
         self.script = folder / "script.py"
         self.script.write_text(dedent(SCRIPT))
         self.runs: list[Run] = []
+        self.pids: dict[int, int] = {}  # of the ranks
 
     def start(self, host: int, command: Sequence[str]) -> Run:
         """Start a command."""
@@ -101,21 +105,27 @@ class Pair:
 
     def rank(self, host: int, rank: int, world_size: int = 2, /, **environment: str) -> Run:
         """Start one rank as if by hand."""
-        at = {"MASTER_ADDR": "h0", "MASTER_PORT": str(PORT), "RANK": str(rank), "WORLD_SIZE": str(world_size)}
-        at["PHALANX_ENGINE"] = "gloo"  # whatever else is installed
+        own = {"MASTER_ADDR": "h0", "MASTER_PORT": str(PORT), "RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        own |= {"PHALANX_ENGINE": "gloo", **environment}  # whatever else is installed
         out, err = self._files()
-        zygote = self.hosts.zygotes[host]
-        number = zygote.fork(self.script, {**at, **environment}, out, err)
-        self.runs.append(Run(lambda: zygote.code(number), out, err))
+        pid = fork_rank(lambda _: become(self.script, own, out, err), self._member(), self.hosts.inside[host])
+        codes: list[int] = []
+
+        def poll() -> int | None:
+            if not codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                codes.append(os.waitstatus_to_exitcode(ended[1]))
+            return codes[0] if codes else None
+
+        self.pids[len(self.runs)] = pid
+        self.runs.append(Run(poll, out, err))
         return self.runs[-1]
 
     def end(self, *runs: Run) -> list[Ended]:
         """Wait until they have ended; fails with every rank's stacks if one does not."""
         if not soon(lambda: all(run.poll() is not None for run in runs), PATIENCE_S):
-            for zygote in self.hosts.zygotes:
-                zygote.show_stacks()
-            soon(lambda: all("Thread" in run.err for run in runs if run.poll() is None), 5.0)
-            pytest.fail("\n".join(f"process {n} ended with {run.poll()}\n{run.err}" for n, run in enumerate(self.runs)))
+            late = [number for number, run in enumerate(self.runs) if number in self.pids and run.poll() is None]
+            text = [f"process {number} ended with {run.poll()}\n{run.err}" for number, run in enumerate(self.runs)]
+            pytest.fail("\n".join([*text, stacks_of(self.pids, late, self.folder, PATIENCE_S)]))
         return [Ended(run.poll() or 0, run.out_file.read_text(), run.err) for run in runs]
 
     def succeed(self, *runs: Run) -> list[Ended]:
@@ -125,18 +135,43 @@ class Pair:
         return ended
 
     def clean(self) -> None:
-        self.hosts.end_processes()
+        for host in range(self.hosts.count):
+            self.hosts.kill_all(host)
         self.end(*self.runs)
         self.hosts.reset_names()
+
+    def _member(self) -> Member:
+        return Member(len(self.runs), len(self.runs), self.folder)
 
     def _files(self) -> tuple[Path, Path]:
         number = len(self.runs)
         return self.folder / f"out-{number}", self.folder / f"err-{number}"
 
 
+def become(script: Path, environment: Mapping[str, str], out: Path, err: Path) -> None:
+    """Be a process that runs a script."""
+    os.environ.update(environment)
+    for descriptor, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    sys.stdout, sys.stderr, sys.argv = open(1, "w"), open(2, "w"), [str(script)]  # noqa: SIM115 - pytest has its own
+    code = 0
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 @pytest.fixture
-def pair(hosts_with_zygotes: TestHosts, tmp_path: Path) -> Iterator[Pair]:
-    pair = Pair(hosts_with_zygotes, tmp_path)
+def pair(workers_hosts: TestHosts | None, tmp_path: Path) -> Iterator[Pair]:
+    if workers_hosts is None:
+        pytest.skip(why_no_hosts())
+    pair = Pair(workers_hosts, tmp_path)
     yield pair
     pair.clean()
 

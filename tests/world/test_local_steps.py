@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -139,7 +140,7 @@ def test_a_resumed_run_ends_with_the_same_bits(compress: str | None, outer: str 
         dist.destroy_process_group()
         return contents(model)
 
-    whole, resumed = (on_ranks(lambda member, resumes=resumes: body(member, resumes), 2) for resumes in (False, True))
+    whole, resumed = (on_ranks(partial(body, resumes=resumes), 2) for resumes in (False, True))
     for expected, found in zip(whole, resumed, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 

@@ -251,7 +251,8 @@ class Mixed(torch.nn.Module):
         total = total + sum(
             layer(x.to(dtype)).double().mean() for layer, dtype in zip(self.layers, DTYPES, strict=True)
         )
-        return total.real + total.imag
+        result: torch.Tensor = total.real + total.imag
+        return result
 
 
 @pytest.mark.parametrize("compress", ["int8", pytest.param("fp16", marks=LONG), pytest.param("powersgd", marks=LONG)])

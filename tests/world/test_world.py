@@ -56,8 +56,8 @@ def test_one_script_under_every_launcher(way: str, n: int, tmp_path: Path) -> No
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     evens = list(range(0, n, 2))
-    common = {"world_size": n, "local_world_size": n, "node_rank": 0, "num_nodes": 1, "sum": n * (n + 1) / 2}
-    common |= {"device": "cpu", "backend": "phalanx", "launcher": way}
+    common: dict[str, Any] = {"world_size": n, "local_world_size": n, "node_rank": 0, "num_nodes": 1}
+    common |= {"device": "cpu", "backend": "phalanx", "launcher": way, "sum": n * (n + 1) / 2}
     expected = [{**common, "rank": rank, "local_rank": rank, "evens": None} for rank in range(n)]
     for rank in evens:
         expected[rank]["evens"] = [rank // 2, len(evens), evens]
