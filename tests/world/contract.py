@@ -22,8 +22,6 @@ from tests.world.random_programs import reduced, same
 from phalanx.errors import ClosedError, CollectiveMismatch, CollectiveTimeout, PhalanxError
 from phalanx.transports.contract import Communicator
 
-__all__ = ["bits", "draw", "run_checks"]
-
 Check = Callable[[Communicator, int], Iterator[str]]
 
 SUM = dist.ReduceOp.SUM.value
@@ -408,11 +406,3 @@ def a_rank_that_does_not_come_is_named(c: Communicator, most: int) -> Iterator[s
         c.all_reduce(torch.ones(2), SUM)
     if caught.value.group_rank != missing or "all_reduce(float32[2], sum)" not in str(caught.value):
         yield f"{caught.value.group_rank}: {caught.value}"
-
-
-@check(breaks=True)
-def closing_twice_does_no_harm(c: Communicator, most: int) -> Iterator[str]:
-    c.barrier()
-    c.close()
-    c.close()
-    yield from ()

@@ -360,29 +360,19 @@ Tensors = list[torch.Tensor]
 TOLD_S = 30.0
 
 
-@dataclass
-class Rank:
-    """One rank of a pool: its number, and its groups in the order of ``GROUPS``, if it is a member."""
-
-    rank: int
-    groups: list[dist.ProcessGroup | None]
-    gloo: list[dist.ProcessGroup | None]
+Groups = list[dist.ProcessGroup | None]
 
 
-def join(member: Member, gloo: bool = False, timeout_s: float = 300.0) -> Rank:
-    """Join a world and make its groups; with ``gloo`` the same groups once more over torch's own backend."""
+def join(member: Member, timeout_s: float = 300.0) -> tuple[int, Groups]:
+    """Join a world; the rank's number, and its groups in the order of ``GROUPS`` (None where it is not a member)."""
     with _tuned(GROUPS[member.size][0]):
         member.join(timeout_s=timeout_s)
-    groups: list[dist.ProcessGroup | None] = [dist.group.WORLD]
+    groups: Groups = [dist.group.WORLD]
     for group in GROUPS[member.size][1:]:
         with _tuned(group):
             made = dist.new_group(list(group.members))
         groups.append(made if member.rank in group.members else None)
-    twins: list[dist.ProcessGroup | None] = []
-    for group in GROUPS[member.size] if gloo else ():
-        made = dist.new_group(list(group.members), backend="gloo")
-        twins.append(made if member.rank in group.members else None)
-    return Rank(member.rank, groups, twins)
+    return member.rank, groups
 
 
 def _tuned(group: Group) -> AbstractContextManager[None]:
@@ -429,7 +419,7 @@ class Run:
     def __init__(
         self,
         rank: int,
-        groups: list[dist.ProcessGroup | None],
+        groups: Groups,
         program: Program,
         instead: tuple[int, Step] | None = None,
         catch: type[Exception] | tuple[()] = (),
@@ -507,7 +497,7 @@ class Run:
                 )
 
 
-def complaints(rank: int, groups: list[dist.ProcessGroup | None], example: Perturbed) -> list[str]:
+def complaints(rank: int, groups: Groups, example: Perturbed) -> list[str]:
     """What is wrong on this rank of a world in which one calls something else.
 
     Every rank of the group must be told, at a later call at the latest, and in time; the other groups go on.

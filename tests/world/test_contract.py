@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from tests.support.connecting import PLACEMENTS, needs_ucx, over_hosts, ucx_engine
+from tests.support.connecting import PLACEMENTS, over_hosts
 from tests.support.ranks import Member, on_ranks
 from tests.support.worlds import Ranks, in_worlds
 from tests.world.contract import run_checks
@@ -75,16 +75,14 @@ TRANSPORTS: dict[str, tuple[Connect, tuple[int, ...], tuple[int, ...], int]] = {
     "two hosts": (partial(over_hosts, host_of=PLACEMENTS["two hosts"]), (), (2, 4, 5), 100_000),
     "two hosts, cyclic": (partial(over_hosts, host_of=PLACEMENTS["two hosts, cyclic"]), (3,), (4,), 100_000),
     "three hosts": (partial(over_hosts, host_of=PLACEMENTS["three hosts"]), (5,), (3,), 100_000),
-    "two hosts over UCX": (partial(over_hosts, host_of=PLACEMENTS["two hosts"], engine=ucx_engine), (), (4,), 100_000),
 }
 
 
 def transports() -> list[Any]:
-    found = []
+    found: list[Any] = []
     for name, (_, sizes, more, _) in TRANSPORTS.items():
-        for size in (*sizes, *more):
-            marks = [pytest.mark.long] if size in more else []
-            found.append(pytest.param(name, size, marks=[*marks, needs_ucx] if "UCX" in name else marks))
+        found += [(name, size) for size in sizes]
+        found += [pytest.param(name, size, marks=pytest.mark.long) for size in more]
     return found
 
 

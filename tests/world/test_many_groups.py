@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import TIMEOUT_S, Member, on_ranks
+from tests.support.ranks import TIMEOUT_S, Member
 from tests.support.waiting import soon
 from tests.support.worlds import every_rank
-from torch._C._distributed_c10d import TCPStore
 
 # The whole ten thousand, two minutes: PHALANX_GROUPS=10000 pytest -s tests/world/test_many_groups.py
 GROUPS = int(os.environ.get("PHALANX_GROUPS", "0"))
@@ -57,39 +55,24 @@ def use(group: dist.ProcessGroup, member: Member) -> None:
 
 
 @pytest.mark.parametrize("count", [GROUPS or 100, pytest.param(400, marks=pytest.mark.long)])
-def test_groups_made_used_and_destroyed_leave_nothing(count: int) -> None:
-    """Nor keys in the store, of which a file has no number."""
+@every_rank(2, timeout_s=max(TIMEOUT_S, GROUPS / 5))
+def test_groups_made_used_and_destroyed_leave_nothing(member: Member, count: int) -> None:
+    """Keys in the store are counted by test_keys_in_store.py."""
 
-    def body(member: Member) -> None:
-        timeout, port = timedelta(seconds=60), member.folder / "port"
-        if member.rank == 0:
-            store = TCPStore("127.0.0.1", 0, member.size, True, timeout, wait_for_workers=False)
-            port.write_text(str(store.port))
-            member.say("listens")
-        else:
-            member.await_said("listens")
-            store = TCPStore("127.0.0.1", int(port.read_text()), member.size, False, timeout)
-        dist.init_process_group("phalanx", store=store, rank=member.rank, world_size=member.size)
+    def make_and_destroy(number: int) -> None:
+        for _ in range(number):
+            group = dist.new_group()
+            use(group, member)
+            dist.destroy_process_group(group)
 
-        def make_and_destroy(number: int) -> None:
-            for _ in range(number):
-                group = dist.new_group()
-                use(group, member)
-                dist.destroy_process_group(group)
-
-        make_and_destroy(50)  # what is loaded, cached and pooled once
-        dist.barrier()
-        before, kib, keys = held(), rss_kib(), store.num_keys()
-        dist.barrier()  # the other rank has counted as well
-        make_and_destroy(count)
-        dist.barrier()
-        assert grown(before) == Counter()
-        assert rss_kib() - kib < count * KIB_PER_GROUP + KIB_BESIDE
-        assert store.num_keys() == keys
-        dist.barrier()
-        dist.destroy_process_group()
-
-    on_ranks(body, 2, timeout_s=max(TIMEOUT_S, count / 5))
+    make_and_destroy(50)  # what is loaded, cached and pooled once
+    dist.barrier()
+    before, kib = held(), rss_kib()
+    dist.barrier()  # the other rank has counted as well
+    make_and_destroy(count)
+    dist.barrier()
+    assert grown(before) == Counter()
+    assert rss_kib() - kib < count * KIB_PER_GROUP + KIB_BESIDE
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.long)])
