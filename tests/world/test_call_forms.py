@@ -41,7 +41,7 @@ LATE: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("calls", [("options", "argument", "set"), pytest.param(tuple(LATE), marks=pytest.mark.long)])
-@every_rank(2, ["one host", "two hosts"], joins=False)
+@every_rank(2, ["one host", "two hosts"], joins=False, timeout_s=120)
 def test_a_timeout_of_one_call_holds(member: Member, calls: tuple[str, ...]) -> None:
     """Rank 1 does not come; the groups' own timeout is far longer than the test may take."""
     member.join(timeout_s=3600)

@@ -45,7 +45,7 @@ SCRIPT = """
     phalanx.close()
 """
 PORT = 29511
-PATIENCE_S = 300.0  # no busy machine needs as long
+PATIENCE_S = 120.0  # no busy machine needs as long
 
 
 @dataclass

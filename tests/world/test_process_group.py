@@ -76,16 +76,15 @@ def every_collective(member: Member) -> None:
 
 @every_rank(3, ANYWHERE, ["phalanx", "mpi"])
 def test_operations_run_in_the_order_of_the_calls(member: Member) -> None:
-    """Asynchronous ones behind each other, and a synchronous one behind them."""
+    """Asynchronous ones behind each other, and a synchronous one behind them. Products and sums do not commute."""
     tensor = torch.tensor([float(member.rank + 1)])
-    works = [dist.all_reduce(tensor, async_op=True) for _ in range(5)]
-    works.append(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True))
-    works.append(dist.all_reduce(tensor, async_op=True))
+    ops = (dist.ReduceOp.SUM, dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.SUM)
+    works = [dist.all_reduce(tensor, op=op, async_op=True) for op in ops]
     dist.all_reduce(tensor)
     assert all(work.is_completed() for work in works)
     for work in works:
         work.wait()
-    assert tensor.item() == 6 * 3**4 * 3 * 3
+    assert tensor.item() == (6 * 3) ** 3 * 3 * 3
 
 
 @every_rank(3, ["one host", "two hosts"])
