@@ -305,7 +305,7 @@ def messages_go_around_a_ring_in_order_and_by_tag(c: Communicator, most: int) ->
             yield f"sources {[message.source for message in receives]}"
 
 
-@check(ranks=2)
+@check(ranks=2, breaks=True)  # over MPICH between hosts it waits in vain where rings of messages have been before
 def a_message_from_any_rank_says_which(c: Communicator, most: int) -> Iterator[str]:
     if c.rank:
         c.send(torch.tensor([c.rank]), 0, 5).wait()
