@@ -1,7 +1,4 @@
-"""Run a function on several ranks, forked from the test process, and bring back what each returned or raised.
-
-A rank that does not end in time is asked for the stacks of all its threads before it is killed.
-"""
+"""Functions on forked ranks: what each returned or raised, or the stacks of one that does not end in time."""
 
 from __future__ import annotations
 
