@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ import torch.distributed as dist
 from tests.mpi.conftest import LIBRARIES_NAMES
 from tests.mpi.environments import MpiEnvironment, run
 from tests.mpi.programs import checks
-from tests.support.ranks import Member
+from tests.support.ranks import Member, on_ranks
 from tests.support.worlds import Ranks, in_worlds
 from tests.world.random_programs import GROUPS, Perturbed, Program, Run, complaints, drawn, perturbed, programs
 
+from phalanx.c10d.mpi_slot import fill_mpi_slot
 from phalanx.errors import CollectiveMismatch
 
 ROOT = Path(__file__).parents[2]
@@ -257,17 +259,11 @@ def test_without_a_library_torch_imports_silently_and_says_what_to_install(tmp_p
 
 
 def test_a_torch_with_its_own_mpi_is_left_alone() -> None:
-    script = (
-        "import sys\n"
-        "sys.modules['phalanx.c10d.register'] = type(sys)('phalanx.c10d.register')\n"
-        "sys.modules['phalanx.c10d.register'].register = lambda: None\n"
-        "import torch.distributed.distributed_c10d as c10d\n"
-        "class Own: pass\n"
-        "c10d.ProcessGroupMPI, c10d._MPI_AVAILABLE = Own, True\n"
-        "del sys.modules['phalanx.c10d.register']\n"
-        "from phalanx.c10d.register import register\n"
-        "register()\n"
-        "print(c10d.ProcessGroupMPI is Own)\n"
-    )
-    done = python(script)
-    assert done.stdout == "True\n", done.stderr
+    def body(member: Member) -> bool:
+        c10d: Any = dist.distributed_c10d
+        own = c10d.ProcessGroupMPI = type("Own", (), {})
+        c10d._MPI_AVAILABLE = True
+        fill_mpi_slot()
+        return c10d.ProcessGroupMPI is own
+
+    assert on_ranks(body, 1) == [True]
