@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import zlib
 from collections.abc import Generator, Iterator
@@ -13,23 +12,19 @@ import pytest
 import torch
 
 from tests.support.leaks import Holdings
-from tests.support.worlds import hosts_with_zygotes, workers_hosts, world
+from tests.support.worlds import workers_hosts, world
 
-__all__ = ["hosts_with_zygotes", "workers_hosts", "world"]  # fixtures
+__all__ = ["workers_hosts", "world"]  # fixtures
 
 torch.set_num_threads(1)
 
-# Ranks without a launcher say for whom they wait when that has lasted for long, as it may on a busy machine. Tests of
-# what ranks print want that only if they ask for it.
+# Ranks without a launcher say for whom they wait when that has lasted for long, as it may on a busy machine.
 os.environ["PHALANX_WARN_AFTER"] = "0"
 
 # A shell that starts the tests in the background, or nohup, has these ignored, and every process inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for _signum in (signal.SIGQUIT, signal.SIGHUP):
     signal.signal(_signum, signal.SIG_DFL)
-
-# How long a thread that has been told to end may take until it has closed what it had. What is a leak stays.
-ENDING_S = 10.0
 
 # No example is late on a busy machine.
 hypothesis.settings.register_profile("phalanx", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -62,8 +57,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 def cpu_s() -> float:
     """The CPU time of this process and of all that it has waited for, in seconds."""
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -77,5 +72,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def _nothing_left() -> Iterator[None]:
     before = Holdings.now()
     yield
-    left = before.left_in_time(Holdings.now, ENDING_S)
+    left = before.left_in_time(Holdings.now, 10.0)  # in which threads that were told to end have closed what they had
     assert not left, f"the test left behind: {', '.join(left)}"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.launch_support import Launcher
 from tests.mpi.environments import MpiEnvironment, mpi_parameters
+from tests.support.leaks import mapped
 
 SHARED_MEMORY = Path("/dev/shm")
 LIBRARIES_NAMES = re.compile(r"mpich_shm_|mpich_shar_|sm_segment\.|vader_segment\.|\d+:\d+:\d+$|fi_shm")
@@ -40,7 +41,7 @@ def remove_what_a_bare_mpiexec_leaves() -> Iterator[None]:
     before = set(os.listdir(SHARED_MEMORY))
     yield
     for name in set(os.listdir(SHARED_MEMORY)) - before:
-        if LIBRARIES_NAMES.match(name) and not _is_mapped(name) and not _names_a_process(name):
+        if LIBRARIES_NAMES.match(name) and not mapped(name) and not _names_a_process(name):
             with contextlib.suppress(OSError):
                 (SHARED_MEMORY / name).unlink()
 
@@ -51,11 +52,3 @@ def _names_a_process(name: str) -> bool:
     A part with letters is none: MPICH's names have hexadecimal digits.
     """
     return any(part.isdecimal() and Path("/proc", part).exists() for part in re.split(r"[^0-9A-Za-z]+", name))
-
-
-def _is_mapped(name: str) -> bool:
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            if f"/dev/shm/{name}" in maps.read_text():
-                return True
-    return False

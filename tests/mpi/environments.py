@@ -47,10 +47,6 @@ class MpiEnvironment:
         return str(self.folder / "bin" / "mpiexec")
 
     @property
-    def is_hydra(self) -> bool:
-        return (self.folder / "bin" / "hydra_pmi_proxy").exists()
-
-    @property
     def is_mpich(self) -> bool:
         return (self.folder / "bin" / "mpichversion").exists()
 
@@ -122,12 +118,16 @@ def _between(hosts: TestHosts, folder: Path) -> dict[str, str]:
         f'#!/bin/sh\nwhile [ "${{1#-}}" != "$1" ]; do shift; done\nhost=$1; shift\ncase $host in\n{cases}\nesac\n'
     )
     shell.chmod(0o755)
+    return {**by_shell(shell), "I_MPI_FABRICS": "ofi"}
+
+
+def by_shell(shell: Path) -> dict[str, str]:
+    """The variables by which mpiexec starts its parts on other hosts with this program, and by TCP."""
     return {
         "HYDRA_LAUNCHER": "ssh",
         "HYDRA_LAUNCHER_EXEC": str(shell),
         "I_MPI_HYDRA_BOOTSTRAP": "ssh",
         "I_MPI_HYDRA_BOOTSTRAP_EXEC": str(shell),
-        "I_MPI_FABRICS": "ofi",
         "PRTE_MCA_plm_ssh_agent": str(shell),
         "FI_PROVIDER": "tcp",
         # MPICH's UCX takes hosts of one machine for one host, whose memory and loopback it could use.

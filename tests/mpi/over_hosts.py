@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.mpi.environments import SETTINGS, MpiEnvironment
+from tests.mpi.environments import SETTINGS, MpiEnvironment, by_shell
 from tests.support.hosts import NET, TestHosts
 from tests.support.remote import RemoteLauncher, reachable_hosts
 
@@ -39,18 +39,7 @@ def remote(hosts: TestHosts, mpi: MpiEnvironment, tmp_path: Path) -> Iterator[Re
     shell.write_text(SHELL.format(starter=made.starter_path))
     shell.chmod(0o755)
     made.python, made.starter = mpi.python, ["--mpi", "mpiexec"]
-    made.environment = {
-        **SETTINGS,
-        "HYDRA_LAUNCHER": "ssh",
-        "HYDRA_LAUNCHER_EXEC": str(shell),
-        "I_MPI_HYDRA_BOOTSTRAP": "ssh",
-        "I_MPI_HYDRA_BOOTSTRAP_EXEC": str(shell),
-        "PRTE_MCA_plm_ssh_agent": str(shell),
-        "FI_PROVIDER": "tcp",
-        # MPICH's UCX takes hosts of one machine for one host, whose memory and loopback it could use.
-        "UCX_TLS": "tcp",
-        "UCX_NET_DEVICES": "eth0",
-    }
+    made.environment = {**SETTINGS, **by_shell(shell)}
     try:
         yield made
         made.check()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import socket
 import subprocess
@@ -15,15 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from tests.mpi.conftest import LIBRARIES_NAMES
 from tests.mpi.environments import MpiEnvironment, run
 from tests.mpi.programs import checks
-from tests.support.programs import perturbed, programs
-from tests.support.ranks import Member
+from tests.support.ranks import Member, on_ranks
 from tests.support.worlds import Ranks, in_worlds
+from tests.world.random_programs import GROUPS, Perturbed, Program, Run, complaints, drawn, perturbed, programs
 
+from phalanx.c10d.mpi_slot import fill_mpi_slot
 from phalanx.errors import CollectiveMismatch
 
 ROOT = Path(__file__).parents[2]
@@ -41,36 +39,42 @@ def ran(done: subprocess.CompletedProcess[str], *, code: int = 0) -> str:
     return done.stdout
 
 
-def drawn(strategy: st.SearchStrategy[Any], examples: int, file: Path) -> Path:
-    """The same examples in every run, in a file."""
-    found: list[Any] = []
+@in_worlds(backend="mpi")
+def test_random_programs_leave_what_the_oracle_says(world: Ranks) -> None:
+    """With whole numbers: MPI adds in an order of its own."""
+    examples: list[Program] = []
+    drawn(programs(3, exact=True), 50, examples.append)
 
-    @settings(
-        max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-    )
-    @given(strategy)
-    def every(example: Any) -> None:
-        found.append(example)
+    def body(member: Member) -> list[str]:
+        groups: list[dist.ProcessGroup | None] = [dist.group.WORLD]
+        for group in GROUPS[3][1:]:
+            made = dist.new_group(list(group.members))
+            groups.append(made if member.rank in group.members else None)
+        return [wrong for program in examples for wrong in Run(member.rank, groups, program).wrong]
 
-    every()
-    file.write_bytes(pickle.dumps(found))
-    return file
+    assert world.run(body) == [[]] * 3
 
 
-@pytest.mark.parametrize(
-    ("program", "strategy", "count"), [("replay.py", programs(3, exact=True), 50), ("mismatch.py", perturbed(3), 25)]
-)
-def test_random_programs_leave_what_the_oracle_says(
-    mpi: MpiEnvironment, program: str, strategy: st.SearchStrategy[Any], count: int, tmp_path: Path
-) -> None:
-    """Every collective, message, dtype, operation and layout, synchronous or not, in overlapping groups.
+@in_worlds(backend="mpi")
+def test_a_rank_that_calls_something_else_is_told_to_its_group(world: Ranks) -> None:
+    examples: list[Perturbed] = []
+    drawn(perturbed(3), 25, examples.append)
 
-    With whole numbers: MPI adds in an order of its own. In the second kind a rank calls something else,
-    and all are told.
-    """
-    file = drawn(strategy, count, tmp_path / "programs")
-    out = ran(run(mpi, 3, PROGRAMS / program, file))
-    assert sorted(out.split("\n")) == sorted([*(f"rank {rank} has run {count}" for rank in range(3)), ""])
+    def body(member: Member) -> list[str]:
+        found = []
+        for example in examples:
+            # Groups of their own for each: one whose ranks were out of step stays broken, the world does not.
+            made = [dist.new_group(list(group.members)) for group in GROUPS[3]]
+            inside = zip(made, GROUPS[3], strict=True)
+            groups = [own if member.rank in group.members else None for own, group in inside]
+            found += complaints(member.rank, groups, example)
+            dist.barrier()
+            for own in groups:
+                if own is not None:
+                    dist.destroy_process_group(own)
+        return found
+
+    assert world.run(body) == [[]] * 3
 
 
 @in_worlds(backend="mpi")
@@ -98,9 +102,7 @@ def test_the_check_can_be_switched_off(mpi: MpiEnvironment, tmp_path: Path) -> N
         "rank = os.environ.get('PMI_RANK', os.environ.get('OMPI_COMM_WORLD_RANK'))\n"
         "os.environ['PHALANX_MPI_CHECK'] = '0' if rank == '0' else '1'\n"
         "dist.init_process_group('mpi')\n"
-        "shape = (2, 3) if dist.get_rank() else (3, 2)\n"
-        "tensor = torch.ones(shape)\n"
-        "dist.all_reduce(tensor)\n"
+        "dist.all_reduce(tensor := torch.ones((2, 3) if dist.get_rank() else (3, 2)))\n"
         "dist.barrier()\n"
         "print(tensor.sum().item())\n"
         "dist.destroy_process_group()\n"
@@ -125,7 +127,6 @@ def test_a_rank_that_does_not_come_is_named(mpi: MpiEnvironment) -> None:
 @pytest.mark.parametrize(
     ("how", "code", "said"),
     [
-        ("raise", 1, "ValueError: rank one broke"),
         ("raise with a thread", 1, "ValueError: rank one broke"),
         ("raise and clean up", 1, "ValueError: rank one broke"),
         ("exit 3", 3, ""),
@@ -221,15 +222,8 @@ def test_an_mpiexec_of_another_library_is_noticed(mpi: MpiEnvironment) -> None:
 
 
 def python(script: str, *paths: Path) -> subprocess.CompletedProcess[str]:
-    search = ":".join([*map(str, paths), str(ROOT / "src")])
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": search},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    own = {**os.environ, "PYTHONPATH": ":".join(map(str, (*paths, ROOT / "src")))}
+    return subprocess.run([sys.executable, "-c", script], env=own, capture_output=True, text=True, timeout=600)
 
 
 ASK = (
@@ -265,17 +259,11 @@ def test_without_a_library_torch_imports_silently_and_says_what_to_install(tmp_p
 
 
 def test_a_torch_with_its_own_mpi_is_left_alone() -> None:
-    script = (
-        "import sys\n"
-        "sys.modules['phalanx.c10d.register'] = type(sys)('phalanx.c10d.register')\n"
-        "sys.modules['phalanx.c10d.register'].register = lambda: None\n"
-        "import torch.distributed.distributed_c10d as c10d\n"
-        "class Own: pass\n"
-        "c10d.ProcessGroupMPI, c10d._MPI_AVAILABLE = Own, True\n"
-        "del sys.modules['phalanx.c10d.register']\n"
-        "from phalanx.c10d.register import register\n"
-        "register()\n"
-        "print(c10d.ProcessGroupMPI is Own)\n"
-    )
-    done = python(script)
-    assert done.stdout == "True\n", done.stderr
+    def body(member: Member) -> bool:
+        c10d: Any = dist.distributed_c10d
+        own = c10d.ProcessGroupMPI = type("Own", (), {})
+        c10d._MPI_AVAILABLE = True
+        fill_mpi_slot()
+        return c10d.ProcessGroupMPI is own
+
+    assert on_ranks(body, 1) == [True]

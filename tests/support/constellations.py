@@ -1,9 +1,4 @@
-"""Groups whose ranks change while their processes live on, in the two ways in which programs have that.
-
-``Reconfigured`` is torch's own, from 2.15 on: one group, to which ``torch.distributed._reconfigure`` gives other ranks.
-``Configured`` is torchft's, on every release: a group is aborted and dropped, never shut down, and the next one is made
-past ``init_process_group``, in another part of the same store.
-"""
+"""Groups whose ranks change while their processes live on, by torch from 2.15 on, and by torchft."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ import gc
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
@@ -26,30 +21,10 @@ from tests.support.waiting import soon
 
 _torch: Any = distributed_c10d  # whose _reconfigure 2.13's stubs lack
 
-__all__ = ["WAYS", "CanChange", "Configured", "Reconfigured", "accumulated", "can_reconfigure", "join"]
-
 TIMEOUT = timedelta(seconds=120)
 can_reconfigure = pytest.mark.skipif(
     not hasattr(c10d, "ReconfigureOptions"), reason="torch has torch.distributed._reconfigure from 2.15 on"
 )
-
-
-class CanChange(Protocol):
-    """A process's side of such a group.
-
-    Attributes:
-        group: torch's group, as it is now.
-    """
-
-    group: Any
-
-    def change(self, number: int, members: Sequence[int]) -> None:
-        """Give the group these members, known by who they were at first; ``number`` was not used before."""
-        ...
-
-    def end(self) -> None:
-        """Destroy it."""
-        ...
 
 
 def join(member: Member, store: Store, size: int) -> None:
@@ -61,6 +36,8 @@ def join(member: Member, store: Store, size: int) -> None:
 
 
 class Reconfigured:
+    """A process's side of such a group; its members are known by who they were at first."""
+
     def __init__(self, member: Member) -> None:
         self._store = member.store()
         join(member, self._store, member.size)
@@ -76,42 +53,37 @@ class Reconfigured:
 
 
 class Configured:
+    """torchft's way: a group is aborted, never shut down, and the next one made past ``init_process_group``."""
+
     def __init__(self, member: Member) -> None:
         self._store, self._own = member.store(), member.rank
         self.group: Any = None
 
     def change(self, number: int, members: Sequence[int]) -> None:
-        self._drop()
+        self.end()
         options = c10d._DistributedBackendOptions()
         options.store = PrefixStore(f"torchft/{number}", self._store)
         options.group_rank, options.group_size = list(members).index(self._own), len(members)
         options.timeout, options.group_id, options.global_ranks_in_group = TIMEOUT, f"torchft-{number}", []
         self.group = dist.Backend._plugins["PHALANX"].creator_fn(options, None)
 
-    def _drop(self) -> None:
+    def end(self) -> None:
         if self.group is not None:
             self.group.abort()
             self.group = None
-
-    def end(self) -> None:
-        self._drop()
 
 
 WAYS = [pytest.param(Reconfigured, marks=can_reconfigure, id="reconfigured"), pytest.param(Configured, id="configured")]
 
 
 def accumulated(before: Counter[str], pid: int, changes: int, hosts: int) -> dict[str, int]:
-    """What a process holds more of after so many changes than before, once it has collected its garbage.
-
-    Between hosts the connections of a group are made when they are needed, so a group may have some more than the one
-    before: there only what has come with every change counts.
-    """
+    """What a process holds more of after so many changes; between hosts, what has come with every change."""
     found: dict[str, int] = {}
 
     def nothing() -> bool:
-        found.clear()
         gc.collect()  # a group over several hosts is a circle of references
         more = more_than(before, held_by(pid))
+        found.clear()
         found.update({kind: count for kind, count in more.items() if hosts == 1 or count >= changes})
         return not found
 

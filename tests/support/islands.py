@@ -1,15 +1,12 @@
-"""Processes of this machine that take themselves for processes of several hosts, as whole programs of torch need it.
-
-Ranks of one pretended host share memory as ever. A group whose ranks are of several finds that it has no common
-segment, as on real hosts, and takes the way of such groups.
-"""
+"""Processes of this machine that take themselves for processes of several hosts, of which each shares memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 from torch._C._distributed_c10d import Store
 
 from phalanx.c10d import create
@@ -20,11 +17,6 @@ from phalanx.transports.meeting_store import part_of
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 from tests.support.ranks import Member
-
-if TYPE_CHECKING:
-    import pytest
-
-__all__ = ["ISLANDS", "OWN_KEYS", "divide_by", "pretend_host"]
 
 # The keys in the store that a rank's pretending leaves for each group that it makes.
 OWN_KEYS = 1
@@ -55,11 +47,10 @@ def pretend_host(number: int) -> None:
 def _meeting(store: Store, rank: int, size: int, timeout: timedelta, name: str) -> str:
     """The name of a meeting of ranks of several hosts; empty for ranks of one."""
     number = store.add(f"pretended/{rank}", 1)
-    own = part_of(store, f"pretended/{number}")
+    own, ranks = part_of(store, f"pretended/{number}"), [str(other) for other in range(size)]
     own.set(str(rank), name)
-    own.wait([str(other) for other in range(size)], timeout)
-    names: Sequence[bytes] = [own.get(str(other)) for other in range(size)]
-    return f"pretended {number}" if len(set(names)) > 1 else ""
+    own.wait(ranks, timeout)
+    return f"pretended {number}" if len({own.get(other) for other in ranks}) > 1 else ""
 
 
 def divide_by(monkeypatch: pytest.MonkeyPatch, host_of: HostOf) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.watch.recorder import MEMORY_NAME
+from tests.support.waiting import soon
 
 
 @dataclass(frozen=True)
@@ -25,26 +26,20 @@ class Holdings:
 
     @staticmethod
     def now() -> Holdings:
-        children: set[int] = set()
+        children: set[str] = set()
         for task in Path("/proc/self/task").iterdir():
             with contextlib.suppress(FileNotFoundError):  # a thread that was joined, and is gone by now
-                children.update(int(pid) for pid in (task / "children").read_text().split())
-        return Holdings(
-            children=frozenset(children),
-            threads=frozenset(thread.name for thread in threading.enumerate()),
-            descriptors=tuple(descriptors()),
-            # Only what torch, multiprocessing or Phalanx would make: other programs of this machine come and go.
-            shared_memory=frozenset(
-                name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "psm_", "sem.", "phalanx"))
-            ),
-        )
+                children.update((task / "children").read_text().split())
+        threads = frozenset(thread.name for thread in threading.enumerate())
+        # Only what torch, multiprocessing or Phalanx would make: other programs of this machine come and go.
+        ours = ("torch_", "psm_", "sem.", "phalanx")
+        files = frozenset(name for name in os.listdir("/dev/shm") if name.startswith(ours))
+        return Holdings(frozenset(map(int, children)), threads, tuple(descriptors()), files)
 
     def left_in_time(self, look: Callable[[], Holdings], patience_s: float = 30.0) -> list[str]:
-        """:meth:`left_by`, as soon as a look finds nothing any more, or else at the last one."""
-        until = time.monotonic() + patience_s
-        while (left := self.left_by(look())) and time.monotonic() < until:
-            time.sleep(0.005)
-        return left
+        """:meth:`left_by`, when a look finds nothing any more, or at the last one."""
+        soon(lambda: not self.left_by(look()), patience_s)
+        return self.left_by(look())
 
     def left_by(self, later: Holdings) -> list[str]:
         """In words, everything that ``later`` holds and this does not."""

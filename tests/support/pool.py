@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +23,17 @@ from tests.support.ranks import Member, fork_rank, stacks_of
 __all__ = ["Pool"]
 
 # Generous the first time; while a hang is being made smaller, the time of each attempt adds up.
-PATIENCE_S = 300.0
-AGAIN_S = 60.0
+PATIENCE_S, AGAIN_S = 300.0, 60.0
 # For the others to end once one rank has failed: they may wait for it in vain.
 GRACE_S = 5.0
 
 
 class Pool:
-    """``size`` ranks.
-
-    Args:
-        size: how many.
-        start: what each rank does first; what it returns is the first argument of every job on that rank.
-        patience_s: how long a job may take.
-    """
+    """``size`` ranks, each of which calls ``start`` first: its result is the first argument of every job there."""
 
     def __init__(self, size: int, start: Callable[[Member], Any], patience_s: float = PATIENCE_S) -> None:
-        self._size, self._start = size, start
-        self._patience_s = patience_s
+        self.size, self._start, self._patience_s = size, start, patience_s
         self._ranks: list[tuple[int, Connection[Any, Any]]] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> Pool:
         return self
@@ -53,22 +44,8 @@ class Pool:
                 pipe.send(None)
         self._end(patience_s=10)
 
-    @property
-    def size(self) -> int:
-        """How many ranks."""
-        return self._size
-
-    @property
-    def running(self) -> bool:
-        """Whether there are ranks, so that the next job does not start new ones."""
-        return bool(self._ranks)
-
     def do(self, job: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call ``job(started, *arguments)`` on each rank, and return its results by rank.
-
-        Raises:
-            AssertionError: it raised on a rank, or a rank did not end; with the traceback or every rank's stacks.
-        """
+        """The results of ``job(started, *arguments)`` by rank; fails with a traceback, or the stacks of who hangs."""
         if not self._ranks:
             self._fork()
         answers: dict[int, Any] = {}
@@ -76,20 +53,19 @@ class Pool:
         for _, pipe in self._ranks:
             pipe.send((job, arguments))
         deadline = time.monotonic() + self._patience_s
-        while len(answers) < self._size:
-            waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks) if rank not in answers}
-            ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
+        while len(answers) < self.size:
+            waiting: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks) if rank not in answers}
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready and not failures:
+                pids, folder = [pid for pid, _ in self._ranks], Path(self._folder.name)
+                failures.append(stacks_of(pids, list(waiting.values()), folder, self._patience_s))
+                self._patience_s = min(self._patience_s, AGAIN_S)
             if not ready:
-                if not failures:
-                    pids = [pid for pid, _ in self._ranks]
-                    name = Path(self._folder.name if self._folder else "")
-                    failures.append(stacks_of(pids, list(waiting.values()), name, self._patience_s))
-                    self._patience_s = min(self._patience_s, AGAIN_S)
                 break
-            for pipe in ready:
-                rank = waiting[pipe]
+            for connection in ready:
+                rank = waiting[connection]
                 try:
-                    answers[rank], failure = pipe.recv()
+                    answers[rank], failure = self._ranks[rank][1].recv()
                 except EOFError:
                     answers[rank], failure = None, self._end_of(rank)
                 if failure:
@@ -98,11 +74,11 @@ class Pool:
         if failures:
             self._end()
             raise AssertionError("\n".join(failures))
-        return [answers[rank] for rank in range(self._size)]
+        return [answers[rank] for rank in range(self.size)]
 
     def _fork(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="phalanx-test-")
-        for rank in range(self._size):
+        for rank in range(self.size):
             ours, theirs = Pipe()
             others = [pipe for _, pipe in self._ranks] + [ours]
 
@@ -111,7 +87,7 @@ class Pool:
                     other.close()  # or a rank would not notice when the test ends
                 _serve(member, pipe, self._start)
 
-            pid = fork_rank(serve, Member(rank, self._size, Path(self._folder.name)))
+            pid = fork_rank(serve, Member(rank, self.size, Path(self._folder.name)))
             theirs.close()
             self._ranks.append((pid, ours))
 
@@ -130,9 +106,9 @@ class Pool:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             pipe.close()
-        self._ranks = []
-        if self._folder is not None:
+        if self._ranks:
             self._folder.cleanup()
+        self._ranks = []
 
 
 def _serve(member: Member, pipe: Connection[Any, Any], start: Callable[[Member], Any]) -> None:

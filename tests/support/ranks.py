@@ -1,8 +1,4 @@
-"""Run a function on several forked ranks and bring back what each returned or raised.
-
-The ranks are forked from the test process, which has imported torch once, so a test of eight ranks starts in
-milliseconds. A rank that does not end in time is asked for the stacks of all its threads before it is killed.
-"""
+"""Functions on forked ranks: what each returned or raised, or the stacks of one that does not end in time."""
 
 from __future__ import annotations
 
@@ -20,6 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +25,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from tests.support.waiting import soon
+
 TIMEOUT_S = 300.0  # no busy machine needs as long; one that hangs shows its stacks then
 
 
 @dataclass
 class Outcome:
-    """How one rank ended: it returned ``value``, raised ``error`` (text: ``traceback``), or ``signal`` ended it."""
+    """How one rank ended: by a value, an error with its traceback, or a signal."""
 
     rank: int
     value: Any = None
@@ -44,10 +43,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Member:
-    """The argument of a rank's function: which rank it is, and the folder where it can meet the others.
-
-    What the backend of its world promises (``worlds.py``) is in ``promises``.
-    """
+    """Which rank it is, a folder to meet the others in, and what the backend of its world promises (``worlds.py``)."""
 
     rank: int
     size: int
@@ -57,8 +53,7 @@ class Member:
 
     def store(self, name: str = "store") -> Store:
         store = PrefixStore("test", FileStore(str(self.folder / name), self.size))
-        # When the last of all ranks' stores is gone, torch removes the file, also if another one has just opened it.
-        self._stores.append(store)
+        self._stores.append(store)  # with the last of all ranks' stores torch removes the file, even if one is opened
         return store
 
     def join(self, backend: str = "phalanx", timeout_s: float = 60.0, name: str = "store") -> None:
@@ -66,13 +61,8 @@ class Member:
         if backend == "mpi":
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
             return
-        dist.init_process_group(
-            backend,
-            store=self.store(name),
-            rank=self.rank,
-            world_size=self.size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=self.store(name), rank=self.rank, world_size=self.size, timeout=timeout)
 
     def join_patiently(self, timeout_s: float) -> None:
         """:meth:`join`, and have this timeout only when all are in: joining takes longer on a busy machine."""
@@ -92,19 +82,13 @@ class Member:
 
     def await_said(self, *whats: str) -> None:
         """Return when other ranks have said all of these; a rank that is late by this is late however slow they are."""
-        until = time.monotonic() + TIMEOUT_S
-        while not all((self.folder / what).exists() for what in whats):
-            assert time.monotonic() < until, whats
-            time.sleep(0.005)
+        assert soon(lambda: all((self.folder / what).exists() for what in whats), TIMEOUT_S), whats
 
 
 def run_ranks(
     function: Callable[[Member], Any], size: int, timeout_s: float = TIMEOUT_S, inside: Sequence[int] = ()
 ) -> list[Outcome]:
-    """Run ``function`` on ``size`` forked ranks; every outcome, in rank order.
-
-    ``inside`` names for each rank a process in whose namespaces it runs, such as a test host's.
-    """
+    """Run ``function`` on forked ranks, each in the namespaces of a process (``inside``) such as a test host's."""
     with tempfile.TemporaryDirectory(prefix="phalanx-test-") as name:
         folder = Path(name)
         where = inside or [0] * size
@@ -113,7 +97,7 @@ def run_ranks(
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
-    """The value that every rank returned; fails with the first rank's traceback if one did not return."""
+    """What every rank returned; fails with the first traceback if one did not return."""
     for outcome in outcomes:
         if outcome.signal:
             raise AssertionError(f"rank {outcome.rank} was ended by {signal.Signals(outcome.signal).name}")
@@ -123,7 +107,7 @@ def values(outcomes: list[Outcome]) -> list[Any]:
 
 
 def on_ranks(function: Callable[[Member], Any], size: int, timeout_s: float = TIMEOUT_S) -> list[Any]:
-    """``run_ranks`` for the usual case that every rank must succeed; the values that they returned."""
+    """What every rank returned, all of which must succeed."""
     return values(run_ranks(function, size, timeout_s))
 
 
@@ -165,10 +149,8 @@ def run_rank(function: Callable[[Member], Any], member: Member) -> None:
 def _fork_inside(process: int) -> int:
     """Fork into the namespaces of another process."""
     here = os.getcwd()
-    own, ids, *others = [
-        os.open(f"/proc/{who}/ns/{kind}", os.O_RDONLY)
-        for who, kind in [("self", "pid"), (process, "pid"), (process, "uts"), (process, "net"), (process, "mnt")]
-    ]
+    spaces = [f"{process}/ns/{kind}" for kind in ("pid", "uts", "net", "mnt")]
+    own, ids, *others = [os.open(f"/proc/{space}", os.O_RDONLY) for space in ("self/ns/pid", *spaces)]
     try:
         _set_namespace(ids)  # of the children that this thread makes from now on
         try:
@@ -195,12 +177,11 @@ def _set_namespace(descriptor: int) -> None:
 
 def _pickled(outcome: Outcome) -> bytes:
     try:
-        data = pickle.dumps(outcome)
-        pickle.loads(data)
-        return data
+        pickle.loads(data := pickle.dumps(outcome))
     except Exception:
         plain = AssertionError(f"{type(outcome.error).__name__}: {outcome.error}")
-        return pickle.dumps(Outcome(outcome.rank, error=plain, traceback=outcome.traceback))
+        data = pickle.dumps(Outcome(outcome.rank, error=plain, traceback=outcome.traceback))
+    return data
 
 
 def _collect(children: list[int], folder: Path, timeout_s: float) -> list[Outcome]:
@@ -233,13 +214,11 @@ def outcome_of(rank: int, status: int, folder: Path) -> Outcome:
     return outcome
 
 
-def stacks_of(children: list[int], ranks: list[int], folder: Path, timeout_s: float) -> str:
+def stacks_of(children: list[int] | dict[int, int], ranks: list[int], folder: Path, timeout_s: float) -> str:
     text = [f"ranks {ranks} did not end within {timeout_s:.0f} s"]
     for rank in ranks:
         file = folder / f"stacks-{rank}"
         os.kill(children[rank], signal.SIGUSR1)
-        patience = time.monotonic() + 2
-        while time.monotonic() < patience and not file.stat().st_size:
-            select.select([], [], [], 0.01)
+        soon(partial(os.path.getsize, file), 2.0)
         text.append(f"--- rank {rank}\n{file.read_text()}")
     return "\n".join(text)

@@ -11,12 +11,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["await_end", "await_stop", "soon", "stop", "when_waiting"]
-
 _LOOKS = 3
 
 
-def soon(happens: Callable[[], bool], timeout_s: float = 60.0) -> bool:
+def soon(happens: Callable[[], object], timeout_s: float = 60.0) -> bool:
     """Whether it happens within ``timeout_s``; returns as soon as it does."""
     until = time.monotonic() + timeout_s
     while not happens():
@@ -27,11 +25,7 @@ def soon(happens: Callable[[], bool], timeout_s: float = 60.0) -> bool:
 
 
 def stop(pid: int) -> None:
-    """Stop another process (SIGSTOP), and return when none of its threads runs any more.
-
-    ``os.kill`` returns before that, and a quick worker may still answer a call meanwhile. If somebody continues it
-    before that, as a launcher does that has an order for it, it is stopped again.
-    """
+    """Stop another process, again if a launcher continues it, and return when none of its threads runs any more."""
 
     def stopped() -> bool:
         os.kill(pid, signal.SIGSTOP)
@@ -51,10 +45,7 @@ def await_end(pid: int) -> None:
 
 
 def when_waiting(act: Callable[[], object]) -> None:
-    """Call ``act``, in a thread, as soon as the main thread waits for something, at one place, and inside the kernel.
-
-    A timer may be over before a busy machine has let the main thread come to the call that is to be disturbed.
-    """
+    """Call ``act``, in a thread, as soon as the main thread waits at one place, and inside the kernel."""
 
     def look() -> None:
         main = threading.main_thread().ident or 0

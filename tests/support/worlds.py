@@ -1,19 +1,14 @@
 """Worlds in which a test runs: a backend, a place (one host or two), and so many ranks.
 
-A test that is decorated with ``every_rank`` is what each rank of such a world does::
-
-    @every_rank(size=[2, 3], place=ANYWHERE, backend=["phalanx", "mpi"])
-    def test_the_sum_is_everybodys(member: Member) -> None:
-        ...
-
-One that compares what the ranks return takes the fixture ``world``, with the worlds of ``in_worlds``, and calls
-``world.run``. The two hosts are made once for each process of pytest; where none can be made, the ranks take themselves
-for ranks of two.
+``every_rank`` makes a test of what each rank of such a world does; one that compares what the ranks return takes the
+fixture ``world``, with the worlds of ``in_worlds``, and calls ``world.run``. The hosts are made once for each process
+of pytest; where none can be made, the ranks take themselves for ranks of two.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import sys
 import tempfile
@@ -39,18 +34,6 @@ from tests.support.hosts import TestHosts, running_hosts, why_no_hosts
 from tests.support.islands import pretend_host
 from tests.support.ranks import TIMEOUT_S, Member, Outcome, outcome_of, run_rank, run_ranks, values
 
-__all__ = [
-    "ANYWHERE",
-    "BETWEEN",
-    "Ranks",
-    "every_rank",
-    "hosts_with_zygotes",
-    "in_worlds",
-    "join_world",
-    "workers_hosts",
-    "world",
-]
-
 # The host of each rank, given the world's size.
 PLACES: dict[str, Callable[[int, int], int]] = {
     "one host": lambda rank, size: 0,
@@ -70,6 +53,7 @@ PROMISES: dict[str, frozenset[str]] = {
 }
 
 Body = Callable[[Member], Any]
+Names = str | Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -85,21 +69,14 @@ class Ranks:
     def __reduce__(self) -> tuple[Any, ...]:
         return Ranks, (self.backend, self.place, self.size)  # as the ranks of mpiexec get it
 
-    def run(self, body: Body, *, joins: bool = True, leaves: bool = True, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    def run(self, body: Body, **how: Any) -> list[Any]:
         """What ``body`` returned on each rank; the test fails with the first rank's traceback if it raised."""
-        return values(self.outcomes(body, joins=joins, leaves=leaves, timeout_s=timeout_s))
+        return values(self.outcomes(body, **how))
 
     def outcomes(
         self, body: Body, *, joins: bool = True, leaves: bool = True, timeout_s: float = TIMEOUT_S
     ) -> list[Outcome]:
-        """How ``body`` ended on each rank.
-
-        Args:
-            body: what each rank does.
-            joins: whether it finds the default group made.
-            leaves: whether that is destroyed afterwards by all ranks together; not where it is broken by then.
-            timeout_s: after how long the ranks show their stacks.
-        """
+        """How ``body`` ended on each rank, which ``joins`` the group before, and ``leaves`` it unless it is broken."""
         pretends = self.place != "one host" and self.hosts is None
 
         def whole(member: Member) -> Any:
@@ -128,15 +105,14 @@ class Ranks:
     def _over_mpi(self, body: Body) -> list[Outcome]:
         assert self.mpi is not None
         with tempfile.TemporaryDirectory(prefix="phalanx-test-") as name:
-            folder = Path(name)
+            folder, command = Path(name), ["-m", "tests.support.worlds", name, str(self.size)]
             (folder / "body").write_bytes(cloudpickle.dumps(body))
-            command = ["-m", "tests.support.worlds", name, str(self.size)]
             if self.hosts is None:
                 ended = run(self.mpi, self.size, *command)
             else:
                 ended = run_on_two_hosts(self.mpi, self.size, self.hosts, folder, *command)
             found = [outcome_of(rank, 0, folder) for rank in range(self.size)]
-            assert ended.returncode == 0 or any(one.error for one in found), ended.stdout + ended.stderr
+            assert ended.returncode == 0 or any(one.traceback for one in found), ended.stdout + ended.stderr
             return found
 
 
@@ -145,36 +121,31 @@ def _each(value: Any) -> Sequence[Any]:
 
 
 def in_worlds(
-    size: int | Sequence[int] = 3, place: str | Sequence[str] = "one host", backend: str | Sequence[str] = "phalanx"
+    size: int | Sequence[int] = 3, place: Names = "one host", backend: Names = "phalanx"
 ) -> pytest.MarkDecorator:
     """The worlds of a test that takes ``world``."""
     found = []
-    for name in _each(backend):
-        for here in _each(place):
-            for count in _each(size):
-                if name == "mpi":
-                    for made in mpi_parameters() if here != "two hosts, in turn" else ():  # mpiexec fills hosts
-                        what = (name, here, count, made.values[0])
-                        found.append(pytest.param(what, id=f"{made.id}, {here}, {count}", marks=made.marks))
-                else:
-                    found.append(pytest.param((name, here, count, None), id=f"{name}, {here}, {count}"))
+    for name, here, count in itertools.product(_each(backend), _each(place), _each(size)):
+        if name != "mpi":
+            found.append(pytest.param((name, here, count, None), id=f"{name}, {here}, {count}"))
+        elif here != "two hosts, in turn":  # mpiexec fills hosts
+            for mpi in mpi_parameters():
+                what = (name, here, count, mpi.values[0])
+                found.append(pytest.param(what, id=f"{mpi.id}, {here}, {count}", marks=mpi.marks))
     return pytest.mark.parametrize("world", found, indirect=True)
 
 
 def every_rank(
-    size: int | Sequence[int] = 3,
-    place: str | Sequence[str] = "one host",
-    backend: str | Sequence[str] = "phalanx",
-    *,
-    joins: bool = True,
-    leaves: bool = True,
-    timeout_s: float = TIMEOUT_S,
+    size: int | Sequence[int] = 3, place: Names = "one host", backend: Names = "phalanx", **how: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """A test that every rank of such worlds runs, and that succeeds on all of them. Other arguments are the test's."""
+    """A test that every rank of such worlds runs, and that succeeds on all of them. Other arguments are the test's.
+
+    ``how`` are those of ``Ranks.outcomes``.
+    """
 
     def decorated(test: Callable[..., Any]) -> Callable[..., None]:
         def in_world(world: Ranks, **arguments: Any) -> None:
-            world.run(lambda member: test(member, **arguments), joins=joins, leaves=leaves, timeout_s=timeout_s)
+            world.run(lambda member: test(member, **arguments), **how)
 
         first, *others = inspect.signature(test).parameters.values()
         own = first.replace(name="world", annotation=Ranks)
@@ -196,15 +167,6 @@ def workers_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHost
         yield hosts
 
 
-@pytest.fixture(scope="session")
-def hosts_with_zygotes(workers_hosts: TestHosts | None) -> TestHosts:
-    """The same hosts, on which scripts start as ranks of a launcher's; the test is skipped where there are none."""
-    if workers_hosts is None:
-        pytest.skip(why_no_hosts())
-    workers_hosts.start_zygotes()
-    return workers_hosts
-
-
 @pytest.fixture
 def world(request: pytest.FixtureRequest, workers_hosts: TestHosts | None) -> Ranks:
     """The world of ``in_worlds`` in which the test runs now."""
@@ -213,10 +175,7 @@ def world(request: pytest.FixtureRequest, workers_hosts: TestHosts | None) -> Ra
 
 
 def join_world(member: Member, backend: str = "phalanx", hosts: int = 1) -> phalanx.World:
-    """What ``phalanx.init()`` returns, without a launcher.
-
-    The ranks count as ranks of ``hosts`` hosts, with equally many in a row on each. The group is joined if it is not.
-    """
+    """What ``phalanx.init()`` returns, without a launcher, to ranks that count as ranks of so many hosts, in a row."""
     if not dist.is_initialized():
         member.join(backend)
     local = member.size // hosts
@@ -229,6 +188,7 @@ def join_world(member: Member, backend: str = "phalanx", hosts: int = 1) -> phal
 def main() -> None:
     """Be a rank that mpiexec has started."""
     folder, size = Path(sys.argv[1]), int(sys.argv[2])
+    sys.path += [str(Path(__file__).parents[1] / name) for name in ("world", "mpi")]  # as pytest imports tests
     rank = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
     run_rank(cloudpickle.loads((folder / "body").read_bytes()), Member(int(rank), size, folder))
 

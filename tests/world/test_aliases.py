@@ -52,57 +52,40 @@ def test_gathering_from_a_part_of_the_output(member: Member) -> None:
 
 
 @every_rank(leaves=False)
-def test_scattering_and_reducing_into_a_part_of_the_input(member: Member) -> None:
-    wrong = []
+def test_results_go_into_a_part_of_the_input(member: Member) -> None:
+    """Of reduce_scatter, scatter and all_to_all."""
+    rank, size, is_root = member.rank, member.size, member.rank == 1
     for count in COUNTS:
-        wholes = [given(rank, count * member.size) for rank in range(member.size)]
-        own = slice(member.rank * count, (member.rank + 1) * count)
+        wholes = [given(each, count * size) for each in range(size)]
+        own = slice(rank * count, (rank + 1) * count)
         total = sum(wholes[1:], wholes[0])[own]
-        for name, start in starts(member.rank, member.size, count).items():
-            whole = wholes[member.rank].clone()
-            output = whole[start : start + count]
-            dist.reduce_scatter_single(output, whole)
-            if not torch.equal(output, total):
-                wrong.append(f"reduce_scatter_single {name} x {count}")
-            whole = wholes[member.rank].clone()
-            output = whole[start : start + count]
-            dist.reduce_scatter(output, list(whole.split(count)))
-            if not torch.equal(output, total):
-                wrong.append(f"reduce_scatter {name} x {count}")
-            whole = wholes[1].clone()
-            output = whole[start : start + count]
-            dist.scatter(output, list(whole.split(count)) if member.rank == 1 else None, src=1)
-            if not torch.equal(output, wholes[1][own]):
-                wrong.append(f"scatter {name} x {count}")
-    assert not wrong, wrong
-
-
-@every_rank(leaves=False)
-def test_all_to_all_in_place_and_shifted(member: Member) -> None:
-    wrong = []
-    for count in COUNTS:
-        wholes = [given(rank, count * member.size) for rank in range(member.size)]
-        expected = torch.cat([whole[member.rank * count : (member.rank + 1) * count] for whole in wholes])
-        whole = wholes[member.rank].clone()
-        dist.all_to_all_single(whole, whole)
-        if not torch.equal(whole, expected):
-            wrong.append(f"single, in member, x {count}")
-        whole = wholes[member.rank].clone()
+        for name, start in starts(rank, size, count).items():
+            for kind, call, expected in (
+                ("single", lambda part, whole: dist.reduce_scatter_single(part, whole), total),
+                ("list", lambda part, whole, n=count: dist.reduce_scatter(part, list(whole.split(n))), total),
+                (
+                    "scatter",
+                    lambda part, whole, n=count: dist.scatter(part, list(whole.split(n)) if is_root else None, 1),
+                    wholes[1][own],
+                ),
+            ):
+                whole = wholes[1 if kind == "scatter" else rank].clone()
+                part = whole[start : start + count]
+                call(part, whole)
+                assert torch.equal(part, expected), f"{kind} {name} x {count}"
+        expected = torch.cat([whole[own] for whole in wholes])
+        whole = torch.cat([wholes[rank], torch.zeros(count, dtype=torch.int64)])
+        shifted = whole[count // 2 : count // 2 + count * size]
+        dist.all_to_all_single(shifted, whole[: count * size])
+        assert torch.equal(shifted, expected), f"shifted x {count}"
+        whole = wholes[rank].clone()
         dist.all_to_all(list(whole.split(count)), list(whole.split(count)))
-        if not torch.equal(whole, expected):
-            wrong.append(f"in member, x {count}")
-        whole = torch.cat([wholes[member.rank], torch.zeros(count, dtype=torch.int64)])
-        output = whole[count // 2 : count // 2 + count * member.size]
-        dist.all_to_all_single(output, whole[: count * member.size])
-        if not torch.equal(output, expected):
-            wrong.append(f"single, shifted, x {count}")
+        assert torch.equal(whole, expected), f"in place x {count}"
         # Each output lies behind the input of the same rank: interleaved, but apart.
-        woven = torch.zeros(member.size, 2, count, dtype=torch.int64)
-        woven[:, 0] = wholes[member.rank].view(member.size, count)
+        woven = torch.zeros(size, 2, count, dtype=torch.int64)
+        woven[:, 0] = wholes[rank].view(size, count)
         dist.all_to_all([row[1] for row in woven], [row[0] for row in woven])
-        if not torch.equal(woven[:, 1].reshape(-1), expected):
-            wrong.append(f"woven, x {count}")
-    assert not wrong, wrong
+        assert torch.equal(woven[:, 1].reshape(-1), expected), f"woven x {count}"
 
 
 @every_rank()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +13,9 @@ from tests.support.ranks import Member, on_ranks
 from tests.support.worlds import every_rank, join_world
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-import phalanx
 from phalanx.errors import ArgumentError
 
+LONG = pytest.mark.long
 EVERY = 4
 STEPS = 11
 
@@ -78,8 +78,7 @@ def in_one_process(size: int, outer: str | None) -> list[list[torch.Tensor]]:
     return [contents(replica) for replica in replicas]
 
 
-@pytest.mark.parametrize("outer", [None, "diloco"])
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("size", "outer"), [(3, None), (3, "diloco"), (1, "diloco")])
 def test_every_replica_is_what_one_process_computes(size: int, outer: str | None) -> None:
     def body(member: Member) -> list[torch.Tensor]:
         world = join_world(member)
@@ -96,9 +95,7 @@ def test_every_replica_is_what_one_process_computes(size: int, outer: str | None
             torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("compress", "outer"), [(None, None), (None, "diloco"), ("bf16", None), ("fp16", "diloco"), ("int8", "diloco")]
-)
+@pytest.mark.parametrize(("compress", "outer"), [("int8", "diloco"), pytest.param("bf16", None, marks=LONG)])
 def test_replicas_are_the_same_after_an_average_and_when_asked(compress: str | None, outer: str | None) -> None:
     def body(member: Member) -> list[list[torch.Tensor]]:
         world = join_world(member)
@@ -106,67 +103,50 @@ def test_replicas_are_the_same_after_an_average_and_when_asked(compress: str | N
         model = world.data_parallel(module, compress=compress, sync_every=EVERY, outer=outer)
         optimizer = adam(model)
         found = []
-        for step in range(STEPS):
+        for step in range(EVERY + 3):
             step_once(model, optimizer, member.rank, step)
-            if step in (2, STEPS - 1):
+            if step >= EVERY - 1:
                 found.append(contents(module))
-                model.synchronize()
-                found.append(contents(module))
-            if step == EVERY - 1:
-                found.append(contents(module))
+        model.synchronize()
+        found.append(contents(module))
         dist.destroy_process_group()
         return found
 
-    everywhere = on_ranks(body, 3)
-    different, *same = (list(found) for found in zip(*everywhere, strict=True))
-    moments = {"local": [different, same.pop(2)], "common": same}
-    for by_rank in moments["common"]:
-        assert all(torch.equal(a, b) for other in by_rank for a, b in zip(other, by_rank[0], strict=True))
-    for by_rank in moments["local"]:
-        assert not torch.equal(by_rank[0][0], by_rank[1][0])
+    averaged, _, _, locally, asked = zip(*on_ranks(body, 3), strict=True)
+    for same in (averaged, asked):
+        assert all(torch.equal(a, b) for other in same for a, b in zip(other, same[0], strict=True))
+    assert not torch.equal(locally[0][0], locally[1][0])
     # Asked for, it is the plain mean of what the replicas had.
-    mean = torch.stack([by_rank[0] for by_rank in different]).mean(0)
-    torch.testing.assert_close(same[0][0][0], mean, rtol=1e-5, atol=1e-6)
+    mean = torch.stack([each[0] for each in locally]).mean(0)
+    torch.testing.assert_close(asked[0][0], mean, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("compress", "outer", "saved_after"),
-    [(None, "diloco", EVERY), (None, "diloco", EVERY + 2), ("int8", None, EVERY + 2), ("int8", "diloco", EVERY + 2)],
-)
-def test_a_resumed_run_ends_with_the_same_bits(
-    compress: str | None, outer: str | None, saved_after: int, tmp_path: Path
-) -> None:
-    """Also when it was saved between two averages: the period goes on."""
+@pytest.mark.parametrize(("compress", "outer"), [("int8", "diloco"), pytest.param(None, "diloco", marks=LONG)])
+def test_a_resumed_run_ends_with_the_same_bits(compress: str | None, outer: str | None, tmp_path: Path) -> None:
+    """It was saved between two averages, and the period goes on."""
+    saved_after = EVERY + 2
 
-    def start(member: Member) -> tuple[phalanx.World, torch.nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+    def body(member: Member, resumes: bool) -> list[torch.Tensor]:
         world = join_world(member)
         model = world.data_parallel(net(), compress=compress, sync_every=EVERY, outer=outer)
         optimizer = adam(model)
-        return world, model, optimizer, {"model": model.module, "optimizer": optimizer}
-
-    def undisturbed(member: Member) -> list[torch.Tensor]:
-        world, model, optimizer, state = start(member)
-        for step in range(STEPS):
-            if step == saved_after:
+        state = {"model": model.module, "optimizer": optimizer}
+        if resumes:
+            world.load(tmp_path / "run.pt", state)
+        for step in range(saved_after if resumes else 0, STEPS):
+            if step == saved_after and not resumes:
                 world.save(tmp_path / "run.pt", state)
             step_once(model, optimizer, member.rank, step)
         dist.destroy_process_group()
         return contents(model)
 
-    def resumed(member: Member) -> list[torch.Tensor]:
-        world, model, optimizer, state = start(member)
-        world.load(tmp_path / "run.pt", state)
-        for step in range(saved_after, STEPS):
-            step_once(model, optimizer, member.rank, step)
-        dist.destroy_process_group()
-        return contents(model)
-
-    for expected, found in zip(on_ranks(undisturbed, 2), on_ranks(resumed, 2), strict=True):
+    whole, resumed = (on_ranks(partial(body, resumes=resumes), 2) for resumes in (False, True))
+    for expected, found in zip(whole, resumed, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 @every_rank(2)
-def test_steps_of_other_optimizers_and_of_several_are_counted_as_one(member: Member) -> None:
+def test_steps_of_several_optimizers_are_counted_as_one(member: Member) -> None:
     world, module, foreign = join_world(member), net(), torch.nn.Linear(1, 1)
     model = world.data_parallel(module, sync_every=EVERY)
     halves = [torch.optim.SGD(module[part].parameters(), lr=0.1) for part in (0, 3)]
@@ -186,13 +166,11 @@ def test_nothing_is_sent_between_two_averages(member: Member) -> None:
     world = join_world(member)
     model = world.data_parallel(net(), sync_every=EVERY, find_unused_parameters=True)
     optimizer = adam(model)
-    alone = member.folder / "alone"
     if member.rank:
-        while not alone.exists():
-            pass
+        member.await_said("alone")
     for step in range(EVERY - 1):
         step_once(model, optimizer, member.rank, step)
-    alone.touch()
+    member.say("alone")
     step_once(model, optimizer, member.rank, EVERY)
 
 

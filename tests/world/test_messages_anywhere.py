@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from textwrap import dedent
@@ -16,39 +15,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.contract import draw
 from tests.support.ranks import Member
 from tests.support.waiting import soon
 from tests.support.worlds import ANYWHERE, BETWEEN, Ranks, every_rank, in_worlds
 
-from phalanx.errors import ClosedError, CollectiveMismatch, CollectiveTimeout, PeerLost, RankError, UnsupportedTensor
+from phalanx.errors import ClosedError, CollectiveMismatch, CollectiveTimeout, PeerLost, UnsupportedTensor
 
 LARGE = 1_000_000  # float32: far more than one ring holds
 ONE_OR_TWO = ANYWHERE[:2]  # two ranks have no other place
-COUNTS = (0, 1, 1000, 20_000, 100_000)  # float32: in a frame, in a stage, straight into the tensor
+COUNTS = (0, 1, 1000, 20_000, 300_000)  # float32: in a frame, in a stage, straight into the tensor
 
 
 def pending(work: dist.Work | None) -> dist.Work:
     assert work is not None
     return work
-
-
-@every_rank([3, 5], ANYWHERE)
-def test_every_pair_exchanges_every_size_both_ways_at_once(member: Member) -> None:
-    wrong = []
-    for count in (0, 1, 1000, 70000, 300000):
-        others = [peer for peer in range(member.size) if peer != member.rank]
-        inboxes = {peer: torch.zeros(count) for peer in others}
-        works = [dist.isend(draw(member.rank, count, torch.float32, peer), peer) for peer in others]
-        works += [dist.irecv(inboxes[peer], peer) for peer in others]
-        for work in works:
-            pending(work).wait()
-        wrong += [
-            f"{peer} x {count}"
-            for peer, inbox in inboxes.items()
-            if not torch.equal(inbox, draw(peer, count, torch.float32, member.rank))
-        ]
-    assert not wrong, wrong
 
 
 @every_rank(2, ONE_OR_TWO)
@@ -112,35 +92,6 @@ def test_futures_views_and_completion(member: Member) -> None:
     assert [future.wait()[0].item() for future in (*futures, late.get_future())] == [1.0] * 4
 
 
-@every_rank(2, ONE_OR_TWO)
-def test_threads_send_and_receive_beside_collectives(member: Member) -> None:
-    wrong = []
-
-    def ping(tag: int) -> None:
-        x = torch.zeros(500)
-        for turn in range(100):
-            if member.rank == 0:
-                dist.send(torch.full((500,), float(turn)), 1, tag=tag)
-                dist.recv(x, 1, tag=tag)
-            else:
-                dist.recv(x, 0, tag=tag)
-                dist.send(x, 0, tag=tag)
-            if x[3].item() != turn:
-                wrong.append(f"tag {tag} turn {turn}: {x[3].item()}")
-
-    threads = [threading.Thread(target=ping, args=(tag,)) for tag in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for turn in range(200):
-        x = torch.full((1000,), float(turn))
-        dist.all_reduce(x)
-        if x[0].item() != 2 * turn:
-            wrong.append(f"all_reduce {turn}")
-    for thread in threads:
-        thread.join()
-    assert not wrong, wrong
-
-
 @every_rank(2, ONE_OR_TWO, leaves=False)
 def test_messages_of_different_size_raise_on_both_sides(member: Member) -> None:
     """Both calls are named with their lines, also where a thread of the group finds the error before the wait."""
@@ -155,7 +106,7 @@ def test_messages_of_different_size_raise_on_both_sides(member: Member) -> None:
                 sends = member.rank == 0
                 begin, tensor = (dist.isend, torch.ones(LARGE)) if sends else (dist.irecv, torch.ones(3))
                 work = pending(begin(tensor, 1 - member.rank, group=group))
-                time.sleep(0.5)  # the group's own thread finds the error meanwhile
+                assert soon(work.get_future().done)  # by the group's own thread
                 work.wait()
         assert f"rank 0: send to rank 1, float32[{LARGE}] at " in str(caught.value)
         assert "rank 1: recv from rank 0, float32[3] at " in str(caught.value)
@@ -164,7 +115,7 @@ def test_messages_of_different_size_raise_on_both_sides(member: Member) -> None:
 
 
 @every_rank(3)
-def test_a_tensor_that_cannot_be_written_to_is_refused_and_later_messages_come(member: Member) -> None:
+def test_a_tensor_that_cannot_be_written_to_is_refused(member: Member) -> None:
     if member.rank == 0:
         for _ in range(2):
             dist.send(torch.ones(3, 4), dst=1)
@@ -208,47 +159,6 @@ def test_a_failed_message_stays_failed_and_writes_nothing(member: Member) -> Non
     assert box.tolist() == [7.0] * 4
 
 
-def answers(count: int, wait: Callable[[], object]) -> tuple[list[threading.Thread], list[str]]:
-    """Threads that wait, and what each was told."""
-    told: list[str] = []
-
-    def waits() -> None:
-        try:
-            told.append(str(wait()))
-        except (CollectiveMismatch, ClosedError) as error:
-            told.append(type(error).__name__)
-
-    threads = [threading.Thread(target=waits) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    return threads, told
-
-
-@every_rank(2, ONE_OR_TWO, leaves=False)
-def test_every_thread_that_waits_for_a_failed_message_is_told(member: Member) -> None:
-    """Also one that comes while another is still asking the ranks what they did."""
-    if member.rank == 0:
-        threads, told = answers(4, pending(dist.irecv(torch.zeros(4), 1)).wait)
-        dist.barrier()
-        for thread in threads:
-            thread.join()
-        assert told == ["CollectiveMismatch"] * 4
-        member.say("told")
-    else:
-        dist.barrier()
-        dist.isend(torch.ones(5), 0)
-        member.await_said("told")  # it does not tell what it did, so the others ask until their patience ends
-
-
-@every_rank(3, ANYWHERE)
-def test_a_rank_outside_the_group_is_refused(member: Member) -> None:
-    group: Any = dist.group.WORLD
-    for peer in (member.size, 100_000, -1, -5):
-        for call in (group.send, group.recv):
-            with pytest.raises(RankError, match=f"rank {peer} is not in the group"):
-                call([torch.ones(4)], peer, 0)
-
-
 @every_rank(3, ANYWHERE)
 def test_a_destroyed_group_refuses_and_gives_up_its_messages(member: Member) -> None:
     group: Any = dist.new_group()
@@ -267,8 +177,6 @@ def test_a_destroyed_group_refuses_and_gives_up_its_messages(member: Member) -> 
     for _ in range(2):
         with pytest.raises(ClosedError):
             left.wait()
-        assert left.is_completed()
-        assert not left.is_success()
         assert isinstance(left.exception(), ClosedError)
     assert got.is_success()
     assert got.wait()
@@ -287,15 +195,25 @@ def test_destroying_a_group_ends_the_waits_of_other_threads(member: Member) -> N
     for destroyer in range(2):
         group: Any = dist.new_group()
         if member.rank == destroyer:
-            receive = group.recv([torch.zeros(4)], 1 - member.rank, 0)
-            threads, told = answers(3, receive.wait)
-            time.sleep(0.1)  # they wait by now, most often
+            receive, begun = group.recv([torch.zeros(4)], 1 - member.rank, 0), threading.Barrier(4)
+            told: list[str] = []
+
+            def wait(receive: Any = receive, told: list[str] = told, begun: threading.Barrier = begun) -> None:
+                begun.wait()
+                with pytest.raises(ClosedError):
+                    receive.wait()
+                told.append("closed")
+
+            threads = [threading.Thread(target=wait) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            begun.wait()
             started = time.monotonic()
             dist.destroy_process_group(group)
             for thread in threads:
                 thread.join()
             assert time.monotonic() - started < 20  # not the group's timeout
-            assert told == ["ClosedError"] * 3
+            assert told == ["closed"] * 3
         dist.barrier()
         if member.rank != destroyer:
             dist.destroy_process_group(group)
@@ -307,7 +225,6 @@ def test_a_message_that_does_not_come_holds_up_no_other(member: Member) -> None:
         first, second = torch.zeros(4), torch.zeros(4)
         stuck = pending(dist.irecv(first, 1, tag=1))
         future = pending(dist.irecv(second, 1, tag=2)).get_future()
-        time.sleep(0.1)  # the thread that looks after them is at the first
         dist.barrier()
         assert soon(future.done)
         dist.barrier()
@@ -319,38 +236,12 @@ def test_a_message_that_does_not_come_holds_up_no_other(member: Member) -> None:
             dist.send(torch.ones(4), 0, tag=tag)
 
 
-@every_rank(2)
-def test_a_message_that_another_thread_finishes_wakes_its_waiter_at_once(member: Member) -> None:
-    """Rank 1 sends nothing more: only the thread that tests finds the message, and must tell the one that sleeps."""
-    if member.rank:
-        for turn in range(30):
-            dist.barrier()
-            dist.send(torch.ones(1), 0, tag=turn)
-            dist.send(torch.ones(1), 0, tag=1000 + turn)
-        return
-    slow = 0
-    for turn in range(30):
-        woken: list[float] = []
-        work = pending(dist.irecv(torch.zeros(1), 1, tag=turn))
-        other = pending(dist.irecv(torch.zeros(1), 1, tag=1000 + turn))
-        thread = threading.Thread(target=lambda w=work, t=woken: (w.wait(), t.append(time.monotonic())))
-        thread.start()
-        time.sleep(0.002)
-        dist.barrier()
-        while not other.is_completed():
-            pass
-        seen = time.monotonic()
-        thread.join()
-        slow += woken[0] - seen > 0.03
-    assert slow < 30  # a busy machine may let it wait, but a waiter that slept its slice out is always late
-
-
 # -- between hosts -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(10, 20))])
-@every_rank(4, BETWEEN)
-def test_receives_from_any_rank_and_from_one_lose_none_and_double_none(member: Member, seed: int) -> None:
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(10, 14))])
+@every_rank(4, ANYWHERE)
+def test_receives_from_any_rank_and_from_one_lose_and_double_none(member: Member, seed: int) -> None:
     """Every rank sends to every rank, in bursts, and receives in another order, some of it from anyone.
 
     A message says from whom it is and its number among those of its sender, receiver and tag.
@@ -400,13 +291,13 @@ def test_receives_from_any_rank_and_from_one_lose_none_and_double_none(member: M
 @every_rank(2, "two hosts")
 def test_a_large_message_that_another_one_has_passed_is_received(member: Member) -> None:
     """Its receive is posted while it is being received aside, and its sender sends nothing more."""
-    for turn in range(6):
-        big, small = torch.full((8_000_000,), 1.0 + turn), torch.full((1,), 2.0)
+    for turn in range(2):
+        big, small = torch.full((4_000_000,), 1.0 + turn), torch.full((1,), 2.0)
         if member.rank == 0:
             for work in [dist.isend(big, 1, tag=1), dist.isend(small, 1, tag=2)]:
                 pending(work).wait()
         else:
-            dist.recv(small.zero_(), 0, tag=2)
+            dist.recv(small.zero_(), None if turn % 2 else 0, tag=2)
             dist.recv(big.zero_(), 0 if turn % 2 else None, tag=1)
             assert [small.item(), big.min().item(), big.max().item()] == [2.0, 1.0 + turn, 1.0 + turn]
 
@@ -414,7 +305,7 @@ def test_a_large_message_that_another_one_has_passed_is_received(member: Member)
 @every_rank(3, BETWEEN)
 def test_a_send_is_received_by_a_rank_that_has_sent_first(member: Member) -> None:
     """One rank starts more sends than it has credit for, and then receives; the others send to it, and then receive."""
-    for count, ahead in ((25_000, 5), (25_000, 30), (1000, 8), (1000, 50), (100_000, 8)):
+    for count, ahead in ((25_000, 30), (1000, 50), (100_000, 8)):
         if member.rank == 0:
             numbers = [(rank, number) for number in range(ahead) for rank in (1, 2)]
             works = [dist.isend(torch.full((count,), float(number)), rank, tag=1) for rank, number in numbers]
@@ -448,7 +339,8 @@ def test_what_a_rank_sends_before_it_destroys_its_group_arrives(member: Member) 
             for count in (4, 30_000):
                 dist.send(torch.full((count,), float(count)), peer, group=group)
         else:
-            time.sleep(2.5)  # longer than a rank that leaves waits before it goes on
+            # It waits for a second before it goes on, or for this rank to come, if that has to dial.
+            soon((member.folder / f"{peer} left, {opened}").exists, 2.0)
             for count in (4, 30_000):
                 box = torch.empty(count)
                 dist.recv(box, peer, group=group)
@@ -458,6 +350,7 @@ def test_what_a_rank_sends_before_it_destroys_its_group_arrives(member: Member) 
             assert caught.value.group_rank == pairs[own].index(peer)
             assert f"recv from rank {caught.value.group_rank}, float32[30000] at " in str(caught.value)
         dist.destroy_process_group(group)
+        member.say(f"{member.rank} left, {opened}")
 
 
 SENDS_AND_ENDS = """
@@ -477,40 +370,43 @@ SENDS_AND_ENDS = """
         if sys.argv[4] == "destroys":  # the last group, so nothing of this process answers others any more
             dist.destroy_process_group()
     else:
-        time.sleep(2.5)
+        time.sleep(1.5)  # longer than a rank that leaves waits before it goes on; nothing tells when it does
         box.zero_()
         dist.recv(box, sender)
         print(box.eq(7).all().item())
 """
 
 
-def test_what_a_rank_sends_before_its_script_ends_arrives(tmp_path: Path) -> None:
-    """Which rank dials the other is decided by the ports that the kernel gives."""
-    jobs = [(0, "ends"), (1, "ends"), (0, "destroys"), (1, "destroys")]
+MORE_ENDS = [(1, "ends"), (0, "destroys"), (1, "destroys")]  # which rank dials the other is decided by their ports
+
+
+@pytest.mark.parametrize(
+    ("sender", "then"), [(0, "ends"), *(pytest.param(*job, marks=pytest.mark.long) for job in MORE_ENDS)]
+)
+def test_what_a_rank_sends_before_its_script_ends_arrives(sender: int, then: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", dedent(SENDS_AND_ENDS)]
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", dedent(SENDS_AND_ENDS), str(rank), str(sender), str(tmp_path / f"store-{n}"), then],
+            [*command, str(rank), str(sender), str(tmp_path / "store"), then],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for n, (sender, then) in enumerate(jobs)
         for rank in (0, 1)
     ]
     said = [(*rank.communicate(timeout=300), rank.returncode) for rank in running]
-    expected = [("", "", 0) if rank == sender else ("True\n", "", 0) for sender, _ in jobs for rank in (0, 1)]
-    assert said == expected
+    assert said == [("" if rank == sender else "True\n", "", 0) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("late", [1, 2])
+@pytest.mark.parametrize("late", [1, pytest.param(2, marks=pytest.mark.long)])
 @in_worlds(3, "two hosts")
-def test_a_message_that_is_late_is_named_by_every_rank_that_waits(world: Ranks, late: int) -> None:
+def test_a_late_message_is_named_by_every_rank_that_waits(world: Ranks, late: int) -> None:
     """Rank 1 is on the host of rank 0, whose patience is short, and rank 2 is on the other."""
 
     def body(member: Member) -> tuple[int | None, str]:
         group: Any = dist.new_group()
         dist.barrier(group)
-        group.set_timeout(timedelta(seconds=1 if member.rank == 0 else 600))
+        group.set_timeout(timedelta(seconds=0.3 if member.rank == 0 else 600))
         member.meet("in the group")  # one that is still in the barrier would hear of the first timeout there
         told: tuple[int | None, str] = -1, ""
         if member.rank == late:
@@ -528,6 +424,6 @@ def test_a_message_that_is_late_is_named_by_every_rank_that_waits(world: Ranks, 
     for own in (0, 3 - late):
         rank, text = outcomes[own]
         assert rank == late, text
-        assert f"did not come within 1 s while rank 0 was in recv from rank {late}, float32[4] at " in text
+        assert f"did not come within 0.3 s while rank 0 was in recv from rank {late}, float32[4] at " in text
         assert own == 0 or f"Rank {own} was in recv from rank {late}, float32[{4 + own}] at " in text
         assert "{" not in text

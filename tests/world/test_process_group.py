@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from tests.support.ranks import Member
 from tests.support.worlds import ANYWHERE, every_rank
 
-from phalanx.errors import ArgumentError, BackendError, ClosedError
+from phalanx.errors import ArgumentError, BackendError
 
 
 def ones(place: Member, count: int = 4) -> torch.Tensor:
@@ -26,58 +25,50 @@ def total(size: int) -> float:
     return size * (size + 1) / 2
 
 
-@every_rank([1, 3], ANYWHERE, ["phalanx", "replaced", "mpi"])
+@every_rank([1, 3], ["one host", "two hosts"], ["phalanx", "mpi"])
 def test_every_collective_of_torch_works(member: Member) -> None:
+    every_collective(member)
+
+
+@every_rank(3, ["one host", "two hosts, in turn"], "replaced")
+def test_every_collective_works_where_gloo_is_replaced(member: Member) -> None:
+    every_collective(member)
+
+
+def every_collective(member: Member) -> None:
     """Native ones and those that still go to the attached Gloo group, mixed."""
     rank, n = member.rank, member.size
     everyone = [float(r + 1) for r in range(n)]
-
-    tensor = ones(member)
-    dist.all_reduce(tensor)
-    assert tensor.tolist() == [total(n)] * 4
-
-    tensor = ones(member)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    assert tensor.tolist() == [float(n)] * 4
-
-    tensor = ones(member)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
-    assert tensor.tolist() == [1.0] * 4
-
+    for op, result in ((dist.ReduceOp.SUM, total(n)), (dist.ReduceOp.MAX, float(n)), (dist.ReduceOp.MIN, 1.0)):
+        tensor = ones(member)
+        dist.all_reduce(tensor, op=op)
+        assert tensor.tolist() == [result] * 4
     tensor = ones(member)
     dist.broadcast(tensor, src=n - 1)
     assert tensor.tolist() == [float(n)] * 4
-
     gathered = [torch.empty(4) for _ in range(n)]
     dist.all_gather(gathered, ones(member))
     assert [t[0].item() for t in gathered] == everyone
-
     flat = torch.empty(4 * n)
     dist.all_gather_single(flat, ones(member))
     assert flat.view(n, 4)[:, 0].tolist() == everyone
-
     output = torch.empty(2)
     dist.reduce_scatter(output, [torch.full((2,), float(r * (rank + 1))) for r in range(n)])
     assert output.tolist() == [rank * total(n)] * 2
-
     received = [torch.empty(1) for _ in range(n)]
     dist.all_to_all(received, [torch.tensor([10.0 * rank + r]) for r in range(n)])
     assert [t.item() for t in received] == [10.0 * r + rank for r in range(n)]
-
     at_root = [torch.empty(4) for _ in range(n)] if rank == 0 else None
     dist.gather(ones(member), at_root, dst=0)
     if at_root is not None:
         assert [t[0].item() for t in at_root] == everyone
-
     piece = torch.empty(1)
     dist.scatter(piece, [torch.tensor([float(r)]) for r in range(n)] if rank == 0 else None, src=0)
     assert piece.item() == rank
-
     reduced = ones(member)
     dist.reduce(reduced, dst=0)
     if rank == 0:
         assert reduced.tolist() == [total(n)] * 4
-
     objects: list[Any] = [None] * n
     dist.all_gather_object(objects, {"rank": rank})
     assert objects == [{"rank": r} for r in range(n)]
@@ -85,20 +76,19 @@ def test_every_collective_of_torch_works(member: Member) -> None:
 
 @every_rank(3, ANYWHERE, ["phalanx", "mpi"])
 def test_operations_run_in_the_order_of_the_calls(member: Member) -> None:
-    """Asynchronous ones behind each other, and a synchronous one behind them."""
+    """Asynchronous ones behind each other, and a synchronous one behind them. Products and sums do not commute."""
     tensor = torch.tensor([float(member.rank + 1)])
-    works = [dist.all_reduce(tensor, async_op=True) for _ in range(5)]
-    works.append(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True))
-    works.append(dist.all_reduce(tensor, async_op=True))
+    ops = (dist.ReduceOp.SUM, dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.SUM)
+    works = [dist.all_reduce(tensor, op=op, async_op=True) for op in ops]
     dist.all_reduce(tensor)
     assert all(work.is_completed() for work in works)
     for work in works:
         work.wait()
-    assert tensor.item() == 6 * 3**4 * 3 * 3
+    assert tensor.item() == (6 * 3) ** 3 * 3 * 3
 
 
-@every_rank(3, ANYWHERE)
-def test_an_asynchronous_call_returns_at_once_while_a_rank_is_late(member: Member) -> None:
+@every_rank(3, ["one host", "two hosts"])
+def test_an_asynchronous_call_returns_while_a_rank_is_late(member: Member) -> None:
     dist.barrier()
     if member.rank == 0:
         member.await_said("returned 1", "returned 2")
@@ -111,21 +101,6 @@ def test_an_asynchronous_call_returns_at_once_while_a_rank_is_late(member: Membe
     assert work.is_completed()
     assert work.is_success()
     assert tensor[0].item() == 3
-
-
-@every_rank(2)
-def test_a_callback_may_wait_for_further_operations_of_its_group(member: Member) -> None:
-    """As PowerSGD's hook does; three deep here."""
-
-    def deeper(depth: int, value: torch.Tensor) -> torch.Tensor:
-        future = dist.all_reduce(value, async_op=True).get_future()
-        if depth == 0:
-            result: torch.Tensor = future.wait()[0]
-        else:
-            result = future.then(lambda f: deeper(depth - 1, f.value()[0])).wait()
-        return result
-
-    assert deeper(3, torch.ones(1)).item() == 16.0
 
 
 @every_rank(2)
@@ -157,14 +132,6 @@ def test_a_group_name_is_used_again_by_other_ranks(member: Member) -> None:
         dist.destroy_process_group()
 
 
-@every_rank(2)
-def test_a_destroyed_group_says_so(member: Member) -> None:
-    group = dist.new_group([0, 1])
-    dist.destroy_process_group(group)
-    with pytest.raises(ClosedError, match="after it had been destroyed"):
-        group.barrier()
-
-
 @every_rank(timeout_s=30)
 def test_a_group_works_after_a_thread_could_not_be_started(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
 
@@ -180,23 +147,6 @@ def test_a_group_works_after_a_thread_could_not_be_started(member: Member, monke
     assert tensor.item() == member.size
 
 
-@every_rank(timeout_s=30)
-def test_a_forked_child_leaves_the_group_to_its_parent(member: Member) -> None:
-    group: Any = dist.group.WORLD
-    with group._progress.running:
-        child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            with pytest.raises(ClosedError, match="forked"):
-                dist.barrier()
-            dist.destroy_process_group()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
 @every_rank()
 def test_integers_are_not_scaled_by_fractions(member: Member) -> None:
     op = dist._make_nccl_premul_sum(0.5)  # type: ignore[attr-defined]
@@ -209,30 +159,13 @@ def test_scripts_need_no_import_of_phalanx() -> None:
     """The entry point registers the backend at ``import torch``, and does little else."""
     script = (
         "import sys, torch, torch.distributed as dist\n"
+        "print(*sorted(m for m in sys.modules if m.startswith('phalanx')))\n"
         "dist.init_process_group('phalanx', store=dist.HashStore(), rank=0, world_size=1)\n"
         "x = torch.ones(2); dist.all_reduce(x); print(x.tolist(), dist.get_backend())\n"
         "dist.destroy_process_group()\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
-    assert done.stdout == "[1.0, 1.0] phalanx\n", done.stderr
-
-
-def test_import_torch_loads_only_the_registration() -> None:
-    script = "import sys, torch; print(sorted(m for m in sys.modules if m.startswith('phalanx')))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
-    assert done.stdout.strip() == str(
-        [
-            "phalanx",
-            "phalanx.c10d",
-            "phalanx.c10d.mpi_slot",
-            "phalanx.c10d.register",
-            "phalanx.c10d.uncompiled",
-            "phalanx.errors",
-            "phalanx.exception",
-            "phalanx.lost",
-            "phalanx.rendezvous",
-            "phalanx.rendezvous.launchers_port",
-            "phalanx.settings",
-            "phalanx.words",
-        ]
-    )
+    of_c10d = ["c10d", "c10d.mpi_slot", "c10d.register", "c10d.uncompiled"]
+    others = ["errors", "exception", "lost", "rendezvous", "rendezvous.launchers_port", "settings", "words"]
+    loaded = " ".join(["phalanx", *(f"phalanx.{name}" for name in (*of_c10d, *others))])
+    assert done.stdout == f"{loaded}\n[1.0, 1.0] phalanx\n", done.stderr

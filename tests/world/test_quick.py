@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -77,28 +76,23 @@ def test_each_usual_call_is_quick_and_right(member: Member) -> None:
 
 
 @every_rank()
-def test_what_is_not_plain_goes_to_python_and_the_other_ranks_may_stay_quick(member: Member) -> None:
+def test_what_is_not_plain_goes_to_python_on_that_rank_alone(member: Member) -> None:
     """In turn each rank gives an unusual form of the same call; the others cannot tell."""
     group = world_group()
-    forms: dict[str, Callable[[], tuple[torch.Tensor, Any]]] = {
-        "strided": lambda: (torch.ones(8)[::2], None),
-        "parameter": lambda: (torch.nn.Parameter(torch.ones(4), requires_grad=False), None),
-        "queued": lambda: (torch.ones(4), True),
-        "profiled": lambda: (torch.ones(4), torch.profiler.profile()),
+    forms: dict[str, Callable[[], torch.Tensor]] = {
+        "strided": lambda: torch.ones(8)[::2],
+        "parameter": lambda: torch.nn.Parameter(torch.ones(4), requires_grad=False),
+        "queued": lambda: torch.ones(4),
+        "profiled": lambda: torch.ones(4),
     }
     for name, form in forms.items():
         for unusual in range(member.size):
-            tensor, how = form() if unusual == member.rank else (torch.ones(4), None)
-            with Counted(group, "allreduce") as counted:
-                if how is True:
-                    work = dist.all_reduce(tensor, async_op=True)
-                    assert work is not None
+            tensor, how = (form(), name) if unusual == member.rank else (torch.ones(4), "")
+            profiled = torch.profiler.profile() if how == "profiled" else contextlib.nullcontext()
+            with Counted(group, "allreduce") as counted, profiled:
+                work = dist.all_reduce(tensor, async_op=how == "queued")
+                if work is not None:
                     work.wait()
-                elif how is not None:
-                    with how:
-                        dist.all_reduce(tensor)
-                else:
-                    dist.all_reduce(tensor)
             assert tensor.tolist() == [float(member.size)] * 4, name
             assert counted.count == (unusual == member.rank and name != "parameter"), (name, counted.count)
     # After an operation that nobody has waited for, the next call runs that one first.
@@ -110,16 +104,10 @@ def test_what_is_not_plain_goes_to_python_and_the_other_ranks_may_stay_quick(mem
 
 
 @every_rank()
-def test_tensors_whose_data_mean_something_else_are_left_to_python(member: Member) -> None:
-    group = world_group()
-    unusual = [
-        torch.tensor(2 + 3j).conj().imag,  # a bit says that its data are to be negated
-        torch.ones(2, 2).t()[:1],
-        torch.ones(1, 1, 1, 1, 1),
-        torch.ones(2, dtype=torch.int8),
-    ]
-    for tensor in unusual:
-        with Counted(group, "allreduce") as counted:
+def test_tensors_whose_data_mean_something_else_go_to_python(member: Member) -> None:
+    negated = torch.tensor(2 + 3j).conj().imag  # a bit says that its data are to be negated
+    for tensor in (negated, torch.ones(2, 2).t()[:1], torch.ones(1, 1, 1, 1, 1), torch.ones(2, dtype=torch.int8)):
+        with Counted(world_group(), "allreduce") as counted:
             dist.all_reduce(tensor)
         assert counted.count == 1
     # The imaginary part of a conjugate on one rank, and a number of its own on the others.
@@ -152,27 +140,26 @@ def test_errors_are_those_of_python_and_name_the_line(member: Member) -> None:
 
 
 @every_rank(timeout_s=120)
-def test_quick_calls_of_a_thread_beside_another_that_closes_the_group(member: Member) -> None:
-    outcomes = []
-    for _ in range(10):
+def test_quick_calls_beside_a_thread_that_closes_the_group(member: Member) -> None:
+    for _ in range(4):
         group: Any = dist.new_group()
-        ended: list[BaseException] = []
+        called, ended = threading.Event(), threading.Event()
 
-        def call(group: Any = group, ended: list[BaseException] = ended) -> None:
+        def call(group: Any = group, called: threading.Event = called, ended: threading.Event = ended) -> None:
             try:
                 while True:
                     dist.all_reduce(torch.ones(2), group=group)
-            except BaseException as error:
-                ended.append(error)
+                    called.set()
+            except BaseException:
+                ended.set()
 
         thread = threading.Thread(target=call)
         thread.start()
-        time.sleep(0.01)
+        called.wait()
         group.abort()
         dist.destroy_process_group(group)
         thread.join()
-        outcomes.append(len(ended))
-    assert outcomes == [1] * 10
+        assert ended.is_set()
 
 
 @every_rank(timeout_s=60)
@@ -221,11 +208,10 @@ def test_messages_that_are_not_plain_go_to_python(member: Member) -> None:
     assert sent.result()[0] is mine
     assert work.wait()
     assert theirs.tolist() == [float(other)] * 3
-    # Any source, a message to oneself, and ranks and tensors that are refused.
+    # Any source, a message to oneself, and ranks that are refused.
     dist.send(mine, other)
     assert dist.recv(theirs) == other
     assert not group.send_now(mine, member.rank, 0)
-    assert not group.recv_now(mine, 2, 0)
     assert not group.recv_now(mine, None, 0)
     for call in (dist.send, dist.recv):
         with pytest.raises(ValueError, match="rank"):
@@ -233,7 +219,7 @@ def test_messages_that_are_not_plain_go_to_python(member: Member) -> None:
 
 
 @every_rank(2, leaves=False)
-def test_a_message_that_does_not_fit_and_one_whose_sender_leaves_raise_as_in_python(member: Member) -> None:
+def test_messages_that_fail_raise_as_in_python(member: Member) -> None:
     second: Any = dist.new_group()
     if member.rank:
         dist.send(torch.ones(3), 0)
@@ -249,7 +235,7 @@ def test_a_message_that_does_not_fit_and_one_whose_sender_leaves_raise_as_in_pyt
 
 
 @every_rank(2)
-def test_a_group_that_is_dropped_is_collected_with_all_that_its_methods_hold(member: Member) -> None:
+def test_a_dropped_group_is_collected_with_what_its_methods_hold(member: Member) -> None:
     group: Any = dist.new_group()
     dist.broadcast(torch.ones(2), 0, group=group)  # the communicator remembers it by the methods' common part
     kept = [weakref.ref(group._progress), weakref.ref(group._communicator)]
@@ -262,7 +248,7 @@ def test_a_group_that_is_dropped_is_collected_with_all_that_its_methods_hold(mem
 
 
 @every_rank()
-def test_a_mode_for_torchs_functions_sees_a_groups_calls_as_those_of_torch(member: Member) -> None:
+def test_a_mode_for_torchs_functions_sees_a_groups_calls(member: Member) -> None:
     class Seeing(TorchFunctionMode):
         def __init__(self) -> None:
             super().__init__()

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 
 import phalanx
 from phalanx import rpc
-from phalanx.errors import PhalanxError, UnsupportedTensor
+from phalanx.errors import PhalanxError
 
-WRONG = (lambda: None, lambda: "a text", lambda: 2.5, lambda: [2.5, 7.5], lambda: torch.ones(2), object)
+WRONG = (lambda: None, lambda: "a text", lambda: [2.5, 7.5], object)
 Functions = dict[str, Callable[..., Any]]
 
 
@@ -126,7 +126,6 @@ def test_the_error_says_what_is_taken_and_what_to_write(tmp_path: Path) -> None:
             (lambda: world.loader([1, 2], 1, num_workers="2"), "takes num_workers: int; got '2'"),
             (lambda: world.data_parallel(one, find_unused=True), "Did you mean find_unused_parameters?"),
             (lambda: world.load(tmp_path / "broken"), "is not a whole checkpoint"),
-            (lambda: world.load(5), "takes path: str | os.PathLike[str]; got 5 (int)"),
             (lambda: world.save(tmp_path / "new", {"f": lambda: 1}), "new was not written: Can't pickle"),
             (lambda: world.save("/nonexist/x.pt", {}), "There is no directory /nonexist for the checkpoint"),
         ):
@@ -135,32 +134,5 @@ def test_the_error_says_what_is_taken_and_what_to_write(tmp_path: Path) -> None:
             assert words in str(caught.value)
         world.all_reduce(value := torch.tensor([member.rank + 1.0]), op="max")
         assert value.item() == 2
-
-    on_ranks(body, 2)
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's own, about layouts that it calls prototypes
-def test_tensors_of_other_layouts_are_refused_in_words() -> None:
-    def body(member: Member) -> None:
-        world = join_world(member)
-        parts, square = [torch.ones(2), torch.ones(3)], torch.eye(3)
-        calls: list[Callable[[torch.Tensor], Any]] = [
-            lambda tensor: world.all_reduce(tensor),
-            lambda tensor: world.broadcast(tensor),
-            lambda tensor: world.all_gather([tensor, tensor], tensor),
-            lambda tensor: world.isend(tensor, 1 - member.rank),
-            lambda tensor: world.sum({"loss": tensor}),
-            lambda tensor: world.gather_for_metrics(tensor),
-            lambda tensor: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True),
-        ]
-        for tensor, word in (
-            (torch.nested.nested_tensor(parts), "nested"),
-            (torch.nested.nested_tensor(parts, layout=torch.jagged), "nested"),
-            (square.to_sparse_csr(), "sparse_csr"),
-            (square.to_mkldnn(), "_mkldnn"),
-        ):
-            for call in calls:
-                with pytest.raises(UnsupportedTensor, match=word):
-                    call(tensor)
 
     on_ranks(body, 2)
