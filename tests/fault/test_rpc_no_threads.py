@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import torch.distributed.rpc
-from tests.rpc.torch_workers import started
-from tests.rpc.workers import add, next_of, sleep, use_tcp, with_workers
+from tests.rpc.workers import add, next_of, open_gate, torch_started, use_tcp, wait_for_gate, with_workers
 from tests.support.leaks import Holdings
 from tests.support.ranks import Member, on_ranks
 
@@ -61,7 +60,7 @@ def tried_until_it_can(begin: Callable[[], Any]) -> int:
     raise AssertionError
 
 
-@pytest.mark.parametrize("tcp", [False, True], ids=["shared memory", "tcp"])
+@pytest.mark.parametrize("tcp", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_one_that_cannot_become_a_worker_can_later(tcp: bool) -> None:
     """Whichever of its threads is refused, nothing is left of the attempt."""
 
@@ -91,7 +90,8 @@ def test_a_call_that_cannot_be_watched_is_not_made() -> None:
         with refused(1), pytest.raises(BackendError, match=TOLD):
             rpc.call(next_of(member), add, 1, 1, timeout_s=0.2)  # due before the next one
         with pytest.raises(CallTimeout):
-            rpc.call(next_of(member), sleep, 2.0, timeout_s=0.5)
+            rpc.call(next_of(member), wait_for_gate, timeout_s=0.3)
+        rpc.call(next_of(member), open_gate)
         return int(rpc.call(next_of(member), add, member.rank, 1))
 
     assert with_workers(body, 2) == [1, 2]
@@ -99,7 +99,7 @@ def test_a_call_that_cannot_be_watched_is_not_made() -> None:
 
 def test_nothing_is_left_of_a_failed_init_rpc_of_torchs() -> None:
     def body(member: Member) -> int:
-        failed = tried_until_it_can(partial(started, member))
+        failed = tried_until_it_can(partial(torch_started, member))
         torch.distributed.rpc.shutdown()
         return failed
 

@@ -13,8 +13,8 @@ import torch
 import phalanx.rpc.autograd.engine  # noqa: F401 - once, and not on every forked rank
 from phalanx.errors import ArgumentError
 from phalanx.rpc.torch_api.torch_agent import check_device_maps
-from tests.rpc.torch_workers import started
-from tests.support.ranks import Member, run_ranks, values
+from tests.rpc.workers import torch_started
+from tests.support.ranks import Member, on_ranks
 
 PATIENCE_S = 600
 PROGRAM = """
@@ -80,7 +80,7 @@ def described(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], str]:
 
 def test_meta_tensors_arrive_as_such() -> None:
     def rank(member: Member) -> None:
-        rpc = started(member)
+        rpc = torch_started(member)
         to = f"worker{(member.rank + 1) % member.size}"
         sent = torch.empty(3, 5, dtype=torch.bfloat16, device="meta")
         assert rpc.rpc_sync(to, described, args=(sent,)) == ("meta", (3, 5), "torch.bfloat16")
@@ -88,7 +88,7 @@ def test_meta_tensors_arrive_as_such() -> None:
         assert (back.device.type, back.shape, back.stride()) == ("meta", (5, 3), sent.t().stride())
         rpc.shutdown()
 
-    values(run_ranks(rank, 2))
+    on_ranks(rank, 2)
 
 
 @pytest.mark.gpu

@@ -42,6 +42,7 @@ def by_replicas(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run(tmp_path_factory.mktemp("replicas"), "text_classification.py", *SMALL, ranks=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arguments", [("--servers", "1"), ("--servers", "2", "--sparse")], ids=" ".join)
 def test_a_parameter_server_trains_as_replicas_do(
     by_replicas: dict[str, Any], tmp_path: Path, arguments: tuple[str, ...]
@@ -53,9 +54,8 @@ def test_a_parameter_server_trains_as_replicas_do(
     assert abs(found["accuracy"] - by_replicas["accuracy"]) <= (0.05 if "--sparse" in arguments else 0.01)
 
 
-def test_replicas_whose_embeddings_are_elsewhere_train_as_replicas_do(
-    by_replicas: dict[str, Any], tmp_path: Path
-) -> None:
+@pytest.mark.long
+def test_replicas_with_remote_embeddings_train_alike(by_replicas: dict[str, Any], tmp_path: Path) -> None:
     found = run(tmp_path, "ddp_and_rpc.py", *SMALL, ranks=3)
     assert abs(found["accuracy"] - by_replicas["accuracy"]) <= 0.01
 
@@ -94,14 +94,9 @@ def in_one_process() -> dict[str, Any]:
     return {"accuracy": accuracy, "parameters_sha256": module.fingerprint(layers)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("schedule", "ranks"),
-    [
-        ("1F1B", 2),
-        ("rpc", 3),
-        pytest.param("ZBVZeroBubble", "1,2", marks=pytest.mark.long),
-        pytest.param("DualPipeV", "2x2", marks=pytest.mark.long),
-    ],
+    ("schedule", "ranks"), [("1F1B", 2), ("rpc", 3), ("ZBVZeroBubble", "1,2"), ("DualPipeV", "2x2")]
 )
 def test_a_pipeline_trains_as_one_process_does(
     in_one_process: dict[str, Any], tmp_path: Path, schedule: str, ranks: int | str

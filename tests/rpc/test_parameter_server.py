@@ -118,7 +118,7 @@ def sparse_adam(model: Lookup) -> torch.optim.Optimizer:
     return torch.optim.SparseAdam(model.embedding.parameters(), lr=0.1)
 
 
-def test_only_rows_that_are_looked_up_travel_and_the_training_is_the_same() -> None:
+def test_sparse_rows_travel_only_if_looked_up_and_train_the_same() -> None:
     servers = 2
 
     def body(member: Member) -> Any:
@@ -147,7 +147,7 @@ def test_only_rows_that_are_looked_up_travel_and_the_training_is_the_same() -> N
 
 
 @pytest.mark.parametrize("mode", ["bounded", "asynchronous"])
-def test_a_quick_trainer_is_ahead_of_a_slow_one_as_far_as_the_mode_allows(mode: str) -> None:
+def test_quick_trainer_is_ahead_as_far_as_the_mode_allows(mode: str) -> None:
     staleness = {"staleness": 3} if mode == "bounded" else {}
 
     def body(member: Member) -> Any:

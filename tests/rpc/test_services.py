@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from phalanx import rpc
 from phalanx.errors import ArgumentError, EncodingError
@@ -61,10 +60,11 @@ class Trainer:
 METHODS = ["whose", "scaled", "counted", "later", "fail", "lies"]
 
 
-def with_services(body: Any, size: int, *, typed_only: bool) -> list[Any]:
-    def serve(member: Member) -> None:
-        rpc.serve("trainer", Trainer(member.rank), METHODS)
+def serve(member: Member) -> None:
+    rpc.serve("trainer", Trainer(member.rank), METHODS)
 
+
+def with_services(body: Any, size: int, *, typed_only: bool) -> list[Any]:
     def run(member: Member) -> Any:
         return body(member, rpc.service(next_of(member), "trainer", Trainer))
 
@@ -176,68 +176,57 @@ def _explode(path: str) -> Bombed:
     return Bombed(path)
 
 
-def test_a_pickle_sent_to_a_worker_that_unpickles_nothing_is_never_loaded(tmp_path: Path) -> None:
-    path = str(tmp_path / "loaded")
-    services = ["call", "objects.make", "objects.method", "objects.lease", "stream.next", "cancel", "receipt"]
-    services.append("typed:trainer")
+def test_pickle_sent_to_a_typed_worker_is_never_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "loaded"
+    names = ["call", "objects.make", "objects.method", "objects.lease", "stream.next", "cancel", "receipt"]
 
-    def run(member: Member) -> Any:
-        member.join()
-        rpc.serve("trainer", Trainer(member.rank), METHODS)
-        rpc.init(typed_only=member.rank == 0)
-        try:
-            if member.rank == 0:
-                return True
+    def run(member: Member) -> None:
+        serve(member)
+        workers.begin(member, typed_only=member.rank == 0)
+        if member.rank:
             attacker = Codec(_bomb, lambda head, buffers: None, unpickles=False)
-            agent = session.agent()
             failed = []
-            for name in services:
+            for name in [*names, "typed:trainer"]:
                 with pytest.raises(rpc.RemoteError) as caught:
-                    agent.request(0, name, Bomb(path), codec=attacker).wait()
+                    session.agent().request(0, name, Bomb(str(path)), codec=attacker).wait()
                 failed.append(str(caught.value))
-                agent.notify(0, name, Bomb(path))
+                session.agent().notify(0, name, Bomb(str(path)))
             assert all("typed_only=True" in text for text in failed[:5]), failed
             with pytest.raises(rpc.RemoteError, match="typed_only=True"):
                 rpc.call(0, workers.pid)
-            return rpc.service(0, "trainer", Trainer).whose() == 0
-        finally:
-            rpc.shutdown()
-            dist.destroy_process_group()
+            assert rpc.service(0, "trainer", Trainer).whose() == 0
+        rpc.shutdown()
 
-    assert on_ranks(run, 2) == [True, True]
-    assert not os.path.exists(path)
+    on_ranks(run, 2)
+    assert not path.exists()
 
 
-def test_a_pickle_in_the_answer_of_a_typed_service_is_never_loaded(tmp_path: Path) -> None:
-    path = str(tmp_path / "loaded")
+def test_pickle_in_the_answer_of_a_typed_service_is_never_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "loaded"
 
-    def run(member: Member) -> Any:
-        member.join()
-        rpc.serve("trainer", Trainer(member.rank), METHODS)
-        rpc.init()
-        try:
-            if member.rank:  # it pretends to be the service, and answers with pickles
-                evil = Codec(_bomb, lambda head, buffers: bytes(head), unpickles=True)
+    def run(member: Member) -> int:
+        serve(member)
+        workers.begin(member)
+        if member.rank:  # it pretends to be the service, and answers with pickles
+            evil = Codec(_bomb, lambda head, buffers: bytes(head), unpickles=True)
 
-                def handler(incoming: Any, head: bytes) -> Any:
-                    if b"fail" in head:
-                        raise Bombed(path)
-                    return Bomb(path)
+            def handler(incoming: Any, head: bytes) -> Any:
+                if b"fail" in head:
+                    raise Bombed(str(path))
+                return Bomb(str(path))
 
-                session.agent().serve("typed:trainer", handler, codec=evil)
-                dist.barrier()
-                dist.barrier()
-                return os.path.exists(f"{path}.{os.getpid()}")  # the sender has loaded it, so the receiver could have
-            dist.barrier()
+            session.agent().serve("typed:trainer", handler, codec=evil)
+        member.meet("serves")
+        if member.rank == 0:
             client = rpc.service(1, "trainer", Trainer)
             with pytest.raises(EncodingError):
                 client.whose()
             with pytest.raises(rpc.RemoteError, match="Bombed"):
                 client.fail("x")
-            dist.barrier()
-            return not os.path.exists(path) and not os.path.exists(f"{path}.{os.getpid()}")
-        finally:
-            rpc.shutdown()
-            dist.destroy_process_group()
+        rpc.shutdown()
+        return os.getpid()
 
-    assert on_ranks(run, 2) == [True] * 2
+    receiver, sender = on_ranks(run, 2)
+    assert not path.exists()
+    assert not Path(f"{path}.{receiver}").exists()
+    assert Path(f"{path}.{sender}").exists()  # the sender has loaded it, so the receiver could have

@@ -87,7 +87,7 @@ def test_those_who_leave_and_die_are_told_once_each() -> None:
         with pytest.raises(WorkerLost):
             rpc.call("worker1", workers.pid)
         everything = log.wait_for(("worker1", "lost")), of_one.wait_for(("worker1", "lost"))
-        time.sleep(0.5)  # nothing is told twice
+        time.sleep(0.3)  # nothing is told twice
         assert everything == (log.events, of_one.events)
         rpc.shutdown(wait=False)
         return everything

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support import autograd_workers as workers
-from tests.support.autograd_workers import Do, own, parameter, times
+from tests.support.autograd_workers import Do, parameter, times
 from tests.support.pool import Pool
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,7 +34,7 @@ def train(me: Worker, size: int) -> list[torch.Tensor]:
             x = torch.full((3,), float(100 * me.rank + 10 * place + turn))
             with rpc.context() as context_id:
                 rpc.backward(context_id, [rpc.call(0, times, rpc.call, "shared", x).sum()])
-                got, _ = rpc.call(0, workers.gradients_now, context_id)
+                got, _ = rpc.call(0, workers.gradients, context_id, quiet=False)
                 torch.testing.assert_close(got["shared"], x)
         results[place] = True
 
@@ -78,7 +78,7 @@ def late_leaf(me: Worker) -> None:
 
 
 def passed_on(do: Do, to: int) -> torch.Tensor:
-    return do(to, own, do, "late")  # type: ignore[no-any-return]
+    return do(to, parameter, "late", 3)  # type: ignore[no-any-return]
 
 
 def post_hooks(me: Worker) -> None:
@@ -134,7 +134,7 @@ def replicas(me: Worker, as_views: bool) -> None:
             hidden = rpc.call(size - 1, times, rpc.call, "hidden", inputs)
             rpc.backward(context_id, [torch.tanh(model(hidden)).sum()])
             got = rpc.get_gradients(context_id)
-            there, _ = rpc.call(size - 1, workers.gradients_now, context_id)
+            there, _ = rpc.call(size - 1, workers.gradients, context_id, quiet=False)
         assert layer.weight.grad is None
         weight = parameter("hidden", 3)
         wanted = []
