@@ -20,7 +20,7 @@ import torch
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout, ClosedError
-from phalanx.rpc import connections, session, streams
+from phalanx.rpc import session, streams
 from phalanx.rpc.failure import RemoteError
 from phalanx.rpc.future import Future
 from tests.rpc import workers
@@ -53,41 +53,30 @@ def keep_number(number: int, tensor: torch.Tensor) -> None:
     workers.keep(number)
 
 
-def all_kept() -> list[Any]:
-    return workers.kept
-
-
-def test_a_large_call_that_is_given_up_before_it_has_come_does_not_run() -> None:
+def test_large_call_that_is_given_up_before_it_has_come_does_not_run() -> None:
     """The cancellation is small, so it overtakes the call, whose callee is stopped meanwhile."""
 
-    def body(member: Member) -> Any:
+    def body(member: Member) -> None:
         if member.rank:
-            return None
+            return
         pid = rpc.call("worker1", workers.pid)
         tensor = torch.ones(1 << 20)
-        rpc.call("worker1", torch.numel, tensor)
-        own, sent = session.agent(), threading.Event()
+        own, sent = session.agent(), threading.Semaphore(0)
         send_cancel = own._send_cancel
-
-        def send(call: Any) -> None:
-            send_cancel(call)
-            sent.set()
-
-        vars(own)["_send_cancel"] = send
-        for number in range(10):
-            sent.clear()
+        vars(own)["_send_cancel"] = lambda call: (send_cancel(call), sent.release())
+        for number in range(5):
             stop(pid)
             try:
                 future = rpc.start("worker1", keep_number, number, tensor)
                 assert future.cancel()
-                assert sent.wait(PATIENCE_S)
+                assert sent.acquire(timeout=PATIENCE_S)
             finally:
                 os.kill(pid, signal.SIGCONT)
             rpc.call("worker1", torch.numel, tensor)
         rpc.call("worker1", keep_number, 10, tensor)
-        return rpc.call("worker1", all_kept)
+        assert rpc.call("worker1", workers.give_all) == [10]
 
-    assert with_workers(body, 2)[0] == [10]
+    with_workers(body, 2)
 
 
 def leave(code: int) -> None:
@@ -173,11 +162,7 @@ def test_callers_that_give_up_fail_or_fork_disturb_no_other_call() -> None:
 
 
 @pytest.mark.parametrize("tcp", [False, True])
-def test_what_follows_a_call_may_call(tcp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if tcp:
-        monkeypatch.setitem(vars(connections), "SharedHub", None)
-        workers.use_tcp()
-
+def test_what_follows_a_call_may_call(tcp: bool) -> None:
     def body(member: Member) -> Any:
         to = next_of(member)
         chain = rpc.start(to, workers.add, 1, 2)
@@ -185,7 +170,7 @@ def test_what_follows_a_call_may_call(tcp: bool, monkeypatch: pytest.MonkeyPatch
             chain = chain.then(partial(rpc.call, to, workers.add, number, timeout_s=10))
         return chain.wait(PATIENCE_S)
 
-    assert with_workers(body, 3) == [3 + sum(range(8))] * 3
+    assert with_workers(body, 3, tcp=tcp) == [3 + sum(range(8))] * 3
 
 
 ended: list[str] = []
@@ -245,23 +230,10 @@ def make_here() -> Any:
     return rpc.make(session.agent().me, workers.Account, 1)
 
 
-def kept_for_calls() -> list[int]:
-    """How much this process keeps; nothing, when no call is under way but the one that asks."""
-    agent = session.agent()
-    serving = agent._serving
-    return [
-        len(agent._calls),
-        len(serving._under_way) - 1,
-        len(serving._kept),
-        len(streams._sources),
-        len(rpc.objects()),
-    ]
-
-
 def test_calls_of_every_kind_leave_nothing() -> None:
     def body(member: Member) -> None:
         to = next_of(member)
-        for _ in range(200):
+        for _ in range(20):
             rpc.call(to, workers.add, 1, 2)
             with pytest.raises(KeyError):
                 rpc.call(to, workers.fail, "x")
@@ -272,7 +244,7 @@ def test_calls_of_every_kind_leave_nothing() -> None:
             for function, args in ((workers.add, (1, 2)), (workers.count_to, (3,)), (make_here, ())):
                 rpc.start(to, function, *args).cancel()
         gc.collect()
-        assert soon(lambda: rpc.call(to, kept_for_calls) == [0] * 5), rpc.call(to, kept_for_calls)
+        assert soon(lambda: rpc.call(to, workers.left, 1) == []), rpc.call(to, workers.left, 1)
 
     with_workers(body, 2)
 
