@@ -16,7 +16,6 @@ from phalanx.rpc.torch_api.torch_agent import check_device_maps
 from tests.rpc.workers import torch_started
 from tests.support.ranks import Member, on_ranks
 
-PATIENCE_S = 600
 PROGRAM = """
     import torch
     import phalanx
@@ -93,11 +92,10 @@ def test_meta_tensors_arrive_as_such() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")
-@pytest.mark.parametrize("size", [2, 3])
-def test_calls_with_tensors_of_an_accelerator(size: int, tmp_path: Path) -> None:
+def test_calls_with_tensors_of_an_accelerator(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(dedent(PROGRAM))
-    command = [sys.executable, "-m", "phalanx", "run", "--no-prefix", "-n", str(size), str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    command = [sys.executable, "-m", "phalanx", "run", "--no-prefix", "-n", "3", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all right" in done.stdout
