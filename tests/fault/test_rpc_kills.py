@@ -37,6 +37,7 @@ from phalanx.rpc import session
 
 PATIENCE_S = 60.0
 LARGE = 500_000  # numbers in a large tensor
+Act = Callable[[str, random.Random], None]
 # What goes on, and the part that the killed worker has in it.
 PARTS = ("callee", "caller", "middle", "store")
 ACTIONS = ("call", "start", "stream", "method", "chain", "backward", "large", "each", "hand on")
@@ -159,30 +160,27 @@ class Worker:
     def run(self) -> None:
         """Act until the victim is gone."""
         case, me = self.case, self.member.rank
-        act: Callable[[str, random.Random], None] | None
-        if case.part == "callee":
-            act = None if me == case.victim else lambda number, chance: self.do(number, case.victim, chance)
-        elif case.part == "caller":
-            act = None if me != case.victim else self.do_any
-        elif case.part == "middle":
-            act = None if me == case.victim else self.do_beyond
-        else:
-            act = self.do_any
+        acts = {
+            "callee": None if me == case.victim else lambda number, chance: self.do(number, case.victim, chance),
+            "caller": self.do_any if me == case.victim else None,
+            "middle": None if me == case.victim else self.do_beyond,
+            "store": self.do_any,
+        }
+        act: Act | None = acts[case.part]
         threads = [threading.Thread(target=self.repeat, args=(act, n)) for n in range(1 if case.size > 3 else 2) if act]
         for thread in threads:
             thread.start()
-        if me != case.victim:
-            self.member.await_said("killed")
-            time.sleep(0.05)
-        else:
+        if me == case.victim:
             time.sleep(2 * PATIENCE_S)
+        self.member.await_said("killed")
+        time.sleep(0.05)
         self.over.set()
         for thread in threads:
             thread.join(PATIENCE_S)
             if thread.is_alive():
                 self.wrong.append("a thread still waits")
 
-    def repeat(self, act: Callable[[str, random.Random], None], thread: int) -> None:
+    def repeat(self, act: Act, thread: int) -> None:
         chance = random.Random((self.case.seed, self.member.rank, thread).__repr__())
         for count in itertools.count():
             if self.over.is_set():
@@ -233,8 +231,8 @@ def play(case: Case, path: str) -> None:
             workers.use_tcp()
         if member.rank == case.victim:
             kill_me(member, case)
-        before = Holdings.now()
         store = PrefixStore("rpc", tcp_store(member))
+        before = Holdings.now()
         session.begin(store, f"worker{member.rank}", member.rank, "127.0.0.1", PATIENCE_S)
         member.meet("joined")
         member.say("go")
@@ -265,7 +263,6 @@ def play(case: Case, path: str) -> None:
         if member.rank == case.victim:
             time.sleep(2 * PATIENCE_S)  # it has left before it is killed
         meet("over")  # who may still ask the store
-        del store
 
         def clean() -> bool:
             gc.collect()  # the worker is a circle, and the last thread that knew it may just have ended

@@ -10,7 +10,6 @@ from textwrap import dedent
 import pytest
 import torch
 
-import phalanx.rpc.autograd.engine  # noqa: F401 - once, and not on every forked rank
 from phalanx.errors import ArgumentError
 from phalanx.rpc.torch_api.torch_agent import check_device_maps
 from tests.rpc.workers import torch_started

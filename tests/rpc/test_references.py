@@ -2,7 +2,7 @@
 
 Each worker has a pocket of references, and several threads that make objects, hand references on, take them from
 others, and drop them. When all is quiet, the objects that live on each owner are those for which somebody who lives has
-a reference in its pocket, or in an object that lives.
+a reference in its pocket.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import random
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,18 +43,13 @@ Key = tuple[int, int]  # the owner's incarnation and the object's number there
 
 
 class Token:
-    """An object with a name, which may hold references to older ones."""
+    """An object with a name."""
 
     def __init__(self, name: int) -> None:
         self.name = name
-        self.inner: list[Reference] = []
-        tokens.add(self)
 
     def identify(self) -> int:
         return self.name
-
-    def put(self, references: list[Reference]) -> None:
-        self.inner.extend(references)
 
 
 class Carrier(Exception):
@@ -67,7 +61,6 @@ class Carrier(Exception):
 
 
 # Of this process. A reference is with the name of its object, and the rank that it came from.
-tokens: weakref.WeakSet[Token] = weakref.WeakSet()
 pocket: list[tuple[Reference, int, int]] = []
 lock = threading.Lock()
 
@@ -97,11 +90,6 @@ def hand_out(seed: int, how: str) -> Any:
     return [chosen, torch.ones(50_000)] if how == "large" else {"references": chosen}
 
 
-def stream_out(seed: int) -> Iterator[Any]:
-    for number in range(3):
-        yield hand_out(seed + number, "")
-
-
 def relay(to: int, sender: int, content: Any) -> None:
     """Hand on what another has sent, and keep nothing."""
     rpc.call(to, take_in, sender, content)
@@ -118,8 +106,7 @@ class Player:
         self.chance = random.Random(seed)
         self.rank, self.size = member.rank, member.size
         self.names = seed * 1_000_000
-        self.moves = [self.make, self.give, self.give, self.relay, self.each]
-        self.moves += [self.fetch, self.stream, self.put, self.drop]
+        self.moves = [self.make, self.give, self.give, self.relay, self.fetch, self.drop]
 
     def play(self) -> None:
         for move in [*self.chance.choices(self.moves, k=STEPS), self.make]:
@@ -158,11 +145,6 @@ class Player:
         del onward
         self.finish(future)
 
-    def each(self) -> None:
-        others = self.chance.sample(range(self.size), min(self.size, 2))
-        for future in rpc.each(others, take_in, self.rank, self.content()):
-            self.finish(future)
-
     def fetch(self) -> None:
         to, seed, how = self.other(), self.chance.randrange(1 << 30), self.chance.choice(["", "large", "raised"])
         try:
@@ -171,33 +153,16 @@ class Player:
             got = [error.references]
         take_in(to, got)
 
-    def stream(self) -> None:
-        to = self.other()
-        coming = rpc.call(to, stream_out, self.chance.randrange(1 << 30))
-        for _ in range(self.chance.randrange(4)):
-            take_in(to, next(coming))
-
-    def put(self) -> None:
-        """Into an object, only references to older ones, so that nothing holds itself."""
-        chosen = choose(self.chance, remove=True)
-        _, newest = max(chosen, key=lambda entry: entry[1], default=(None, 0))
-        for reference, name in chosen:
-            if name == newest:
-                reference.put([other for other, older in chosen if older < newest and other is not reference])
-                break
-
     def drop(self) -> None:
         choose(self.chance, remove=True)
 
 
 def report() -> tuple[set[Key], set[Key]]:
-    """The objects that this worker has references to, in its pocket and in objects; and those that live here."""
+    """The objects that this worker has references to, and those that live here."""
     gc.collect()
     me = session.agent().me.incarnation
     with lock:
-        references = [reference for reference, *_ in pocket]
-    references += [reference for token in list(tokens) for reference in token.inner]
-    held = {(reference._owner.incarnation, reference._number) for reference in references}
+        held = {(reference._owner.incarnation, reference._number) for reference, *_ in pocket}
     return held, {(me, info.number) for info in rpc.objects()}
 
 

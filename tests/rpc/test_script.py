@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed import rpc
 from torch.distributed.rpc import RRef
 
-import phalanx.rpc.autograd.engine  # noqa: F401 - once, and not on every forked rank
 from tests.rpc.workers import torch_started
 from tests.support.ranks import Member, on_ranks
 

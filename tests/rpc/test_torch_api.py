@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch.distributed.rpc import functions
 
-import phalanx.rpc.autograd.engine  # noqa: F401 - once, and not on every forked rank
 from phalanx.rpc import inquiry, session
 from tests.rpc.workers import add, fail, keep, let_go, open_gate, pid, torch_started, wait_for_gate
 from tests.support.ranks import Member, on_ranks, run_ranks, values

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+import phalanx.rpc.autograd.engine  # noqa: F401 - once, and not on every forked rank
 from phalanx import rpc
 from phalanx.rpc import connections, session, streams
 from phalanx.rpc.autograd.contexts import contexts
