@@ -20,6 +20,7 @@ from tests.support.waiting import await_stop, soon
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout, WorkerLost
+from phalanx.rpc import session
 
 LONG_S = 200.0
 ENDLESS_S = 1000.0
@@ -31,7 +32,7 @@ def stop_here(folder: Path) -> None:
     own = os.getpid()
     if os.fork() == 0:
         await_stop(own)
-        (folder / f"stopped-{workers.session.agent().me.rank}").touch()
+        (folder / f"stopped-{session.agent().me.rank}").touch()
         soon((folder / "go on").exists, LONG_S)
         os.kill(own, signal.SIGCONT)
         os._exit(0)

@@ -25,7 +25,7 @@ from tests.support.waiting import soon, stop, when_waiting
 
 from phalanx import rpc
 from phalanx.errors import ClosedError, WorkerLost
-from phalanx.rpc import connections, session
+from phalanx.rpc import connections
 from phalanx.rpc.links.shared import SharedHub
 
 PATIENCE_S = 60.0
@@ -168,64 +168,3 @@ def test_damaged_memory_ends_the_link_and_nothing_else() -> None:
         "it found the memory shared with this process damaged, or had no memory left for a message",
         "the memory shared with it is damaged",
     ]
-
-
-class Interrupted(Exception):
-    """What the handler of a program's own alarm raises."""
-
-
-def interrupt(*_: Any) -> None:
-    raise Interrupted
-
-
-def core_with(core: Any, name: str, function: Any) -> Any:
-    return SimpleNamespace(**{**vars(core), name: function})
-
-
-def interrupted_in(core: Any, name: str) -> Any:
-    """The core, but that a signal comes while this function runs: its handler raises as soon as it has returned."""
-
-    def call(*arguments: Any) -> Any:
-        result = getattr(core, name)(*arguments)
-        signal.raise_signal(signal.SIGALRM)
-        return result
-
-    return core_with(core, name, call)
-
-
-def forbidden(*_: Any) -> None:
-    raise AssertionError("there was no room")
-
-
-def test_interrupted_send_neither_spoils_nor_keeps_memory() -> None:
-    def body(member: Member) -> None:
-        if member.rank:
-            return
-        assert rpc.call(1, workers.add, 1, 2) == 3
-        signal.signal(signal.SIGALRM, interrupt)
-        agent = session.agent()
-        link: Any = agent._connections.link_now(agent.member(1))
-        core = link._core
-        link._core = interrupted_in(core, "phx_rpc_post")
-        with pytest.raises(Interrupted):
-            rpc.start(1, workers.keep, torch.full((200_000,), 1, dtype=torch.uint8))
-        link._core = core
-        rpc.call(1, workers.keep, torch.full((200_000,), 2, dtype=torch.uint8))
-        kept = [tensor.unique().tolist() for tensor in rpc.call(1, workers.give_all)]
-        assert kept in ([[2]], [[1], [2]])  # it is not written to again while it is held
-        rpc.call(1, workers.let_go)
-
-        whole = torch.ones(SLAB - 8192, dtype=torch.uint8)  # all the room that there is
-        for to_many in (False, True):
-            owner = link._hub if to_many else link
-            for _ in range(3):
-                owner._core = interrupted_in(core, "phx_rpc_share" if to_many else "phx_rpc_put")
-                with pytest.raises(Interrupted):
-                    rpc.each([1], torch.numel, whole) if to_many else rpc.start(1, torch.numel, whole)
-                owner._core = core
-            link._core = core_with(core, "phx_rpc_put" if to_many else "phx_rpc_stream", forbidden)
-            future = rpc.each([1], torch.numel, whole)[0] if to_many else rpc.start(1, torch.numel, whole)
-            link._core = core
-            assert future.wait() == whole.numel()
-
-    with_workers(body, 2, before=small_slab)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,10 +15,9 @@ import phalanx
 from phalanx import rpc
 from phalanx.errors import InitializationError, PhalanxError, WorkerLost
 from phalanx.rpc import session
-from phalanx.rpc.agent import Agent
 from phalanx.rpc.meeting import Meeting
 from phalanx.rpc.members import Members
-from tests.rpc.workers import add, add_later, count_to, next_of
+from tests.rpc.workers import add, next_of
 from tests.support.ports import held_port
 from tests.support.ranks import Member, on_ranks, run_ranks
 
@@ -195,41 +193,3 @@ def test_ranks_meet_again_with_and_without_a_world_of_their_own(size: int) -> No
 
     with held_port() as port:
         on_ranks(body, size)
-
-
-def test_new_worker_loses_nothing_to_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread is shutting that one down, and a third tries to."""
-    close = Agent.close
-    closing, go_on = threading.Event(), threading.Event()
-
-    def close_late(agent: Agent) -> None:
-        if not closing.is_set():
-            closing.set()
-            go_on.wait(60.0)
-        close(agent)
-
-    def body(member: Member) -> tuple[Any, ...]:
-        member.join()
-        rpc.init()
-        assert rpc.call(next_of(member), add_later, 1, 1) == 2
-        member.meet("called")
-        with monkeypatch.context() as patch:
-            patch.setattr(Agent, "close", close_late)
-            leaving = [threading.Thread(target=rpc.shutdown) for _ in range(2)]
-            for thread in leaving:
-                thread.start()
-            assert closing.wait(60.0)
-            rpc.init()
-            rpc.serve("adder", Adder(), ["sum"])
-            member.meet("begun")
-            stream = rpc.call(next_of(member), count_to, 1000)
-            assert next(stream) == 0
-            go_on.set()
-            for thread in leaving:
-                thread.join()
-        member.meet("left")
-        assert list(stream) == list(range(1, 1000))
-        served = rpc.service(next_of(member), "adder", Adder).sum(member.rank, 2)
-        return works(member), served
-
-    assert on_ranks(body, SIZE) == [(rank + 1, rank + 2) for rank in range(SIZE)]

@@ -63,7 +63,12 @@ def test_large_call_that_is_given_up_before_it_has_come_does_not_run() -> None:
         tensor = torch.ones(1 << 20)
         own, sent = session.agent(), threading.Semaphore(0)
         send_cancel = own._send_cancel
-        vars(own)["_send_cancel"] = lambda call: (send_cancel(call), sent.release())
+
+        def send(call: Any) -> None:
+            send_cancel(call)
+            sent.release()
+
+        vars(own)["_send_cancel"] = send
         for number in range(5):
             stop(pid)
             try:
