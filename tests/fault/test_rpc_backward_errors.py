@@ -134,22 +134,6 @@ def test_others_forget_the_contexts_of_a_worker_that_dies() -> None:
     values(outcomes[1:])
 
 
-def test_a_context_that_is_released_ends_its_pass() -> None:
-    def rank(member: Member) -> None:
-        workers.start_worker(member)
-        if not member.rank:
-            context = engine.new_context()
-            x = torch.ones(3, requires_grad=True)
-            y = rpc.call(1, passes_through, rpc.call, [], x, "works")
-            with pytest.raises(PhalanxError, match=r"ended during its backward pass|Could not find|given up"):
-                releasing = workers.acts(y, lambda _: engine.release_context(context.number))
-                rpc.backward(context.number, [releasing.sum()])
-            assert soon(lambda: all(rpc.call(other, alive) == (0, 0) for other in range(member.size)))
-        rpc.shutdown()
-
-    on_ranks(rank, 2)
-
-
 def test_what_cannot_be_is_said_in_words() -> None:
     def rank(member: Member) -> None:
         workers.start_worker(member)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import os
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from phalanx.errors import ClosedError, InitializationError, RankError
 from phalanx.rpc import session
 from tests.rpc import workers
 from tests.rpc.workers import next_of, with_workers
-from tests.support.leaks import Holdings
 from tests.support.ranks import Member, on_ranks
 from tests.support.waiting import soon
 
@@ -66,34 +64,9 @@ def test_coroutines_are_awaited_and_generators_come_item_by_item() -> None:
     assert with_workers(body, 2) == [(5, list(range(7)), list(range(9)))] * 2
 
 
-def test_a_future_can_be_awaited_and_followed() -> None:
-    def body(member: Member) -> Any:
-        to = next_of(member)
-
-        async def both() -> list[Any]:
-            futures = [rpc.start(to, workers.add, 1, 2), rpc.start(to, workers.add, "a", "b")]
-            return [await future for future in futures]
-
-        return asyncio.run(both()), rpc.start(to, workers.add, 1, 2).then(lambda three: three * 2).wait()
-
-    assert with_workers(body, 2) == [([3, "ab"], 6)] * 2
-
-
 def test_calls_may_wait_for_each_other_as_deep_as_they_like() -> None:
     names = ["worker0", "worker1", "worker2"]
     assert with_workers(lambda member: rpc.call(next_of(member), workers.descend, names, 40), 3) == [40] * 3
-
-
-def test_many_threads_may_call_at_the_same_time() -> None:
-    def body(member: Member) -> None:
-        def sums(number: int) -> list[int]:
-            return [rpc.call(next_of(member), workers.add, number, step) for step in range(50)]
-
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            for number, found in enumerate(pool.map(sums, range(8))):
-                assert found == list(range(number, number + 50))
-
-    with_workers(body, 3)
 
 
 def test_only_a_worker_can_call_and_it_becomes_one_once() -> None:
@@ -109,21 +82,6 @@ def test_only_a_worker_can_call_and_it_becomes_one_once() -> None:
         return rpc.init(name=f"again{member.rank}").name
 
     assert with_workers(body, 2) == ["again0", "again1"]
-
-
-def test_no_thread_and_no_descriptor_is_left() -> None:
-    def body(member: Member) -> None:
-        member.join()
-        before = Holdings.now()
-        for _ in range(3):
-            rpc.init()
-            names = [f"worker{rank}" for rank in range(member.size)]
-            rpc.call(next_of(member), workers.descend, names, 10)
-            rpc.call(next_of(member), workers.add_later, 1, 2)
-            rpc.shutdown()
-        assert not before.left_in_time(Holdings.now)
-
-    on_ranks(body, 3)
 
 
 def call_back(to: int) -> int:

@@ -56,10 +56,6 @@ def run_module(module: nn.Module, values: torch.Tensor) -> torch.Tensor:
     return module(values)  # type: ignore[no-any-return]
 
 
-def items(values: torch.Tensor) -> Any:
-    yield values.detach() + 1
-
-
 def program(layers: list[Any], own: torch.Tensor) -> torch.Tensor:
     """Calls of methods, with tensors within other things, and calls within calls."""
     total = own.sum()
@@ -120,18 +116,5 @@ def test_parameters_and_modules_are_sent_as_part_of_the_graph() -> None:
         gradients = [found[module.weight].tolist(), found[module.bias].tolist(), found[own].tolist()]
         assert gradients == [[[1.0, 1.0]], [1.0], [[3.0] * 3] * 3]
         assert rpc.call(to, is_parameter, module.weight) == (True, True)
-
-    with_workers(body, 2)
-
-
-def test_without_gradients_nothing_is_recorded_and_streams_pass() -> None:
-    def body(member: Member) -> None:
-        to, own = next_of(member), weights("own")
-        with rpc.context() as context_id:
-            with torch.no_grad():
-                assert not rpc.call(to, torch.neg, own).requires_grad
-            (streamed,) = rpc.call(to, items, own)
-            assert torch.equal(streamed, own.detach() + 1)
-            assert not rpc.get_gradients(context_id)
 
     with_workers(body, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import time
@@ -15,12 +14,10 @@ from torch._C._distributed_c10d import PrefixStore
 import phalanx
 from phalanx import rpc
 from phalanx.errors import InitializationError, WorkerLost
-from phalanx.rpc import session
 from tests.rpc import workers
 from tests.support.ports import held_port
 from tests.support.ranks import Member, on_ranks, run_ranks, values
 from tests.support.stores import tcp_store
-from tests.support.waiting import soon, stop
 
 PATIENCE_S = 60.0
 
@@ -40,40 +37,6 @@ def test_worker_with_whom_nobody_talked_dies_and_shutdown_holds_nobody() -> None
         return time.monotonic() - began < PATIENCE_S / 2
 
     assert values(run_ranks(run, size)[:-1]) == [True] * (size - 1)
-
-
-def test_what_a_lost_worker_held_is_freed_though_the_store_does_not_answer() -> None:
-    """As when the host that serves the store is cut off together with the worker."""
-
-    def run(member: Member) -> Any:
-        store = tcp_store(member)
-        if member.rank == 0:
-            (member.folder / "store").write_text(str(os.getpid()))
-            member.await_said("over")
-            return True
-        session.begin(PrefixStore("rpc", store), f"worker{member.rank}", -1, "127.0.0.1", PATIENCE_S)
-        member.say(f"joined-{member.rank}")
-        member.await_said("joined-1", "joined-2")
-        if member.rank == 2:
-            time.sleep(2 * PATIENCE_S)
-        thing = rpc.make("worker1", workers.Account, 1)
-        pid = rpc.call("worker2", workers.pid)
-        rpc.call("worker2", workers.keep, thing)
-        del thing
-        gc.collect()
-        assert soon(lambda: [info.holders for info in rpc.objects()] == [("worker2",)])
-        serving = int((member.folder / "store").read_text())
-        stop(serving)
-        try:
-            os.kill(pid, signal.SIGKILL)
-            freed = soon(lambda: not rpc.objects())
-        finally:
-            os.kill(serving, signal.SIGCONT)
-        rpc.shutdown()
-        member.say("over")
-        return freed
-
-    assert values(run_ranks(run, 3)[:2]) == [True, True]
 
 
 def test_worker_that_is_no_rank_joins_dies_and_comes_back_by_its_name() -> None:

@@ -19,7 +19,7 @@ from phalanx.rpc.meeting import Meeting
 from phalanx.rpc.members import Members
 from tests.rpc.workers import add, next_of
 from tests.support.ports import held_port
-from tests.support.ranks import Member, on_ranks, run_ranks
+from tests.support.ranks import Member, on_ranks, run_ranks, values
 
 SIZE, LAST = 3, 2
 
@@ -135,43 +135,27 @@ def test_waiting_ranks_are_told_that_another_has_given_up() -> None:
     assert texts == [told, said, ""]
 
 
-@pytest.mark.parametrize("part", ["before it has come", "after it has come", "before it gives up"])
-def test_rank_that_is_killed_as_it_joins_holds_nobody(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_come", [False, True])
+def test_rank_that_is_killed_as_it_joins_holds_nobody(has_come: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last rank is. Those that had to wait for it say so; for those that had not it is a worker that is lost."""
     come = Meeting.come
 
-    def kill(*_: Any) -> None:
+    def be_killed(meeting: Meeting, rank: int) -> None:
+        if has_come:
+            come(meeting, rank)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def come_and_be_killed(meeting: Meeting, rank: int) -> None:
-        come(meeting, rank)
-        kill()
-
-    def body(member: Member) -> str:
-        def say_and_be_killed(*_: Any) -> None:
-            member.say("waited in vain")
-            kill()
-
+    def body(member: Member) -> None:
         member.join("gloo")
         if member.rank == LAST:
-            if part == "before it gives up":
-                monkeypatch.setattr(Meeting, "give_up", say_and_be_killed)
-            else:
-                monkeypatch.setattr(Meeting, "come", kill if "before" in part else come_and_be_killed)
-            rpc.init(wait_s=0.3 if "gives up" in part else 300.0)
-        if "gives up" in part and member.rank == 1:
-            member.await_said("waited in vain")
-        try:
-            rpc.init(wait_s=0.3 if part == "before it has come" else 300.0)
+            monkeypatch.setattr(Meeting, "come", be_killed)
+        with pytest.raises(WorkerLost if has_come else InitializationError):
+            rpc.init(wait_s=300.0 if has_come else 0.3)
             rpc.call(LAST, add, 1, 1)
-        except (InitializationError, WorkerLost) as error:
-            return type(error).__name__
-        return ""
 
     outcomes = run_ranks(body, SIZE)
-    assert outcomes[LAST].signal == signal.SIGKILL
-    expected = "InitializationError" if part == "before it has come" else "WorkerLost"
-    assert [outcome.value for outcome in outcomes[:LAST]] == [expected] * LAST
+    assert outcomes.pop(LAST).signal == signal.SIGKILL
+    values(outcomes)
 
 
 @pytest.mark.parametrize("size", [1, SIZE])

@@ -162,18 +162,6 @@ def calls_in_vain(to: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("tcp", [False, True])
-def test_what_follows_a_call_may_call(tcp: bool) -> None:
-    def body(member: Member) -> Any:
-        to = next_of(member)
-        chain = rpc.start(to, workers.add, 1, 2)
-        for number in range(8):
-            chain = chain.then(partial(rpc.call, to, workers.add, number, timeout_s=10))
-        return chain.wait(PATIENCE_S)
-
-    assert with_workers(body, 3, tcp=tcp) == [3 + sum(range(8))] * 3
-
-
 ended: list[str] = []
 
 

@@ -75,32 +75,6 @@ def test_watch_tells_once_who_comes_leaves_and_dies() -> None:
     values([first, third])
 
 
-def test_one_who_comes_later_is_told_and_so_is_its_successor() -> None:
-    def body(member: Member) -> Any:
-        member.join()
-        store = member.store("later")
-        if member.rank:
-            for _ in range(2):
-                latecomer = session.begin(PrefixStore("watched", store), "late", -1, LOOPBACK, 60.0)
-                assert latecomer.me.name == "late"
-                dist.barrier()
-                rpc.shutdown()
-                dist.barrier()
-            return True
-        session.begin(PrefixStore("watched", store), "watcher", 0, LOOPBACK, 60.0)
-        log = Log()
-        rpc.watch(log, "late")
-        for number in (1, 2):
-            assert soon(lambda number=number: len(log.events) == 2 * number - 1)  # type: ignore[misc]
-            dist.barrier()
-            assert soon(lambda number=number: len(log.events) == 2 * number)  # type: ignore[misc]
-            dist.barrier()
-        rpc.shutdown(wait=False)
-        return log.events == [("late", "came"), ("late", "left")] * 2
-
-    assert on_ranks(body, 2) == [True, True]
-
-
 def test_workers_are_listed_with_those_that_are_no_rank_until_they_leave() -> None:
     size, last = 3, 2
 

@@ -50,11 +50,6 @@ def without(do: Do, name: str, x: torch.Tensor) -> torch.Tensor:
     return y + x
 
 
-def only_inside(do: Do, name: str, x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return x * parameter(name, 3)
-
-
 def in_place(do: Do, name: str, x: torch.Tensor) -> torch.Tensor:
     x.mul_(3)
     y = x * parameter(name, 3)
@@ -103,11 +98,6 @@ def no_grad_there(do: Do, size: int) -> list[torch.Tensor]:
     return [do(1, without, do, "w", parameter("x", 3)).sum()]
 
 
-def no_grad_answer(do: Do, size: int) -> list[torch.Tensor]:
-    x = parameter("x", 3)
-    return [(do(1, only_inside, do, "w", x).detach() * x).sum()]
-
-
 def hooks_that_change(do: Do, size: int) -> list[torch.Tensor]:
     x = parameter("x", 3)
     x.register_hook(lambda gradient: gradient * 2)
@@ -117,7 +107,7 @@ def hooks_that_change(do: Do, size: int) -> list[torch.Tensor]:
 
 
 PROGRAMS = [
-    one_after_the_other, used_twice, unused_result, unused_half, changed_in_place, no_grad_there, no_grad_answer,
+    one_after_the_other, used_twice, unused_result, unused_half, changed_in_place, no_grad_there,
     hooks_that_change,
 ]  # fmt: skip
 
