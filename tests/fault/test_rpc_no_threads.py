@@ -6,12 +6,10 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
-import torch.distributed.rpc
-from tests.rpc.workers import add, next_of, open_gate, torch_started, use_tcp, wait_for_gate, with_workers
+from tests.rpc.workers import add, next_of, open_gate, use_tcp, wait_for_gate, with_workers
 from tests.support.leaks import Holdings
 from tests.support.ranks import Member, on_ranks
 
@@ -86,11 +84,3 @@ def test_call_that_cannot_be_watched_is_not_made() -> None:
         assert rpc.call(next_of(member), add, member.rank, 1) == member.rank + 1
 
     with_workers(body, 2)
-
-
-def test_nothing_is_left_of_a_failed_init_rpc_of_torchs() -> None:
-    def body(member: Member) -> None:
-        assert tried_until_it_can(partial(torch_started, member)) > 5
-        torch.distributed.rpc.shutdown()
-
-    on_ranks(body, 1)

@@ -12,8 +12,6 @@ import torch
 
 from phalanx.errors import ArgumentError
 from phalanx.rpc.torch_api.torch_agent import check_device_maps
-from tests.rpc.workers import torch_started
-from tests.support.ranks import Member, on_ranks
 
 PROGRAM = """
     import torch
@@ -70,23 +68,6 @@ def test_a_device_map_to_another_device_is_refused() -> None:
     check_device_maps({"worker1": {cuda[0]: cuda[0], cuda[1]: cuda[1]}, "worker2": {}})
     with pytest.raises(ArgumentError, match=r"to worker1 leads from cuda:0 to cuda:1"):
         check_device_maps({"worker1": {cuda[0]: cuda[1]}})
-
-
-def described(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], str]:
-    return str(tensor.device), tuple(tensor.shape), str(tensor.dtype)
-
-
-def test_meta_tensors_arrive_as_such() -> None:
-    def rank(member: Member) -> None:
-        rpc = torch_started(member)
-        to = f"worker{(member.rank + 1) % member.size}"
-        sent = torch.empty(3, 5, dtype=torch.bfloat16, device="meta")
-        assert rpc.rpc_sync(to, described, args=(sent,)) == ("meta", (3, 5), "torch.bfloat16")
-        back = rpc.rpc_sync(to, torch.nn.functional.relu, args=(sent.t(),))
-        assert (back.device.type, back.shape, back.stride()) == ("meta", (5, 3), sent.t().stride())
-        rpc.shutdown()
-
-    on_ranks(rank, 2)
 
 
 @pytest.mark.gpu

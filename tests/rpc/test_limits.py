@@ -182,9 +182,8 @@ def with_head(nbytes: int) -> tuple[Any, list[memoryview]]:
 LONG = Codec(with_head, lambda head, buffers: len(head), unpickles=True)
 
 
-@pytest.mark.parametrize(("tcp", "nbytes"), [(False, 5 << 30), (True, 600 << 20)])
-def test_too_long_head_is_refused_as_argument_and_as_answer(tcp: bool, nbytes: int) -> None:
-    way, most = ("tcp", "0.5 GiB") if tcp else ("shared memory", "4.0 GiB")
+def test_too_long_head_is_refused_as_argument_and_as_answer() -> None:
+    nbytes = 600 << 20
 
     def before(_: Member) -> None:
         answer = Codec(with_head, lambda *_: 0, unpickles=True)
@@ -192,14 +191,11 @@ def test_too_long_head_is_refused_as_argument_and_as_answer(tcp: bool, nbytes: i
 
     def body(member: Member) -> None:
         for asked in (nbytes, 1):  # the argument is too long; the answer is
-            with pytest.raises(EncodingError) as caught:
+            with pytest.raises(EncodingError, match=r"by tcp: without its tensors it has 0\.6 GiB.* at most 0\.5 GiB"):
                 session.agent().request(next_of(member), "long", asked, codec=LONG).wait()
-            said = f"a value cannot be sent by {way}: without its tensors it has {nbytes / 2**30:.1f} GiB"
-            assert said in str(caught.value)
-            assert f"at most {most} are possible" in str(caught.value)
         assert rpc.call(next_of(member), workers.add, 1, 2) == 3
 
-    with_workers(body, 2, before=before, tcp=tcp)
+    with_workers(body, 2, before=before, tcp=True)
 
 
 @pytest.mark.parametrize(("tcp", "count"), [(False, 10_000), pytest.param(True, 70_000, marks=pytest.mark.long)])

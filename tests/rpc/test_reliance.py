@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import math
 import os
 import signal
 import subprocess
@@ -22,7 +21,6 @@ from phalanx import rpc
 from phalanx.errors import CallTimeout, ClosedError
 from phalanx.rpc import session, streams
 from phalanx.rpc.failure import RemoteError
-from phalanx.rpc.future import Future
 from tests.rpc import workers
 from tests.rpc.workers import next_of, with_workers
 from tests.support.ranks import Member
@@ -33,20 +31,6 @@ PATIENCE_S = 30.0
 
 def raises(_: Any) -> None:
     raise KeyError("a callback")
-
-
-def test_callbacks_that_raise_and_waits_that_end_hold_up_nobody() -> None:
-    future: Future[int] = Future()
-    seen: list[int] = []
-    future.add_done_callback(raises)
-    future.add_done_callback(lambda done: seen.append(done.wait(0)))
-    with pytest.raises(TimeoutError):
-        future.wait(0.001)
-    timer = threading.Timer(0.05, future.set_result, [3])
-    timer.start()
-    assert future.wait(math.inf) == 3
-    timer.join()
-    assert seen == [3]
 
 
 def keep_number(number: int, tensor: torch.Tensor) -> None:

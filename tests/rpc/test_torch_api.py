@@ -134,24 +134,6 @@ def test_references_are_handed_on_and_their_values_go_with_the_last() -> None:
     on_ranks(body, 3)
 
 
-def test_workers_of_a_dynamic_group_come_and_go() -> None:
-    def body(member: Member) -> list[str]:
-        if member.rank == 2:
-            member.await_said("ready-0", "ready-1")
-        rpc = torch_started(member, size=None)
-        member.say(f"ready-{member.rank}")
-        if member.rank != 2:
-            member.await_said("gone")
-        names = sorted(info.name for info in rpc.api._get_current_rpc_agent().get_worker_infos())
-        assert member.rank != 2 or rpc.rpc_sync("worker0", add, args=(5, 1)) == 6
-        rpc.shutdown()
-        if member.rank == 2:
-            member.say("gone")
-        return names
-
-    assert on_ranks(body, 3)[2] == ["worker0", "worker1", "worker2"]
-
-
 PROGRAM = dedent(
     """
     import os

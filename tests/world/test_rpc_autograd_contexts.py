@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -70,21 +69,6 @@ def passed_on(do: Do, to: int) -> torch.Tensor:
     return do(to, parameter, "late", 3)  # type: ignore[no-any-return]
 
 
-def post_hooks(me: Worker) -> None:
-    """The hooks of the accumulation run once, as torch runs them."""
-    if me.rank:
-        return
-    seen = []
-    x = torch.ones(3, requires_grad=True)
-    y = x * 2
-    accumulate: Any = y.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    accumulate.register_hook(lambda _, gradients: seen.append("function"))
-    x.register_post_accumulate_grad_hook(lambda _: seen.append("leaf"))
-    with rpc.context() as context_id:
-        rpc.backward(context_id, [rpc.call(1, times, rpc.call, "w", y).sum()])
-    assert seen == ["leaf", "function"]
-
-
 def sparse(me: Worker) -> None:
     if me.rank:
         return
@@ -101,7 +85,7 @@ def sparse(me: Worker) -> None:
     torch.testing.assert_close(got.to_dense(), 2 * table.weight.grad.to_dense())
 
 
-@pytest.mark.parametrize("job", [train, keeps_grad, late_leaf, post_hooks, sparse], ids=lambda job: job.__name__)
+@pytest.mark.parametrize("job", [train, keeps_grad, late_leaf, sparse], ids=lambda job: job.__name__)
 def test_gradients_live_in_the_context(pool: Pool, job: Callable[[Worker], None]) -> None:
     pool.do(workers.forget)
     pool.do(job)
