@@ -4,11 +4,9 @@ torch ships them inside its wheel, as classes without an agent that a fixture co
 agent, and those written for TensorPipe's options, 436 in all, run here over either agent. CUDA's are left out, and so
 are those of the agent that injects faults, because they test that agent's C++.
 
-    python -m tests.conformance.torch_rpc_suite
     python -m tests.conformance.torch_rpc_suite --agent tensorpipe -k rref --jobs 2
 
-Every test runs in a process of its own, which forks the test's ranks. Ends with 1 if a test fails that is not listed in
-``EXPECTED``, or passes although it is.
+Ends with 1 if a test fails that is not listed in ``EXPECTED``, or passes although it is.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ LARGE = 500_000  # numbers in a large tensor
 Act = Callable[[str, random.Random], None]
 # What goes on, and the part that the killed worker has in it.
 PARTS = ("callee", "caller", "middle", "store")
-ACTIONS = ("call", "start", "stream", "method", "chain", "backward", "large", "each", "hand on")
+ACTIONS = ("call", "start", "stream", "chain", "backward", "large", "each", "hand on")
 CASES = [*((action, part) for action in ACTIONS for part in PARTS), ("shutdown", "callee"), ("shutdown", "store")]
 
 
@@ -69,7 +69,7 @@ class Case:
 
 
 def note(path: str, number: str) -> str:
-    """Say that this call runs, in one write."""
+    """Say that this call runs."""
     with open(path, "ab", buffering=0) as file:
         file.write(number.encode() + b"\n")
     return number
@@ -122,9 +122,6 @@ def do(action: str, path: str, number: str, to: int, others: list[int]) -> None:
         assert [future.wait() for future in futures] == [f"{number}.{n}" for n in range(10)]
     elif action == "stream":
         assert list(rpc.call(to, note_items, path, number)) == list(range(20))
-    elif action == "method":
-        noter = rpc.make(to, Noter)
-        assert noter.note(path, number) == number
     elif action == "chain":
         assert rpc.call(to, note_and_call, path, number, others[:2]) == number
     elif action == "backward":

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.fault.test_rpc_inquiries import hold_the_interpreter, line_of
 from tests.rpc import workers
-from tests.support.ranks import Member, on_ranks, run_ranks
+from tests.support.ranks import Member, run_ranks
 from tests.support.waiting import await_end, soon, stop
 
 from phalanx import rpc
@@ -115,27 +115,3 @@ def test_server_says_for_whom_it_waits_but_not_while_others_call_it() -> None:
             assert told[0].startswith("waiting for rpc.shutdown() of rank 1. worker1 (rank 1, pid ")
 
     workers.with_workers(body, 2)
-
-
-def test_shutdown_is_not_held_up_by_a_store_that_does_not_answer(capfd: pytest.CaptureFixture[str]) -> None:
-    """Its time is over while it asks: it ends, and says that it does not know why."""
-
-    def body(member: Member) -> None:
-        workers.begin(member)
-        if member.rank == 0:
-            vars(session)["_STORE_S"] = 0.5
-
-            def waits(*_: Any) -> list[Any]:
-                member.await_said("over")
-                return []
-
-            vars(session.agent())["not_done"] = waits
-            rpc.shutdown(timeout_s=0.5)
-            member.say("over")
-        member.await_said("over")
-        rpc.shutdown()
-
-    on_ranks(body, 2)
-    said = capfd.readouterr().err
-    assert "ends without the others: waited 0.5 s for rpc.shutdown()" in said
-    assert "could not be found out within 0.5 s more: does the job's store answer?" in said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -42,6 +42,11 @@ def test_call_returns_or_raises_what_the_function_did(size: int) -> None:
     assert len(set(with_workers(body, size))) == size
 
 
+async def count_later(most: int) -> AsyncIterator[int]:
+    for number in range(most):
+        yield number
+
+
 def count_and_fail(most: int) -> Iterator[int]:
     yield from range(most)
     raise ValueError("after the last")
@@ -58,7 +63,7 @@ def test_coroutines_are_awaited_and_generators_come_item_by_item() -> None:
         with pytest.raises(ValueError, match="after the last"):
             for number, item in enumerate(items):
                 assert number == item
-        listed = list(rpc.call(to, workers.count_to, 7)), list(rpc.call(to, workers.count_later, 9))
+        listed = list(rpc.call(to, workers.count_to, 7)), list(rpc.call(to, count_later, 9))
         return rpc.call(to, workers.add_later, 2, 3), *listed
 
     assert with_workers(body, 2) == [(5, list(range(7)), list(range(9)))] * 2

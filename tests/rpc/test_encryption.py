@@ -38,11 +38,9 @@ class Faked(socket.socket):
 
 
 class Relay:
-    """Passes connections on, as somebody on the way could: it keeps a copy, may change what it passes, and may reset.
+    """Passes connections on, as somebody on the way could: it keeps a copy, may change it (``change``), and may reset.
 
-    Args:
-        change: what is passed on in the place of what has come.
-        longest: after how many bytes a connection is reset at most; 0 for never.
+    ``longest`` is after how many bytes a connection is reset at most; 0 for never.
     """
 
     def __init__(

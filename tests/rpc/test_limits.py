@@ -1,8 +1,7 @@
-"""What waits for a slow callee is bounded and runs in the end; a message that is too large is refused in words."""
+"""What waits for a slow callee is bounded and runs in the end."""
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 from collections.abc import Callable
@@ -14,13 +13,12 @@ import pytest
 import torch
 
 from phalanx import rpc
-from phalanx.errors import CallTimeout, EncodingError
+from phalanx.errors import CallTimeout
 from phalanx.rpc import agent, backlog, connections, handlers, network, session
-from phalanx.rpc.codecs import Codec
 from phalanx.rpc.links.readers import Readers
 from phalanx.rpc.links.shared import SharedHub
 from tests.rpc import workers
-from tests.rpc.workers import next_of, with_workers
+from tests.rpc.workers import with_workers
 from tests.support.ranks import Member
 from tests.support.waiting import soon
 
@@ -170,32 +168,6 @@ def test_untaken_answers_hold_back_only_that_callers_next_calls() -> None:
         assert path.stat().st_size == count
 
     with_workers(body, 3, before=before, tcp=True)
-
-
-def with_head(nbytes: int) -> tuple[Any, list[memoryview]]:
-    """A head of so many zeros, which take no memory until somebody reads them."""
-    no_reserve = 0x4000
-    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)), []
-
-
-# Its values are numbers, and travel as messages with a head of so many bytes.
-LONG = Codec(with_head, lambda head, buffers: len(head), unpickles=True)
-
-
-def test_too_long_head_is_refused_as_argument_and_as_answer() -> None:
-    nbytes = 600 << 20
-
-    def before(_: Member) -> None:
-        answer = Codec(with_head, lambda *_: 0, unpickles=True)
-        session.on_init(lambda made: made.serve("long", lambda incoming, length: nbytes, codec=answer))
-
-    def body(member: Member) -> None:
-        for asked in (nbytes, 1):  # the argument is too long; the answer is
-            with pytest.raises(EncodingError, match=r"by tcp: without its tensors it has 0\.6 GiB.* at most 0\.5 GiB"):
-                session.agent().request(next_of(member), "long", asked, codec=LONG).wait()
-        assert rpc.call(next_of(member), workers.add, 1, 2) == 3
-
-    with_workers(body, 2, before=before, tcp=True)
 
 
 @pytest.mark.parametrize(("tcp", "count"), [(False, 10_000), pytest.param(True, 70_000, marks=pytest.mark.long)])

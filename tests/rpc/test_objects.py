@@ -112,7 +112,7 @@ def test_one_method_runs_at_a_time_unless_asked_otherwise() -> None:
     assert with_workers(body, 2)[0] == ("queued", 1, 5)
 
 
-def test_object_is_listed_and_lives_as_long_as_a_reference_that_is_handed_on() -> None:
+def test_object_is_listed_and_lives_as_long_as_a_reference() -> None:
     with open(__file__) as file:
         line = next(number for number, text in enumerate(file, 1) if text.endswith("# made here\n"))
 

@@ -1,8 +1,6 @@
 """References that are handed on between workers in any order: objects live as long as somebody holds them.
 
-Each worker has a pocket of references, and several threads that make objects, hand references on, take them from
-others, and drop them. When all is quiet, the objects that live on each owner are those for which somebody who lives has
-a reference in its pocket.
+When all is quiet, the objects on each owner are those that somebody who lives has in its pocket.
 """
 
 from __future__ import annotations

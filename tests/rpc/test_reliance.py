@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
@@ -149,9 +148,8 @@ def calls_in_vain(to: str) -> bool:
 ended: list[str] = []
 
 
-def tell_me_the_end(most: int, name: str, pause_s: float = 0.0) -> Iterator[int]:
+def tell_me_the_end(most: int, name: str) -> Iterator[int]:
     try:
-        time.sleep(pause_s)
         yield from range(most)
     finally:
         ended.append(name)
@@ -170,7 +168,7 @@ def opened_and_ended() -> tuple[int, list[str]]:
 
 
 def test_generators_end_when_nobody_wants_them() -> None:
-    def body(member: Member) -> Any:
+    def body(member: Member) -> None:
         to = next_of(member)
         stopped = rpc.call(to, tell_me_the_end, 1000, "closed")
         assert [next(stopped), next(stopped)] == [0, 1]
@@ -189,9 +187,8 @@ def test_generators_end_when_nobody_wants_them() -> None:
         gc.collect()
         names = ["closed", "dropped", "whole"]
         assert soon(lambda: rpc.call(to, opened_and_ended) == (0, names)), rpc.call(to, opened_and_ended)
-        return "done"
 
-    assert with_workers(body, 2) == ["done"] * 2
+    with_workers(body, 2)
 
 
 def slow_offer() -> Iterator[int]:

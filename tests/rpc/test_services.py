@@ -151,13 +151,13 @@ def test_types_of_all_kinds_arrive_and_tensors_are_not_copied() -> None:
 
 
 def test_wrong_values_are_refused_by_parameter_and_pickles_by_the_worker() -> None:
-    good = Batch(torch.ones(1), [])
+    good, labelled = Batch(torch.ones(1), []), Batch(torch.ones(1), ["a"])  # type: ignore[list-item]
 
     def body(member: Member, client: Any) -> None:
         for arguments, said in (
             ({"batch": 3}, "parameter batch of Trainer.step: Expected `object`, got `int`"),
             ({"batch": good, "by": "2"}, "parameter by of Trainer.step: Expected `float`, got `str`"),
-            ({"batch": Batch(torch.ones(1), ["a"])}, r"batch of Trainer.step: .*`int`, got `str`.*\$\.labels\[0\]"),
+            ({"batch": labelled}, r"batch of Trainer.step: .*`int`, got `str`.*\$\.labels\[0\]"),
             ({"batch": {"rows": [1.0], "labels": []}}, r"batch of Trainer.step: Expected `Tensor`.*\$\.rows"),
             ({"batch": good, "a": {}}, "parameter options of Trainer.step: .*rate"),
         ):
@@ -233,11 +233,15 @@ class Bomb:
 class Bombed(Exception):
     """The same as an exception."""
 
-    __init__ = Bomb.__init__  # type: ignore[assignment]
-    __reduce__ = Bomb.__reduce__  # type: ignore[assignment]
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return explode, (self.path,)
 
 
-def explode(path: str) -> Bombed:
+def explode(path: str) -> Exception:
     Path(f"{path}.{os.getpid()}").touch()
     return Bombed(path)
 

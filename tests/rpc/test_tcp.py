@@ -25,7 +25,7 @@ LARGE = torch.zeros(8 << 20)  # more than the connection holds
 STOPPED_S = 2.5  # longer than a host that acknowledges nothing is waited for
 
 
-def test_stopped_worker_is_not_lost_and_holds_up_nobody_longer_than_they_said() -> None:
+def test_stopped_worker_is_not_lost_and_holds_up_nobody_for_long() -> None:
     """Whether it is called for the first time then, or is sent more than it can take."""
 
     def body(member: Member) -> None:

@@ -9,7 +9,6 @@ import time
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from phalanx import rpc
@@ -78,32 +77,28 @@ def test_watch_tells_once_who_comes_leaves_and_dies() -> None:
 def test_workers_are_listed_with_those_that_are_no_rank_until_they_leave() -> None:
     size, last = 3, 2
 
-    def body(member: Member) -> Any:
-        member.join()
+    def body(member: Member) -> None:
         store = PrefixStore("listed", member.store("workers"))
-        name, rank = ("server", -1) if member.rank == last else (f"worker{member.rank}", member.rank)
-        session.begin(store, name, rank, LOOPBACK, 60.0)
-        pids: list[Any] = [None] * size
-        dist.all_gather_object(pids, os.getpid())
-        seen = [(one.name, one.rank, one.pid) for one in rpc.workers()]
-        table = rpc.describe().splitlines()
-        dist.barrier()
+        names = [("worker0", 0), ("worker1", 1), ("server", -1)]
+        session.begin(store, *names[member.rank], LOOPBACK, 60.0)
+        (member.folder / f"pid-{member.rank}").write_text(str(os.getpid()))
+        member.meet("begun")
+        pids = [(member.folder / f"pid-{rank}").read_text() for rank in range(size)]
+        listed = [(*name, pid) for name, pid in zip(names, pids, strict=True)]
+        assert [(one.name, one.rank, str(one.pid)) for one in rpc.workers()] == listed
+        title, columns, *lines = rpc.describe().splitlines()
+        assert (title, columns.split()) == ("3 workers", ["worker", "rank", "host", "pid", "address"])
+        for number, (line, (name, rank, pid)) in enumerate(zip(lines, listed, strict=True)):
+            assert ("(this one)" in line) == (number == member.rank)
+            cells = line.replace(" (this one)", "").split()
+            assert cells[:4] == [name, str(rank) if rank >= 0 else "none", socket.gethostname(), pid]
+            assert cells[4].startswith(f"{LOOPBACK}:")
+        member.meet("seen")
         if member.rank == last:
             rpc.shutdown()
-        dist.barrier()
-        after = [one.name for one in rpc.workers()] if member.rank != last else []
-        dist.barrier()
+        member.meet("left")
+        assert member.rank == last or [one.name for one in rpc.workers()] == ["worker0", "worker1"]
+        member.meet("over")
         rpc.shutdown(wait=False)
-        return pids, seen, table, after
 
-    ranks = [(f"worker{rank}", rank) for rank in range(last)]
-    for own, (pids, seen, table, after) in enumerate(on_ranks(body, size)):
-        assert seen == [(*pair, pid) for pair, pid in zip([*ranks, ("server", -1)], pids, strict=True)]
-        assert table[0] == f"{size} workers"
-        assert table[1].split() == ["worker", "rank", "host", "pid", "address"]
-        for line, (name, rank), pid in zip(table[2:], [*ranks, ("server", "none")], pids, strict=True):
-            cells = line.replace(" (this one)", "").split()
-            assert cells[:4] == [name, str(rank), socket.gethostname(), str(pid)]
-            assert cells[4].startswith(f"{LOOPBACK}:")
-        assert [("(this one)" in line) for line in table[2:]] == [rank == own for rank in range(size)]
-        assert after == ([f"worker{rank}" for rank in range(last)] if own != last else [])
+    on_ranks(body, size)

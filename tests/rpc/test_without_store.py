@@ -1,4 +1,4 @@
-"""Workers whose store is gone with its host, and workers that are many."""
+"""Workers whose store is gone with its host."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import os
 import signal
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 from phalanx import rpc
-from phalanx.errors import InitializationError
 from tests.rpc import workers
 from tests.support.ranks import Member, run_ranks, values
 from tests.support.stores import tcp_store
@@ -37,25 +35,3 @@ def test_workers_go_on_when_the_store_is_gone_with_its_host() -> None:
         return got, others
 
     assert values(run_ranks(body, 3)[1:]) == [((3, 7), ["worker1", "worker2"])] * 2
-
-
-def test_rank_that_waits_in_init_says_that_the_store_is_gone() -> None:
-    def body(member: Member) -> None:
-        dist.init_process_group("gloo", store=tcp_store(member), rank=member.rank, world_size=member.size)
-        if member.rank == 0:
-            member.await_said("waits")
-            os.kill(os.getpid(), signal.SIGKILL)
-        member.say("waits")
-        with pytest.raises(InitializationError, match="lost the job's store"):
-            rpc.init()
-
-    values(run_ranks(body, 2)[1:])
-
-
-@pytest.mark.long
-def test_workers_that_are_many_find_each_other() -> None:
-    def body(member: Member) -> None:
-        assert len(rpc.workers()) == 32
-        assert rpc.call((member.rank + 7) % 32, workers.add, 1, 2) == 3
-
-    workers.with_workers(body, 32)

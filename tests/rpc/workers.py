@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +111,6 @@ def fail(text: str) -> None:
     raise KeyError(text)
 
 
-def sleep(seconds: float) -> float:
-    time.sleep(seconds)
-    return seconds
-
-
 _gate = threading.Event()
 
 
@@ -132,11 +126,6 @@ def open_gate(*_: Any) -> None:
 
 def count_to(most: int) -> Iterator[int]:
     yield from range(most)
-
-
-async def count_later(most: int) -> AsyncIterator[int]:
-    for number in range(most):
-        yield number
 
 
 def descend(names: list[str], depth: int) -> int:

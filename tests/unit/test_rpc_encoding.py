@@ -262,25 +262,12 @@ def test_what_is_cut_short_or_wrong_is_one_kind_of_error() -> None:
 
 
 def test_a_device_that_is_not_here_is_named() -> None:
-    from phalanx.rpc import rebuilding
-
     class Elsewhere:
         def __reduce__(self) -> Any:
             return rebuilding.memory, (pickle.PickleBuffer(bytearray(4)), "cuda:97")
 
     with pytest.raises(EncodingError, match=r"cuda:97.*tensor\.cpu\(\)"):
         carried(Elsewhere())
-
-
-def test_a_default_device_changes_nothing() -> None:
-    sent = [torch.empty(0, 2), MATRIX, MATRIX.t(), SPARSE.to_sparse(), SPARSE.to_sparse_csr(), PLAIN["a column"]]
-    torch.set_default_device("meta")
-    try:
-        got = carried(sent)
-    finally:
-        torch.set_default_device(None)  # with a device it would leave a mode, which every later test would run in
-    for one, other in zip(sent, got, strict=True):
-        assert_same(one, other)
 
 
 def test_tensors_that_overlap_do_so_on_the_other_side() -> None:

@@ -98,18 +98,7 @@ def no_grad_there(do: Do, size: int) -> list[torch.Tensor]:
     return [do(1, without, do, "w", parameter("x", 3)).sum()]
 
 
-def hooks_that_change(do: Do, size: int) -> list[torch.Tensor]:
-    x = parameter("x", 3)
-    x.register_hook(lambda gradient: gradient * 2)
-    y = do(1, times, do, "w", x)
-    y.register_hook(lambda gradient: gradient * 3)
-    return [y.sum()]
-
-
-PROGRAMS = [
-    one_after_the_other, used_twice, unused_result, unused_half, changed_in_place, no_grad_there,
-    hooks_that_change,
-]  # fmt: skip
+PROGRAMS = [one_after_the_other, used_twice, unused_result, unused_half, changed_in_place, no_grad_there]
 
 
 def drawn(seed: int) -> Program:
