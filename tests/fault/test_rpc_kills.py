@@ -231,6 +231,9 @@ def play(case: Case, path: str) -> None:
         store = PrefixStore("rpc", tcp_store(member))
         before = Holdings.now()
         session.begin(store, f"worker{member.rank}", member.rank, "127.0.0.1", PATIENCE_S)
+        assert soon(
+            lambda: len(rpc.workers()) == case.size
+        )  # whom they do not know they could not call without a store
         member.meet("joined")
         member.say("go")
         wrong: list[str] = []
