@@ -12,6 +12,7 @@ import random
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from tests.rpc import workers
 from tests.rpc.test_objects import holders
 from tests.rpc.workers import Account, with_workers
 from tests.support.leaks import Holdings
-from tests.support.ranks import Member, run_ranks, values
+from tests.support.ranks import Member, run_ranks
 from tests.support.waiting import soon, stop
 
 PATIENCE_S = 60.0
@@ -41,13 +42,18 @@ Key = tuple[int, int]  # the owner's incarnation and the object's number there
 
 
 class Token:
-    """An object with a name."""
+    """An object with a name, which may hold references to older ones."""
 
     def __init__(self, name: int) -> None:
         self.name = name
+        self.inner: list[Reference] = []
+        tokens.add(self)
 
     def identify(self) -> int:
         return self.name
+
+    def put(self, references: list[Reference]) -> None:
+        self.inner.extend(references)
 
 
 class Carrier(Exception):
@@ -59,16 +65,18 @@ class Carrier(Exception):
 
 
 # Of this process. A reference is with the name of its object, and the rank that it came from.
+tokens: weakref.WeakSet[Token] = weakref.WeakSet()
 pocket: list[tuple[Reference, int, int]] = []
 lock = threading.Lock()
 
 
-def take_in(sender: int, content: Any) -> None:
+def take_in(sender: int, content: Any) -> int:
     """Put references into this worker's pocket; they come in a container."""
     found = content["references"] if isinstance(content, dict) else content[0]
     with lock:
         pocket.extend((reference, name, sender) for reference, name in found)
         del pocket[: max(0, len(pocket) - MOST)]
+    return len(found)
 
 
 def choose(chance: random.Random, *, remove: bool) -> list[tuple[Reference, int]]:
@@ -85,12 +93,19 @@ def hand_out(seed: int, how: str) -> Any:
     chosen = choose(chance, remove=chance.random() < 0.5)
     if how == "raised":
         raise Carrier(chosen)
-    return [chosen, torch.ones(50_000)] if how == "large" else {"references": chosen}
+    if how == "large":
+        return [chosen, torch.ones(50_000)]
+    return {"references": chosen}
 
 
-def relay(to: int, sender: int, content: Any) -> None:
+def stream_out(seed: int) -> Iterator[Any]:
+    for number in range(3):
+        yield hand_out(seed + number, "")
+
+
+def relay(to: int, sender: int, content: Any) -> int:
     """Hand on what another has sent, and keep nothing."""
-    rpc.call(to, take_in, sender, content)
+    return int(rpc.call(to, take_in, sender, content))
 
 
 def wrap(chance: random.Random, chosen: list[tuple[Reference, int]]) -> Any:
@@ -104,7 +119,8 @@ class Player:
         self.chance = random.Random(seed)
         self.rank, self.size = member.rank, member.size
         self.names = seed * 1_000_000
-        self.moves = [self.make, self.give, self.give, self.relay, self.fetch, self.drop]
+        self.moves = [self.make, self.give, self.give, self.relay, self.each]
+        self.moves += [self.fetch, self.stream, self.put, self.drop]
 
     def play(self) -> None:
         for move in [*self.chance.choices(self.moves, k=STEPS), self.make]:
@@ -114,53 +130,83 @@ class Player:
     def other(self) -> int:
         return self.chance.randrange(self.size)
 
-    def content(self) -> Any:
-        return wrap(self.chance, choose(self.chance, remove=self.chance.random() < 0.8))
-
-    def timeout_s(self) -> float:
-        return 0.002 * self.chance.random() if self.chance.random() < 0.2 else PATIENCE_S
-
-    def finish(self, future: Any) -> Any:
-        """Wait for a call, or give it up: at once, soon, or by its timeout."""
-        how = self.chance.randrange(4)
-        if how == 1:
-            with contextlib.suppress(TimeoutError):
-                future.wait(self.chance.random() * 0.002)
-        if how < 2:
-            future.cancel()
-        return future.wait()
-
     def make(self) -> None:
         self.names += 1
         take_in(self.rank, [[(rpc.make(self.other(), Token, self.names), self.names)]])
 
+    def finish(self, future: Any) -> Any:
+        """Wait for a call, or give it up: at once, soon, or by its timeout."""
+        how = self.chance.randrange(4)
+        if how == 0:
+            future.cancel()
+        elif how == 1:
+            with contextlib.suppress(TimeoutError):
+                future.wait(self.chance.random() * 0.002)
+            future.cancel()
+        return future.wait()
+
+    def patience_s(self) -> float:
+        return 0.002 * self.chance.random() if self.chance.random() < 0.2 else PATIENCE_S
+
     def give(self) -> None:
-        self.finish(rpc.start(self.other(), take_in, self.rank, self.content(), timeout_s=self.timeout_s()))
+        chosen = choose(self.chance, remove=self.chance.random() < 0.7)
+        content = wrap(self.chance, chosen)
+        future = rpc.start(self.other(), take_in, self.rank, content, timeout_s=self.patience_s())
+        del chosen, content
+        self.finish(future)
 
     def relay(self) -> None:
-        onward = (self.other(), self.rank, self.content())
-        future = rpc.start(self.other(), relay, *onward, timeout_s=self.timeout_s())
-        del onward
+        content = wrap(self.chance, choose(self.chance, remove=True))
+        future = rpc.start(self.other(), relay, self.other(), self.rank, content, timeout_s=self.patience_s())
+        del content
         self.finish(future)
+
+    def each(self) -> None:
+        content = wrap(self.chance, choose(self.chance, remove=True))
+        others = self.chance.sample(range(self.size), min(self.size, 2))
+        futures = rpc.each(others, take_in, self.rank, content)
+        del content
+        for future in futures:
+            self.finish(future)
 
     def fetch(self) -> None:
         to, seed, how = self.other(), self.chance.randrange(1 << 30), self.chance.choice(["", "large", "raised"])
         try:
-            got = self.finish(rpc.start(to, hand_out, seed, how, timeout_s=self.timeout_s()))
+            got = self.finish(rpc.start(to, hand_out, seed, how, timeout_s=self.patience_s()))
         except Carrier as error:
             got = [error.references]
         take_in(to, got)
+
+    def stream(self) -> None:
+        to = self.other()
+        coming = rpc.call(to, stream_out, self.chance.randrange(1 << 30))
+        for _ in range(self.chance.randrange(4)):
+            take_in(to, next(coming))
+
+    def put(self) -> None:
+        """Into an object, only references to older ones, so that nothing holds itself."""
+        chosen = choose(self.chance, remove=True)
+        _, newest = max(chosen, key=lambda entry: entry[1], default=(None, 0))
+        for reference, name in chosen:
+            if name == newest:
+                reference.put([other for other, older in chosen if older < newest and other is not reference])
+                break
 
     def drop(self) -> None:
         choose(self.chance, remove=True)
 
 
+def key(reference: Reference) -> Key:
+    return reference._owner.incarnation, reference._number
+
+
 def report() -> tuple[set[Key], set[Key]]:
-    """The objects that this worker has references to, and those that live here."""
+    """The objects that this worker has references to, in its pocket and in objects; and those that live here."""
     gc.collect()
     me = session.agent().me.incarnation
     with lock:
-        held = {(reference._owner.incarnation, reference._number) for reference, *_ in pocket}
+        held = {key(reference) for reference, *_ in pocket}
+    held |= {key(reference) for token in list(tokens) for reference in token.inner}
     return held, {(me, info.number) for info in rpc.objects()}
 
 
@@ -185,19 +231,14 @@ def empty() -> None:
         pocket.clear()
 
 
-def difference(living: list[int]) -> tuple[list[Key], list[Key]]:
-    """What lives though nobody holds it, and what is held and does not live."""
+def compare(living: list[int]) -> str:
+    """Empty if what lives is what is held; the difference in words."""
     reports = [rpc.call(rank, report) for rank in living]
     owners = {session.agent().member(rank).incarnation for rank in living}
     held = {each for has, _ in reports for each in has if each[0] in owners}
     alive = {each for _, owns in reports for each in owns}
-    return sorted(alive - held), sorted(held - alive)
-
-
-def all_is_empty(living: list[int]) -> bool:
-    for rank in living:
-        rpc.call(rank, empty)  # again, because a call of the dead may only just have put something there
-    return all(rpc.call(rank, report) == (set(), set()) for rank in living)
+    leaked, lost = sorted(alive - held), sorted(held - alive)
+    return f"nobody holds {leaked}; gone are {lost}" if leaked or lost else ""
 
 
 def play_all(member: Member, seed: int, gone: int) -> None:
@@ -214,35 +255,50 @@ def play_all(member: Member, seed: int, gone: int) -> None:
     member.say(f"played-{member.rank}")
 
 
-def a_game(seed: int, *, dies: bool) -> int:
-    """Play it; how many references the workers that live have at the end."""
-    size = 2 + seed % 3
+def a_game(seed: int, size: int, *, dies: bool, tcp: bool = False) -> list[Any]:
+    """Play it; what each worker that lives found wrong, and how many references it had."""
     gone = random.Random(seed).randrange(1, size) if dies else -1
     living = [rank for rank in range(size) if rank != gone]
 
-    def run(member: Member) -> int:
-        if seed % 4 == 3:
+    def run(member: Member) -> Any:
+        if tcp:
             workers.use_tcp()
         member.join()
         holdings = Holdings.now()
         rpc.init(timeout_s=PATIENCE_S)
         play_all(member, seed, gone)
         member.await_said(*[f"played-{rank}" for rank in living])
-        count = 0
+        found: list[Any] = []
         if member.rank == 0:
-            assert dies or soon(lambda: difference(living) == ([], [])), difference(living)
-            for rank in living:
-                found, wrong = rpc.call(rank, check_mine, gone)
-                assert not wrong
-                count += found
-            assert soon(lambda: all_is_empty(living)), [rpc.call(rank, report) for rank in living]
+            different = [""]
+
+            def same() -> bool:
+                different[0] = compare(living)
+                return not different[0]
+
+            if gone < 0:
+                assert soon(same), different[0]
+            found = [rpc.call(rank, check_mine, gone) for rank in living]
+
+            def nothing() -> bool:
+                for rank in living:
+                    rpc.call(rank, empty)  # again, because a call of the dead may only just have put something there
+                different[0] = str([rpc.call(rank, report) for rank in living])
+                return all(rpc.call(rank, report) == (set(), set()) for rank in living)
+
+            assert soon(nothing), different[0]
         rpc.shutdown()
         assert soon(lambda: gc.collect() >= 0 and not holdings.left_by(Holdings.now()))
         dist.destroy_process_group()
-        return count
+        return found
 
     outcomes = run_ranks(run, size)
-    return int(sum(values([outcomes[rank] for rank in living])))
+    for rank in living:
+        assert outcomes[rank].error is None, f"rank {rank}:\n{outcomes[rank].traceback}"
+    found: list[Any] = outcomes[0].value
+    for _, wrong in found:
+        assert not wrong
+    return found
 
 
 GAMES = [0, 1, 3, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, *range(4, 40)))]
@@ -250,12 +306,13 @@ GAMES = [0, 1, 3, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, *
 
 @pytest.mark.parametrize("seed", GAMES)
 def test_objects_live_as_long_as_somebody_holds_them(seed: int) -> None:
-    assert a_game(seed, dies=False) > 0
+    found = a_game(seed, 2 + seed % 3, dies=False, tcp=seed % 4 == 3)
+    assert sum(count for count, _ in found) > 0
 
 
 @pytest.mark.parametrize("seed", GAMES)
 def test_objects_whose_holder_dies_are_freed_and_no_others(seed: int) -> None:
-    a_game(seed, dies=True)
+    a_game(seed, 2 + seed % 3, dies=True, tcp=seed % 4 == 3)
 
 
 def raise_with_a_thing(owner: int, caller: int, folder: Path) -> None:
