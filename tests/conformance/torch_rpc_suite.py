@@ -4,11 +4,9 @@ torch ships them inside its wheel, as classes without an agent that a fixture co
 agent, and those written for TensorPipe's options, 436 in all, run here over either agent. CUDA's are left out, and so
 are those of the agent that injects faults, because they test that agent's C++.
 
-    python -m tests.conformance.torch_rpc_suite
     python -m tests.conformance.torch_rpc_suite --agent tensorpipe -k rref --jobs 2
 
-Every test runs in a process of its own, which forks the test's ranks. Ends with 1 if a test fails that is not listed in
-``EXPECTED``, or passes although it is.
+Ends with 1 if a test fails that is not listed in ``EXPECTED``, or passes although it is.
 """
 
 from __future__ import annotations
@@ -23,9 +21,8 @@ import tempfile
 import time
 import unittest
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # agent -> test -> why it cannot pass
 EXPECTED: dict[str, dict[str, str]] = {
@@ -50,14 +47,12 @@ EXPECTED: dict[str, dict[str, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one test: its name, ``pass``, ``fail`` or ``skip``, the reason, and the seconds that it took."""
+class Outcome(NamedTuple):
+    """What became of one test: its name, ``pass``, ``fail`` or ``skip``, and the reason."""
 
     name: str
     status: str
     reason: str
-    duration_s: float
 
 
 def arguments() -> argparse.Namespace:
@@ -93,53 +88,15 @@ def cases() -> dict[str, unittest.TestCase]:
     return found
 
 
-@dataclass
-class Running:
-    """A test under way, in a process of its own that leads a process group.
-
-    It is forked by the main thread: a child of a pool's thread could not end as multiprocessing's children do.
-    """
-
-    name: str
-    pid: int
-    pipe: int
-    began: float
-
-    @classmethod
-    def start(cls, name: str, case: unittest.TestCase, log: Path) -> Running:
-        """Fork the test's process, which writes its output to ``log`` and the outcome to a pipe."""
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            _in_child(case, log, writer)
-        os.close(writer)
-        return cls(name, pid, reader, time.monotonic())
-
-    def outcome(self, timeout_s: float) -> Outcome | None:
-        """What became of the test, or None while it runs; it is ended after ``timeout_s`` seconds."""
-        duration_s = time.monotonic() - self.began
-        ended = os.waitpid(self.pid, os.WNOHANG)[0] != 0
-        if not ended and duration_s < timeout_s:
-            return None
-        _kill_group(self.pid)  # and with it the ranks that are left
-        if not ended:
-            os.waitpid(self.pid, 0)
-        os.set_blocking(self.pipe, False)  # a process that has left the group may still hold the other end
-        with os.fdopen(self.pipe, "rb") as pipe:
-            text = (pipe.read() or b"").decode()
-        if not ended:
-            return Outcome(self.name, "fail", f"did not end within {timeout_s:.0f} s", duration_s)
-        status, _, reason = text.partition(" ")
-        return Outcome(self.name, status or "fail", reason or ("" if status else "its process died"), duration_s)
-
-
-def _in_child(case: unittest.TestCase, log: Path, writer: int) -> None:
+def run_in_child(case: unittest.TestCase, log: Path) -> None:
+    """Run a test in this process, whose output goes to ``log``, and write the outcome beside that; then end."""
     os.setsid()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(file, 1)
     os.dup2(file, 2)
     result = unittest.TestResult()
     case.run(result)
+    line = "pass "
     if result.skipped:
         line = f"skip {result.skipped[0][1]}"
     elif result.errors or result.failures:
@@ -148,15 +105,37 @@ def _in_child(case: unittest.TestCase, log: Path, writer: int) -> None:
         found = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception|Lost|Timeout|Failure)\b.*", report, re.MULTILINE)
         ranks = [line for line in found if "exited with error code" not in line and "terminated or timed" not in line]
         line = f"fail {(ranks or found or report.splitlines())[-1][:200]}"
-    else:
-        line = "pass "
-    os.write(writer, line.encode()[:4000])
+    log.with_suffix(".outcome").write_text(line)
     os._exit(0)
 
 
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # nothing is left of it
-        os.killpg(pid, signal.SIGKILL)
+def run_all(waiting: list[tuple[str, unittest.TestCase]], logs: Path, jobs: int, timeout_s: float) -> list[Outcome]:
+    """Run every test in a process of its own, forked by the main thread, so many at a time."""
+    outcomes: list[Outcome] = []
+    running: dict[int, tuple[str, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            name, case = waiting.pop(0)
+            pid = os.fork()
+            if pid == 0:
+                run_in_child(case, logs / f"{name}.log")
+            running[pid] = name, time.monotonic()
+        time.sleep(0.02)
+        for pid, (name, began) in list(running.items()):
+            ended, took_s = os.waitpid(pid, os.WNOHANG)[0] != 0, time.monotonic() - began
+            if not ended and took_s < timeout_s:
+                continue
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # and with it the ranks that are left
+            if not ended:
+                os.waitpid(pid, 0)
+            del running[pid]
+            file = logs / f"{name}.outcome"
+            text = file.read_text() if file.exists() else f"fail {'its process died' if ended else 'it did not end'}"
+            outcomes.append(Outcome(name, text[:4], text[5:]))
+            if text[:4] != "skip":
+                print(f"{text[:4]}  {took_s:6.2f} s  {name}  {text[5:]}", flush=True)
+    return outcomes
 
 
 def main() -> int:
@@ -173,27 +152,10 @@ def main() -> int:
     if not served_by(options.agent):
         print(f"torch.distributed.rpc does not run over {options.agent} here")
         return 1
-    outcomes: list[Outcome] = []
-    running: list[Running] = []
     with tempfile.TemporaryDirectory(prefix="phalanx-conformance-") as folder:
         logs = options.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
-        waiting = list(chosen.items())[::-1]
-        while waiting or running:
-            while waiting and len(running) < options.jobs:
-                name, case = waiting.pop()
-                running.append(Running.start(name, case, logs / f"{name}.log"))
-            time.sleep(0.02)
-            for test in list(running):
-                outcome = test.outcome(options.test_timeout)
-                if outcome is None:
-                    continue
-                running.remove(test)
-                outcomes.append(outcome)
-                if outcome.status != "skip":
-                    print(
-                        f"{outcome.status}  {outcome.duration_s:6.2f} s  {outcome.name}  {outcome.reason}", flush=True
-                    )
+        outcomes = run_all(list(chosen.items()), logs, options.jobs, options.test_timeout)
     return report(options.agent, outcomes)
 
 

@@ -15,12 +15,10 @@ import itertools
 import os
 import random
 import signal
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,31 +27,21 @@ import torch
 from tests.rpc import workers
 from tests.support.leaks import Holdings
 from tests.support.ranks import Member, run_ranks
-from tests.support.shared_links import mappings, write
+from tests.support.stores import tcp_store
 from tests.support.waiting import soon
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 
 from phalanx import rpc
 from phalanx.errors import PeerLost
-from phalanx.rpc import session, streams
-from phalanx.rpc.autograd.contexts import contexts
+from phalanx.rpc import session
 
 PATIENCE_S = 60.0
 LARGE = 500_000  # numbers in a large tensor
-# What goes on: the parts that the killed worker can have in it.
-ACTIONS = {
-    "call": ("callee", "caller", "middle", "store"),
-    "start": ("callee", "caller", "middle", "store"),
-    "stream": ("callee", "caller", "middle", "store"),
-    "method": ("callee", "caller", "middle", "store"),
-    "chain": ("callee", "caller", "middle", "store"),
-    "backward": ("callee", "caller", "middle", "store"),
-    "large": ("callee", "caller", "middle", "store"),
-    "each": ("callee", "caller", "middle", "store"),
-    "hand on": ("callee", "caller", "middle", "store"),
-    "shutdown": ("callee", "store"),
-}
-CASES = [(action, part) for action, parts in ACTIONS.items() for part in parts]
+Act = Callable[[str, random.Random], None]
+# What goes on, and the part that the killed worker has in it.
+PARTS = ("callee", "caller", "middle", "store")
+ACTIONS = ("call", "start", "stream", "chain", "backward", "large", "each", "hand on")
+CASES = [*((action, part) for action in ACTIONS for part in PARTS), ("shutdown", "callee"), ("shutdown", "store")]
 
 
 @dataclass(frozen=True)
@@ -81,7 +69,7 @@ class Case:
 
 
 def note(path: str, number: str) -> str:
-    """Say that this call runs, in one write."""
+    """Say that this call runs."""
     with open(path, "ab", buffering=0) as file:
         file.write(number.encode() + b"\n")
     return number
@@ -134,9 +122,6 @@ def do(action: str, path: str, number: str, to: int, others: list[int]) -> None:
         assert [future.wait() for future in futures] == [f"{number}.{n}" for n in range(10)]
     elif action == "stream":
         assert list(rpc.call(to, note_items, path, number)) == list(range(20))
-    elif action == "method":
-        noter = rpc.make(to, Noter)
-        assert noter.note(path, number) == number
     elif action == "chain":
         assert rpc.call(to, note_and_call, path, number, others[:2]) == number
     elif action == "backward":
@@ -172,32 +157,27 @@ class Worker:
     def run(self) -> None:
         """Act until the victim is gone."""
         case, me = self.case, self.member.rank
-        act: Callable[[str, random.Random], None] | None
-        if case.part == "callee":
-            act = None if me == case.victim else lambda number, chance: self.do(number, case.victim, chance)
-        elif case.part == "caller":
-            act = None if me != case.victim else self.do_any
-        elif case.part == "middle":
-            act = None if me == case.victim else self.do_beyond
-        else:
-            act = self.do_any
+        acts = {
+            "callee": None if me == case.victim else lambda number, chance: self.do(number, case.victim, chance),
+            "caller": self.do_any if me == case.victim else None,
+            "middle": None if me == case.victim else self.do_beyond,
+            "store": self.do_any,
+        }
+        act: Act | None = acts[case.part]
         threads = [threading.Thread(target=self.repeat, args=(act, n)) for n in range(1 if case.size > 3 else 2) if act]
         for thread in threads:
             thread.start()
-        if me != case.victim:
-            gone = self.member.folder / "killed"
-            while not gone.exists():
-                time.sleep(0.005)
-            time.sleep(0.05)
-        else:
+        if me == case.victim:
             time.sleep(2 * PATIENCE_S)
+        self.member.await_said("killed")
+        time.sleep(0.05)
         self.over.set()
         for thread in threads:
             thread.join(PATIENCE_S)
             if thread.is_alive():
                 self.wrong.append("a thread still waits")
 
-    def repeat(self, act: Callable[[str, random.Random], None], thread: int) -> None:
+    def repeat(self, act: Act, thread: int) -> None:
         chance = random.Random((self.case.seed, self.member.rank, thread).__repr__())
         for count in itertools.count():
             if self.over.is_set():
@@ -227,65 +207,16 @@ class Worker:
         rpc.call(self.case.victim, do, self.case.action, self.path, number, to, others)
 
 
-def begin(member: Member) -> None:
-    port, timeout = int(read(member.folder / "port")), timedelta(seconds=PATIENCE_S)
-    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
-    session.begin(PrefixStore("rpc", store), f"worker{member.rank}", member.rank, "127.0.0.1", PATIENCE_S)
-
-
 def kill_me(member: Member, case: Case) -> None:
     """Have a process kill this one, at any of its instructions."""
     pid = os.getpid()
     if os.fork() == 0:
         with contextlib.suppress(BaseException):
-            read(member.folder / "go")
+            member.await_said("go")
             time.sleep(case.after_s)
             os.kill(pid, signal.SIGKILL)
-            write(member.folder / "killed", b"")
+            member.say("killed")
         os._exit(0)
-
-
-def left() -> list[str]:
-    """What a quiet worker should not have."""
-    workers.kept.clear()  # again, because a call of the dead may only just have begun
-    gc.collect()
-    agent = session.agent()
-    found: dict[str, Any] = {
-        "objects": rpc.objects(),
-        "calls": agent._calls._calls,
-        "calls that were given up": agent._calls._given_up,
-        "requests under way": agent._serving._under_way,
-        "what answers rely on": agent._serving._kept,
-        "streams": streams._sources,
-        "contexts": contexts.all(),
-    }
-    return [f"{name}: {list(things)}" for name, things in found.items() if things]
-
-
-def descriptors() -> list[str]:
-    """What this process has open; of a socket, its two ends."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            what = os.readlink(f"/proc/self/fd/{name}")
-            if what.startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as copy:
-                    what = f"{copy.getsockname()} to {copy.getpeername()}"
-            found.append(what)
-    return found
-
-
-def read(path: Path) -> bytes:
-    """The content of a file that another process makes."""
-    assert soon(path.exists), f"nobody made {path.name}"
-    return path.read_bytes()
-
-
-def meet(member: Member, what: str, ranks: Iterable[int]) -> None:
-    """Wait until all of these ranks have come as far."""
-    write(member.folder / f"{what}-{member.rank}", b"")
-    for rank in ranks:
-        read(member.folder / f"{what}-{rank}")
 
 
 def play(case: Case, path: str) -> None:
@@ -297,22 +228,28 @@ def play(case: Case, path: str) -> None:
             workers.use_tcp()
         if member.rank == case.victim:
             kill_me(member, case)
-        served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if member.rank == 0 else None
+        store = PrefixStore("rpc", tcp_store(member))
         before = Holdings.now()
-        if served is not None:
-            write(member.folder / "port", str(served.port).encode())
-        begin(member)
-        meet(member, "joined", range(case.size))
-        write(member.folder / "go", b"")
+        session.begin(store, f"worker{member.rank}", member.rank, "127.0.0.1", PATIENCE_S)
+        assert soon(
+            lambda: len(rpc.workers()) == case.size
+        )  # whom they do not know they could not call without a store
+        member.meet("joined")
+        member.say("go")
         wrong: list[str] = []
+
+        def meet(what: str) -> None:
+            member.say(f"{what}-{member.rank}")
+            member.await_said(*[f"{what}-{rank}" for rank in survivors])
+
         if case.action != "shutdown":
             worker = Worker(member, case, path)
             worker.run()
             wrong = worker.wrong
-            meet(member, "quiet", survivors)
-            if not soon(lambda: not left()):
-                wrong += left()
-            meet(member, "empty", survivors)
+            meet("quiet")
+            if not soon(lambda: not workers.left()):
+                wrong += workers.left()
+            meet("empty")
         else:
             chance = random.Random(f"{case.seed} {member.rank}")
             if chance.random() < 0.5:
@@ -325,16 +262,16 @@ def play(case: Case, path: str) -> None:
             wrong.append("shutdown waited for the dead")
         if member.rank == case.victim:
             time.sleep(2 * PATIENCE_S)  # it has left before it is killed
-        meet(member, "over", survivors)  # who may still ask the store
+        meet("over")  # who may still ask the store
 
         def clean() -> bool:
             gc.collect()  # the worker is a circle, and the last thread that knew it may just have ended
             return not before.left_by(Holdings.now())
 
         if not soon(clean):
-            wrong += [*before.left_by(Holdings.now()), *descriptors()]
-        if not soon(lambda: not mappings()):
-            wrong.append(f"{mappings()} mappings")
+            wrong += before.left_by(Holdings.now())
+        if not soon(lambda: not workers.mappings()):
+            wrong.append(f"{workers.mappings()} mappings")
         assert not wrong, wrong
 
     outcomes = run_ranks(run, case.size)

@@ -2,48 +2,51 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import gc
 import json
 import os
-import random
-import re
 import signal
 import struct
-import threading
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from tests.rpc import workers
 from tests.rpc.workers import with_workers
 from tests.support.leaks import Holdings
-from tests.support.ranks import Member, run_ranks, values
-from tests.support.shared_links import PATIENCE_S, Peer, finish, mappings, read, write
-from tests.support.waiting import soon, stop
+from tests.support.ranks import Member, on_ranks, run_ranks, values
+from tests.support.waiting import soon, stop, when_waiting
 
 from phalanx import rpc
 from phalanx.errors import ClosedError, WorkerLost
-from phalanx.rpc.links.contract import LinkEnded
-from phalanx.rpc.message import Kind, Message
+from phalanx.rpc import connections
+from phalanx.rpc.links.shared import SharedHub
 
+PATIENCE_S = 60.0
 SLAB = 1 << 20
 SLAB_BYTES_AT = 32  # in struct phx_rpc_channel
 LARGE = torch.ones(16 << 20)  # 64 MiB, more than there is room for
+
+
+def small_slab(_: Member) -> None:
+    vars(connections)["SharedHub"] = partial(SharedHub, slab_bytes=SLAB)
 
 
 def become_another() -> None:
     os.execv("/bin/sleep", ["sleep", "600"])
 
 
-def test_a_process_that_becomes_another_program_is_lost() -> None:
+def test_process_that_becomes_another_program_is_lost() -> None:
     def rank(member: Member) -> None:
-        workers.begin(member, tcp=False)
+        workers.begin(member)
         if member.rank:
-            time.sleep(PATIENCE_S)
+            time.sleep(2 * PATIENCE_S)
         pid = rpc.call(1, workers.pid)
         try:
             with pytest.raises(WorkerLost, match="its process has become another program"):
@@ -55,7 +58,7 @@ def test_a_process_that_becomes_another_program_is_lost() -> None:
     values(run_ranks(rank, 2)[:1])
 
 
-def test_a_forked_child_neither_uses_nor_ends_what_its_parent_has() -> None:
+def test_forked_child_neither_uses_nor_ends_what_its_parent_has() -> None:
     def body(member: Member) -> None:
         sent = torch.arange(100_000.0)
         kept = rpc.call(workers.next_of(member), workers.add, sent, 1)
@@ -78,21 +81,21 @@ def test_a_forked_child_neither_uses_nor_ends_what_its_parent_has() -> None:
     with_workers(body, 2)
 
 
-@pytest.mark.parametrize("argument", [torch.ones(1), torch.ones(2_500), LARGE], ids=["small", "medium", "large"])
-def test_ctrl_c_ends_a_wait_for_room(argument: torch.Tensor) -> None:
+def test_ctrl_c_ends_a_wait_for_room() -> None:
     def body(member: Member) -> None:
         if member.rank:
             return
         pid = rpc.call(1, workers.pid)
-        stop(pid)
-        try:
-            threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
-            with pytest.raises(KeyboardInterrupt):
-                while True:
-                    rpc.start(1, torch.numel, argument, timeout_s=PATIENCE_S)
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        assert rpc.call(1, workers.add, 1, 2) == 3
+        for argument in (torch.ones(1), torch.ones(2_500), LARGE):
+            stop(pid)
+            try:
+                when_waiting(lambda: os.kill(os.getpid(), signal.SIGINT))
+                with pytest.raises(KeyboardInterrupt):
+                    while True:
+                        rpc.start(1, torch.numel, argument, timeout_s=PATIENCE_S)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            assert rpc.call(1, workers.add, 1, 2) == 3
         assert rpc.call(1, torch.numel, LARGE) == LARGE.numel()
 
     with_workers(body, 2)
@@ -101,20 +104,17 @@ def test_ctrl_c_ends_a_wait_for_room(argument: torch.Tensor) -> None:
 def test_offers_that_lead_nowhere_are_refused_and_leave_nothing() -> None:
     def rank(member: Member) -> None:
         holdings = Holdings.now()
-        peer, other = Peer(SLAB), Peer(SLAB)
-        good = json.loads(peer.hub.offer())
+        receiver: Any = SimpleNamespace(deliver=None, ended=lambda link, why: None)
+        offering, accepting = (SharedHub(receiver, slab_bytes=SLAB) for _ in range(2))
+        good = json.loads(offering.offer())
+        place = good["place"]
         for change in (
-            {"pid": 1 << 22},
-            {"pid": -1},
-            {"channel": 0},
-            {"channel": good["place"]},
-            {"cookie": "00" * 16},
+            {"pid": 1 << 22}, {"pid": -1}, {"pid": None}, {"channel": 0}, {"channel": place}, {"cookie": "00" * 16},
             {"cookie": "zz"},
-            {"pid": None},
-        ):
-            assert other.hub.accept(json.dumps(good | change).encode()) is None, change
+        ):  # fmt: skip
+            assert accepting.accept(json.dumps(good | change).encode()) is None, change
         for garbage in (b"", b"{}", b"[]", b"\xff"):
-            assert other.hub.accept(garbage) is None
+            assert accepting.accept(garbage) is None
         size, header = os.fstat(good["channel"]).st_size - 2 * SLAB, os.pread(good["channel"], 1 << 16, 0)
         with pytest.raises(PermissionError):
             os.ftruncate(good["channel"], 0)  # it cannot be cut short
@@ -123,116 +123,48 @@ def test_offers_that_lead_nowhere_are_refused_and_leave_nothing() -> None:
             os.ftruncate(file, (size + 2 * slab_bytes) % (1 << 64))
             os.pwrite(file, header[:SLAB_BYTES_AT] + struct.pack("<Q", slab_bytes) + header[SLAB_BYTES_AT + 8 :], 0)
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            assert other.hub.accept(json.dumps(good | {"channel": file}).encode()) is None
+            assert accepting.accept(json.dumps(good | {"channel": file}).encode()) is None
             os.close(file)
-        link = other.hub.accept(json.dumps(good).encode())
+        link = accepting.accept(json.dumps(good).encode())
         assert link is not None
         link.close()
-        for one in (peer, other):
-            one.hub.close()
-        del peer, other, link, one
+        for hub in (offering, accepting):
+            hub.close()
+        del offering, accepting, link, hub
         gc.collect()
         assert soon(lambda: not holdings.left_by(Holdings.now())), holdings.left_by(Holdings.now())
-        assert soon(lambda: mappings() == 0)
+        assert soon(lambda: workers.mappings() == 0)
 
-    values(run_ranks(rank, 1))
-
-
-RECORD = {"length": (132, 2), "image": (132, 2), "head": (132, 2), "block": (24, 3)}  # struct phx_rpc_record
+    on_ranks(rank, 1)
 
 
-def largest() -> str:
-    """The line of /proc/self/maps of the channel, which is larger than a hub's page."""
-    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:phalanx-rpc" in line]
-    return max(lines, key=lambda line: int(line.split("-")[1].split()[0], 16) - int(line.split("-")[0], 16))
+def channel() -> int:
+    """Where the memory begins that this process has in common with the only other one."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(number, 16) for number in line.split()[0].split("-"))
+        if "memfd:phalanx-rpc" in line and end - start > 2 * SLAB:
+            found = ctypes.string_at(start + SLAB_BYTES_AT, 8)
+            if found == struct.pack("<Q", SLAB):
+                return start
+    raise AssertionError("there is none")
 
 
-@pytest.mark.parametrize("what", ["length", "image", "head", "block"])
-def test_memory_that_makes_no_sense_ends_the_link_and_nothing_else(what: str) -> None:
-    def rank(member: Member) -> None:
-        go_on = threading.Event()
-        waited: list[bool] = []
-        peer = Peer(SLAB, lambda message: waited.append(go_on.wait(60)))
-        peer.meet(member)
+def test_damaged_memory_ends_the_link_and_nothing_else() -> None:
+    def body(member: Member) -> str:
         if member.rank == 0:
-            nbytes = 300_000 if what == "block" else 100
-            for _ in range(3):
-                peer.links[1].send(Message(Kind.NOTICE, 0, "", bytes(nbytes)), 60.0)
-            region = re.search(r"^(\w+)-(\w+) .*memfd:phalanx-rpc", largest(), re.MULTILINE)
-            assert region
-            start, end = int(region[1], 16), int(region[2], 16)
-            rings = end - 2 * SLAB
-            rings = (
-                start
-                + bytes(ctypes.string_at(start, rings - start)).index(struct.pack("<II", *RECORD[what])) // 4096 * 4096
-            )
-            if what == "head":
-                ctypes.memset(start + 128, 0x55, 8)  # the first ring's
-            else:
-                for at in range(rings, rings + 4096, 16):  # every record there, and what it says
-                    if ctypes.string_at(at, 8) == struct.pack("<II", *RECORD[what]):
-                        ctypes.memset(at + (0 if what == "length" else 16), 0xFF, 4 if what == "length" else 32)
-            write(member.folder / "go", b"")
-            why = "it found the memory shared with this process damaged, or had no memory left for a message"
-            assert peer.wait_for_end() == why
-        else:
-            read(member.folder / "go")
-            go_on.set()
-            assert peer.wait_for_end() == "the memory shared with it is damaged"
-            assert peer.ends == ["the memory shared with it is damaged"]
-        finish(member, peer)
+            pid = rpc.call(1, workers.pid)  # this one offers its memory
+            stop(pid)
+            late = [rpc.start(1, workers.add, 1, number) for number in range(3)]
+            ctypes.memset(channel() + 128, 0x55, 8)  # how far the first ring, in which these are, has come
+            os.kill(pid, signal.SIGCONT)
+            member.say("damaged")
+        member.await_said("damaged")
+        with pytest.raises(WorkerLost) as caught:
+            for waiting in late if member.rank == 0 else [rpc.start(0, workers.add, 1, 2)]:
+                waiting.wait()
+        return caught.value.why
 
-    values(run_ranks(rank, 2))
-
-
-def poke(chance: random.Random) -> None:
-    """Change something in the memory that this process shares with the other: the words, or the records."""
-    region = re.search(r"^(\w+)-(\w+) .*memfd:phalanx-rpc", largest(), re.MULTILINE)
-    assert region
-    start, end = int(region[1], 16), int(region[2], 16)
-    words = end - start - 2 * SLAB
-    at = start + chance.choice([chance.randrange(4096), chance.randrange(20_000), chance.randrange(words)])
-    value = chance.choice([chance.randbytes(8), b"\xff" * 8, b"\0" * 8, struct.pack("<Q", chance.randrange(1 << 20))])
-    ctypes.memmove(at, value, min(chance.choice([1, 4, 8]), start + words - at))
-
-
-def chatter(peer: Peer, over: threading.Event, seed: int) -> None:
-    """Send notices of all sizes until the link ends or it is over, whatever becomes of them."""
-    chance = random.Random(seed)
-    while not over.is_set() and not peer.ends:
-        with contextlib.suppress(LinkEnded, TimeoutError):
-            nbytes = chance.choice([0, 10, 1000, 50_000, 200_000, 600_000])
-            peer.links[1 - seed % 2].send(Message(Kind.NOTICE, 0, "", b"", [memoryview(bytes(nbytes))]), 0.05)
-
-
-@pytest.mark.parametrize("rounds", [10, pytest.param(300, marks=pytest.mark.long)], ids=["a few times", "many times"])
-def test_garbage_in_shared_memory_ends_the_link_at_most(rounds: int) -> None:
-    def rank(member: Member) -> None:
-        holdings = Holdings.now()
-        for number in range(rounds):
-            folder = member.folder / str(number)
-            folder.mkdir(exist_ok=True)
-            chance = random.Random(number)
-            peer, over = Peer(SLAB), threading.Event()
-            peer.meet(Member(member.rank, 2, folder))
-            thread = threading.Thread(target=chatter, args=(peer, over, 2 * number + member.rank))
-            thread.start()
-            if member.rank == 0:
-                for _ in range(20):
-                    poke(chance)
-                    time.sleep(0.001)
-            time.sleep(0.01)
-            over.set()
-            thread.join(PATIENCE_S)
-            assert not thread.is_alive()
-            write(folder / f"done-{member.rank}", b"")
-            read(folder / f"done-{1 - member.rank}")
-            peer.hub.close()
-            peer.links.clear()
-            assert len(peer.ends) <= 1
-        del peer, thread
-        gc.collect()
-        assert soon(lambda: not holdings.left_by(Holdings.now())), holdings.left_by(Holdings.now())
-        assert soon(lambda: mappings() == 0)
-
-    values(run_ranks(rank, 2))
+    assert with_workers(body, 2, before=small_slab) == [
+        "it found the memory shared with this process damaged, or had no memory left for a message",
+        "the memory shared with it is damaged",
+    ]

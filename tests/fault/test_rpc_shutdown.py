@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
@@ -11,151 +10,108 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fault.test_rpc_inquiries import line_of
+from tests.fault.test_rpc_inquiries import hold_the_interpreter, line_of
 from tests.rpc import workers
-from tests.support.ranks import Member, on_ranks, run_ranks
-from tests.support.waiting import soon, stop
+from tests.support.ranks import Member, run_ranks
+from tests.support.waiting import await_end, soon, stop
 
 from phalanx import rpc
 from phalanx.rpc import inquiry, session
 from phalanx.watch import from_outside
 
 LONG_S = 60.0
-TIMEOUT_S = 4.0  # within which the others come to their shutdown() on any machine, once they have met
-ANSWER_S = 20.0
+TIMEOUT_S = 1.0
+BUSY, STOPPED, HOLDING, KILLED = 2, 3, 4, 5  # what becomes of these ranks; the others leave
 
 
-def be_busy(folder: Path, others: int) -> None:
-    while len(list(folder.iterdir())) < others:
+def be_busy(member: Member) -> None:
+    while not (member.folder / "over").exists():
         time.sleep(0.01)  # where it is, or in the line before
 
 
-def hold_the_interpreter(folder: Path, others: int) -> None:
-    """Keep the interpreter's lock, as C code does that does not release it, until the others are done."""
-    there = f"touch {folder.parent}/there"
-    until_done = (
-        f"{there}; n=0; while [ $(ls {folder} | wc -l) -lt {others} -a $n -lt 600 ]; do n=$((n+1)); sleep 0.1; done"
-    )
-    ctypes.PyDLL(None).system(until_done.encode())
+def leaves(member: Member, pids: dict[int, int]) -> float:
+    """Call shutdown() when all that is to become of the others has; in what time it has ended."""
+    if member.rank == 0:
+        member.await_said("called-1", "holds")
+        stop(pids[STOPPED])
+        os.kill(pids[KILLED], signal.SIGKILL)
+        await_end(pids[KILLED])
+        member.say("all has come")
+    member.await_said("all has come")
+    began = time.monotonic()
+    rpc.shutdown(timeout_s=TIMEOUT_S)
+    took_s = time.monotonic() - began
+    member.say(f"over-{member.rank}")
+    if member.rank == 0:
+        member.await_said("over-1")
+        member.say("over")  # for the one that holds the interpreter
+        os.kill(pids[STOPPED], signal.SIGCONT)
+    return took_s
 
 
-@pytest.mark.parametrize(
-    ("state", "tcp"),
-    [("stopped", False), ("stopped", True), ("holding", False), ("busy", True), ("killed", False), ("killed", True)],
-)
-def test_it_ends_and_says_for_whom_it_waited(
-    state: str, tcp: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    size, last = 3, 2
-    called, met, over = tmp_path / "called", tmp_path / "met", tmp_path / "over"
-    for folder in called, met, over:
-        folder.mkdir()
-
+@pytest.mark.parametrize("tcp", [False, True])
+def test_shutdown_ends_and_says_for_whom_it_waited(tcp: bool, capfd: pytest.CaptureFixture[str]) -> None:
     def run(member: Member) -> Any:
-        if state == "busy":
-            vars(inquiry)["_LEAST_S"] = ANSWER_S  # which may have to wait for a core
+        vars(inquiry)["_LEAST_S"] = 1.0 if tcp else 0.5
         vars(from_outside)["_WRITTEN_S"] = 3.0  # for each of a few threads
         vars(session)["_STORE_S"] = LONG_S  # beside the time for what the others do, which is asked meanwhile
         workers.begin(member, tcp=tcp)
-        if member.rank == last:
-            if state == "holding":
-                hold_the_interpreter(over, last)
-            (tmp_path / "there").touch()
-            be_busy(over, last)
-            rpc.shutdown(timeout_s=LONG_S)
-            return 0.0
-        try:
-            return shut_down(member, last)
-        finally:
-            (over / str(member.rank)).touch()
+        pids = {one.rank: one.pid for one in rpc.workers()}
+        if member.rank in (0, 1):
+            for rank in (BUSY, STOPPED, HOLDING, KILLED):
+                rpc.call(rank, workers.pid)
+            member.say(f"called-{member.rank}")
+            return leaves(member, pids)
+        member.await_said("called-0", "called-1")
+        if member.rank == HOLDING:
+            hold_the_interpreter(member.folder)
+        be_busy(member)
+        rpc.shutdown(wait=False)
+        return member.rank, os.getpid()
 
-    def shut_down(member: Member, last: int) -> tuple[float, int]:
-        assert soon((tmp_path / "there").exists)
-        pid = rpc.session.agent().member(last).pid
-        if state in ("stopped", "killed"):
-            rpc.call(last, workers.pid)
-            (called / str(member.rank)).touch()
-        if member.rank == 0 and state in ("stopped", "killed"):
-            be_busy(called, last)
-            stop(pid) if state == "stopped" else os.kill(pid, signal.SIGKILL)
-        (met / str(member.rank)).touch()
-        be_busy(met, last)
-        began = time.monotonic()
-        rpc.shutdown(timeout_s=TIMEOUT_S)
-        took = time.monotonic() - began
-        (over / str(member.rank)).touch()
-        if state == "stopped" and member.rank == 0:
-            be_busy(over, last)
-            os.kill(pid, signal.SIGCONT)
-        return took, pid
-
-    outcomes = run_ranks(run, size)
-    assert (outcomes[-1].signal == signal.SIGKILL) == (state == "killed")
+    outcomes = run_ranks(run, 6)
+    assert [one.signal for one in outcomes] == [0, 0, 0, 0, 0, signal.SIGKILL]
     said = capfd.readouterr().err
     for outcome in outcomes[:-1]:
         assert outcome.error is None, outcome.traceback
-        took, pid = outcome.value
-        assert took < LONG_S / 2
-    if state == "killed":
-        assert "ends without the others" not in said
-        return
-    who = rf"waited {TIMEOUT_S:g} s for rpc\.shutdown\(\) of rank {last}\. "
-    who += rf"worker{last} \(rank {last}, pid {pid} on \S+\): "
-    held = re.escape(f"hold_the_interpreter ({line_of(hold_the_interpreter, '.system(')})")
+    assert max(one.value for one in outcomes[:2]) < LONG_S / 2
+    pids = dict(one.value for one in outcomes[2:5])
     file, _, line = line_of(be_busy, "# where it is").rpartition(":")
-    busy = rf"be_busy \({re.escape(file)}:({line}|{int(line) - 1})\)"
+    held = re.escape(f"hold_the_interpreter ({line_of(hold_the_interpreter, '.system(')})")
     why = {
-        "stopped": rf"it is stopped \(SIGSTOP\); `kill -CONT {pid}`",
-        "holding": f"its process is there.* It is at {held}",
-        "busy": f"it runs; its main thread is at {busy}",
-    }[state]
-    assert len(re.findall(f"warning: rpc.shutdown\\(\\) ends without the others: {who}{why}", said)) == last, said
+        BUSY: rf"it runs; its main thread is at be_busy \({re.escape(file)}:({line}|{int(line) - 1})\)\.",
+        STOPPED: rf"it is stopped \(SIGSTOP\); `kill -CONT {pids[STOPPED]}` on \S+ lets it go on\.",
+        HOLDING: rf"its process is there.* It is at {held}",
+    }
+    each = [rf"worker{rank} \(rank {rank}, pid {pids[rank]} on \S+\): {text}" for rank, text in why.items()]
+    expected = rf"ends without the others: waited {TIMEOUT_S:g} s for rpc\.shutdown\(\) of ranks 2-4\. " + " ".join(
+        each
+    )
+    assert len(re.findall(expected, said)) == 2, said
 
 
-def is_active() -> bool:
-    now = time.monotonic()
-    return session.agent()._serving.active_at() >= now
+told: list[str] = []
 
 
-@pytest.mark.parametrize("called", [True, False])
-def test_a_server_that_others_call_says_nothing_while_it_waits(called: bool, capfd: pytest.CaptureFixture[str]) -> None:
+def told_in_a_call(folder: Path) -> list[str]:
+    assert soon((folder / "waits").exists)
+    time.sleep(0.5)
+    return told
+
+
+def test_server_says_for_whom_it_waits_but_not_while_others_call_it() -> None:
     def body(member: Member) -> None:
-        assert rpc.call(workers.next_of(member), is_active)
-        own, looks = session.agent(), iter([True, True, True, False])
-        vars(session)["_TELL_S"] = 0.0
-        vars(own)["active_at"] = time.monotonic if called else lambda: 0.0
-        session._wait_while(lambda: next(looks), lambda: "for the others", LONG_S, 1)
-        vars(session)["_TELL_S"] = LONG_S
+        def tell(text: str) -> None:
+            told.append(text)
+            member.say("told")
+
+        vars(session).update(_TELL_S=0.2, tell=tell)
+        if member.rank:
+            assert rpc.call(0, told_in_a_call, member.folder) == []
+            member.await_said("told")
+        else:
+            member.say("waits")
+            rpc.shutdown()
+            assert told[0].startswith("waiting for rpc.shutdown() of rank 1. worker1 (rank 1, pid ")
 
     workers.with_workers(body, 2)
-    assert ("waiting for the others" in capfd.readouterr().err) is not called
-
-
-@pytest.mark.parametrize("slow", ["inquiry", "store"])
-def test_a_question_that_takes_long_does_not_hold_it_up(slow: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Its time is over while it asks: it ends, and says that it does not know why."""
-
-    def body(member: Member) -> None:
-        workers.begin(member, tcp=False)
-        if member.rank == 0:
-            vars(session)["_STORE_S"] = 2.0  # in which the time is over, and the question asked
-            made = session.agent()
-
-            def waits(*_: Any) -> Any:
-                member.await_said("over")
-                return "" if slow == "inquiry" else []
-
-            if slow == "inquiry":
-                vars(made.inquiries)["why_not_done"] = waits
-            else:
-                vars(made)["not_done"] = waits
-            rpc.shutdown(timeout_s=1.0)
-            member.say("over")
-        else:
-            member.await_said("over")
-            rpc.shutdown()
-
-    on_ranks(body, 2)
-    said = capfd.readouterr().err
-    assert "ends without the others: waited 1 s for rpc.shutdown()" in said
-    assert "could not be found out within 2 s more: does the job's store answer?" in said

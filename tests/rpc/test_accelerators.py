@@ -10,13 +10,9 @@ from textwrap import dedent
 import pytest
 import torch
 
-import phalanx.rpc.autograd.engine  # noqa: F401 - once, and not on every forked rank
 from phalanx.errors import ArgumentError
 from phalanx.rpc.torch_api.torch_agent import check_device_maps
-from tests.rpc.torch_workers import started
-from tests.support.ranks import Member, run_ranks, values
 
-PATIENCE_S = 600
 PROGRAM = """
     import torch
     import phalanx
@@ -74,30 +70,12 @@ def test_a_device_map_to_another_device_is_refused() -> None:
         check_device_maps({"worker1": {cuda[0]: cuda[1]}})
 
 
-def described(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], str]:
-    return str(tensor.device), tuple(tensor.shape), str(tensor.dtype)
-
-
-def test_meta_tensors_arrive_as_such() -> None:
-    def rank(member: Member) -> None:
-        rpc = started(member)
-        to = f"worker{(member.rank + 1) % member.size}"
-        sent = torch.empty(3, 5, dtype=torch.bfloat16, device="meta")
-        assert rpc.rpc_sync(to, described, args=(sent,)) == ("meta", (3, 5), "torch.bfloat16")
-        back = rpc.rpc_sync(to, torch.nn.functional.relu, args=(sent.t(),))
-        assert (back.device.type, back.shape, back.stride()) == ("meta", (5, 3), sent.t().stride())
-        rpc.shutdown()
-
-    values(run_ranks(rank, 2))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")
-@pytest.mark.parametrize("size", [2, 3])
-def test_calls_with_tensors_of_an_accelerator(size: int, tmp_path: Path) -> None:
+def test_calls_with_tensors_of_an_accelerator(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(dedent(PROGRAM))
-    command = [sys.executable, "-m", "phalanx", "run", "--no-prefix", "-n", str(size), str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    command = [sys.executable, "-m", "phalanx", "run", "--no-prefix", "-n", "3", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all right" in done.stdout

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import builtins
+import concurrent.futures
+import contextlib
 import os
 import random
+import socket
+import struct
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -19,56 +23,89 @@ from phalanx.rpc import session
 from phalanx.wire import dial
 from tests.rpc import workers
 from tests.rpc.workers import next_of
-from tests.support.proxies import Proxy
 from tests.support.ranks import Member, on_ranks
 
-PATIENCE_S = 60.0
 SECRET = bytes(range(1, 33))
 
 
-class Relay(Proxy):
-    """Keeps a copy of what it passes on, and may change it.
+class Faked(socket.socket):
+    """A connection through a relay that looks as if it were none, because the proof covers the address."""
 
-    Args:
-        change: what is passed on in the place of what has come.
+    real: tuple[str, int]
+
+    def getpeername(self) -> Any:
+        return self.real
+
+
+class Relay:
+    """Passes connections on, as somebody on the way could: it keeps a copy, may change it (``change``), and may reset.
+
+    ``longest`` is after how many bytes a connection is reset at most; 0 for never.
     """
 
     def __init__(
         self, change: Callable[[bytes, bool], bytes] = lambda data, from_caller: data, longest: int = 0
     ) -> None:
-        super().__init__(random.Random(0), longest)
         self.copy = bytearray()
-        self._change = change
-        self._lock = threading.Lock()
+        self.change = change
+        self.resets, self.longest = 0, longest
+        self._numbers, self._lock = random.Random(0), threading.Lock()
 
-    def seen(self, data: bytes, *, from_caller: bool) -> bytes:
-        with self._lock:
-            self.copy += data
-            return self._change(data, from_caller)
+    def connect(self, where: tuple[str, int], timeout_s: float, keep_alive: Any, source: str = "") -> socket.socket:
+        far = socket.create_connection(where, timeout_s)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            near = Faked()
+            near.settimeout(timeout_s)
+            near.connect(listener.getsockname())
+            inner, _ = listener.accept()
+        near.real = where
+        keep_alive.apply(near)
+        far.settimeout(None)
+        ends = (inner, far)
+        for here, there in (ends, ends[::-1]):
+            threading.Thread(target=self._pass, args=(here, there, ends), daemon=True).start()
+        return near
+
+    def _pass(self, here: socket.socket, there: socket.socket, ends: tuple[socket.socket, socket.socket]) -> None:
+        left = self._numbers.randrange(1, self.longest) if self.longest else 1 << 62
+        with contextlib.suppress(OSError):
+            while data := here.recv(min(left, 1 << 16)):
+                with self._lock:
+                    self.copy += data
+                    passed = self.change(data, here is ends[0])
+                there.sendall(passed)
+                left -= len(data)
+                if left <= 0:
+                    self.resets += 1
+                    for sock in ends:
+                        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    break
+        for sock in ends:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RD if left <= 0 else socket.SHUT_RDWR)  # it wakes the other thread
+            sock.close()
 
 
-def encrypted(
+def through_relays(
     body: Callable[[Member, Relay], Any],
+    size: int = 2,
     encrypt: Callable[[Member], bool | None] = lambda _: True,
     relay: Callable[[], Relay] = Relay,
-    key: str = "the key of the tests",
-) -> Callable[[Member], Any]:
-    """A rank of its own host, all of whose connections go through its relay."""
+) -> list[Any]:
+    """What ``body`` returns on workers of hosts of their own, all of whose connections go through their relays."""
 
     def run(member: Member) -> Any:
-        os.environ["PHALANX_HOST"] = f"host{member.rank}"  # so they do not try to share memory
-        os.environ[settings.KEY] = key
-        member.join("gloo")
+        os.environ[settings.KEY] = "the key of the tests"
         way = relay()
         vars(dial)["connect"] = way.connect
-        rpc.init(timeout_s=PATIENCE_S, encrypt=encrypt(member))
+        workers.begin(member, tcp=True, encrypt=encrypt(member))
         try:
             return body(member, way)
         finally:
             way.longest = 0
             rpc.shutdown()
 
-    return run
+    return on_ranks(run, size)
 
 
 def repeated(text: str, tensor: torch.Tensor, blob: bytes) -> tuple[str, torch.Tensor, bytes]:
@@ -80,104 +117,93 @@ def fail_with(text: str) -> None:
 
 
 @pytest.mark.parametrize("encrypt", [False, True])
-@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 2))])
-def test_nothing_of_a_call_can_be_read_on_the_way(size: int, encrypt: bool) -> None:
+def test_nothing_of_an_encrypted_call_can_be_read_on_the_way(encrypt: bool) -> None:
     text, numbers, blob = "a text that is secret", [11.25, -3.5, 1024.125] * 8, SECRET * 5000
+    own = [text.encode(), torch.tensor(numbers).numpy().tobytes(), SECRET, b"repeated", b"a secret error", b"Account"]
 
     def body(member: Member, way: Relay) -> Any:
         to = next_of(member)
-        for count in (1, 3000, 100_000):  # in a small message, and in a large one
+        for count, bytes_ in ((1, SECRET), (1, blob), (20_000, blob)):  # in small messages, and in large ones
             tensor = torch.tensor(numbers * count)
-            got = rpc.call(to, repeated, text, tensor, blob)
-            assert got[0] == text
+            got = rpc.call(to, repeated, text, tensor, bytes_)
+            assert (got[0], got[2]) == (text, bytes_)
             assert torch.equal(got[1], tensor)
-            assert got[2] == blob
-        small = rpc.call(to, repeated, text, torch.tensor(numbers), SECRET)
-        assert small[2] == SECRET
         with pytest.raises(ValueError, match="a secret error"):
             rpc.call(to, fail_with, "a secret error")
         assert rpc.make(to, workers.Account, 5).pay(2) == 7
-        own = [
-            text.encode(),
-            torch.tensor(numbers).numpy().tobytes(),
-            SECRET,
-            b"repeated",
-            b"a secret error",
-            b"Account",
-        ]
-        return [secret in way.copy for secret in own]
+        return [secret in way.copy for secret in own], len(way.copy) > 0
 
-    seen = on_ranks(encrypted(body, lambda _: encrypt), size)
+    def asked(member: Member) -> bool | None:
+        os.environ[settings.RPC_ENCRYPT] = "1" if encrypt else ""
+        return encrypt if member.rank else None  # by the variable
+
+    seen = through_relays(body, 3, asked)
     # A pair of workers has one connection, which only the relay of one of them sees.
-    assert [any(of_rank[at] for of_rank in seen) for at in range(6)] == [size > 1 and not encrypt] * 6
+    assert [any(of_rank[at] for of_rank, _ in seen) for at in range(len(own))] == [not encrypt] * len(own)
+    assert any(came for _, came in seen)
 
 
-def test_the_variable_has_all_workers_encrypt() -> None:
-    def body(member: Member, way: Relay) -> Any:
-        assert rpc.call(next_of(member), repeated, "", torch.ones(1), SECRET)[2] == SECRET
-        return SECRET in way.copy, len(way.copy) > 0
-
-    def run(member: Member) -> Any:
-        os.environ[settings.RPC_ENCRYPT] = "1"
-        return encrypted(body, lambda _: None)(member)
-
-    (one, came), (other, went) = on_ranks(run, 2)
-    assert not one
-    assert not other
-    assert came or went
+_counts: dict[str, int] = {}
 
 
-def test_calls_go_on_over_connections_that_are_made_anew() -> None:
-    sizes = [0, 100, 20_000, 300_000]
+def count(key: str, tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """How often it was called with this key, and what it was called with, doubled."""
+    _counts[key] = _counts.get(key, 0) + 1
+    return _counts[key], tensor * 2
 
-    def work(to: str, numbers: random.Random, failed: list[BaseException]) -> None:
-        try:
-            for number in range(30):
-                tensor = torch.full((numbers.choice(sizes),), float(number))
-                assert torch.equal(rpc.call(to, workers.add, tensor, 1), tensor + 1)
-        except BaseException as error:
-            failed.append(error)
 
-    def body(member: Member, way: Relay) -> Any:
-        failed: list[BaseException] = []
-        threads = [
-            threading.Thread(target=work, args=(next_of(member), random.Random(each), failed)) for each in range(3)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failed, failed
+def counts() -> dict[str, int]:
+    return _counts
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_every_call_runs_once_though_connections_are_reset(encrypt: bool) -> None:
+    sizes = [0, 1, 100, 10_000, 20_000, 100_000]
+
+    def work(to: str, name: str) -> None:
+        numbers = random.Random(name)
+        for number in range(20):
+            tensor = torch.full((numbers.choice(sizes),), float(number))
+            times, doubled = rpc.call(to, count, f"{name}/{number}", tensor)
+            assert times == 1
+            assert torch.equal(doubled, tensor * 2)
+
+    def body(member: Member, way: Relay) -> int:
+        to = next_of(member)
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            for done in [pool.submit(work, to, f"{member.rank}.{each}") for each in range(3)]:
+                done.result()
+        ran = rpc.call(to, counts)
+        assert sorted(ran.values()) == [1] * 60
         return way.resets
 
-    assert sum(on_ranks(encrypted(body, relay=lambda: Relay(longest=1_000_000)), 2)) > 0
+    assert sum(through_relays(body, 2, lambda _: encrypt, partial(Relay, longest=500_000))) > 0
 
 
-def test_a_relay_that_puts_its_own_public_key_in_the_place_of_an_ends_is_refused() -> None:
-    for side in (True, False):
+@pytest.mark.parametrize("from_caller", [True, False])
+def test_relay_that_puts_its_own_public_key_in_is_refused(from_caller: bool) -> None:
+    def change(data: bytes, of_caller: bool) -> bytes:
+        at = data.find(b'"exchange": "') if of_caller == from_caller else -1
+        return data if at < 0 else data[: at + 13] + b"ab" * 32 + data[at + 13 + 64 :]
 
-        def change(data: bytes, from_caller: bool, side: bool = side) -> bytes:
-            at = data.find(b'"exchange": "') if from_caller == side else -1
-            return data if at < 0 else data[: at + 13] + b"ab" * 32 + data[at + 13 + 64 :]
-
-        def body(member: Member, way: Relay) -> Any:
-            if member.rank:
-                member.await_said("called")  # shutting down it would connect, so that the other relay is on the way
-            else:
-                with pytest.raises(WorkerLost, match=r"has changed what this worker said|proves another key"):
-                    rpc.call(1, workers.add, 1, 2)
-                member.say("called")
-            return b'"exchange": "' in way.copy
-
-        assert on_ranks(encrypted(body, relay=partial(Relay, change)), 2)[0]
-
-
-def test_a_relay_that_changes_a_byte_of_a_call_does_not_change_what_arrives() -> None:
-    """Whatever byte it is, the worker is lost, and no other value arrives."""
-
-    def body(member: Member, way: Relay) -> Any:
+    def body(member: Member, way: Relay) -> bool:
         if member.rank:
             member.await_said("called")  # shutting down it would connect, so that the other relay is on the way
+        else:
+            with pytest.raises(WorkerLost, match=r"has changed what this worker said|proves another key"):
+                rpc.call(1, workers.add, 1, 2)
+            member.say("called")
+        return b'"exchange": "' in way.copy
+
+    assert through_relays(body, relay=partial(Relay, change))[0]
+
+
+def test_relay_that_changes_a_byte_of_a_call_does_not_change_what_arrives() -> None:
+    """Whatever byte it is, the worker is lost, and no other value arrives."""
+
+    def body(member: Member, way: Relay) -> bool:
+        if member.rank:
+            member.await_said("called")
             return True
         assert rpc.call(1, workers.add, 1, 2) == 3
         changed: list[bool] = []
@@ -189,20 +215,19 @@ def test_a_relay_that_changes_a_byte_of_a_call_does_not_change_what_arrives() ->
                 return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
             return data
 
-        way._change = change
+        way.change = change
         with pytest.raises(WorkerLost):
             rpc.call(1, workers.add, torch.ones(1000), 2)
         member.say("called")
         return bool(changed)
 
-    assert on_ranks(encrypted(body), 2) == [True, True]
+    assert through_relays(body) == [True, True]
 
 
-@pytest.mark.parametrize(
-    ("size", "which"), [(3, 1), *(pytest.param(*each, marks=pytest.mark.long) for each in ((2, 0), (2, 1), (3, 0)))]
-)
-def test_workers_of_which_one_encrypts_and_one_does_not_say_so_and_send_nothing(size: int, which: int) -> None:
-    def body(member: Member, way: Relay) -> Any:
+def test_workers_of_which_one_encrypts_say_so_and_send_nothing() -> None:
+    size, which = 3, 1
+
+    def body(member: Member, way: Relay) -> bool:
         encrypts = member.rank == which
         for to in range(size):
             if to != member.rank and (to == which) != encrypts:
@@ -213,42 +238,24 @@ def test_workers_of_which_one_encrypts_and_one_does_not_say_so_and_send_nothing(
                 assert rpc.call(to, workers.add, 1, 2) == 3
         return SECRET in way.copy
 
-    assert on_ranks(encrypted(body, lambda member: member.rank == which), size) == [False] * size
+    assert through_relays(body, size, lambda member: member.rank == which) == [False] * size
 
 
-def refused(member: Member) -> str:
-    with pytest.raises(InitializationError) as caught:
-        session.begin(member.store(), "worker0", 0, "127.0.0.1", 1.0)
-    assert session.current() is None
-    return str(caught.value)
+def test_worker_that_cannot_encrypt_says_so() -> None:
+    def body(member: Member) -> None:
+        def refused(encrypt: str, said: str) -> None:
+            os.environ[settings.RPC_ENCRYPT] = encrypt
+            with pytest.raises(InitializationError, match=said):
+                rpc.init()
+            assert session.current() is None
 
-
-def test_a_worker_that_cannot_encrypt_says_so() -> None:
-    def without_key(member: Member) -> str:
         os.environ.pop(settings.KEY, None)
-        os.environ[settings.RPC_ENCRYPT] = "1"
-        return refused(member)
-
-    def without_package(member: Member) -> str:
-        os.environ[settings.KEY], os.environ[settings.RPC_ENCRYPT] = "the key of the tests", "1"
-        real = builtins.__import__
-
-        def absent(name: str, *rest: Any, **named: Any) -> Any:
-            if name.startswith("cryptography"):
-                raise ImportError(f"No module named {name!r}")
-            return real(name, *rest, **named)
-
-        vars(builtins)["__import__"] = absent
-        import sys
-
+        refused("1", "needs the job's key")
+        os.environ[settings.KEY] = "the key of the tests"
+        refused("yes", "PHALANX_RPC_ENCRYPT=yes: it must be 1")
         for name in [name for name in sys.modules if name.startswith(("cryptography", "phalanx.wire.encryption"))]:
             del sys.modules[name]
-        return refused(member)
+        sys.modules["cryptography"] = None  # type: ignore[assignment]
+        refused("1", r'pip install "\.\[encryption\]"')
 
-    def with_nonsense(member: Member) -> str:
-        os.environ[settings.KEY], os.environ[settings.RPC_ENCRYPT] = "the key of the tests", "yes"
-        return refused(member)
-
-    assert "needs the job's key" in on_ranks(without_key, 1)[0]
-    assert 'pip install ".[encryption]"' in on_ranks(without_package, 1)[0]
-    assert "PHALANX_RPC_ENCRYPT=yes: it must be 1" in on_ranks(with_nonsense, 1)[0]
+    on_ranks(body, 1)

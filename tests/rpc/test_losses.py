@@ -1,208 +1,110 @@
-"""Workers that die, stop, or are cut off while others wait for them."""
+"""Workers that die, stop, or come and go while others wait for them; workers that are no ranks."""
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
+import phalanx
 from phalanx import rpc
-from phalanx.rpc import session
-from tests.launch_support import Launcher, launcher
+from phalanx.errors import InitializationError, WorkerLost
 from tests.rpc import workers
 from tests.support.ports import held_port
-from tests.support.ranks import Member, run_ranks
-from tests.support.shared_links import read, write
-from tests.support.waiting import soon, stop
-
-__all__ = ["launcher"]
+from tests.support.ranks import Member, on_ranks, run_ranks, values
+from tests.support.stores import tcp_store
 
 PATIENCE_S = 60.0
 
 
-def kill_soon(pid: int, after_s: float) -> None:
-    """Have a child of this process kill another."""
-    if os.fork() == 0:
-        time.sleep(after_s)
-        os.kill(pid, signal.SIGKILL)
-        os._exit(0)
-
-
-def test_a_worker_with_whom_nobody_has_talked_dies_during_shutdown_and_holds_nobody() -> None:
+def test_worker_with_whom_nobody_talked_dies_and_shutdown_holds_nobody() -> None:
     size = 3
 
     def run(member: Member) -> Any:
-        member.join()
-        rpc.init()
+        workers.begin(member)
         if member.rank == size - 1:
-            write(member.folder / "pid", str(os.getpid()).encode())
-            time.sleep(2 * PATIENCE_S)
-        if member.rank == 0:
-            kill_soon(int(read(member.folder / "pid")), 0.3)
+            member.await_said("leaving-0", "leaving-1")
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        member.say(f"leaving-{member.rank}")
         began = time.monotonic()
         rpc.shutdown(timeout_s=PATIENCE_S)
         return time.monotonic() - began < PATIENCE_S / 2
 
-    outcomes = run_ranks(run, size)
-    assert [outcome.value for outcome in outcomes[:-1]] == [True] * (size - 1), outcomes[0].traceback
+    assert values(run_ranks(run, size)[:-1]) == [True] * (size - 1)
 
 
-def test_what_a_lost_worker_held_is_freed_though_the_store_does_not_answer() -> None:
-    """As when the host that serves the store is cut off together with the worker."""
+def test_worker_that_is_no_rank_joins_dies_and_comes_back_by_its_name() -> None:
+    """Ranks 0 and 1 are the job's. One worker gives up before they meet; the server waits through their failed try."""
 
-    def run(member: Member) -> Any:
-        port = member.folder / "port"
+    def rank(member: Member, store: Any) -> None:
+        dist.init_process_group("gloo", store=PrefixStore("ranks", store), rank=member.rank, world_size=2)
         if member.rank == 0:
-            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            write(member.folder / "store", str(os.getpid()).encode())
-            write(port, str(store.port).encode())
-            read(member.folder / "over")
-            return True
-        store = TCPStore("127.0.0.1", int(read(port)), is_master=False, wait_for_workers=False)
-        session.begin(PrefixStore("rpc", store), f"worker{member.rank}", -1, "127.0.0.1", PATIENCE_S)
-        write(member.folder / f"joined-{member.rank}", b"")
-        read(member.folder / f"joined-{3 - member.rank}")
-        if member.rank == 2:
-            time.sleep(2 * PATIENCE_S)
-        thing = rpc.make("worker1", workers.Account, 1)
-        pid = rpc.call("worker2", workers.pid)
-        rpc.call("worker2", workers.keep, thing)
-        del thing
-        gc.collect()
-        assert soon(lambda: [info.holders for info in rpc.objects()] == [("worker2",)])
-        stop(int(read(member.folder / "store")))
-        try:
-            os.kill(pid, signal.SIGKILL)
-            freed = soon(lambda: not rpc.objects())
-        finally:
-            os.kill(int(read(member.folder / "store")), signal.SIGCONT)
+            with pytest.raises(InitializationError, match=r"waited 0\.2 s for rpc\.init"):
+                rpc.init(wait_s=0.2)
+            member.say("in vain")
+        member.await_said("in vain", "early")
+        rpc.init()
+        if member.rank == 0:
+            member.await_said("server 3")
+            first = rpc.call("server", workers.pid)
+            os.kill(first, signal.SIGKILL)
+            with pytest.raises(WorkerLost) as caught:
+                while True:
+                    rpc.call("server", workers.pid)
+            assert (caught.value.worker, caught.value.pid) == ("server", first)
+            member.say("died")
+            second = rpc.call("server", workers.pid, retry=True)
+            member.await_said("server 4")
+            assert (member.folder / "pid").read_text() == str(second) != str(first)
+            member.say("over")
         rpc.shutdown()
-        write(member.folder / "over", b"")
-        return freed
 
-    outcomes = run_ranks(run, 3)
-    assert outcomes[1].value is True, outcomes[1].traceback
+    def body(member: Member) -> None:
+        store = tcp_store(member)
+        if member.rank < 2:
+            rank(member, store)
+            return
+        where = f"127.0.0.1:{store.port}"
+        if member.rank == 2:
+            said = f"waited 0.2 s for all ranks of the job whose store is at {where} to call rpc.init"
+            with pytest.raises(InitializationError, match=said):
+                rpc.init("early", join=where, wait_s=0.2)
+            member.say("early")
+            return
+        if member.rank == 4:
+            member.await_said("died")
+            (member.folder / "pid").write_text(str(os.getpid()))
+        rpc.init("server", join=where)
+        member.say(f"server {member.rank}")
+        member.await_said("over")
+        rpc.shutdown()
 
-
-SERVER = """
-import sys, time
-from phalanx import rpc
-rpc.init("server", join=sys.argv[1])
-time.sleep(600)
-"""
-CLIENT = """
-import os, signal, subprocess, sys, time
-import phalanx
-from phalanx import rpc
-from phalanx.errors import RankError, WorkerLost
-def started():
-    where = os.environ["MASTER_ADDR"] + ":" + os.environ["MASTER_PORT"]
-    return subprocess.Popen([sys.executable, "server.py", where])
-def wait_for(name):
-    while True:
-        try:
-            return rpc.call(name, os.getpid)
-        except RankError:
-            time.sleep(0.05)
-with phalanx.init():
-    rpc.init()
-    first = started()
-    assert wait_for("server") == first.pid
-    first.kill()
-    first.wait()
-    try:
-        rpc.call("server", os.getpid)
-    except WorkerLost as error:
-        print(error.worker, error.pid == first.pid, flush=True)
-    second = started()
-    print(rpc.call("server", os.getpid, retry=True) == second.pid, flush=True)
-    second.kill()
-    second.wait()
-    rpc.shutdown()
-"""
+    outcomes = run_ranks(body, 5)
+    assert outcomes[3].signal == signal.SIGKILL
+    values(outcomes[:3] + outcomes[4:])
 
 
-def test_a_worker_that_comes_back_is_reached_by_its_name(launcher: Launcher) -> None:
-    launcher.script(SERVER, "server.py")
-    ended = launcher.run("-n", "1", "--no-prefix", launcher.script(CLIENT, "client.py"))
-    assert ended.code == 0, ended.err
-    assert ended.out.split() == [b"server", b"True", b"True"]
+def test_store_that_only_ranks_can_use_is_said_to_be_that() -> None:
+    def body(member: Member) -> None:
+        if member.rank == 2:
+            member.await_said("there-0", "there-1")
+            with pytest.raises(InitializationError) as caught:
+                rpc.init("server", join=f"127.0.0.1:{port}", wait_s=1.0)
+            assert f"what listens at 127.0.0.1:{port} is no store of torch's" in str(caught.value)
+            assert "start them with phalanx run or torchrun" in str(caught.value)
+            member.say("over")
+            return
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(member.rank)}
+        os.environ.update(place)
+        with phalanx.init(quiet=True):
+            member.say(f"there-{member.rank}")
+            member.await_said("over")
 
-
-JOINED = """
-import os, subprocess, sys, time
-import torch.distributed as dist
-from phalanx import rpc
-from phalanx.errors import RankError
-dist.init_process_group("gloo")
-if dist.get_rank() == 0:
-    where = os.environ["MASTER_ADDR"] + ":" + os.environ["MASTER_PORT"]
-    early = subprocess.run([sys.executable, "early.py", where], capture_output=True, text=True)
-    print(early.stderr.strip().splitlines()[-1], flush=True)
-dist.barrier()
-rpc.init()
-if dist.get_rank() == 0:
-    server = subprocess.Popen([sys.executable, "server.py", where])
-    until = time.monotonic() + 120
-    while True:
-        try:
-            print(rpc.call("server", os.getpid) == server.pid, flush=True)
-            break
-        except RankError:
-            assert time.monotonic() < until
-            time.sleep(0.05)
-    server.kill()
-    server.wait()
-rpc.shutdown()
-"""
-
-
-def test_a_worker_that_is_no_rank_joins_ranks_that_torch_has_brought_together(launcher: Launcher) -> None:
-    launcher.script(SERVER, "server.py")
-    launcher.script(SERVER.replace("join=sys.argv[1]", "join=sys.argv[1], wait_s=0.5"), "early.py")
-    ended = launcher.run("-n", "2", "--no-prefix", launcher.script(JOINED, "client.py"))
-    assert ended.code == 0, ended.err
-    early, joined = ended.out.decode().splitlines()
-    assert "InitializationError: waited 0.5 s for all ranks of the job whose store is at 127.0.0.1:" in early
-    assert early.endswith(" to call rpc.init()")
-    assert joined == "True"
-
-
-BY_HAND = """
-import os, subprocess, sys
-import phalanx
-with phalanx.init(quiet=True) as world:
-    if world.rank == 0:
-        where = os.environ["MASTER_ADDR"] + ":" + os.environ["MASTER_PORT"]
-        tried = subprocess.run([sys.executable, "server.py", where], capture_output=True, text=True)
-        print(tried.stderr.strip().splitlines()[-1], flush=True)
-    world.barrier()
-"""
-
-
-def test_a_store_that_only_ranks_can_use_is_said_to_be_that(tmp_path: Path) -> None:
-    (tmp_path / "server.py").write_text(SERVER)
-    (tmp_path / "script.py").write_text(BY_HAND)
     with held_port() as port:
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "script.py"],
-                cwd=tmp_path,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, **place, "RANK": str(rank)},
-            )
-            for rank in range(2)
-        ]
-        said = [rank.communicate(timeout=240)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    assert f"what listens at 127.0.0.1:{port} is no store of torch's" in said[0]
-    assert "start them with phalanx run or torchrun" in said[0]
+        on_ranks(body, 3)

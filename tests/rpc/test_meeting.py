@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+import phalanx
 from phalanx import rpc
 from phalanx.errors import InitializationError, PhalanxError, WorkerLost
-from phalanx.rpc.agent import Agent
+from phalanx.rpc import session
 from phalanx.rpc.meeting import Meeting
 from phalanx.rpc.members import Members
-from tests.rpc.workers import add, add_later, count_to, next_of
-from tests.support.ranks import Member, on_ranks, run_ranks
+from tests.rpc.workers import add, next_of
+from tests.support.ports import held_port
+from tests.support.ranks import Member, on_ranks, run_ranks, values
 
 SIZE, LAST = 3, 2
-FIRST_OR_LAST = pytest.mark.parametrize("first", [True, False], ids=["rank 0", "the last rank"])
+
+
+class Adder:
+    def sum(self, one: int, other: int) -> int:
+        return one + other
 
 
 @contextmanager
@@ -47,26 +49,22 @@ def works(member: Member) -> Any:
     return value
 
 
-@FIRST_OR_LAST
-def test_rank_that_failed_to_become_a_worker_may_try_again(first: bool) -> None:
+def test_rank_that_failed_to_become_a_worker_may_try_again() -> None:
     """They wait for it meanwhile."""
 
     def body(member: Member) -> Any:
         member.join()
-        if member.rank == (0 if first else LAST):
+        if member.rank == LAST:
             for _ in range(2):
                 with no_store(), pytest.raises(PhalanxError, match="does not answer"):
                     rpc.init()
         rpc.init()
-        if member.rank == 0:
-            with pytest.raises(InitializationError, match="called twice"):
-                rpc.init()
         return works(member)
 
     assert on_ranks(body, SIZE) == [rank + 1 for rank in range(SIZE)]
 
 
-@pytest.mark.parametrize(("lost", "way"), [(0, "fails"), (LAST, "comes later"), (LAST, "is slow")])
+@pytest.mark.parametrize(("lost", "way"), [(0, "fails"), (LAST, "is slow")])
 def test_ranks_that_waited_in_vain_meet_when_all_try_again(
     lost: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,15 +79,15 @@ def test_ranks_that_waited_in_vain_meet_when_all_try_again(
         rpc.serve("adder", Adder(), ["sum"])
         if member.rank != lost:
             with pytest.raises(InitializationError):
-                rpc.init(wait_s=1.0)
+                rpc.init(wait_s=0.5)
             member.say(f"in-vain-{member.rank}")
         elif way == "fails":
             with no_store(), pytest.raises(PhalanxError, match="does not answer"):
                 rpc.init()
-        elif way == "is slow":  # and is not left alone in what the others have given up
+        else:  # and is not left alone in what the others have given up
             with monkeypatch.context() as patch, pytest.raises(InitializationError, match="given up"):
                 patch.setattr(Members, "join", join_late)
-                rpc.init(wait_s=1.0)
+                rpc.init(wait_s=0.5)
         member.meet("again")
         rpc.init()
         served = rpc.service(next_of(member), "adder", Adder).sum(member.rank, 2)
@@ -116,21 +114,15 @@ def test_rank_whose_name_was_taken_joins_under_another() -> None:
     assert on_ranks(body, SIZE) == [["worker1", "x", "y"]] * SIZE
 
 
-def test_waiting_ranks_are_told_that_another_has_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    join = Members.join
-
+def test_waiting_ranks_are_told_that_another_has_given_up() -> None:
     def body(member: Member) -> str:
-        def join_and_say(members: Members, *arguments: Any) -> None:
-            join(members, *arguments)
-            member.say(f"joined-{member.rank}")
-
-        monkeypatch.setattr(Members, "join", join_and_say)
         member.join()
         if member.rank == LAST:
             member.await_said(*[f"told-{rank}" for rank in range(LAST)])
             return ""
         if member.rank == 1:
-            member.await_said(*[f"joined-{rank}" for rank in range(LAST) if rank != 1])
+            member.await_said("comes")
+        session.on_init(lambda agent: member.say("comes"))
         with pytest.raises(InitializationError) as told:
             rpc.init(wait_s=0.5 if member.rank == 1 else 300.0)
         member.say(f"told-{member.rank}")
@@ -138,169 +130,50 @@ def test_waiting_ranks_are_told_that_another_has_given_up(monkeypatch: pytest.Mo
 
     texts = on_ranks(body, SIZE)
     said = texts[1]
-    assert said.startswith(f"waited 0.5 s for rpc.init() of rank {LAST}.")
+    assert said == f"waited 0.5 s for rpc.init() of rank {LAST}."
     told = f"rpc.init() cannot succeed: rank 1 has given up ({said}). Call it again on all ranks"
     assert texts == [told, said, ""]
 
 
-@pytest.mark.parametrize("part", ["before it has come", "after it has come", "before it gives up"])
-def test_rank_that_is_killed_as_it_joins_holds_nobody(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_come", [False, True])
+def test_rank_that_is_killed_as_it_joins_holds_nobody(has_come: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last rank is. Those that had to wait for it say so; for those that had not it is a worker that is lost."""
     come = Meeting.come
 
-    def kill(*_: Any) -> None:
+    def be_killed(meeting: Meeting, rank: int) -> None:
+        if has_come:
+            come(meeting, rank)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def come_and_be_killed(meeting: Meeting, rank: int) -> None:
-        come(meeting, rank)
-        kill()
-
-    def body(member: Member) -> str:
-        def say_and_be_killed(*_: Any) -> None:
-            member.say("waited in vain")
-            kill()
-
+    def body(member: Member) -> None:
         member.join("gloo")
         if member.rank == LAST:
-            if part == "before it gives up":
-                monkeypatch.setattr(Meeting, "give_up", say_and_be_killed)
-            else:
-                monkeypatch.setattr(Meeting, "come", kill if "before" in part else come_and_be_killed)
-            rpc.init(wait_s=1.0 if "gives up" in part else 300.0)
-        if "gives up" in part and member.rank == 1:
-            member.await_said("waited in vain")
-        try:
-            rpc.init(wait_s=1.0 if part == "before it has come" else 300.0)
+            monkeypatch.setattr(Meeting, "come", be_killed)
+        with pytest.raises(WorkerLost if has_come else InitializationError):
+            rpc.init(wait_s=300.0 if has_come else 0.3)
             rpc.call(LAST, add, 1, 1)
-        except (InitializationError, WorkerLost) as error:
-            return type(error).__name__
-        return ""
 
     outcomes = run_ranks(body, SIZE)
-    assert outcomes[LAST].signal == signal.SIGKILL
-    expected = "InitializationError" if part == "before it has come" else "WorkerLost"
-    assert [outcome.value for outcome in outcomes[:LAST]] == [expected] * LAST
+    assert outcomes.pop(LAST).signal == signal.SIGKILL
+    values(outcomes)
 
 
-WORLDS = """
-    import time, torch
-    import phalanx
-    from phalanx import rpc
-
-    for turn in range(2):
-        with phalanx.init() as world:
-            if world.rank == 0:
-                time.sleep(0.3)  # the others are there before it
-            rpc.init(f"{world.rank}")
-            assert len(rpc.workers()) == world.world_size, rpc.workers()
+@pytest.mark.parametrize("size", [1, SIZE])
+def test_ranks_meet_again_with_and_without_a_world_of_their_own(size: int) -> None:
+    def body(member: Member) -> None:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+        os.environ.update(place, RANK=str(member.rank))
+        names = [f"worker{rank}" for rank in range(size)]
+        for turn in range(2):
+            member.meet(f"turn {turn}")
+            with phalanx.init(quiet=True):
+                rpc.init()
+                assert [worker.name for worker in rpc.workers()] == names
+                rpc.shutdown()
+            rpc.init()  # it joins the ranks by itself
+            assert [worker.name for worker in rpc.workers()] == names
             rpc.shutdown()
-        rpc.init()
-        print(*(worker.name for worker in rpc.workers()), flush=True)
-        rpc.shutdown()
-        assert not torch.distributed.is_initialized()
-"""
+            assert not dist.is_initialized()
 
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_ranks_meet_again_with_and_without_a_world_of_their_own(size: int, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(dedent(WORLDS))
-    launched = ["-m", "phalanx", "run", "-q", "--no-prefix", "-n", str(size)] if size > 1 else []
-    done = subprocess.run([sys.executable, *launched, str(script)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    names = " ".join(f"worker{rank}" for rank in range(size))
-    assert [line for line in done.stdout.splitlines() if "worker" in line] == [names] * 2 * size
-
-
-SERVER = """
-    import sys
-    from phalanx import rpc
-
-    print("comes", flush=True)
-    rpc.init("server", join=sys.argv[1])
-    print("joined", flush=True)
-    sys.stdin.read()
-"""
-IN_VAIN_FIRST = """
-    import os, subprocess, sys, time
-    import phalanx
-    from phalanx import rpc
-    from phalanx.errors import InitializationError
-
-    with phalanx.init() as world:
-        late = world.rank == world.world_size - 1
-        if world.rank == 0:
-            where = os.environ["MASTER_ADDR"] + ":" + os.environ["MASTER_PORT"]
-            server = subprocess.Popen(
-                [sys.executable, sys.argv[1], where], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-            )
-            assert server.stdout.readline() == b"comes\\n"
-        world.barrier()
-        try:
-            if not late:
-                rpc.init(wait_s=1.5)
-        except InitializationError:
-            pass
-        world.barrier()
-        rpc.init()
-        if world.rank == 0:
-            assert server.stdout.readline() == b"joined\\n"
-            assert rpc.call("server", os.getpid) == server.pid
-        rpc.shutdown()
-        if world.rank == 0:
-            server.stdin.close()
-            assert server.wait() == 0
-"""
-
-
-def test_worker_that_is_no_rank_waits_until_the_ranks_have_met(tmp_path: Path) -> None:
-    """It comes while they wait for one of them."""
-    (tmp_path / "server.py").write_text(dedent(SERVER))
-    script = tmp_path / "script.py"
-    script.write_text(dedent(IN_VAIN_FIRST))
-    command = [sys.executable, "-m", "phalanx", "run", "-n", str(SIZE), str(script), str(tmp_path / "server.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-
-
-class Adder:
-    def sum(self, one: int, other: int) -> int:
-        return one + other
-
-
-def test_new_worker_loses_nothing_to_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread is shutting that one down, and a third tries to."""
-    close = Agent.close
-    closing, go_on = threading.Event(), threading.Event()
-
-    def close_late(agent: Agent) -> None:
-        if not closing.is_set():
-            closing.set()
-            go_on.wait(60.0)
-        close(agent)
-
-    def body(member: Member) -> tuple[Any, ...]:
-        member.join()
-        rpc.init()
-        assert rpc.call(next_of(member), add_later, 1, 1) == 2
-        member.meet("called")
-        with monkeypatch.context() as patch:
-            patch.setattr(Agent, "close", close_late)
-            leaving = [threading.Thread(target=rpc.shutdown) for _ in range(2)]
-            for thread in leaving:
-                thread.start()
-            assert closing.wait(60.0)
-            rpc.init()
-            rpc.serve("adder", Adder(), ["sum"])
-            member.meet("begun")
-            stream = rpc.call(next_of(member), count_to, 1000)
-            assert next(stream) == 0
-            go_on.set()
-            for thread in leaving:
-                thread.join()
-        member.meet("left")
-        assert list(stream) == list(range(1, 1000))
-        served = rpc.service(next_of(member), "adder", Adder).sum(member.rank, 2)
-        return works(member), served
-
-    assert on_ranks(body, SIZE) == [(rank + 1, rank + 2) for rank in range(SIZE)]
+    with held_port() as port:
+        on_ranks(body, size)

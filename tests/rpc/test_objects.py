@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +12,26 @@ import pytest
 from phalanx import rpc
 from phalanx.errors import ArgumentError, CallTimeout
 from tests.rpc import workers
-from tests.rpc.workers import Account, Broken, next_of, with_workers
+from tests.rpc.workers import next_of, with_workers
 from tests.support.ranks import Member
 from tests.support.waiting import soon
+
+
+class Account(workers.Account):
+    def fail(self) -> None:
+        raise KeyError("no such thing")
+
+    def payments(self, count: int) -> Iterator[float]:
+        for _ in range(count):
+            yield self.pay(1)
+
+    async def pay_later(self, amount: float) -> float:
+        return self.pay(amount)
+
+
+class Broken:
+    def __init__(self) -> None:
+        raise OSError("it cannot be made")
 
 
 def holders(worker: str) -> list[tuple[str, ...]]:
@@ -25,7 +43,7 @@ def takes_it(timeout: float = 0, **others: float) -> tuple[float, dict[str, floa
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_an_object_is_made_there_remembers_and_refuses_what_it_is_not(size: int) -> None:
+def test_object_is_made_there_remembers_and_refuses_what_it_is_not(size: int) -> None:
     def body(member: Member) -> Any:
         to = next_of(member)
         account = rpc.make(to, Account, 5)
@@ -94,42 +112,26 @@ def test_one_method_runs_at_a_time_unless_asked_otherwise() -> None:
     assert with_workers(body, 2)[0] == ("queued", 1, 5)
 
 
-def test_a_reference_that_is_handed_on_keeps_the_object() -> None:
-    size = 3
+def test_object_is_listed_and_lives_as_long_as_a_reference() -> None:
+    with open(__file__) as file:
+        line = next(number for number, text in enumerate(file, 1) if text.endswith("# made here\n"))
 
-    def body(member: Member) -> Any:
+    def body(member: Member) -> None:
         if member.rank:
-            return True
-        account = rpc.make("worker1", Account, 5)
-        for rank in range(2, size):
-            rpc.call(rank, workers.keep, account)
+            return
+        account = rpc.make("worker1", Account, 5)  # made here
+        [info] = rpc.call("worker1", rpc.objects)
+        assert (info.made_by, info.made_at) == (str(rpc.session.agent().me), f"{__file__}:{line}")
+        rpc.call("worker2", workers.keep, account)
         del account
         gc.collect()
-        others = tuple(f"worker{rank}" for rank in range(2, size))
-        assert soon(lambda: holders("worker1") == [others])
-        back = rpc.call(size - 1, workers.give)
-        for rank in range(2, size):
-            rpc.call(rank, workers.let_go)
+        assert soon(lambda: holders("worker1") == [("worker2",)])
+        [back] = rpc.call("worker2", workers.give_all)
+        rpc.call("worker2", workers.let_go)
         assert back.pay(1) == 6
         assert soon(lambda: holders("worker1") == [("worker0",)])
         del back
         gc.collect()
-        return soon(lambda: holders("worker1") == [])
+        assert soon(lambda: holders("worker1") == [])
 
-    assert with_workers(body, size) == [True] * size
-
-
-def test_an_owner_lists_who_made_an_object_and_at_which_line() -> None:
-    def body(member: Member) -> Any:
-        if member.rank:
-            return None
-        kept = rpc.make(1, Account, 1.0)  # made here
-        [info] = rpc.call(1, rpc.objects)
-        assert kept.pay(1) == 2
-        return info.made_by, info.made_at, str(rpc.session.agent().me)
-
-    by, at, me = with_workers(body, 2)[0]
-    assert by == me
-    with open(__file__) as file:
-        line = next(number for number, text in enumerate(file, 1) if text.endswith("# made here\n"))
-    assert at == f"{__file__}:{line}"
+    with_workers(body, 3)

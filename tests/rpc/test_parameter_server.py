@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ from torch import nn
 from phalanx import rpc
 from phalanx.errors import ArgumentError, InitializationError, WorkerLost
 from phalanx.rpc import session
-from phalanx.rpc.parameter_server.sharing import Piece, shared_out
 from tests.rpc.workers import with_workers
 from tests.support.ranks import Member, run_ranks, values
+from tests.support.waiting import soon
 
 PATIENCE_S = 60.0
 
@@ -31,9 +30,9 @@ def model_of(seed: int) -> nn.Module:
 class Lookup(nn.Module):
     """An embedding whose gradients are sparse, and a layer whose gradients are not."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(seed)
+        torch.manual_seed(1)
         self.embedding = nn.Embedding(1000, 4, sparse=True)
         self.linear = nn.Linear(4, 2)
 
@@ -42,73 +41,56 @@ class Lookup(nn.Module):
         return found
 
 
-def batch_of(step: int, trainer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + trainer)
-    return (
-        torch.rand(8, 6, generator=generator, dtype=torch.float64),
-        torch.randint(3, (8,), generator=generator),
-    )
+def inputs_of(step: int, trainer: int = 0) -> torch.Tensor:
+    return torch.rand(8, 6, generator=torch.Generator().manual_seed(100 * step + trainer), dtype=torch.float64)
 
 
-def rows_of(step: int, trainer: int) -> torch.Tensor:
-    return torch.randint(1000, (4, 5), generator=torch.Generator().manual_seed(100 * step + trainer))
+def rows_of(step: int) -> torch.Tensor:
+    return torch.randint(1000, (4, 5), generator=torch.Generator().manual_seed(step))
 
 
-def alone(steps: int, trainers: int) -> list[torch.Tensor]:
-    """The parameters after so many steps with the batches of all trainers, in one process."""
+def alone(steps: int, trainers: int) -> nn.Module:
+    """The model after so many steps with the batches of all trainers, in one process."""
     model = model_of(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for step in range(steps):
         optimizer.zero_grad()
         for trainer in range(trainers):
-            inputs, labels = batch_of(step, trainer)
-            (nn.functional.cross_entropy(model(inputs), labels) / trainers).backward()
+            (model(inputs_of(step, trainer)).square().sum() / trainers).backward()
         optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
+    return model
 
 
-def same(model: nn.Module, expected: list[torch.Tensor]) -> bool:
-    pairs = zip(model.parameters(), expected, strict=True)
-    return all(torch.allclose(parameter, other, atol=1e-5) for parameter, other in pairs)
+def train(trained: rpc.Parameters, model: nn.Module, steps: int, trainer: int) -> None:
+    for step in range(steps):
+        trained.zero_grad()
+        model(inputs_of(step, trainer)).square().sum().backward()
+        trained.step()
 
 
-def test_large_parameters_are_cut_and_servers_have_about_the_same() -> None:
-    shapes = [(1000, 10), (10,), (), (3, 1000), (500, 2)]
-    servers = shared_out(shapes, [True, False, False, False, False], 3)
-    covered = sorted(piece for pieces in servers for piece in pieces)
-    thirds = [(0, 0, 333, True), (0, 333, 666, True), (0, 666, 1000, True)]
-    assert [piece for piece in covered if piece.parameter == 0] == [Piece(*third) for third in thirds]
-    assert [piece[:3] for piece in covered if piece.parameter] == [(1, 0, 10), (2, 0, 1), (3, 0, 3), (4, 0, 500)]
-    sizes = [
-        sum((piece.end - piece.first) * torch.Size(shapes[piece.parameter][1:]).numel() for piece in pieces)
-        for pieces in servers
-    ]
-    assert max(sizes) - min(sizes) <= 3000
+def assert_same(model: nn.Module, expected: nn.Module) -> None:
+    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("size", "servers"), [(1, 1), (4, 2)])
 def test_synchronous_training_is_that_of_one_process(size: int, servers: int) -> None:
     trainers = max(1, size - servers)
 
-    def body(member: Member) -> Any:
+    def body(member: Member) -> None:
         if member.rank >= trainers:
-            return True
+            return
         model = model_of(member.rank)  # the first trainer's values are the beginning, so they must be those of seed 0
         names = [f"worker{size - 1 - server}" for server in range(servers)]
         if member.rank:
             member.await_said("begun")
-        settings: dict[str, Any] = {"optimizer": torch.optim.AdamW, "lr": 0.05, "trainers": trainers}
-        with rpc.parameters(model, on=names, **settings) as trained:
-            if not member.rank:
-                member.say("begun")
-            for step in range(6):
-                trained.zero_grad()
-                inputs, labels = batch_of(step, member.rank)
-                nn.functional.cross_entropy(model(inputs), labels).backward()
-                trained.step()
-            return same(model, alone(6, trainers)) and trained.steps == 6
+        with rpc.parameters(model, on=names, optimizer=torch.optim.AdamW, lr=0.05, trainers=trainers) as trained:
+            member.say("begun")
+            train(trained, model, 6, member.rank)
+            assert_same(model, alone(6, trainers))
+            assert trained.steps == 6
 
-    assert with_workers(body, size) == [True] * size
+    with_workers(body, size)
 
 
 SPARSE: dict[str, Any] = {"sparse_optimizer": torch.optim.SparseAdam, "sparse_options": {"lr": 0.1}}
@@ -118,36 +100,33 @@ def sparse_adam(model: Lookup) -> torch.optim.Optimizer:
     return torch.optim.SparseAdam(model.embedding.parameters(), lr=0.1)
 
 
-def test_only_rows_that_are_looked_up_travel_and_the_training_is_the_same() -> None:
-    servers = 2
-
-    def body(member: Member) -> Any:
+def test_sparse_rows_travel_only_if_looked_up_and_train_the_same() -> None:
+    def body(member: Member) -> None:
         if member.rank:
-            return None
-        model, plain = Lookup(1), Lookup(1)
-        names = [f"worker{1 + server}" for server in range(servers)]
+            return
+        model, plain = Lookup(), Lookup()
         optimizers = [torch.optim.SGD(plain.linear.parameters(), lr=0.1), sparse_adam(plain)]
-        with rpc.parameters(model, on=names, optimizer=torch.optim.SGD, lr=0.1, **SPARSE) as trained:
+        with rpc.parameters(model, on=["worker1", "worker2"], optimizer=torch.optim.SGD, lr=0.1, **SPARSE) as trained:
             model.embedding.weight.detach().fill_(99.0)  # what is not pulled would show
             for step in range(5):
                 trained.zero_grad()
                 plain.zero_grad()
-                model(rows_of(step, 0)).square().sum().backward()
-                plain(rows_of(step, 0)).square().sum().backward()
+                for one in (model, plain):
+                    one(rows_of(step)).square().sum().backward()
                 trained.step()
                 for optimizer in optimizers:
                     optimizer.step()
-            touched = torch.cat([rows_of(step, 0).flatten() for step in range(5)]).unique()
+            touched = torch.cat([rows_of(step).flatten() for step in range(5)]).unique()
             untouched = (model.embedding.weight == 99.0).all(dim=1).sum().item()
+            assert untouched == 1000 - len(touched)
             trained.pull(rows=True)
-            equal = torch.allclose(model.embedding.weight, plain.embedding.weight, atol=1e-5)
-            return equal, untouched == 1000 - len(touched), torch.allclose(model.linear.weight, plain.linear.weight)
+            assert_same(model, plain)
 
-    assert with_workers(body, 1 + servers)[0] == (True, True, True)
+    with_workers(body, 3)
 
 
 @pytest.mark.parametrize("mode", ["bounded", "asynchronous"])
-def test_a_quick_trainer_is_ahead_of_a_slow_one_as_far_as_the_mode_allows(mode: str) -> None:
+def test_quick_trainer_is_ahead_as_far_as_the_mode_allows(mode: str) -> None:
     staleness = {"staleness": 3} if mode == "bounded" else {}
 
     def body(member: Member) -> Any:
@@ -180,46 +159,40 @@ def test_a_quick_trainer_is_ahead_of_a_slow_one_as_far_as_the_mode_allows(mode: 
 
 
 def test_options_change_and_what_cannot_be_is_refused() -> None:
-    def body(member: Member) -> Any:
+    def body(member: Member) -> None:
         if member.rank:
-            return None
-        model = model_of(0)
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        with pytest.raises(ArgumentError, match="none of synchronous"):
-            rpc.parameters(model, on=[1], optimizer=torch.optim.SGD, mode="any")
-        with pytest.raises(ArgumentError, match="staleness"):
-            rpc.parameters(model, on=[1], optimizer=torch.optim.SGD, mode="bounded")
-        with rpc.parameters(model, on=[1], optimizer=torch.optim.SGD, lr=1.0) as trained:
+            return
+        model, sgd = model_of(0), torch.optim.SGD
+        for wrong, said in (({"mode": "any"}, "none of synchronous"), ({"mode": "bounded"}, "staleness")):
+            with pytest.raises(ArgumentError, match=said):
+                rpc.parameters(model, on=[1], optimizer=sgd, **wrong)  # type: ignore[arg-type]
+        with rpc.parameters(model, on=[1], optimizer=sgd, lr=1.0) as trained:
             with pytest.raises(ArgumentError, match="other parameters"):
-                rpc.parameters(nn.Linear(2, 2), on=[1], optimizer=torch.optim.SGD, lr=1.0)
+                rpc.parameters(nn.Linear(2, 2), on=[1], optimizer=sgd, lr=1.0)
             trained.set(lr=0.0)
-            model(batch_of(0, 0)[0]).sum().backward()
-            trained.step()
+            train(trained, model, 1, 0)
         with pytest.raises(ArgumentError, match="closed"):
             trained.step()
-        left = rpc.parameters(nn.Linear(2, 2), on=[1], optimizer=torch.optim.SGD, lr=1.0, name="left open")
+        assert_same(model, model_of(0))
+        left = rpc.parameters(nn.Linear(2, 2), on=[1], optimizer=sgd, lr=1.0, name="left open")
         rpc.shutdown()
         left.close()
-        return same(model, before)
 
-    assert with_workers(body, 2)[0] is True
+    with_workers(body, 2)
 
 
-# Workers that are no ranks, so that one can be killed and come back: its second life is a process of its own, which
-# begins when a file says that the first one is over. Files also say when one is to end: a worker that is told so by a
-# call may have ended before it has answered.
+# Workers that are no ranks, so that one can be killed and come back: its second life is a process of its own.
 
 
 def as_worker(member: Member, name: str) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while True:
+    def begun() -> bool:
         try:
             session.begin(member.store(), name, -1, "127.0.0.1", PATIENCE_S)
-            return
         except InitializationError:  # the first life has said that it is about to end, and has not yet
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.05)
+            return False
+        return True
+
+    assert soon(begun)
 
 
 def die(member: Member) -> None:
@@ -227,54 +200,33 @@ def die(member: Member) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(trained: rpc.Parameters, model: nn.Module, steps: int, trainer: int) -> None:
-    for step in range(steps):
-        trained.zero_grad()
-        inputs, labels = batch_of(step, trainer)
-        nn.functional.cross_entropy(model(inputs), labels).backward()
-        trained.step()
-
-
-@pytest.mark.parametrize("mode", ["synchronous", "bounded"])
-def test_a_trainer_that_is_killed_holds_nobody_back_and_joins_again(mode: str) -> None:
-    settings: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.1, "mode": mode}
-    settings |= {"staleness": 1} if mode == "bounded" else {"trainers": 2}
-
+@pytest.mark.parametrize("how", [{"mode": "synchronous", "trainers": 2}, {"mode": "bounded", "staleness": 1}])
+def test_trainer_that_is_killed_holds_nobody_back_and_joins_again(how: dict[str, Any]) -> None:
     def body(member: Member) -> Any:
-        name = ("server", "survivor", "mortal", "mortal")[member.rank]
         if member.rank == 3:
-            member.await_said("alone")
-            member.await_said("died")
-        as_worker(member, name)
-        if name == "server":
-            member.await_said("survivor")
-            member.await_said("mortal")
-            return "served"
+            member.await_said("alone", "died")
+        as_worker(member, ("server", "survivor", "mortal", "mortal")[member.rank])
+        if member.rank == 0:
+            member.await_said("done-1", "done-3")
+            return 13
         model = model_of(0)
-        trained = rpc.parameters(model, on=["server"], **settings)
+        trained = rpc.parameters(model, on=["server"], optimizer=torch.optim.SGD, lr=0.1, **how)
         if member.rank == 1:
             train(trained, model, 10, 0)  # also while nobody else is there
             member.say("alone")
             member.await_said("back")
-            train(trained, model, 3, 0)
-            trained.close()
-            member.say("survivor")
-            return trained.steps
         if member.rank == 2:
             train(trained, model, 1, 1)  # no more: the survivor may have ended its steps before
             die(member)
         member.say("back")
-        train(trained, model, 3, 1)
+        train(trained, model, 3, member.rank // 3)
         trained.close()
-        member.say("mortal")
+        member.say(f"done-{member.rank}")
         return trained.steps
 
-    served, survivor, killed, back = run_ranks(body, 4)
-    for outcome in (served, survivor, back):
-        assert outcome.error is None, outcome.traceback
-    assert killed.signal == signal.SIGKILL
-    assert survivor.value >= 13
-    assert back.value >= 13
+    outcomes = run_ranks(body, 4)
+    assert outcomes.pop(2).signal == signal.SIGKILL
+    assert min(values(outcomes)) >= 13
 
 
 @pytest.mark.parametrize("kept", ["", "saved", "at every step"])
@@ -292,7 +244,7 @@ def test_a_server_that_comes_back_restores_its_shard(kept: str, tmp_path: Path) 
         if member.rank:
             member.await_said("over")
             return "served"
-        model, plain = (Lookup(1), Lookup(1)) if kept else (model_of(0), model_of(0))
+        model, plain = (Lookup(), Lookup()) if kept else (model_of(0), model_of(0))
         options: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.1}
         optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(plain.parameters(), lr=0.1)]
         if isinstance(plain, Lookup):
@@ -309,7 +261,7 @@ def test_a_server_that_comes_back_restores_its_shard(kept: str, tmp_path: Path) 
             trained.zero_grad()
             for one in (model, plain):
                 one.zero_grad()
-                inputs = rows_of(step, 0) if kept else batch_of(step, 0)[0]
+                inputs = rows_of(step) if kept else inputs_of(step)
                 one(inputs).square().sum().backward()
             trained.step()
             for optimizer in optimizers:
@@ -322,11 +274,10 @@ def test_a_server_that_comes_back_restores_its_shard(kept: str, tmp_path: Path) 
                 )
         trained.close()
         member.say("over")
-        return same(model, [parameter.detach() for parameter in plain.parameters()])
+        assert_same(model, plain)
+        return "trained"
 
-    outcomes = run_ranks(body, 4)
-    assert outcomes[0].error is None, outcomes[0].traceback
-    assert outcomes[0].value is True
+    assert values(run_ranks(body, 4)[:2]) == ["trained", "served"]
 
 
 def test_a_server_that_does_not_come_back_is_named() -> None:
@@ -350,7 +301,7 @@ def test_a_server_that_does_not_come_back_is_named() -> None:
 def test_one_that_only_pulls_is_not_waited_for() -> None:
     def body(member: Member) -> Any:
         if member.rank == 2:
-            return True
+            return None
         model = model_of(member.rank)
         settings: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.1, "trainers": 1}
         if member.rank:
@@ -360,11 +311,11 @@ def test_one_that_only_pulls_is_not_waited_for() -> None:
             if member.rank:
                 member.await_said("trained")
                 trained.pull()
-                return [parameter.detach() for parameter in model.parameters()]
-            member.await_said("begun-1")
-            train(trained, model, 3, 0)
-            member.say("trained")
-            return [parameter.detach() for parameter in model.parameters()]
+            else:
+                member.await_said("begun-1")
+                train(trained, model, 3, 0)
+                member.say("trained")
+            return model.state_dict()
 
-    found = with_workers(body, 3)
-    assert all(torch.equal(one, other) for one, other in zip(*found[:2], strict=True))
+    one, other, _ = with_workers(body, 3)
+    assert all(torch.equal(one[name], other[name]) for name in one)

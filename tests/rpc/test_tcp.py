@@ -1,189 +1,78 @@
-"""Workers that talk over TCP, as between hosts, also when connections break."""
+"""Workers that talk over TCP, as between hosts, though one is stopped or cannot share memory."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
 import signal
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout
 from phalanx.rpc import connections, session
 from phalanx.rpc.links.contract import LinkEnded
 from phalanx.rpc.links.shared import SharedHub, SharedLink
-from phalanx.wire import dial
 from tests.rpc import workers
-from tests.rpc.workers import next_of
-from tests.support.proxies import Proxy
-from tests.support.ranks import Member, on_ranks
+from tests.rpc.workers import next_of, with_workers
+from tests.support.ranks import Member
 from tests.support.waiting import soon, stop
 
-STOPPED_S = 6.0  # longer than a silent host is waited for
+LARGE = torch.zeros(8 << 20)  # more than the connection holds
+STOPPED_S = 2.5  # longer than a host that acknowledges nothing is waited for
 
 
-def over_tcp(body: Callable[[Member], Any]) -> Callable[[Member], Any]:
-    def run(member: Member) -> Any:
-        os.environ["PHALANX_HOST"] = f"host{member.rank}"  # so they do not try to share memory
-        member.join("gloo")
-        rpc.init()
-        try:
-            return body(member)
-        finally:
-            rpc.shutdown()
-
-    return run
-
-
-def way_to(name: str) -> str:
-    agent = session.agent()
-    return agent._connections.link_to(agent.member(name), time.monotonic() + 60).name
-
-
-def test_a_worker_that_is_stopped_for_long_is_not_lost() -> None:
+def test_stopped_worker_is_not_lost_and_holds_up_nobody_for_long() -> None:
     """Whether it is called for the first time then, or is sent more than it can take."""
 
     def body(member: Member) -> None:
-        large = torch.zeros(8 << 20)
         if member.rank == 1:
-            pid = rpc.call(2, workers.pid)
-            stop(pid)
-            threading.Timer(STOPPED_S, os.kill, [pid, signal.SIGCONT]).start()
-            member.say("stopped")
-            assert rpc.call(2, torch.numel, large) == large.numel()
-        if member.rank == 0:
             member.await_said("stopped")
-            assert rpc.call(2, workers.add, 1, 2) == 3
-
-    on_ranks(over_tcp(body), 3)
-
-
-def test_a_stopped_worker_holds_up_nobody_longer_than_they_said() -> None:
-    def body(member: Member) -> Any:
+            assert rpc.call(2, workers.add, 1, 2) == 3  # for the first time
         if member.rank:
-            return None
-        pid = rpc.call(1, workers.pid)
-        large = torch.zeros(8 << 20)
+            return
+        pid = rpc.call(2, workers.pid)
+        since = time.monotonic()
         stop(pid)
         try:
-            late: list[str] = []
-
-            def send_much(timeout_s: float) -> None:
-                with contextlib.suppress(CallTimeout):
-                    rpc.call(1, torch.numel, large, timeout_s=timeout_s)
-                    return
-                late.append(f"a large call of {timeout_s} s")
-
-            # What the quicker ones wait for would take as long as the test may.
-            threads = [threading.Thread(target=send_much, args=(timeout_s,)) for timeout_s in (1000.0, 3.0)]
-            for thread in threads:
-                thread.start()
-            time.sleep(0.3)
-            with pytest.raises(CallTimeout):
-                rpc.call(1, workers.add, 1, 2, timeout_s=0.3)
-            threads[1].join()
-            assert late == ["a large call of 3.0 s"]
-            assert threads[0].is_alive()
+            member.say("stopped")
+            # What the quicker ones wait for takes as long as the test may.
+            large = threading.Thread(target=rpc.call, args=(2, torch.numel, LARGE), kwargs={"timeout_s": 1000.0})
+            large.start()
+            for argument, timeout_s in ((LARGE, STOPPED_S), (torch.ones(1), 0.3)):
+                with pytest.raises(CallTimeout):
+                    rpc.call(2, torch.numel, argument, timeout_s=timeout_s)
+            assert large.is_alive()
+            assert time.monotonic() - since > STOPPED_S
         finally:
             os.kill(pid, signal.SIGCONT)
-        threads[0].join()
-        assert rpc.call(1, workers.add, 1, 2) == 3
-        assert rpc.call(1, torch.numel, large) == 8 << 20
-        return len(late)
+        large.join()
+        assert rpc.call(2, torch.numel, LARGE) == LARGE.numel()
 
-    assert on_ranks(over_tcp(body), 2)[0] == 1
+    with_workers(body, 3, tcp=True)
 
 
-def test_a_worker_that_cannot_attach_the_memory_of_one_that_could_talks_to_it_over_tcp() -> None:
-    size = 2
-
+def test_worker_that_cannot_attach_anothers_memory_talks_over_tcp() -> None:
     def out_of_reach(hub: SharedHub, offer: bytes) -> SharedLink:
         hub.withdraw(offer)
         raise LinkEnded("its shared memory is out of reach: Permission denied")
 
+    def before(member: Member) -> None:
+        vars(connections)["SharedHub"] = type("Blind", (SharedHub,), {"confirm": out_of_reach})
+
     def body(member: Member) -> Any:
         changes: list[str] = []
         watch = rpc.watch(lambda worker, event: changes.append(event))
-        assert soon(lambda: len(changes) >= size - 1)
+        assert soon(lambda: bool(changes))
         for number in range(20):
             assert rpc.call(next_of(member), workers.add, number, 1) == number + 1
-        dist.barrier()
+        member.meet("called")
         watch.stop()
-        return way_to(next_of(member)), set(changes)
+        agent = session.agent()
+        link: Any = agent._connections.link_now(agent.member(next_of(member)))
+        return link.name, set(changes)
 
-    def run(member: Member) -> Any:
-        member.join()
-        vars(connections)["SharedHub"] = type("Blind", (SharedHub,), {"confirm": out_of_reach})
-        rpc.init()
-        try:
-            return body(member)
-        finally:
-            rpc.shutdown()
-            dist.destroy_process_group()
-
-    assert on_ranks(run, size) == [("tcp", {"came"})] * size
-
-
-PATIENCE_S = 60.0
-
-
-def count(key: str, tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """How often it was called with this key, and what it was called with, doubled."""
-    return workers.count(key), tensor * 2
-
-
-def counted() -> dict[str, int]:
-    return workers.calls
-
-
-def test_every_call_runs_once_though_connections_are_reset_in_the_middle_of_frames() -> None:
-    sizes = [0, 1, 100, 10_000, 20_000, 300_000]
-
-    def work(to: str, name: str, numbers: random.Random, failed: list[BaseException]) -> None:
-        try:
-            for number in range(30):
-                tensor = torch.full((numbers.choice(sizes),), float(number))
-                times, doubled = rpc.call(to, count, f"{name}/{number}", tensor)
-                assert times == 1
-                assert torch.equal(doubled, tensor * 2)
-        except BaseException as error:
-            failed.append(error)
-
-    def body(member: Member, proxy: Proxy) -> Any:
-        to = next_of(member)
-        failed: list[BaseException] = []
-        threads = [
-            threading.Thread(target=work, args=(to, f"{member.rank}.{each}", random.Random(each), failed))
-            for each in range(3)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failed, failed
-        ran = rpc.call(to, counted)
-        assert sorted(ran.values()) == [1] * len(ran)
-        assert {f"{member.rank}.{each}/{number}" for each in range(3) for number in range(30)} <= ran.keys()
-        return proxy.resets
-
-    def run(member: Member) -> Any:
-        workers.use_tcp()
-        member.join("gloo")
-        proxy = Proxy(random.Random(member.rank), 1_000_000)
-        vars(dial)["connect"] = proxy.connect
-        rpc.init(timeout_s=PATIENCE_S)
-        try:
-            return body(member, proxy)
-        finally:
-            proxy.longest = 0
-            rpc.shutdown()
-
-    assert sum(on_ranks(run, 2)) > 0
+    assert with_workers(body, 2, before=before) == [("tcp", {"came"})] * 2

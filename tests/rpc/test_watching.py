@@ -5,22 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from phalanx import rpc
-from phalanx.errors import ArgumentError, ClosedError, WorkerLost
+from phalanx.errors import ArgumentError, WorkerLost
 from phalanx.rpc import session
 from phalanx.system.interfaces import LOOPBACK
 from tests.rpc import workers
-from tests.rpc.workers import with_workers
-from tests.support.ranks import Member, on_ranks, run_ranks
+from tests.support.ranks import Member, on_ranks, run_ranks, values
+from tests.support.waiting import soon
 
 PATIENCE_S = 60.0
 
@@ -30,137 +27,78 @@ class Log:
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str]] = []
-        self.changed = threading.Condition()
 
     def __call__(self, member: rpc.Member, event: str) -> None:
-        with self.changed:
-            self.events.append((member.name, event))
-            self.changed.notify_all()
+        self.events.append((member.name, event))
 
-    def wait_for(self, *events: tuple[str, str]) -> list[tuple[str, str]]:
-        return self.wait_until(lambda told: set(events) <= set(told))
-
-    def wait_until(self, enough: Callable[[list[tuple[str, str]]], bool]) -> list[tuple[str, str]]:
-        with self.changed:
-            self.changed.wait_for(lambda: enough(self.events), PATIENCE_S)
-            return list(self.events)
+    def wait_for(self, *events: tuple[str, str]) -> None:
+        assert soon(lambda: set(events) <= set(self.events)), self.events
 
 
-def test_a_watch_tells_who_is_there_and_ends_with_stop_or_shutdown() -> None:
-    size = 3
-
-    def body(member: Member) -> Any:
-        others = {(f"worker{rank}", "came") for rank in range(size) if rank != member.rank}
-        log, of_one = Log(), Log()
-        watch = rpc.watch(log)
-        rpc.watch(of_one, "worker0")
-        seen = log.wait_for(*others), of_one.wait_for(("worker0", "came"))
-        watch.stop()
-        watch.stop()
-        with pytest.raises(ArgumentError, match="takes callback: Callable"):
-            rpc.watch("worker0")  # type: ignore[arg-type]
-        return sorted(seen[0]) == sorted(others), seen[1] == [("worker0", "came")]
-
-    assert with_workers(body, size) == [(True, True)] * size
-
-
-def test_those_who_leave_and_die_are_told_once_each() -> None:
+def test_watch_tells_once_who_comes_leaves_and_dies() -> None:
     """The dead one although nobody has called it."""
 
     def body(member: Member) -> Any:
-        member.join()
-        rpc.init()
+        workers.begin(member)
         if member.rank == 1:
             time.sleep(2 * PATIENCE_S)
         if member.rank == 2:
             member.await_said("leave")  # not by a call, which it may leave unanswered
             rpc.shutdown(wait=False)
-            return True
-        log, of_one = Log(), Log()
+            return
+        log, of_one, stopped = Log(), Log(), Log()
+        with pytest.raises(ArgumentError, match="takes callback: Callable"):
+            rpc.watch("worker0")  # type: ignore[arg-type]
         rpc.watch(log)
         rpc.watch(of_one, "worker1")
+        watch = rpc.watch(stopped)
         log.wait_for(("worker1", "came"), ("worker2", "came"))
+        stopped.wait_for(("worker1", "came"), ("worker2", "came"))
+        watch.stop()
+        watch.stop()
         member.say("leave")
         log.wait_for(("worker2", "left"))
         os.kill(session.agent().member("worker1").pid, signal.SIGKILL)
         log.wait_for(("worker1", "lost"))
+        of_one.wait_for(("worker1", "lost"))
         with pytest.raises(WorkerLost):
             rpc.call("worker1", workers.pid)
-        everything = log.wait_for(("worker1", "lost")), of_one.wait_for(("worker1", "lost"))
-        time.sleep(0.5)  # nothing is told twice
-        assert everything == (log.events, of_one.events)
+        time.sleep(0.3)  # nothing is told twice
         rpc.shutdown(wait=False)
-        return everything
+        assert of_one.events == [("worker1", "came"), ("worker1", "lost")]
+        assert [event for event in log.events if event[0] == "worker1"] == of_one.events
+        assert [event for event in log.events if event[0] == "worker2"] == [("worker2", "came"), ("worker2", "left")]
+        assert sorted(stopped.events) == [("worker1", "came"), ("worker2", "came")]
 
-    outcomes = run_ranks(body, 3)
-    assert outcomes[0].error is None, outcomes[0].traceback
-    everything, of_one = outcomes[0].value
-    assert of_one == [("worker1", "came"), ("worker1", "lost")]
-    assert [event for event in everything if event[0] == "worker1"] == of_one
-    assert [event for event in everything if event[0] == "worker2"] == [("worker2", "came"), ("worker2", "left")]
-
-
-def test_one_who_comes_later_is_told_and_so_is_its_successor() -> None:
-    def body(member: Member) -> Any:
-        member.join()
-        store = member.store("later")
-        if member.rank:
-            for _ in range(2):
-                latecomer = session.begin(PrefixStore("watched", store), "late", -1, LOOPBACK, 60.0)
-                assert latecomer.me.name == "late"
-                dist.barrier()
-                rpc.shutdown()
-                dist.barrier()
-            return True
-        session.begin(PrefixStore("watched", store), "watcher", 0, LOOPBACK, 60.0)
-        log = Log()
-        rpc.watch(log, "late")
-        for number in (1, 2):
-            log.wait_until(lambda told, most=2 * number - 1: len(told) == most)  # type: ignore[misc]
-            dist.barrier()
-            log.wait_until(lambda told, most=2 * number: len(told) == most)  # type: ignore[misc]
-            dist.barrier()
-        rpc.shutdown(wait=False)
-        return log.events == [("late", "came"), ("late", "left")] * 2
-
-    assert on_ranks(body, 2) == [True, True]
+    first, _, third = run_ranks(body, 3)
+    values([first, third])
 
 
 def test_workers_are_listed_with_those_that_are_no_rank_until_they_leave() -> None:
     size, last = 3, 2
 
-    def body(member: Member) -> Any:
-        member.join()
+    def body(member: Member) -> None:
         store = PrefixStore("listed", member.store("workers"))
-        name, rank = ("server", -1) if member.rank == last else (f"worker{member.rank}", member.rank)
-        session.begin(store, name, rank, LOOPBACK, 60.0)
-        pids: list[Any] = [None] * size
-        dist.all_gather_object(pids, os.getpid())
-        seen = [(one.name, one.rank, one.pid) for one in rpc.workers()]
-        table = rpc.describe().splitlines()
-        dist.barrier()
+        names = [("worker0", 0), ("worker1", 1), ("server", -1)]
+        session.begin(store, *names[member.rank], LOOPBACK, 60.0)
+        (member.folder / f"pid-{member.rank}").write_text(str(os.getpid()))
+        member.meet("begun")
+        pids = [(member.folder / f"pid-{rank}").read_text() for rank in range(size)]
+        listed = [(*name, pid) for name, pid in zip(names, pids, strict=True)]
+        assert [(one.name, one.rank, str(one.pid)) for one in rpc.workers()] == listed
+        title, columns, *lines = rpc.describe().splitlines()
+        assert (title, columns.split()) == ("3 workers", ["worker", "rank", "host", "pid", "address"])
+        for number, (line, (name, rank, pid)) in enumerate(zip(lines, listed, strict=True)):
+            assert ("(this one)" in line) == (number == member.rank)
+            cells = line.replace(" (this one)", "").split()
+            assert cells[:4] == [name, str(rank) if rank >= 0 else "none", socket.gethostname(), pid]
+            assert cells[4].startswith(f"{LOOPBACK}:")
+        member.meet("seen")
         if member.rank == last:
             rpc.shutdown()
-        dist.barrier()
-        after = [one.name for one in rpc.workers()] if member.rank != last else []
-        dist.barrier()
+        member.meet("left")
+        assert member.rank == last or [one.name for one in rpc.workers()] == ["worker0", "worker1"]
+        member.meet("over")
         rpc.shutdown(wait=False)
-        return pids, seen, table, after
 
-    ranks = [(f"worker{rank}", rank) for rank in range(last)]
-    for own, (pids, seen, table, after) in enumerate(on_ranks(body, size)):
-        assert seen == [(*pair, pid) for pair, pid in zip([*ranks, ("server", -1)], pids, strict=True)]
-        assert table[0] == f"{size} workers"
-        assert table[1].split() == ["worker", "rank", "host", "pid", "address"]
-        for line, (name, rank), pid in zip(table[2:], [*ranks, ("server", "none")], pids, strict=True):
-            cells = line.replace(" (this one)", "").split()
-            assert cells[:4] == [name, str(rank), socket.gethostname(), str(pid)]
-            assert cells[4].startswith(f"{LOOPBACK}:")
-        assert [("(this one)" in line) for line in table[2:]] == [rank == own for rank in range(size)]
-        assert after == ([f"worker{rank}" for rank in range(last)] if own != last else [])
-
-
-@pytest.mark.parametrize("ask", [rpc.workers, rpc.describe])
-def test_who_is_no_worker_is_told_so(ask: Any) -> None:
-    with pytest.raises(ClosedError, match=r"rpc\.init"):
-        ask()
+    on_ranks(body, size)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+import phalanx.rpc.autograd.engine  # noqa: F401 - once, and not on every forked rank
 from phalanx import rpc
-from phalanx.rpc import connections
+from phalanx.rpc import connections, session, streams
+from phalanx.rpc.autograd.contexts import contexts
 from tests.support.ranks import Member, on_ranks
 
 
@@ -21,14 +24,14 @@ def with_workers(
     timeout_s: float = 60.0,
     *,
     before: Callable[[Member], None] = lambda _: None,
+    tcp: bool = False,
     typed_only: bool = False,
 ) -> list[Any]:
     """What ``body`` returns on each of ``size`` ranks that are workers; each calls ``before`` before it is one."""
 
     def run(member: Member) -> Any:
-        member.join(timeout_s=timeout_s)
         before(member)
-        rpc.init(timeout_s=timeout_s, typed_only=typed_only)
+        begin(member, tcp=tcp, timeout_s=timeout_s, typed_only=typed_only)
         try:
             return body(member)
         finally:
@@ -36,6 +39,14 @@ def with_workers(
             dist.destroy_process_group()
 
     return on_ranks(run, size)
+
+
+def begin(member: Member, *, tcp: bool = False, timeout_s: float = 60.0, **options: Any) -> None:
+    """Make this rank a worker; with ``tcp`` one of a host without shared memory."""
+    if tcp:
+        use_tcp()
+    member.join("gloo" if tcp else "phalanx")
+    rpc.init(timeout_s=timeout_s, **options)
 
 
 def use_tcp() -> None:
@@ -47,12 +58,14 @@ def use_tcp() -> None:
     vars(connections)["SharedHub"] = none
 
 
-def begin(member: Member, *, tcp: bool) -> None:
-    """Make this rank a worker; with ``tcp`` one of a host without shared memory."""
-    if tcp:
-        use_tcp()
-    member.join("gloo" if tcp else "phalanx")
-    rpc.init()
+def torch_started(member: Member, *, size: int | None = -1) -> Any:
+    """torch's module, in which this rank is a worker."""
+    import phalanx.rpc.torch_api as torch_rpc
+
+    options = torch_rpc.TensorPipeRpcBackendOptions(init_method=f"file://{member.folder}/rpc")
+    world_size = member.size if size == -1 else size
+    torch_rpc.init_rpc(f"worker{member.rank}", rank=member.rank, world_size=world_size, rpc_backend_options=options)
+    return torch_rpc
 
 
 def next_of(member: Member) -> str:
@@ -60,7 +73,33 @@ def next_of(member: Member) -> str:
     return f"worker{(member.rank + 1) % member.size}"
 
 
+def left(asking: int = 0) -> list[str]:
+    """What this worker keeps of calls: nothing, when none is under way but those that ask."""
+    kept.clear()
+    gc.collect()
+    agent = session.agent()
+    found: dict[str, Any] = {
+        "objects": rpc.objects(),
+        "calls": agent._calls._calls,
+        "calls that were given up": agent._calls._given_up,
+        "requests under way": list(agent._serving._under_way)[asking:],
+        "what answers rely on": agent._serving._kept,
+        "streams": streams._sources,
+        "contexts": contexts.all(),
+    }
+    return [f"{name}: {list(things)}" for name, things in found.items() if things]
+
+
+def mappings() -> int:
+    """How many pieces of memory of links this process has mapped."""
+    return Path("/proc/self/maps").read_text().count("memfd:phalanx-rpc")
+
+
 def add(a: Any, b: Any) -> Any:
+    return a + b
+
+
+async def add_later(a: Any, b: Any) -> Any:
     return a + b
 
 
@@ -72,56 +111,26 @@ def fail(text: str) -> None:
     raise KeyError(text)
 
 
-def sleep(seconds: float) -> float:
-    time.sleep(seconds)
-    return seconds
-
-
 _gate = threading.Event()
 
 
 def wait_for_gate(*_: Any) -> str:
     """Return when :func:`open_gate` has been called in this process: later than anything that a caller does before."""
-    assert _gate.wait(300.0)
+    assert _gate.wait(300.0)  # where it waits
     return "open"
 
 
-def open_gate() -> None:
+def open_gate(*_: Any) -> None:
     _gate.set()
-
-
-async def add_later(a: Any, b: Any) -> Any:
-    return a + b
 
 
 def count_to(most: int) -> Iterator[int]:
     yield from range(most)
 
 
-async def count_later(most: int) -> AsyncIterator[int]:
-    for number in range(most):
-        yield number
-
-
-def count_and_fail(most: int) -> Iterator[int]:
-    yield from range(most)
-    raise ValueError("after the last")
-
-
 def descend(names: list[str], depth: int) -> int:
     """A chain of calls that wait for each other, as deep as asked."""
     return 0 if depth == 0 else 1 + int(rpc.call(names[depth % len(names)], descend, names, depth - 1))
-
-
-calls: dict[str, int] = {}
-_lock = threading.Lock()
-
-
-def count(key: str) -> int:
-    """How often it was called in this process with this key."""
-    with _lock:
-        calls[key] = calls.get(key, 0) + 1
-        return calls[key]
 
 
 class Account:
@@ -134,21 +143,6 @@ class Account:
         self.amount += amount
         return self.amount
 
-    def fail(self) -> None:
-        raise KeyError("no such thing")
-
-    def payments(self, count: int) -> Iterator[float]:
-        for _ in range(count):
-            yield self.pay(1)
-
-    async def pay_later(self, amount: float) -> float:
-        return self.pay(amount)
-
-
-class Broken:
-    def __init__(self) -> None:
-        raise OSError("it cannot be made")
-
 
 kept: list[Any] = []
 
@@ -157,8 +151,8 @@ def keep(thing: Any) -> None:
     kept.append(thing)
 
 
-def give() -> Any:
-    return kept[-1]
+def give_all() -> list[Any]:
+    return kept
 
 
 def let_go() -> None:

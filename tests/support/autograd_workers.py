@@ -22,8 +22,7 @@ Do = Callable[..., Any]
 # This worker's parameters, and what its hooks have seen, by name.
 parameters: dict[str, torch.Tensor] = {}
 seen: list[tuple[str, torch.Tensor]] = []
-# Calls that arrive together must find one parameter, not make one each.
-_making = threading.Lock()
+_making = threading.Lock()  # calls that arrive together must find one parameter, not make one each
 
 
 def parameter(name: str, *shape: int) -> torch.Tensor:
@@ -40,17 +39,9 @@ def times(do: Do, name: str, x: torch.Tensor) -> torch.Tensor:
     return x * parameter(name, 3)
 
 
-def own(do: Do, name: str) -> torch.Tensor:
-    return parameter(name, 3)
-
-
 def saw(name: str) -> Callable[[torch.Tensor], None]:
     """A hook that writes down the gradient that it sees."""
-
-    def hook(gradient: torch.Tensor) -> None:
-        seen.append((name, gradient.clone()))
-
-    return hook
+    return lambda gradient: seen.append((name, gradient.clone()))
 
 
 class _Acts(torch.autograd.Function):
@@ -88,14 +79,12 @@ def forget(_: object) -> None:
     seen.clear()
 
 
-def gradients(context_id: int) -> tuple[dict[str, torch.Tensor], list[tuple[str, torch.Tensor]]]:
-    """The gradients of this worker's parameters, and what its hooks have seen; ``.grad`` must not have been touched."""
-    assert all(variable.grad is None for variable in parameters.values())
-    return gradients_now(context_id)
+def gradients(context_id: int, *, quiet: bool = True) -> tuple[dict[str, torch.Tensor], list[tuple[str, torch.Tensor]]]:
+    """The gradients of this worker's parameters, and what its hooks have seen.
 
-
-def gradients_now(context_id: int) -> tuple[dict[str, torch.Tensor], list[tuple[str, torch.Tensor]]]:
-    """The same, while other contexts may have passes under way."""
+    Unless other contexts may have passes under way, ``.grad`` must not have been touched.
+    """
+    assert not quiet or all(variable.grad is None for variable in parameters.values())
     found = rpc.get_gradients(context_id)
     names = {variable: name for name, variable in parameters.items()}
     return {names[variable]: gradient for variable, gradient in found.items()}, list(seen)

@@ -1,6 +1,4 @@
-"""Pipelines: every schedule of torch.distributed.pipelining, and stages that call each other, compute what one process
-computes.
-"""
+"""Pipelines: every schedule of torch.distributed.pipelining computes what one process computes."""
 
 from __future__ import annotations
 
@@ -10,22 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.examples import example
 from tests.support.pool import Pool
 from tests.support.ranks import Member
 from torch import nn
 from torch.distributed import pipelining
 
-from phalanx import rpc
-
-pytest.importorskip("tqdm")
-example("pipeline")  # before ranks are forked: its remote stages are tested here
-
 ROWS = 3  # in a micro-batch
 LARGE_ROWS = 10_000  # then the micro-batches do not fit into the memory between two ranks, and a sender has to wait
 ONE_STAGE = ("GPipe", "1F1B")
 FOLDED = ("ZBVZeroBubble", "DualPipeV")  # of 3 ranks, rank 0 has the stages 0 and 5, in the other schedules 0 and 3
-SCHEDULES = (*ONE_STAGE, "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *FOLDED, "rpc")
+SCHEDULES = (*ONE_STAGE, "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *FOLDED)
 MICRO_BATCHES, WIDTH = 8, 16
 STEPS = 3  # in the first one, a schedule also finds out the shapes of what the stages send
 LR = 0.5
@@ -94,12 +86,7 @@ def in_one_process(stages: int, rows: int, *, backwards: bool) -> Answer:
 
 
 def run(rank: int, ranks: int, name: str, rows: int) -> Answer:
-    """On each rank: the gradients of its stages, and the losses where the last stage is; with ``rpc`` all on rank 0.
-
-    For that the ranks are workers, and have imported the example: its remote stages are used.
-    """
-    if name == "rpc":
-        return _run_remote(ranks, rows) if rank == 0 else ({}, [])
+    """On each rank: the gradients of its stages, and the losses where the last stage is."""
     stages = ranks * (1 if name in ONE_STAGE else 2)
     mine = [rank] if name in ONE_STAGE else [rank, stages - 1 - rank if name in FOLDED else rank + ranks]
     parts = {at: pipelining.PipelineStage(Stage(at, stages), at, stages, torch.device("cpu")) for at in mine}
@@ -121,61 +108,32 @@ def run(rank: int, ranks: int, name: str, rows: int) -> Answer:
     return gradients, losses
 
 
-def _run_remote(ranks: int, rows: int) -> Answer:
-    module = example("pipeline")
-    remote: list[Any] = []
-    for at in reversed(range(ranks)):
-        layers = module.Layers([Stage(at, ranks)])
-        remote.insert(0, rpc.make(at, module.RemoteStage, layers, LR, remote[0] if remote else None, serial=False))
-    gradients: dict[int, list[list[torch.Tensor]]] = {at: [] for at in range(ranks)}
-    losses: list[list[torch.Tensor]] = []
-    for step in range(STEPS):
-        inputs, labels = (part.chunk(MICRO_BATCHES) for part in batch(step, rows))
-        with rpc.context() as context_id:
-            scores = [each.wait() for each in [remote[0].start.forward(part) for part in inputs]]
-            now = [nn.functional.cross_entropy(*each) for each in zip(scores, labels, strict=True)]
-            losses.append([loss.detach() for loss in now])
-            rpc.backward(context_id, [torch.stack(now).mean()])
-            for at, stage in enumerate(remote):
-                gradients[at].append(rpc.call(stage, _update_remote, context_id))
-    return gradients, losses
-
-
-def _update_remote(stage: Any, context_id: int) -> list[torch.Tensor]:
-    """Where a stage lives: take a step; the gradients."""
-    parameters = list(stage._layers.parameters())
-    found = rpc.get_gradients(context_id)
-    for parameter in parameters:
-        parameter.grad = found[parameter]
-    return update(parameters)
-
-
 def check(ranks: int, name: str, rows: int, answers: Sequence[Answer]) -> None:
-    """Whether the ranks have computed what one process does: to the bit, if the order of additions is known."""
-    stages = ranks * (1 if name in (*ONE_STAGE, "rpc") else 2)
+    """Whether the ranks have computed what one process does, to the bit."""
+    stages = ranks * (1 if name in ONE_STAGE else 2)
     expected, expected_losses = in_one_process(stages, rows, backwards=name == "LoopedBFS")
     found = {at: steps for gradients, _ in answers for at, steps in gradients.items()}
     assert sorted(found) == list(range(stages))
-    (losses,) = [losses for gradients, losses in answers if (0 if name == "rpc" else stages - 1) in gradients]
-    # The gradients of calls are added up in the order in which they come back.
-    rtol, atol = (1e-5, 1e-6) if name == "rpc" else (0.0, 0.0)
-    torch.testing.assert_close(losses, expected_losses, rtol=rtol, atol=atol)
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+    (losses,) = [losses for gradients, losses in answers if stages - 1 in gradients]
+    torch.testing.assert_close(losses, expected_losses, rtol=0.0, atol=0.0)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
 def joining(hosts: int) -> Callable[[Member], Member]:
-    """What makes a process a rank on one of the hosts, and a worker. Ranks of two hosts do not share memory."""
+    """What makes a process a rank on one of the hosts. Ranks of two hosts do not share memory."""
 
     def join(member: Member) -> Member:
         os.environ["PHALANX_HOST"] = f"h{member.rank * hosts // member.size}"
         member.join()
-        rpc.init()
         return member
 
     return join
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (3, 2)], ids=["2 ranks", "3 ranks on 2 hosts"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param((2, 1), id="2 ranks", marks=pytest.mark.long), pytest.param((3, 2), id="3 ranks on 2 hosts")],
+)
 def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     ranks, hosts = request.param
     with Pool(ranks, joining(hosts)) as started:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import random
 import signal
 import threading
-import time
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from tests.rpc import workers
 from tests.rpc.workers import with_workers
 from tests.support.ranks import Member, run_ranks, values
-from tests.support.shared_links import mappings, read, write
 from tests.support.waiting import soon
 
 from phalanx import rpc
@@ -32,10 +30,6 @@ EDGES = [
 
 def small_slab(_: Member) -> None:
     vars(connections)["SharedHub"] = partial(SharedHub, slab_bytes=SLAB)
-
-
-def use_tcp(_: Member) -> None:
-    workers.use_tcp()
 
 
 def inverted(head: bytes, tensors: list[torch.Tensor]) -> tuple[bytes, list[torch.Tensor]]:
@@ -55,50 +49,42 @@ def exchange(to: int, nbytes: int, chance: random.Random) -> None:
             each.fill_(1)  # it may be written to
 
 
-@pytest.mark.parametrize("before", [small_slab, use_tcp], ids=["shared memory", "tcp"])
-def test_messages_of_every_size_arrive_whole_beside_each_other(before: Any) -> None:
+@pytest.mark.parametrize("tcp", [False, True])
+def test_messages_of_every_size_arrive_whole_beside_each_other(tcp: bool) -> None:
     """From several threads of every worker to every other, which also call back in turn."""
 
     def body(member: Member) -> None:
-        wrong: list[str] = []
         others = [rank for rank in range(3) if rank != member.rank]
         names = [f"worker{rank}" for rank in range(3)]
-
-        def work(sizes: list[int], seed: int) -> None:
-            chance = random.Random(seed)
-            try:
-                for turn, nbytes in enumerate(sizes):
-                    exchange(chance.choice(others), nbytes, chance)
-                    if turn % 10 == 7:
-                        assert rpc.call(chance.choice(others), workers.descend, names, 10) == 10
-            except BaseException as error:
-                wrong.append(repr(error))
-
         sizes = [0, 1, 15, 16, 17, *EDGES]
-        threads = [threading.Thread(target=work, args=(sizes[n::3], 3 * member.rank + n)) for n in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not wrong
 
-    with_workers(body, 3, before=before)
+        def work(number: int) -> None:
+            chance = random.Random(3 * member.rank + number)
+            for turn, nbytes in enumerate(sizes[number::3]):
+                exchange(chance.choice(others), nbytes, chance)
+                if turn % 10 == 7:
+                    assert rpc.call(chance.choice(others), workers.descend, names, 10) == 10
+
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            list(pool.map(work, range(3)))
+
+    with_workers(body, 3, before=small_slab, tcp=tcp)
 
 
-@pytest.mark.parametrize("before", [small_slab, use_tcp], ids=["shared memory", "tcp"])
-def test_a_small_call_is_answered_while_a_large_message_is_on_its_way(before: Any) -> None:
-    def body(member: Member) -> int:
+@pytest.mark.parametrize("tcp", [False, True])
+def test_small_call_is_answered_while_a_large_message_is_on_its_way(tcp: bool) -> None:
+    def body(member: Member) -> None:
         if member.rank:
-            return 2
-        data, meanwhile = torch.zeros(32 << 20), 0
-        large = threading.Thread(target=rpc.call, args=(1, torch.numel, data))
+            return
+        large = threading.Thread(target=rpc.call, args=(1, torch.numel, torch.zeros(32 << 20)))
         large.start()
+        meanwhile = 0
         while large.is_alive():
             rpc.call(1, workers.add, 1, 2)
             meanwhile += large.is_alive()
-        return meanwhile
+        assert meanwhile > 1
 
-    assert min(with_workers(body, 2, before=before)) > 1
+    with_workers(body, 2, before=small_slab, tcp=tcp)
 
 
 def changed(tensor: torch.Tensor, number: int) -> tuple[float, float]:
@@ -108,14 +94,10 @@ def changed(tensor: torch.Tensor, number: int) -> tuple[float, float]:
     return before, float(tensor.sum())
 
 
-def give(nbytes: int) -> torch.Tensor:
-    return torch.ones(nbytes, dtype=torch.uint8)
-
-
 def test_each_has_a_tensor_of_its_own_that_outlives_its_sender() -> None:
     def run(member: Member) -> None:
         small_slab(member)
-        workers.begin(member, tcp=False)
+        workers.begin(member)
         if member.rank == 0:
             for number in range(20):
                 count = random.Random(number).choice([200_000, 300_000, 900_000, 3 * SLAB]) // 8
@@ -123,22 +105,18 @@ def test_each_has_a_tensor_of_its_own_that_outlives_its_sender() -> None:
                 answers = [future.wait() for future in rpc.each(range(3), changed, tensor, number)]
                 assert answers == [(number * count, 2 * number * count)] * 3
                 assert tensor.eq(number).all()
-        else:
-            assert soon(lambda: len(workers.kept) == 20)
-            kept = [rpc.call(0, give, SLAB // 5) for _ in range(9)]
-            write(member.folder / f"kept-{member.rank}", b"")
-            if member.rank == 1:
-                for rank in (1, 2):
-                    read(member.folder / f"kept-{rank}")
-                os.kill(rpc.call(0, workers.pid), signal.SIGKILL)
-            assert soon(lambda: [worker.rank for worker in rpc.workers()] == [1, 2])
-            assert all(tensor.eq(2 * number).all() for number, tensor in enumerate(workers.kept))
-            assert all(tensor.eq(1).all() for tensor in kept)
-            rpc.shutdown()
-            assert mappings()
-            del kept
-            workers.kept.clear()
-            assert soon(lambda: mappings() == 0)
-        time.sleep(0 if member.rank else 600)
+            member.await_said("kept-1", "kept-2")
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert soon(lambda: len(workers.kept) == 20)
+        kept = [rpc.call(0, torch.ones, SLAB // 20) for _ in range(9)]
+        member.say(f"kept-{member.rank}")
+        assert soon(lambda: [worker.rank for worker in rpc.workers()] == [1, 2])
+        assert all(tensor.eq(2 * number).all() for number, tensor in enumerate(workers.kept))
+        assert all(tensor.eq(1).all() for tensor in kept)
+        rpc.shutdown()
+        assert workers.mappings()
+        del kept
+        workers.kept.clear()
+        assert soon(lambda: workers.mappings() == 0)
 
     values(run_ranks(run, 3)[1:])
