@@ -17,6 +17,7 @@ import torch
 import torch._dynamo  # before the ranks are forked: it takes each of them seconds
 import torch._functorch.aot_autograd
 import torch.distributed as dist
+from tests.support.islands import ISLANDS, divide_by
 from tests.support.ranks import Member, on_ranks, run_ranks
 from torch.distributed import _functional_collectives as functional
 
@@ -89,8 +90,12 @@ MISTAKES: list[Mistake] = [
 ]
 
 
+@pytest.mark.parametrize("place", ["one host", "halves"])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_calls_that_differ_are_phalanxs_error_with_lines_of_the_script() -> None:
+def test_calls_that_differ_are_phalanxs_error_with_lines(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if place != "one host":
+        divide_by(monkeypatch, ISLANDS[place])
+
     def body(member: Member) -> dict[str, BaseException]:
         member.join()
         errors: dict[str, BaseException] = {}
@@ -100,9 +105,11 @@ def test_calls_that_differ_are_phalanxs_error_with_lines_of_the_script() -> None
                 mistake(group, member.rank == 1, SIZE)
             errors[mistake.__name__] = caught.value
             dist.barrier()
+        member.meet("done")  # a rank that ends is lost to those that are still in the barrier
         return errors
 
     for errors in on_ranks(body, SIZE):
+        assert len(errors) == len(MISTAKES)
         for name, error in errors.items():
             assert type(error) is CollectiveMismatch, (name, error)
             assert "running the callback" not in str(error)
@@ -110,7 +117,7 @@ def test_calls_that_differ_are_phalanxs_error_with_lines_of_the_script() -> None
             assert all(f" at {Path(__file__)}:" in call for call in calls), (name, str(error))
 
 
-@pytest.mark.parametrize("waits", [all_reduce, all_gather, compiled])
+@pytest.mark.parametrize("waits", [all_gather, compiled, pytest.param(all_reduce, marks=pytest.mark.long)])
 def test_a_rank_that_is_killed_is_phalanxs_error(waits: Mistake) -> None:
     def body(member: Member) -> None:
         member.join()

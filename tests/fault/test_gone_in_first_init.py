@@ -30,6 +30,7 @@ from phalanx.system.sight import own_sight
 from phalanx.topology import device
 from phalanx.transports import attendance, meeting_store
 from phalanx.transports.hosts.guard import Guard
+from phalanx.transports.meeting_store import MeetingStore
 from phalanx.transports.shm import segment
 
 TIMEOUT_S = 200.0
@@ -150,8 +151,7 @@ def told(
 
             fall_at(*step, fall)
         elif late:
-            while not (member.folder / f"goes-{victim}").exists():
-                time.sleep(0.01)
+            member.await_said(f"goes-{victim}")
         started, said = time.monotonic(), ""
         try:
             join(by)
@@ -176,38 +176,33 @@ OPEN = (device, "open_device")
 GATHER = (importlib.import_module("phalanx.world"), "gather")
 
 
-@pytest.mark.parametrize(
-    ("by", "victim", "way", "step"),
-    [
-        ("init", 2, "killed", REACH),
-        ("init", 1, "exits", REACH),
-        ("torch", 2, "exits at once", REACH),
-        ("torch", 1, "raises", REACH),
-        ("init", 0, "raises", SEGMENT),
-        ("torch", 0, "killed", SEGMENT),
-        ("init", 2, "raises", OPEN),
-    ],
-)
+long = pytest.mark.long
+CASES: list[Any] = [
+    ("torch", 2, "exits at once", REACH),
+    ("init", 1, "exits", REACH),
+    ("init", 0, "raises", SEGMENT),
+    pytest.param("torch", 0, "killed", SEGMENT, marks=long),
+    pytest.param("init", 2, "raises", OPEN, marks=long),
+]
+CASES_OF_RANK_0: list[Any] = [
+    ("torch", 2, "raises", REACH),
+    ("init", 0, "killed", OPEN),
+    ("init", 2, "killed", OPEN),
+    pytest.param("init", 0, "raises", OPEN, marks=long),
+    pytest.param("torch", 1, "killed", REACH, marks=long),
+]
+
+
+@pytest.mark.parametrize(("by", "victim", "way", "step"), CASES)
 def test_gone_rank_is_named_under_torchrun(by: str, victim: int, way: str, step: tuple[Any, str]) -> None:
     told(by, 3, victim, way, step)
 
 
-@pytest.mark.parametrize(("by", "way", "step"), [("init", "raises", GATHER), ("torch", "exits", SEGMENT)])
-def test_gone_rank_is_named_by_ranks_that_come_later(by: str, way: str, step: tuple[Any, str]) -> None:
-    told(by, 3, 0, way, step, late=True)
+def test_gone_rank_is_named_by_ranks_that_come_later() -> None:
+    told("init", 3, 0, "raises", GATHER, late=True)
 
 
-@pytest.mark.parametrize(
-    ("by", "victim", "way", "step"),
-    [
-        ("torch", 1, "killed", REACH),
-        ("torch", 2, "raises", REACH),
-        ("init", 0, "killed", OPEN),
-        ("init", 0, "raises", OPEN),
-        ("init", 2, "killed", OPEN),
-        ("init", 2, "raises", OPEN),
-    ],
-)
+@pytest.mark.parametrize(("by", "victim", "way", "step"), CASES_OF_RANK_0)
 def test_gone_rank_is_named_where_rank_0_has_the_store(by: str, victim: int, way: str, step: tuple[Any, str]) -> None:
     told(by, 3, victim, way, step, torchrun=False)
 
@@ -215,17 +210,28 @@ def test_gone_rank_is_named_where_rank_0_has_the_store(by: str, victim: int, way
 @pytest.mark.parametrize(
     ("by", "size", "victim", "way", "step"),
     [
-        ("torch", 3, 0, "killed", (create, "join_islands")),
-        ("init", 4, 3, "killed", (create, "choose_engine")),
         ("torch", 3, 1, "killed", (Guard, "_meet")),
         ("torch", 2, 1, "raises", (create, "join_islands")),  # alone on its host
+        pytest.param("torch", 3, 0, "killed", (create, "join_islands"), marks=long),
+        pytest.param("init", 4, 3, "killed", (create, "choose_engine"), marks=long),
     ],
 )
 def test_gone_rank_is_told_to_other_hosts(by: str, size: int, victim: int, way: str, step: tuple[Any, str]) -> None:
     told(by, size, victim, way, step, hosts=2)
 
 
-@pytest.mark.parametrize("by", ["init", "torch"])
+def say_when_looking(member: Member) -> None:
+    """Say so when this rank, which waits for others, has looked whether they have gone."""
+    own = MeetingStore.look
+
+    def look(store: MeetingStore) -> None:
+        own(store)
+        member.say(f"looked-{member.rank}")
+
+    pytest.MonkeyPatch().setattr(MeetingStore, "look", look)
+
+
+@pytest.mark.parametrize("by", ["torch", pytest.param("init", marks=long)])
 def test_failed_meeting_does_not_end_the_next_one(by: str) -> None:
     def body(member: Member) -> str:
         said = ""
@@ -239,9 +245,8 @@ def test_failed_meeting_does_not_end_the_next_one(by: str) -> None:
         member.say(f"failed-{member.rank}")
         member.await_said("failed-0", "failed-1", "failed-2")
         if member.rank == 1:
-            member.await_said("waits-0", "waits-2")
-            time.sleep(0.5)  # the others look several times
-        member.say(f"waits-{member.rank}")
+            member.await_said("looked-0", "looked-2")
+        say_when_looking(member)
         join(by)
         dist.all_reduce(torch.ones(4))
         leave(by)

@@ -21,7 +21,6 @@ from phalanx.errors import PeerLost, PhalanxError
 from phalanx.transports.contract import Communicator
 
 SUM = int(ReduceOp.SUM)  # type: ignore[call-overload]
-sizes = pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 5))])
 LENGTHS = [1, 3_000, 40_000]  # in a frame, through shared memory, and in chunks
 
 
@@ -74,8 +73,15 @@ def left_without_errors_since(before: Holdings) -> list[str]:
     return before.left_in_time(collected)
 
 
-@sizes
-@pytest.mark.parametrize("how", ["closed", "broken", "one goes on"])
+@pytest.mark.parametrize(
+    ("how", "size"),
+    [
+        ("closed", 3),
+        ("broken", 3),
+        ("one goes on", 3),
+        *(pytest.param(how, 5, marks=pytest.mark.long) for how in ("closed", "broken", "one goes on")),
+    ],
+)
 def test_closed_group_has_given_back_its_connections_and_threads(how: str, size: int) -> None:
     """A broken one has when its errors are gone; what a rank that goes on sends comes to closed connections."""
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 
@@ -15,7 +13,7 @@ import torch
 import torch.distributed as dist
 from tests.support.islands import divide_by
 from tests.support.ranks import Member, on_ranks, run_ranks, values
-from tests.support.waiting import await_stop, soon
+from tests.support.waiting import await_stop, soon, when_waiting
 
 from phalanx.c10d import base
 from phalanx.errors import CollectiveMismatch, PeerLost, PhalanxError
@@ -36,23 +34,23 @@ def divide(monkeypatch: pytest.MonkeyPatch, place: str) -> int:
 
 
 def test_a_master_receives_from_the_workers_that_are_left() -> None:
-    """Rank 1 sends and leaves; rank 2 sends long after that. Then nobody is left who could send."""
+    """Rank 1 sends and leaves; rank 2 sends when it is waited for. Then nobody is left who could send."""
 
     def body(member: Member) -> list[int]:
         member.join()
         tensor = torch.tensor([member.rank])
         if member.rank:
             if member.rank == 2:
-                member.await_said("gone")
-                time.sleep(0.3)
+                member.await_said("gone", "waits")
             dist.send(tensor, 0)
             dist.destroy_process_group()
             member.say("gone")
             return []
-        received = []
-        for _ in range(2):
-            dist.recv(tensor)
-            received.append(int(tensor))
+        dist.recv(tensor)
+        received = [int(tensor)]
+        when_waiting(lambda: member.say("waits"))
+        dist.recv(tensor)
+        received.append(int(tensor))
         started = time.monotonic()
         with pytest.raises(PeerLost, match=r"all other ranks of the group left .* recv from any rank.*test_leaving"):
             dist.recv(tensor)
@@ -99,28 +97,6 @@ def test_only_a_message_of_the_rank_that_left_fails() -> None:
     on_ranks(body, 3)
 
 
-@pytest.mark.parametrize(("fails", "words"), [(False, "left the group in order"), (True, "ValueError: in a worker")])
-def test_a_forked_worker_of_multiprocessing_tells_how_it_ends(fails: bool, words: str) -> None:
-    def worker(member: Member) -> None:
-        member.join()
-        if fails:
-            sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - the traceback is expected
-            raise ValueError("in a worker")
-
-    def body(member: Member) -> str:
-        if member.rank:
-            process = multiprocessing.get_context("fork").Process(target=worker, args=(member,))
-            process.start()
-            process.join()
-            return ""
-        member.join()
-        with pytest.raises(PeerLost) as caught:
-            dist.recv(torch.zeros(1))
-        return str(caught.value)
-
-    assert words in on_ranks(body, 2)[0]
-
-
 # -- the last call -----------------------------------------------------------------------------------------------------
 
 LARGE = 600_000  # float32: in chunks between hosts
@@ -143,14 +119,12 @@ def scatter(rank: int, src: int, count: int) -> None:
 @pytest.mark.parametrize(
     ("place", "odd", "call", "src", "count"),
     [
-        ("00", 0, broadcast, 0, 4),
         ("000", 0, broadcast, 0, 4),
-        ("001", 1, broadcast, 2, 4),
         ("011", 2, scatter, 0, 4),
         ("011", 2, broadcast, 2, LARGE),
+        pytest.param("001", 1, broadcast, 2, 4, marks=long),
         *(
-            pytest.param(place, odd, call, src, count, marks=long)
-            for place in ("001", "0011", "00122")
+            pytest.param("00122", odd, call, src, count, marks=long)
             for odd, src in ((1, 0), (2, 1))
             for call in (broadcast, scatter)
             for count in (4, LARGE)
@@ -165,8 +139,11 @@ def test_mismatch_in_the_last_call_is_raised_when_the_group_is_destroyed(
 
     def body(member: Member) -> str:
         join(member)
-        if member.rank and len(set(place)) == 1:
-            time.sleep(0.2)
+        if len(set(place)) == 1:
+            if member.rank:
+                member.await_said("waits")
+            else:
+                when_waiting(lambda: member.say("waits"))
         with pytest.raises(CollectiveMismatch) as caught:
             call(member.rank, src, count + (member.rank == odd))
             dist.destroy_process_group()
@@ -179,7 +156,7 @@ def test_mismatch_in_the_last_call_is_raised_when_the_group_is_destroyed(
         assert f"{name}(float32[{count}], src={src}) at" in text.replace(f"rank {odd}: ", "")
 
 
-@pytest.mark.parametrize(("place", "leaver"), [("00", 1), ("001", 1), ("011", 2), pytest.param("00122", 4, marks=long)])
+@pytest.mark.parametrize(("place", "leaver"), [("00", 1), ("011", 2), pytest.param("00122", 4, marks=long)])
 def test_rank_that_leaves_without_the_last_call_is_named_by_every_other(
     place: str, leaver: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +180,7 @@ def test_rank_that_leaves_without_the_last_call_is_named_by_every_other(
             assert "broadcast(float32[4], src=0) at" in text
 
 
-@pytest.mark.parametrize(("place", "how"), [("00", "killed"), ("00", "stopped"), ("00", "late"), ("0011", "killed")])
+@pytest.mark.parametrize(("place", "how"), [("00", "stopped"), ("00", "late"), ("0011", "killed")])
 def test_destroying_a_group_does_not_wait_for_a_rank_that_does_not_come(
     place: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +223,7 @@ def test_destroying_a_group_does_not_wait_for_a_rank_that_does_not_come(
         values(outcomes)
 
 
-@pytest.mark.parametrize("call", ["broadcast", "barrier"])
+@pytest.mark.parametrize("call", ["broadcast", pytest.param("barrier", marks=long)])
 def test_leaving_does_not_wait_for_ranks_that_have_made_the_last_call(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.fault.test_deaths import await_naps
 from tests.support.ports import held_port
 from tests.support.ranks import Member, fork_rank, on_ranks, run_ranks, values
 from tests.support.ranks import _collect as collect
-from tests.support.waiting import soon
+from tests.support.waiting import soon, stop
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -70,12 +71,24 @@ def two_ranks(name: str, inside: int, body: Callable[[Member], str]) -> list[str
     return said
 
 
+def say_when_waiting(member: Member, name: str) -> None:
+    """Say so when the main thread, which is about to call, has slept and looked for the others a few times."""
+
+    def look() -> None:
+        await_naps("self")  # which number it has there, it does not know
+        member.say(name)
+
+    threading.Thread(target=look).start()
+
+
 def engine() -> str:
     return dist.group.WORLD._communicator.engine or "shared memory"  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("inside", [0, 1])
-@pytest.mark.parametrize("name", ["pid", "time"])
+@pytest.mark.parametrize(
+    ("name", "inside"),
+    [("pid", 0), ("time", 1), *(pytest.param(*case, marks=pytest.mark.long) for case in (("pid", 1), ("time", 0)))],
+)
 def test_rank_in_another_namespace_is_waited_for_until_it_dies(name: str, inside: int) -> None:
     """It reads a pid and a start time of itself that the others do not."""
 
@@ -84,7 +97,9 @@ def test_rank_in_another_namespace_is_waited_for_until_it_dies(name: str, inside
         tensor = torch.ones(1)
         for late in range(2):
             if member.rank == late:
-                time.sleep(0.3)
+                member.await_said(f"waits-{late}")
+            else:
+                say_when_waiting(member, f"waits-{late}")
             dist.all_reduce(tensor)
         assert tensor.item() == 4.0
         dist.barrier()
@@ -101,7 +116,7 @@ def test_rank_in_another_namespace_is_waited_for_until_it_dies(name: str, inside
     assert f"has ended while rank {1 - inside} was in all_reduce" in said[1 - inside]
 
 
-@pytest.mark.parametrize("inside", [0, 1])
+@pytest.mark.parametrize("inside", [1, pytest.param(0, marks=pytest.mark.long)])
 def test_ranks_that_cannot_see_each_other_use_an_engine_and_say_why(
     inside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,8 +166,8 @@ def test_a_rank_that_one_other_does_not_see_makes_all_use_an_engine(monkeypatch:
 
 # -- jobs that stand still ---------------------------------------------------------------------------------------------
 
-# A rank that runs on a busy machine comes in far less than the timeout; the jobs are stopped for longer than that.
-TIMEOUT_S, STOPPED_S = 10, 12
+# The jobs are stopped for longer than the timeout, in which a rank that runs comes also on a busy machine.
+TIMEOUT_S, STOPPED_S = 5, 6
 
 OPERATIONS: dict[str, Callable[[Member], object]] = {
     "all_reduce": lambda member: dist.all_reduce(torch.ones(1)),
@@ -219,6 +234,15 @@ def in_search(member: Member, woken: Path, ready: Path) -> None:
     leave(store)
 
 
+def is_asleep(pid: int) -> bool:
+    """Whether a process sleeps, or is stopped, whenever one looks."""
+    looks = []
+    for _ in range(5):
+        looks.append(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
+        time.sleep(0.01)
+    return set(looks) == {"S"}
+
+
 def test_jobs_that_were_suspended_go_on_where_they_were(tmp_path: Path) -> None:
     """Both ranks of a pair are stopped for longer than the timeout for which one waits for the other."""
     woken, ready = tmp_path / "woken", tmp_path / "ready"
@@ -235,11 +259,13 @@ def test_jobs_that_were_suspended_go_on_where_they_were(tmp_path: Path) -> None:
             names = [folder / f"{what}-{rank}" for folder in pairs for rank in range(2)]
             assert soon(lambda names=names: all(name.exists() for name in names), 300)  # type: ignore[misc]
             ready.touch()
-        time.sleep(0.3)  # those that wait do so
-        for signum, pause_s in ((signal.SIGSTOP, STOPPED_S), (signal.SIGCONT, 0.5)):
-            for child in (child for children in pairs.values() for child in children):
-                os.kill(child, signum)
-            time.sleep(pause_s)
+        everybody = [child for children in pairs.values() for child in children]
+        for child in everybody:
+            assert soon(lambda child=child: is_asleep(child))  # type: ignore[misc]  # those that wait do so
+            stop(child)
+        time.sleep(STOPPED_S)
+        for child in everybody:
+            os.kill(child, signal.SIGCONT)
         woken.touch()
         for folder, children in pairs.items():
             values(collect(children, folder, 120))
@@ -252,7 +278,7 @@ def test_any_call_may_come_while_another_thread_closes_the_group() -> None:
     """A call that reads the group's handle uses memory that the close unmaps, or of the next group at its address."""
 
     def body(member: Member) -> bool:
-        for turn in range(60):
+        for turn in range(20):
             name = f"store-{turn}"
             communicator = SharedMemoryCommunicator(member.store(name), member.rank, 2, timedelta(seconds=60))
             go = threading.Barrier(5)

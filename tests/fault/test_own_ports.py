@@ -1,4 +1,4 @@
-"""Scripts under ``phalanx run`` that meet at a port of their own: rank 0 listens there, as without a launcher."""
+"""Under ``phalanx run`` processes meet at a port of their own, beside the group (test_falls.py: the ranks do)."""
 
 from __future__ import annotations
 
@@ -8,30 +8,6 @@ from tests.support.ports import held_port
 
 __all__ = ["launcher"]
 
-BY_ADDRESS = """
-    import os, sys, torch, torch.distributed as dist
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[1]}", rank=rank, world_size=size)
-    dist.all_reduce(total := torch.tensor([float(rank + 1)]))
-    print(total.item())
-    dist.destroy_process_group()
-"""
-BY_OWN_VARIABLE = """
-    import os, sys, torch, torch.distributed as dist
-    os.environ["MASTER_PORT"] = sys.argv[1]
-    dist.init_process_group("gloo")
-    dist.all_reduce(total := torch.tensor([float(dist.get_rank() + 1)]))
-    print(total.item())
-    dist.destroy_process_group()
-"""
-BY_INIT = """
-    import os, sys, phalanx, torch
-    os.environ["MASTER_PORT"] = sys.argv[1]
-    world = phalanx.init(timeout_s=60)
-    world.all_reduce(total := torch.tensor([float(world.rank + 1)]))
-    print(total.item())
-    phalanx.close()
-"""
 SPAWNED = """
     import os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
 
@@ -63,10 +39,11 @@ RPC = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "text", "total"),
-    [(2, BY_ADDRESS, 3.0), (2, BY_OWN_VARIABLE, 3.0), (2, BY_INIT, 3.0), (1, SPAWNED, 3.0), (2, RPC, 3.0)],
-    ids=["tcp", "own MASTER_PORT", "phalanx.init", "spawned by one", "RPC beside a group"],
+    [(1, SPAWNED, 3.0), (2, RPC, 3.0)],
+    ids=["spawned by one", "RPC beside a group"],
 )
 def test_rank_0_listens_where_the_launcher_does_not(launcher: Launcher, ranks: int, text: str, total: float) -> None:
     with held_port() as port:

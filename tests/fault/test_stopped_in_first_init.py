@@ -21,7 +21,7 @@ from phalanx.transports import meeting_store
 from phalanx.transports.shm import segment
 
 SOON_S = 0.3  # in place of the seconds for which a rank is stopped before the user is told
-GIVEN_UP_S = 3.5  # many times what it takes to be told, since the others wait for it
+GIVEN_UP_S = 2.0  # many times what it takes to be told, since the others wait for it
 ALL_STEPS_S = 2.9 * GIVEN_UP_S  # a rank that waits in several steps, each as long, needs more
 
 WORLD = importlib.import_module("phalanx.world")
@@ -63,12 +63,17 @@ def stopped(member: Member, by: str, victim: int, place: Any, step: str) -> tupl
     ("by", "victim", "place", "step", "torchrun"),
     [
         ("init", 1, segment, "_see_each_other", True),
-        ("torch", 1, segment, "_reach", True),
-        ("torch", 2, segment, "_see_each_other", False),
-        ("init", 2, WORLD, "gather", False),
-        ("init", 0, WORLD, "gather", True),
-        ("init", 0, device, "open_device", False),
-        ("init", 0, segment, "_make_segment", False),
+        ("init", 0, WORLD, "gather", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("torch", 1, segment, "_reach", True),
+                ("torch", 2, segment, "_see_each_other", False),
+                ("init", 0, WORLD, "gather", True),
+                ("init", 0, device, "open_device", False),
+                ("init", 0, segment, "_make_segment", False),
+            )
+        ),
     ],
 )
 def test_a_stopped_rank_is_told_once_and_named_at_the_timeout(

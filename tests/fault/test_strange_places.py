@@ -10,6 +10,7 @@ import pytest
 from tests.launch_support import Launcher, launcher
 
 __all__ = ["launcher"]
+pytestmark = pytest.mark.long  # test_falls.py has a job in one such place
 
 SCRIPT = """
     import signal, sys, torch

@@ -79,7 +79,13 @@ def check_sizes(text: str, places: Sequence[tuple[int, int]], pids: Sequence[int
 
 @pytest.mark.parametrize(
     ("by", "rank", "hosts", "torchrun"),
-    [("init", 1, 1, True), ("init", 2, 2, True), ("torch", 0, 1, True), ("torch", 2, 2, True), ("torch", 2, 1, False)],
+    [
+        ("init", 2, 2, True),
+        ("torch", 0, 1, True),
+        ("torch", 2, 1, False),
+        pytest.param("init", 1, 1, True, marks=pytest.mark.long),
+        pytest.param("torch", 2, 2, True, marks=pytest.mark.long),
+    ],
 )
 def test_both_processes_of_a_rank_name_each_other(by: str, rank: int, hosts: int, torchrun: bool) -> None:
     """And a world is made in that store afterwards, unless it is rank 0's."""
@@ -110,7 +116,11 @@ def test_both_processes_of_a_rank_name_each_other(by: str, rank: int, hosts: int
 
 @pytest.mark.parametrize(
     ("places", "hosts", "torchrun"),
-    [([(0, 3), (1, 3), (2, 2)], 1, True), ([(0, 2), (1, 3)], 2, True), ([(0, 2), (1, 3)], 1, False)],
+    [
+        ([(0, 3), (1, 3), (2, 2)], 1, True),
+        ([(0, 2), (1, 3)], 1, False),
+        pytest.param([(0, 2), (1, 3)], 2, True, marks=pytest.mark.long),
+    ],
 )
 def test_processes_with_different_world_sizes_name_each_other(
     places: list[tuple[int, int]], hosts: int, torchrun: bool
