@@ -152,19 +152,3 @@ def test_operation_that_the_script_queued_is_left_under_way() -> None:
         return total.item()
 
     assert on_ranks(body, 2) == [2.0, 2.0]
-
-
-def test_error_is_a_phalanx_error_for_the_static_graph_too() -> None:
-    def body(member: Member) -> bool:
-        member.join()
-        model = replica(static_graph=True)
-        for _ in range(2):
-            step(model)
-        if member.rank:
-            os._exit(0)
-        with pytest.raises(PhalanxError):
-            step(model)
-        return True
-
-    outcome = run_ranks(body, 2)[0]
-    assert outcome.value is True, outcome.traceback

@@ -103,23 +103,3 @@ def test_rank_that_broke_first_is_named_though_its_end_is_told_last(
         assert "phalanx: rank 1 of 3 failed" in outcome.err_text
         assert f"rank 0 then failed: {ERROR}" in outcome.err_text
         assert "rank 2 ended by the launcher" in outcome.err_text
-
-
-@pytest.mark.long
-def test_signal_of_the_mpi_launcher_waits_for_the_rank_and_its_handler(launcher: Launcher, tmp_path: Path) -> None:
-    script = launcher.script("""
-        import os, signal, sys, time
-        got = []
-        time.sleep(0.5)  # a signal that is passed on at once comes now, and ends it
-        signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
-        until = time.monotonic() + 100.0
-        while os.environ['RANK'] == '0' and not got:
-            time.sleep(0.01)
-            if time.monotonic() > until:
-                sys.exit('no signal has come')
-        print(len(got))
-    """)
-    environment = {"EARLY": str(int(signal.SIGUSR1))}
-    outcome = launcher.run("--mpi", write_mpiexec(tmp_path), "-n", "2", "-q", script, environment=environment)
-    assert outcome.code == 0, outcome.err_text
-    assert sorted(outcome.out_lines) == ["[rank 0] 1", "[rank 1] 0"]

@@ -7,9 +7,7 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
 from tests.launch_support import Launcher, RunningJob, launcher, wait_for
-from tests.support.stuck_zygote import STUCK
 from tests.support.waiting import stop
 
 __all__ = ["launcher"]
@@ -18,9 +16,9 @@ SOON_S = 100.0  # far below the time for which the ranks wait if nobody ends the
 RANKS = ("sh", "-c", "echo $RANK $$; while :; do echo on; sleep 0.05; done")
 
 
-def start(launcher: Launcher, **environment: str) -> tuple[RunningJob, list[int]]:
+def start(launcher: Launcher) -> tuple[RunningJob, list[int]]:
     """A job of three ranks, and their process ids."""
-    job = launcher.start("-n", "3", "-q", "--grace", "250", *RANKS, environment=environment)
+    job = launcher.start("-n", "3", "-q", "--grace", "250", *RANKS)
     assert job.process.stdout is not None
     pids: dict[str, int] = {}
     while len(pids) < 3:
@@ -57,21 +55,3 @@ def test_stopped_process_is_continued_only_where_a_rank_has_ended(launcher: Laun
     assert outcome.code == 128 + signal.SIGKILL, outcome.err_text
     assert "phalanx: rank 1 of 3 failed\n" in outcome.err_text
     assert f"pid {pids[1]}, " in outcome.err_text
-
-
-@pytest.mark.long
-def test_process_that_never_answers_is_given_up(launcher: Launcher, tmp_path: Path) -> None:
-    changed = tmp_path / "changed"
-    changed.mkdir()
-    (changed / "sitecustomize.py").write_text(STUCK)
-    job, pids = start(launcher, PYTHONPATH=str(changed))
-    zygote = job.named("phalanx-zygote")
-    os.kill(pids[1], signal.SIGKILL)
-    outcome = job.finish(SOON_S)
-    assert outcome.code == 1, outcome.err_text
-    said = outcome.err_text.splitlines()
-    how = "does not answer (state S); the job ended with it"
-    assert said[0] == f"phalanx: the process that starts and watches the ranks {how}"
-    assert said[1] == "  rank 1 has ended, and for 1 s it has not said how, which nobody else can know"
-    assert said[2].startswith(f"  host {os.uname().nodename}, pid {zygote}; ")
-    job.wait_until_gone(SOON_S)

@@ -18,6 +18,7 @@ from tests.support.waiting import soon
 from torch._C._distributed_c10d import TCPStore
 
 from phalanx.errors import PeerLost
+from phalanx.system import exit_order
 
 TIMEOUT = timedelta(seconds=120)
 
@@ -31,6 +32,14 @@ def keep_store(member: Member) -> list[str]:
     member.await_said(*(f"left-{rank}" for rank in range(member.size - 1)))
     # But for what a rank's pretending to be on another host leaves.
     return sorted(key for key in store.list_keys() if "phalanx" in key and "/pretended/" not in key)
+
+
+def be_program(*arguments: Any) -> None:
+    """Be a rank, and end as a program does: a process of multiprocessing's leaves that out."""
+    try:
+        be_rank(*arguments)
+    finally:
+        exit_order._run()
 
 
 def be_rank(member: Member, size: int, lost: int, way: str, then: str) -> None:
@@ -73,10 +82,7 @@ def be_rank(member: Member, size: int, lost: int, way: str, then: str) -> None:
     ids=str,
 )
 def test_groups_that_lost_a_rank_leave_no_keys(hosts: list[int], lost: int, way: str, then: str) -> None:
-    """The others destroy their groups, or end without that, or only then make a call.
-
-    Each rank is a process of multiprocessing's, which ends as a program does.
-    """
+    """The others destroy their groups, or end without that, or only then make a call."""
     size = len(hosts)
 
     def body(member: Member) -> Any:
@@ -84,7 +90,7 @@ def test_groups_that_lost_a_rank_leave_no_keys(hosts: list[int], lost: int, way:
             return keep_store(member)
         assert soon((member.folder / "port").exists)
         pretend_host(hosts[member.rank])
-        process = multiprocessing.get_context("fork").Process(target=be_rank, args=(member, size, lost, way, then))
+        process = multiprocessing.get_context("fork").Process(target=be_program, args=(member, size, lost, way, then))
         process.start()
         process.join()
         member.say(f"left-{member.rank}")
