@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from tests.support.islands import ISLANDS, divide_by
 from tests.support.ranks import Member, on_ranks, run_ranks
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,7 +40,6 @@ def keeping_hook(kept, bucket):  # type: ignore[no-untyped-def]
 
 HOOKS: dict[str, Callable[..., Any] | None] = {
     "none": None,
-    "all_reduce": default_hooks.allreduce_hook,
     "bf16": COMM_HOOKS["bf16"],
     "a script's own": own_hook,
 }

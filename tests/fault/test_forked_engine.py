@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 from textwrap import dedent
 
-import pytest
-
 SOURCE = Path(__file__).parents[1] / "native/engine_ends.c"
 
 TWO_THREADS = """
@@ -36,13 +34,8 @@ TWO_THREADS = """
         for thread in threads:
             thread.join()
 """
-# How often the engine has been made anew, before and after, in ranks of ``phalanx run``.
-SCRIPT = """
-    before = ends()
-    in_two_threads()
-    assert (before, ends()) == (1, 1), (before, ends())
-"""
-# In ranks of a function, and in processes that a program forks itself, which Phalanx sees when they join.
+# How often the engine has been made anew, before and after, in ranks of a function, and in processes that a program
+# forks itself, which Phalanx sees when they join.
 FORKED = """
     import sys
     import torch.multiprocessing
@@ -74,18 +67,13 @@ FORKED = """
 """
 
 
-@pytest.mark.parametrize(
-    ("program", "starter"),
-    [(FORKED, ""), pytest.param(SCRIPT, "-m phalanx run -n 3", marks=pytest.mark.long)],
-    ids=["forked by a program", "of phalanx run"],
-)
-def test_engine_is_made_anew_once_in_every_forked_process(program: str, starter: str, tmp_path: Path) -> None:
+def test_engine_is_made_anew_once_in_every_forked_process(tmp_path: Path) -> None:
     library = tmp_path / "engine_ends.so"
     subprocess.run(["cc", "-O1", "-shared", "-fPIC", str(SOURCE), "-o", str(library), "-ldl"], check=True)
     path = tmp_path / "program.py"
-    path.write_text(dedent(TWO_THREADS) + dedent(program))
+    path.write_text(dedent(TWO_THREADS) + dedent(FORKED))
     done = subprocess.run(
-        [sys.executable, *starter.split(), str(path), str(tmp_path / "store")],
+        [sys.executable, str(path), str(tmp_path / "store")],
         env={**os.environ, "LD_PRELOAD": str(library)},
         capture_output=True,
         text=True,

@@ -26,7 +26,7 @@ from tests.support.waiting import soon
 from torch._C._distributed_c10d import TCPStore
 
 import phalanx
-from phalanx.c10d import create, quick
+from phalanx.c10d import create
 from phalanx.errors import InitializationError
 from phalanx.store import company
 from phalanx.system.sight import own_sight
@@ -240,25 +240,6 @@ def test_failed_meeting_does_not_end_the_next_one(by: str) -> None:
 
     for said in values(under_launcher(ranks_of(3), body)):
         assert "this batch is empty" in said
-
-
-def test_rank_that_ends_as_soon_as_it_is_in_disturbs_nobody() -> None:
-    """The others come to their end of the meeting when that rank has ended."""
-    own: Callable[..., None] = quick.quicken
-
-    def body(member: Member) -> None:
-        def late(*arguments: Any) -> None:
-            member.await_said("goes-1")
-            own(*arguments)
-
-        if member.rank != 1:
-            pytest.MonkeyPatch().setattr(create, "quicken", late)
-        join("torch")
-        if member.rank == 1:
-            member.say("goes-1")
-            os._exit(0)
-
-    values([outcome for outcome in under_launcher(ranks_of(3), body) if outcome.rank != 1])
 
 
 @pytest.mark.parametrize(

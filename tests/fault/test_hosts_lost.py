@@ -37,16 +37,7 @@ PATIENCE_S = 200.0
 SOON_S = 30.0  # a few seconds on a quiet machine; the timeout of the groups is far from it
 MENDED_S = 2.0  # after a cut that was longer, TCP may send again only when the host counts as silent
 SMALL, LARGE = 8, 2_000_000
-FEW = [("all_reduce", LARGE), ("barrier", SMALL), ("broadcast_by_victim", SMALL), ("all_to_all", 50_000)]
-ALL = [
-    (name, count)
-    for name in ("all_reduce", "reduce_scatter", "reduce", "all_gather", "gather", "scatter", "broadcast_by_victim")
-    for count in (SMALL, LARGE)
-]
-some = pytest.mark.parametrize(
-    "operations", [FEW, pytest.param(ALL, marks=pytest.mark.long)], ids=["few operations", "all operations"]
-)
-long = pytest.mark.long
+OPERATIONS = [("all_reduce", LARGE), ("barrier", SMALL), ("broadcast_by_victim", SMALL), ("all_to_all", 50_000)]
 Body = Callable[[Member], Any]
 
 
@@ -78,10 +69,11 @@ def join(member: Member, silent_s: float = 1.5) -> None:
     member.join(timeout_s=300)
 
 
-def break_in(operations: Sequence[tuple[str, int]], member: Member) -> list[dict[str, Any]]:
-    """Go on with all these operations until they break; what this rank is told."""
-    groups = [dist.new_group(timeout=timedelta(seconds=300)) for _ in operations]
-    for (name, count), group in zip(operations, groups, strict=True):
+def go_on(member: Member) -> list[dict[str, Any]]:
+    """Join, and go on with all operations until they break; what this rank is told."""
+    join(member)
+    groups = [dist.new_group(timeout=timedelta(seconds=300)) for _ in OPERATIONS]
+    for (name, count), group in zip(OPERATIONS, groups, strict=True):
         run_to_the_end(name, Call(member.rank, SIZE, 3, group, count=count))  # which connects whom it has to
         dist.barrier(group=group)
     member.say(f"ready-{member.rank}")
@@ -99,7 +91,7 @@ def break_in(operations: Sequence[tuple[str, int]], member: Member) -> list[dict
             "host": error.host, "elapsed_s": error.elapsed_s, "at": at,
         }  # fmt: skip
 
-    pairs = zip(operations, groups, strict=True)
+    pairs = zip(OPERATIONS, groups, strict=True)
     found = at_once(
         partial(told, name, Call(member.rank, SIZE, 3, group, count=count)) for (name, count), group in pairs
     )
@@ -126,16 +118,11 @@ def check(outcomes: Sequence[Outcome], since: float, lost: Sequence[int], host: 
         assert ".cc:" not in told["text"]
 
 
-@some
 def test_both_sides_of_a_cut_name_the_other_host(
-    hosts: TestHosts, operations: list[tuple[str, int]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    hosts: TestHosts, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def body(member: Member) -> list[dict[str, Any]]:
-        join(member)
-        return break_in(operations, member)
-
     since = time.time()
-    found = outcomes(hosts, tmp_path, body, lambda _: hosts.cut(0))
+    found = outcomes(hosts, tmp_path, go_on, lambda _: hosts.cut(0))
     check(found[:2], since, (2, 3), "h1")
     check(found[2:], since, (0, 1), "h0")
     assert all("is cut" in told["text"] for outcome in found for told in outcome.value)
@@ -166,13 +153,9 @@ def test_groups_are_closed_without_the_host_of_the_store(hosts: TestHosts, tmp_p
     values(outcomes(hosts, tmp_path, body, cut)[2:])
 
 
-@some
-def test_host_whose_ranks_are_stopped_is_told_from_one_that_is_cut_off(
-    hosts: TestHosts, operations: list[tuple[str, int]], tmp_path: Path
-) -> None:
+def test_host_whose_ranks_are_stopped_is_told_from_one_that_is_cut_off(hosts: TestHosts, tmp_path: Path) -> None:
     def body(member: Member) -> list[dict[str, Any]]:
-        join(member)
-        found = break_in(operations, member)
+        found = go_on(member)
         member.say(f"told-{member.rank}")
         return found
 
@@ -189,11 +172,8 @@ def test_host_whose_ranks_are_stopped_is_told_from_one_that_is_cut_off(
     assert all("stopped" in told["text"] for outcome in found[:2] for told in outcome.value)
 
 
-@pytest.mark.parametrize("late", [1, pytest.param(2, marks=long)])
-def test_host_that_is_cut_off_while_ranks_wait_for_another_is_named(
-    hosts: TestHosts, late: int, tmp_path: Path
-) -> None:
-    others = [rank for rank in range(SIZE) if rank != late]
+def test_host_that_is_cut_off_while_ranks_wait_for_another_is_named(hosts: TestHosts, tmp_path: Path) -> None:
+    late, others = 1, (0, 2, 3)
 
     def body(member: Member) -> list[dict[str, Any]]:
         join(member)
@@ -277,9 +257,8 @@ def test_ranks_whose_interpreters_are_held_for_long_are_waited_for(hosts: TestHo
     assert values(outcomes(hosts, tmp_path, body, lambda _: None)) == [{True}] * SIZE
 
 
-@pytest.mark.parametrize("late", [2, *(pytest.param(late, marks=long) for late in (1, 3))])
-def test_rank_that_does_not_come_is_named_with_its_host_and_place(hosts: TestHosts, late: int, tmp_path: Path) -> None:
-    others = [rank for rank in range(SIZE) if rank != late]
+def test_rank_that_does_not_come_is_named_with_its_host_and_place(hosts: TestHosts, tmp_path: Path) -> None:
+    late, others = 2, (0, 1, 3)
 
     def body(member: Member) -> str:
         member.join(timeout_s=300)
@@ -303,26 +282,17 @@ def test_rank_that_does_not_come_is_named_with_its_host_and_place(hosts: TestHos
         assert f"rank {rank} was in all_reduce(float32[{SMALL}], sum)" in found[rank]
 
 
-@pytest.mark.parametrize("lost", [(2, 3), (1,), *(pytest.param(lost, marks=long) for lost in ((0, 1), (3,)))])
-@some
+@pytest.mark.parametrize("lost", [(2, 3), (1,)])
 def test_ranks_that_are_killed_are_named(
-    hosts: TestHosts,
-    tmp_path: Path,
-    lost: tuple[int, ...],
-    operations: list[tuple[str, int]],
-    capfd: pytest.CaptureFixture[str],
+    hosts: TestHosts, tmp_path: Path, lost: tuple[int, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """All of a host, or one of two, whether it carries what its host sends or leaves that to the other."""
-
-    def body(member: Member) -> list[dict[str, Any]]:
-        join(member)
-        return break_in(operations, member)
 
     def kill(children: list[int]) -> None:
         for rank in lost:
             os.kill(children[rank], signal.SIGKILL)
 
     since = time.time()
-    found = outcomes(hosts, tmp_path, body, kill)
+    found = outcomes(hosts, tmp_path, go_on, kill)
     check([outcome for outcome in found if outcome.rank not in lost], since, lost, f"h{lost[0] // 2}")
     no_words_of_gloo(capfd)

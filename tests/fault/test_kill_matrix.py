@@ -105,7 +105,8 @@ class Case:
 
 def drawn(place: str, count: int) -> list[object]:
     """Every combination so often, and each time at other moments, which are always the same ones."""
-    chance, cases = random.Random(f"16 {place}"), []
+    chance = random.Random(f"16 {place}")
+    cases: list[object] = []
     for number, (operation, fault, world) in itertools.product(
         range(count), itertools.product(OPERATIONS, FAULTS, (2, 3, 8))
     ):

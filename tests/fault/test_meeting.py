@@ -18,7 +18,7 @@ from tests.support.islands import pretend_host
 from tests.support.leaks import descriptors
 from tests.support.ranks import Member, on_ranks
 from tests.support.waiting import soon
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from phalanx.c10d import create
 from phalanx.c10d.create import create_process_group
@@ -68,32 +68,6 @@ def test_all_ranks_learn_that_rank_0_has_no_segment(hinder: Callable[[], None], 
         return str(caught.value), mapped()
 
     assert on_ranks(body, 3) == [(words, 0)] * 3
-
-
-@pytest.mark.filterwarnings("ignore:backend 'phalanx'")
-def test_group_without_a_segment_works_over_gloo() -> None:
-    def body(member: Member) -> list[float]:
-        if member.rank == 0:
-            forbid_memfds()
-        member.join()
-        tensor = torch.ones(2)
-        dist.all_reduce(tensor)
-        dist.destroy_process_group()
-        return tensor.tolist()
-
-    assert on_ranks(body, 3) == [[3.0, 3.0]] * 3
-
-
-def test_too_many_ranks_are_told_so() -> None:
-    class AllHaveAnswered(PrefixStore):
-        def wait(self, *_: Any) -> None:
-            return None
-
-        def compare_set(self, key: str, *_: Any) -> bytes:
-            return b'["", ""]'
-
-    with pytest.raises(NotOneHost, match="a shared segment serves at most 1024 ranks, not 1025"):
-        SharedMemoryCommunicator(AllHaveAnswered("x", HashStore()), 0, 1025, SOON)
 
 
 def test_all_ranks_together_have_the_timeout_to_come() -> None:

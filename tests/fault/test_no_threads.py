@@ -14,7 +14,7 @@ from tests.support.ports import held_port
 from tests.support.ranks import Member, on_ranks
 
 import phalanx
-from phalanx.errors import BackendError, InitializationError, PeerLost
+from phalanx.errors import BackendError, PeerLost
 
 TIMEOUT_S = 200.0
 SMALL, LARGE = 4, 1_000_000
@@ -92,21 +92,6 @@ def test_no_thread_for_messages_between_hosts_is_told(
         dist.destroy_process_group()
 
     on_ranks(body, 3, timeout_s=TIMEOUT_S / 2)
-
-
-def test_no_thread_for_a_group_over_hosts_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    divide_by(monkeypatch, lambda rank, size: int(rank == 2))
-
-    def body(member: Member) -> str:
-        if member.rank == 0:
-            monkeypatch.setattr(threading, START, refuse)
-        with pytest.raises(BackendError if member.rank == 0 else InitializationError) as caught:
-            member.join(timeout_s=TIMEOUT_S)
-        return str(caught.value)
-
-    for rank, text in enumerate(on_ranks(body, 3, timeout_s=TIMEOUT_S / 2)):
-        assert "no more threads" in text
-        assert rank == 0 or text.startswith("rank 0 ")
 
 
 def test_rank_0_that_has_no_thread_for_the_store_says_only_that(monkeypatch: pytest.MonkeyPatch) -> None:

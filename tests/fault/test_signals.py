@@ -93,26 +93,6 @@ def test_handler_that_calls_the_group_it_interrupts_is_told(call: str) -> None:
     on_ranks(body, 3)
 
 
-@pytest.mark.parametrize("leave", [False, pytest.param(True, marks=long)], ids=["barrier", "destroy"])
-def test_interrupt_in_a_queued_operation_is_raised_by_its_caller(leave: bool) -> None:
-    def body(member: Member) -> None:
-        group = join(member)
-        if member.rank:
-            member.await_said("ended")
-            return
-        # What submit() does, without the thread that might be first.
-        group._progress._start_thread = lambda: None
-        work = dist.all_reduce(torch.ones(4), async_op=True)
-        interrupt_when_waiting(signal.default_int_handler)
-        with pytest.raises(KeyboardInterrupt):
-            (dist.destroy_process_group if leave else dist.barrier)()
-        member.say("ended")
-        assert work is not None
-        assert isinstance(work.exception(), KeyboardInterrupt)
-
-    on_ranks(body, 3)
-
-
 class Interrupted(Exception):
     """What the handler of a program's own alarm raises."""
 

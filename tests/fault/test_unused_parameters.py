@@ -43,20 +43,6 @@ def test_the_next_forward_names_them() -> None:
         assert rest.startswith("Expected to have finished reduction in the prior iteration")
 
 
-def test_unused_parameters_that_the_script_expects_are_no_error() -> None:
-    def body(member: Member) -> list[float]:
-        member.join()
-        torch.manual_seed(0)
-        model = DistributedDataParallel(TwoHeads(), find_unused_parameters=True)
-        for _ in range(3):
-            model.zero_grad()
-            model(torch.ones(2, 4), member.rank == 0).backward()
-        gradient = model.module.other_head.bias.grad
-        return [] if gradient is None else gradient.tolist()
-
-    assert on_ranks(body, 2) == [[1.0] * 4] * 2  # the mean of 2 on rank 0, one for each row, and nothing on rank 1
-
-
 def test_ranks_that_wait_for_them_are_told_the_rank_and_the_names() -> None:
     def body(member: Member) -> str:
         member.join()

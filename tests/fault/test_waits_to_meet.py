@@ -31,11 +31,11 @@ def lines(member: Member) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize(
     ("how", "size"),
-    [("last", 3), ("group", 3), *(pytest.param(*c, marks=pytest.mark.long) for c in (("first", 3), ("half", 5)))],
+    [("last", 3), ("group", 3), pytest.param("half", 5, marks=pytest.mark.long)],
 )
 def test_one_of_the_ranks_that_wait_says_for_whom(how: str, size: int) -> None:
     # Of the first half only rank 0 is waited for, by ranks that do not know whether the others of it have come.
-    late = {"first": [0], "half": [*range(size // 2 + 1)]}.get(how, [size - 1])
+    late = [*range(size // 2 + 1)] if how == "half" else [size - 1]
     come = [0] if how == "group" else [rank for rank in range(size) if rank not in late]
     missing = late[0]
     members = f"ranks 0, {size - 1}" if how == "group" else f"ranks 0-{size - 1}"

@@ -153,59 +153,6 @@ def test_errors_know_it_where_the_launcher_keeps_the_recorders(launcher: Launche
     check(launcher.directory, "late", done.err_text)
 
 
-# Rank 1 differs in the size of a collective, or receives a message of another size than it was sent.
-DIFFERS = """\
-import json, pathlib, sys
-import torch
-import torch.distributed as dist
-from phalanx.errors import CollectiveMismatch
-
-folder, how = pathlib.Path(sys.argv[1]), sys.argv[2]
-dist.init_process_group("mpi")
-rank = dist.get_rank()
-pair = dist.new_group([0, 1])
-for group in [None, pair, pair, pair][: 4 if rank < 2 else 1]:
-    dist.all_reduce(torch.ones(4), group=group)
-
-def tell(name, call, *arguments):
-    try:
-        call(*arguments)
-    except CollectiveMismatch as error:
-        said = [error.group, error.sequence, error.elapsed_s, pair.group_name if rank < 2 else ""]
-        (folder / f"{name}-{rank}.json").write_text(json.dumps(said))
-
-large = torch.ones(4 + rank)
-if how == "message":
-    if rank == 0:
-        dist.send(torch.ones(4), 1)
-    elif rank == 1:
-        tell("world", dist.recv, large, 0)
-    dist.barrier()
-else:
-    if rank < 2:
-        tell("pair", lambda: dist.all_reduce(large, group=pair))
-    tell("world", dist.all_reduce, large)
-sys.stdout.flush()
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.parametrize("how", ["collective", "message"])
-def test_calls_that_differ_are_told_with_the_operation_and_its_group(
-    mpi: MpiEnvironment, how: str, tmp_path: Path
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(DIFFERS)
-    done = run(mpi, 3, script, tmp_path, how)
-    told = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    expected = {"world-0", "world-1", "world-2", "pair-0", "pair-1"} if how == "collective" else {"world-1"}
-    assert set(told) == expected, done.stdout + done.stderr
-    for name, (group, sequence, elapsed_s, pair) in told.items():
-        in_world = ("0", 1 if how == "message" else 2)
-        assert (group, sequence) == (in_world if name.startswith("world") else (pair, 4))
-        assert 0 < elapsed_s < 200
-
-
 UNFINISHED = """\
 import atexit, signal, sys, time
 import torch

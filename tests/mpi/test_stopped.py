@@ -14,15 +14,6 @@ from tests.support.waiting import await_end, stop
 
 SOON_S = 100.0  # far below the time for which the ranks wait if nobody ends them
 WAIT = MEET + "while True: time.sleep(300)\n"
-# Ends by itself only when it is killed.
-CANNOT_END = """
-    import os, signal, time
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda *_: print("asked", flush=True))
-    print("up", flush=True)
-    while True:
-        time.sleep(300)
-"""
 victims = pytest.mark.parametrize("victim", ["phalanx-relay", "mpiexec", "phalanx-shim", "phalanx-keeper"])
 
 
@@ -45,18 +36,6 @@ def test_signal_ends_the_job(launcher: Launcher, victim: str) -> None:
         job.process.send_signal(signal.SIGTERM)
         assert job.finish(SOON_S).code == 128 + signal.SIGTERM
         job.wait_until_gone(SOON_S)
-
-
-@victims
-def test_second_interrupt_kills_the_ranks(launcher: Launcher, victim: str) -> None:
-    job = launcher.start("-n", "2", "-q", "--grace", "250", launcher.script(CANNOT_END))
-    wait_for_ranks(job, 2)
-    stop(find(job, victim))
-    job.process.send_signal(signal.SIGINT)
-    assert job.read_lines(2) == ["[rank 0] asked", "[rank 1] asked"]
-    job.process.send_signal(signal.SIGINT)
-    assert job.finish(SOON_S).code == 128 + signal.SIGINT
-    job.wait_until_gone(SOON_S)
 
 
 @victims
