@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # before the ranks are forked: a DDP module's first one takes each of them seconds
 import torch.distributed as dist
 from tests.support.islands import ISLANDS, divide_by
 from tests.support.ranks import Member, on_ranks, run_ranks

@@ -324,7 +324,7 @@ def test_rank_killed_in_the_middle_of_many_calls_is_named(
             alone = name in MESSAGES and member.rank not in (victim, call.first)  # nothing is sent to this rank
             for number in itertools.count():
                 run_to_the_end("receive_from_victim" if alone else name, call)
-                if member.rank == victim and call.group is groups[0] and number == 10:
+                if member.rank == victim and call.group is groups[0] and number == 3:
                     killed()
 
         def ends(name: str, call: Call) -> None:

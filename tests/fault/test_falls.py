@@ -31,8 +31,9 @@ import torch, torch.distributed as dist
 import phalanx
 from phalanx.errors import InitializationError, PeerLost
 
-folder, ports = pathlib.Path(sys.argv[1]), sys.argv[2:]
-attempt, rank, size = os.environ["PHALANX_ATTEMPT"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+folder, first, ports = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+attempt = str(first + int(os.environ["PHALANX_ATTEMPT"]))
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher may ask a rank to end before it has raised
 phalanx.transports.hosts.whereabouts.BY_LAUNCHER_S = 60.0  # however long a busy machine takes to say it
 
@@ -139,7 +140,7 @@ def test_ranks_that_fall_are_named_in_every_attempt(launcher: Launcher, tmp_path
     with contextlib.ExitStack() as stack:
         ports = [str(stack.enter_context(held_port())) for _ in range(3)]
         err = stack.enter_context(open(tmp_path / "err", "w+b"))
-        arguments = ["-n", "3", "-q", "--restarts", "2", "--grace", "250", launcher.script(SCRIPT, ODD), str(told)]
+        arguments = ["-n", "3", "-q", "--restarts", "2", "--grace", "250", launcher.script(SCRIPT, ODD), str(told), "0"]
         own = {"PYTHONPATH": str(tmp_path)}
         job = launcher.start(*arguments, *ports, stderr=err, environment=own)
 
@@ -180,11 +181,12 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHosts]:
 
 
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
-def test_ranks_that_fall_are_named_with_their_host(remote: RemoteLauncher, tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [1, pytest.param(0, marks=pytest.mark.long)])
+def test_ranks_that_fall_are_named_with_their_host(remote: RemoteLauncher, tmp_path: Path, first: int) -> None:
     told = tmp_path / "told"
     told.mkdir()
-    arguments = ["-H", "h0:1,h1:2", "-q", "--restarts", "1", "--grace", "250", remote.script(SCRIPT), str(told)]
-    job = remote.start(*arguments)
+    options = ["-H", "h0:1,h1:2", "-q", "--restarts", str(1 - first), "--grace", "250"]
+    job = remote.start(*options, remote.script(SCRIPT), str(told), str(first))
     await_files(told, *(f"1-pid-{rank}" for rank in range(3)))
     in_space = read(told, "1-pid-1")
     victim = next(pid for pid in remote.hosts.processes(1) if number_inside(pid) == in_space)
@@ -192,10 +194,10 @@ def test_ranks_that_fall_are_named_with_their_host(remote: RemoteLauncher, tmp_p
     await_files(told, "1-told-0", "1-told-2")
     (told / "1-go").touch()
     assert job.finish() == 128 + signal.SIGKILL, job.said()
-    for rank in (0, 1):
+    for rank in () if first else (0, 1):
         text, named = read(told, f"0-told-{rank}")
         assert ("rank 2 on h1 has ended" in text, named) == (True, 2), text
-    assert "rank 2 on h1 has ended" in job.err
+    assert first or "rank 2 on h1 has ended" in job.err
     check_killed(told, "h1")
 
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.fault.test_deaths import Call, at_once, no_words_of_gloo, run_to_the_end
-from tests.support.hosts import TestHosts, why_no_hosts
+from tests.support.hosts import NET, TestHosts, why_no_hosts
 from tests.support.ranks import Member, Outcome, fork_rank, values
 from tests.support.ranks import _collect as collect
 from tests.support.waiting import soon, stop
@@ -64,9 +64,16 @@ def outcomes(hosts: TestHosts, folder: Path, body: Body, act: Callable[[list[int
 
 
 def join(member: Member, silent_s: float = 1.5) -> None:
-    """Join; a host counts as silent sooner than usual, since its kernel answers also on a busy machine."""
+    """Join, with the store on h0; a host counts as silent sooner, since its kernel answers on a busy machine too."""
     vars(contact)["SILENT_S"] = vars(guard)["AWAITED_S"] = silent_s
-    member.join(timeout_s=300)
+    where = f"tcp://{NET}.1:29563"
+    phalanx.init(timeout_s=300, quiet=True, init_method=where, rank=member.rank, world_size=SIZE)
+
+
+def facts(error: PeerLost) -> dict[str, Any]:
+    """What an error says, and when it came."""
+    names = ("group_rank", "rank", "pid", "host", "elapsed_s")
+    return {"text": str(error), "at": time.time(), **{name: getattr(error, name) for name in names}}
 
 
 def go_on(member: Member) -> list[dict[str, Any]]:
@@ -82,14 +89,10 @@ def go_on(member: Member) -> list[dict[str, Any]]:
         with pytest.raises(PeerLost) as caught:
             while True:
                 run_to_the_end(name, call)
-        at = time.time()
+        found = facts(caught.value)
         with pytest.raises(PeerLost):  # it stays broken
             dist.barrier(group=call.group)
-        error = caught.value
-        return {
-            "text": str(error), "group_rank": error.group_rank, "rank": error.rank, "pid": error.pid,
-            "host": error.host, "elapsed_s": error.elapsed_s, "at": at,
-        }  # fmt: skip
+        return found
 
     pairs = zip(OPERATIONS, groups, strict=True)
     found = at_once(
@@ -133,9 +136,7 @@ def test_groups_are_closed_without_the_host_of_the_store(hosts: TestHosts, tmp_p
     """Nothing raises on the ranks of the other host, although addresses of theirs are in the store."""
 
     def body(member: Member) -> None:
-        place = {"RANK": member.rank, "WORLD_SIZE": SIZE, "MASTER_ADDR": hosts.address(0), "MASTER_PORT": 29563}
-        os.environ.update({name: str(value) for name, value in place.items()})
-        phalanx.init(timeout_s=120, quiet=True)
+        join(member)
         group: Any = dist.new_group()
         group.attach()
         group._gloo.get().allreduce([torch.ones(4)]).wait()
@@ -187,10 +188,10 @@ def test_host_that_is_cut_off_while_ranks_wait_for_another_is_named(hosts: TestH
         member.say(f"ready-{member.rank}")
         with pytest.raises(PeerLost) as caught:
             dist.all_reduce(torch.ones(SMALL))
-        error, at = caught.value, time.time()
+        found = facts(caught.value)
         member.say(f"told-{member.rank}")
         member.await_said(*(f"told-{rank}" for rank in others))  # one that ends is lost to those that still wait
-        return [{**vars(error), "text": str(error), "at": at}]
+        return [found]
 
     since = time.time()
     found = outcomes(hosts, tmp_path, body, lambda _: hosts.cut(1))
@@ -218,7 +219,7 @@ def test_cable_that_is_out_for_a_second_ends_nothing(hosts: TestHosts, tmp_path:
     out_s: list[float] = []
 
     def body(member: Member) -> set[bool]:
-        member.join(timeout_s=300)
+        join(member, contact.SILENT_S)
         member.say(f"ready-{member.rank}")
         return sum_until(member, "over")
 
@@ -247,8 +248,8 @@ def test_ranks_whose_interpreters_are_held_for_long_are_waited_for(hosts: TestHo
     (tmp_path / "over").touch()
 
     def body(member: Member) -> set[bool]:
-        vars(contact)["STILL_S"] = vars(guard)["AWAITED_S"] = 1.5
-        member.join(timeout_s=300)
+        vars(contact)["STILL_S"] = 1.5
+        join(member)
         member.meet("ready")
         if member.rank > 1:
             ctypes.PyDLL(None).usleep(2_500_000)
@@ -261,7 +262,7 @@ def test_rank_that_does_not_come_is_named_with_its_host_and_place(hosts: TestHos
     late, others = 2, (0, 1, 3)
 
     def body(member: Member) -> str:
-        member.join(timeout_s=300)
+        join(member)
         dist.barrier()
         _set_pg_timeout(timedelta(seconds=0.7))
         (tmp_path / f"pid-{member.rank}").write_text(str(os.getpid()))
