@@ -26,7 +26,7 @@ from tests.support.waiting import soon
 from torch._C._distributed_c10d import TCPStore
 
 import phalanx
-from phalanx.c10d import create
+from phalanx.c10d import create, quick
 from phalanx.errors import InitializationError
 from phalanx.store import company
 from phalanx.system.sight import own_sight
@@ -128,10 +128,8 @@ def ranks_of(size: int) -> list[tuple[int, int]]:
     return [(rank, size) for rank in range(size)]
 
 
-def told(
-    by: str, victim: int, way: str, step: Step, *, hosts: int = 1, torchrun: bool = True, late: bool = False
-) -> None:
-    """Check what the others say, and that they say it long before the timeout; ``late``: they come when it goes."""
+def told(by: str, victim: int, way: str, step: Step, *, hosts: int = 1, torchrun: bool = True) -> None:
+    """Check what the others say, and that they say it long before the timeout."""
     go, how = WAYS[way]
 
     def body(member: Member) -> str:
@@ -148,8 +146,6 @@ def told(
                 go()
 
             fall_at(*step, fall)
-        elif late:
-            member.await_said(f"goes-{victim}")
         started, said = time.monotonic(), ""
         try:
             join(by)
@@ -179,10 +175,6 @@ def told(
 )
 def test_gone_rank_is_named_under_torchrun(by: str, victim: int, way: str, step: Step) -> None:
     told(by, victim, way, step)
-
-
-def test_gone_rank_is_named_by_ranks_that_come_later() -> None:
-    told("init", 0, "raises", GATHER, late=True)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +232,25 @@ def test_failed_meeting_does_not_end_the_next_one(by: str) -> None:
 
     for said in values(under_launcher(ranks_of(3), body)):
         assert "this batch is empty" in said
+
+
+def test_rank_that_ends_as_soon_as_it_is_in_disturbs_nobody() -> None:
+    """The others come to their end of the meeting when that rank has ended."""
+    own: Callable[..., None] = quick.quicken
+
+    def body(member: Member) -> None:
+        def late(*arguments: Any) -> None:
+            member.await_said("goes-1")
+            own(*arguments)
+
+        if member.rank != 1:
+            pytest.MonkeyPatch().setattr(create, "quicken", late)
+        join("torch")
+        if member.rank == 1:
+            member.say("goes-1")
+            os._exit(0)
+
+    values([outcome for outcome in under_launcher(ranks_of(3), body) if outcome.rank != 1])
 
 
 @pytest.mark.parametrize(
