@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # before the ranks are forked: a DDP module's first one takes each of them seconds
 import torch.distributed as dist
-from tests.support.ranks import Member, run_ranks
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from tests.support.islands import ISLANDS, divide_by
+from tests.support.ranks import Member, on_ranks, run_ranks
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,7 +41,6 @@ def keeping_hook(kept, bucket):  # type: ignore[no-untyped-def]
 
 HOOKS: dict[str, Callable[..., Any] | None] = {
     "none": None,
-    "all_reduce": default_hooks.allreduce_hook,
     "bf16": COMM_HOOKS["bf16"],
     "a script's own": own_hook,
 }
@@ -59,15 +59,27 @@ def step(model: torch.nn.Module) -> None:
     model(torch.ones(2, 64)).sum().backward()
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-def test_backward_raises_that_a_rank_was_lost(hook: str) -> None:
+@pytest.mark.parametrize(
+    ("hook", "place"),
+    [
+        ("none", "one host"),
+        ("a script's own", "one host"),
+        ("none", "halves"),
+        *(pytest.param(hook, "cyclic", marks=pytest.mark.long) for hook in HOOKS),
+    ],
+)
+def test_backward_raises_that_a_rank_was_lost(hook: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if place != "one host":
+        divide_by(monkeypatch, ISLANDS[place])
+
     def body(member: Member) -> int:
         member.join()
         model = replica(HOOKS[hook])
         step(model)
+        member.meet("stepped")  # one that is still in the step would raise there
         if member.rank == 2:
             os._exit(0)
-        with pytest.raises(PeerLost, match="has ended while rank") as caught:
+        with pytest.raises(PeerLost, match="has ended") as caught:
             step(model)
         return caught.value.group_rank
 
@@ -93,75 +105,49 @@ def test_backward_ends_where_the_hook_keeps_the_error() -> None:
         assert outcome.value == [2, 2, 2, 2], outcome.traceback
 
 
-def test_backward_raises_that_a_rank_is_late() -> None:
-    def body(member: Member) -> str:
+def test_backward_raises_that_the_calls_differ_or_a_rank_is_late() -> None:
+    def body(member: Member) -> tuple[str, str]:
         member.join()
+        model = replica()
+        with pytest.raises(CollectiveMismatch) as mismatch:
+            if member.rank:
+                dist.all_reduce(torch.ones(3))
+            else:
+                step(model)
+        dist.destroy_process_group()
+        member.join(name="again")
         model = replica()
         dist.barrier()  # all have made it, for which the short timeout is not meant
         _set_pg_timeout(timedelta(seconds=0.5))
         if member.rank:
             member.await_said("raised")
-            return ""
-        with pytest.raises(CollectiveTimeout) as caught:
+            return str(mismatch.value), ""
+        with pytest.raises(CollectiveTimeout) as late:
             step(model)
         member.say("raised")
-        return str(caught.value)
+        return str(mismatch.value), str(late.value)
 
-    outcome = run_ranks(body, 2)[0]
-    assert "rank 1 of the group" in outcome.value, outcome.traceback
-
-
-def test_backward_raises_that_the_calls_differ() -> None:
-    def body(member: Member) -> str:
-        member.join()
-        model = replica()
-        with pytest.raises(CollectiveMismatch) as caught:
-            if member.rank:
-                dist.all_reduce(torch.ones(3))
-            else:
-                step(model)
-        return str(caught.value)
-
-    for outcome in run_ranks(body, 2):
-        assert "all_reduce(float32[3], sum)" in outcome.value, outcome.traceback
+    (first, late), (second, _) = on_ranks(body, 2)
+    assert "all_reduce(float32[3], sum)" in first
+    assert "all_reduce(float32[3], sum)" in second
+    assert "rank 1 of the group" in late
 
 
-def test_an_operation_that_the_script_queued_is_left_under_way() -> None:
+def test_operation_that_the_script_queued_is_left_under_way() -> None:
     """Rank 1 joins it only when rank 0's backward has ended."""
 
     def body(member: Member) -> float:
         member.join()
-        ended = member.folder / "ended"
         works: list[dist.Work | None] = []
         weight = torch.ones(1, requires_grad=True)
         total = torch.ones(1)
         weight.register_hook(lambda gradient: works.append(dist.all_reduce(total, async_op=True)))
-        if member.rank == 0:
-            (weight * 2).backward()
-            ended.touch()
-        while not ended.exists():
-            pass
-        if member.rank:
-            (weight * 2).backward()
+        if member.rank == 1:
+            member.await_said("ended")
+        (weight * 2).backward()
+        member.say("ended")
         assert works[0] is not None
         works[0].wait()
         return total.item()
 
-    for outcome in run_ranks(body, 2):
-        assert outcome.value == 2, outcome.traceback
-
-
-def test_the_error_is_a_phalanx_error_for_the_static_graph_too() -> None:
-    def body(member: Member) -> bool:
-        member.join()
-        model = replica(static_graph=True)
-        for _ in range(2):
-            step(model)
-        if member.rank:
-            os._exit(0)
-        with pytest.raises(PhalanxError):
-            step(model)
-        return True
-
-    outcome = run_ranks(body, 2)[0]
-    assert outcome.value is True, outcome.traceback
+    assert on_ranks(body, 2) == [2.0, 2.0]

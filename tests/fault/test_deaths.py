@@ -6,18 +6,17 @@ the victim, and where: the digits of a place are the hosts of its ranks.
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
-import mmap
+import itertools
 import os
 import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,21 +24,25 @@ import torch
 import torch.distributed as dist
 from tests.support.islands import divide_by
 from tests.support.ranks import Member, run_ranks, values
-from tests.support.waiting import await_end, await_stop, soon
+from tests.support.waiting import await_end, await_stop, soon, when_waiting
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from phalanx.errors import CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.system.host import machine_name
 
 COUNT = 800_000  # 3.2 MB: a dozen chunks
-PROT_NONE = 0
 # From death to error it takes a moment. The rest is for busy machines; the timeout of the groups is far from it.
 SOON_S = 40.0
 TIMEOUT_S = 200.0
 SHORT_S = 1.0
-
-Check = tuple[torch.Tensor, float]
-Started = tuple["dist.Work | None", list[Check]]
+MESSAGES = ["send_to_victim", "receive_from_victim"]
+# Who waits for nobody in one of the others may return from the call; the next one tells.
+MUST_RAISE_AT_ONCE = [
+    *("all_reduce", "small_all_reduce", "broadcast_by_victim", "all_gather", "reduce_scatter"),
+    *("all_to_all", "barrier", *MESSAGES),
+]
+NAMES = [*MUST_RAISE_AT_ONCE, "reduce", "broadcast_to_victim", "gather", "scatter"]
+long = pytest.mark.long
 
 
 @dataclass
@@ -51,129 +54,61 @@ class Call:
     victim: int
     group: Any = None
     asynchronous: bool = False
-    trapped: bool = False
     count: int = COUNT
-
-    def data(self) -> torch.Tensor:
-        """Ones; with a page in the middle that may not be touched, on a victim that is to die there."""
-        if not (self.trapped and self.rank == self.victim):
-            return torch.ones(self.count)
-        memory = mmap.mmap(-1, self.count * 4)
-        tensor = torch.frombuffer(memory, dtype=torch.float32)
-        tensor.fill_(1)
-        middle = tensor.data_ptr() + self.count * 2 // mmap.PAGESIZE * mmap.PAGESIZE
-        assert ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(middle), mmap.PAGESIZE, PROT_NONE) == 0
-        faulthandler.disable()  # pytest's would write the victim's stacks
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        return tensor
-
-    def zeros(self) -> list[torch.Tensor]:
-        return [torch.zeros(self.count) for _ in range(self.size)]
-
-    def parts(self) -> list[torch.Tensor]:
-        return [self.data() for _ in range(self.size)]
 
     @property
     def first(self) -> int:
         """A rank that lives."""
         return 0 if self.victim else 1
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"group": self.group, "async_op": self.asynchronous}
 
-
-def all_reduce(call: Call) -> Started:
-    tensor = call.data()
-    return dist.all_reduce(tensor, **call.options), [(tensor, call.size)]
-
-
-def small_all_reduce(call: Call) -> Started:
-    tensor = torch.ones(4)
-    return dist.all_reduce(tensor, **call.options), [(tensor, call.size)]
-
-
-def reduce(call: Call) -> Started:
-    tensor = call.data()
-    work = dist.reduce(tensor, dst=call.first, **call.options)
-    return work, [(tensor, call.size if call.rank == call.first else 1)]
-
-
-def broadcast_to_victim(call: Call) -> Started:
-    tensor = call.data()
-    return dist.broadcast(tensor, src=call.first, **call.options), [(tensor, 1)]
-
-
-def broadcast_by_victim(call: Call) -> Started:
-    tensor = call.data() if call.rank == call.victim else torch.zeros(call.count)
-    return dist.broadcast(tensor, src=call.victim, **call.options), [(tensor, 1)]
-
-
-def all_gather(call: Call) -> Started:
-    outputs = call.zeros()
-    return dist.all_gather(outputs, call.data(), **call.options), [(output, 1) for output in outputs]
-
-
-def gather(call: Call) -> Started:
-    outputs = call.zeros() if call.rank == call.first else None
-    work = dist.gather(call.data(), outputs, dst=call.first, **call.options)
-    return work, [(output, 1) for output in outputs or []]
-
-
-def scatter(call: Call) -> Started:
-    output, inputs = call.data(), call.parts() if call.rank == call.first else None
-    return dist.scatter(output, inputs, src=call.first, **call.options), [(output, 1)]
-
-
-def reduce_scatter(call: Call) -> Started:
-    output = torch.zeros(call.count)
-    return dist.reduce_scatter(output, call.parts(), **call.options), [(output, call.size)]
-
-
-def all_to_all(call: Call) -> Started:
-    outputs = call.zeros()
-    return dist.all_to_all(outputs, call.parts(), **call.options), [(output, 1) for output in outputs]
-
-
-def barrier(call: Call) -> Started:
-    return dist.barrier(**call.options), []
-
-
-def message(call: Call, sends: bool, tensor: torch.Tensor, peer: int) -> Started:
-    checks = [] if sends else [(tensor, 1.0)]
-    if call.asynchronous:
-        return (dist.isend if sends else dist.irecv)(tensor, peer, group=call.group), checks
-    (dist.send if sends else dist.recv)(tensor, peer, group=call.group)
-    return None, checks
-
-
-def send_to_victim(call: Call) -> Started:
-    if call.rank == call.victim:
-        return message(call, False, call.data(), call.first)
-    return message(call, True, torch.ones(call.count), call.victim)
-
-
-def receive_from_victim(call: Call) -> Started:
-    if call.rank == call.victim:
-        return message(call, True, call.data(), call.first)
-    return message(call, False, torch.zeros(call.count), call.victim)
-
-
-OPERATIONS: dict[str, Callable[[Call], Started]] = {
-    operation.__name__: operation
-    for operation in (
-        *(all_reduce, small_all_reduce, reduce, broadcast_to_victim, broadcast_by_victim, all_gather, gather, scatter),
-        *(reduce_scatter, all_to_all, barrier, send_to_victim, receive_from_victim),
-    )
-}
-NAMES = list(OPERATIONS)
-WITH_A_MIDDLE = [name for name in NAMES if name not in ("small_all_reduce", "barrier")]
-MESSAGES = ["send_to_victim", "receive_from_victim"]
-# Who waits for nobody may return from the call; the next one tells.
-MUST_RAISE_AT_ONCE = [
-    *("all_reduce", "small_all_reduce", "broadcast_by_victim", "all_gather", "reduce_scatter"),
-    *("all_to_all", "barrier", *MESSAGES),
-]
+def run_to_the_end(name: str, call: Call) -> None:
+    """The call and its wait; if it says that it was done, it was done."""
+    rank, size, victim, first = call.rank, call.size, call.victim, call.first
+    options: dict[str, Any] = {"group": call.group, "async_op": call.asynchronous}
+    ones = torch.ones(4 if name == "small_all_reduce" else call.count)
+    several = [torch.ones(call.count) for _ in range(size)]
+    filled: list[torch.Tensor] = [ones]
+    expected, work = 1, None
+    match name:
+        case "all_reduce" | "small_all_reduce":
+            work, expected = dist.all_reduce(ones, **options), size
+        case "reduce":
+            work, expected = dist.reduce(ones, dst=first, **options), size if rank == first else 1
+        case "broadcast_to_victim":
+            work = dist.broadcast(ones, src=first, **options)
+        case "broadcast_by_victim":
+            ones.fill_(rank == victim)
+            work = dist.broadcast(ones, src=victim, **options)
+        case "all_gather":
+            filled = [torch.zeros(call.count) for _ in range(size)]
+            work = dist.all_gather(filled, ones, **options)
+        case "gather":
+            filled = [torch.zeros(call.count) for _ in range(size)] if rank == first else []
+            work = dist.gather(ones, filled or None, dst=first, **options)
+        case "scatter":
+            filled = [torch.zeros(call.count)]
+            work = dist.scatter(filled[0], several if rank == first else None, src=first, **options)
+        case "reduce_scatter":
+            filled, expected = [torch.zeros(call.count)], size
+            work = dist.reduce_scatter(filled[0], several, **options)
+        case "all_to_all":
+            filled = [torch.zeros(call.count) for _ in range(size)]
+            work = dist.all_to_all(filled, several, **options)
+        case "barrier":
+            work = dist.barrier(**options)
+        case _:
+            sends = (name == "send_to_victim") != (rank == victim)
+            ones.fill_(sends)
+            peer = first if rank == victim else victim
+            if call.asynchronous:
+                work = (dist.isend if sends else dist.irecv)(ones, peer, group=call.group)
+            else:
+                (dist.send if sends else dist.recv)(ones, peer, group=call.group)
+    if work is not None:
+        work.wait()
+    if rank != victim:
+        assert all(bool((tensor == expected).all()) for tensor in filled), f"{name} returned before it was done"
 
 
 def hosts_of(place: str, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -181,14 +116,6 @@ def hosts_of(place: str, monkeypatch: pytest.MonkeyPatch) -> int:
     if len(set(place)) > 1:
         divide_by(monkeypatch, lambda rank, size: int(place[rank]))
     return len(place)
-
-
-def groups_of(size: int, count: int, timeout_s: float = TIMEOUT_S) -> list[Any]:
-    """So many groups of all ranks; every second one has been used, so that its ranks are connected."""
-    groups = [dist.new_group(range(size), timeout=timedelta(seconds=timeout_s)) for _ in range(count)]
-    for group in groups[::2]:
-        dist.barrier(group=group)
-    return groups
 
 
 def join(member: Member) -> list[int]:
@@ -199,14 +126,19 @@ def join(member: Member) -> list[int]:
     return [int((member.folder / f"pid-{rank}").read_text()) for rank in range(member.size)]
 
 
-def run_to_the_end(name: str, call: Call) -> None:
-    """The call and its wait; if it says that it was done, it was done."""
-    work, checks = OPERATIONS[name](call)
-    if work is not None:
-        work.wait()
-    if call.rank != call.victim:
-        for tensor, expected in checks:
-            assert bool((tensor == expected).all()), f"{name} returned, but its result is not whole"
+def groups_of(member: Member, count: int, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    """So many groups of all ranks; every second one has been used, so that its ranks are connected."""
+    groups = [dist.new_group(timeout=timedelta(seconds=timeout_s)) for _ in range(count)]
+    for group in groups[::2]:
+        dist.barrier(group=group)
+    member.meet("made")  # one that is still making a group might raise there
+    return groups
+
+
+def over(member: Member, others: Iterable[int]) -> None:
+    """Stay until all these ranks have come here: a rank that ends is lost to those that still wait."""
+    member.say(f"over-{member.rank}")
+    member.await_said(*(f"over-{rank}" for rank in others))
 
 
 def at_once(calls: Iterable[Callable[[], Any]]) -> list[Any]:
@@ -232,6 +164,22 @@ def at_once(calls: Iterable[Callable[[], Any]]) -> list[Any]:
     return found
 
 
+def say_when_waiting(member: Member) -> None:
+    """Say so as soon as this rank's first call waits for somebody."""
+    when_waiting(lambda: member.say(f"waits-{member.rank}"))
+
+
+def await_naps(pid: int | str) -> None:
+    """Return when the main thread of a process has slept a few times: one that waits for others looks after each."""
+
+    def naps() -> int:
+        status = Path(f"/proc/{pid}/status").read_text()
+        return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+    before = naps()
+    assert soon(lambda: naps() > before + 4)
+
+
 def lost_in(name: str, call: Call, *, at_once: bool) -> tuple[PeerLost, float]:
     """The error of an operation, and after how many seconds it came. The group stays broken, for whatever is called."""
     began, returned = time.monotonic(), False
@@ -242,7 +190,7 @@ def lost_in(name: str, call: Call, *, at_once: bool) -> tuple[PeerLost, float]:
             dist.barrier(group=call.group)
     elapsed_s = time.monotonic() - began
     assert not (returned and at_once and name in MUST_RAISE_AT_ONCE), f"{name} returned"
-    again: Call = Call(call.rank, call.size, call.victim, call.group, asynchronous=not call.asynchronous, count=1)
+    again = replace(call, asynchronous=not call.asynchronous, count=1)
     for other in ("small_all_reduce", "barrier", *MESSAGES):
         with pytest.raises(PeerLost) as caught:
             run_to_the_end(other, again)
@@ -250,11 +198,22 @@ def lost_in(name: str, call: Call, *, at_once: bool) -> tuple[PeerLost, float]:
     return lost.value, elapsed_s
 
 
-def check(error: PeerLost, elapsed_s: float, victim: int, pid: int, place: str) -> None:
+def check(error: PeerLost, elapsed_s: float, victim: int, pid: int, place: str, *, alone: bool = False) -> None:
+    """It names the victim; ``alone``: no other operation was under way, so it knows the world's rank and the time."""
     assert (error.group_rank, error.pid) == (victim, pid), str(error)
+    assert error.rank == victim or (error.rank == -1 and not alone), str(error)
+    assert 0 < error.elapsed_s < SOON_S or (error.elapsed_s == 0 and not alone), str(error)
     assert f"rank {victim} of the group (pid {pid} on " in str(error), str(error)
     assert any(name in str(error) for name in (machine_name(), f"h{place[victim]}")), str(error)
     assert elapsed_s < SOON_S, str(error)
+
+
+def no_words_of_gloo(capfd: pytest.CaptureFixture[str]) -> None:
+    written = capfd.readouterr().err
+    assert "gloo" not in written.lower(), written
+
+
+# -- the end of a rank -------------------------------------------------------------------------------------------------
 
 
 def future_of_a_message(call: Call) -> None:
@@ -265,17 +224,13 @@ def future_of_a_message(call: Call) -> None:
         future.wait()
     with pytest.raises(PeerLost):
         work.wait()
-    assert work.is_completed()
-    assert not work.is_success()
+    assert (work.is_completed(), work.is_success()) == (True, False)
 
 
 def asking_whether_a_message_is_done(call: Call) -> None:
     work: Any = dist.irecv(torch.zeros(4), call.victim, group=call.group)
     assert soon(work.is_completed)
     assert isinstance(work.exception(), PeerLost)
-
-
-# -- the end of a rank -------------------------------------------------------------------------------------------------
 
 
 def killed() -> None:
@@ -291,75 +246,59 @@ def execs() -> None:
 
 
 WORDS = {killed: "has ended", exits: "has failed (exit code 3)", execs: "has replaced itself by another program (exec)"}
-long = pytest.mark.long
-ENDS = [
-    ("000", 2, killed, "before"),
-    ("00", 1, killed, "meanwhile"),
-    ("000", 0, execs, "meanwhile"),
-    ("001", 2, killed, "meanwhile"),
-    ("011", 0, killed, "before"),
-    ("012", 2, exits, "before"),
-    ("00111", 3, killed, "meanwhile"),
-    ("0101", 1, killed, "before"),
-    *(
-        pytest.param(place, victim, end, when, marks=long)
-        for place in ("000", "001", "012", "01010")
-        for victim in (0, 2)
-        for end in (killed, exits)
-        for when in ("before", "meanwhile")
-    ),
-]
 
 
-@pytest.mark.parametrize(("place", "victim", "end", "when"), ENDS)
+@pytest.mark.parametrize(
+    ("place", "victim", "end", "when"),
+    [
+        ("000", 2, killed, "before"),
+        ("000", 0, execs, "meanwhile"),
+        ("001", 2, killed, "meanwhile"),
+        ("012", 2, exits, "before"),
+        pytest.param("0101", 1, killed, "before", marks=long),
+        pytest.param("00111", 3, killed, "meanwhile", marks=long),
+    ],
+)
 def test_dead_rank_is_named_in_every_operation(
     place: str, victim: int, end: Callable[[], None], when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = hosts_of(place, monkeypatch)
     survivors = [rank for rank in range(size) if rank != victim]
 
-    def body(member: Member) -> list[tuple[str, str]]:
+    def body(member: Member) -> list[str]:
         pids = join(member)
-        groups = groups_of(size, 2 * len(NAMES) + 2)
-        member.meet("made")  # one that is still making a group might raise there
+        groups = groups_of(member, 2 * len(NAMES) + 2)
         if member.rank == victim:
             if when == "meanwhile":
-                member.await_said(*(f"begun-{rank}" for rank in survivors))
-                time.sleep(0.1)  # most are in their calls
+                member.await_said(*(f"waits-{rank}" for rank in survivors))
             end()
-        if when == "before" and end is not execs:
+        if when == "before":
             await_end(pids[victim])
         try:
             calls = [
                 Call(member.rank, size, victim, group, asynchronous=number % 2 != number // 2 % 2)
                 for number, group in enumerate(groups)
             ]
-            member.say(f"begun-{member.rank}")
-            lost = [
-                lambda name=NAMES[number // 2], call=call: (name, *lost_in(name, call, at_once=True))
-                for number, call in enumerate(calls[:-2])
-            ]
+            say_when_waiting(member)
+            lost = [partial(lost_in, NAMES[number // 2], call, at_once=True) for number, call in enumerate(calls[:-2])]
             others = (future_of_a_message, asking_whether_a_message_is_done)
-            asked = [lambda ask=ask, call=call: ask(call) for ask, call in zip(others, calls[-2:], strict=True)]
+            asked = [partial(ask, call) for ask, call in zip(others, calls[-2:], strict=True)]
             found = at_once([*lost, *asked])[: len(lost)]
-            for _, error, elapsed_s in found:
+            for error, elapsed_s in found:
                 check(error, elapsed_s, victim, pids[victim], place)
-            return [(name, str(error)) for name, error, _ in found]
+            return [str(error) for error, _ in found]
         finally:
-            member.say(f"over-{member.rank}")  # a rank that ends is lost to those that still wait
-            member.await_said(*(f"over-{rank}" for rank in survivors))
+            over(member, survivors)
             if end is execs and member.rank == survivors[0]:
                 os.kill(pids[victim], signal.SIGKILL)
 
     outcomes = run_ranks(body, size)
     for told in values([outcome for outcome in outcomes if outcome.rank != victim]):
         assert len(told) == 2 * len(NAMES)
-        for name, text in told:
-            assert WORDS[end] in text, (name, text)
+        assert all(WORDS[end] in text for text in told), told
 
 
-@pytest.mark.parametrize("place", ["001", "012"])
-@pytest.mark.parametrize("name", ["small_all_reduce", "receive_from_victim"])
+@pytest.mark.parametrize(("name", "place"), [("small_all_reduce", "012"), ("receive_from_victim", "001")])
 def test_dead_rank_that_nobody_was_connected_with_brings_no_words_of_gloo(
     name: str, place: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -370,46 +309,35 @@ def test_dead_rank_that_nobody_was_connected_with_brings_no_words_of_gloo(
         if member.rank == 2:
             killed()
         await_end(pids[2])
-        error, elapsed_s = lost_in(name, Call(member.rank, size, 2, dist.group.WORLD, count=8), at_once=True)
-        check(error, elapsed_s, 2, pids[2], place)
-        member.say(f"over-{member.rank}")
-        member.await_said("over-0", "over-1")
+        found = lost_in(name, Call(member.rank, size, 2, dist.group.WORLD, count=8), at_once=True)
+        check(*found, 2, pids[2], place, alone=True)
+        over(member, (0, 1))
 
     values(run_ranks(body, size)[:-1])
-    written = capfd.readouterr().err
-    assert "gloo" not in written.lower(), written
+    no_words_of_gloo(capfd)
 
 
-@pytest.mark.parametrize(
-    ("place", "victim"),
-    [
-        ("000", 2),
-        ("001", 2),
-        ("0011", 0),
-        ("0011", 3),
-        pytest.param("0011", 2, marks=long),
-        pytest.param("01", 1, marks=long),
-        pytest.param("01010", 4, marks=long),
-    ],
-)
+@pytest.mark.parametrize(("place", "victim"), [("000", 2), ("001", 2), pytest.param("0011", 0, marks=long)])
 def test_rank_killed_in_the_middle_of_many_calls_is_named(
     place: str, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At whatever point the kill falls, survivors end with PeerLost or whole results, never with garbage."""
+    """It is killed after a few of its first calls; how far it is in the others is for chance.
+
+    Survivors end with PeerLost or whole results, never with garbage.
+    """
     size = hosts_of(place, monkeypatch)
     cases = [(name, count) for name in NAMES for count in (8, COUNT)]
 
     def body(member: Member) -> None:
         pids = join(member)
-        groups = groups_of(size, len(cases))
-        member.meet("made")
-        if member.rank == victim:
-            threading.Timer(0.3, killed).start()
+        groups = groups_of(member, len(cases))
 
         def go_on(name: str, call: Call) -> None:
             alone = name in MESSAGES and member.rank not in (victim, call.first)  # nothing is sent to this rank
-            while True:
+            for number in itertools.count():
                 run_to_the_end("receive_from_victim" if alone else name, call)
+                if member.rank == victim and call.group is groups[0] and number == 3:
+                    killed()
 
         def ends(name: str, call: Call) -> None:
             began = time.monotonic()
@@ -419,51 +347,22 @@ def test_rank_killed_in_the_middle_of_many_calls_is_named(
             with pytest.raises(PeerLost):
                 dist.barrier(group=call.group)
 
-        calls = [
-            Call(member.rank, size, victim, group, count=count) for (_, count), group in zip(cases, groups, strict=True)
-        ]
-        at_once(partial(ends, name, call) for (name, _), call in zip(cases, calls, strict=True))
-        member.say(f"over-{member.rank}")
-        member.await_said(*(f"over-{rank}" for rank in range(size) if rank != victim))
+        at_once(
+            partial(ends, name, Call(member.rank, size, victim, group, count=count))
+            for (name, count), group in zip(cases, groups, strict=True)
+        )
+        over(member, [rank for rank in range(size) if rank != victim])
 
     outcomes = run_ranks(body, size)
     assert outcomes[victim].signal == signal.SIGKILL, outcomes[victim].traceback
     values([outcome for outcome in outcomes if outcome.rank != victim])
 
 
-def middles() -> Iterator[Any]:
-    for name in WITH_A_MIDDLE:
-        yield name, 3, False
-        yield pytest.param(name, 3, True, marks=[] if name in ("all_reduce", "receive_from_victim") else [long])
-        yield from (pytest.param(name, size, False, marks=long) for size in (2, 5))
-
-
-@pytest.mark.parametrize(("name", "size", "asynchronous"), [*middles()])
-def test_rank_that_dies_on_a_byte_of_its_tensor_is_named(name: str, size: int, asynchronous: bool) -> None:
-    """The copy into or out of the segment ends the process there, as suddenly as SIGKILL does."""
-    victim = size - 1
-
-    def body(member: Member) -> None:
-        pids = join(member)
-        dist.barrier()
-        call = Call(member.rank, size, victim, dist.group.WORLD, asynchronous, trapped=True)
-        if member.rank == victim:
-            run_to_the_end(name, call)
-            raise AssertionError("the victim came through")
-        check(*lost_in(name, call, at_once=False), victim, pids[victim], "0" * size)
-
-    outcomes = run_ranks(body, size)
-    assert outcomes[victim].signal == signal.SIGSEGV, outcomes[victim].traceback
-    values(outcomes[:-1])
-
-
 @pytest.mark.parametrize(
     ("name", "asynchronous"),
     [
-        ("all_reduce", False),
         ("broadcast_by_victim", True),
         ("gather", False),
-        ("receive_from_victim", False),
         *(pytest.param(name, asynchronous, marks=long) for name in NAMES for asynchronous in (False, True)),
     ],
 )
@@ -474,13 +373,12 @@ def test_rank_that_dies_right_after_a_call_is_named(name: str, asynchronous: boo
         if member.rank == 2:
             run_to_the_end(name, call)
             killed()
-        check(*lost_in(name, call, at_once=False), 2, pids[2], "000")
+        check(*lost_in(name, call, at_once=False), 2, pids[2], "000", alone=True)
 
     values(run_ranks(body, 3)[:-1])
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "receive_from_victim"])
-def test_death_is_noticed_although_signals_cut_every_sleep_short(name: str) -> None:
+def test_death_is_noticed_although_signals_cut_every_sleep_short() -> None:
     """As under a profiler that samples with a timer."""
 
     def body(member: Member) -> float:
@@ -490,7 +388,7 @@ def test_death_is_noticed_although_signals_cut_every_sleep_short(name: str) -> N
         signal.signal(signal.SIGALRM, lambda *_: None)
         signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
         try:
-            return lost_in(name, Call(0, 2, 1, dist.group.WORLD), at_once=True)[1]
+            return lost_in("all_reduce", Call(0, 2, 1, dist.group.WORLD), at_once=True)[1]
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -498,14 +396,18 @@ def test_death_is_noticed_although_signals_cut_every_sleep_short(name: str) -> N
 
 
 def test_rank_without_descriptors_does_not_take_a_late_one_for_dead() -> None:
+    """The late one comes when the other has slept in its call, and looked for it, a few times."""
+
     def body(member: Member) -> float:
-        member.join()
+        pids = join(member)
         dist.barrier()
         tensor = torch.ones(1)
         if member.rank == 0:
-            time.sleep(0.3)
+            member.await_said("limited")
+            await_naps(pids[1])
             dist.all_reduce(tensor)
         else:
+            member.say("limited")
             limits = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
             try:
@@ -517,32 +419,22 @@ def test_rank_without_descriptors_does_not_take_a_late_one_for_dead() -> None:
     assert values(run_ranks(body, 2)) == [2.0, 2.0]
 
 
-# -- a rank that leaves ------------------------------------------------------------------------------------------------
+# -- a rank that leaves, and one that stands still ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("place", "leaver"),
-    [
-        ("000", 2),
-        ("001", 0),
-        ("012", 2),
-        *(pytest.param(place, leaver, marks=long) for place in ("001", "011", "012", "00111") for leaver in (0, -1)),
-    ],
-)
+@pytest.mark.parametrize(("place", "leaver"), [("000", 2), ("001", 0), pytest.param("012", 2, marks=long)])
 def test_rank_that_leaves_is_named_in_every_operation(
     place: str, leaver: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Between hosts some of them have not been connected with it, and who would have dialled whom is for chance."""
     size = hosts_of(place, monkeypatch)
-    leaver = range(size)[leaver]
     cases = [(name, when) for name in MUST_RAISE_AT_ONCE for when in ("before", "meanwhile")]
     cases += [("all_reduce", "before"), ("barrier", "meanwhile")] * 3 * (len(set(place)) > 1)
 
     def body(member: Member) -> None:
         pids = join(member)
         for number, (name, when) in enumerate(cases):
-            group = dist.new_group(range(size), timeout=timedelta(seconds=TIMEOUT_S))
-            assert group is not None
+            group: Any = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
             others = [f"{number}-{rank}" for rank in range(size) if rank != leaver]
             if member.rank == leaver:
                 if when == "meanwhile":
@@ -562,11 +454,7 @@ def test_rank_that_leaves_is_named_in_every_operation(
         dist.destroy_process_group()
 
     values(run_ranks(body, size))
-    written = capfd.readouterr().err
-    assert "gloo" not in written.lower(), written
-
-
-# -- a rank that stands still ------------------------------------------------------------------------------------------
+    no_words_of_gloo(capfd)
 
 
 def test_stopped_rank_is_named_at_the_timeout_of_every_operation() -> None:
@@ -575,10 +463,9 @@ def test_stopped_rank_is_named_at_the_timeout_of_every_operation() -> None:
 
     def body(member: Member) -> None:
         pids = join(member)
-        groups = groups_of(2, len(cases), timeout_s=2 * SOON_S)
+        groups = groups_of(member, len(cases), timeout_s=2 * SOON_S)
         for group in groups:
             _set_pg_timeout(timedelta(seconds=SHORT_S), group)
-        member.meet("made")
         if member.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
             return
@@ -608,7 +495,7 @@ def test_stopped_rank_is_named_at_the_timeout_of_every_operation() -> None:
     values(run_ranks(body, 2)[:1])
 
 
-@pytest.mark.parametrize(("place", "late"), [("000", 0), ("0011", 1), ("0011", 3), pytest.param("0011", 2, marks=long)])
+@pytest.mark.parametrize(("place", "late"), [("000", 0), ("0011", 3), pytest.param("0011", 1, marks=long)])
 def test_rank_that_does_not_come_is_named_to_all_when_one_gives_up(
     place: str, late: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -619,18 +506,16 @@ def test_rank_that_does_not_come_is_named_to_all_when_one_gives_up(
 
     def body(member: Member) -> None:
         pids = join(member)
-        groups = groups_of(size, len(cases))
-        member.meet("made")
+        groups = groups_of(member, len(cases))
         if member.rank == late:
-            member.await_said(*(f"over-{rank}" for rank in range(size) if rank != late))
+            over(member, (*others, hurried))
             return
         if member.rank == hurried:  # it gives up, and comes when the others are there, or it would miss them too
-            member.await_said(*(f"comes-{rank}" for rank in others))
-            time.sleep(0.2)
+            member.await_said(*(f"waits-{rank}" for rank in others))
             for group in groups:
-                _set_pg_timeout(timedelta(seconds=2 * SHORT_S), group)
+                _set_pg_timeout(timedelta(seconds=SHORT_S), group)
         else:
-            member.say(f"comes-{member.rank}")
+            say_when_waiting(member)
 
         def ends(name: str, call: Call) -> None:
             with pytest.raises(CollectiveTimeout, match=rf"rank {late} of the group .*did not come within") as caught:
@@ -642,7 +527,6 @@ def test_rank_that_does_not_come_is_named_to_all_when_one_gives_up(
             partial(ends, name, Call(member.rank, size, late, group, count=8))
             for name, group in zip(cases, groups, strict=True)
         )
-        member.say(f"over-{member.rank}")
-        member.await_said(*(f"over-{rank}" for rank in (*others, hurried)))
+        over(member, (*others, hurried))
 
     values(run_ranks(body, size))

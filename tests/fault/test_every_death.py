@@ -23,7 +23,12 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-@pytest.mark.parametrize("ranks", [3] if SCALE == 1 else [2, 3, 5, 8])
-def test_others_have_whole_results_or_learn_who_died_wherever_a_rank_dies(program: Path, ranks: int) -> None:
-    done = subprocess.run([str(program), str(ranks)], capture_output=True, text=True, timeout=300)
+@pytest.mark.parametrize(
+    ("ranks", "stride"),
+    [(3, 8), *(pytest.param(ranks, 1, marks=pytest.mark.long) for ranks in ((3,) if SCALE == 1 else (2, 3, 5, 8)))],
+)
+def test_others_have_whole_results_or_learn_who_died_wherever_a_rank_dies(
+    program: Path, ranks: int, stride: int
+) -> None:
+    done = subprocess.run([str(program), str(ranks), str(stride)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

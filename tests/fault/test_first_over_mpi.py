@@ -34,8 +34,15 @@ RANKS = """
     def wait_for(name):
         while not (folder / name).exists():
             time.sleep(0.01)
-        return int((folder / name).read_text())
+        return int((folder / name).read_text() or 0)
 
+    got = []
+    put(f"no-handler-{rank}", 0)
+    wait_for("sent")
+    time.sleep(0.3)  # a signal that is passed on at once comes now, and ends it
+    signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
+    while not got:
+        time.sleep(0.01)
     if rank == 2:
         put("other", os.getpid())
     if rank == 1:
@@ -57,46 +64,42 @@ RANKS = """
         os._exit(0x8F)
     time.sleep(600)
 """
-
-
-def go_on(folder: Path) -> None:
-    """Continue the keeper, unless the launcher has: it does so to end the job."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(int((folder / "keeper").read_text()), signal.SIGCONT)
+ENDS_WELL = "sys.exit(0)"
 
 
 @pytest.mark.parametrize(
     ("falls", "code", "said", "launcher_then"),
     [
-        ("os._exit(3)", 3, "phalanx: rank 1 of 3 failed\n", "kills"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "ended by signal 9 (SIGKILL)\n", "waits"),
-        ("raise ValueError('bad thing')", 1, "phalanx: rank 1 of 3 failed: ValueError: bad thing\n", "kills"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "ended by signal 9 (SIGKILL)\n", "kills"),
+        pytest.param("os._exit(3)", 3, "phalanx: rank 1 of 3 failed\n", "waits", marks=pytest.mark.long),
+        pytest.param(
+            "raise ValueError('bad thing')",
+            1,
+            "phalanx: rank 1 of 3 failed: ValueError: bad thing\n",
+            "kills",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(ENDS_WELL, 0x8F, f"phalanx: rank 0 of 3 failed: {ERROR}", "kills", marks=pytest.mark.long),
     ],
 )
 def test_rank_that_broke_first_is_named_though_its_end_is_told_last(
     launcher: Launcher, tmp_path: Path, falls: str, code: int, said: str, launcher_then: str
 ) -> None:
+    """And before that a signal of the user's waits for the handler of every rank."""
     arguments = ["-n", "3", "-q", launcher.script(RANKS), falls, ERROR, launcher_then]
     job = launcher.start("--mpi", write_mpiexec(tmp_path), *arguments, environment={"FOLDER": str(tmp_path)})
+    assert soon(lambda: all((tmp_path / f"no-handler-{rank}").exists() for rank in range(3)), 200)
+    job.process.send_signal(signal.SIGUSR1)
+    (tmp_path / "sent").touch()
     assert soon((tmp_path / "keeper").exists, 200)
     # It does nothing wrong, so it is there until it is ended for what rank 0 has done.
     await_end(int((tmp_path / "other").read_text()))
-    go_on(tmp_path)
+    with contextlib.suppress(ProcessLookupError):  # the launcher continues the keeper too, to end the job
+        os.kill(int((tmp_path / "keeper").read_text()), signal.SIGCONT)
     outcome = job.finish()
     assert outcome.code == code, outcome.err_text
-    assert "phalanx: rank 1 of 3 failed" in outcome.err_text
     assert said in outcome.err_text
-    assert f"rank 0 then failed: {ERROR}" in outcome.err_text
-    assert "rank 2 ended by the launcher" in outcome.err_text
-
-
-def test_rank_that_mpi_ended_is_named_if_no_rank_broke_before(launcher: Launcher, tmp_path: Path) -> None:
-    ends_well = "sys.exit(0)"
-    arguments = ["-n", "3", "-q", launcher.script(RANKS), ends_well, ERROR, "kills"]
-    job = launcher.start("--mpi", write_mpiexec(tmp_path), *arguments, environment={"FOLDER": str(tmp_path)})
-    assert soon((tmp_path / "keeper").exists, 200)
-    await_end(int((tmp_path / "other").read_text()))
-    go_on(tmp_path)
-    outcome = job.finish()
-    assert outcome.code == 0x8F, outcome.err_text
-    assert f"phalanx: rank 0 of 3 failed: {ERROR}" in outcome.err_text
+    if falls != ENDS_WELL:
+        assert "phalanx: rank 1 of 3 failed" in outcome.err_text
+        assert f"rank 0 then failed: {ERROR}" in outcome.err_text
+        assert "rank 2 ended by the launcher" in outcome.err_text

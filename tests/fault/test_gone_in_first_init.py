@@ -1,11 +1,13 @@
-"""A rank that goes while the first world is made, under a launcher that tells nobody: the others name it at once.
+"""A rank that goes, or is stopped, while the first world is made, under a launcher that tells nobody.
 
 The store is torchrun's, which does not know its clients; or rank 0's, of torch, which ends with it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import os
 import signal
 import sys
@@ -19,21 +21,26 @@ import torch
 import torch.distributed as dist
 from tests.support.islands import pretend_host
 from tests.support.ports import held_port
-from tests.support.ranks import Member, Outcome, run_ranks
+from tests.support.ranks import Member, Outcome, run_ranks, values
 from tests.support.waiting import soon
 from torch._C._distributed_c10d import TCPStore
 
 import phalanx
 from phalanx.c10d import create, quick
 from phalanx.errors import InitializationError
+from phalanx.store import company
 from phalanx.system.sight import own_sight
 from phalanx.topology import device
 from phalanx.transports import attendance, meeting_store
 from phalanx.transports.hosts.guard import Guard
+from phalanx.transports.meeting_store import MeetingStore
 from phalanx.transports.shm import segment
 
 TIMEOUT_S = 200.0
 LIMIT_S = 100.0  # a busy machine needs less, and a rank that waits for the timeout needs more
+STOPPED_S = 0.3  # in place of the seconds for which a rank is stopped before the user is told
+GIVEN_UP_S = 2.5  # many times what it takes to be told, since the others wait for it
+long = pytest.mark.long
 
 
 class Fault(Exception):
@@ -50,6 +57,9 @@ WAYS: dict[str, tuple[Callable[[], object], str]] = {
     "exits": (lambda: sys.exit(0), "has ended with exit code 0 while"),
     "raises": (fail, "has failed (Fault: this batch is empty) while"),
 }
+Step = tuple[Any, str]
+REACH, SEGMENT, SIGHT = (segment, "_reach"), (segment, "_make_segment"), (segment, "_see_each_other")
+OPEN, GATHER, ISLANDS = (device, "open_device"), (importlib.import_module("phalanx.world"), "gather"), "join_islands"
 
 
 def as_launched(member: Member, size: int, port: int, torchrun: bool) -> None:
@@ -57,11 +67,8 @@ def as_launched(member: Member, size: int, port: int, torchrun: bool) -> None:
     place = {"RANK": member.rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     if torchrun:
         place |= {"LOCAL_RANK": member.rank, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
-        place |= {
-            "TORCHELASTIC_RUN_ID": "none",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": 0,
-        }
+        place |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        place |= {"TORCHELASTIC_RESTART_COUNT": 0}
     os.environ.update({name: str(value) for name, value in place.items()})
 
 
@@ -121,23 +128,13 @@ def ranks_of(size: int) -> list[tuple[int, int]]:
     return [(rank, size) for rank in range(size)]
 
 
-def told(
-    by: str,
-    size: int,
-    victim: int,
-    way: str,
-    step: tuple[Any, str],
-    hosts: int = 1,
-    *,
-    torchrun: bool = True,
-    late: bool = False,
-) -> None:
-    """Check what the others say, and that they say it long before the timeout; ``late``: they come when it goes."""
+def told(by: str, victim: int, way: str, step: Step, *, hosts: int = 1, torchrun: bool = True) -> None:
+    """Check what the others say, and that they say it long before the timeout."""
     go, how = WAYS[way]
 
     def body(member: Member) -> str:
         if hosts > 1:
-            host = member.rank * hosts // size
+            host = member.rank * hosts // 3
             pretend_host(host)
             pytest.MonkeyPatch().setattr(attendance, "own_sight", lambda: f"{own_sight()}-{host}")
         if by == "init" and not torchrun:  # a rank that has lost the store looks for that long why
@@ -149,9 +146,6 @@ def told(
                 go()
 
             fall_at(*step, fall)
-        elif late:
-            while not (member.folder / f"goes-{victim}").exists():
-                time.sleep(0.01)
         started, said = time.monotonic(), ""
         try:
             join(by)
@@ -160,74 +154,64 @@ def told(
         assert time.monotonic() - started < LIMIT_S, said
         return said
 
-    for outcome in under_launcher(ranks_of(size), body, torchrun=torchrun):
-        if outcome.rank != victim:
-            assert outcome.error is None, outcome.traceback
-            if by == "init" and not torchrun:  # the store of rank 0 has words of its own
-                said = "rank 0 has ended" if victim == 0 and way == "killed" else f"rank {victim} (pid "
-                assert said in outcome.value, outcome.value
-                continue
-            assert outcome.value.startswith(f"{victim} rank {victim} (pid "), outcome.value
-            assert how in outcome.value, outcome.value
-
-
-REACH, SEGMENT = (segment, "_reach"), (segment, "_make_segment")
-OPEN = (device, "open_device")
-GATHER = (importlib.import_module("phalanx.world"), "gather")
+    outcomes = under_launcher(ranks_of(3), body, torchrun=torchrun)
+    for said in values([outcome for outcome in outcomes if outcome.rank != victim]):
+        if by == "init" and not torchrun:  # the store of rank 0 has words of its own
+            assert ("rank 0 has ended" if victim == 0 and way == "killed" else f"rank {victim} (pid ") in said, said
+        else:
+            assert said.startswith(f"{victim} rank {victim} (pid "), said
+            assert how in said, said
 
 
 @pytest.mark.parametrize(
     ("by", "victim", "way", "step"),
     [
-        ("init", 2, "killed", REACH),
-        ("init", 1, "exits", REACH),
         ("torch", 2, "exits at once", REACH),
-        ("torch", 1, "raises", REACH),
+        ("init", 1, "exits", REACH),
         ("init", 0, "raises", SEGMENT),
-        ("torch", 0, "killed", SEGMENT),
-        ("init", 2, "raises", OPEN),
+        pytest.param("torch", 0, "killed", SEGMENT, marks=long),
+        pytest.param("init", 2, "raises", OPEN, marks=long),
     ],
 )
-def test_gone_rank_is_named_under_torchrun(by: str, victim: int, way: str, step: tuple[Any, str]) -> None:
-    told(by, 3, victim, way, step)
-
-
-@pytest.mark.parametrize(("by", "way", "step"), [("init", "raises", GATHER), ("torch", "exits", SEGMENT)])
-def test_gone_rank_is_named_by_ranks_that_come_later(by: str, way: str, step: tuple[Any, str]) -> None:
-    told(by, 3, 0, way, step, late=True)
+def test_gone_rank_is_named_under_torchrun(by: str, victim: int, way: str, step: Step) -> None:
+    told(by, victim, way, step)
 
 
 @pytest.mark.parametrize(
     ("by", "victim", "way", "step"),
     [
-        ("torch", 1, "killed", REACH),
         ("torch", 2, "raises", REACH),
         ("init", 0, "killed", OPEN),
-        ("init", 0, "raises", OPEN),
         ("init", 2, "killed", OPEN),
-        ("init", 2, "raises", OPEN),
+        pytest.param("init", 0, "raises", OPEN, marks=long),
     ],
 )
-def test_gone_rank_is_named_where_rank_0_has_the_store(by: str, victim: int, way: str, step: tuple[Any, str]) -> None:
-    told(by, 3, victim, way, step, torchrun=False)
+def test_gone_rank_is_named_where_rank_0_has_the_store(by: str, victim: int, way: str, step: Step) -> None:
+    told(by, victim, way, step, torchrun=False)
 
 
 @pytest.mark.parametrize(
-    ("by", "size", "victim", "way", "step"),
+    ("by", "victim", "way", "step"),
     [
-        ("torch", 3, 0, "killed", (create, "join_islands")),
-        ("init", 4, 3, "killed", (create, "choose_engine")),
-        ("torch", 3, 1, "killed", (Guard, "_meet")),
-        ("torch", 2, 1, "raises", (create, "join_islands")),  # alone on its host
+        ("torch", 1, "killed", (Guard, "_meet")),
+        ("torch", 2, "raises", (create, ISLANDS)),  # alone on its host
+        pytest.param("init", 0, "killed", (create, "choose_engine"), marks=long),
     ],
 )
-def test_gone_rank_is_told_to_other_hosts(by: str, size: int, victim: int, way: str, step: tuple[Any, str]) -> None:
-    told(by, size, victim, way, step, hosts=2)
+def test_gone_rank_is_told_to_other_hosts(by: str, victim: int, way: str, step: Step) -> None:
+    told(by, victim, way, step, hosts=2)
 
 
-@pytest.mark.parametrize("by", ["init", "torch"])
+@pytest.mark.parametrize("by", ["torch", pytest.param("init", marks=long)])
 def test_failed_meeting_does_not_end_the_next_one(by: str) -> None:
+    """A rank comes to the next one when the others have looked whether it has gone."""
+    own = MeetingStore.look
+
     def body(member: Member) -> str:
+        def look(store: MeetingStore) -> None:
+            own(store)
+            member.say(f"looked-{member.rank}")
+
         said = ""
         with pytest.MonkeyPatch.context() as patch:
             if member.rank == 1:  # at another step than those at which the others fail
@@ -239,36 +223,77 @@ def test_failed_meeting_does_not_end_the_next_one(by: str) -> None:
         member.say(f"failed-{member.rank}")
         member.await_said("failed-0", "failed-1", "failed-2")
         if member.rank == 1:
-            member.await_said("waits-0", "waits-2")
-            time.sleep(0.5)  # the others look several times
-        member.say(f"waits-{member.rank}")
+            member.await_said("looked-0", "looked-2")
+        pytest.MonkeyPatch().setattr(MeetingStore, "look", look)
         join(by)
         dist.all_reduce(torch.ones(4))
         leave(by)
         return said
 
-    for outcome in under_launcher(ranks_of(3), body):
-        assert outcome.error is None, outcome.traceback
-        assert "this batch is empty" in outcome.value
+    for said in values(under_launcher(ranks_of(3), body)):
+        assert "this batch is empty" in said
 
 
 def test_rank_that_ends_as_soon_as_it_is_in_disturbs_nobody() -> None:
-    def body(member: Member) -> float:
+    """The others come to their end of the meeting when that rank has ended."""
+    own: Callable[..., None] = quick.quicken
+
+    def body(member: Member) -> None:
+        def late(*arguments: Any) -> None:
+            member.await_said("goes-1")
+            own(*arguments)
+
         if member.rank != 1:
-            # The others come to their end of the meeting when that rank has ended.
-            own = quick.quicken
-
-            def late(*arguments: Any) -> None:
-                member.await_said("goes-1")
-                own(*arguments)
-
             pytest.MonkeyPatch().setattr(create, "quicken", late)
         join("torch")
         if member.rank == 1:
             member.say("goes-1")
             os._exit(0)
-        return 1.0
 
-    for outcome in under_launcher(ranks_of(3), body):
-        if outcome.rank != 1:
-            assert outcome.value == 1.0, outcome.traceback
+    values([outcome for outcome in under_launcher(ranks_of(3), body) if outcome.rank != 1])
+
+
+@pytest.mark.parametrize(
+    ("by", "victim", "step", "torchrun"),
+    [
+        ("init", 1, SIGHT, True),
+        ("init", 0, GATHER, False),
+        pytest.param("torch", 1, REACH, True, marks=long),
+        pytest.param("init", 0, OPEN, False, marks=long),
+    ],
+)
+def test_stopped_rank_is_told_once_and_named_at_the_timeout(by: str, victim: int, step: Step, torchrun: bool) -> None:
+    others = [rank for rank in range(3) if rank != victim]
+
+    def body(member: Member) -> tuple[str, str]:
+        for one in (company, meeting_store):
+            pytest.MonkeyPatch().setattr(one, "_STOPPED_S", STOPPED_S)
+        if member.rank == victim:
+
+            def fall() -> None:
+                (member.folder / "pid.part").write_text(str(os.getpid()))
+                (member.folder / "pid.part").rename(member.folder / "pid")
+                os.kill(os.getpid(), signal.SIGSTOP)
+                raise Fault("continued")
+
+            fall_at(*step, fall)
+            with pytest.raises(Fault):
+                join(by)
+            return "", ""
+        printed, began = io.StringIO(), time.monotonic()
+        with contextlib.redirect_stderr(printed), pytest.raises(InitializationError) as caught:
+            join(by, GIVEN_UP_S)
+        assert time.monotonic() - began < 2.9 * GIVEN_UP_S  # one that waits in several steps, each as long, needs more
+        member.say(f"told-{member.rank}")
+        if member.rank == others[0]:
+            member.await_said(*(f"told-{rank}" for rank in others), "pid")
+            os.kill(int((member.folder / "pid").read_text()), signal.SIGCONT)
+        return str(caught.value), printed.getvalue()
+
+    found = values(under_launcher(ranks_of(3), body, torchrun=torchrun))
+    for rank in others:
+        assert found[rank][0].startswith(f"rank {victim} (pid "), found
+        assert "is stopped (state T)" in found[rank][0]
+    printed = "".join(lines for _, lines in found)
+    assert printed.count(f"rank {victim} (pid ") == 1, printed
+    assert "is stopped (state T)" in printed

@@ -12,18 +12,17 @@ import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.fault.test_deaths import await_naps
 from tests.support.ports import held_port
-from tests.support.ranks import Member, fork_rank, on_ranks, run_ranks, values
+from tests.support.ranks import Member, fork_rank, on_ranks, values
 from tests.support.ranks import _collect as collect
-from tests.support.waiting import soon
-from torch._C._distributed_c10d import Store
+from tests.support.waiting import soon, stop
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from phalanx.errors import ClosedError, PeerLost
@@ -70,12 +69,21 @@ def two_ranks(name: str, inside: int, body: Callable[[Member], str]) -> list[str
     return said
 
 
+def say_when_waiting(member: Member, name: str) -> None:
+    """Say so when the main thread, which is about to call, has slept and looked for the others a few times."""
+
+    def look() -> None:
+        await_naps("self")  # which number it has there, it does not know
+        member.say(name)
+
+    threading.Thread(target=look).start()
+
+
 def engine() -> str:
     return dist.group.WORLD._communicator.engine or "shared memory"  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("inside", [0, 1])
-@pytest.mark.parametrize("name", ["pid", "time"])
+@pytest.mark.parametrize(("name", "inside"), [("pid", 0), ("time", 1)])
 def test_rank_in_another_namespace_is_waited_for_until_it_dies(name: str, inside: int) -> None:
     """It reads a pid and a start time of itself that the others do not."""
 
@@ -84,7 +92,9 @@ def test_rank_in_another_namespace_is_waited_for_until_it_dies(name: str, inside
         tensor = torch.ones(1)
         for late in range(2):
             if member.rank == late:
-                time.sleep(0.3)
+                member.await_said(f"waits-{late}")
+            else:
+                say_when_waiting(member, f"waits-{late}")
             dist.all_reduce(tensor)
         assert tensor.item() == 4.0
         dist.barrier()
@@ -101,10 +111,7 @@ def test_rank_in_another_namespace_is_waited_for_until_it_dies(name: str, inside
     assert f"has ended while rank {1 - inside} was in all_reduce" in said[1 - inside]
 
 
-@pytest.mark.parametrize("inside", [0, 1])
-def test_ranks_that_cannot_see_each_other_use_an_engine_and_say_why(
-    inside: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_cannot_see_each_other_use_an_engine_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_ENGINE", "gloo")  # where there is UCX, it may be quicker
 
     def body(member: Member) -> str:
@@ -116,101 +123,61 @@ def test_ranks_that_cannot_see_each_other_use_an_engine_and_say_why(
         reasons = [str(warning.message) for warning in caught if "share no memory" in str(warning.message)]
         return f"{engine().partition(' (')[0]} {tensor.item()} {reasons[0] if reasons else ''}"
 
-    said = two_ranks("pid and proc", inside, body)
+    said = two_ranks("pid and proc", 1, body)
     assert said[1] == "Gloo 2.0 "
     assert "2 ranks share no memory (rank 1: " in said[0]
     assert said[0].endswith("; they communicate as between hosts")
 
 
-def test_a_rank_that_one_other_does_not_see_makes_all_use_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when rank 1 sees the process of rank 0, but rank 2 does not see that of rank 1."""
-    monkeypatch.setenv("PHALANX_ENGINE", "gloo")
-
-    def body(member: Member) -> str:
-        if member.rank == 2:
-            real = SharedMemoryCommunicator.__init__.__globals__["join_segment"].__globals__["library"]()
-
-            class Blind:
-                def __getattr__(self, name: str) -> Any:
-                    return getattr(real, name)
-
-                def phx_look(self, comm: int, descriptor: int) -> None:
-                    other = os.memfd_create("another")
-                    real.phx_look(comm, other)
-                    os.close(other)
-
-            monkeypatch.setattr("phalanx.transports.shm.segment.library", Blind)
-        member.join()
-        tensor = torch.ones(1)
-        dist.all_reduce(tensor)
-        assert tensor.item() == 3
-        return str(dist.group.WORLD._communicator.engine)  # type: ignore[union-attr]
-
-    assert on_ranks(body, 3) == ["Gloo (as PHALANX_ENGINE says)"] * 3
-
-
 # -- jobs that stand still ---------------------------------------------------------------------------------------------
 
-# A rank that runs on a busy machine comes in far less than the timeout; the jobs are stopped for longer than that.
-TIMEOUT_S, STOPPED_S = 10, 12
+# The jobs are stopped for longer than the timeout, in which a rank that runs comes also on a busy machine.
+TIMEOUT_S, STOPPED_S = 5, 6
+TIMEOUT = timedelta(seconds=TIMEOUT_S)
 
-OPERATIONS: dict[str, Callable[[Member], object]] = {
-    "all_reduce": lambda member: dist.all_reduce(torch.ones(1)),
-    "message": lambda member: (
-        dist.send(torch.ones(1), 1 - member.rank) if member.rank else dist.recv(torch.ones(1), 1 - member.rank)
-    ),
-    "any source": lambda member: dist.send(torch.ones(1), 0) if member.rank else dist.recv(torch.ones(1)),
-    "future": lambda member: (
-        dist.send(torch.ones(1), 0) if member.rank else dist.irecv(torch.ones(1), 1).get_future().wait()  # type: ignore[union-attr]
-    ),
+OPERATIONS: dict[str, Callable[[int], object]] = {
+    "all_reduce": lambda rank: dist.all_reduce(torch.ones(1)),
+    "any source": lambda rank: dist.send(torch.ones(1), 0) if rank else dist.recv(torch.ones(1)),
 }
 
 
-def in_operation(member: Member, woken: Path, ready: Path) -> None:
-    """Rank 0 waits for rank 1."""
+def begin(member: Member) -> None:
+    """Come here, and go on when all ranks of all jobs have."""
+    member.say(f"here-{member.rank}")
+    member.await_said("ready")
+
+
+def in_operation(member: Member) -> None:
+    """Rank 0 waits for rank 1, which comes when it is told that all have been woken."""
     member.join()
     dist.barrier()
-    member.say(f"joined-{member.rank}")
-    assert soon(ready.exists, 300)
-    _set_pg_timeout(timedelta(seconds=TIMEOUT_S))  # for the operation, and not for the pairs to come one by one
-    member.say(f"begins-{member.rank}")
-    while member.rank == 1 and not woken.exists():
-        time.sleep(0.01)
-    OPERATIONS[member.folder.name](member)
+    begin(member)
+    _set_pg_timeout(TIMEOUT)  # for the operation, and not for the pairs to come one by one
+    if member.rank:
+        member.await_said("woken")
+    OPERATIONS[member.folder.name](member.rank)
 
 
-def in_store(member: Member, woken: Path, ready: Path) -> None:
-    """Rank 1 waits for a key that rank 0 sets when it is told that all have been woken."""
-    at = {"master_addr": "127.0.0.1", "master_port": int(ready.with_name("port").read_text())}
-    place = Place("env", member.rank, 2, None, None, None, None, **at)  # type: ignore[arg-type]
-    store = meet(place, 60.0, 1)
-    member.say(f"joined-{member.rank}")
-    assert soon(ready.exists, 300)
-    member.say(f"begins-{member.rank}")
-    if member.rank == 0:
-        store.wait(["asked"], timedelta(seconds=TIMEOUT_S))
-        store.set("answer", "here")
+def in_store(member: Member) -> None:
+    """Rank 1 waits for a key that rank 0 sets then."""
+    at = {"master_addr": "127.0.0.1", "master_port": int((member.folder / "port").read_text())}
+    store = meet(Place("env", member.rank, 2, None, None, None, None, **at), 60.0, 1)  # type: ignore[arg-type]
+    begin(member)
+    if member.rank:
+        store.set_timeout(TIMEOUT)
+        assert store.get("answer") == b"here"
         return
-    threading.Thread(target=late, args=(store, woken)).start()
-    store.set_timeout(timedelta(seconds=TIMEOUT_S))
-    assert store.get("answer") == b"here"
+    member.await_said("woken")
+    store.set("answer", "here")
 
 
-def late(store: Store, woken: Path) -> None:
-    while not woken.exists():
-        time.sleep(0.01)
-    store.set("asked", "")
-
-
-def in_search(member: Member, woken: Path, ready: Path) -> None:
-    """Rank 1 searches for rank 0, which begins when it is told that all have been woken."""
+def in_search(member: Member) -> None:
+    """Rank 1 searches for rank 0, which begins then."""
     job = f"suspended {member.folder}"
     place = Place("slurm", member.rank, 2, member.rank, 2, 0, 1, master_addr="127.0.0.1", job=job)
-    member.say(f"joined-{member.rank}")
-    assert soon(ready.exists, 300)
-    member.say(f"begins-{member.rank}")
-    while member.rank == 0 and not woken.exists():
-        time.sleep(0.01)
+    begin(member)
+    if member.rank == 0:
+        member.await_said("woken")
     store = meet(place, TIMEOUT_S if member.rank else 60.0, 0)
     if member.rank:
         store.set("read", "")
@@ -219,30 +186,47 @@ def in_search(member: Member, woken: Path, ready: Path) -> None:
     leave(store)
 
 
+def is_asleep(pid: int) -> bool:
+    """Whether a process sleeps whenever one looks."""
+    looks = set()
+    for _ in range(5):
+        looks.add(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
+        time.sleep(0.01)
+    return looks == {"S"}
+
+
 def test_jobs_that_were_suspended_go_on_where_they_were(tmp_path: Path) -> None:
     """Both ranks of a pair are stopped for longer than the timeout for which one waits for the other."""
-    woken, ready = tmp_path / "woken", tmp_path / "ready"
-    jobs = {**dict.fromkeys(OPERATIONS, in_operation), "store": in_store, "search": in_search}
+    jobs: dict[str, Callable[[Member], None]] = dict.fromkeys(OPERATIONS, in_operation)
+    jobs |= {"store": in_store, "search": in_search}
     pairs: dict[Path, list[int]] = {}
+
+    def say(what: str) -> None:
+        for folder in pairs:
+            (folder / what).touch()
+
     with held_port() as port:
-        (tmp_path / "port").write_text(str(port))
         for name, body in jobs.items():
             folder = tmp_path / name
             folder.mkdir()
-            of_pair = partial(body, woken=woken, ready=ready)
-            pairs[folder] = [fork_rank(of_pair, Member(rank, 2, folder)) for rank in range(2)]
-        for what in ("joined", "begins"):
-            names = [folder / f"{what}-{rank}" for folder in pairs for rank in range(2)]
-            assert soon(lambda names=names: all(name.exists() for name in names), 300)  # type: ignore[misc]
-            ready.touch()
-        time.sleep(0.3)  # those that wait do so
-        for signum, pause_s in ((signal.SIGSTOP, STOPPED_S), (signal.SIGCONT, 0.5)):
-            for child in (child for children in pairs.values() for child in children):
-                os.kill(child, signum)
-            time.sleep(pause_s)
-        woken.touch()
-        for folder, children in pairs.items():
-            values(collect(children, folder, 120))
+            (folder / "port").write_text(str(port))
+            pairs[folder] = [fork_rank(body, Member(rank, 2, folder)) for rank in range(2)]
+        everybody = [child for children in pairs.values() for child in children]
+        try:
+            here = [folder / f"here-{rank}" for folder in pairs for rank in range(2)]
+            assert soon(lambda: all(path.exists() for path in here), 300)
+            say("ready")
+            for child in everybody:
+                assert soon(lambda child=child: is_asleep(child))  # type: ignore[misc]  # those that wait do so
+                stop(child)
+            time.sleep(STOPPED_S)
+            for child in everybody:
+                os.kill(child, signal.SIGCONT)
+            say("woken")
+        finally:
+            found = [collect(children, folder, 120) for folder, children in pairs.items()]
+    for outcomes in found:
+        values(outcomes)
 
 
 # -- calls beside the end ----------------------------------------------------------------------------------------------
@@ -251,10 +235,10 @@ def test_jobs_that_were_suspended_go_on_where_they_were(tmp_path: Path) -> None:
 def test_any_call_may_come_while_another_thread_closes_the_group() -> None:
     """A call that reads the group's handle uses memory that the close unmaps, or of the next group at its address."""
 
-    def body(member: Member) -> bool:
-        for turn in range(60):
-            name = f"store-{turn}"
-            communicator = SharedMemoryCommunicator(member.store(name), member.rank, 2, timedelta(seconds=60))
+    def body(member: Member) -> None:
+        for turn in range(20):
+            store = member.store(f"store-{turn}")
+            communicator = SharedMemoryCommunicator(store, member.rank, 2, timedelta(seconds=60))
             go = threading.Barrier(5)
 
             def beside(call: Any, go: threading.Barrier = go) -> None:
@@ -278,7 +262,5 @@ def test_any_call_may_come_while_another_thread_closes_the_group() -> None:
                 thread.start()
             for thread in closers + threads:
                 thread.join()
-        return True
 
-    for outcome in run_ranks(body, 2):
-        assert outcome.value is True, (outcome.signal, outcome.traceback)
+    on_ranks(body, 2)

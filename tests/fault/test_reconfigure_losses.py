@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,30 +19,29 @@ from phalanx.errors import PeerLost
 
 ways = pytest.mark.parametrize("way", WAYS)
 places = pytest.mark.parametrize("hosts", [1, 2], ids=["one-host", "two-hosts"])
+Way = Callable[[Member], Any]
+
+
+def meet(member: Member, name: str, ranks: Sequence[int]) -> None:
+    member.say(f"{name}-{member.rank}")
+    member.await_said(*(f"{name}-{rank}" for rank in ranks))
 
 
 @pytest.mark.parametrize(
     ("size", "lost"),
-    [
-        (3, [1]),
-        (4, [1, 3]),  # of two hosts a whole one
-        *(pytest.param(*each, marks=pytest.mark.long) for each in [(2, [0]), (2, [1]), (5, [0]), (5, [4])]),
-    ],
+    [(4, [1, 3]), *(pytest.param(size, lost, marks=pytest.mark.long) for size, lost in [(3, [1]), (2, [0]), (5, [4])])],
 )
 @places
 @ways
-def test_survivors_go_on_without_the_lost_rank(
-    way: Callable[[Member], Any], hosts: int, size: int, lost: list[int]
-) -> None:
-    """They are in a collective when it is killed, and have another one queued."""
-    everybody = list(range(size))
-    others = [rank for rank in everybody if rank not in lost]
+def test_survivors_go_on_without_the_lost_ranks(way: Way, hosts: int, size: int, lost: list[int]) -> None:
+    """They are in a collective when these are killed, of two hosts a whole one, and have another one queued."""
+    others = [rank for rank in range(size) if rank not in lost]
 
     def body(member: Member) -> tuple[list[str], dict[str, int]]:
         if hosts > 1:
             pretend_host(member.rank % hosts)
         mine = way(member)
-        mine.change(1, everybody)
+        mine.change(1, range(size))
         assert summed(mine.group, 1.0) == [float(size)] * 4
         member.meet("all")
         if member.rank in lost:
@@ -60,56 +59,49 @@ def test_survivors_go_on_without_the_lost_rank(
             mine.change(number, others)
             assert (mine.group.rank(), mine.group.size()) == (others.index(member.rank), len(others))
             assert summed(mine.group, 1.0) == [float(len(others))] * 4
-            member.say(f"{number}-{member.rank}")
-            member.await_said(*(f"{number}-{other}" for other in others))
+            meet(member, str(number), others)
             before = before or held_by(os.getpid())
         found = accumulated(before, os.getpid(), 9, hosts)
-        member.say(f"counted-{member.rank}")
-        member.await_said(*(f"counted-{other}" for other in others))
+        meet(member, "counted", others)
         mine.end()
         return texts, found
 
     files = shared_memory_files()
     outcomes = run_ranks(body, size)
     assert [outcomes[rank].signal for rank in lost] == [signal.SIGKILL] * len(lost)
-    for texts, left in values([outcome for outcome in outcomes if outcome.rank not in lost]):
+    for texts, left in values([outcomes[rank] for rank in others]):
         assert left == {}
         assert all(any(f"rank {rank} of the group" in text for rank in lost) for text in texts), texts
     assert shared_memory_files() <= files
 
 
-@pytest.mark.parametrize("size", [3, pytest.param(5, marks=pytest.mark.long)])
 @places
 @ways
-def test_a_new_process_takes_the_place_of_a_lost_one(way: Callable[[Member], Any], hosts: int, size: int) -> None:
+def test_new_process_takes_the_place_of_a_lost_one(way: Way, hosts: int) -> None:
     """The one that comes is started after the loss, and has a number of its own in the job."""
-    others, newcomer = list(range(size - 1)), size
+    others, lost, newcomer = [0, 1], 2, 3
 
     def body(member: Member) -> list[float]:
         if member.rank == newcomer:
-            member.await_said(*(f"found-{rank}" for rank in others))
+            member.await_said("found-0", "found-1")
         if hosts > 1:
             pretend_host(member.rank % hosts)
         mine = way(member)
         if member.rank != newcomer:
-            mine.change(1, [*others, size - 1])
-            assert summed(mine.group, 1.0) == [float(size)] * 4
-            member.say(f"summed-{member.rank}")
-            member.await_said(*(f"summed-{rank}" for rank in range(size)))
-            if member.rank == size - 1:
+            mine.change(1, [*others, lost])
+            assert summed(mine.group, 1.0) == [3.0] * 4
+            meet(member, "summed", [*others, lost])
+            if member.rank == lost:
                 os.kill(os.getpid(), signal.SIGKILL)
-            with pytest.raises(PeerLost, match=f"rank {size - 1} "):
+            with pytest.raises(PeerLost, match="rank 2 "):
                 mine.group.barrier(dist.BarrierOptions()).wait()
             member.say(f"found-{member.rank}")
         mine.change(2, [*others, newcomer])
         found = summed(mine.group, member.rank + 1.0)
-        member.say(f"done-{member.rank}")
-        member.await_said(*(f"done-{rank}" for rank in [*others, newcomer]))
+        meet(member, "done", [*others, newcomer])
         mine.end()
         return found
 
-    outcomes = run_ranks(body, size + 1)
-    assert outcomes[size - 1].signal == signal.SIGKILL
-    expected = float(sum(rank + 1 for rank in [*others, newcomer]))
-    for found in values([outcome for outcome in outcomes if outcome.rank != size - 1]):
-        assert found == [expected] * 4
+    outcomes = run_ranks(body, 4)
+    assert outcomes[lost].signal == signal.SIGKILL
+    assert values([*outcomes[:2], outcomes[newcomer]]) == [[7.0] * 4] * 3

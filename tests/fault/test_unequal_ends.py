@@ -6,19 +6,19 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.support.islands import ISLANDS, divide_by
-from tests.support.ranks import Member, run_ranks, values
-from tests.support.waiting import soon
+from tests.support.ranks import Member, on_ranks, run_ranks, values
+from tests.support.waiting import await_end
 
 from phalanx.errors import CollectiveMismatch, PhalanxError
-from phalanx.system.processes import state_of
 
 SECOND_TAG = 7
-sizes = pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 5))])
+SIZE, SENDER, RECEIVER = 3, 2, 1  # on two hosts if these are cyclic, else on one
 
 
 @pytest.fixture(autouse=True, params=[None, "cyclic", pytest.param("halves", marks=pytest.mark.long)])
@@ -44,19 +44,15 @@ def error_of(call: Callable[[], object]) -> str:
     return str(error)
 
 
-def expected(sender: int, sent: str, sent_at: int, receiver: int, received: str, received_at: int) -> str:
+def check(text: str, sender: int, sent: str, sent_at: int, receiver: int, received: str, received_at: int) -> None:
     here = re.escape(__file__.rsplit("/", 1)[1])
-    return (
+    expected = (
         rf"the two ends of a message differ:\n"
         rf"  rank {sender}: send to rank {receiver}, {re.escape(sent)} at \S*{here}:{sent_at}\n"
         rf"  rank {receiver}: recv from rank {sender}, {re.escape(received)} at \S*{here}:{received_at}\n"
         rf"Both ranks must give tensors of one size and dtype\."
     )
-
-
-def neighbours(size: int) -> tuple[int, int]:
-    """The last rank and the one before it: on two hosts if these are cyclic or two ranks, else on one."""
-    return size - 1, size - 2
+    assert re.match(expected, text), text
 
 
 # What is sent, what is received, and both in words: in a frame of its own between hosts, staged there, and large.
@@ -68,97 +64,73 @@ CASES = [
 ]
 
 
-@sizes
-@pytest.mark.parametrize(("sent", "received", "sending", "receiving"), CASES)
-def test_all_ranks_read_both_lines_though_the_sender_has_gone_on(
-    size: int, sent: torch.Tensor, received: torch.Tensor, sending: str, receiving: str
-) -> None:
-    sender, receiver = neighbours(size)
-
-    def body(member: Member) -> tuple[str, int]:
+def test_all_ranks_read_both_lines_though_the_sender_has_gone_on() -> None:
+    def body(member: Member) -> list[tuple[str, int]]:
         member.join()
-        line = 0
-        if member.rank == sender:
-            work = dist.isend(sent, receiver)
-            line = line_here() - 1
-            member.say("sent")
-        if member.rank != receiver:
-            text = error_of(dist.barrier)
-            if member.rank == sender:
-                del work
-            return text, line
-        member.await_said("sent")
-        text = error_of(lambda: dist.recv(received, sender))
-        return text, line_here() - 1
+        return [differ(member, number, dist.new_group()) for number in range(len(CASES))]
 
-    found = values(run_ranks(body, size))
-    wanted = expected(sender, sending, found[sender][1], receiver, receiving, found[receiver][1])
-    for text, _ in found:
-        assert re.match(wanted, text), text
+    def differ(member: Member, number: int, group: Any) -> tuple[str, int]:
+        sent, received, _, _ = CASES[number]
+        if member.rank == RECEIVER:
+            member.await_said(f"sent {number}")
+            text = error_of(lambda: dist.recv(received, SENDER, group=group))
+            return text, line_here() - 1
+        work = dist.isend(sent, RECEIVER, group=group) if member.rank == SENDER else None
+        line = line_here() - 1
+        if work is not None:
+            member.say(f"sent {number}")
+        text = error_of(lambda: dist.barrier(group=group))
+        del work
+        return text, line
+
+    found = on_ranks(body, SIZE)
+    for number, (_, _, sent, received) in enumerate(CASES):
+        lines = [found[rank][number][1] for rank in range(SIZE)]
+        for rank in range(SIZE):
+            check(found[rank][number][0], SENDER, sent, lines[SENDER], RECEIVER, received, lines[RECEIVER])
 
 
-@sizes
-@pytest.mark.parametrize("sender_is", ["gone", "in no call"])
-def test_all_ranks_read_both_lines_of_a_sender_that_is_in_no_call(sender_is: str, size: int) -> None:
-    sender, receiver = neighbours(size)
+@pytest.mark.parametrize(
+    ("hosts", "sender_is"),
+    [(None, "ended"), (None, "in no call"), ("cyclic", "gone"), ("cyclic", "in no call")],
+    indirect=["hosts"],
+)
+def test_all_ranks_read_both_lines_of_a_sender_that_is_in_no_call(sender_is: str) -> None:
+    """Only on its own host can others read the recorder of one that has ended."""
+    others = [rank for rank in range(SIZE) if rank != SENDER]
 
     def body(member: Member) -> tuple[str, int]:
         member.join()
         warm = torch.ones(1)  # between hosts a first message waits until it is received
-        if member.rank == sender:
-            dist.send(warm, receiver)
-        elif member.rank == receiver:
-            dist.recv(warm, sender)
+        if member.rank == SENDER:
+            dist.send(warm, RECEIVER)
+        elif member.rank == RECEIVER:
+            dist.recv(warm, SENDER)
         member.meet("warm")
-        if member.rank == sender:
-            dist.send(torch.ones(8), receiver)
-            line = line_here() - 1
+        if member.rank == SENDER:
+            dist.send(torch.ones(8), RECEIVER)
+            (member.folder / "process").write_text(f"{os.getpid()} {line_here() - 1}")
+            member.say("sent")
+            if sender_is == "ended":
+                os._exit(0)
             if sender_is == "gone":
                 dist.destroy_process_group()
-            member.say("sent")
-            member.await_said(*(f"told-{rank}" for rank in range(size) if rank != sender))
-            return "", line
-        member.await_said("sent")
-        if member.rank == receiver:
-            text = error_of(lambda: dist.recv(torch.ones(4), sender))
-        else:
-            text = error_of(lambda: dist.recv(torch.ones(4), receiver))
-        line = line_here() - 3
+            member.say("gone")
+            member.await_said(*(f"told-{rank}" for rank in others))
+            return "", 0
+        member.await_said("sent" if sender_is == "ended" else "gone")
+        pid, line = map(int, (member.folder / "process").read_text().split())
+        if sender_is == "ended":
+            await_end(pid)
+        source = SENDER if member.rank == RECEIVER else RECEIVER
+        text = error_of(lambda: dist.recv(torch.ones(4), source))
+        if member.rank == RECEIVER:
+            check(text, SENDER, "float32[8]", line, RECEIVER, "float32[4]", line_here() - 2)
         member.say(f"told-{member.rank}")
         return text, line
 
-    found = values(run_ranks(body, size))
-    wanted = expected(sender, "float32[8]", found[sender][1], receiver, "float32[4]", found[receiver][1])
-    for rank, (text, _) in enumerate(found):
-        assert rank == sender or re.match(wanted, text), text
-
-
-@pytest.mark.parametrize("hosts", [None], indirect=True)
-@sizes
-def test_all_ranks_of_a_host_read_the_line_of_a_sender_that_has_ended(size: int) -> None:
-    sender, receiver = neighbours(size)
-
-    def body(member: Member) -> tuple[str, int]:
-        member.join()
-        process = member.folder / "process"
-        if member.rank == sender:
-            dist.send(torch.ones(8), receiver)
-            process.write_text(f"{os.getpid()} {line_here() - 1}")
-            member.say("sent")
-            os._exit(0)
-        member.await_said("sent")
-        pid, line = map(int, process.read_text().split())
-        assert soon(lambda: state_of(pid) in ("Z", ""))
-        if member.rank != receiver:
-            return error_of(lambda: dist.recv(torch.ones(4), receiver)), line
-        text = error_of(lambda: dist.recv(torch.ones(4), sender))
-        wanted = expected(sender, "float32[8]", line, receiver, "float32[4]", line_here() - 1)
-        assert re.match(wanted, text), text
-        return text, line
-
-    *others, gone = run_ranks(body, size)
-    assert gone.rank == sender
-    assert len({text for text, _ in values(others)}) == 1
+    found = run_ranks(body, SIZE)
+    assert len({text for text, _ in values([found[rank] for rank in others])}) == 1
 
 
 def test_receive_is_named_to_which_the_message_went() -> None:
@@ -181,26 +153,6 @@ def test_receive_is_named_to_which_the_message_went() -> None:
         assert error_of(receive.wait) == text
         return text, line
 
-    found = values(run_ranks(body, 3))
-    wanted = expected(1, "float32[3]", found[1][1], 0, "float64[2]", found[0][1])
+    found = on_ranks(body, 3)
     for text, _ in found:
-        assert re.match(wanted, text), text
-
-
-def test_a_message_to_oneself() -> None:
-    def body(member: Member) -> tuple[str, int, int]:
-        member.join()
-        receive = dist.irecv(torch.ones(2), member.rank) if member.rank == 0 else None
-        received = line_here() - 1
-        if receive is None:
-            return error_of(dist.barrier), 0, 0
-        sending = dist.isend(torch.ones(3), 0)
-        sent = line_here() - 1
-        text = error_of(receive.wait)
-        del sending
-        return text, sent, received
-
-    (text, sent, received), (other, _, _) = values(run_ranks(body, 2))
-    wanted = expected(0, "float32[3]", sent, 0, "float32[2]", received)
-    assert re.match(wanted, text), text
-    assert other == text
+        check(text, 1, "float32[3]", found[1][1], 0, "float64[2]", found[0][1])

@@ -1,131 +1,183 @@
-"""What is left unfinished over MPI: operations given up, interrupted by a signal handler, messages nobody waits for."""
+"""Ranks over MPI that do not come, leave, or are interrupted: what the others' errors know; and what is unfinished."""
 
 from __future__ import annotations
 
-import os
-import platform
+import json
 import re
-import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.mpi.environments import SETTINGS, MpiEnvironment
+from tests.launch_support import Launcher
+from tests.mpi.environments import MpiEnvironment, run
 
-ROOT = Path(__file__).parents[2]
-PATIENCE_S = 300
+from phalanx.system.host import machine_name
 
-LATE = """
-import os, sys, time, torch, torch.distributed as dist
+# The second argument says how rank 1 does not come: it is "late", has left the world in order ("leaves"), has left the
+# call by an exception of its own ("interrupted"), does not send what rank 0 waits for ("silent"), or is "stopped".
+SCRIPT = """\
+import json, os, pathlib, signal, sys, time
+import torch
+import torch.distributed as dist
 from datetime import timedelta
-from pathlib import Path
-from phalanx.errors import CollectiveTimeout
+from phalanx.errors import CollectiveTimeout, PeerLost
 
+folder, how = pathlib.Path(sys.argv[1]), sys.argv[2]
 dist.init_process_group("mpi")
 rank, size = dist.get_rank(), dist.get_world_size()
-dist.barrier()
-dist.group.WORLD.set_timeout(timedelta(seconds=3))  # now: a busy machine brings some ranks seconds later
+waiting = 1 if how in ("silent", "stopped") else size - 1
 
-def until_told(others):
-    until = time.monotonic() + 100
-    while len(list(Path(sys.argv[1]).glob("told-*"))) < others and time.monotonic() < until:
+def await_files(pattern, count=1):
+    until = time.monotonic() + 200
+    while len([*folder.glob(pattern)]) < count and time.monotonic() < until:
         time.sleep(0.01)
 
-if rank == size - 1:
-    until_told(size - 1)
-began = time.monotonic()
-try:
+def stopped(pid):
+    return "State:\\tT" in pathlib.Path(f"/proc/{pid}/status").read_text()
+
+class Alarm(Exception):
+    pass
+
+def raises(*_):
+    raise Alarm
+
+def call():
     dist.all_reduce(torch.ones(4))
-except CollectiveTimeout as error:
-    print(rank, "in time" if time.monotonic() - began < 20 else "late", error, flush=True)
-    print("blames itself" if (error.rank, error.pid) == (rank, os.getpid()) else "blames another", flush=True)
-    Path(sys.argv[1], f"told-{rank}").touch()
-until_told(size)  # nobody ends the job for the others
-"""
 
-INTERRUPTED = """
-import signal, sys, time, torch, torch.distributed as dist
-from pathlib import Path
+def tell(error, name=rank):
+    names = ("group_rank", "rank", "pid", "host", "signal", "group", "sequence", "last_operation", "last_line",
+             "elapsed_s")
+    said = {"type": type(error).__name__, "text": str(error), **{name: getattr(error, name) for name in names}}
+    (folder / f"part-{rank}").write_text(json.dumps(said))
+    (folder / f"part-{rank}").rename(folder / f"{name}.json")
 
-def until_there(name):
-    until = time.monotonic() + 100
-    while not Path(sys.argv[2], name).exists() and time.monotonic() < until:
-        time.sleep(0.01)
-
-class Alarm(Exception): pass
-def raises(*_): raise Alarm
-signal.signal(signal.SIGALRM, raises)
-dist.init_process_group("mpi")
-rank = dist.get_rank()
-def call(): dist.all_reduce(torch.ones(1))
-call()  # the first call from a line looks the line up, which takes longer than the signal: it would never come further
+call()
+call()
 dist.barrier()
-if rank == 0:
-    begun = dist.group.WORLD._communicator._agreement.sequence
-    # On a busy machine the signal may fall before the call begins, where it does no harm.
-    while dist.group.WORLD._communicator._agreement.sequence == begun:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, float(sys.argv[1]))
-            call()
-        except Alarm:
-            print(0, "interrupted", flush=True)
-    try:
-        dist.all_reduce(torch.ones(1))
-    except Exception as error:
-        print(0, "then", type(error).__name__, error, flush=True)
-    dist.destroy_process_group()
-    print(0, "destroyed", flush=True)
-    Path(sys.argv[2], "destroyed").touch()
-    until_there("told")  # its end aborts the job
-else:
-    until_there("destroyed")
-    try:
-        dist.all_reduce(torch.ones(1))
-    except Exception as error:
-        print(rank, type(error).__name__, error, flush=True)
-    Path(sys.argv[2], "told").touch()
-"""
-
-STOPPED = """
-import os, signal, sys, time, torch, torch.distributed as dist
-from datetime import timedelta
-from pathlib import Path
-from phalanx.errors import CollectiveTimeout
-
-def is_stopped(pid):
-    return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-dist.init_process_group("mpi")
-rank, folder = dist.get_rank(), Path(sys.argv[1])
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
-dist.barrier()
-dist.group.WORLD.set_timeout(timedelta(seconds=3))
+if how in ("late", "silent", "stopped"):
+    dist.group.WORLD.set_timeout(timedelta(seconds=3))
 if rank == 1:
-    os.kill(os.getpid(), signal.SIGSTOP)
-if rank == 2:  # cannot answer, like a rank that waits for rank 1 in MPI itself
-    while not (folder / "told").exists():
-        time.sleep(0.01)
-if rank == 0:
-    while not is_stopped((folder / "pid-1").read_text()):
+    if how == "leaves":
+        dist.destroy_process_group()
+    elif how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "interrupted":
+        signal.signal(signal.SIGALRM, raises)
+        begun = dist.group.WORLD._communicator._agreement.sequence
+        # On a busy machine the signal may fall before the call begins, where it does no harm.
+        while dist.group.WORLD._communicator._agreement.sequence == begun:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.05)
+                call()
+            except Alarm:
+                pass
+        try:
+            call()
+        except PeerLost:
+            dist.destroy_process_group()
+            (folder / "interrupted").touch()
+elif rank == 0 or how not in ("silent", "stopped"):
+    if how == "interrupted":
+        await_files("interrupted")
+    while how == "stopped" and not stopped((folder / "pid-1").read_text()):
         time.sleep(0.01)
     try:
-        if sys.argv[2] == "recv":
+        if how == "silent":
             dist.recv(torch.ones(4), 1)
         else:
-            dist.all_reduce(torch.ones(4))
+            call()
+    except (PeerLost, CollectiveTimeout) as error:
+        tell(error)
+await_files("*.json", waiting)
+if how == "late" and rank == 1:
+    try:
+        call()  # which the others have given up
     except CollectiveTimeout as error:
-        print(error, error.group_rank, error.rank, flush=True)
-        (folder / "told").touch()
+        tell(error, "late")
+if how == "late":
+    await_files("late.json")
+if how == "stopped" and rank == 0:
+    os.kill(int((folder / "pid-1").read_text()), signal.SIGCONT)
+sys.stdout.flush()
+os._exit(0)
 """
+BARRIER = ("barrier #3 at ", "dist.barrier()")
+LAST = dict.fromkeys(("late", "leaves", "silent", "stopped"), BARRIER) | {
+    "interrupted": ("all_reduce #5 (float32, 16 B, sum) at ", "    dist.all_reduce(torch.ones(4))")
+}
 
-NOT_WAITED_FOR = """
-import sys, time, torch, torch.distributed as dist
 
+def check(folder: Path, how: str, output: str) -> None:
+    operation, text = LAST[how]
+    line = SCRIPT.splitlines().index(text) + 1
+    pid = int((folder / "pid-1").read_text())
+    for rank in [0] if how in ("silent", "stopped") else [0, 2]:
+        assert (folder / f"{rank}.json").exists(), output
+        said: dict[str, Any] = json.loads((folder / f"{rank}.json").read_text())
+        text = said.pop("text")
+        assert f"rank 1 of the group (pid {pid} on {machine_name()})" in text
+        assert said["last_operation"] in text or how == "interrupted"
+        assert how != "stopped" or ", which was stopped (state T), did not come within 3 s" in text
+        assert how != "late" or re.search(r", which is at await_files \(\S+:\d+\), did not come within 3 s", text)
+        assert how != "interrupted" or ") was interrupted in" in text
+        assert 0 < said.pop("elapsed_s") < 200
+        assert said.pop("last_operation").startswith(operation)
+        assert said.pop("last_line").endswith(f"script.py:{line}")
+        assert said == {
+            "type": "PeerLost" if how in ("leaves", "interrupted") else "CollectiveTimeout",
+            "group_rank": 1,
+            "rank": 1,
+            "pid": pid,
+            "host": machine_name(),
+            "signal": 0,
+            "group": "0",
+            "sequence": 1 if how == "silent" else 4,
+        }
+    if how == "late":
+        said = json.loads((folder / "late.json").read_text())
+        assert (said["rank"], said["pid"]) == (1, pid)  # it blames itself
+        assert "given up when rank 1 came to all_reduce(float32[4], sum)" in said["text"]
+
+
+@pytest.mark.parametrize("how", LAST)
+def test_errors_know_who_did_not_come_and_how(mpi: MpiEnvironment, how: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = run(mpi, 3, script, tmp_path, how)
+    check(tmp_path, how, done.stdout + done.stderr)
+
+
+def test_errors_know_it_where_the_launcher_keeps_the_recorders(launcher: Launcher) -> None:
+    done = launcher.run("-n", "3", "--grace", "60", launcher.script(SCRIPT), str(launcher.directory), "late")
+    check(launcher.directory, "late", done.err_text)
+
+
+UNFINISHED = """\
+import atexit, signal, sys, time
+import torch
+import torch.distributed as dist
+
+how = sys.argv[1]
+if how == "exit handler":
+    atexit.register(dist.destroy_process_group)
 dist.init_process_group("mpi")
 rank, numbers = dist.get_rank(), 1 << 22
 dist.barrier()
-if rank == 0:
+if how == "exit handler":
+    if rank == 1:
+        sys.exit(3)
+    dist.all_reduce(torch.ones(1000))
+if how == "exits within":
+    if rank == 1:
+        signal.signal(signal.SIGALRM, lambda *_: sys.exit(0))
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+    else:
+        time.sleep(300)  # so that nobody else says it
+    dist.all_reduce(torch.ones(4))
+elif rank == 0:
     work = dist.isend(torch.full((numbers,), 7.0), 1)
-    if sys.argv[1] == "destroy":
+    if how == "message, destroyed":
         dist.destroy_process_group()
 elif rank == 1:
     time.sleep(1)
@@ -134,110 +186,23 @@ elif rank == 1:
     print(got.min().item(), got.max().item())
 """
 
-EXIT_HANDLER = """
-import atexit, sys, torch, torch.distributed as dist
 
-atexit.register(dist.destroy_process_group)
-dist.init_process_group("mpi")
-dist.barrier()
-if dist.get_rank() == 1:
-    sys.exit(3)
-dist.all_reduce(torch.ones(1000))
-"""
+@pytest.mark.parametrize("how", ["message", "message, destroyed", "exit handler", "exits within"])
+def test_what_is_unfinished_arrives_or_is_told(mpi: MpiEnvironment, how: str, tmp_path: Path) -> None:
+    """A message that nobody waits for arrives whole; an exit handler keeps the exit code.
 
-
-EXITS_WITHIN = """
-import signal, sys, time, torch, torch.distributed as dist
-
-dist.init_process_group("mpi")
-dist.barrier()
-if dist.get_rank() == 1:
-    signal.signal(signal.SIGALRM, lambda *_: sys.exit(0))
-    signal.setitimer(signal.ITIMER_REAL, 1.0)
-else:
-    time.sleep(300)  # so that nobody else says it
-dist.all_reduce(torch.ones(4))
-"""
-
-
-def run(mpi: MpiEnvironment, ranks: int, folder: Path, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    script = folder / "script.py"
-    script.write_text(text)
-    own = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    return subprocess.run(
-        [mpi.mpiexec, "-n", str(ranks), mpi.python, script, *arguments],
-        env={**own, **SETTINGS, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=PATIENCE_S,
-        check=False,
-    )
-
-
-@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.long)])
-def test_a_rank_that_comes_when_others_have_given_up_is_told_at_once(
-    mpi: MpiEnvironment, ranks: int, tmp_path: Path
-) -> None:
-    ended = run(mpi, ranks, tmp_path, LATE, str(tmp_path))
-    for rank in range(ranks):
-        assert f"{rank} in time" in ended.stdout, ended.stdout + ended.stderr
-    who = rf"rank {ranks - 1} of the group \(pid \d+ on \S+\), which is at until_told \(\S+:\d+\),"
-    assert re.search(rf"{who} did not come within 3 s", ended.stdout)
-    assert f"given up when rank {ranks - 1} came to all_reduce(float32[4], sum)" in ended.stdout
-    assert ended.stdout.count("blames itself") == 1
-    assert ended.stdout.count("blames another") == ranks - 1
-    assert ended.returncode == 1  # an operation is unanswered, and MPI could not end in order
-
-
-@pytest.mark.parametrize("call", ["all_reduce", "recv"])
-def test_of_ranks_that_do_not_come_one_that_is_stopped_is_named_as_that(
-    mpi: MpiEnvironment, call: str, tmp_path: Path
-) -> None:
-    ended = run(mpi, 3, tmp_path, STOPPED, str(tmp_path), call)
-    pid = (tmp_path / "pid-1").read_text()
-    who = f"rank 1 of the group (pid {pid} on {platform.node()})"
-    words = f"{who}, which was stopped (state T), did not come within 3 s while rank 0 was in {call}"
-    assert words in ended.stdout, ended.stdout + ended.stderr
-    assert ended.stdout.rstrip().endswith(" 1 1")
-    assert ended.returncode != 0
-
-
-@pytest.mark.parametrize("after_s", ["0.00006", "0.0001", "0.01"])
-def test_group_that_a_signal_handler_interrupts_is_broken_everywhere(
-    mpi: MpiEnvironment, after_s: str, tmp_path: Path
-) -> None:
-    ended = run(mpi, 2, tmp_path, INTERRUPTED, after_s, str(tmp_path))
-    for said in (
-        "0 interrupted",
-        "0 then PeerLost",
-        "0 destroyed",
-        "1 PeerLost rank 0 of the group (pid ",
-        ") was interrupted in",
-    ):
-        assert said in ended.stdout, ended.stdout + ended.stderr
-
-
-@pytest.mark.parametrize("end", ["destroy", "end"])
-@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.long)])
-def test_a_message_that_nobody_waits_for_arrives_whole(
-    mpi: MpiEnvironment, ranks: int, end: str, tmp_path: Path
-) -> None:
-    ended = run(mpi, ranks, tmp_path, NOT_WAITED_FOR, end)
-    assert (ended.returncode, ended.stdout.split()) == (0, ["7.0", "7.0"]), ended.stdout + ended.stderr
-
-
-@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.long)])
-def test_a_rank_that_exits_within_a_call_says_in_which(mpi: MpiEnvironment, ranks: int, tmp_path: Path) -> None:
-    """MPI cannot end in order, so its end is a failure, although the exit code was 0."""
-    ended = run(mpi, ranks, tmp_path, EXITS_WITHIN)
-    assert ended.returncode != 0, ended.stdout + ended.stderr
-    why = r"all_reduce\(float32\[4\], sum\) at \S*script\.py:11 was interrupted by SystemExit"
-    words = rf"rank 1: MPI cannot end in order, .* may still answer \({why}\); the job is aborted when this rank ends"
-    assert re.search(words, ended.stderr + ended.stdout), ended.stdout + ended.stderr
-
-
-def test_an_exit_handler_that_destroys_the_group_keeps_the_exit_code(mpi: MpiEnvironment, tmp_path: Path) -> None:
-    ended = run(mpi, 3, tmp_path, EXIT_HANDLER)
-    assert ended.returncode == 3, ended.stdout + ended.stderr
+    Within a call MPI cannot end in order, so that end is a failure, although the exit code was 0.
+    """
+    script = tmp_path / "script.py"
+    script.write_text(UNFINISHED)
+    ended = run(mpi, 3, script, how)
+    said = ended.stdout + ended.stderr
+    if how.startswith("message"):
+        assert (ended.returncode, ended.stdout.split()) == (0, ["7.0", "7.0"]), said
+    elif how == "exit handler":
+        assert ended.returncode == 3, said
+    else:
+        assert ended.returncode != 0, said
+        why = r"all_reduce\(float32\[4\], sum\) at \S*script\.py:\d+ was interrupted by SystemExit"
+        words = r"rank 1: MPI cannot end in order, .* may still answer \({}\); the job is aborted when this rank ends"
+        assert re.search(words.format(why), said), said

@@ -8,7 +8,6 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
 from tests.launch_support import Launcher, wait_for
 from tests.mpi.environments import MpiEnvironment
 from tests.mpi.test_launch import SOON_S, find
@@ -46,22 +45,25 @@ def noted() -> set[Path]:
     return found
 
 
-@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.long)])
-def test_the_next_launch_removes_what_it_has_left(launcher: Launcher, mpi: MpiEnvironment, size: int) -> None:
+def kill(pids: list[int]) -> None:
+    for signum in (signal.SIGSTOP, signal.SIGKILL):  # so that none sees the end of another one
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
+
+def test_next_launch_removes_what_a_killed_one_has_left(launcher: Launcher, mpi: MpiEnvironment) -> None:
     other = launcher.start("-n", "2", "-q", launcher.script(HOLDS, "other.py"))
     others = {Path(word) for line in other.read_lines(2) for word in line.split()[2:]}
     assert others
     others = named(others)
-    job = launcher.start("-n", str(size), "-q", launcher.script(HOLDS, "killed.py"))
-    files = {Path(word) for line in job.read_lines(size) for word in line.split()[2:]}
+    job = launcher.start("-n", "3", "-q", launcher.script(HOLDS, "killed.py"))
+    files = {Path(word) for line in job.read_lines(3) for word in line.split()[2:]}
     assert files
     files = named(files)
     assert files or not (mpi.is_mpich or mpi.is_openmpi)  # Intel MPI has removed the names by then
     wait_for(lambda: files <= noted(), complaint=lambda: f"{files - noted()} are in no note")
-    for signum in (signal.SIGSTOP, signal.SIGKILL):  # so that none sees the end of another one
-        for pid in job.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signum)
+    kill(job.processes())
     job.process.wait()
     job.wait_until_gone(20.0)
     assert named(files) == files
@@ -81,10 +83,7 @@ def test_the_next_launch_removes_what_it_has_left(launcher: Launcher, mpi: MpiEn
 def test_the_keepers_remove_it_if_all_processes_above_them_are_killed(launcher: Launcher) -> None:
     job = launcher.start("-n", "2", "-q", launcher.script(HOLDS, "killed.py"))
     files = {Path(word) for line in job.read_lines(2) for word in line.split()[2:]}
-    above = [find(job, name) for name in ("launcher", "phalanx-relay", "mpiexec")]
-    for signum in (signal.SIGSTOP, signal.SIGKILL):  # so that none sees the end of another one
-        for pid in above:
-            os.kill(pid, signum)
+    kill([find(job, name) for name in ("launcher", "phalanx-relay", "mpiexec")])
     job.process.wait()
     job.wait_until_gone(SOON_S)
     assert files

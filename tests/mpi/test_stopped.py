@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from tests.launch_support import Launcher, RunningJob
@@ -13,20 +14,22 @@ from tests.support.waiting import await_end, stop
 
 SOON_S = 100.0  # far below the time for which the ranks wait if nobody ends them
 WAIT = MEET + "while True: time.sleep(300)\n"
-# Ends by itself only when it is killed.
-CANNOT_END = """
-    import os, signal, time
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda *_: print("asked", flush=True))
-    print("up", flush=True)
-    while True:
-        time.sleep(300)
-"""
-VICTIMS = ["phalanx-relay", "mpiexec", "phalanx-shim", "phalanx-keeper"]
+victims = pytest.mark.parametrize("victim", ["phalanx-relay", "mpiexec", "phalanx-shim", "phalanx-keeper"])
 
 
-@pytest.mark.parametrize("victim", VICTIMS)
-def test_sigterm_ends_the_job(launcher: Launcher, victim: str) -> None:
+def stat(pid: int) -> list[str]:
+    """The state of a process, its parent, and what else there is."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def of_rank(job: RunningJob, victim: str, rank: int) -> int:
+    """The process of that name above a rank."""
+    keeper = int(stat(rank)[1])
+    return {"phalanx-keeper": keeper, "phalanx-shim": int(stat(keeper)[1])}.get(victim) or find(job, victim)
+
+
+@victims
+def test_signal_ends_the_job(launcher: Launcher, victim: str) -> None:
     job = launcher.start("-n", "3", "-q", "--grace", "250", launcher.script(WAIT))
     with nothing_left(wait_for_ranks(job, 3)):
         stop(find(job, victim))
@@ -35,58 +38,29 @@ def test_sigterm_ends_the_job(launcher: Launcher, victim: str) -> None:
         job.wait_until_gone(SOON_S)
 
 
-@pytest.mark.parametrize("victim", VICTIMS)
-def test_a_second_interrupt_kills_the_ranks(launcher: Launcher, victim: str) -> None:
-    job = launcher.start("-n", "2", "-q", "--grace", "250", launcher.script(CANNOT_END))
-    wait_for_ranks(job, 2)
-    stop(find(job, victim))
-    job.process.send_signal(signal.SIGINT)
-    assert job.read_lines(2) == ["[rank 0] asked", "[rank 1] asked"]
-    job.process.send_signal(signal.SIGINT)
-    assert job.finish(SOON_S).code == 128 + signal.SIGINT
-    job.wait_until_gone(SOON_S)
-
-
-@pytest.mark.parametrize("victim", VICTIMS)
-@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.long)])
-def test_the_end_of_a_rank_is_not_hidden(launcher: Launcher, victim: str, size: int) -> None:
-    job = launcher.start("-n", str(size), "-q", "--grace", "250", launcher.script(WAIT))
-    with nothing_left(wait_for_ranks(job, size)):
+@victims
+def test_end_of_a_rank_is_not_hidden(launcher: Launcher, victim: str) -> None:
+    job = launcher.start("-n", "3", "-q", "--grace", "250", launcher.script(WAIT))
+    with nothing_left(wait_for_ranks(job, 3)):
         rank = job.ranks()[1]
-        stop(_of_rank(job, victim, rank))
+        stop(of_rank(job, victim, rank))
         os.kill(rank, signal.SIGKILL)
         outcome = job.finish(SOON_S)
     assert outcome.code == 128 + signal.SIGKILL, outcome.err_text
-    assert f"phalanx: rank 1 of {size} failed\n" in outcome.err_text
+    assert "phalanx: rank 1 of 3 failed\n" in outcome.err_text
     assert f"pid {rank}, " in outcome.err_text
     job.wait_until_gone(SOON_S)
 
 
-def test_a_stopped_keeper_stays_so_while_its_rank_runs(launcher: Launcher) -> None:
+def test_stopped_keeper_stays_so_while_its_rank_runs(launcher: Launcher) -> None:
     job = launcher.start("-n", "2", "-q", launcher.script(WAIT))
     wait_for_ranks(job, 2)
     first, second = job.ranks()
-    keeper = _of_rank(job, "phalanx-keeper", second)
+    keeper = of_rank(job, "phalanx-keeper", second)
     stop(keeper)
     time.sleep(2.0)  # several looks of the shim's
-    assert _state(keeper) == "T"
+    assert stat(keeper)[0] == "T"
     os.kill(first, signal.SIGKILL)
     assert job.finish(SOON_S).code == 128 + signal.SIGKILL
     job.wait_until_gone(SOON_S)
     await_end(keeper)
-
-
-def _of_rank(job: RunningJob, victim: str, rank: int) -> int:
-    """The process of that name above a rank."""
-    keeper = _parent(rank)
-    return {"phalanx-keeper": keeper, "phalanx-shim": _parent(keeper)}.get(victim) or find(job, victim)
-
-
-def _parent(pid: int) -> int:
-    with open(f"/proc/{pid}/stat") as file:
-        return int(file.read().rpartition(")")[2].split()[1])
-
-
-def _state(pid: int) -> str:
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]

@@ -1,11 +1,12 @@
 /* A rank dies at every point of every operation. Each time the others must end, with complete results or with an error
  * that names the dead rank.
  *
- *   deaths RANKS
+ *   deaths RANKS [STRIDE]
  *
  * Built with deaths.h included before every source. For each operation and victim there is one world of forked ranks
  * for the victim's first point, one for its second, and so on, until the victim gets through; it then exits, which is
- * the death right after the last point. Worlds run side by side, since their survivors mostly sleep. */
+ * the death right after the last point. With a stride it is every so many points. Worlds run side by side, since their
+ * survivors mostly sleep. */
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -35,6 +36,7 @@ struct world {
 };
 
 static int ranks, count;
+static long stride;
 static const uint8_t cookie[16] = "deaths";
 static long points_left; /* 0: this process does not count */
 
@@ -254,12 +256,12 @@ static int finish(struct world *world, uint32_t kind, int victim, long point)
 static int try_every_point(body *run, uint32_t kind, int victim, long *points)
 {
     int bad = 0;
-    for (long first = 1, through = 0; !through; first += AT_ONCE) {
+    for (long first = 1, through = 0; !through; first += AT_ONCE * stride) {
         struct world worlds[AT_ONCE];
         for (int i = 0; i < AT_ONCE; i++)
-            start(&worlds[i], run, kind, victim, first + i);
+            start(&worlds[i], run, kind, victim, first + i * stride);
         for (int i = 0; i < AT_ONCE; i++) {
-            const int end = finish(&worlds[i], kind, victim, first + i);
+            const int end = finish(&worlds[i], kind, victim, first + i * stride);
             bad |= end < 0;
             through |= end > 0;
             *points += end == 0;
@@ -273,9 +275,10 @@ static int try_every_point(body *run, uint32_t kind, int victim, long *points)
 int main(int argc, char **argv)
 {
     if (argc < 2 || (ranks = atoi(argv[1])) < 2 || ranks > MAX_RANKS) {
-        fprintf(stderr, "usage: deaths RANKS\n");
+        fprintf(stderr, "usage: deaths RANKS [STRIDE]\n");
         return 2;
     }
+    stride = argc > 2 ? atol(argv[2]) : 1;
     int bad = 0;
     long points = 0;
     for (uint32_t kind = 1; kind < KINDS; kind++) {

@@ -10,7 +10,7 @@ __all__ = ["write_mpiexec"]
 
 # It starts the processes, and kills them all once the job's folder has a file "abort", as MPI_Abort would.
 _PROGRAM = """
-    import os, signal, subprocess, sys, time
+    import os, subprocess, sys, time
     from pathlib import Path
 
     if "--version" in sys.argv:
@@ -22,11 +22,6 @@ _PROGRAM = """
     started = []
     for rank in range(size):
         started.append(subprocess.Popen(program, env={**own, "PMI_RANK": str(rank)}))
-        if rank == 0 and "EARLY" in os.environ:
-            name = Path(f"/proc/{started[0].pid}/comm")
-            while name.read_text().strip() != "phalanx-shim":
-                time.sleep(0.01)
-            started[0].send_signal(int(os.environ["EARLY"]))
     while any(process.poll() is None for process in started):
         if "FOLDER" in os.environ and Path(os.environ["FOLDER"], "abort").exists():
             for process in started:
@@ -38,8 +33,7 @@ _PROGRAM = """
 def write_mpiexec(folder: Path) -> str:
     """Write the program.
 
-    Its environment may have FOLDER, the job's folder, and EARLY, a signal: it then sends the first process that signal,
-    as a batch system may, before it starts the others, so before any rank runs.
+    Its environment may have FOLDER, the job's folder.
 
     Args:
         folder: where to.
