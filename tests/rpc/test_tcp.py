@@ -6,10 +6,12 @@ import contextlib
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,8 +21,12 @@ from phalanx import rpc
 from phalanx.errors import CallTimeout
 from phalanx.rpc import connections, session
 from phalanx.rpc.links.contract import LinkEnded
+from phalanx.rpc.links.readers import Readers
 from phalanx.rpc.links.shared import SharedHub, SharedLink
+from phalanx.rpc.links.socket import SocketLink
+from phalanx.rpc.message import Kind, Message
 from phalanx.wire import dial
+from phalanx.wire.session import Session
 from tests.rpc import workers
 from tests.rpc.workers import next_of
 from tests.support.proxies import Proxy
@@ -187,3 +193,20 @@ def test_every_call_runs_once_though_connections_are_reset_in_the_middle_of_fram
             rpc.shutdown()
 
     assert sum(on_ranks(run, 2)) > 0
+
+
+def test_messages_behind_an_interrupted_one_are_delivered_by_others() -> None:
+    side, readers = Mock(), Readers()
+    side.deliver.side_effect = [KeyboardInterrupt, None]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ends = socket.create_connection(server.getsockname()), server.accept()[0]
+    link, far = (SocketLink(end, Session(b"k" * 32, is_listener=end is ends[1]), side, b"", readers) for end in ends)
+    link.begin()
+    with link._reading:  # so that both are read at once
+        for number in (1, 2):
+            far.send(Message(Kind.NOTICE, number, "note", b"", []), 60)
+    with pytest.raises(KeyboardInterrupt):
+        link.wait(lambda: False, 1, 60)
+    assert soon(lambda: side.deliver.call_count == 2)
+    for each in (far, link, readers):
+        each.close()
