@@ -109,6 +109,13 @@ def test_rates_are_those_since_the_look_before(recorder: Recorder) -> None:
     assert found.complete
 
 
+def test_rates_leave_out_what_begins_after_the_time_of_a_late_look(recorder: Recorder) -> None:
+    pace = PaceOfRank(recorder.file, 0)
+    recorder.write([Operation(0.25, 0.5), Operation(0.75, 1.0), Operation(1.5, 1.75)])
+    assert look(pace, 1.0).operations_per_s == pytest.approx(2 / 0.75)
+    assert look(pace, 2.0).operations_per_s == pytest.approx(1.0)
+
+
 def test_of_more_operations_than_are_kept_the_last_ones_count(recorder: Recorder) -> None:
     recorder.write([Operation(0.0, 0.1, group=PAIR)])
     pace = PaceOfRank(recorder.file, 0)
