@@ -14,6 +14,7 @@ import torch
 from tests.support.connecting import gloo_engine
 from torch._C._distributed_c10d import HashStore
 
+from phalanx.errors import CollectiveMismatch
 from phalanx.transports.gloo.engine import lazy_gloo
 from phalanx.transports.hosts import gloo_lane
 from phalanx.transports.hosts.gloo_lane import UNLIMITED, GlooEngine
@@ -172,4 +173,16 @@ def test_as_many_short_sends_as_one_likes_are_waited_for_together() -> None:
     calls: list[int] = []
     sent[0].wait_with(sent[1:], lambda: calls.append(1))
     assert calls == [1]
+    engine.close()
+
+
+def test_error_of_what_is_done_while_transfers_are_awaited_is_its_own() -> None:
+    def differ() -> None:
+        raise CollectiveMismatch("inside this host")
+
+    gloo: Any = Gloo()
+    gloo.connects.set()
+    engine = GlooEngine(gloo, timedelta(seconds=PATIENCE_S))
+    with pytest.raises(CollectiveMismatch):
+        engine.send(torch.ones(SHORT_BYTES), 1, 1).wait_with([], differ)
     engine.close()
