@@ -4,12 +4,15 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import rpc
+from torch.distributed.nn.jit import instantiator
 from torch.distributed.rpc import RRef, functions
 from torch.futures import Future
 
@@ -94,3 +97,21 @@ def test_script_functions_and_modules_make_calls_and_hold_references() -> None:
             "module": [40.0, 40.0],
         }
     ]
+
+
+@torch.jit.interface
+class Interface:
+    def forward(self, tensor: Tensor) -> Tensor:
+        pass
+
+
+def test_remote_modules_that_two_threads_make_at_once_are_whole() -> None:
+    def body(_: Member) -> list[int]:
+        import phalanx.rpc.torch_api  # noqa: F401 - it installs itself
+
+        make, own = instantiator.instantiate_scriptable_remote_module_template, instantiator._StringLoader.exec_module
+        instantiator._StringLoader.exec_module = lambda *given: time.sleep(0.2) or own(*given)
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda _: len(make(Interface, False)._generated_methods), range(2)))
+
+    assert on_ranks(body, 1) == [[2, 2]]
