@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import profiler_legacy
 from torch.distributed.rpc import functions
 
 import phalanx.rpc.autograd.engine  # noqa: F401 - once, and not on every forked rank
@@ -175,3 +177,21 @@ def test_a_script_that_imports_torchs_rpc_runs_over_phalanx_unmodified(tmp_path:
     assert ran.returncode == 0, ran.stderr
     for rank in range(3):
         assert f"{rank} {2.0 * (1 + rank)} phalanx.rpc.torch_api" in ran.stdout
+
+
+def test_what_a_call_ran_begins_after_it_in_a_profile_that_begins_slowly() -> None:
+    own: Any = profiler_legacy._enable_profiler_legacy
+
+    def slow(config: Any) -> None:
+        own(config)
+        time.sleep(0.2)
+
+    def body(member: Member) -> bool:
+        api, profiler_legacy._enable_profiler_legacy = started(member), slow
+        with profiler_legacy.profile() as profile:
+            api.rpc_sync(f"worker{1 - member.rank}", torch.add, args=(torch.ones(2), 1))
+        api.shutdown()
+        began = {each.is_remote: each.time_range.start for each in reversed(profile.function_events)}
+        return bool(began[True] >= began[False])
+
+    assert on_ranks(body, 2) == [True, True]
