@@ -110,7 +110,12 @@ def test_remote_modules_that_two_threads_make_at_once_are_whole() -> None:
         import phalanx.rpc.torch_api  # noqa: F401 - it installs itself
 
         make, own = instantiator.instantiate_scriptable_remote_module_template, instantiator._StringLoader.exec_module
-        instantiator._StringLoader.exec_module = lambda *given: time.sleep(0.2) or own(*given)
+
+        def slow(*given: Any) -> None:
+            time.sleep(0.2)
+            own(*given)
+
+        instantiator._StringLoader.exec_module = slow  # type: ignore[method-assign]
         with ThreadPoolExecutor(2) as pool:
             return list(pool.map(lambda _: len(make(Interface, False)._generated_methods), range(2)))
 
