@@ -17,7 +17,7 @@ from tests.support.islands import divide_by
 from tests.support.ranks import Member, on_ranks, run_ranks, values
 from tests.support.waiting import await_stop, soon
 
-from phalanx.c10d import base
+from phalanx.c10d import base, leaving
 from phalanx.errors import CollectiveMismatch, PeerLost, PhalanxError
 from phalanx.system.host import machine_name
 
@@ -289,3 +289,22 @@ def test_destroying_a_group_replaces_no_error_and_tells_none_twice() -> None:
         dist.destroy_process_group()
 
     on_ranks(body, 2)
+
+
+def test_script_that_ends_in_a_large_send_to_another_host_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(member: Member) -> None:
+        member.join()
+        tensor = torch.ones(1 << 24)  # so much that rank 1 leaves before it has gone
+        for _ in range(2):  # from the second one on the receiver's memory is known before the message comes
+            dist.send(tensor, 0) if member.rank else dist.recv(tensor, 1)
+        dist.barrier()
+        began = time.monotonic()
+        if member.rank:
+            dist.isend(tensor, 0)
+            leaving._at_exit()
+        else:
+            with contextlib.suppress(PeerLost):
+                dist.recv(tensor, 1)
+        assert time.monotonic() - began < SOON_S
+
+    on_ranks(body, divide(monkeypatch, "01"))
