@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +20,10 @@ from tests.support.waiting import await_stop, soon
 
 from phalanx.c10d import base, leaving
 from phalanx.errors import CollectiveMismatch, PeerLost, PhalanxError
+from phalanx.system import exit_order
+from phalanx.system.exit_order import Stage
 from phalanx.system.host import machine_name
+from phalanx.transports.hosts import lookout  # noqa: F401 - it has something to do at exit
 
 SOON_S = 20.0  # far below any timeout here
 long = pytest.mark.long
@@ -308,3 +312,12 @@ def test_script_that_ends_in_a_large_send_to_another_host_holds_nobody(monkeypat
         assert time.monotonic() - began < SOON_S
 
     on_ranks(body, divide(monkeypatch, "01"))
+
+
+def test_rank_that_exits_leaves_its_groups_before_it_ceases_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others would take it for dead meanwhile."""
+    done: list[Stage] = []
+    for stage in list(exit_order._tasks):
+        monkeypatch.setitem(exit_order._tasks, stage, partial(done.append, stage))
+    exit_order._run()
+    assert done.index(Stage.LEAVE_GROUPS) < done.index(Stage.DELIVER_MESSAGES) < done.index(Stage.END_LOOKOUT)
