@@ -115,7 +115,7 @@ def test_remote_modules_that_two_threads_make_at_once_are_whole() -> None:
             time.sleep(0.2)
             own(*given)
 
-        instantiator._StringLoader.exec_module = slow  # type: ignore[method-assign]
+        instantiator._StringLoader.exec_module = slow  # type: ignore[assignment,method-assign]
         with ThreadPoolExecutor(2) as pool:
             return list(pool.map(lambda _: len(make(Interface, False)._generated_methods), range(2)))
 

@@ -179,19 +179,20 @@ def test_a_script_that_imports_torchs_rpc_runs_over_phalanx_unmodified(tmp_path:
         assert f"{rank} {2.0 * (1 + rank)} phalanx.rpc.torch_api" in ran.stdout
 
 
-def test_what_a_call_ran_begins_after_it_in_a_profile_that_begins_slowly() -> None:
-    own: Any = profiler_legacy._enable_profiler_legacy
+def test_what_a_call_ran_begins_after_it_in_a_profile_that_begins_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = vars(profiler_legacy)["_enable_profiler_legacy"]
 
     def slow(config: Any) -> None:
         own(config)
         time.sleep(0.2)
 
     def body(member: Member) -> bool:
-        api, profiler_legacy._enable_profiler_legacy = started(member), slow
+        api = started(member)
         with profiler_legacy.profile() as profile:
             api.rpc_sync(f"worker{1 - member.rank}", torch.add, args=(torch.ones(2), 1))
         api.shutdown()
         began = {each.is_remote: each.time_range.start for each in reversed(profile.function_events)}
         return bool(began[True] >= began[False])
 
+    monkeypatch.setattr(profiler_legacy, "_enable_profiler_legacy", slow)
     assert on_ranks(body, 2) == [True, True]
