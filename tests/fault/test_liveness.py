@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.fault.test_deaths import await_naps
+from tests.support.islands import pretend_host
 from tests.support.ports import held_port
 from tests.support.ranks import Member, fork_rank, on_ranks, values
 from tests.support.ranks import _collect as collect
@@ -28,6 +30,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from phalanx.errors import ClosedError, PeerLost
 from phalanx.place.place import Place
 from phalanx.rendezvous.meet import leave, meet
+from phalanx.transports.hosts.lookout import lookout
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 
 # -- namespaces --------------------------------------------------------------------------------------------------------
@@ -262,5 +265,22 @@ def test_any_call_may_come_while_another_thread_closes_the_group() -> None:
                 thread.start()
             for thread in closers + threads:
                 thread.join()
+
+    on_ranks(body, 2)
+
+
+def test_rank_whose_connection_has_ended_is_dialled_again_and_not_lost() -> None:
+    def body(member: Member) -> None:
+        pretend_host(member.rank)
+        member.join()
+        dist.barrier()
+        here = lookout()
+        assert soon(lambda: bool(here._contacts))
+        before = dict(here._contacts)
+        member.meet("connected")
+        for contact in before.values() if member.rank == 0 else ():
+            contact.sock.shutdown(socket.SHUT_RDWR)  # as the network may
+        assert soon(lambda: here._contacts.keys() == before.keys() and here._contacts != before, 20)
+        member.meet("connected again")
 
     on_ranks(body, 2)

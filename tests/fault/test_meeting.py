@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 from tests.support.islands import pretend_host
 from tests.support.leaks import descriptors
+from tests.support.ports import held_port
 from tests.support.ranks import Member, on_ranks
 from tests.support.waiting import soon
 from torch._C._distributed_c10d import Store
 
+import phalanx
 from phalanx.c10d import create
 from phalanx.c10d.create import create_process_group
-from phalanx.errors import InitializationError
+from phalanx.errors import InitializationError, PhalanxError
 from phalanx.transports.hosts.choosing import Chosen
 from phalanx.transports.hosts.guard import Guard
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
@@ -165,3 +167,18 @@ def test_processes_that_disagree_on_the_worlds_size_are_told(hosts: int) -> None
 
     # Those that have not found it themselves hear of it as the fault of one of their size that has.
     assert [text for text in on_ranks(body, 3) if "came with WORLD_SIZE" not in text] == []
+
+
+def test_ranks_that_failed_at_different_steps_meet_at_the_next_attempt() -> None:
+    """Rank 2 asks for a device that it has not, before it makes a group; the others fail when they make it."""
+
+    def body(member: Member) -> Any:
+        place: Any = {"init_method": f"tcp://127.0.0.1:{port}", "rank": member.rank, "world_size": member.size}
+        with pytest.raises(PhalanxError):
+            phalanx.init(device="nonsense" if member.rank == 2 else "cpu", timeout_s=60, quiet=True, **place)
+        met = phalanx.init(device="cpu", timeout_s=60, quiet=True, **place).all_gather_object(member.rank)
+        phalanx.close()
+        return met
+
+    with held_port() as port:
+        assert on_ranks(body, 3) == [[0, 1, 2]] * 3

@@ -5,6 +5,8 @@ From Python 3.12 on no thread can be started when the interpreter ends; the scri
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -13,11 +15,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import dedent
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import IO
 
 import pytest
-from tests.support.hosts import TestHosts, Zygote
 
 PATIENCE_S = 300.0
 BEGIN = """
@@ -42,11 +42,10 @@ BEGIN = """
             time.sleep(0.005)
 
     rank, hosts, folder = int(os.environ["OWN_RANK"]), os.environ["PLACE"], Path(os.environ["FOLDER"])
-    size, how, pid = len(hosts), os.environ["HOW"], folder / "pid"
-    last = size - 1
-    if rank == last:
-        pid.with_suffix(".part").write_text(str(os.getpid()))
-        pid.with_suffix(".part").rename(pid)
+    size, how, last = len(hosts), os.environ["HOW"], len(hosts) - 1
+    pid = folder / f"pid-{last}"
+    (folder / f"part-{rank}").write_text(str(os.getpid()))
+    (folder / f"part-{rank}").rename(folder / f"pid-{rank}")
     if len(set(hosts)) > 1:
         pretend_host(int(hosts[rank]))
     store = FileStore(str(folder / "store"), size)
@@ -76,58 +75,88 @@ GOES = """
 """
 
 
+# It has imported torch once, and forks the scripts that it is told of, each from a process that notes how it ends.
+ZYGOTE = """
+    import ctypes, faulthandler, gc, json, os, runpy, signal, sys
+    import phalanx.c10d.create, phalanx.world, tests.support.islands
+
+    def next_script():
+        for line in sys.stdin:
+            order = json.loads(line)
+            if os.fork():
+                continue
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            ctypes.CDLL(None).prctl(1, 9)
+            script = os.fork()
+            if script:
+                code = os.waitstatus_to_exitcode(os.waitpid(script, 0)[1])
+                with open(order["files"] + "part", "w") as file:
+                    file.write(str(code))
+                os.rename(order["files"] + "part", order["files"] + "code")
+                os._exit(0)
+            os.environ.clear()
+            os.environ.update(order["environment"])
+            for descriptor, name in ((0, os.devnull), (1, order["files"] + "out"), (2, order["files"] + "err")):
+                os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND), descriptor)
+            return order["script"]
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    gc.freeze()  # what is frozen is not collected when a script ends, which would take three times as long
+    script = next_script()
+    if script:
+        sys.argv = [script]
+        runpy.run_path(script, run_name="__main__")
+"""
+
+
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    """A process that has imported torch once and forks the scripts."""
-
-    # What is frozen is not collected when a script ends, which would take three times as long.
-    imports = "import gc, runpy, phalanx.c10d.create, phalanx.world, tests.support.islands as _"
-    run = f"{imports}; gc.freeze(); runpy.run_module('tests.support.host_zygote')"
-
-    def start(host: int, command: Sequence[str], own: dict[str, str], **streams: Any) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, **own, "PYTHONPATH": ":".join(sys.path)}
-        return subprocess.Popen([sys.executable, "-c", run], env=environment, **streams)
-
-    made = Zygote(cast(TestHosts, SimpleNamespace(start=start)), 0)
-    made.wait_until_ready()
-    yield made
-    made.close()
-    made.wait()
+def zygote() -> Iterator[IO[str]]:
+    """Where to write which script is to be started."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, "-c", dedent(ZYGOTE)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, text=True) as process:
+        assert process.stdin is not None
+        yield process.stdin
+        process.stdin.close()
 
 
 class Scripts:
     """Ranks that run scripts of their own, on such hosts: "001" are three on two."""
 
-    def __init__(self, zygote: Zygote, folder: Path, place: str, how: str, texts: Sequence[str]) -> None:
+    def __init__(self, zygote: IO[str], folder: Path, place: str, how: str, texts: Sequence[str]) -> None:
         folder.mkdir(exist_ok=True)
-        self.folder, self._zygote = folder, zygote
-        self._numbers: list[int] = []
+        self.folder, self._size = folder, len(texts)
         for rank, text in enumerate(texts):
             script = folder / f"rank{rank}.py"
             script.write_text(dedent(BEGIN) + dedent(text))
             own = {"OWN_RANK": str(rank), "PLACE": place, "FOLDER": str(folder), "HOW": how}
             # On a busy machine a rank may wait for so long that it says so.
             own |= {"PYTHONPATH": ":".join(sys.path), "PHALANX_WARN_AFTER": "0"}
-            files = folder / f"out-{rank}", folder / f"err-{rank}"
-            self._numbers.append(zygote.fork(script, own, *files))
+            order = {"script": str(script), "files": f"{folder}/{rank}-", "environment": {**os.environ, **own}}
+            zygote.write(json.dumps(order) + "\n")
+        zygote.flush()
 
     def code(self, rank: int) -> int | None:
-        return self._zygote.code(self._numbers[rank])
+        file = self.folder / f"{rank}-code"
+        return int(file.read_text()) if file.exists() else None
 
     def end(self, rank: int) -> tuple[str, str, int]:
         """What a rank printed, on both streams, and its exit code."""
         until = time.monotonic() + PATIENCE_S
         while (code := self.code(rank)) is None:
             if time.monotonic() > until:
-                self._zygote.show_stacks()
+                for file in self.folder.glob("pid-*"):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(file.read_text()), signal.SIGUSR1)
                 time.sleep(2.0)
-                pytest.fail("\n".join(path.read_text() for path in sorted(self.folder.glob("err-*"))))
+                pytest.fail("\n".join(path.read_text() for path in sorted(self.folder.glob("*-err"))))
             time.sleep(0.005)
-        out, err = ((self.folder / f"{name}-{rank}").read_text() for name in ("out", "err"))
+        out, err = ((self.folder / f"{rank}-{name}").read_text() for name in ("out", "err"))
         return out, err, code
 
     def ends(self) -> list[tuple[str, str, int]]:
-        return [self.end(rank) for rank in range(len(self._numbers))]
+        return [self.end(rank) for rank in range(self._size)]
 
 
 # What the last rank does, with which code it ends, and what the others are told.
@@ -176,7 +205,7 @@ MORE = [("00", "meanwhile"), ("001", "connected"), ("012", "gone")]
         ),
     ],
 )
-def test_end_of_a_script_is_told(zygote: Zygote, tmp_path: Path, cases: list[tuple[str, str, str]]) -> None:
+def test_end_of_a_script_is_told(zygote: IO[str], tmp_path: Path, cases: list[tuple[str, str, str]]) -> None:
     """By one that is alone on its host, if it is: nobody else could see its exit code."""
     started = []
     for number, (place, how, way) in enumerate(cases):
@@ -198,7 +227,7 @@ def test_end_of_a_script_is_told(zygote: Zygote, tmp_path: Path, cases: list[tup
             assert said != EMPTY or f"rank{len(place) - 1}.py:" in out
 
 
-def test_exception_is_told_long_before_its_process_ends(zygote: Zygote, tmp_path: Path) -> None:
+def test_exception_is_told_long_before_its_process_ends(zygote: IO[str], tmp_path: Path) -> None:
     """The handler stands for all that may keep a process alive long after its script has failed."""
     fails = f"atexit.register(time.sleep, 600)\n{RAISES}"
     scripts = Scripts(zygote, tmp_path, "00", "connected", [NEEDS, dedent(GOES) + fails])
@@ -208,7 +237,7 @@ def test_exception_is_told_long_before_its_process_ends(zygote: Zygote, tmp_path
         assert code == 0, err
         assert EMPTY in out
     finally:
-        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+        os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
         scripts.end(1)
 
 
@@ -239,12 +268,12 @@ HARMLESS = """
 """
 
 
-def test_exception_that_is_printed_or_a_childs_breaks_nothing(zygote: Zygote, tmp_path: Path) -> None:
+def test_exception_that_is_printed_or_a_childs_breaks_nothing(zygote: IO[str], tmp_path: Path) -> None:
     ends = Scripts(zygote, tmp_path, "001", "", [HARMLESS] * 3).ends()
     assert [(out, code) for out, _, code in ends] == [("9.0\n", 0)] * 3, ends
 
 
-def test_script_ends_while_a_large_message_is_on_its_way(zygote: Zygote, tmp_path: Path) -> None:
+def test_script_ends_while_a_large_message_is_on_its_way(zygote: IO[str], tmp_path: Path) -> None:
     text = """
     tensor = torch.ones(50_000_000)  # so much that the rank leaves before it has gone
     for _ in range(2):  # from the second one on the receiver's memory is known before the message comes
@@ -263,7 +292,7 @@ def test_script_ends_while_a_large_message_is_on_its_way(zygote: Zygote, tmp_pat
     assert ends == [("ended\n", "", 0), ("", "", 0)]
 
 
-def test_script_that_ends_right_after_a_mismatch_prints_it(zygote: Zygote, tmp_path: Path) -> None:
+def test_script_that_ends_right_after_a_mismatch_prints_it(zygote: IO[str], tmp_path: Path) -> None:
     """Of the ranks of the first host one makes another call; the one of the second host hears of it."""
     text = """
     from phalanx.c10d import leaving
@@ -303,7 +332,7 @@ CHAIN = """
         *(pytest.param(place, "0 wrapped, barrier", marks=pytest.mark.long) for place in ("0000", "0001", "0111")),
     ],
 )
-def test_every_survivor_names_the_rank_that_ended_first(zygote: Zygote, tmp_path: Path, place: str, how: str) -> None:
+def test_every_survivor_names_the_rank_that_ended_first(zygote: IO[str], tmp_path: Path, place: str, how: str) -> None:
     """And not another one that has failed for it."""
     *others, (_, err, of_last) = Scripts(zygote, tmp_path, place, how, [CHAIN] * 4).ends()
     code = int(how.split()[0])

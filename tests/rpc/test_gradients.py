@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 from torch import nn
 
 from phalanx import rpc
+from phalanx.rpc.autograd.leaves import Leaves
 from tests.rpc.workers import next_of, with_workers
 from tests.support.ranks import Member
 
@@ -118,3 +123,20 @@ def test_parameters_and_modules_are_sent_as_part_of_the_graph() -> None:
         assert rpc.call(to, is_parameter, module.weight) == (True, True)
 
     with_workers(body, 2)
+
+
+def test_hooks_of_a_leaf_are_registered_by_one_pass_at_a_time() -> None:
+    """torch loses one of two that begin together, and a pass that has lost one keeps the leaf locked for ever."""
+    leaf, busy = torch.ones(3, requires_grad=True), threading.Lock()
+
+    def register(_: object) -> Mock:
+        assert busy.acquire(False), "two passes register at once"
+        time.sleep(0.1)
+        busy.release()
+        return Mock()
+
+    node, passes = Mock(variable=leaf, register_prehook=register), [Leaves(), Leaves()]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda each: each.watch([node]), passes))
+    for each in passes:
+        each.end()

@@ -4,10 +4,15 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed import rpc
+from torch.distributed.nn.jit import instantiator
 from torch.distributed.rpc import RRef
 
 from tests.rpc.workers import torch_started
@@ -45,3 +50,26 @@ def test_script_functions_make_calls_and_take_references() -> None:
         api.shutdown()
 
     on_ranks(body, 2)
+
+
+@torch.jit.interface
+class Interface:
+    def forward(self, tensor: Tensor) -> Tensor:
+        pass
+
+
+def test_remote_modules_that_two_threads_make_at_once_are_whole() -> None:
+    def body(_: Member) -> list[int]:
+        import phalanx.rpc.torch_api  # noqa: F401 - it installs itself
+
+        make, own = instantiator.instantiate_scriptable_remote_module_template, instantiator._StringLoader.exec_module
+
+        def slow(*given: Any) -> None:
+            time.sleep(0.2)
+            own(*given)
+
+        instantiator._StringLoader.exec_module = slow  # type: ignore[assignment,method-assign]
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda _: len(make(Interface, False)._generated_methods), range(2)))
+
+    assert on_ranks(body, 1) == [[2, 2]]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +17,11 @@ from phalanx import rpc
 from phalanx.errors import CallTimeout
 from phalanx.rpc import connections, session
 from phalanx.rpc.links.contract import LinkEnded
+from phalanx.rpc.links.readers import Readers
 from phalanx.rpc.links.shared import SharedHub, SharedLink
+from phalanx.rpc.links.socket import SocketLink
+from phalanx.rpc.message import Kind, Message
+from phalanx.wire.session import Session
 from tests.rpc import workers
 from tests.rpc.workers import next_of, with_workers
 from tests.support.ranks import Member
@@ -76,3 +82,20 @@ def test_worker_that_cannot_attach_anothers_memory_talks_over_tcp() -> None:
         return link.name, set(changes)
 
     assert with_workers(body, 2, before=before) == [("tcp", {"came"})] * 2
+
+
+def test_messages_behind_an_interrupted_one_are_delivered_by_others() -> None:
+    side, readers = Mock(), Readers()
+    side.deliver.side_effect = [KeyboardInterrupt, None]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ends = socket.create_connection(server.getsockname()), server.accept()[0]
+    link, far = (SocketLink(end, Session(b"k" * 32, is_listener=end is ends[1]), side, b"", readers) for end in ends)
+    link.begin()
+    with link._reading:  # so that both are read at once
+        for number in (1, 2):
+            far.send(Message(Kind.NOTICE, number, "note", b"", []), 60)
+    with pytest.raises(KeyboardInterrupt):
+        link.wait(lambda: False, 1, 60)
+    assert soon(lambda: side.deliver.call_count == 2)
+    for each in (far, link, readers):
+        each.close()

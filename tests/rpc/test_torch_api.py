@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import profiler_legacy
 from torch.distributed.rpc import functions
 
 from phalanx.rpc import inquiry, session
@@ -235,3 +236,22 @@ def test_shutdown_says_for_whom_it_waits_and_when_its_time_is_over() -> None:
         assert error.startswith(f"waited 1 s for rpc.shutdown() of {late}")
         assert re.search(r"its main thread is at \S*stays_until_over \(", error), error
         assert told[0].startswith(f"waiting for rpc.shutdown() of {late}")
+
+
+def test_what_a_call_ran_begins_after_it_in_a_profile_that_begins_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = vars(profiler_legacy)["_enable_profiler_legacy"]
+
+    def slow(config: Any) -> None:
+        own(config)
+        time.sleep(0.2)
+
+    def body(member: Member) -> bool:
+        api = torch_started(member)
+        with profiler_legacy.profile() as profile:
+            api.rpc_sync(f"worker{1 - member.rank}", torch.add, args=(torch.ones(2), 1))
+        api.shutdown()
+        began = {each.is_remote: each.time_range.start for each in reversed(profile.function_events)}
+        return bool(began[True] >= began[False])
+
+    monkeypatch.setattr(profiler_legacy, "_enable_profiler_legacy", slow)
+    assert on_ranks(body, 2) == [True, True]

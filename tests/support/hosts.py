@@ -7,15 +7,12 @@ host is held by a pipe of this process: when that closes, whatever the reason, t
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,92 +50,17 @@ def _path() -> str:
     return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
-class Zygote:
-    """The process on a host that forks ranks (``host_zygote.py``)."""
-
-    def __init__(self, hosts: TestHosts, host: int) -> None:
-        command = [sys.executable, "-m", "tests.support.host_zygote"]
-        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = hosts.start(host, command, {"OMP_NUM_THREADS": "1"}, **streams)
-        self._codes: dict[int, int] = {}
-        self._count = 0
-        self._ready = self._cleaned = False
-        self._partial = b""
-
-    def wait_until_ready(self) -> None:
-        self._await(lambda: self._ready)
-
-    def fork(self, script: Path, environment: Mapping[str, str], out: Path, err: Path) -> int:
-        """Start a rank; the number by which ``code`` knows it."""
-        self._await(lambda: self._ready)
-        self._count += 1
-        own = {name: value for name, value in os.environ.items() if name != "PATH"} | {"PATH": _path()}
-        order = {"number": self._count, "script": str(script), "out": str(out), "err": str(err)}
-        self._order({**order, "environment": {**own, **environment}})
-        return self._count
-
-    def code(self, number: int) -> int | None:
-        """The exit code of a rank; None if it has not ended."""
-        self._hear(0.0)
-        return self._codes.get(number)
-
-    def show_stacks(self) -> None:
-        self._order({"stacks": True})
-
-    def end_others(self) -> None:
-        self._await(lambda: self._ready)
-        self._cleaned = False
-        self._order({"clean": True})
-        self._await(lambda: self._cleaned)
-
-    def close(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-    def wait(self) -> None:
-        self._process.wait(60)
-
-    def _order(self, order: Mapping[str, object]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
-        self._process.stdin.flush()
-
-    def _await(self, done: Callable[[], bool]) -> None:
-        until = time.monotonic() + PATIENCE_S
-        while not done():
-            assert time.monotonic() < until, "the zygote of a host does not answer"
-            self._hear(1.0)
-
-    def _hear(self, patience_s: float) -> None:
-        assert self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
-        while select.select([descriptor], [], [], patience_s)[0]:
-            data = os.read(descriptor, 1 << 16)
-            assert data, "the zygote of a host has ended"
-            *lines, self._partial = (self._partial + data).split(b"\n")
-            for line in lines:
-                said = json.loads(line)
-                self._ready |= "ready" in said
-                self._cleaned |= "cleaned" in said
-                if "code" in said:
-                    self._codes[said["number"]] = said["code"]
-            patience_s = 0.0
-
-
 class TestHosts:
     """h0, h1, … with the addresses 10.213.77.1, … and fd77:a:b::1, …; names resolve on all of them."""
 
     __test__ = False
 
-    def __init__(self, count: int, folder: Path, *, zygotes: bool = True) -> None:
-        self._with_zygotes = zygotes
+    def __init__(self, count: int, folder: Path) -> None:
         self.count = count
         self._folder = folder
         self._holders: list[subprocess.Popen[bytes]] = []
         self._inside: list[int] = []
         self._switch = 0
-        self.zygotes: list[Zygote] = []
         self.reset_names()
 
     def address(self, host: int) -> str:
@@ -183,12 +105,6 @@ class TestHosts:
             self._ip(inside, f"addr add {self.address(host)}/24 dev eth0")
             self._ip(inside, f"addr add {self.address6(host)}/64 dev eth0 nodad")
             self._ip(inside, "link set eth0 up")
-        if self._with_zygotes:
-            self.start_zygotes()
-
-    def start_zygotes(self) -> None:
-        """Start on every host the process that forks ranks."""
-        self.zygotes = [Zygote(self, host) for host in range(self.count)]
 
     def add_network(self, interface: str, net: str) -> None:
         """Join the hosts by a second network, to which each has another interface; h0 has the address ``net``.1."""
@@ -319,14 +235,7 @@ class TestHosts:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
-    def end_processes(self) -> None:
-        """Kill everything on all hosts but the hosts and their zygotes."""
-        for zygote in self.zygotes:
-            zygote.end_others()
-
     def down(self) -> None:
-        for zygote in self.zygotes:
-            zygote.close()
         for holder in self._holders:
             for pipe in (holder.stdin, holder.stdout):
                 if pipe is not None:
@@ -337,17 +246,15 @@ class TestHosts:
             except subprocess.TimeoutExpired:
                 holder.kill()
                 holder.wait()
-        for zygote in self.zygotes:
-            zygote.wait()
         until = time.monotonic() + 20
         while any(os.path.exists(f"/proc/{pid}") for pid in self._inside) and time.monotonic() < until:
             time.sleep(0.01)
 
 
 @contextlib.contextmanager
-def running_hosts(count: int, folder: Path, *, zygotes: bool = True) -> Iterator[TestHosts]:
-    """``count`` hosts, gone afterwards; without zygotes for tests that start everything on them by themselves."""
-    hosts = TestHosts(count, folder, zygotes=zygotes)
+def running_hosts(count: int, folder: Path) -> Iterator[TestHosts]:
+    """``count`` hosts, gone afterwards."""
+    hosts = TestHosts(count, folder)
     try:
         hosts.up()
         yield hosts

@@ -183,7 +183,7 @@ def impatient(folder: Path) -> dict[str, str]:
 @contextlib.contextmanager
 def reachable_hosts(count: int, folder: Path) -> Iterator[TestHosts]:
     """``count`` hosts that a launch from beside them can reach."""
-    with running_hosts(count, folder, zygotes=False) as hosts:
+    with running_hosts(count, folder) as hosts:
         hosts.join_switch()
         yield hosts
 

@@ -163,7 +163,7 @@ def workers_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHost
     if why_no_hosts():
         yield None
         return
-    with running_hosts(3, tmp_path_factory.mktemp("hosts"), zygotes=False) as hosts:
+    with running_hosts(3, tmp_path_factory.mktemp("hosts")) as hosts:
         yield hosts
 
 

@@ -9,14 +9,18 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from tests.support.connecting import gloo_engine
 from torch._C._distributed_c10d import HashStore
 
+from phalanx.errors import CollectiveMismatch
 from phalanx.transports.gloo.engine import lazy_gloo
 from phalanx.transports.hosts import gloo_lane
+from phalanx.transports.hosts.crossing import Lines
+from phalanx.transports.hosts.frames import Frames
 from phalanx.transports.hosts.gloo_lane import UNLIMITED, GlooEngine
 from phalanx.transports.hosts.lane import SHORT_BYTES, TransferFailed, TransferLate
 
@@ -133,3 +137,25 @@ def test_rank_that_does_not_send_in_time_is_late() -> None:
         engine.recv(torch.empty(1), 1, 1).wait()
     engine.close()
     other.shutdown()
+
+
+def test_error_of_what_is_done_while_transfers_are_awaited_is_its_own() -> None:
+    def differ() -> None:
+        raise CollectiveMismatch("inside this host")
+
+    gloo: Any = Gloo()
+    gloo.connects.set()
+    engine = GlooEngine(gloo, LIMIT)
+    with pytest.raises(CollectiveMismatch):
+        engine.send(torch.ones(SHORT_BYTES), 1, 1).wait_with([], differ)
+    engine.close()
+
+
+def test_leader_hears_the_others_while_its_own_frame_is_on_its_way() -> None:
+    """It may be for ever, behind what was sent before it in the same call."""
+    engine = Mock(ends_waits_for_sends=True)
+    engine.recv.side_effect = lambda memory, *_: Mock(wait=memory.zero_)
+    frames = Frames(engine, [[0], [1]], 0, 64, Lines(0, {}, lambda: True))
+    frames.begin(7, {})
+    frames.end()
+    assert not engine.send_kept.return_value.wait.called

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
 
 from phalanx.commands.run import run
+from phalanx.launch.hang_watch import HangWatch
+from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.job import Job
+from phalanx.launch.sight import Pace
 
 REPORTS = ["--report-dir", "reports"]
 AFTER = ["--report-after", "9"]
@@ -63,3 +68,12 @@ def test_a_job_that_is_debugged_is_watched_only_if_the_user_says_so(script: str)
     """A line would stand between the debugger's prompt and the answer."""
     assert decided("-n", "2", "--debug", "1", script)[0].diagnosis.warn_after_s == 0.0
     assert decided("-n", "2", "--debug", "1", "--warn-after", "7", script)[0].diagnosis.warn_after_s == 7.0
+
+
+def test_ranks_are_asked_before_the_wait_is_over_after_which_a_line_says_so() -> None:
+    job, sight = Mock(ranks=2, diagnosis=Diagnosis(warn_after_s=5.0)), Mock()
+    watch = HangWatch(job, sight, Mock(), count(0.0, 10.0).__next__)
+    for waited_s, asks in ((4.5, False), (4.8, True)):
+        sight.look.return_value = Pace(waited_s, waited_s, ())
+        watch.look()
+        assert sight.ask.called == asks

@@ -103,3 +103,10 @@ def test_steps_are_counted_in_time_between_their_first_operations(recorder: Reco
     found = look(PaceOfRank(recorder.file, 0), 80 / 8)
     assert found.step == 39
     assert found.steps_per_s == pytest.approx(4.0)
+
+
+def test_rates_leave_out_what_begins_after_the_time_of_a_late_look(recorder: Recorder) -> None:
+    pace = PaceOfRank(recorder.file, 0)
+    recorder.write([Operation(0.25, 0.5), Operation(0.75, 1.0), Operation(1.5, 1.75)])
+    assert look(pace, 1.0).operations_per_s == pytest.approx(2 / 0.75)
+    assert look(pace, 2.0).operations_per_s == pytest.approx(1.0)

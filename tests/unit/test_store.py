@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from phalanx.errors import InitializationError
 from phalanx.store import requests as wire
 from phalanx.store.client import JobStore
+from phalanx.store.ended import is_vain
 from phalanx.store.table import Table
 
 SOON = timedelta(milliseconds=100)
@@ -249,6 +250,14 @@ def test_rank_that_asks_after_rank_0_has_gone_is_told_who_went_first() -> None:
                 stores[1].set("of rank 1", "")
         with pytest.raises(InitializationError, match="rank 2"):
             stores[1].get("of rank 0")
+
+
+@pytest.mark.parametrize(("key", "rank"), [(b"offer", 0), (b"q/answer/2", 2)])
+def test_nobody_waits_for_a_rank_to_come_that_has_ended(key: bytes, rank: int) -> None:
+    """In the launcher's store, where a script makes the world by ``init_process_group``."""
+    whole = b"/default_pg/0//phalanx/a/of 3/shm/" + key
+    assert is_vain(whole, {rank}, ())
+    assert not is_vain(whole, {1}, ())
 
 
 def test_rank_0_answers_until_the_others_have_left() -> None:

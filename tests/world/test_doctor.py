@@ -171,7 +171,7 @@ class Job:
 @pytest.fixture(scope="module")
 def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     folder = tmp_path_factory.mktemp("doctor")
-    with running_hosts(3, folder, zygotes=False) as hosts:
+    with running_hosts(3, folder) as hosts:
         yield Job(hosts, folder)
 
 

@@ -26,7 +26,7 @@ SCRIPT = """
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestHosts, dict[str, str]]]:
     folder = tmp_path_factory.mktemp("slurm")
     with (
-        running_hosts(2, tmp_path_factory.mktemp("hosts"), zygotes=False) as hosts,
+        running_hosts(2, tmp_path_factory.mktemp("hosts")) as hosts,
         running_slurm(folder, hosts) as environment,
     ):
         yield hosts, environment
