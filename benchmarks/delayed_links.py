@@ -198,7 +198,7 @@ def on_hosts(hosts: int, ranks: int, options: argparse.Namespace) -> dict[str, l
     size = hosts * ranks
     with (
         tempfile.TemporaryDirectory() as folder,
-        running_hosts(hosts, Path(folder), zygotes=False) as made,
+        running_hosts(hosts, Path(folder)) as made,
         relayed(made, options.delay_ms / 1e3),
     ):
         processes = []

@@ -171,7 +171,7 @@ def on_hosts(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     size = HOSTS * options.ranks
     command = [sys.executable, __file__, "--measure", "--ranks", str(options.ranks), "--rounds", str(options.rounds)]
     command += ["--sizes", options.sizes]
-    with tempfile.TemporaryDirectory() as folder, running_hosts(HOSTS, Path(folder), zygotes=False) as hosts:
+    with tempfile.TemporaryDirectory() as folder, running_hosts(HOSTS, Path(folder)) as hosts:
         processes = []
         for rank in range(size):
             local = rank % options.ranks

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -77,15 +78,20 @@ def one_death(hosts: TestHosts, what: str, script: Path, folder: Path, chance: r
     size = hosts.count
     world = {"MASTER_ADDR": "h0", "MASTER_PORT": str(PORT), "WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "eth0"}
     world |= {"BENCHMARKS": str(Path(__file__).parent), "FOLDER": str(folder), "WAIT": what}
+    workers: list[subprocess.Popen[bytes]] = []
     try:
-        for rank, zygote in enumerate(hosts.zygotes):
-            zygote.fork(script, {**world, "RANK": str(rank)}, folder / f"out-{rank}", folder / f"err-{rank}")
+        for rank in range(size):
+            with open(folder / f"said-{rank}", "wb") as said:
+                own = {**world, "RANK": str(rank)}
+                workers.append(hosts.start(rank, [sys.executable, str(script)], own, stdout=said, stderr=said))
         await_files(folder, [f"ready-{rank}" for rank in range(size)], what)
         time.sleep(0.1 + 0.1 * chance.random())  # all of them wait now
         (folder / "die").touch()
         await_files(folder, [f"killed-{size - 1}", *(f"known-{rank}" for rank in range(size - 1))], what)
     finally:
-        hosts.end_processes()
+        for rank, worker in enumerate(workers):
+            hosts.kill_all(rank)
+            worker.wait()
     killed = json.loads((folder / f"killed-{size - 1}").read_text())
     times = []
     for rank in range(size - 1):
@@ -114,8 +120,6 @@ def main() -> None:
     script = folder / "script.py"
     script.write_text(dedent(SCRIPT))
     with running_hosts(options.workers, folder) as hosts:
-        for zygote in hosts.zygotes:
-            zygote.wait_until_ready()
         for number in range(options.rounds):
             for what, times in samples.items():
                 times += one_death(hosts, what, script, folder / f"{what}-{number}", chance)

@@ -14,6 +14,7 @@ from tests.differential.worlds import BETWEEN_HOSTS, differences
 CONFORMANCE = Path(__file__).parents[2] / "docs" / "conformance.md"
 MODULES = load_programs()
 MESSAGES = "point_to_point"
+SLOW = ("checkpoints", "compiling", "spawning")
 
 
 def programs(module: str, size: int, *, long: bool) -> list[Program]:
@@ -21,7 +22,14 @@ def programs(module: str, size: int, *, long: bool) -> list[Program]:
     return [each for each in found if long or not each.long]
 
 
-@pytest.mark.parametrize("module", [each for each in MODULES if programs(each, SIZES[0], long=False)])
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(each, marks=pytest.mark.long if each in SLOW else [])
+        for each in MODULES
+        if programs(each, SIZES[0], long=False)
+    ],
+)
 def test_programs_give_the_same_as_on_gloo(module: str) -> None:
     if module == "compiling":
         importlib.import_module("torch._dynamo.backends.debugging")  # once, and not in each rank

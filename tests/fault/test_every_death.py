@@ -25,7 +25,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("ranks", "stride"),
-    [(3, 8), *(pytest.param(ranks, 1, marks=pytest.mark.long) for ranks in ((3,) if SCALE == 1 else (2, 3, 5, 8)))],
+    [(3, 16), *(pytest.param(ranks, 1, marks=pytest.mark.long) for ranks in ((3,) if SCALE == 1 else (2, 3, 5, 8)))],
 )
 def test_others_have_whole_results_or_learn_who_died_wherever_a_rank_dies(
     program: Path, ranks: int, stride: int

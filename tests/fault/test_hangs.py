@@ -221,6 +221,7 @@ else:
 )
 
 
+@pytest.mark.long
 def test_each_way_to_hang_over_gloo_is_named_too(launcher: Launcher) -> None:
     job = Hanging(launcher, OVER_GLOO)
     joins = "ranks 0-1 wait for it in init at <join>"

@@ -279,7 +279,7 @@ def test_rank_that_does_not_come_is_named_with_its_host_and_place(hosts: TestHos
     process = f"rank {late} of the group (pid {(tmp_path / f'pid-{late}').read_text()} on h{late // 2})"
     for rank in others:
         assert process in found[rank]
-        assert "await_said (" in found[rank]
+        assert ", which was at soon (" in found[rank]  # of await_said
         assert f"rank {rank} was in all_reduce(float32[{SMALL}], sum)" in found[rank]
 
 

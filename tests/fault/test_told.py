@@ -174,6 +174,7 @@ def own_lines(job: Job) -> str:
     return "\n".join(line for line in job.said().splitlines() if not line.startswith("[rank "))
 
 
+@pytest.mark.long
 def test_a_program_over_gloo_that_is_right_is_not_warned_of(launcher: Launcher) -> None:
     job = Job(launcher, RIGHT, "gloo", options="-q --warn-after 0")
     assert (job.end(), own_lines(job)) == (0, ""), job.said()

@@ -58,6 +58,7 @@ def test_replicas_with_remote_embeddings_train_alike(by_replicas: dict[str, Any]
     assert abs(found["accuracy"] - by_replicas["accuracy"]) <= 0.01
 
 
+@pytest.mark.long
 def test_an_agent_learns_from_its_observers(tmp_path: Path) -> None:
     found = run(tmp_path, "rpc_reinforcement.py", "--episodes", "50", ranks=3)
     assert found["observers"] == 2

@@ -54,7 +54,7 @@ def test_script_functions_make_calls_and_take_references() -> None:
 
 @torch.jit.interface
 class Interface:
-    def forward(self, tensor: Tensor) -> Tensor:
+    def forward(self, tensor: Tensor) -> Tensor:  # type: ignore[empty-body]
         pass
 
 

@@ -82,6 +82,7 @@ def test_every_operation_is_right_and_measured(tmp_path: Path, sizes: str, dtype
     assert "3 ranks, all_reduce float32 4" in err
 
 
+@pytest.mark.long
 def test_ctrl_c_prints_what_was_measured_and_a_killed_rank_is_reported(tmp_path: Path) -> None:
     words = ("all", "--rounds", "5", "--round-ms", "20", "--patience", "0", "--against", "none", "--ranks", "2")
     process = start(tmp_path, *words)

@@ -19,7 +19,7 @@ def segment_bytes() -> int:
     return int(last, 16) - int(first, 16)
 
 
-@pytest.mark.parametrize("size", [24, pytest.param(64, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [12, pytest.param(64, marks=pytest.mark.long)])
 def test_every_operation_in_a_world_of(size: int) -> None:
     def body(member: Member) -> int:
         member.join(timeout_s=280)

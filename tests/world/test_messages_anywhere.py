@@ -377,12 +377,16 @@ SENDS_AND_ENDS = """
 """
 
 
-MORE_ENDS = [(1, "ends"), (0, "destroys"), (1, "destroys")]  # which rank dials the other is decided by their ports
+ENDS = [
+    (0, "ends"),
+    (1, "ends"),
+    (0, "destroys"),
+    (1, "destroys"),
+]  # which rank dials the other is decided by their ports
 
 
-@pytest.mark.parametrize(
-    ("sender", "then"), [(0, "ends"), *(pytest.param(*job, marks=pytest.mark.long) for job in MORE_ENDS)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("sender", "then"), ENDS)
 def test_what_a_rank_sends_before_its_script_ends_arrives(sender: int, then: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", dedent(SENDS_AND_ENDS)]
     running = [

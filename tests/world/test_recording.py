@@ -123,6 +123,7 @@ def one_is_missing(member: Member) -> Recording:
     return own_recording()
 
 
+@pytest.mark.long
 def test_torchs_own_analyser_reads_the_recordings(tmp_path: Path) -> None:
     """It matches what belongs together, and says which rank is missing in the collective that one has not called."""
     recordings = on_ranks(one_is_missing, 2)

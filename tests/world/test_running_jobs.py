@@ -145,6 +145,7 @@ def test_a_job_is_listed_and_shown_and_followed_to_its_end(launcher: Launcher) -
     assert (gone.returncode, f"no job {listed['id']}" in gone.stderr) == (2, True)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
 def test_ranks_of_all_hosts_are_shown_and_what_cannot_be_seen_is_named(remote: RemoteLauncher) -> None:
     job = Job(remote, SCRIPT.replace("os.kill(os.getpid(), signal.SIGKILL)", "pass"), options="-q -H h0:1,h1:2")

@@ -48,7 +48,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(("way", "n"), [("none", 1), ("phalanx", 3), ("torchrun", 2)])
+@pytest.mark.parametrize(
+    ("way", "n"), [("none", 1), ("phalanx", 3), pytest.param("torchrun", 2, marks=pytest.mark.long)]
+)
 def test_one_script_under_every_launcher(way: str, n: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
