@@ -52,8 +52,8 @@ def leaves(member: Member, pids: dict[int, int]) -> float:
 @pytest.mark.parametrize("tcp", [False, True])
 def test_shutdown_ends_and_says_for_whom_it_waited(tcp: bool, capfd: pytest.CaptureFixture[str]) -> None:
     def run(member: Member) -> Any:
-        vars(inquiry)["_LEAST_S"] = 1.0 if tcp else 0.5
-        vars(from_outside)["_WRITTEN_S"] = 3.0  # for each of a few threads
+        vars(inquiry)["_LEAST_S"] = 3.0 if tcp else 0.5
+        vars(from_outside)["_WRITTEN_S"] = 20.0  # for each of a few threads
         vars(session)["_STORE_S"] = LONG_S  # beside the time for what the others do, which is asked meanwhile
         workers.begin(member, tcp=tcp)
         pids = {one.rank: one.pid for one in rpc.workers()}
