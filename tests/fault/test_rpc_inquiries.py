@@ -98,16 +98,23 @@ def running_functions() -> None:
     told = timeout_of(lambda error: error.cause == "handler", calling(wait_for_nothing))
     assert (told.cause, told.at) == ("handler", "")
 
-    items: Any = rpc.call(1, slow_items, timeout_s=LONG_S)
-    assert next(items) == 1
-    vars(items)["_timeout_s"] = LATE_S  # now that the first item has come, for which a worker may take long
+    generators: list[Any] = []
+
+    def second_item() -> None:
+        generators.append(rpc.call(1, slow_items, timeout_s=LONG_S))
+        assert next(generators[-1]) == 1
+        vars(generators[-1])["_timeout_s"] = (
+            LATE_S  # now that the first item has come, for which a worker may take long
+        )
+        next(generators[-1])
+
     place = line_of(slow_items, "# before the second item")
-    told = timeout_of(lambda error: place in error.at, lambda: next(items))
+    told = timeout_of(lambda error: place in error.at, second_item)
     assert (told.cause, told.at) == ("handler", f"slow_items ({place})")
     assert told.asked == "the next item of a generator"
-    vars(items)["_timeout_s"] = LONG_S
+    vars(generators[-1])["_timeout_s"] = LONG_S
     rpc.call(1, tell_it)
-    assert list(items) == [2]
+    assert list(generators[-1]) == [2]
 
 
 def stopped_process() -> None:
@@ -142,10 +149,12 @@ def test_overdue_call_says_what_its_worker_does(tcp: bool) -> None:
     def body(member: Member) -> None:
         workers.begin(member, tcp=tcp)
         if member.rank == 0:
-            running_functions()
-            stopped_process()
-            held_interpreter(member.folder, by_the_main_thread=not tcp)
-            rpc.call(1, end_it)
+            try:
+                running_functions()
+                stopped_process()
+                held_interpreter(member.folder, by_the_main_thread=not tcp)
+            finally:
+                rpc.call(1, end_it)
         while member.rank and not _over.wait(0.01):
             while _holding:
                 hold_the_interpreter(_holding.pop())

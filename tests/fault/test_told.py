@@ -29,7 +29,7 @@ def test_no_golden_text_is_longer_than_a_user_reads() -> None:
 
 def check_stopped_and_killed(job: Job, on: str) -> None:
     """Rank 1 is stopped, and named at once; then it is killed."""
-    while not (job.folder / "done-2").exists():
+    while not all((job.folder / f"done-{rank}").exists() for rank in range(3)):
         assert job.process.poll() is None, job.said()
     stop(job.pid(1))
     waits = rf"ranks 0, 2 wait for it in all_reduce #2 at {job.at('call')}, for \d+ s now$"
