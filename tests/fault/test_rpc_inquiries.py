@@ -104,7 +104,7 @@ def running_functions() -> None:
         generators.append(rpc.call(1, slow_items, timeout_s=LONG_S))
         assert next(generators[-1]) == 1
         vars(generators[-1])["_timeout_s"] = (
-            LATE_S  # now that the first item has come, for which a worker may take long
+            LATE_S  # now that the first item has come
         )
         next(generators[-1])
 
