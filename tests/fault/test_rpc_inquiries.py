@@ -103,9 +103,7 @@ def running_functions() -> None:
     def second_item() -> None:
         generators.append(rpc.call(1, slow_items, timeout_s=LONG_S))
         assert next(generators[-1]) == 1
-        vars(generators[-1])["_timeout_s"] = (
-            LATE_S  # now that the first item has come
-        )
+        vars(generators[-1])["_timeout_s"] = LATE_S  # now that the first item has come
         next(generators[-1])
 
     place = line_of(slow_items, "# before the second item")
