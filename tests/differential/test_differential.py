@@ -14,7 +14,7 @@ from tests.differential.worlds import BETWEEN_HOSTS, differences
 CONFORMANCE = Path(__file__).parents[2] / "docs" / "conformance.md"
 MODULES = load_programs()
 MESSAGES = "point_to_point"
-SLOW = ("checkpoints", "compiling", "spawning")
+SLOW = ("checkpoints", "compiling", "data_parallel", "sharding", "spawning")
 
 
 def programs(module: str, size: int, *, long: bool) -> list[Program]:

@@ -23,6 +23,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "stride"),
     [(3, 16), *(pytest.param(ranks, 1, marks=pytest.mark.long) for ranks in ((3,) if SCALE == 1 else (2, 3, 5, 8)))],

@@ -180,6 +180,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHosts]:
         yield made
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
 @pytest.mark.parametrize("first", [1, pytest.param(0, marks=pytest.mark.long)])
 def test_ranks_that_fall_are_named_with_their_host(remote: RemoteLauncher, tmp_path: Path, first: int) -> None:

@@ -67,6 +67,7 @@ FORKED = """
 """
 
 
+@pytest.mark.long
 def test_engine_is_made_anew_once_in_every_forked_process(tmp_path: Path) -> None:
     library = tmp_path / "engine_ends.so"
     subprocess.run(["cc", "-O1", "-shared", "-fPIC", str(SOURCE), "-o", str(library), "-ldl"], check=True)

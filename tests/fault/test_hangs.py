@@ -285,6 +285,7 @@ def held(pid: int) -> Iterator[None]:
         libc.ptrace(17, pid, None, None)  # PTRACE_DETACH
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
 def test_a_rank_or_a_host_that_keeps_ranks_of_others_is_named(remote: RemoteLauncher) -> None:
     """A host that does not answer delays no report."""

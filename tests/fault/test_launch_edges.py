@@ -143,6 +143,7 @@ def test_input_goes_to_one_rank_and_a_debugged_one_has_the_terminal(launcher: La
     os.close(master)
 
 
+@pytest.mark.long
 def test_output_or_place_of_which_there_is_none_ends_the_job(launcher: Launcher, tmp_path: Path) -> None:
     """A full disk; a folder that was deleted; no network; a closed terminal, which sends SIGHUP to its own session."""
     ranks = ("-q", "--grace", "250", "sh", "-c")

@@ -76,6 +76,7 @@ def relay_of(job: RemoteJob) -> int:
     raise AssertionError("no process of the job is its relay")
 
 
+@pytest.mark.long
 @needs_hosts
 def test_stopped_agent_is_waited_for_and_continued_or_cut_off(remote: RemoteLauncher) -> None:
     silence = impatient(remote.folder / "impatient")

@@ -212,6 +212,7 @@ def trained_by_one_process(ranks: int) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "group", "size"),
     [

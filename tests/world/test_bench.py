@@ -56,6 +56,7 @@ def check_row(row: dict[str, Any], rounds: int, backends: set[str]) -> None:
     assert set(row["noise"]) == {"probe_spread", "stolen", "others"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "dtypes", "against"),
     [

@@ -210,6 +210,7 @@ def test_names_and_routes_that_lead_nowhere(job: Job) -> None:
     said.has("to h1", "h2", "failure", "firewall")
 
 
+@pytest.mark.long
 @needs_hosts
 def test_cable_that_is_out_and_packets_that_are_too_large(job: Job) -> None:
     job.hosts.cut(1)
@@ -226,6 +227,7 @@ def test_cable_that_is_out_and_packets_that_are_too_large(job: Job) -> None:
     assert [one["small_packets_only"] for one in said.answer["pairs"]] == [True, True]
 
 
+@pytest.mark.long
 @needs_hosts
 def test_hosts_are_measured_and_a_slow_link_is_found(job: Job) -> None:
     slow = "tc qdisc replace dev eth0 root tbf rate 20mbit burst 32kb latency 50ms"

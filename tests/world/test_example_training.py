@@ -40,6 +40,7 @@ def run_example(folder: Path, *arguments: str) -> None:
     example("text_classification").main()
 
 
+@pytest.mark.long
 def test_example_goes_on_from_its_checkpoint_as_if_never_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,6 +108,7 @@ def another_checkpoint() -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.long
 def test_what_cannot_work_is_said(tmp_path: Path) -> None:
     for content, arguments, message in (
         (b"", ["--batch-size", "65"], "--batch-size 65 cannot be shared evenly by 2 ranks"),

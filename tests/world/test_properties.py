@@ -32,6 +32,7 @@ def test_every_program_leaves_what_the_oracle_says(size: int, examples: int) -> 
         drawn(programs(size), examples, check)
 
 
+@pytest.mark.long
 @worlds_and_examples({3: 8}, {2: 25, 3: 25, 5: 25})
 def test_a_rank_that_calls_something_else_is_told_to_its_group(size: int, examples: int) -> None:
     def check(example: Perturbed) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 
+import pytest
 from tests.launch_support import Launcher, launcher
 
 __all__ = ["launcher"]
@@ -79,6 +80,7 @@ print(os.environ["RANK"], arguments.local_rank, arguments.lr, arguments.rest)
 """
 
 
+@pytest.mark.long
 def test_table_bound_cores_local_ranks_and_devices_are_as_asked_for(launcher: Launcher) -> None:
     """A dry run tells the same; a failure names the host; a script may choose another device."""
     mine = os.sched_getaffinity(0)

@@ -56,6 +56,7 @@ WAITING = """
 """
 
 
+@pytest.mark.long
 def test_ctrl_c_or_a_lost_host_ends_the_ranks_of_all_hosts(remote: RemoteLauncher, hosts: TestHosts) -> None:
     """Whether its network went or its agent, and although another host still imports torch."""
     script = remote.script(WAITING)
@@ -90,6 +91,7 @@ def test_ctrl_c_or_a_lost_host_ends_the_ranks_of_all_hosts(remote: RemoteLaunche
     assert "ranks 0-1 ended by the launcher" in job.err, job.said()
 
 
+@pytest.mark.long
 def test_hosts_that_differ_are_refused_and_reach_it_by_an_address(
     remote: RemoteLauncher, hosts: TestHosts, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -211,6 +213,7 @@ wait $!
 """
 
 
+@pytest.mark.long
 def test_recipe_for_pods_leaves_nothing_when_the_launcher_is_killed(remote: RemoteLauncher) -> None:
     page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
     (recipe,) = [

@@ -49,7 +49,7 @@ def exchange(to: int, nbytes: int, chance: random.Random) -> None:
             each.fill_(1)  # it may be written to
 
 
-@pytest.mark.parametrize("tcp", [False, True])
+@pytest.mark.parametrize("tcp", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_messages_of_every_size_arrive_whole_beside_each_other(tcp: bool) -> None:
     """From several threads of every worker to every other, which also call back in turn."""
 

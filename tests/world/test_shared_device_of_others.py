@@ -30,6 +30,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["together", *(pytest.param(how, marks=pytest.mark.long) for how in ("apart", "cpu"))])
 def test_ranks_on_one_device_of_torchs_backends_are_warned_of_once(launcher: Launcher, how: str) -> None:
     done = launcher.run("-n", "3", "-q", launcher.script(SCRIPT), how)
