@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from tests.fault.test_deaths import await_naps
 from tests.support.islands import pretend_host
 from tests.support.ports import held_port
-from tests.support.ranks import Member, fork_rank, on_ranks, values
+from tests.support.ranks import Member, fork_rank, on_ranks, run_ranks, values
 from tests.support.ranks import _collect as collect
 from tests.support.waiting import soon, stop
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -31,6 +32,7 @@ from phalanx.errors import ClosedError, PeerLost
 from phalanx.place.place import Place
 from phalanx.rendezvous.meet import leave, meet
 from phalanx.transports.hosts.lookout import lookout
+from phalanx.transports.shm import explanation
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 
 # -- namespaces --------------------------------------------------------------------------------------------------------
@@ -284,3 +286,21 @@ def test_rank_whose_connection_has_ended_is_dialled_again_and_not_lost() -> None
         member.meet("connected again")
 
     on_ranks(body, 2)
+
+
+def test_rank_that_a_signal_ended_is_told_in_one_way_on_both_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank beside it knows the signal, as under ``phalanx run``."""
+    ending = SimpleNamespace(text="by signal 9 (SIGKILL)", signal=9)
+    monkeypatch.setattr(explanation, "how_ended", lambda _: ending)
+
+    def body(member: Member) -> str:
+        pretend_host(min(member.rank, 1))
+        member.join()
+        dist.all_reduce(torch.ones(3))
+        if member.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerLost, match=r"^rank 2 of the group \(pid \d+ on h1\) has ended") as caught:
+            dist.all_reduce(torch.ones(3))
+        return str(caught.value)
+
+    assert all("rank 2" in told for told in values(run_ranks(body, 3)[:2]))

@@ -99,3 +99,15 @@ def test_the_call_of_another_thread_has_its_name(place: str, user: bool) -> None
     line = body.__code__.co_firstlineno + 4
     where = f"{__file__}:{line}" if user else "torch.distributed.c10d_logger.wrapper"
     assert on_ranks(body, 3) == [f"all_gather(float32[2]) at {where} in thread 'saver_0'"] * 3
+
+
+def test_error_between_hosts_has_no_part_of_the_call_as_its_cause() -> None:
+    """Inside a host an all_reduce has parts, which nobody has called."""
+
+    def body(member: Member) -> BaseException | None:
+        join(member, "0011")
+        with pytest.raises(CollectiveMismatch) as caught:
+            dist.all_reduce(torch.ones(2 if member.rank == 1 else 3))
+        return caught.value.__cause__
+
+    assert on_ranks(body, 4) == [None] * 4

@@ -17,6 +17,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.islands import pretend_host
 from tests.support.ranks import Member, on_ranks
 from tests.support.waiting import soon, stop
 
@@ -78,8 +79,12 @@ def test_line_of_a_rank_that_does_not_come_is_told(way: Callable[[Member], None]
         assert place[1] == "all_told" or (place[1] == way.__name__ and 0 < int(place[2]) - first < 8), text
 
 
-def test_stopped_rank_is_told_as_stopped_and_not_asked() -> None:
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_stopped_rank_is_told_as_stopped_and_not_asked(hosts: int) -> None:
+    """Between hosts by the other rank of its host."""
+
     def body(member: Member) -> str:
+        pretend_host(min(member.rank, hosts - 1))
         member.join_patiently(SHORT_S)
         (member.folder / f"pid-{member.rank}").write_text(str(os.getpid()))
         member.meet("pids")
@@ -98,4 +103,4 @@ def test_stopped_rank_is_told_as_stopped_and_not_asked() -> None:
         return str(caught.value)
 
     for text in on_ranks(body, 3)[:-1]:
-        assert "which is stopped (state T), did not come" in text
+        assert "stopped (state T), did not come" in text

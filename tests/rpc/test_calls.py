@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import traceback
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from phalanx import rpc
 from phalanx.errors import ClosedError, InitializationError, RankError
 from phalanx.rpc import session
+from phalanx.rpc.failure import Failure
 from tests.rpc import workers
 from tests.rpc.workers import next_of, with_workers
 from tests.support.ranks import Member, on_ranks
@@ -114,3 +116,15 @@ def test_worker_can_be_called_and_call_before_its_init_returns() -> None:
         return got
 
     on_ranks(body, 3)
+
+
+def test_error_whose_traceback_cannot_be_formatted_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython parses the lines of a traceback, and fails with a SystemError if another thread disturbs it."""
+
+    def fail(*_: object) -> list[str]:
+        raise SystemError("AST constructor recursion depth mismatch (before=60, after=55)")
+
+    monkeypatch.setattr(traceback, "format_exception", fail)
+    failure = Failure.decode(Failure.of(KeyError("weights")).encode())
+    assert (failure.type_name, failure.text) == ("KeyError", "'weights'")
+    assert failure.traceback == "KeyError: 'weights'\n"

@@ -50,6 +50,7 @@ from phalanx.store.seats import Seats
 from phalanx.store.table import Table
 from phalanx.store.torch_requests import Conversation, TorchTable
 from phalanx.system.foreign_values import checked, is_number, read_json
+from phalanx.transports import seat
 from phalanx.transports.hosts.contact import _MESSAGE, Contact
 from phalanx.transports.hosts.inquiry import answer_from
 from phalanx.transports.shm import tuning
@@ -430,6 +431,8 @@ FOUND: list[tuple[str, Callable[[bytes], bytes]]] = [
     ("the claim of a rank", lambda data: data.replace(b'"rank": 1', b'"rank": true')),
     ("the claim of a rank", lambda data: data.replace(b'"h1"', b'"\\ud800"')),
     ("the verdict on a claim", lambda _: DEEP),
+    ("the answer of a worker", lambda _: DEEP),
+    ("the answer of a worker", lambda _: b"[]"),
     ("a message between lookouts", lambda _: DEEP),
     ("the description of a job", lambda _: DEEP + b"\n"),
     ("the description of a job", lambda data: data.replace(b"4243", b'"x"')),
@@ -481,6 +484,12 @@ def test_value_of_another_kind_is_refused_by_its_name() -> None:
         with pytest.raises(ValueError, match=r"number|more"):
             checked(Thing, wrong)
     assert [is_number(value) for value in (0, -1, (1 << 64) - 1, 1 << 64, True, 1.0, "1")] == [True] * 3 + [False] * 4
+
+
+def test_nonsense_in_the_place_of_a_rank_is_no_claim() -> None:
+    """In a store of torch's anybody may write."""
+    for data in (DEEP, b"7", b"[7]", b"\xff", b'[{"rank": "1"}]'):
+        assert seat._decoded(data) == []
 
 
 def test_json_that_is_nested_too_deeply_is_no_json() -> None:

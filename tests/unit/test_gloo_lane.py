@@ -151,6 +151,15 @@ def test_error_of_what_is_done_while_transfers_are_awaited_is_its_own() -> None:
     engine.close()
 
 
+def test_as_many_short_sends_as_one_likes_are_waited_for_together() -> None:
+    gloo: Any = Gloo(ends=ENDED)
+    gloo.connects.set()
+    engine = GlooEngine(gloo, LIMIT)
+    sent = [engine.send(torch.ones(1), 1, 1) for _ in range(5000)]
+    sent[0].wait_with(sent[1:], lambda: None)
+    engine.close()
+
+
 def test_leader_hears_the_others_while_its_own_frame_is_on_its_way() -> None:
     """It may be for ever, behind what was sent before it in the same call."""
     engine = Mock(ends_waits_for_sends=True)

@@ -102,6 +102,20 @@ def test_what_takes_too_long_is_left_alone_also_when_no_thread_can_start(monkeyp
     assert soon(lambda: threading.active_count() <= before)
 
 
+def test_exception_of_a_signal_handler_comes_out_of_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may come when the new thread runs already, and before ``Thread.start()`` has seen that."""
+    own = getattr(threading, START)
+
+    def interrupted(task: Any, *arguments: Any, **options: Any) -> None:
+        own(task, *arguments, **options)
+        assert soon(lambda: task.__self__ not in threading._limbo)  # type: ignore[attr-defined]
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(threading, START, interrupted)
+    with pytest.raises(ZeroDivisionError):
+        start(threading.Thread(target=int))
+
+
 def test_only_the_systems_refusal_of_a_thread_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, expected in (("can't start new thread", BackendError), ("of a signal handler", RuntimeError)):
 

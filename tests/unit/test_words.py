@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from phalanx.words import (
     format_size,
     format_spans,
     format_time,
+    printable,
 )
 
 
@@ -41,6 +43,10 @@ def test_one_thing_is_singular_and_every_other_number_plural() -> None:
 )
 def test_amounts_are_written_for_people(words: Callable[[float], str], expected: dict[float, str]) -> None:
     assert {amount: words(amount) for amount in expected} == expected
+
+
+def test_names_in_any_bytes_are_escaped_where_they_are_no_text() -> None:
+    assert printable(os.fsdecode(b"caf\xe9.py")) == "caf\\udce9.py"
 
 
 def test_a_line_is_written_in_one_piece_under_phalanxs_name() -> None:
