@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from textwrap import dedent
 
+import pytest
+
 SOURCE = Path(__file__).parents[1] / "native/engine_ends.c"
 
 TWO_THREADS = """
