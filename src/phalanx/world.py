@@ -17,6 +17,7 @@ from phalanx import settings
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.register import forget_failed_groups, register
 from phalanx.c10d.replace import replaces
+from phalanx.c10d.torch_versions import new_group
 from phalanx.errors import ArgumentError, ClosedError, DeviceError, InitializationError, PhalanxError
 from phalanx.group import Group, Session
 from phalanx.place.arguments import place_with
@@ -136,7 +137,7 @@ class World(TrainingCalls):
 
     def _process_group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """As for any group; of the world every rank calls it, so torch can name the group."""
-        group = dist.new_group(list(ranks), timeout=self._session.timeout, sort_ranks=False)
+        group = new_group(ranks, self._session.timeout)
         return group if self.rank in ranks else None
 
     @contextlib.contextmanager

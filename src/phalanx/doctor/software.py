@@ -14,7 +14,7 @@ from phalanx.native import core
 
 __all__ = ["software"]
 
-OLDEST_TORCH = (2, 13)
+OLDEST_TORCH = (2, 9)
 
 
 def software() -> Iterator[Finding]:
