@@ -100,7 +100,7 @@ def new_group(ranks: Sequence[int], timeout: timedelta) -> Any:
     """``torch.distributed.new_group``, which keeps the order of the ranks.
 
     Raises:
-        ArgumentError: this torch, before 2.13, would sort them.
+        ArgumentError: this torch, before 2.12, would sort them.
     """
     import torch
     import torch.distributed as dist
@@ -109,7 +109,7 @@ def new_group(ranks: Sequence[int], timeout: timedelta) -> Any:
         return dist.new_group(list(ranks), timeout=timeout, sort_ranks=False)
     if list(ranks) != sorted(ranks):
         raise ArgumentError(
-            f"torch {torch.__version__} sorts the ranks of a new group; give {sorted(ranks)}, or use torch >= 2.13"
+            f"torch {torch.__version__} sorts the ranks of a new group; give {sorted(ranks)}, or use torch >= 2.12"
         )
     return dist.new_group(list(ranks), timeout=timeout)
 
