@@ -91,7 +91,7 @@ class BaseProcessGroup(dist.ProcessGroup):
         else:
             self._hold_name()
         self._set_default_backend(kinds.GLOO if self._attached else kinds.UNDEFINED)
-        self._set_group_name(group_name)
+        self._set_group_name(group_name)  # type: ignore[arg-type]  # GroupName, which torch 2.9 lacks
         compare_at_exit(self)
 
     def record(self, ranks: Sequence[int]) -> None:

@@ -14,13 +14,24 @@ from typing import Any
 
 from phalanx.errors import ArgumentError, InitializationError
 
-__all__ = ["OLDEST", "TRIED", "function", "method_name", "new_group", "note_if_newer", "older_names", "refuse_if_older"]
+__all__ = [
+    "OLDER_FUNCTIONS",
+    "OLDER_METHODS",
+    "OLDEST",
+    "TRIED",
+    "function",
+    "method_name",
+    "new_group",
+    "note_if_newer",
+    "older_names",
+    "refuse_if_older",
+]
 
 OLDEST = (2, 9)
 TRIED = ((2, 9), (2, 10), (2, 11), (2, 12), (2, 13), (2, 14), (2, 15))
 
 # Methods of a process group since torch 2.13, and the names under which torch called them before.
-_OLDER_NAMES = {
+OLDER_METHODS = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
@@ -28,7 +39,7 @@ _OLDER_NAMES = {
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
 }
 # Likewise functions of torch.distributed.
-_OLDER_FUNCTIONS = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
+OLDER_FUNCTIONS = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
 
 _noted = False
 
@@ -74,7 +85,7 @@ def method_name(name: str) -> str:
     """The name by which this torch calls a method of a process group, given its name in torch 2.13."""
     import torch.distributed as dist
 
-    return name if hasattr(dist.ProcessGroup, name) else _OLDER_NAMES.get(name, name)
+    return name if hasattr(dist.ProcessGroup, name) else OLDER_METHODS.get(name, name)
 
 
 def older_names(kind: type) -> None:
@@ -83,7 +94,7 @@ def older_names(kind: type) -> None:
     From torch 2.13 on it must not have these: torch's own methods of the older names call the newer ones, and those
     would, from C++, come back to an older one.
     """
-    for name, older in _OLDER_NAMES.items():
+    for name, older in OLDER_METHODS.items():
         if method_name(name) == older and name in vars(kind):
             setattr(kind, older, vars(kind)[name])
 
@@ -92,7 +103,7 @@ def function(name: str) -> Callable[..., Any]:
     """A function of ``torch.distributed`` by its name in torch 2.13."""
     import torch.distributed as dist
 
-    found: Callable[..., Any] = getattr(dist, name, None) or getattr(dist, _OLDER_FUNCTIONS[name])
+    found: Callable[..., Any] = getattr(dist, name, None) or getattr(dist, OLDER_FUNCTIONS[name])
     return found
 
 
