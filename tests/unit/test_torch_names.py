@@ -26,4 +26,4 @@ def test_release_has_each_call_under_one_of_its_names(release: str) -> None:
 
 
 def test_every_tried_release_is_recorded() -> None:
-    assert {tuple(map(int, release.split(".")[:2])) for release in NAMES} == set(torch_versions.TRIED)
+    assert {tuple(map(int, release.split(".")[:2])) for release in NAMES} >= set(torch_versions.TRIED)
