@@ -62,7 +62,7 @@ def install(version: str, size_gb: float, folder: Path) -> str:
 def test(python: Path, jobs: int, arguments: list[str]) -> tuple[int, str]:
     """Run the tests; pytest's exit status and its last line."""
     marks = "not long and not conformance"
-    command = [str(python), "-m", "pytest", "-n", str(jobs), "--dist", "loadfile", "-m", marks, *arguments]
+    command = [str(python), "-m", "pytest", "-n", str(jobs), "--dist", "loadfile", "-m", marks, *(arguments or CORE)]
     environment = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"}
     last = ""
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as running:
