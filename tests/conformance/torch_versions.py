@@ -18,6 +18,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = ROOT / "requirements"
 SPARE_GB = 4.0  # the wheels are on the disk twice while pip installs them
+# What is run of the tests without arguments: the backend, DDP, FSDP2, compiling, RPC, the launcher, and Gloo beside us.
+CORE = [
+    *(f"tests/world/test_{name}.py" for name in ("contract", "process_group", "values", "data_parallel", "call_forms")),
+    *(f"tests/world/test_{name}.py" for name in ("training", "vendor", "torch_versions", "world", "stand_in")),
+    *(f"tests/rpc/test_{name}.py" for name in ("calls", "gradients", "torch_api")),
+    *(f"tests/fault/test_{name}.py" for name in ("launch_ends", "launch_ranks", "messages")),
+    "tests/differential",
+    "tests/unit/test_torch_names.py",
+]
 NOT_NEEDED = re.compile(r"ruff|mypy|types-.*")
 
 
@@ -53,7 +62,7 @@ def install(version: str, size_gb: float, folder: Path) -> str:
 def test(python: Path, jobs: int, arguments: list[str]) -> tuple[int, str]:
     """Run the tests; pytest's exit status and its last line."""
     marks = "not long and not conformance"
-    command = [str(python), "-m", "pytest", "-n", str(jobs), "--dist", "loadfile", "-m", marks, *arguments]
+    command = [str(python), "-m", "pytest", "-n", str(jobs), "--dist", "loadfile", "-m", marks, *(arguments or CORE)]
     environment = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"}
     last = ""
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as running:

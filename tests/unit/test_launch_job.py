@@ -128,7 +128,7 @@ def test_interfaces_devices_and_cores_that_are_not_there_are_said(monkeypatch: p
     (warning,) = make_job(cores + 1, TARGET).warnings()
     assert f"{cores + 1} ranks share {cores} cores" in warning
     monkeypatch.setattr("phalanx.launch.job.job.count_devices", lambda: 8)
-    monkeypatch.setattr("phalanx.launch.job.job.accelerator_files", lambda: ["/dev/nvidia0"])
+    monkeypatch.setattr("phalanx.launch.job.job.device_names", lambda environment: None)
     (note,) = make_job(None, TARGET, environment={}).warnings()
     assert note == "this machine has 8 accelerators, and one rank uses one of them: phalanx run -n 8 …"
     assert make_job(1, TARGET, environment={}).warnings() == []

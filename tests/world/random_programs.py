@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from tests.support.ranks import Member
 from torch._C._distributed_c10d import GatherOptions
 
+from phalanx.c10d.torch_versions import function
 from phalanx.errors import CollectiveMismatch
 from phalanx.transports.shm.tuning import Tuning, tuning_in_force
 
@@ -591,12 +592,12 @@ _CALLS: dict[str, Callable[[_Asked, Tensors, Tensors], Any]] = {
     "reduce": lambda ask, out, _: dist.reduce(out[0], ask.root, ask.step.reduce_op, **ask.how),
     "broadcast": lambda ask, out, _: dist.broadcast(out[0], ask.root, **ask.how),
     "all_gather": lambda ask, out, given: dist.all_gather(out, given[0], **ask.how),
-    "all_gather_single": lambda ask, out, given: dist.all_gather_single(out[0], given[0], **ask.how),
+    "all_gather_single": lambda ask, out, given: function("all_gather_single")(out[0], given[0], **ask.how),
     "gather": lambda ask, out, given: dist.gather(given[0], out if ask.is_root else None, ask.root, **ask.how),
     "gather_single": _gather_single,
     "scatter": lambda ask, out, given: dist.scatter(out[0], given if ask.is_root else None, ask.root, **ask.how),
     "reduce_scatter": lambda ask, out, given: dist.reduce_scatter(out[0], given, ask.step.reduce_op, **ask.how),
-    "reduce_scatter_single": lambda ask, out, given: dist.reduce_scatter_single(
+    "reduce_scatter_single": lambda ask, out, given: function("reduce_scatter_single")(
         out[0], given[0], ask.step.reduce_op, **ask.how
     ),
     "all_to_all": lambda ask, out, given: dist.all_to_all(out, given, **ask.how),

@@ -11,6 +11,8 @@ from tests.support.ranks import Member
 from tests.support.worlds import every_rank
 from torch._C._distributed_c10d import GatherOptions
 
+from phalanx.c10d.torch_versions import function
+
 COUNTS = (1, 16, 700, 300_000)
 
 
@@ -34,8 +36,8 @@ def test_gathering_from_a_part_of_the_output(member: Member) -> None:
     options: Any = GatherOptions()
     options.rootRank, options.asyncOp = root, False
     operations: dict[str, Callable[[torch.Tensor, torch.Tensor, int], Any]] = {
-        "single": lambda output, part, count: dist.all_gather_single(output, part),
-        "later": lambda output, part, count: dist.all_gather_single(output, part, async_op=True).wait(),
+        "single": lambda output, part, count: function("all_gather_single")(output, part),
+        "later": lambda output, part, count: function("all_gather_single")(output, part, async_op=True).wait(),
         "list": lambda output, part, count: dist.all_gather(list(output.split(count)), part),
         "gather": lambda output, part, count: dist.gather(part, list(output.split(count)) if is_root else None, root),
         "gather single": lambda output, part, count: group.gather_single(output, part, options),
@@ -61,7 +63,7 @@ def test_results_go_into_a_part_of_the_input(member: Member) -> None:
         total = sum(wholes[1:], wholes[0])[own]
         for name, start in starts(rank, size, count).items():
             for kind, call, expected in (
-                ("single", lambda part, whole: dist.reduce_scatter_single(part, whole), total),
+                ("single", lambda part, whole: function("reduce_scatter_single")(part, whole), total),
                 ("list", lambda part, whole, n=count: dist.reduce_scatter(part, list(whole.split(n))), total),
                 (
                     "scatter",

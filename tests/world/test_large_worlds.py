@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks
 
+from phalanx.c10d.torch_versions import function
+
 MOST_BYTES_PER_RANK = 4 << 20
 
 
@@ -29,7 +31,7 @@ def test_every_operation_in_a_world_of(size: int) -> None:
             dist.all_reduce(tensor)
             assert bool((tensor == n * (n + 1) / 2).all())
         gathered = torch.empty(n, 300)
-        dist.all_gather_single(gathered, torch.full((300,), float(me)))
+        function("all_gather_single")(gathered, torch.full((300,), float(me)))
         assert torch.equal(gathered, torch.arange(n).float()[:, None].expand(n, 300))
         for count in (3, 2_000):  # what fits beside the row of sizes, and what needs more chunks
             received = torch.empty(n * count)
@@ -39,7 +41,7 @@ def test_every_operation_in_a_world_of(size: int) -> None:
         dist.broadcast(tensor, n - 1)
         assert torch.equal(tensor, torch.arange(1000) + n - 1)
         own = torch.empty(10)
-        dist.reduce_scatter_single(own, torch.arange(n).float().repeat_interleave(10) + me)
+        function("reduce_scatter_single")(own, torch.arange(n).float().repeat_interleave(10) + me)
         assert own.tolist() == [float(n * me + n * (n - 1) // 2)] * 10
         work = dist.isend(torch.tensor([me]), (me + 1) % n)
         before = torch.empty(1, dtype=torch.int64)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.support.ranks import Member
 from tests.support.worlds import ANYWHERE, every_rank
 
+from phalanx.c10d.torch_versions import function
 from phalanx.errors import ArgumentError, BackendError
 
 
@@ -50,7 +51,7 @@ def every_collective(member: Member) -> None:
     dist.all_gather(gathered, ones(member))
     assert [t[0].item() for t in gathered] == everyone
     flat = torch.empty(4 * n)
-    dist.all_gather_single(flat, ones(member))
+    function("all_gather_single")(flat, ones(member))
     assert flat.view(n, 4)[:, 0].tolist() == everyone
     output = torch.empty(2)
     dist.reduce_scatter(output, [torch.full((2,), float(r * (rank + 1))) for r in range(n)])

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks
 from torch._C._distributed_c10d import FakeProcessGroup, FakeWork, GatherOptions
 
+from phalanx.c10d.torch_versions import function
 from phalanx.c10d.vendor import MixedProcessGroup
 from phalanx.errors import DeviceMismatch
 
@@ -36,9 +37,9 @@ def calls(size: int, tensor: torch.Tensor) -> list[Any]:
         dist.broadcast(tensor, 0, async_op=True),
         dist.reduce(tensor, 0, async_op=True),
         dist.all_gather(many, tensor, async_op=True),
-        dist.all_gather_single(wide, tensor, async_op=True),
+        function("all_gather_single")(wide, tensor, async_op=True),
         dist.reduce_scatter(tensor, many, async_op=True),
-        dist.reduce_scatter_single(tensor, wide, async_op=True),
+        function("reduce_scatter_single")(tensor, wide, async_op=True),
         dist.all_to_all(many, [torch.empty_like(tensor) for _ in range(size)], async_op=True),
         dist.all_to_all_single(wide, torch.empty_like(wide), async_op=True),
         dist.scatter(tensor, many if dist.get_rank() == 0 else None, 0, async_op=True),

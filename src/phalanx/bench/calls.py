@@ -63,9 +63,9 @@ def torch_call(name: str, arguments: Callable[[Buffers], tuple[Any, ...]], **key
     """
 
     def prepare(group: Any, buffers: Buffers, asynchronous: bool) -> Call:
-        import torch.distributed as dist  # not at the top: the command line reads the table too, without torch
+        from phalanx.c10d import torch_versions  # not at the top: the command line reads the table too, without torch
 
-        function, given = getattr(dist, name), arguments(buffers)
+        function, given = torch_versions.function(name), arguments(buffers)
         if not asynchronous:
             return lambda: function(*given, group=group, **keywords)
         return lambda: function(*given, async_op=True, group=group, **keywords).wait()

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import GroupName
 
 from phalanx.bench.cases import NOTHING
 from phalanx.c10d.messages import DoneWork
@@ -72,7 +71,7 @@ def register_nothing(asynchronous: bool) -> None:
 
     def create(given: Any, _options: Any) -> NothingGroup:
         group = NothingGroup(given.group_rank, given.group_size, asynchronous)
-        group._set_group_name(GroupName(given.group_id))
+        group._set_group_name(given.group_id)
         return group
 
     dist.Backend.register_backend(NOTHING, create, extended_api=True, devices=["cpu"])

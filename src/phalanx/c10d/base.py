@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, FakeProcessGroup, Store
-from torch.distributed.distributed_c10d import GroupName
 
 from phalanx import settings
 from phalanx.c10d.backward import BackwardPasses, current_pass
@@ -92,7 +91,7 @@ class BaseProcessGroup(dist.ProcessGroup):
         else:
             self._hold_name()
         self._set_default_backend(kinds.GLOO if self._attached else kinds.UNDEFINED)
-        self._set_group_name(GroupName(group_name))
+        self._set_group_name(group_name)  # type: ignore[arg-type]  # GroupName, which torch 2.9 lacks
         compare_at_exit(self)
 
     def record(self, ranks: Sequence[int]) -> None:
@@ -151,14 +150,17 @@ class BaseProcessGroup(dist.ProcessGroup):
             self._attached = True
 
     def _hold_name(self) -> None:
-        """Give torch a backend for the group's name, which it keeps in its backends. Each collective of it raises.
+        """Give torch a backend for the group's name, which it keeps in its backends. Each collective of it would raise.
 
         torch 2.15 asks for a backend of each device when a group is made.
         """
         fake: Any = FakeProcessGroup
-        options = fake.Options()
-        options.error_on_collective = True
-        holder = fake._create_internal(self._rank, self._size, options)
+        if hasattr(fake, "_create_internal"):  # not before torch 2.10, where a collective of it does nothing
+            options = fake.Options()
+            options.error_on_collective = True
+            holder = fake._create_internal(self._rank, self._size, options)
+        else:
+            holder = fake(self._rank, self._size)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.UNDEFINED, holder)
 
     def serve(self, device: torch.device, kind: dist.ProcessGroup.BackendType, backend: Backend) -> None:

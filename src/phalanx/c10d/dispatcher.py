@@ -31,6 +31,7 @@ from torch._C import _distributed_c10d as types
 from phalanx.c10d.base import BaseProcessGroup
 from phalanx.c10d.messages import DoneWork
 from phalanx.c10d.nested_lists import StandIns
+from phalanx.c10d.torch_versions import method_name
 from phalanx.c10d.watched import around, is_watched, recorded
 from phalanx.errors import ArgumentError
 
@@ -128,7 +129,7 @@ def front(name: str, body: Callable[..., Any]) -> Callable[..., Any]:
     known = OPERATIONS[name]
     options, from_cpp = known.options, known.from_cpp
     count = len(known.arguments) + (options is not None)
-    torchs = getattr(dist.ProcessGroup, name, None) if known.operation else None
+    torchs = getattr(dist.ProcessGroup, method_name(name), None) if known.operation else None
 
     def call(self: Any, *given: Any, **named: Any) -> Any:
         if len(given) == count and not named and not is_watched():
@@ -148,7 +149,7 @@ def front(name: str, body: Callable[..., Any]) -> Callable[..., Any]:
             answer = torchs(self, *given, **named)
         return flight.outcome(answer)
 
-    call.__code__ = call.__code__.replace(co_name=name)
+    call.__code__ = call.__code__.replace(co_name=method_name(name))
     call.__name__ = name
     call.__doc__ = body.__doc__
     call.__wrapped__ = body

@@ -206,7 +206,8 @@ def _milliseconds(timeout: timedelta) -> int:
 
 
 for _name in CALLS:
-    setattr(HookedProcessGroup, _name, _of_group(_name))
+    if hasattr(dist.ProcessGroup, _name):  # torch < 2.13 lacks two, and has no hooks
+        setattr(HookedProcessGroup, _name, _of_group(_name))
 uncompiled(HookedProcessGroup)
 for _name in (*CALLS, "all_to_all_single", "reduce_scatter_single_coalesced", "all_gather_single_coalesced"):
     setattr(_Backend, _name, _of_backend(_name))

@@ -13,6 +13,7 @@ import torch
 
 from phalanx.c10d.collectives import Collectives
 from phalanx.c10d.dispatcher import front, watch_all, watch_calls_of_cpp
+from phalanx.c10d.torch_versions import older_names
 from phalanx.c10d.uncompiled import uncompiled
 from phalanx.errors import ArgumentError
 
@@ -21,12 +22,7 @@ __all__ = ["PhalanxProcessGroup"]
 
 @uncompiled
 class PhalanxProcessGroup(Collectives):
-    """A process group over a communicator. Made by ``init_process_group`` and ``new_group``, not by hand.
-
-    It must not have torch's older names (``alltoall_base``, ``allgather_into_tensor_coalesced``,
-    ``reduce_scatter_tensor_coalesced``): torch's own methods of these names call the newer ones, and those would, from
-    C++, come back to an older one.
-    """
+    """A process group over a communicator. Made by ``init_process_group`` and ``new_group``, not by hand."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -79,3 +75,6 @@ class PhalanxProcessGroup(Collectives):
     send: Any = front("send", Collectives.send)
     recv: Any = front("recv", Collectives.recv)
     recv_anysource: Any = front("recv_anysource", Collectives.recv_anysource)
+
+
+older_names(PhalanxProcessGroup)

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
-from torch.distributed.distributed_c10d import GroupName
 
 from phalanx.c10d.create import create_process_group
 from phalanx.c10d.hooked import CALLS
@@ -131,7 +130,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
         self._backend = _Backend(self)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, self._backend)
         self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-        self._set_group_name(GroupName(group_name))
+        self._set_group_name(group_name)  # type: ignore[arg-type]  # GroupName, which torch 2.9 lacks
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "phalanx" if self._backend_name == "gloo" else self._backend_name

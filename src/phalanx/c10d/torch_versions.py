@@ -1,4 +1,4 @@
-"""The releases of torch that the tests have run on, and a word to the user where another one is installed.
+"""The releases of torch that the tests have run on, what they name differently, and a word to the user of another one.
 
 docs/compatibility.md has the results.
 """
@@ -7,13 +7,39 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from inspect import signature, unwrap
+from typing import Any
 
-from phalanx.errors import InitializationError
+from phalanx.errors import ArgumentError, InitializationError
 
-__all__ = ["OLDEST", "TRIED", "note_if_newer", "refuse_if_older"]
+__all__ = [
+    "OLDER_FUNCTIONS",
+    "OLDER_METHODS",
+    "OLDEST",
+    "TRIED",
+    "function",
+    "method_name",
+    "new_group",
+    "note_if_newer",
+    "older_names",
+    "refuse_if_older",
+]
 
-OLDEST = (2, 13)
-TRIED = ((2, 13), (2, 14), (2, 15))
+OLDEST = (2, 9)
+TRIED = ((2, 9), (2, 11), (2, 13), (2, 14), (2, 15))
+
+# Methods of a process group since torch 2.13, and the names under which torch called them before.
+OLDER_METHODS = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+# Likewise functions of torch.distributed.
+OLDER_FUNCTIONS = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
 
 _noted = False
 
@@ -53,6 +79,50 @@ def note_if_newer(version: str, rank: int) -> None:
         f"({', '.join(map(_text, TRIED))}). If something does not work, look for a newer Phalanx",
         stacklevel=2,
     )
+
+
+def method_name(name: str) -> str:
+    """The name by which this torch calls a method of a process group, given its name in torch 2.13."""
+    import torch.distributed as dist
+
+    return name if hasattr(dist.ProcessGroup, name) else OLDER_METHODS.get(name, name)
+
+
+def older_names(kind: type) -> None:
+    """Give a class of process groups its methods under the names by which this torch calls them, if they are older.
+
+    From torch 2.13 on it must not have these: torch's own methods of the older names call the newer ones, and those
+    would, from C++, come back to an older one.
+    """
+    for name, older in OLDER_METHODS.items():
+        if method_name(name) == older and name in vars(kind):
+            setattr(kind, older, vars(kind)[name])
+
+
+def function(name: str) -> Callable[..., Any]:
+    """A function of ``torch.distributed`` by its name in torch 2.13."""
+    import torch.distributed as dist
+
+    found: Callable[..., Any] = getattr(dist, name, None) or getattr(dist, OLDER_FUNCTIONS[name])
+    return found
+
+
+def new_group(ranks: Sequence[int], timeout: timedelta) -> Any:
+    """``torch.distributed.new_group``, which keeps the order of the ranks.
+
+    Raises:
+        ArgumentError: this torch, before 2.12, would sort them.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if "sort_ranks" in signature(unwrap(dist.new_group)).parameters:
+        return dist.new_group(list(ranks), timeout=timeout, sort_ranks=False)
+    if list(ranks) != sorted(ranks):
+        raise ArgumentError(
+            f"torch {torch.__version__} sorts the ranks of a new group; give {sorted(ranks)}, or use torch >= 2.12"
+        )
+    return dist.new_group(list(ranks), timeout=timeout)
 
 
 def _release(version: str) -> tuple[int, int] | None:

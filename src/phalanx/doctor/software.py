@@ -14,7 +14,7 @@ from phalanx.native import core
 
 __all__ = ["software"]
 
-OLDEST_TORCH = (2, 13)
+OLDEST_TORCH = (2, 9)
 
 
 def software() -> Iterator[Finding]:
@@ -25,24 +25,20 @@ def software() -> Iterator[Finding]:
 
 
 def _torch() -> Finding:
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    needs = f"phalanx.init() and the backend phalanx need torch >= {oldest}; phalanx run starts scripts on others"
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
         return Finding(
-            Level.FAILURE,
+            Level.WARNING,
             "torch",
-            f"this Python ({sys.executable}) has no torch",
+            f"this Python ({sys.executable}) has no torch: {needs}",
             "activate the environment that has it, or install it there: pip install torch",
         )
     numbers = tuple(int(number) for number in version.split("+")[0].split(".")[:2] if number.isdecimal())
     if numbers < OLDEST_TORCH:
-        oldest = ".".join(map(str, OLDEST_TORCH))
-        return Finding(
-            Level.FAILURE,
-            "torch",
-            f"{version} is older than {oldest}",
-            f"install a newer one: pip install 'torch>={oldest}'",
-        )
+        return Finding(Level.WARNING, "torch", f"{version}: {needs}", f"pip install 'torch>={oldest}'")
     return Finding(Level.OK, "torch", version)
 
 

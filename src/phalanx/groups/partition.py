@@ -32,7 +32,7 @@ def group_among(ranks: Sequence[int], name: str, timeout: timedelta) -> dist.Pro
         list(ranks),
         c10d.Backend(backend),
         store,
-        c10d.GroupName(name),
+        name,  # type: ignore[arg-type]  # GroupName, which torch 2.9 lacks
         timeout=timeout,
         device_id=world.bound_device_id,
     )

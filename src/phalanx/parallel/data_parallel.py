@@ -113,9 +113,9 @@ def data_parallel(
     require(torch.nn.parallel.DistributedDataParallel, module, **options)
     if device.type != "cpu":
         options.setdefault("device_ids", [device.index])
-    if sync_every > 1:
-        options["forward_sync_buffers"] = False
     model = Replica(module.to(device), process_group=process_group, **options)
+    if sync_every > 1:  # broadcast_buffers, before torch 2.13
+        setattr(model, "forward_sync_buffers" if hasattr(model, "forward_sync_buffers") else "broadcast_buffers", False)
     if comm_hook is not None:
         model.register_comm_hook(process_group, comm_hook)
         return model

@@ -1,10 +1,14 @@
-"""Whether this machine can have an accelerator at all, found without importing torch."""
+"""The accelerators of this machine as the drivers' files show them, found without torch and without opening one."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from glob import glob
+from pathlib import Path
 
-__all__ = ["accelerator_files", "count_devices"]
+__all__ = ["FoundDevice", "accelerator_files", "count_devices", "device_names", "device_of_rank", "visible_devices"]
 
 # The device files of accelerators that torch knows: NVIDIA, ROCm and XPU, Ascend, Habana and TPU, WSL.
 _PATTERNS = (
@@ -33,3 +37,124 @@ def count_devices() -> int:
     The files of /dev/dri are not counted: a display adapter has one too.
     """
     return max(len(glob(pattern)) for pattern in _ONE_EACH)
+
+
+@dataclass(frozen=True)
+class FoundDevice:
+    """An accelerator that a process may use.
+
+    Attributes:
+        kind: torch's name of the kind: ``cuda`` (also for ROCm) or ``npu``.
+        name: its model, as ``H200``; empty if the files do not say.
+        identity: what its vendor calls it, as ``GPU-1f2e…``; empty if the files do not say.
+        pci: its address on the PCI bus, as ``0000:19:00.0``; empty if the files do not say.
+    """
+
+    kind: str
+    name: str = ""
+    identity: str = ""
+    pci: str = ""
+
+
+def visible_devices(environment: Mapping[str, str], root: str = "/") -> list[FoundDevice]:
+    """The accelerators that a process with these variables sees, in torch's order; empty if the files do not tell.
+
+    Intel's have no files that tell them from display adapters.
+
+    Args:
+        environment: has the variables that hide devices.
+        root: the folder in which /proc, /sys and /dev are.
+    """
+    for found, variables in (
+        (_nvidia(Path(root)), ("CUDA_VISIBLE_DEVICES",)),
+        (_rocm(Path(root)), ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")),
+        (_ascend(Path(root)), ("ASCEND_RT_VISIBLE_DEVICES",)),
+    ):
+        if not found:
+            continue
+        for variable in variables:
+            if variable in environment:
+                found = _masked(found, environment[variable])
+        return found
+    return []
+
+
+def device_names(environment: Mapping[str, str]) -> list[str] | None:
+    """What a rank table calls the accelerators that a process sees, as ``cuda:0 H200``.
+
+    None if there may be some, and their files do not tell which.
+    """
+    if not accelerator_files():
+        return []
+    found = visible_devices(environment)
+    return [f"{device.kind}:{index} {device.name}".strip() for index, device in enumerate(found)] or None
+
+
+def device_of_rank(local_rank: int, asked: str | None, names: Sequence[str] | None) -> str:
+    """What a rank table says of the device of a rank; ``?`` if that is not known.
+
+    Args:
+        local_rank: the rank's number on its host.
+        asked: the device that the user has asked for, as ``cuda`` or ``cuda:1``; None for none.
+        names: :func:`device_names` on that host.
+    """
+    if asked == "cpu" or (asked is None and names == []):
+        return "cpu"
+    if asked is None:
+        return names[local_rank] if names is not None and local_rank < len(names) else "?"
+    device = asked if ":" in asked else f"{asked}:{local_rank}"
+    return next((name for name in names or () if name.split()[0] == device), device)
+
+
+def _nvidia(root: Path) -> list[FoundDevice]:
+    found = []
+    for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):  # by address, as with CUDA_DEVICE_ORDER
+        fields = dict(line.split(":", 1) for line in _read(folder / "information").splitlines() if ":" in line)
+        said = {name.strip(): value.strip() for name, value in fields.items()}
+        if (root / f"dev/nvidia{said.get('Device Minor', '')}").exists():  # a container has files of some alone
+            model = said.get("Model", "").removeprefix("NVIDIA ").removeprefix("Tesla ")
+            found.append(FoundDevice("cuda", model, said.get("GPU UUID", ""), folder.name))
+    if len({device.name for device in found}) > 1:  # CUDA puts the fastest first, by a measure of its own
+        return [FoundDevice(device.kind) for device in found]
+    return found
+
+
+def _rocm(root: Path) -> list[FoundDevice]:
+    found = []
+    nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("[0-9]*")
+    for node in sorted(nodes, key=lambda node: int(node.name)):
+        fields = dict(line.split(None, 1) for line in _read(node / "properties").splitlines() if " " in line)
+        if int(fields.get("simd_count", "0")):  # a processor has none
+            bus, domain = int(fields.get("location_id", "0")), int(fields.get("domain", "0"))
+            pci = f"{domain:04x}:{bus >> 8:02x}:{bus >> 3 & 31:02x}.{bus & 7:x}"
+            found.append(
+                FoundDevice("cuda", _read(node / "name").strip(), f"GPU-{int(fields.get('unique_id', '0')):x}", pci)
+            )
+    return found
+
+
+def _ascend(root: Path) -> list[FoundDevice]:
+    return [FoundDevice("npu") for file in (root / "dev").glob("davinci*") if re.fullmatch(r"davinci\d+", file.name)]
+
+
+def _masked(devices: list[FoundDevice], mask: str) -> list[FoundDevice]:
+    """Those that a mask names by number or by the beginning of their identity; it ends at what names none."""
+    chosen = []
+    for entry in (part.strip() for part in mask.split(",")):
+        if entry.isdecimal():
+            named = devices[int(entry) : int(entry) + 1]
+        else:
+            named = [device for device in devices if entry and device.identity.startswith(entry)]
+            if entry.startswith("MIG-"):
+                named = [FoundDevice("cuda", "MIG")]
+        if len(named) != 1:
+            break
+        chosen += named
+    return chosen
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -6,7 +6,9 @@ data loader, which inherit the binding, crowd onto the cores of their rank. A us
 the threads of a rank then stay near their caches and the rank's memory.
 
 Cores are the logical ones that this process may use (its affinity, and with it the cpuset). Ranks get whole physical
-cores as long as there are enough of them. Neighbouring ranks get neighbouring cores, NUMA node by NUMA node.
+cores as long as there are enough of them. Neighbouring ranks get neighbouring cores, NUMA node by NUMA node; ranks that
+compute on an accelerator get cores next to it, where the kernel says which these are. Memory then comes from the same
+NUMA node, since Linux takes it from where a thread runs.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from pathlib import Path
 from typing import Literal
 
 from phalanx.errors import LaunchError
+from phalanx.system.device_files import FoundDevice
 
-__all__ = ["Bind", "Core", "bind_ranks", "parse_cpu_list", "usable_cpus"]
+__all__ = ["Bind", "Core", "bind_ranks", "near_devices", "parse_cpu_list", "usable_cpus"]
 
 Bind = Literal["none", "core", "numa"]
 
@@ -58,8 +61,27 @@ def usable_cpus(system: str = "/sys/devices/system") -> list[Core]:
     return sorted(found)
 
 
+def near_devices(ranks: int, devices: Sequence[FoundDevice], pci: str = "/sys/bus/pci/devices") -> list[frozenset[int]]:
+    """For each rank the logical cores next to the device with its number; none where that is not known of all.
+
+    Firmware that does not know says that all are (and that the NUMA node is -1).
+
+    Args:
+        ranks: how many ranks share this host.
+        devices: the accelerators that they see, in their order.
+        pci: the folder in which the kernel describes the devices of the PCI bus.
+    """
+    lists = [_read(Path(pci, device.pci.lower(), "local_cpulist")) for device in devices[:ranks] if device.pci]
+    near = [frozenset(parse_cpu_list(text)) for text in lists]
+    return near if len(near) == ranks and all(near) else []
+
+
 def bind_ranks(
-    bind: Literal["core", "numa"], ranks: int, cores: Sequence[Core], most: int | None = None
+    bind: Literal["core", "numa"],
+    ranks: int,
+    cores: Sequence[Core],
+    most: int | None = None,
+    near: Sequence[frozenset[int]] = (),
 ) -> list[tuple[int, ...]]:
     """The logical cores of each rank.
 
@@ -69,11 +91,20 @@ def bind_ranks(
         ranks: how many ranks share this host.
         cores: those that the ranks may use.
         most: how many of them may be busy at a time, if a cgroup allows fewer than all; None for all.
+        near: for each rank the cores next to its device, if that is known (:func:`near_devices`). Ranks with the same
+            ones share these.
 
     Raises:
         LaunchError: ``bind`` is ``core``, and there are fewer cores than ranks.
     """
     cores = sorted(cores)
+    together = {own: [rank for rank in range(ranks) if near[rank] == own] for own in near}
+    usable = {own: [core for core in cores if core.cpu in own] for own in near}
+    if len(together) > 1 and all(len(usable[own]) >= len(members) for own, members in together.items()):
+        found: dict[int, tuple[int, ...]] = {}
+        for own, members in together.items():
+            found.update(zip(members, bind_ranks(bind, len(members), usable[own], most), strict=True))
+        return [found[rank] for rank in range(ranks)]
     if bind == "numa":
         # The node in which the middle of the rank's share lies.
         homes = [cores[(2 * rank + 1) * len(cores) // (2 * ranks)].numa_node for rank in range(ranks)]

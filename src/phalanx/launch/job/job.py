@@ -15,7 +15,7 @@ from phalanx import settings
 from phalanx.errors import InitializationError, LaunchError
 from phalanx.launch.job import memory as rank_memory
 from phalanx.launch.job.attempt import Attempt
-from phalanx.launch.job.binding import Bind, bind_ranks, usable_cpus
+from phalanx.launch.job.binding import Bind, bind_ranks, near_devices, usable_cpus
 from phalanx.launch.job.contradictions import check_together
 from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.host_slots import HostSlots, fill_hosts
@@ -25,7 +25,7 @@ from phalanx.launch.job.rehearsal import Rehearsal
 from phalanx.launch.job.spellings import count_after_target
 from phalanx.launch.job.target import Target
 from phalanx.system import interfaces
-from phalanx.system.device_files import accelerator_files, count_devices
+from phalanx.system.device_files import count_devices, device_names, device_of_rank, visible_devices
 from phalanx.system.folder import own_folder
 from phalanx.system.host import machine_name
 from phalanx.system.limits import memory_left, usable_cores
@@ -164,7 +164,7 @@ class Job:
 
     def rows(self) -> list[RankRow]:
         """The rank table of this job, as far as it is known before a rank has been started."""
-        threads = int(self.threads.partition(",")[0]) if self.threads else None
+        threads, devices = int(self.threads.partition(",")[0]) if self.threads else None, device_names(os.environ)
         if not self.is_local:
             placed_ranks = [
                 (node, host.name, local)
@@ -172,7 +172,7 @@ class Job:
                 for local in range(host.slots or 0)
             ]
             return [
-                RankRow(rank, node, name, local, self.device_of(local), None, None, threads)
+                RankRow(rank, node, name, local, device_of_rank(local, self.device, devices), None, None, threads)
                 for rank, (node, name, local) in enumerate(placed_ranks)
             ]
         cores = [len(cpus) for cpus in self.cpus] or [self.cores] * self.ranks
@@ -191,15 +191,13 @@ class Job:
                 for rank, placed in enumerate(self.rehearsal.placed())
             ]
         return [
-            RankRow(rank, 0, self.host, rank, self.device_of(rank), None, cores[rank], threads)
+            RankRow(rank, 0, self.host, rank, device_of_rank(rank, self.device, devices), None, cores[rank], threads)
             for rank in range(self.ranks)
         ]
 
     def device_of(self, local_rank: int) -> str:
-        """The device of the rank, as far as it can be known without importing torch; ``?`` if it cannot."""
-        if self.device is None:
-            return "?" if accelerator_files() else "cpu"
-        return self.device if self.device == "cpu" or ":" in self.device else f"{self.device}:{local_rank}"
+        """The device of the rank on this host, as far as it can be known without torch; ``?`` if it cannot."""
+        return device_of_rank(local_rank, self.device, device_names(os.environ))
 
     def environment(self, rank: int, *, port: int, rows: Sequence[RankRow] | None = None) -> dict[str, str]:
         """The variables added to the environment of ``rank``: all those that torchrun sets, and Phalanx's own.
@@ -386,7 +384,9 @@ def make_job(
     output.check(count)
     cores = usable_cores()
     # On other hosts ranks are bound there, to the cores of those hosts.
-    cpus = bind_ranks(bind, count, usable_cpus(), cores) if bind != "none" and not elsewhere else []
+    computes_on = device or ("cpu" if rehearsal is not None else environment.get(settings.DEVICE) or None)
+    near = near_devices(count, [] if computes_on == "cpu" else visible_devices(environment))
+    cpus = bind_ranks(bind, count, usable_cpus(), cores, near) if bind != "none" and not elsewhere else []
     shared = Counter(cpus)
     # A rank's threads are as many as its cores, divided by the ranks that are bound to the same ones.
     threads = _threads_per_rank(min([cores // count, *(len(own) // shared[own] for own in cpus)]), environment)
@@ -413,7 +413,7 @@ def make_job(
         rehearsal=rehearsal,
         bind=bind,
         cpus=tuple(cpus),
-        device=device or ("cpu" if rehearsal is not None else environment.get(settings.DEVICE) or None),
+        device=computes_on,
         pass_local_rank=pass_local_rank,
         replace=tuple(replace),
         interface=interface or "",

@@ -25,6 +25,7 @@ import weakref
 from types import ModuleType
 
 from phalanx.launch.rank.late_variables import restore_torch
+from phalanx.words import tell
 
 __all__ = ["import_for_ranks", "preload"]
 
@@ -54,12 +55,26 @@ def preload() -> None:
 
 
 def import_for_ranks() -> None:
-    """Import torch and the modules that ``phalanx.init()`` needs."""
-    import torch  # noqa: F401
+    """Import torch, if it is installed, and the modules that ``phalanx.init()`` needs, if this torch allows them.
 
-    import phalanx.c10d.create
-    import phalanx.place.launchers
-    import phalanx.world  # noqa: F401
+    Raises:
+        Exception: whatever importing torch raises.
+    """
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            return  # a script that needs it says so by itself
+        raise
+    try:
+        import phalanx.c10d.create
+        import phalanx.place.launchers
+        import phalanx.world  # noqa: F401
+    except Exception as error:
+        tell(
+            f"the backend phalanx and phalanx.init() cannot be used with torch {torch.__version__}: "
+            f"{type(error).__name__}: {error}. The script runs on torch's own backends"
+        )
 
 
 def _all_finalisers() -> list[weakref.finalize[..., object]]:

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from phalanx import settings
 from phalanx.errors import LaunchError
-from phalanx.launch.job.binding import bind_ranks, usable_cpus
+from phalanx.launch.job.binding import bind_ranks, near_devices, usable_cpus
 from phalanx.launch.job.share import Share
 from phalanx.launch.output.failure import signal_name
 from phalanx.launch.rank.descriptors import open_descriptors
@@ -35,6 +35,7 @@ from phalanx.launch.remote.tree import Branch
 from phalanx.launch.zygote import Inheritance, serve
 from phalanx.store.torch_server import is_own
 from phalanx.system import processes
+from phalanx.system.device_files import visible_devices
 from phalanx.system.limits import raise_file_limit, usable_cores
 from phalanx.topology.table import RankRow
 
@@ -195,7 +196,9 @@ class _Agent:
         cpus: list[tuple[int, ...]] = []
         try:
             if order["job"]["bind"] != "none":
-                cpus = bind_ranks(order["job"]["bind"], len(numbers), usable_cpus(), usable_cores())
+                devices = [] if order["job"]["device"] == "cpu" else visible_devices(os.environ)
+                near = near_devices(len(numbers), devices)
+                cpus = bind_ranks(order["job"]["bind"], len(numbers), usable_cpus(), usable_cores(), near)
         except LaunchError as error:
             self.channel.say(event="refused", text=f"phalanx: {self.invitation.name}: {error}\n", code=2)
             return None

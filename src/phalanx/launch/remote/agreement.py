@@ -13,7 +13,7 @@ from typing import Any
 from phalanx import settings
 from phalanx.errors import InitializationError, LaunchError
 from phalanx.launch.remote.protocol import Invitation
-from phalanx.system.device_files import accelerator_files
+from phalanx.system.device_files import device_names
 from phalanx.system.host import machine_name, this_host
 from phalanx.system.interfaces import chosen_interface
 from phalanx.system.limits import check_limits, machine_limits, usable_cores
@@ -47,7 +47,7 @@ def look_around(invitation: Invitation) -> dict[str, Any]:
         "machine": f"{here.boot_id} {here.pid_namespace}",
         "pid": os.getpid(),
         "cores": usable_cores(),
-        "accelerators": bool(accelerator_files()),
+        "accelerators": device_names(os.environ),
         "problems": problems,
         "same": same,
     }

@@ -12,6 +12,7 @@ from phalanx.launch.relay.channel import Channel
 from phalanx.launch.relay.crew import Member, Pipe
 from phalanx.launch.remote.protocol import split_rank
 from phalanx.launch.remote.starter import AgentProgram
+from phalanx.system.device_files import device_of_rank
 from phalanx.topology.table import RankRow
 
 __all__ = ["Host", "place_ranks"]
@@ -74,9 +75,6 @@ def place_ranks(job: Job, hosts: list[Host]) -> list[RankRow]:
         cores = host.here["cores"]
         for local, rank in enumerate(host.ranks):
             threads = int(job.threads.partition(",")[0]) if job.threads else max(1, cores // len(host.ranks))
-            device = job.device_of(local)
-            if job.device is None:
-                # The head itself may have accelerators that the hosts lack, or the other way round.
-                device = "?" if host.here["accelerators"] else "cpu"
+            device = device_of_rank(local, job.device, host.here["accelerators"])
             rows.append(RankRow(rank.number, host.number, host.here["name"], local, device, None, cores, threads))
     return rows

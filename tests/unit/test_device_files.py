@@ -1,0 +1,111 @@
+"""The rank table's devices and the cores next to them, from the files of the drivers as machines have them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.launch.job.binding import Core, bind_ranks, near_devices
+from phalanx.system import device_files
+from phalanx.system.device_files import FoundDevice, device_of_rank, visible_devices
+
+H200 = "Model: \t\t NVIDIA H200\nGPU UUID: \t GPU-{0}f2e\nBus Location: \t 0000:{0}9:00.0\nDevice Minor: \t {0}\n"
+
+
+# Two NUMA nodes of two physical cores with two threads each, numbered as Linux does: siblings are 4 apart.
+TWO_SOCKETS = [Core(cpu % 4 // 2, cpu % 4, cpu) for cpu in range(8)]
+
+
+@pytest.fixture
+def four_h200(tmp_path: Path) -> str:
+    for minor in range(4):
+        folder = tmp_path / f"proc/driver/nvidia/gpus/0000:{minor}9:00.0"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(H200.format(minor))
+    (tmp_path / "dev").mkdir()
+    for minor in range(3):  # the fourth is not given to this container
+        (tmp_path / f"dev/nvidia{minor}").touch()
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mask", "buses"), [(None, "012"), ("", ""), ("2,0", "20"), ("GPU-1", "1"), ("1,-1,0", "1"), ("7", "")]
+)
+def test_masks_of_cuda_choose_and_order_devices(four_h200: str, mask: str | None, buses: str) -> None:
+    found = visible_devices({} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}, four_h200)
+    assert "".join(device.pci[5] for device in found) == buses
+    assert {device.name for device in found} <= {"H200"}
+
+
+def test_models_are_not_said_where_cuda_may_order_them_otherwise(four_h200: str) -> None:
+    other = Path(four_h200, "proc/driver/nvidia/gpus/0000:19:00.0/information")
+    other.write_text(other.read_text().replace("H200", "L4"))
+    assert [device.name for device in visible_devices({}, four_h200)] == ["", "", ""]
+
+
+def test_devices_of_amd_and_of_ascend_are_found(tmp_path: Path) -> None:
+    node = tmp_path / "sys/class/kfd/kfd/topology/nodes/1"
+    node.mkdir(parents=True)
+    (node / "properties").write_text("simd_count 304\nlocation_id 768\ndomain 0\nunique_id 255\n")
+    (node / "name").write_text("aqua_vanjaram\n")
+    assert visible_devices({"HIP_VISIBLE_DEVICES": "0"}, str(tmp_path))[0].pci == "0000:03:00.0"
+    (tmp_path / "b/dev").mkdir(parents=True)
+    (tmp_path / "b/dev/davinci0").touch()
+    (tmp_path / "b/dev/davinci_manager").touch()
+    assert [device.kind for device in visible_devices({}, str(tmp_path / "b"))] == ["npu"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "names", "said"),
+    [
+        (None, [], "cpu"),
+        (None, None, "?"),
+        (None, ["cuda:0 H200", "cuda:1 H200"], "cuda:1 H200"),
+        (None, ["cuda:0 H200"], "?"),
+        ("cpu", ["cuda:0 H200"], "cpu"),
+        ("cuda:0", ["cuda:0 H200"], "cuda:0 H200"),
+        ("cuda", None, "cuda:1"),
+    ],
+)
+def test_table_says_the_device_of_local_rank_1(asked: str | None, names: list[str] | None, said: str) -> None:
+    assert device_of_rank(1, asked, names) == said
+
+
+def test_a_machine_with_files_that_tell_nothing_is_not_said_to_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_files, "accelerator_files", lambda: ["/dev/dri/renderD128"])
+    monkeypatch.setattr(device_files, "visible_devices", lambda environment: [])
+    assert device_files.device_names({}) is None
+
+
+def gpus_near(pci: Path, lists: list[str]) -> list[FoundDevice]:
+    """Devices of a machine whose kernel says these lists of near cores."""
+    devices = [FoundDevice("cuda", "H200", "", f"0000:{number:x}9:00.0") for number in range(len(lists))]
+    for device, near in zip(devices, lists, strict=True):
+        (pci / device.pci).mkdir()
+        (pci / device.pci / "local_cpulist").write_text(near + "\n")
+    return devices
+
+
+@pytest.mark.parametrize("bind", ["core", "numa"])
+@pytest.mark.parametrize(
+    ("lists", "homes"),
+    [
+        # Device 0 is near the second socket, as on machines whose devices are not numbered as their sockets are.
+        (["2-3,6-7", "0-1,4-5", "2-3,6-7", "0-1,4-5"], [1, 0, 1, 0]),
+        (["0-7"] * 4, [0, 0, 1, 1]),  # firmware that does not know: NUMA node -1
+        (["0,4", "1,5", "2,6", "3,7"], [0, 0, 1, 1]),  # as many NUMA nodes as devices
+    ],
+)
+def test_ranks_are_bound_next_to_their_devices(tmp_path: Path, bind: Any, lists: list[str], homes: list[int]) -> None:
+    near = near_devices(4, gpus_near(tmp_path, lists), str(tmp_path))
+    cpus = bind_ranks(bind, 4, TWO_SOCKETS, near=near)
+    node_of = {core.cpu: core.numa_node for core in TWO_SOCKETS}
+    assert [{node_of[cpu] for cpu in own} for own in cpus] == [{home} for home in homes]
+    if bind == "core":
+        assert sorted(cpu for own in cpus for cpu in own) == list(range(8))
+
+
+def test_ranks_are_bound_as_without_devices_where_too_few_cores_are_near(tmp_path: Path) -> None:
+    near = near_devices(3, gpus_near(tmp_path, ["0", "0", "1"]), str(tmp_path))
+    assert bind_ranks("core", 3, TWO_SOCKETS, near=near) == bind_ranks("core", 3, TWO_SOCKETS)
+    assert near_devices(4, [FoundDevice("npu")] * 4, str(tmp_path)) == []
