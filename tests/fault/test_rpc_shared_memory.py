@@ -162,6 +162,7 @@ def test_damaged_memory_ends_the_link_and_nothing_else() -> None:
         with pytest.raises(WorkerLost) as caught:
             for waiting in late if member.rank == 0 else [rpc.start(0, workers.add, 1, 2)]:
                 waiting.wait()
+        member.meet("told")
         return caught.value.why
 
     assert with_workers(body, 2, before=small_slab) == [

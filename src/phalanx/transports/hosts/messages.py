@@ -402,7 +402,7 @@ class HostsMessages(Matching):
         self._engine.abort()
         self._held = []
         if were_kept:  # else those that asked for the end wait for the threads
-            for thread in self._threads():
+            for thread in filter(threading.Thread.is_alive, self._threads()):  # one may have been refused at an exit
                 thread.join(THREADS_S)
         with self.lock:
             self._ways_ended = True
