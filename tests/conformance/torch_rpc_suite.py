@@ -48,7 +48,7 @@ EXPECTED: dict[str, dict[str, str]] = {
 
 
 class Outcome(NamedTuple):
-    """What became of one test: its name, ``pass``, ``fail`` or ``skip``, and the reason."""
+    """Tell what became of one test: its name, ``pass``, ``fail`` or ``skip``, and the reason."""
 
     name: str
     status: str

@@ -40,7 +40,7 @@ def differences(backend: str, size: int, programs: Sequence[Program]) -> list[st
 
 
 def verdict(program: Program, expected: list[Any] | Broke, value: list[Any] | Broke) -> str:
-    """What is wrong, in words; empty if the outcomes are equal, or differ as declared."""
+    """Say what is wrong; empty if the outcomes are equal, or differ as declared."""
     if isinstance(expected, Broke) and not program.differs:
         return f"over Gloo the program fails itself: {expected}"
     if isinstance(value, Broke):

@@ -1,4 +1,4 @@
-"""What a stranger does to ports that he can reach; a program of the standard library alone, so that it starts at once.
+"""Attack ports as a stranger who can reach them; a program of the standard library alone, so that it starts at once.
 
 ``python attacks.py ATTACK SECONDS UID ADDRESS:PORT...`` attacks every port for so long, as another user unless UID is
 0, and prints as JSON how many connections there were, and the most bytes that any of them was answered.

@@ -33,7 +33,7 @@ Told = tuple[str, str]  # what a rank printed, and the error that it raised
 
 
 def outcomes(world: Ranks, programs: Sequence[Program], call_sites: str) -> dict[str, list[Told]]:
-    """What comes of each program on every rank, in a group of its own, with this ``PHALANX_CALL_SITES``."""
+    """Run each program on every rank, in a group of its own, with this ``PHALANX_CALL_SITES``."""
 
     def body(member: Member) -> list[Told]:
         os.environ["PHALANX_CALL_SITES"] = call_sites

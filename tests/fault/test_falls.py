@@ -1,4 +1,4 @@
-"""What only ``phalanx run`` can tell of ranks that fall: one job, in which another thing happens in every attempt."""
+"""Ranks that fall under ``phalanx run``: one job, in which another thing happens in every attempt."""
 
 from __future__ import annotations
 

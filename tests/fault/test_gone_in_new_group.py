@@ -79,7 +79,7 @@ def told(
     store: str = "file",
     step: tuple[Any, str] | None = None,
 ) -> list[str]:
-    """What they say of a new group of ``ranks``, with a victim that goes before it, or in a step of making it."""
+    """Return what ranks say of a new group, with a victim that goes before it, or in a step of making it."""
     others = [rank for rank in ranks if rank != victim]
 
     def body(member: Member) -> str:

@@ -84,7 +84,7 @@ def test_a_rank_that_raised_is_named_with_its_line(launcher: Launcher) -> None:
     check_told("raises.launcher", block_of(job.said()), job.known(HOST))
 
 
-def test_calls_that_differ_are_told_once_with_files_as_seen_from_the_launch(launcher: Launcher) -> None:
+def test_calls_that_differ_are_told_once_with_the_launchers_paths(launcher: Launcher) -> None:
     """Also after the script has left the folder of the launch for one that has a file of the same name."""
     elsewhere = launcher.directory / "elsewhere"
     elsewhere.mkdir()

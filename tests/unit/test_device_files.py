@@ -5,15 +5,21 @@ from typing import Any
 
 import pytest
 
-from phalanx.launch.job.binding import Core, bind_ranks, near_devices
+from phalanx.launch.job.binding import Core, bind_ranks, cpus_near
 from phalanx.system import device_files
-from phalanx.system.device_files import FoundDevice, device_of_rank, visible_devices
+from phalanx.system.device_files import FoundDevice, device_of_rank, devices_of_ranks, visible_devices
 
 H200 = "Model: \t\t NVIDIA H200\nGPU UUID: \t GPU-{0}f2e\nBus Location: \t 0000:{0}9:00.0\nDevice Minor: \t {0}\n"
 
 
 # Two NUMA nodes of two physical cores with two threads each, numbered as Linux does: siblings are 4 apart.
 TWO_SOCKETS = [Core(cpu % 4 // 2, cpu % 4, cpu) for cpu in range(8)]
+
+
+def seen(environment: dict[str, str], root: str) -> list[FoundDevice]:
+    found = visible_devices(environment, root)
+    assert found is not None
+    return found
 
 
 @pytest.fixture
@@ -32,7 +38,7 @@ def four_h200(tmp_path: Path) -> str:
     ("mask", "buses"), [(None, "012"), ("", ""), ("2,0", "20"), ("GPU-1", "1"), ("1,-1,0", "1"), ("7", "")]
 )
 def test_masks_of_cuda_choose_and_order_devices(four_h200: str, mask: str | None, buses: str) -> None:
-    found = visible_devices({} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}, four_h200)
+    found = seen({} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}, four_h200)
     assert "".join(device.pci[5] for device in found) == buses
     assert {device.name for device in found} <= {"H200"}
 
@@ -40,7 +46,7 @@ def test_masks_of_cuda_choose_and_order_devices(four_h200: str, mask: str | None
 def test_models_are_not_said_where_cuda_may_order_them_otherwise(four_h200: str) -> None:
     other = Path(four_h200, "proc/driver/nvidia/gpus/0000:19:00.0/information")
     other.write_text(other.read_text().replace("H200", "L4"))
-    assert [device.name for device in visible_devices({}, four_h200)] == ["", "", ""]
+    assert [device.name for device in seen({}, four_h200)] == ["", "", ""]
 
 
 def test_devices_of_amd_and_of_ascend_are_found(tmp_path: Path) -> None:
@@ -48,11 +54,11 @@ def test_devices_of_amd_and_of_ascend_are_found(tmp_path: Path) -> None:
     node.mkdir(parents=True)
     (node / "properties").write_text("simd_count 304\nlocation_id 768\ndomain 0\nunique_id 255\n")
     (node / "name").write_text("aqua_vanjaram\n")
-    assert visible_devices({"HIP_VISIBLE_DEVICES": "0"}, str(tmp_path))[0].pci == "0000:03:00.0"
+    assert seen({"HIP_VISIBLE_DEVICES": "0"}, str(tmp_path))[0].pci == "0000:03:00.0"
     (tmp_path / "b/dev").mkdir(parents=True)
     (tmp_path / "b/dev/davinci0").touch()
     (tmp_path / "b/dev/davinci_manager").touch()
-    assert [device.kind for device in visible_devices({}, str(tmp_path / "b"))] == ["npu"]
+    assert [device.kind for device in seen({}, str(tmp_path / "b"))] == ["npu"]
 
 
 @pytest.mark.parametrize(
@@ -71,10 +77,21 @@ def test_table_says_the_device_of_local_rank_1(asked: str | None, names: list[st
     assert device_of_rank(1, asked, names) == said
 
 
+def test_ranks_take_the_device_asked_for_or_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [FoundDevice("cuda", pci=bus) for bus in "ab"]
+    monkeypatch.setattr(device_files, "visible_devices", lambda environment: found)
+    assert devices_of_ranks(2, None, {}) == found
+    assert devices_of_ranks(3, "cuda:1", {}) == [found[1]] * 3
+    for ranks, asked in ((3, None), (2, "cpu"), (2, "cuda:2")):
+        assert devices_of_ranks(ranks, asked, {}) == []
+
+
 def test_a_machine_with_files_that_tell_nothing_is_not_said_to_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_files, "accelerator_files", lambda: ["/dev/dri/renderD128"])
-    monkeypatch.setattr(device_files, "visible_devices", lambda environment: [])
+    monkeypatch.setattr(device_files, "visible_devices", lambda environment: None)
     assert device_files.device_names({}) is None
+    monkeypatch.setattr(device_files, "visible_devices", lambda environment: [])  # CUDA_VISIBLE_DEVICES=""
+    assert device_of_rank(0, None, device_files.device_names({})) == "cpu"
 
 
 def gpus_near(pci: Path, lists: list[str]) -> list[FoundDevice]:
@@ -97,7 +114,7 @@ def gpus_near(pci: Path, lists: list[str]) -> list[FoundDevice]:
     ],
 )
 def test_ranks_are_bound_next_to_their_devices(tmp_path: Path, bind: Any, lists: list[str], homes: list[int]) -> None:
-    near = near_devices(4, gpus_near(tmp_path, lists), str(tmp_path))
+    near = cpus_near(gpus_near(tmp_path, lists), str(tmp_path))
     cpus = bind_ranks(bind, 4, TWO_SOCKETS, near=near)
     node_of = {core.cpu: core.numa_node for core in TWO_SOCKETS}
     assert [{node_of[cpu] for cpu in own} for own in cpus] == [{home} for home in homes]
@@ -106,6 +123,6 @@ def test_ranks_are_bound_next_to_their_devices(tmp_path: Path, bind: Any, lists:
 
 
 def test_ranks_are_bound_as_without_devices_where_too_few_cores_are_near(tmp_path: Path) -> None:
-    near = near_devices(3, gpus_near(tmp_path, ["0", "0", "1"]), str(tmp_path))
+    near = cpus_near(gpus_near(tmp_path, ["0", "0", "1"]), str(tmp_path))
     assert bind_ranks("core", 3, TWO_SOCKETS, near=near) == bind_ranks("core", 3, TWO_SOCKETS)
-    assert near_devices(4, [FoundDevice("npu")] * 4, str(tmp_path)) == []
+    assert cpus_near([FoundDevice("npu")] * 4, str(tmp_path)) == []

@@ -94,7 +94,7 @@ def test_of_a_collective_found_late_nobody_is_said_not_to_have_come() -> None:
     assert disagreement(found, 0, AT_NS) == [f"rank 1 was not seen in all_reduce #2 at train.py:7{BEFORE}"]
 
 
-def test_disagreement_is_silent_where_calls_agree_or_are_no_backends_of_torchs() -> None:
+def test_disagreement_is_silent_where_calls_agree_or_are_not_torchs() -> None:
     assert disagreement(both(site="train.py:9"), 0, AT_NS) == []
     assert disagreement(both(nbytes=32) | {0: recorded(FIRST)}, 0, AT_NS) == []
     assert disagreement({}, 0, AT_NS) == []

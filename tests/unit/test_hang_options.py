@@ -70,7 +70,7 @@ def test_a_job_that_is_debugged_is_watched_only_if_the_user_says_so(script: str)
     assert decided("-n", "2", "--debug", "1", "--warn-after", "7", script)[0].diagnosis.warn_after_s == 7.0
 
 
-def test_ranks_are_asked_before_the_wait_is_over_after_which_a_line_says_so() -> None:
+def test_ranks_are_asked_before_the_wait_is_long_enough_for_a_line() -> None:
     job, sight = Mock(ranks=2, diagnosis=Diagnosis(warn_after_s=5.0)), Mock()
     watch = HangWatch(job, sight, Mock(), count(0.0, 10.0).__next__)
     for waited_s, asks in ((4.5, False), (4.8, True)):

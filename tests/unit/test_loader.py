@@ -135,7 +135,7 @@ def test_epoch_goes_on_at_another_world_size_without_loss_or_repeat(make: Any, b
     assert len({len(batches) for batches in rest}) == 1
 
 
-def test_pass_that_is_broken_off_is_not_repeated_unless_its_state_is_loaded() -> None:
+def test_broken_off_pass_is_repeated_only_if_its_state_is_loaded() -> None:
     whole = passes(loader_of(shuffle=True), 2)
     loader = loader_of(shuffle=True)
     next(iter(loader))

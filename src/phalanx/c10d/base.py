@@ -150,12 +150,12 @@ class BaseProcessGroup(dist.ProcessGroup):
             self._attached = True
 
     def _hold_name(self) -> None:
-        """Give torch a backend for the group's name, which it keeps in its backends. Each collective of it would raise.
+        """Give torch a backend for the group's name, which it keeps in its backends. Each collective of it raises.
 
         torch 2.15 asks for a backend of each device when a group is made.
         """
         fake: Any = FakeProcessGroup
-        if hasattr(fake, "_create_internal"):  # not before torch 2.10, where a collective of it does nothing
+        if hasattr(fake, "_create_internal"):  # not before torch 2.10, where they do nothing
             options = fake.Options()
             options.error_on_collective = True
             holder = fake._create_internal(self._rank, self._size, options)

@@ -73,7 +73,7 @@ def _at_exit() -> None:
     leavers = _alive(_leavers)
     threads = [thread for leaver in leavers for thread in leaver.leave()]
     deadline = time.monotonic() + LEAVING_S
-    for thread in filter(threading.Thread.is_alive, threads):  # one may be about to start, which an exit refuses
+    for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     for leaver in leavers:
         leaver.give_back()

@@ -13,7 +13,7 @@ import torch
 
 from phalanx.c10d.collectives import Collectives
 from phalanx.c10d.dispatcher import front, watch_all, watch_calls_of_cpp
-from phalanx.c10d.torch_versions import older_names
+from phalanx.c10d.torch_versions import adopt_older_names
 from phalanx.c10d.uncompiled import uncompiled
 from phalanx.errors import ArgumentError
 
@@ -77,4 +77,4 @@ class PhalanxProcessGroup(Collectives):
     recv_anysource: Any = front("recv_anysource", Collectives.recv_anysource)
 
 
-older_names(PhalanxProcessGroup)
+adopt_older_names(PhalanxProcessGroup)

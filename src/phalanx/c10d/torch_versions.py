@@ -19,11 +19,11 @@ __all__ = [
     "OLDER_METHODS",
     "OLDEST",
     "TRIED",
+    "adopt_older_names",
     "function",
     "method_name",
     "new_group",
     "note_if_newer",
-    "older_names",
     "refuse_if_older",
 ]
 
@@ -82,13 +82,13 @@ def note_if_newer(version: str, rank: int) -> None:
 
 
 def method_name(name: str) -> str:
-    """The name by which this torch calls a method of a process group, given its name in torch 2.13."""
+    """Return the name by which this torch calls a method of a process group, given its name in torch 2.13."""
     import torch.distributed as dist
 
     return name if hasattr(dist.ProcessGroup, name) else OLDER_METHODS.get(name, name)
 
 
-def older_names(kind: type) -> None:
+def adopt_older_names(kind: type) -> None:
     """Give a class of process groups its methods under the names by which this torch calls them, if they are older.
 
     From torch 2.13 on it must not have these: torch's own methods of the older names call the newer ones, and those
@@ -100,7 +100,7 @@ def older_names(kind: type) -> None:
 
 
 def function(name: str) -> Callable[..., Any]:
-    """A function of ``torch.distributed`` by its name in torch 2.13."""
+    """Return a function of ``torch.distributed`` by its name in torch 2.13."""
     import torch.distributed as dist
 
     found: Callable[..., Any] = getattr(dist, name, None) or getattr(dist, OLDER_FUNCTIONS[name])
@@ -108,7 +108,7 @@ def function(name: str) -> Callable[..., Any]:
 
 
 def new_group(ranks: Sequence[int], timeout: timedelta) -> Any:
-    """``torch.distributed.new_group``, which keeps the order of the ranks.
+    """Make a group by ``torch.distributed.new_group``, with its ranks in the order given.
 
     Raises:
         ArgumentError: this torch, before 2.12, would sort them.

@@ -22,7 +22,7 @@ from phalanx.c10d.dispatcher import OPERATIONS, front
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.replace import replaces
 from phalanx.c10d.shared_device import tell_if_shared
-from phalanx.c10d.torch_versions import older_names
+from phalanx.c10d.torch_versions import adopt_older_names
 from phalanx.c10d.uncompiled import uncompiled
 from phalanx.errors import ArgumentError, DeviceMismatch
 from phalanx.transports.gloo.engine import lazy_gloo
@@ -143,7 +143,7 @@ def _route_by_device() -> None:
 
 
 _route_by_device()
-older_names(MixedProcessGroup)
+adopt_older_names(MixedProcessGroup)
 uncompiled(MixedProcessGroup)
 
 

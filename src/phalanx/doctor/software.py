@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from phalanx import settings
+from phalanx.c10d import torch_versions
 from phalanx.doctor.finding import Finding, Level
 from phalanx.errors import BackendError
 from phalanx.native import core
 
 __all__ = ["software"]
-
-OLDEST_TORCH = (2, 9)
 
 
 def software() -> Iterator[Finding]:
@@ -25,7 +24,7 @@ def software() -> Iterator[Finding]:
 
 
 def _torch() -> Finding:
-    oldest = ".".join(map(str, OLDEST_TORCH))
+    oldest = ".".join(map(str, torch_versions.OLDEST))
     needs = f"phalanx.init() and the backend phalanx need torch >= {oldest}; phalanx run starts scripts on others"
     try:
         version = metadata.version("torch")
@@ -37,7 +36,7 @@ def _torch() -> Finding:
             "activate the environment that has it, or install it there: pip install torch",
         )
     numbers = tuple(int(number) for number in version.split("+")[0].split(".")[:2] if number.isdecimal())
-    if numbers < OLDEST_TORCH:
+    if numbers < torch_versions.OLDEST:
         return Finding(Level.WARNING, "torch", f"{version}: {needs}", f"pip install 'torch>={oldest}'")
     return Finding(Level.OK, "torch", version)
 

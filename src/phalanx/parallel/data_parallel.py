@@ -114,8 +114,8 @@ def data_parallel(
     if device.type != "cpu":
         options.setdefault("device_ids", [device.index])
     model = Replica(module.to(device), process_group=process_group, **options)
-    if sync_every > 1:  # broadcast_buffers, before torch 2.13
-        setattr(model, "forward_sync_buffers" if hasattr(model, "forward_sync_buffers") else "broadcast_buffers", False)
+    if sync_every > 1:
+        model.broadcast_buffers = False  # as an option it would leave out the first copies, too
     if comm_hook is not None:
         model.register_comm_hook(process_group, comm_hook)
         return model

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 
-__all__ = ["FoundDevice", "accelerator_files", "count_devices", "device_names", "device_of_rank", "visible_devices"]
+__all__ = [
+    "FoundDevice",
+    "accelerator_files",
+    "count_devices",
+    "device_names",
+    "device_of_rank",
+    "devices_of_ranks",
+    "read_text",
+    "visible_devices",
+]
 
 # The device files of accelerators that torch knows: NVIDIA, ROCm and XPU, Ascend, Habana and TPU, WSL.
 _PATTERNS = (
@@ -56,8 +65,8 @@ class FoundDevice:
     pci: str = ""
 
 
-def visible_devices(environment: Mapping[str, str], root: str = "/") -> list[FoundDevice]:
-    """The accelerators that a process with these variables sees, in torch's order; empty if the files do not tell.
+def visible_devices(environment: Mapping[str, str], root: str = "/") -> list[FoundDevice] | None:
+    """List the accelerators that a process with these variables sees, in torch's order; None if no file tells of any.
 
     Intel's have no files that tell them from display adapters.
 
@@ -76,22 +85,35 @@ def visible_devices(environment: Mapping[str, str], root: str = "/") -> list[Fou
             if variable in environment:
                 found = _masked(found, environment[variable])
         return found
-    return []
+    return None
+
+
+def devices_of_ranks(ranks: int, asked: str | None, environment: Mapping[str, str]) -> list[FoundDevice]:
+    """List the accelerator of each rank of this host; empty if they compute on the CPU, or it is not known of all.
+
+    Args:
+        ranks: how many ranks share this host.
+        asked: the device that the user has asked for, as ``cuda`` or ``cuda:1``; None for none.
+        environment: has the variables that hide devices.
+    """
+    found = [] if asked == "cpu" else visible_devices(environment) or []
+    index = (asked or "").partition(":")[2]
+    chosen = found[int(index) : int(index) + 1] * ranks if index else found[:ranks]
+    return chosen if len(chosen) == ranks else []
 
 
 def device_names(environment: Mapping[str, str]) -> list[str] | None:
-    """What a rank table calls the accelerators that a process sees, as ``cuda:0 H200``.
-
-    None if there may be some, and their files do not tell which.
-    """
+    """Name the accelerators that a process sees, as ``cuda:0 H200``; None if there may be some, and no file tells."""
     if not accelerator_files():
         return []
     found = visible_devices(environment)
-    return [f"{device.kind}:{index} {device.name}".strip() for index, device in enumerate(found)] or None
+    if found is None:
+        return None
+    return [f"{device.kind}:{index} {device.name}".strip() for index, device in enumerate(found)]
 
 
 def device_of_rank(local_rank: int, asked: str | None, names: Sequence[str] | None) -> str:
-    """What a rank table says of the device of a rank; ``?`` if that is not known.
+    """Name the device of a rank, as the rank table does; ``?`` if it is not known.
 
     Args:
         local_rank: the rank's number on its host.
@@ -109,7 +131,7 @@ def device_of_rank(local_rank: int, asked: str | None, names: Sequence[str] | No
 def _nvidia(root: Path) -> list[FoundDevice]:
     found = []
     for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):  # by address, as with CUDA_DEVICE_ORDER
-        fields = dict(line.split(":", 1) for line in _read(folder / "information").splitlines() if ":" in line)
+        fields = dict(line.split(":", 1) for line in read_text(folder / "information").splitlines() if ":" in line)
         said = {name.strip(): value.strip() for name, value in fields.items()}
         if (root / f"dev/nvidia{said.get('Device Minor', '')}").exists():  # a container has files of some alone
             model = said.get("Model", "").removeprefix("NVIDIA ").removeprefix("Tesla ")
@@ -123,12 +145,12 @@ def _rocm(root: Path) -> list[FoundDevice]:
     found = []
     nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("[0-9]*")
     for node in sorted(nodes, key=lambda node: int(node.name)):
-        fields = dict(line.split(None, 1) for line in _read(node / "properties").splitlines() if " " in line)
+        fields = dict(line.split(None, 1) for line in read_text(node / "properties").splitlines() if " " in line)
         if int(fields.get("simd_count", "0")):  # a processor has none
             bus, domain = int(fields.get("location_id", "0")), int(fields.get("domain", "0"))
             pci = f"{domain:04x}:{bus >> 8:02x}:{bus >> 3 & 31:02x}.{bus & 7:x}"
             found.append(
-                FoundDevice("cuda", _read(node / "name").strip(), f"GPU-{int(fields.get('unique_id', '0')):x}", pci)
+                FoundDevice("cuda", read_text(node / "name").strip(), f"GPU-{int(fields.get('unique_id', '0')):x}", pci)
             )
     return found
 
@@ -138,7 +160,7 @@ def _ascend(root: Path) -> list[FoundDevice]:
 
 
 def _masked(devices: list[FoundDevice], mask: str) -> list[FoundDevice]:
-    """Those that a mask names by number or by the beginning of their identity; it ends at what names none."""
+    """Choose what a mask names, by number or by the beginning of its identity; the mask ends at what names none."""
     chosen = []
     for entry in (part.strip() for part in mask.split(",")):
         if entry.isdecimal():
@@ -153,7 +175,8 @@ def _masked(devices: list[FoundDevice], mask: str) -> list[FoundDevice]:
     return chosen
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return what is in a file of the kernel's or a driver's; nothing if there is no such file."""
     try:
         return path.read_text()
     except OSError:

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Literal
 
 from phalanx.errors import LaunchError
-from phalanx.system.device_files import FoundDevice
+from phalanx.system.device_files import FoundDevice, read_text
 
-__all__ = ["Bind", "Core", "bind_ranks", "near_devices", "parse_cpu_list", "usable_cpus"]
+__all__ = ["Bind", "Core", "bind_ranks", "cpus_near", "parse_cpu_list", "usable_cpus"]
 
 Bind = Literal["none", "core", "numa"]
 
@@ -52,28 +52,27 @@ def usable_cpus(system: str = "/sys/devices/system") -> list[Core]:
     """
     node_of: dict[int, int] = {}
     for directory in Path(system, "node").glob("node[0-9]*"):
-        for cpu in parse_cpu_list(_read(directory / "cpulist")):
+        for cpu in parse_cpu_list(read_text(directory / "cpulist")):
             node_of[cpu] = int(directory.name.removeprefix("node"))
     found = []
     for cpu in os.sched_getaffinity(0):
-        siblings = parse_cpu_list(_read(Path(system, "cpu", f"cpu{cpu}", "topology", "thread_siblings_list")))
+        siblings = parse_cpu_list(read_text(Path(system, "cpu", f"cpu{cpu}", "topology", "thread_siblings_list")))
         found.append(Core(node_of.get(cpu, 0), min(siblings, default=cpu), cpu))
     return sorted(found)
 
 
-def near_devices(ranks: int, devices: Sequence[FoundDevice], pci: str = "/sys/bus/pci/devices") -> list[frozenset[int]]:
-    """For each rank the logical cores next to the device with its number; none where that is not known of all.
+def cpus_near(devices: Sequence[FoundDevice], pci: str = "/sys/bus/pci/devices") -> list[frozenset[int]]:
+    """List for each rank the logical cores next to its device; empty where that is not known of all.
 
     Firmware that does not know says that all are (and that the NUMA node is -1).
 
     Args:
-        ranks: how many ranks share this host.
-        devices: the accelerators that they see, in their order.
+        devices: the accelerator of each rank of this host.
         pci: the folder in which the kernel describes the devices of the PCI bus.
     """
-    lists = [_read(Path(pci, device.pci.lower(), "local_cpulist")) for device in devices[:ranks] if device.pci]
+    lists = [read_text(Path(pci, device.pci.lower(), "local_cpulist")) for device in devices if device.pci]
     near = [frozenset(parse_cpu_list(text)) for text in lists]
-    return near if len(near) == ranks and all(near) else []
+    return near if len(near) == len(devices) and all(near) else []
 
 
 def bind_ranks(
@@ -91,7 +90,7 @@ def bind_ranks(
         ranks: how many ranks share this host.
         cores: those that the ranks may use.
         most: how many of them may be busy at a time, if a cgroup allows fewer than all; None for all.
-        near: for each rank the cores next to its device, if that is known (:func:`near_devices`). Ranks with the same
+        near: for each rank the cores next to its device, if that is known (:func:`cpus_near`). Ranks with the same
             ones share these.
 
     Raises:
@@ -100,7 +99,7 @@ def bind_ranks(
     cores = sorted(cores)
     together = {own: [rank for rank in range(ranks) if near[rank] == own] for own in near}
     usable = {own: [core for core in cores if core.cpu in own] for own in near}
-    if len(together) > 1 and all(len(usable[own]) >= len(members) for own, members in together.items()):
+    if near and all(len(usable[own]) >= len(members) for own, members in together.items()):
         found: dict[int, tuple[int, ...]] = {}
         for own, members in together.items():
             found.update(zip(members, bind_ranks(bind, len(members), usable[own], most), strict=True))
@@ -131,10 +130,3 @@ def parse_cpu_list(text: str) -> list[int]:
         if low.isdigit() and (high or low).isdigit():
             numbers += range(int(low), int(high or low) + 1)
     return numbers
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -15,7 +15,7 @@ from phalanx import settings
 from phalanx.errors import InitializationError, LaunchError
 from phalanx.launch.job import memory as rank_memory
 from phalanx.launch.job.attempt import Attempt
-from phalanx.launch.job.binding import Bind, bind_ranks, near_devices, usable_cpus
+from phalanx.launch.job.binding import Bind, bind_ranks, cpus_near, usable_cpus
 from phalanx.launch.job.contradictions import check_together
 from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.host_slots import HostSlots, fill_hosts
@@ -25,7 +25,7 @@ from phalanx.launch.job.rehearsal import Rehearsal
 from phalanx.launch.job.spellings import count_after_target
 from phalanx.launch.job.target import Target
 from phalanx.system import interfaces
-from phalanx.system.device_files import count_devices, device_names, device_of_rank, visible_devices
+from phalanx.system.device_files import count_devices, device_names, device_of_rank, devices_of_ranks
 from phalanx.system.folder import own_folder
 from phalanx.system.host import machine_name
 from phalanx.system.limits import memory_left, usable_cores
@@ -383,10 +383,11 @@ def make_job(
             raise LaunchError(f"{option} {rank}: is not one of the {format_count(count, 'rank')}, which count from 0")
     output.check(count)
     cores = usable_cores()
-    # On other hosts ranks are bound there, to the cores of those hosts.
     computes_on = device or ("cpu" if rehearsal is not None else environment.get(settings.DEVICE) or None)
-    near = near_devices(count, [] if computes_on == "cpu" else visible_devices(environment))
-    cpus = bind_ranks(bind, count, usable_cpus(), cores, near) if bind != "none" and not elsewhere else []
+    cpus: list[tuple[int, ...]] = []
+    if bind != "none" and not elsewhere:  # on other hosts ranks are bound there, to the cores of those hosts
+        near = cpus_near(devices_of_ranks(count, computes_on, environment))
+        cpus = bind_ranks(bind, count, usable_cpus(), cores, near)
     shared = Counter(cpus)
     # A rank's threads are as many as its cores, divided by the ranks that are bound to the same ones.
     threads = _threads_per_rank(min([cores // count, *(len(own) // shared[own] for own in cpus)]), environment)

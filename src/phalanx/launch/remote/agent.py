@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from phalanx import settings
 from phalanx.errors import LaunchError
-from phalanx.launch.job.binding import bind_ranks, near_devices, usable_cpus
+from phalanx.launch.job.binding import bind_ranks, cpus_near, usable_cpus
 from phalanx.launch.job.share import Share
 from phalanx.launch.output.failure import signal_name
 from phalanx.launch.rank.descriptors import open_descriptors
@@ -35,7 +35,7 @@ from phalanx.launch.remote.tree import Branch
 from phalanx.launch.zygote import Inheritance, serve
 from phalanx.store.torch_server import is_own
 from phalanx.system import processes
-from phalanx.system.device_files import visible_devices
+from phalanx.system.device_files import devices_of_ranks
 from phalanx.system.limits import raise_file_limit, usable_cores
 from phalanx.topology.table import RankRow
 
@@ -196,8 +196,7 @@ class _Agent:
         cpus: list[tuple[int, ...]] = []
         try:
             if order["job"]["bind"] != "none":
-                devices = [] if order["job"]["device"] == "cpu" else visible_devices(os.environ)
-                near = near_devices(len(numbers), devices)
+                near = cpus_near(devices_of_ranks(len(numbers), order["job"]["device"], os.environ))
                 cpus = bind_ranks(order["job"]["bind"], len(numbers), usable_cpus(), usable_cores(), near)
         except LaunchError as error:
             self.channel.say(event="refused", text=f"phalanx: {self.invitation.name}: {error}\n", code=2)

@@ -402,7 +402,7 @@ class HostsMessages(Matching):
         self._engine.abort()
         self._held = []
         if were_kept:  # else those that asked for the end wait for the threads
-            for thread in filter(threading.Thread.is_alive, self._threads()):  # one may have been refused at an exit
+            for thread in self._threads():
                 thread.join(THREADS_S)
         with self.lock:
             self._ways_ended = True
@@ -417,7 +417,8 @@ class HostsMessages(Matching):
 
     def _threads(self) -> list[threading.Thread]:
         with self.lock:
-            return [*self._bringing.all(), *self.overdue.threads()]
+            threads = [*self._bringing.all(), *self.overdue.threads()]
+        return [thread for thread in threads if thread.is_alive()]  # an exit refuses to start one
 
     def give_back(self) -> None:
         """Give back what would disturb the interpreter's end."""
