@@ -19,6 +19,7 @@ from torch.autograd import profiler_legacy
 from torch.distributed.rpc import functions
 
 from phalanx.rpc import inquiry, session
+from phalanx.rpc.torch_api import gathering
 from tests.rpc.workers import add, fail, keep, let_go, open_gate, pid, torch_started, wait_for_gate
 from tests.support.ranks import Member, on_ranks, run_ranks, values
 from tests.support.waiting import soon
@@ -193,17 +194,19 @@ def test_killed_holder_frees_what_it_held_and_its_callers_are_told() -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_shutdown_ends_on_all_that_are_left_when_a_worker_is_killed(victim: int) -> None:
+def test_shutdown_ends_and_names_a_killed_worker(victim: int) -> None:
     def body(member: Member) -> str:
         rpc = torch_started(member)
+        told: list[str] = []
+        vars(gathering)["tell"] = told.append
         member.meet("started")
         if member.rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             rpc.shutdown()
         except RuntimeError as error:
-            return str(error)
-        return ""
+            told.append(str(error))
+        return " ".join(told)
 
     outcomes = run_ranks(body, 3)
     assert outcomes.pop(victim).signal == signal.SIGKILL
