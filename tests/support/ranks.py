@@ -97,12 +97,15 @@ def run_ranks(
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
-    """What every rank returned; fails with the first traceback if one did not return."""
-    for outcome in outcomes:
-        if outcome.signal:
-            raise AssertionError(f"rank {outcome.rank} was ended by {signal.Signals(outcome.signal).name}")
-        if outcome.error is not None:
-            raise AssertionError(f"rank {outcome.rank} raised:\n{outcome.traceback}")
+    """What every rank returned; fails with the tracebacks of those that did not."""
+    failed = [
+        f"rank {outcome.rank} was ended by {signal.Signals(outcome.signal).name}"
+        if outcome.signal
+        else f"rank {outcome.rank} raised:\n{outcome.traceback or outcome.error}"
+        for outcome in outcomes
+        if outcome.signal or outcome.error is not None
+    ]
+    assert not failed, "\n".join(failed)
     return [outcome.value for outcome in outcomes]
 
 

@@ -24,7 +24,7 @@ from phalanx.rpc.torch_api.torch_names import cpp, internal
 __all__ = ["Answer", "Call", "backward", "call", "fetch", "pickle_errors", "usable"]
 
 CALL, FETCH, BACKWARD = "torch.call", "torch.fetch", "torch.backward"
-BUILTIN, PYTHON, SCRIPT = "builtin", "python", "script"
+BUILTIN, PYTHON = "builtin", "python"
 UNSET = cpp._UNSET_RPC_TIMEOUT
 
 
@@ -32,8 +32,7 @@ class Call(NamedTuple):
     """A call as it travels.
 
     Attributes:
-        kind: whether ``name`` is one of torch's operators, or the qualified name of a script function; a Python
-            function is in the payload.
+        kind: ``builtin`` if ``name`` is one of torch's operators, ``python`` if the function is in the payload.
         payload, tensors: the arguments as ``torch.distributed.rpc.internal.serialize`` makes them.
         autograd: what distributed autograd sends with them.
         asynchronous: the function returns a future.

@@ -26,7 +26,6 @@ from phalanx.rpc.torch_api import (
     torch_agent,
 )
 from phalanx.rpc.torch_api.rref import PyRRef, RRef
-from phalanx.rpc.torch_api.script import functions, modules, slots, types
 from phalanx.rpc.torch_api.torch_names import api, cpp, cpp_autograd
 
 __all__ = ["install"]
@@ -63,7 +62,7 @@ def install() -> None:
     }
     pairs = [(getattr(cpp, name), new) for name, new in stand_ins.items()]
     pairs += [(getattr(cpp_autograd, name), new) for name, new in autograd_names.STAND_INS.items()]
-    pairs += [(api.RRef, RRef), (torch.futures.wait_all, futures.wait_all), *modules.STAND_INS, *types.STAND_INS]
+    pairs += [(api.RRef, RRef), (torch.futures.wait_all, futures.wait_all)]
     replaced = {id(old): new for old, new in pairs}  # pairs keeps the old objects, and with them their ids, alive
     RRef.__module__, RRef.__qualname__ = api.__name__, "RRef"
     of_torch = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "torch"]
@@ -76,10 +75,7 @@ def install() -> None:
     profiling.follow_profiles()
     gathering.count_lost()
     leaving.say_who_is_late()
-    functions.interpret()
-    slots.keep()
     after_import("torch.distributed.optim.optimizer", _optimize_in_python)
-    after_import("torch.distributed.nn.jit.instantiator", modules.instantiate_in_turn)
 
 
 def _optimize_in_python(optimizer: Any) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.futures import Future
 
 from phalanx.errors import CallTimeout, PhalanxError
 from phalanx.rpc.torch_api import current
-from phalanx.rpc.torch_api.calls import BUILTIN, PYTHON, SCRIPT, call
+from phalanx.rpc.torch_api.calls import BUILTIN, PYTHON, call
 from phalanx.rpc.torch_api.references import Identity, User
 from phalanx.rpc.torch_api.rref import wrapped
-from phalanx.rpc.torch_api.script.named import check_arguments
 from phalanx.rpc.torch_api.torch_names import internal
 
 __all__ = ["STAND_INS"]
@@ -30,13 +29,11 @@ def _invoke_rpc_python_udf(
     return call(dst, PYTHON, "", payload, tensors, timeout, asynchronous=asynchronous)
 
 
-def _invoke_rpc_torchscript(
-    dst: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float, asynchronous: bool
-) -> Future[Any]:
-    check_arguments(name, args, kwargs)
-    payload, tensors = internal.serialize((args, kwargs))
-    to = current.agent().get_worker_info(dst)
-    return call(to, SCRIPT, name, payload, tensors, timeout, asynchronous=asynchronous)
+def _invoke_rpc_torchscript(dst: str, name: str, *_: Any) -> NoReturn:
+    raise PhalanxError(
+        f"{name} is a TorchScript function, which cannot be called on {dst} over Phalanx. Pass the Python function, or "
+        f"run without --replace rpc"
+    )
 
 
 def _invoke_remote_builtin(dst: Any, name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
@@ -48,14 +45,6 @@ def _invoke_remote_python_udf(
     dst: Any, payload: bytes, tensors: list[torch.Tensor], timeout: float, asynchronous: bool
 ) -> Any:
     return _remote(dst, PYTHON, "", payload, tensors, timeout, asynchronous)
-
-
-def _invoke_remote_torchscript(
-    dst: str, name: str, timeout: float, asynchronous: bool, *args: Any, **kwargs: Any
-) -> Any:
-    check_arguments(name, args, kwargs)
-    payload, tensors = internal.serialize((args, kwargs))
-    return _remote(current.agent().get_worker_info(dst), SCRIPT, name, payload, tensors, timeout, asynchronous)
 
 
 def _remote(
@@ -108,6 +97,6 @@ STAND_INS: dict[str, Callable[..., Any]] = {
         _invoke_rpc_torchscript,
         _invoke_remote_builtin,
         _invoke_remote_python_udf,
-        _invoke_remote_torchscript,
     )
 }
+STAND_INS["_invoke_remote_torchscript"] = _invoke_rpc_torchscript

@@ -63,13 +63,11 @@ class Owned:
     Attributes:
         identity: its name.
         value: ends with the value, or with what the function raised that should have made it.
-        script_type: its type in TorchScript, where it was declared and need not be inferred from the value.
     """
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
         self.value: Future[Any] = Future()
-        self.script_type = ""
 
     def __str__(self) -> str:
         return f"OwnerRRef({self.identity})"

@@ -15,8 +15,6 @@ from torch.futures import Future
 from phalanx.errors import PhalanxError
 from phalanx.rpc.torch_api import calls, current
 from phalanx.rpc.torch_api.references import Forked, Identity, Owned, Owner, User
-from phalanx.rpc.torch_api.script.functions import in_script
-from phalanx.rpc.torch_api.script.types import interface_of
 from phalanx.rpc.torch_api.torch_names import api, cpp, cpp_autograd, internal, rref_proxy
 
 __all__ = ["PyRRef", "RRef"]
@@ -33,17 +31,9 @@ class PyRRef:
 
     def __init__(self, value: Any, type_hint: Any = None) -> None:
         """A reference to a value of this process."""
-        if isinstance(value, torch.jit.ScriptModule) and type_hint is None:
-            raise PhalanxError(
-                "The RRef being created contains a ScriptModule, must provide its ModuleInterface type hint. "
-            )
-        if type_hint is not None and not isinstance(value, torch.jit.ScriptModule):
-            raise PhalanxError(
-                "type_hint should only be specified when the RRef being created contains a ScriptModule."
-            )
+        if type_hint is not None or isinstance(value, torch.jit.ScriptModule):
+            raise PhalanxError("an RRef over Phalanx cannot hold a TorchScript module; give it the Python module")
         owned = current.agent().references.new_value()
-        if type_hint is not None:
-            owned.script_type = interface_of(value, type_hint)
         owned.value.set_result(value)
         self._set(owned)
 
@@ -138,8 +128,6 @@ class PyRRef:
         return str(self._reference)
 
     def __getstate__(self) -> Any:
-        if in_script():
-            raise PhalanxError("RRef jit pickling is only allowed inside RPC calls")
         raise PhalanxError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
 
     def __reduce_ex__(self, protocol: Any) -> Any:

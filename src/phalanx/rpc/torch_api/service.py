@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from phalanx.errors import ClosedError, PhalanxError
+from phalanx.errors import ClosedError
 from phalanx.rpc.agent import Incoming, Member
 from phalanx.rpc.autograd.engine import running_in, unwrap, wrap
 from phalanx.rpc.future import Future as OwnFuture
 from phalanx.rpc.torch_api import current, profiling, rref
-from phalanx.rpc.torch_api.calls import BACKWARD, BUILTIN, CALL, FETCH, PYTHON, SCRIPT, Answer, Call, pickle_errors
+from phalanx.rpc.torch_api.calls import BACKWARD, CALL, FETCH, PYTHON, Answer, Call, pickle_errors
 from phalanx.rpc.torch_api.references import Identity, Owned
-from phalanx.rpc.torch_api.script.named import return_type, script_function
 from phalanx.rpc.torch_api.torch_names import internal
 
 __all__ = ["Service"]
@@ -96,18 +95,8 @@ class Service:
         if isinstance(given, AttributeError):
             raise given
         args, kwargs = given
-        if call.kind == BUILTIN:
-            function, _ = torch._C._jit_get_operation(call.name)
-            return function(*args, **kwargs)
-        try:
-            result = script_function(call.name)(*args, **kwargs)
-        except torch.jit.Error as error:  # not a RuntimeError, which torch's API promises
-            raise PhalanxError(str(error)) from error
-        if not call.asynchronous:
-            return result
-        if not isinstance(result, torch._C.Future):
-            raise PhalanxError(f"Async functions must return an IValue of Future type, but got {type(result).__name__}")
-        return self._later(result)
+        function, _ = torch._C._jit_get_operation(call.name)
+        return function(*args, **kwargs)
 
     def _later(self, result: Any) -> Any:
         if not isinstance(result, torch._C.Future):
@@ -132,8 +121,6 @@ class Service:
         self, peer: Member, call: Call, owned: Owned | None, value: Any, events: list[list[profiling.Event]]
     ) -> tuple[Any, ...]:
         if owned is not None:
-            if call.kind == SCRIPT:
-                owned.script_type = return_type(call.name, call.asynchronous)
             owned.value.set_result(value)
             return tuple(Answer(b"", [], None, events))
         with running_in(call.autograd):
@@ -153,13 +140,12 @@ class Service:
         answer: OwnFuture[Any] = OwnFuture()
 
         def encode(done: OwnFuture[Any]) -> None:
-            value = None
             try:
                 value = done.wait(0)
                 with running_in(autograd):
                     answer.set_result(tuple(self._encoded(incoming.peer, value, [])))
             except Exception as error:
-                answer.set_exception(self._why_not_sent(incoming.peer, value, error))
+                answer.set_exception(error)
 
         def found(done: OwnFuture[Owned]) -> None:
             try:
@@ -169,14 +155,6 @@ class Service:
 
         self._agent.references.find(Identity(*identity)).add_done_callback(found)
         return answer
-
-    def _why_not_sent(self, peer: Member, value: Any, error: Exception) -> Exception:
-        if not isinstance(error, RuntimeError) or not isinstance(value, (torch.ScriptObject, torch.jit.ScriptModule)):
-            return error
-        return PhalanxError(
-            f"what was asked for is an RRef to a ScriptModule. It can't be sent through RPC from owner, "
-            f"{self._agent.get_worker_info()}, to user, {peer}: {error}. Call a function that gets the RRef there"
-        )
 
     def _backward(self, incoming: Incoming, message: tuple[Any, ...]) -> None:
         self._started()

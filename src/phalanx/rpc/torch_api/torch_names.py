@@ -15,13 +15,12 @@ from torch.distributed.rpc import api as _api
 from torch.distributed.rpc import internal as _internal
 from torch.distributed.rpc import rref_proxy as _rref_proxy
 
-__all__ = ["api", "autograd", "cpp", "cpp_autograd", "internal", "jit", "profiler_legacy", "rref_proxy"]
+__all__ = ["api", "autograd", "cpp", "cpp_autograd", "internal", "profiler_legacy", "rref_proxy"]
 
 api: Any = _api
 autograd: Any = torch.autograd
 cpp: Any = _distributed_rpc
 cpp_autograd: Any = _distributed_autograd
 internal: Any = _internal
-jit: Any = torch.jit
 profiler_legacy: Any = torch.autograd.profiler_legacy
 rref_proxy: Any = _rref_proxy

@@ -1,1 +1,0 @@
-"""TorchScript that uses RPC: functions, and modules that hold remote references, run as the Python they came from."""
