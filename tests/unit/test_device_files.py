@@ -1,19 +1,13 @@
-"""The rank table's devices and the cores next to them, from the files of the drivers as machines have them."""
+"""The rank table's devices, from the files of the drivers as machines have them."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from phalanx.launch.job.binding import Core, bind_ranks, cpus_near
 from phalanx.system import device_files
 from phalanx.system.device_files import FoundDevice, device_of_rank, devices_of_ranks, visible_devices
 
 H200 = "Model: \t\t NVIDIA H200\nGPU UUID: \t GPU-{0}f2e\nBus Location: \t 0000:{0}9:00.0\nDevice Minor: \t {0}\n"
-
-
-# Two NUMA nodes of two physical cores with two threads each, numbered as Linux does: siblings are 4 apart.
-TWO_SOCKETS = [Core(cpu % 4 // 2, cpu % 4, cpu) for cpu in range(8)]
 
 
 def seen(environment: dict[str, str], root: str) -> list[FoundDevice]:
@@ -92,37 +86,3 @@ def test_a_machine_with_files_that_tell_nothing_is_not_said_to_have_none(monkeyp
     assert device_files.device_names({}) is None
     monkeypatch.setattr(device_files, "visible_devices", lambda environment: [])  # CUDA_VISIBLE_DEVICES=""
     assert device_of_rank(0, None, device_files.device_names({})) == "cpu"
-
-
-def gpus_near(pci: Path, lists: list[str]) -> list[FoundDevice]:
-    """Devices of a machine whose kernel says these lists of near cores."""
-    devices = [FoundDevice("cuda", "H200", "", f"0000:{number:x}9:00.0") for number in range(len(lists))]
-    for device, near in zip(devices, lists, strict=True):
-        (pci / device.pci).mkdir()
-        (pci / device.pci / "local_cpulist").write_text(near + "\n")
-    return devices
-
-
-@pytest.mark.parametrize("bind", ["core", "numa"])
-@pytest.mark.parametrize(
-    ("lists", "homes"),
-    [
-        # Device 0 is near the second socket, as on machines whose devices are not numbered as their sockets are.
-        (["2-3,6-7", "0-1,4-5", "2-3,6-7", "0-1,4-5"], [1, 0, 1, 0]),
-        (["0-7"] * 4, [0, 0, 1, 1]),  # firmware that does not know: NUMA node -1
-        (["0,4", "1,5", "2,6", "3,7"], [0, 0, 1, 1]),  # as many NUMA nodes as devices
-    ],
-)
-def test_ranks_are_bound_next_to_their_devices(tmp_path: Path, bind: Any, lists: list[str], homes: list[int]) -> None:
-    near = cpus_near(gpus_near(tmp_path, lists), str(tmp_path))
-    cpus = bind_ranks(bind, 4, TWO_SOCKETS, near=near)
-    node_of = {core.cpu: core.numa_node for core in TWO_SOCKETS}
-    assert [{node_of[cpu] for cpu in own} for own in cpus] == [{home} for home in homes]
-    if bind == "core":
-        assert sorted(cpu for own in cpus for cpu in own) == list(range(8))
-
-
-def test_ranks_are_bound_as_without_devices_where_too_few_cores_are_near(tmp_path: Path) -> None:
-    near = cpus_near(gpus_near(tmp_path, ["0", "0", "1"]), str(tmp_path))
-    assert bind_ranks("core", 3, TWO_SOCKETS, near=near) == bind_ranks("core", 3, TWO_SOCKETS)
-    assert cpus_near([FoundDevice("npu")] * 4, str(tmp_path)) == []

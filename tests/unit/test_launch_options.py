@@ -167,7 +167,7 @@ def test_only_cores_that_the_launcher_may_use(bind: str) -> None:
 
 
 def test_threads_are_a_ranks_share_of_the_cores_it_is_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.launch.job.job.usable_cpus", lambda: TWO_SOCKETS)
+    monkeypatch.setattr("phalanx.launch.job.binding.usable_cpus", lambda: TWO_SOCKETS)
     monkeypatch.setattr("phalanx.launch.job.job.usable_cores", lambda: 8)
 
     def table(ranks: int, bind: str, **environment: str) -> list[tuple[int | None, int | None]]:

@@ -148,7 +148,8 @@ def _rocm(root: Path) -> list[FoundDevice]:
         fields = dict(line.split(None, 1) for line in read_text(node / "properties").splitlines() if " " in line)
         if int(fields.get("simd_count", "0")):  # a processor has none
             bus, domain = int(fields.get("location_id", "0")), int(fields.get("domain", "0"))
-            pci = f"{domain:04x}:{bus >> 8:02x}:{bus >> 3 & 31:02x}.{bus & 7:x}"
+            # The highest four bits of the location number the parts of an MI300 that is divided.
+            pci = f"{domain:04x}:{bus >> 8 & 255:02x}:{bus >> 3 & 31:02x}.{bus & 7:x}"
             found.append(
                 FoundDevice("cuda", read_text(node / "name").strip(), f"GPU-{int(fields.get('unique_id', '0')):x}", pci)
             )

@@ -34,6 +34,7 @@ class RankRow:
         pid: its process id; None if the process does not exist yet.
         cores: how many cores it may run on; None if unknown.
         threads: how many threads its operations may use; None if unknown.
+        cpus: the logical cores to which the launcher binds it; empty if it does not.
     """
 
     rank: int
@@ -44,6 +45,7 @@ class RankRow:
     pid: int | None
     cores: int | None
     threads: int | None
+    cpus: Sequence[int] = ()
 
 
 def format_rank_table(
@@ -125,7 +127,7 @@ def _rank_lines(rows: Sequence[RankRow]) -> list[dict[str, str]]:
             "local rank": str(row.local_rank),
             "device": row.device,
             "pid": "" if row.pid is None else str(row.pid),
-            "cores": _number(row.cores),
+            "cores": _cores(row),
             "threads": _number(row.threads),
         }
         for row in rows
@@ -148,7 +150,7 @@ def _node_lines(rows: Sequence[RankRow]) -> list[dict[str, str]]:
             "ranks": format_spans([row.rank for row in members]),
             "count": str(len(members)),
             "device": _common([row.device for row in members]),
-            "cores": _common([_number(row.cores) for row in members]),
+            "cores": _common([_cores(row) for row in members]),
             "threads": _common([_number(row.threads) for row in members]),
         }
         for node, members in sorted(nodes.items())
@@ -181,6 +183,11 @@ def _shorten(text: str, columns: int) -> str:
         return text
     head = (columns - 1) // 2
     return f"{text[:head]}…{text[len(text) - (columns - 1 - head) :]}"
+
+
+def _cores(row: RankRow) -> str:
+    """How many cores it may run on, and which, if it is bound: ``4 (0-1, 8-9)``."""
+    return f"{_number(row.cores)} ({format_spans(row.cpus)})" if row.cpus else _number(row.cores)
 
 
 def _number(value: int | None) -> str:

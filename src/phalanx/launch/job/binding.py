@@ -7,23 +7,33 @@ the threads of a rank then stay near their caches and the rank's memory.
 
 Cores are the logical ones that this process may use (its affinity, and with it the cpuset). Ranks get whole physical
 cores as long as there are enough of them. Neighbouring ranks get neighbouring cores, NUMA node by NUMA node; ranks that
-compute on an accelerator get cores next to it, where the kernel says which these are. Memory then comes from the same
-NUMA node, since Linux takes it from where a thread runs.
+compute on an accelerator get cores next to it, where the kernel says which these are. Memory comes from the NUMA node
+on which a thread runs, and from another one when that is full: ``MPOL_BIND`` would have the rank killed.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 from phalanx.errors import LaunchError
-from phalanx.system.device_files import FoundDevice, read_text
+from phalanx.system.device_files import FoundDevice, devices_of_ranks, read_text
 
-__all__ = ["Bind", "Core", "bind_ranks", "cpus_near", "parse_cpu_list", "usable_cpus"]
+__all__ = [
+    "Bind",
+    "Core",
+    "bind_ranks",
+    "bind_ranks_here",
+    "cores_per_rank",
+    "cpus_near",
+    "parse_cpu_list",
+    "usable_cpus",
+]
 
 Bind = Literal["none", "core", "numa"]
 
@@ -41,6 +51,34 @@ class Core:
     numa_node: int
     physical: int
     cpu: int
+
+
+def bind_ranks_here(
+    bind: Bind, ranks: int, most: int, device: str | None, environment: Mapping[str, str]
+) -> list[tuple[int, ...]]:
+    """The logical cores of each rank of this host; none if ranks are not bound.
+
+    Args:
+        bind: as in :func:`bind_ranks`, which raises the same; or ``none``.
+        ranks: how many ranks share this host.
+        most: how many cores may be busy at a time.
+        device: the device that the user has asked for, as ``cuda`` or ``cuda:1``; None for none.
+        environment: has the variables that hide devices.
+    """
+    if bind == "none":
+        return []
+    return bind_ranks(bind, ranks, usable_cpus(), most, cpus_near(devices_of_ranks(ranks, device, environment)))
+
+
+def cores_per_rank(ranks: int, cores: int, cpus: Sequence[tuple[int, ...]]) -> int:
+    """How many cores every rank of a host has without taking another's, at least 1.
+
+    Args:
+        ranks: how many ranks share the host.
+        cores: how many cores may be busy there at a time.
+        cpus: the cores of each rank, if ranks are bound.
+    """
+    return max(1, min([cores // ranks, *(len(own) // sharing for own, sharing in Counter(cpus).items())]))
 
 
 def usable_cpus(system: str = "/sys/devices/system") -> list[Core]:
@@ -91,29 +129,32 @@ def bind_ranks(
         cores: those that the ranks may use.
         most: how many of them may be busy at a time, if a cgroup allows fewer than all; None for all.
         near: for each rank the cores next to its device, if that is known (:func:`cpus_near`). Ranks with the same
-            ones share these.
+            ones share these. It is ignored if some overlap, as where firmware knows the place of some devices only, or
+            if too few cores are near.
 
     Raises:
         LaunchError: ``bind`` is ``core``, and there are fewer cores than ranks.
     """
     cores = sorted(cores)
+    available = min(len(cores), most or len(cores))
+    if bind == "core" and ranks > available:
+        raise LaunchError(
+            f"--bind core: {ranks} ranks need a core each, and this process may use {available} (its affinity and its "
+            f"cgroup say so). Start at most {available} ranks, or let them share: --bind none"
+        )
     together = {own: [rank for rank in range(ranks) if near[rank] == own] for own in near}
     usable = {own: [core for core in cores if core.cpu in own] for own in near}
-    if near and all(len(usable[own]) >= len(members) for own, members in together.items()):
+    apart = len({core for found in usable.values() for core in found}) == sum(map(len, usable.values()))
+    enough = all(len(usable[own]) >= (len(members) if bind == "core" else 1) for own, members in together.items())
+    if near and apart and enough:
         found: dict[int, tuple[int, ...]] = {}
         for own, members in together.items():
-            found.update(zip(members, bind_ranks(bind, len(members), usable[own], most), strict=True))
+            found.update(zip(members, bind_ranks(bind, len(members), usable[own]), strict=True))
         return [found[rank] for rank in range(ranks)]
     if bind == "numa":
         # The node in which the middle of the rank's share lies.
         homes = [cores[(2 * rank + 1) * len(cores) // (2 * ranks)].numa_node for rank in range(ranks)]
         return [tuple(core.cpu for core in cores if core.numa_node == home) for home in homes]
-    available = min(len(cores), most or len(cores))
-    if ranks > available:
-        raise LaunchError(
-            f"--bind core: {ranks} ranks need a core each, and this process may use {available} (its affinity and its "
-            f"cgroup say so). Start at most {available} ranks, or let them share: --bind none"
-        )
     physical: dict[int, list[int]] = {}
     for core in cores:
         physical.setdefault(core.physical, []).append(core.cpu)

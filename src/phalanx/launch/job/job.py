@@ -6,7 +6,6 @@ import dataclasses
 import os
 import secrets
 import signal
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from phalanx import settings
 from phalanx.errors import InitializationError, LaunchError
 from phalanx.launch.job import memory as rank_memory
 from phalanx.launch.job.attempt import Attempt
-from phalanx.launch.job.binding import Bind, bind_ranks, cpus_near, usable_cpus
+from phalanx.launch.job.binding import Bind, bind_ranks_here, cores_per_rank
 from phalanx.launch.job.contradictions import check_together
 from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.host_slots import HostSlots, fill_hosts
@@ -25,7 +24,7 @@ from phalanx.launch.job.rehearsal import Rehearsal
 from phalanx.launch.job.spellings import count_after_target
 from phalanx.launch.job.target import Target
 from phalanx.system import interfaces
-from phalanx.system.device_files import count_devices, device_names, device_of_rank, devices_of_ranks
+from phalanx.system.device_files import count_devices, device_names, device_of_rank
 from phalanx.system.folder import own_folder
 from phalanx.system.host import machine_name
 from phalanx.system.limits import memory_left, usable_cores
@@ -175,7 +174,8 @@ class Job:
                 RankRow(rank, node, name, local, device_of_rank(local, self.device, devices), None, None, threads)
                 for rank, (node, name, local) in enumerate(placed_ranks)
             ]
-        cores = [len(cpus) for cpus in self.cpus] or [self.cores] * self.ranks
+        bound = self.cpus or [()] * self.ranks
+        cores = [len(cpus) or self.cores for cpus in bound]
         if self.rehearsal is not None:
             return [
                 RankRow(
@@ -187,11 +187,13 @@ class Job:
                     None,
                     cores[rank],
                     threads,
+                    bound[rank],
                 )
                 for rank, placed in enumerate(self.rehearsal.placed())
             ]
+        names = [device_of_rank(rank, self.device, devices) for rank in range(self.ranks)]
         return [
-            RankRow(rank, 0, self.host, rank, device_of_rank(rank, self.device, devices), None, cores[rank], threads)
+            RankRow(rank, 0, self.host, rank, names[rank], None, cores[rank], threads, bound[rank])
             for rank in range(self.ranks)
         ]
 
@@ -282,14 +284,14 @@ class Job:
 
 
 def _threads_per_rank(cores: int, environment: Mapping[str, str]) -> str:
-    """``OMP_NUM_THREADS`` for each rank: the user's own value, or as many as the rank has cores, at least 1.
+    """``OMP_NUM_THREADS`` for each rank: the user's own value, or as many as the rank has cores.
 
     Raises:
         LaunchError: the user's value is not a number of threads, or a list of such numbers.
     """
     own = environment.get("OMP_NUM_THREADS", "")
     if not own:
-        return str(max(1, cores))
+        return str(cores)
     if not all(part.strip().isdigit() and int(part) > 0 for part in own.split(",")):
         raise LaunchError(f"OMP_NUM_THREADS={own!r} is not a number of threads; correct or unset it")
     return own
@@ -384,13 +386,9 @@ def make_job(
     output.check(count)
     cores = usable_cores()
     computes_on = device or ("cpu" if rehearsal is not None else environment.get(settings.DEVICE) or None)
-    cpus: list[tuple[int, ...]] = []
-    if bind != "none" and not elsewhere:  # on other hosts ranks are bound there, to the cores of those hosts
-        near = cpus_near(devices_of_ranks(count, computes_on, environment))
-        cpus = bind_ranks(bind, count, usable_cpus(), cores, near)
-    shared = Counter(cpus)
-    # A rank's threads are as many as its cores, divided by the ranks that are bound to the same ones.
-    threads = _threads_per_rank(min([cores // count, *(len(own) // shared[own] for own in cpus)]), environment)
+    # On other hosts ranks are bound there, to the cores of those hosts.
+    cpus = [] if elsewhere else bind_ranks_here(bind, count, cores, computes_on, environment)
+    threads = _threads_per_rank(cores_per_rank(count, cores, cpus), environment)
     if elsewhere and not environment.get("OMP_NUM_THREADS"):
         threads = ""
     found = [address] if address else launcher_addresses(mpi, filled if elsewhere else (), interface, environment)

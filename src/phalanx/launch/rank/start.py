@@ -40,7 +40,7 @@ from phalanx.launch.rank.late_variables import apply_threads, hide_torch
 from phalanx.launch.rank.other_ends import ended_elsewhere, how_ended
 from phalanx.launch.rank.trace import Stage, advance, note_asked, open_own, place_of_recorder
 from phalanx.system.autograd_engine import renew_engine
-from phalanx.system.processes import die_with_parent, set_name, skip_library_teardown
+from phalanx.system.processes import die_with_parent, set_name, skip_library_teardown, take_memory_nearby
 from phalanx.topology.frameworks import cpu_settings
 from phalanx.watch.ends import learn_by, learn_elsewhere_by
 from phalanx.watch.recorder import keep_in
@@ -109,6 +109,7 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     set_name(f"rank-{start.rank}")
     if start.cpus:
         os.sched_setaffinity(0, start.cpus)
+        take_memory_nearby()
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -20,8 +20,6 @@ import traceback
 from typing import Any, NoReturn
 
 from phalanx import settings
-from phalanx.errors import LaunchError
-from phalanx.launch.job.binding import bind_ranks, cpus_near, usable_cpus
 from phalanx.launch.job.share import Share
 from phalanx.launch.output.failure import signal_name
 from phalanx.launch.rank.descriptors import open_descriptors
@@ -35,8 +33,7 @@ from phalanx.launch.remote.tree import Branch
 from phalanx.launch.zygote import Inheritance, serve
 from phalanx.store.torch_server import is_own
 from phalanx.system import processes
-from phalanx.system.device_files import devices_of_ranks
-from phalanx.system.limits import raise_file_limit, usable_cores
+from phalanx.system.limits import raise_file_limit
 from phalanx.topology.table import RankRow
 
 __all__ = ["be_agent"]
@@ -124,7 +121,9 @@ class _Agent:
         signal.set_wakeup_fd(self.wakeup[1], warn_on_full_buffer=False)
         for signum in (*_ASKED, *_IGNORED):
             signal.signal(signum, self._on_signal)
-        channel.say(**look_around(invitation))
+        here = look_around(invitation)
+        self.cpus = tuple(here["cpus"])
+        channel.say(**here)
 
     def _on_signal(self, signum: int, _frame: object) -> None:
         if signum in _ASKED:
@@ -193,17 +192,9 @@ class _Agent:
         """Fork the zygote. Returns in each rank its start; None in the agent, and if there can be no ranks."""
         rows = [RankRow(**row) for row in order["rows"]]
         numbers = range(order["first"], order["first"] + self.invitation.ranks)
-        cpus: list[tuple[int, ...]] = []
-        try:
-            if order["job"]["bind"] != "none":
-                near = cpus_near(devices_of_ranks(len(numbers), order["job"]["device"], os.environ))
-                cpus = bind_ranks(order["job"]["bind"], len(numbers), usable_cpus(), usable_cores(), near)
-        except LaunchError as error:
-            self.channel.say(event="refused", text=f"phalanx: {self.invitation.name}: {error}\n", code=2)
-            return None
         key, threads = self.invitation.door.rpartition(":")[2], str(rows[numbers.start].threads or 1)
         threads = order["job"]["threads"] or threads
-        job = received_job(order["job"], address=self.channel.peer, key=key, cpus=tuple(cpus), threads=threads)
+        job = received_job(order["job"], address=self.channel.peer, key=key, cpus=self.cpus, threads=threads)
         share = Share(numbers, rows, order["port"], None, order["terminal"])
         descriptors = open_descriptors(len(numbers), job.run_id)
         fed, feed = os.pipe() if order["input"] else (os.open(os.devnull, os.O_RDONLY), -1)

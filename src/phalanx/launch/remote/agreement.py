@@ -12,6 +12,7 @@ from typing import Any
 
 from phalanx import settings
 from phalanx.errors import InitializationError, LaunchError
+from phalanx.launch.job.binding import bind_ranks_here
 from phalanx.launch.remote.protocol import Invitation
 from phalanx.system.device_files import device_names
 from phalanx.system.host import machine_name, this_host
@@ -25,6 +26,8 @@ __all__ = ["find_differences", "look_around"]
 def look_around(invitation: Invitation) -> dict[str, Any]:
     """On a host: what the head has to know of it, as the message ``here``."""
     here = this_host({})
+    cores = usable_cores()
+    cpus: list[tuple[int, ...]] = []
     problems = []
     if not os.path.isdir(invitation.directory):
         problems.append(f"{invitation.directory}: {invitation.name} has no such directory")
@@ -34,6 +37,7 @@ def look_around(invitation: Invitation) -> dict[str, Any]:
         if invitation.interface:
             chosen_interface({settings.INTERFACE: invitation.interface})
         check_limits(invitation.ranks, machine_limits(python=invitation.python))
+        cpus = bind_ranks_here(invitation.bind, invitation.ranks, cores, invitation.device, os.environ)
     except (InitializationError, LaunchError) as error:
         problems.append(f"{invitation.name}: {error}")
     same = {"Python": platform.python_version()}
@@ -46,7 +50,8 @@ def look_around(invitation: Invitation) -> dict[str, Any]:
         "name": machine_name(),
         "machine": f"{here.boot_id} {here.pid_namespace}",
         "pid": os.getpid(),
-        "cores": usable_cores(),
+        "cores": cores,
+        "cpus": cpus,
         "accelerators": device_names(os.environ),
         "problems": problems,
         "same": same,

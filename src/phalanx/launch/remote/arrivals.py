@@ -102,6 +102,8 @@ class Arrivals:
             path=job.target.path,
             ranks=len(host.ranks),
             interface=job.interface,
+            bind=job.bind,
+            device=job.device,
             attempt=attempt_name(job),
         )
         try:

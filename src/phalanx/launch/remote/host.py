@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.launch.job.binding import cores_per_rank
 from phalanx.launch.job.host_slots import HostSlots
 from phalanx.launch.job.job import Job
 from phalanx.launch.relay.channel import Channel
@@ -72,9 +73,11 @@ def place_ranks(job: Job, hosts: list[Host]) -> list[RankRow]:
     """The rank table, once all agents have come: ranks follow the order of the hosts, as the user wrote them."""
     rows = []
     for host in hosts:
-        cores = host.here["cores"]
+        all_cores, cpus = host.here["cores"], list(map(tuple, host.here["cpus"]))
+        share = cores_per_rank(len(host.ranks), all_cores, cpus)
+        threads = int(job.threads.partition(",")[0]) if job.threads else share
         for local, rank in enumerate(host.ranks):
-            threads = int(job.threads.partition(",")[0]) if job.threads else max(1, cores // len(host.ranks))
-            device = device_of_rank(local, job.device, host.here["accelerators"])
-            rows.append(RankRow(rank.number, host.number, host.here["name"], local, device, None, cores, threads))
+            own = cpus[local] if cpus else ()
+            device, cores = device_of_rank(local, job.device, host.here["accelerators"]), len(own) or all_cores
+            rows.append(RankRow(rank.number, host.number, host.here["name"], local, device, None, cores, threads, own))
     return rows

@@ -60,6 +60,7 @@ from typing import Any
 
 from phalanx import settings
 from phalanx.launch.job.attempt import Attempt
+from phalanx.launch.job.binding import Bind
 from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.host_slots import HostSlots
 from phalanx.launch.job.job import Job
@@ -99,6 +100,8 @@ class Invitation:
             has to be there.
         ranks: how many ranks the host gets.
         interface: the network interface that the user chose; empty for none.
+        bind: how ranks are bound to cores.
+        device: the device on which the user wants the ranks to compute; None for none in particular.
         attempt: the job and the attempt, by a name that nothing else has.
     """
 
@@ -112,6 +115,8 @@ class Invitation:
     path: str
     ranks: int
     interface: str
+    bind: Bind
+    device: str | None
     attempt: str
 
     @property
