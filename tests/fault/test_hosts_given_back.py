@@ -90,6 +90,7 @@ def test_rank_that_goes_on_does_not_hold_those_that_have_closed_the_group() -> N
         for number in range(12):
             group = joined(member, str(number))
             use(group, member)
+            member.meet(f"used-{number}")  # else the call too many may end a rank that is still in its last one
             if member.rank == SIZE - 1:
                 with pytest.raises(PeerLost, match="has left the group in order"):
                     while True:
