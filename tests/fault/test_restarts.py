@@ -164,18 +164,18 @@ LEAVES = """
     while any("-rank-" in name(entry) for entry in links(zygote)):
         time.sleep(0.01)
     supervisor = int(open(f"/proc/{zygote}/stat").read().rpartition(")")[2].split()[1])
-    print(os.environ["MASTER_PORT"], os.environ["PHALANX_KEY"], os.environ["PHALANX_RUN_ID"], kept,
+    print(os.environ["PHALANX_KEY"], os.environ["PHALANX_RUN_ID"], kept,
           len(alive), *(len(links(pid)) for pid in (zygote, supervisor)), flush=True)
     sys.exit(attempt < 4)
 """
 
 
 def test_attempt_leaves_nothing_to_the_next(launcher: Launcher, tmp_path: Path) -> None:
-    """Each has its own port, key and store; no process stays, also of a stopped rank, and no descriptor."""
+    """Each has its own key and store; no process stays, also of a stopped rank, and no descriptor."""
     outcome = launcher.run("-n", "2", *PLAIN, "--restarts", "4", launcher.script(LEAVES))
     assert outcome.code == 0, outcome.err_text
-    ports, keys, names, kept, alive, *descriptors = zip(*(line.split() for line in outcome.out_lines), strict=True)
-    assert (len(set(ports)), len(set(keys)), len(set(names))) == (5, 5, 1)
+    keys, names, kept, alive, *descriptors = zip(*(line.split() for line in outcome.out_lines), strict=True)
+    assert (len(set(keys)), len(set(names))) == (5, 1)
     assert kept == ("False",) * 5
     assert alive == ("0",) * 5
     # The zygote opens a pipe of two ends when it has forked the ranks; a leak would show in each of the attempts.
