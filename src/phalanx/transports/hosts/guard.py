@@ -79,7 +79,7 @@ class Guard:
     Two threads use it: the one that makes the group's collectives, and the lookout's, which calls :meth:`look`,
     :meth:`told` and :meth:`says`. A third one asks the store. ``reason`` is written once, by any of these or by one
     that waits for a message, under ``_lock``; ``_known`` is set then. ``calls``, ``inside`` and ``failed_peer`` are
-    written by the first thread and read by the second; so is ``unmet``, by a thread that connects. ``_here``,
+    written by the first thread and read by the second; so is ``unmet``, by threads that connect. ``_here``,
     ``away`` and ``_ended_away`` are written by the second and read by others; each is one reference, replaced whole.
     To ``_left`` the second and the third add, in one step of Python's, and the second looks whether a rank is in it.
     So the third does to ``_answered``, after ``_left``, and if it dies, the second waits for ``STORE_S`` instead. The
@@ -110,7 +110,7 @@ class Guard:
         inside: this rank is in a collective.
         calls: how many it has begun.
         failed_peer: a rank to which a transfer of the present collective, or of a message, has failed.
-        unmet: a rank that this one waits to be connected with for the first time.
+        unmet: the ranks that this one waits to be connected with for the first time.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Guard:
         self.inside = False
         self.calls = 0
         self.failed_peer: int | None = None
-        self.unmet: int | None = None
+        self.unmet: list[int] = []
         self.has_told = False
         self.away: Mapping[int, str] = {}
         self._rank, self._layout = rank, layout
@@ -325,7 +325,7 @@ class Guard:
             rank
             for signs in signs_of.values()
             for rank, (sign, _) in signs.items()
-            if (rank in waits or rank == self.failed_peer) and sign in (Sign.GONE, Sign.LEFT)
+            if (rank in waits or rank == self.failed_peer or rank in self.unmet) and sign in (Sign.GONE, Sign.LEFT)
         }
         self._ask_about(away, now)
         for host, signs in signs_of.items():
@@ -362,7 +362,7 @@ class Guard:
     def _gone(self, now: float, signs: dict[int, tuple[Sign | None, float]], waits: dict[int, float]) -> Fact | None:
         for rank, (sign, since) in signs.items():
             failed = self.failed_peer == rank
-            undone = failed or self.unmet == rank  # it has not done its part of the call, and will not
+            undone = failed or rank in self.unmet  # it has not done its part of the call, and will not
             unsaid = self._has_said_nothing(rank, now)  # before `left`, which the store's answer may set
             left = sign is Sign.LEFT or rank in self._left
             if (
