@@ -14,7 +14,6 @@ BACKEND = "phalanx"  # the name under which torch knows the backend
 # Set by users.
 CALL_SITES = "PHALANX_CALL_SITES"  # lines called in another order on another rank: warn, error or ignore
 DEVICE = "PHALANX_DEVICE"  # where ranks compute: cpu, cuda, cuda:1, xpu, npu, …
-ENGINE = "PHALANX_ENGINE"  # what carries bytes between hosts: auto, gloo, mpi, ucx
 HOST = "PHALANX_HOST"  # the name this process reports for its host, in place of the machine's own
 INTERFACE = "PHALANX_INTERFACE"  # the network interface that ranks talk over
 KEY_FILE = "PHALANX_KEY_FILE"  # a file with the job's key, readable by its owner alone

@@ -116,9 +116,7 @@ def test_rank_in_another_namespace_is_waited_for_until_it_dies(name: str, inside
     assert f"has ended while rank {1 - inside} was in all_reduce" in said[1 - inside]
 
 
-def test_ranks_that_cannot_see_each_other_use_an_engine_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PHALANX_ENGINE", "gloo")  # where there is UCX, it may be quicker
-
+def test_ranks_that_cannot_see_each_other_use_gloo_and_say_why() -> None:
     def body(member: Member) -> str:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -25,7 +25,7 @@ import phalanx
 from phalanx.c10d import create
 from phalanx.c10d.create import create_process_group
 from phalanx.errors import InitializationError, PhalanxError
-from phalanx.transports.hosts.choosing import Chosen
+from phalanx.transports.hosts.gloo_lane import GlooEngine
 from phalanx.transports.hosts.guard import Guard
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
@@ -122,7 +122,7 @@ def test_rank_that_missed_failed_attempts_joins_the_next(late: int, failures: in
 
 @pytest.mark.parametrize(
     ("where", "step"),
-    [(create, "choose_engine"), (Guard, "_meet"), pytest.param(create, "quicken_messages", marks=long)],
+    [(create, "GlooEngine"), (Guard, "_meet"), pytest.param(create, "quicken_messages", marks=long)],
 )
 def test_nothing_stays_of_a_group_over_hosts_that_cannot_be_made(where: object, step: str) -> None:
     """Its error may be kept, and with it whatever its frames hold."""
@@ -134,8 +134,8 @@ def test_nothing_stays_of_a_group_over_hosts_that_cannot_be_made(where: object, 
         make = getattr(where, step)
 
         def fail(*arguments: Any, **options: Any) -> None:
-            if isinstance(made := make(*arguments, **options), Chosen):
-                made.engine.close()
+            if isinstance(made := make(*arguments, **options), GlooEngine):
+                made.close()
             raise InitializationError("a rank has gone")
 
         before, threads = descriptors(), set(threading.enumerate())

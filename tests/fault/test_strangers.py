@@ -24,7 +24,6 @@ from pathlib import Path
 import pytest
 from tests.fault import attacks
 from tests.launch_support import Launcher, RunningJob, launcher
-from tests.support.connecting import needs_ucx
 from tests.support.hosts import TestHosts, why_no_hosts
 from tests.support.remote import RemoteLauncher, reachable_hosts
 from tests.support.strangers import NOBODY, as_another_user, needs_another_user
@@ -270,16 +269,15 @@ def reachable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHosts]:
 @needs_hosts
 @pytest.mark.long
 @LENGTHS
-@pytest.mark.parametrize("target", ["the launcher", "h0", pytest.param("h1", marks=needs_ucx)])
+@pytest.mark.parametrize("target", ["the launcher", "h0"])
 def test_job_over_hosts_is_not_held_up_by_strangers(
     reachable: TestHosts, tmp_path: Path, target: str, seconds: float, limit_s: float
 ) -> None:
-    """Another user attacks the launcher, and another host the hosts, the second of which has UCX for an engine."""
+    """Another user attacks the launcher, and another host the hosts."""
     launcher = RemoteLauncher(reachable, tmp_path, own=[0, 1])
-    with_ucx = target == "h1"
     try:
         arguments = ("-H", "h0:2,h1:1", "-q", launcher.script(HAS_EVERYTHING), str(tmp_path))
-        job = launcher.start(*arguments, environment={"PHALANX_ENGINE": "ucx"} if with_ucx else None)
+        job = launcher.start(*arguments)
         await_steps(tmp_path, lambda: job.process.poll() is not None, job.said)
         if target == "the launcher":
             attack = Attack(reachable.outside(), NOBODY, listening(job.process.pid))
@@ -288,7 +286,7 @@ def test_job_over_hosts_is_not_held_up_by_strangers(
             host = int(target[1:])
             ports = [at for at in listening(reachable.inside[host]) if not at[0].startswith(("127.", "::1"))]
             attack = Attack(reachable.entry(STRANGER), 0, ports)
-            assert len([at for at in attack.ports if at[0] == reachable.address(host)]) >= 2 + with_ucx
+            assert len([at for at in attack.ports if at[0] == reachable.address(host)]) >= 2
         attack.attack_all(seconds, lambda: job.process.poll() is None)
         (tmp_path / "over").touch()
         assert job.finish() == 0, job.said()

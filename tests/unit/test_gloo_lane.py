@@ -13,11 +13,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from tests.support.connecting import gloo_engine
 from torch._C._distributed_c10d import HashStore
 
 from phalanx.errors import CollectiveMismatch
-from phalanx.transports.gloo.engine import lazy_gloo
+from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
 from phalanx.transports.hosts import gloo_lane
 from phalanx.transports.hosts.crossing import Lines
 from phalanx.transports.hosts.frames import Frames
@@ -128,7 +127,7 @@ def test_what_gloo_calls_a_timeout_is_late_only_if_the_time_is_over(
 def test_rank_that_does_not_send_in_time_is_late() -> None:
     store = HashStore()
     other: Any = lazy_gloo(store, 1, 2, LIMIT, one_host=True)
-    engine = gloo_engine(store, 0, 2, LIMIT)
+    engine = GlooEngine(GlooOnDemand(lambda limit: lazy_gloo(store, 0, 2, limit, one_host=True), LIMIT), LIMIT)
     thread = in_thread(lambda: other.send([torch.ones(1)], 0, 1).wait())
     engine.recv(torch.empty(1), 1, 1).wait()
     thread.join(60)

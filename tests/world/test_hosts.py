@@ -93,7 +93,6 @@ class Pair:
         """Start a command."""
         own = {
             "OMP_NUM_THREADS": "1",
-            "PHALANX_ENGINE": "gloo",
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         }
         out, err = self._files()
@@ -106,7 +105,7 @@ class Pair:
     def rank(self, host: int, rank: int, world_size: int = 2, /, **environment: str) -> Run:
         """Start one rank as if by hand."""
         own = {"MASTER_ADDR": "h0", "MASTER_PORT": str(PORT), "RANK": str(rank), "WORLD_SIZE": str(world_size)}
-        own |= {"PHALANX_ENGINE": "gloo", **environment}  # whatever else is installed
+        own |= environment
         out, err = self._files()
         pid = fork_rank(lambda _: become(self.script, own, out, err), self._member(), self.hosts.inside[host])
         codes: list[int] = []

@@ -22,7 +22,6 @@ from phalanx.transports.attendance import attend
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
 from phalanx.transports.gone import call_witness
-from phalanx.transports.hosts.choosing import choose_engine
 from phalanx.transports.hosts.communicator import HostsCommunicator
 from phalanx.transports.hosts.gloo_lane import UNLIMITED, GlooEngine
 from phalanx.transports.hosts.inquiry import Inquiry
@@ -64,9 +63,8 @@ def create_process_group(
         kind: the class of the group, which serves CPU tensors alone; by default what the process asks for.
 
     A group whose ranks cannot all reach one shared segment (several hosts, or containers with pid namespaces of their
-    own) has shared memory among those that can, and an engine between them, Gloo or one that PHALANX_ENGINE names or a
-    measurement prefers. If ranks of one machine share no memory, rank 0
-    says why as a warning.
+    own) has shared memory among those that can, and Gloo between them. If ranks of one machine
+    share no memory, rank 0 says why as a warning.
 
     Raises:
         InitializationError: a rank did not come, or has gone; the latter is known at once if the world is a group of
@@ -127,22 +125,17 @@ def create_process_group(
             gloo.get()
             return GlooEngine(gloo, limit, awaits_what_came)
 
-        chosen = choose_engine(
-            met.part("engine"), layout, rank, lambda: engine(lanes, timeout), timeout, world=not ranks
-        )
-        made.callback(chosen.engine.close)
-        way = engine(messages, UNLIMITED, awaits_what_came=True)
+        engines = engine(lanes, timeout), engine(messages, UNLIMITED, awaits_what_came=True)
+        made.callback(engines[0].close)
         reasons = met.part("broken")
-        engines = (chosen.engine, way)
         hosts = HostsCommunicator(
             layout, rank, local, *engines, reasons, timeout, world=not ranks, forget_gone=gloo.forget
         )
-        for read in (own.part("shm"), met.part("hosts"), met.part("engine")):
+        for read in (own.part("shm"), met.part("hosts")):
             read.clear()  # all have come to the making of the communicator, so they have read all of these
         made.pop_all()
         made.callback(gloo.release)
         made.callback(hosts.close)
-        hosts.engine += f" ({chosen.why})" if chosen.why else ""
         gloo.on_timeout = hosts.set_timeout
         group = group_of(hosts, gloo)
         if hosts.messages.inside is not None:

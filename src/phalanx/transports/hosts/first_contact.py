@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from torch._C._distributed_c10d import Store
@@ -67,11 +67,8 @@ class FirstContact:
         self._store, self._rank, self._departures = store, rank, departures
         self._longest_pause_s = max(_LONGEST_PAUSE_S, _LONGEST_PAUSE_S_PER_RANK * size)
 
-    @contextlib.contextmanager
-    def meet(self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool]) -> Iterator[None]:
-        """Wait until the other rank has come as well; the two connect in the body of this context.
-
-        If the other rank dies meanwhile, also in the body, the lookout breaks the group.
+    def meet(self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool]) -> None:
+        """Return when the other rank has come as well.
 
         Args:
             peer: that rank.
@@ -83,24 +80,19 @@ class FirstContact:
             TransferLate: it has not come in time.
             TransferFailed: another rank has broken the group, this one has given up, or the store cannot be reached.
         """
-        unmet = self._departures.guard.unmet
-        unmet.append(peer)
-        try:
-            with self._departures.questions.asking() as asked:
-                if not asked:
-                    raise TransferFailed(peer, "this rank has left the group")
-                try:
-                    self._meet("comes/{}-{}".format(*sorted((self._rank, peer))), peer, timeout_s, over)
-                except RuntimeError as error:
-                    raise TransferFailed(peer, f"the job's store cannot be asked ({error})") from error
-            yield
-        finally:
-            unmet.remove(peer)
+        with self._departures.questions.asking() as asked:
+            if not asked:
+                raise TransferFailed(peer, "this rank has left the group")
+            try:
+                self._meet("comes/{}-{}".format(*sorted((self._rank, peer))), peer, timeout_s, over)
+            except RuntimeError as error:
+                raise TransferFailed(peer, f"the job's store cannot be asked ({error})") from error
 
     def _meet(self, key: str, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool]) -> None:
         if self._store.add(key, 1) >= 2:
             return
         clock, next_look_s = AwakeClock(), 0.0
+        self._departures.guard.unmet.append(peer)
         try:
             while True:
                 waited_s = clock.now()
@@ -115,6 +107,7 @@ class FirstContact:
                 if self._store.add(key, 0) >= 2:
                     return
         finally:
+            self._departures.guard.unmet.remove(peer)
             with contextlib.suppress(RuntimeError):  # it has gone
                 self._store.delete_key(key)
 

@@ -7,7 +7,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import Empty
 from typing import Any, TypeVar, cast
@@ -208,8 +208,8 @@ class GlooEngine(Engine):
 
         def connect() -> dist.Work:
             try:
-                with self._first_contact(peer):
-                    work = start()
+                self._await_peer(peer)
+                work = start()
                 self._connected.add(peer)  # here, since an abort has to find it, though nobody may wait for this
                 return work
             finally:
@@ -227,17 +227,14 @@ class GlooEngine(Engine):
                 self._connecting -= 1
             raise
 
-    @contextlib.contextmanager
-    def _first_contact(self, peer: int) -> Iterator[None]:
-        """Wait until a rank has come to connect with this one: Gloo prints text of its own if it dials in vain."""
+    def _await_peer(self, peer: int) -> None:
+        """Return when a rank has come to connect with this one: Gloo prints text of its own if it dials in vain."""
         if self.first_contact is None:
-            yield
             return
-        with self.first_contact.meet(peer, lambda: self.timeout.total_seconds(), lambda: self._aborted):
-            with self._connects:
-                if self._aborted:  # from now on an abort waits for this
-                    raise TransferFailed(peer, "the group was aborted")
-            yield
+        self.first_contact.meet(peer, lambda: self.timeout.total_seconds(), lambda: self._aborted)
+        with self._connects:
+            if self._aborted:  # from now on an abort waits for this
+                raise TransferFailed(peer, "the group was aborted")
 
     def apart(self, peer: int, task: Callable[[], _T]) -> _T:
         """Do something in Gloo that :meth:`abort` may be unable to end, and wait for it.

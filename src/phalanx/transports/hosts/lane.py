@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Protocol
 
@@ -79,8 +78,8 @@ class Transfer(ABC):
 class Contacts(Protocol):
     """See ``first_contact.py``."""
 
-    def meet(self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool]) -> AbstractContextManager[None]:
-        """Wait until a rank has come as well, to connect with this one; or raise what says why it does not."""
+    def meet(self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool]) -> None:
+        """Return when a rank has come as well, to connect with this one; or raise what says why it does not."""
         ...
 
     def look(self, peer: int) -> None:

@@ -144,6 +144,8 @@ class HostsMessages(Matching):
     def _serve(self, way: Way) -> None:
         failure: TransferFailed | None = None
         if way in self._opening:
+            unmet = self._reason.guard.unmet  # nobody may wait for a message there, and the rank may die meanwhile
+            unmet.append(way.peer)
             try:
                 # Gloo would print that nobody answers there.
                 if self._reason.cannot_come(way.peer):
@@ -151,6 +153,8 @@ class HostsMessages(Matching):
                 way.open()
             except TransferFailed as error:
                 failure = error
+            finally:
+                unmet.remove(way.peer)
         with self.lock:
             if way in self._opening:
                 self._opening.remove(way)
