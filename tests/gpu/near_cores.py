@@ -5,7 +5,7 @@ from pathlib import Path
 
 from phalanx.system.device_files import visible_devices
 
-(device,) = visible_devices(os.environ) or ()
+(device,) = visible_devices(os.environ) or []
 near: set[int] = set()
 for part in Path("/sys/bus/pci/devices", device.pci.lower(), "local_cpulist").read_text().split(","):
     first, _, last = part.strip().partition("-")

@@ -59,7 +59,8 @@ def _probe() -> dict[str, Any]:
         count, current = torch.accelerator.device_count(), torch.accelerator.current_accelerator()
         kind = current.type if current is not None else ""
         if kind == "cuda" and torch.distributed.is_nccl_available():
-            found.append(Finding(Level.OK, "NCCL", ".".join(map(str, nccl.version()))))
+            version = nccl.version()  # type: ignore[no-untyped-call]
+            found.append(Finding(Level.OK, "NCCL", ".".join(map(str, version))))
         found += device_variables(os.environ)
     errors, events = _ecc_errors(), driver_events()
     records = [_record(kind, index, count, errors, events) for index in range(count)]
