@@ -21,6 +21,9 @@ torch.set_num_threads(1)
 # Ranks without a launcher say for whom they wait when that has lasted for long, as it may on a busy machine.
 os.environ["PHALANX_WARN_AFTER"] = "0"
 
+# Whether there is a GPU is asked of NVML: after CUDA has started in this process, no rank that it forks can use one.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
 # A shell that starts the tests in the background, or nohup, has these ignored, and every process inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for _signum in (signal.SIGQUIT, signal.SIGHUP):

@@ -172,8 +172,8 @@ class DeviceError(InitializationError):
     """The device of a rank is missing, busy, or another rank's.
 
     Raised by ``phalanx.init()`` when a host has more ranks than devices, when two ranks took the same device, or when
-    the device that was asked for does not exist or cannot be opened. The message says which of these it is, and which
-    variable hides a device if one does.
+    the device that was asked for does not exist or cannot be opened; and by the first call of a group of NCCL's whose
+    ranks share a device. The message says which of these it is, and which variable hides a device if one does.
     """
 
     @staticmethod

@@ -12,14 +12,15 @@ import torch
 
 from phalanx.errors import ArgumentError
 from phalanx.rpc.torch_api.torch_agent import check_device_maps
+from phalanx.system.device_files import count_devices
 
 PROGRAM = """
     import torch
     import phalanx
     from phalanx import rpc
 
-    world = phalanx.init()
     device = torch.accelerator.current_accelerator()
+    world = phalanx.init(device=f"{device.type}:0", backend="phalanx")  # which all ranks share
     last = f"{device.type}:{torch.accelerator.device_count() - 1}"
 
     def where(tensor):
@@ -71,7 +72,7 @@ def test_a_device_map_to_another_device_is_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")
+@pytest.mark.skipif(not count_devices(), reason="no accelerator here")
 def test_calls_with_tensors_of_an_accelerator(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(dedent(PROGRAM))

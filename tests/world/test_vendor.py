@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import FakeProcessGroup, FakeWork, GatherOptions
 from phalanx.c10d.torch_versions import function
 from phalanx.c10d.vendor import MixedProcessGroup
 from phalanx.errors import DeviceMismatch
+from phalanx.system.device_files import count_devices
 
 
 def join_with_stand_in(place: Member, backend: str = "cpu:phalanx,meta:standin") -> None:
@@ -108,23 +109,29 @@ def test_operation_that_the_devices_backend_lacks_is_refused_by_name() -> None:
         assert text.startswith(expected)
 
 
-DEVICES = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-
-
 @pytest.mark.gpu
-@pytest.mark.skipif(not DEVICES or not torch.cuda.is_available(), reason="no GPU here")
-@pytest.mark.parametrize(("size", "replaces"), [(1, False), (2, False), (3, False), (2, True)])
-def test_tensors_of_a_gpu_beside_those_of_the_cpu(size: int, replaces: bool) -> None:
-    """Where ours stands in for gloo, those of one GPU go over gloo."""
-    if size > DEVICES and not replaces:
-        pytest.skip(f"{size} ranks need as many devices, and here are {DEVICES}")
+@pytest.mark.skipif(not count_devices(), reason="no GPU here")
+@pytest.mark.parametrize(
+    ("size", "backend"),
+    [
+        (1, "cpu:phalanx,cuda:nccl"),
+        (2, "cpu:phalanx,cuda:nccl"),
+        (3, "cpu:phalanx,cuda:gloo"),
+        (2, "phalanx in the place of gloo"),
+    ],
+)
+def test_tensors_of_a_gpu_beside_those_of_the_cpu(size: int, backend: str) -> None:
+    """Ranks share a GPU over Gloo, which NCCL refuses. Where ours stands in for gloo, they stay there."""
+    shares = not backend.endswith("nccl")
+    if size > count_devices() and not shares:
+        pytest.skip(f"{size} ranks over NCCL need as many devices, and here are {count_devices()}")
 
     def body(place: Member) -> tuple[list[float], list[float]]:
-        device = torch.device("cuda", 0 if replaces else place.rank)
+        device = torch.device("cuda", 0 if shares else place.rank)
         torch.accelerator.set_device_index(device.index)
-        if replaces:
+        if backend.startswith("phalanx"):
             os.environ["PHALANX_REPLACE"] = "gloo"
-        place.join("phalanx" if replaces else "cpu:phalanx,cuda:nccl")
+        place.join(backend.partition(" ")[0])
         near, far = torch.full((3,), place.rank + 1.0), torch.full((3,), place.rank + 1.0, device=device)
         dist.all_reduce(near)
         dist.all_reduce(far)

@@ -16,7 +16,7 @@ from phalanx.system.host import this_host
 from phalanx.topology.device import find_accelerator, physical_device
 from phalanx.words import format_named, tell
 
-__all__ = ["shared_device", "tell_if_shared"]
+__all__ = ["note_device", "refused_by_nccl", "shared_device", "tell_if_shared"]
 
 _NEAR = 64  # a rank looks at so many before and after it: those of a host are mostly close to each other
 
@@ -37,9 +37,7 @@ def shared_device(store: Store, rank: int, size: int, host: str, device: str) ->
     """
     own = json.dumps([host, device])
     store.set(f"device/{rank}", own)
-    near = range(max(0, rank - _NEAR), min(size, rank + _NEAR + 1))
-    there = [other for other in near if other == rank or store.check([f"device/{other}"])]
-    sharing = [other for other in there if store.get(f"device/{other}").decode() == own]
+    sharing = _sharing(store, rank, size, own)
     if not device or len(sharing) < 2 or store.add(f"device/told/{own}", 1) > 1:
         return ""
     return (
@@ -50,8 +48,39 @@ def shared_device(store: Store, rank: int, size: int, host: str, device: str) ->
 
 def tell_if_shared(store: Store, rank: int, size: int, device: torch.device) -> None:
     """Print the warning of :func:`shared_device` if it is this rank that says it, for a device that this rank uses."""
-    host = this_host()
-    physical = physical_device(device, find_accelerator())
-    said = shared_device(store, rank, size, f"{host.name} {host.boot_id}", physical)
+    said = shared_device(store, rank, size, *_host_and_device(device))
     if said:
         tell(said)
+
+
+def note_device(store: Store, rank: int, device: torch.device) -> None:
+    """Note where a rank computes, for :func:`refused_by_nccl`."""
+    store.set(f"device/{rank}", json.dumps(_host_and_device(device)))
+
+
+def refused_by_nccl(store: Store, rank: int, size: int, device: torch.device) -> str:
+    """Why NCCL has refused the first call of a group, each of whose ranks has called :func:`note_device` before.
+
+    Returns:
+        Which ranks compute on this rank's device, and what to do; empty if no other does.
+    """
+    own = json.dumps(_host_and_device(device))
+    sharing = _sharing(store, rank, size, own)
+    if len(sharing) < 2:
+        return ""
+    return (
+        f"{format_named('rank', sharing)} compute on the same device ({json.loads(own)[1]}), which NCCL refuses. Give "
+        f"each rank its own: torch.accelerator.set_device_index(local_rank), or phalanx.init(). To share the device, "
+        f"send its tensors over Gloo: init_process_group('cpu:gloo,cuda:gloo')"
+    )
+
+
+def _sharing(store: Store, rank: int, size: int, own: str) -> list[int]:
+    near = range(max(0, rank - _NEAR), min(size, rank + _NEAR + 1))
+    there = [other for other in near if other == rank or store.check([f"device/{other}"])]
+    return [other for other in there if store.get(f"device/{other}").decode() == own]
+
+
+def _host_and_device(device: torch.device) -> tuple[str, str]:
+    host = this_host()
+    return f"{host.name} {host.boot_id}", physical_device(device, find_accelerator())

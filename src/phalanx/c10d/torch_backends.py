@@ -9,7 +9,8 @@ come by them; one that lasts is found where torch keeps it (``stalled_calls.py``
   that looks twice a second finds it completed. The thread runs in Python: while a rank holds the interpreter's lock in
   C, an operation that nobody waits for ends late.
 - A *message* begins when it is waited for: nobody but Gloo knows how far one is that was only started.
-- The second call on a device asks, once, whether several ranks use the same one (``shared_device.py``).
+- The second call on a device asks, once, whether several ranks use the same one (``shared_device.py``). Where NCCL
+  refuses the first because they do, the error says so.
 - On a device an operation ends when the program may go on, which is before the device has done it.
 
 Recording must not change what a program does. So the result of each call is passed on as it is; a ``Work`` is held no
@@ -35,8 +36,9 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx.c10d.base import BaseProcessGroup
-from phalanx.c10d.shared_device import tell_if_shared
+from phalanx.c10d.shared_device import note_device, refused_by_nccl, tell_if_shared
 from phalanx.c10d.stalled_calls import StalledCalls
+from phalanx.errors import DeviceError
 from phalanx.native.core import RecordedGroup
 from phalanx.system.threads import start
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
@@ -165,8 +167,13 @@ def _collective(own: Callable[..., Any], kind: int, tensors_at: int) -> Callable
             ticket, hold = _begin(group, kind, tensors_at, arguments, named)
         try:
             work = own(group, *arguments, **named)
-        except BaseException:
+        except BaseException as error:
             recorder.end(ticket, True)
+            shared = ""
+            with contextlib.suppress(Exception):
+                shared = _why_refused(group, error)
+            if shared:
+                raise DeviceError(shared) from error
             raise
         with contextlib.suppress(Exception):
             _follow(work, group.group_name, ticket, hold=hold)
@@ -244,16 +251,33 @@ def _begin(
 def _compare_device(known: _Group, group: Any, tensors: Any) -> None:
     """At the second call on a device: warn if other ranks of the job use it in a group of all ranks.
 
-    In the first call NCCL's ranks find each other through the store, where some may wait for others.
+    In the first call NCCL's ranks find each other through the store, where some may wait for others. It only notes the
+    device there.
     """
+    whole = len(known.ranks) == dist.get_world_size()
     if known.device is None:
         known.device = next(tensor.device for tensor in _flat(tensors) if not tensor.is_cpu)
+        if whole:
+            with contextlib.suppress(Exception):
+                note_device(_store(group), group.rank(), known.device)
         return
     known.compared = True
-    if len(known.ranks) == dist.get_world_size():
+    if whole:
         with contextlib.suppress(Exception):
-            store = PrefixStore("phalanx", c10d._world.pg_map[group][1])
-            tell_if_shared(store, group.rank(), group.size(), known.device)
+            tell_if_shared(_store(group), group.rank(), group.size(), known.device)
+
+
+def _why_refused(group: Any, error: BaseException) -> str:
+    """Why NCCL has refused the group's first call on a device, if ranks share it; all have noted theirs before."""
+    known = _group(group)
+    if known is None or known.device is None or known.compared or not isinstance(error, dist.DistBackendError):
+        return ""
+    is_nccl = group._get_backend(known.device).name() == "nccl"
+    return refused_by_nccl(_store(group), group.rank(), group.size(), known.device) if is_nccl else ""
+
+
+def _store(group: Any) -> PrefixStore:
+    return PrefixStore("phalanx", c10d._world.pg_map[group][1])
 
 
 def _described(kind: int, tensors: Any) -> tuple[int, int, bool]:

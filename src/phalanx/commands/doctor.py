@@ -7,16 +7,19 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 import click
 
-from phalanx.doctor.finding import Finding, worst
-from phalanx.doctor.hosts import Examination, examine_hosts
+from phalanx.doctor.device_records import devices_as_text
+from phalanx.doctor.finding import Finding, Level, worst
+from phalanx.doctor.hosts import Examination, examine_devices, examine_hosts
 from phalanx.doctor.local import examine
 from phalanx.doctor.pair_table import pairs_as_json, pairs_as_text
 from phalanx.doctor.report import as_json, as_text
 from phalanx.launch.job.allocation import find_allocation
 from phalanx.launch.job.host_slots import HostSlots, parse_hosts, read_hostfile
+from phalanx.words import format_list
 
 __all__ = ["doctor"]
 
@@ -28,6 +31,7 @@ _HELP = """Say what stands in the way of a job, here or on several hosts.
   phalanx doctor -H h1:4,h2:4     those hosts, and the way between each two of them
   salloc -N 2 phalanx doctor      the hosts of an allocation (of Slurm, PBS, LSF); -H localhost for this one alone
   srun phalanx doctor             each process of a launcher: what its variables say
+  phalanx doctor --gpu            the accelerators, of this host or of those named, measured for two seconds
 
 Each line is ok, a warning (a job runs, but slower or otherwise than one may think) or a failure, and says what to do.
 
@@ -44,7 +48,7 @@ secret.
 \b
 The object of --json has worst; findings, each with level (ok, warning, failure), host, subject, said and remedy; and
 with -H pairs, each with from, to, error, round_trip_us, bytes_per_s and others, and clocks, the seconds by which each
-host is ahead of this one.
+host is ahead of this one; and with --gpu devices, each with its host and what was measured.
 
 \b
 Exit codes: 0 if all is well; 1 if there is a warning; 3 if there is a failure; 2 for a wrong command line.
@@ -61,6 +65,7 @@ Exit codes: 0 if all is well; 1 if there is a warning; 3 if there is a failure; 
     help="What starts a helper on a host, called as PROGRAM ARGS HOST COMMAND…; ssh by default.",
 )
 @click.option("--no-rates", is_flag=True, help="Do not measure rates, which uses each link for about a second.")
+@click.option("--gpu", is_flag=True, help="Look at the accelerators alone, and measure them for two seconds.")
 @click.option("--json", "json_wanted", is_flag=True, help="Print one JSON object.")
 def doctor(
     ranks: int | None,
@@ -68,6 +73,7 @@ def doctor(
     hostfile: str | None,
     starter: str | None,
     no_rates: bool,
+    gpu: bool,
     json_wanted: bool,
 ) -> int:
     """The command itself; ``--help`` prints ``_HELP``."""
@@ -84,11 +90,23 @@ def doctor(
         for given, option in ((starter, "--starter"), (no_rates, "--no-rates")):
             if given:
                 raise click.UsageError(f"{option} is for other hosts; name them with -H or --hostfile")
-        return _show(examine(ranks), {}, "", json_wanted)
+        if not gpu:
+            return _show(examine(ranks), {}, "", json_wanted)
+    if gpu:
+        return _show_devices(examine_devices({one.name: None for one in named}, start_by), json_wanted)
     asked = {one.name: one.slots or ranks for one in named}
     made = examine_hosts(asked, start_by, rate=not no_rates, progress=_progress)
     more = {"pairs": pairs_as_json(made.reached), "clocks": made.offsets_s}
     return _show(made.findings, more, _table(list(asked), made), json_wanted)
+
+
+def _show_devices(made: Examination, json_wanted: bool) -> int:
+    records = [{"host": host, **asdict(one)} for host, own in made.devices.items() for one in own]
+    if not records and not json_wanted and worst(made.findings) is Level.OK:
+        click.echo(f"no accelerator on {format_list(list(filter(None, made.devices))) or 'this machine'}")
+        return 0
+    table = devices_as_text(made.devices, color=sys.stdout.isatty())
+    return _show(made.findings, {"devices": records}, table and f"\n{table}", json_wanted)
 
 
 def _hosts(hosts: str | None, hostfile: str | None) -> Sequence[HostSlots]:

@@ -3,8 +3,8 @@
 It talks to the doctor through the pipe of the program that started it (ssh, for one), so that it can say what is wrong
 with the network between the hosts even where nothing else passes.
 
-Questions, by their ``do``: ``examine`` (``directory``, ``ranks``, ``several_hosts``), ``time``, ``listen``, and
-``probe`` (``name``, ``port``, ``token``, ``rate``).
+Questions, by their ``do``: ``examine`` (``directory``, ``ranks``, ``several_hosts``), ``devices``, ``time``,
+``listen``, and ``probe`` (``name``, ``port``, ``token``, ``rate``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from phalanx.doctor.device_probe import probe_devices
 from phalanx.doctor.local import examine
 from phalanx.doctor.probe import Listener, probe
 from phalanx.launch.remote.helping import serve
@@ -51,6 +52,7 @@ def _probe(name: str, port: int, token: str, rate: bool) -> dict[str, Any]:
 
 _ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
     "examine": _examine,
+    "devices": probe_devices,
     "time": _time,
     "listen": _listen,
     "probe": _probe,

@@ -12,13 +12,16 @@ from functools import partial
 from typing import Any, TypeVar
 
 from phalanx.doctor.between import clocks, differences, in_order, paths, rates
+from phalanx.doctor.device_probe import PROBE_S as DEVICES_S
+from phalanx.doctor.device_probe import probe_devices
+from phalanx.doctor.device_records import DeviceRecord, device_findings
 from phalanx.doctor.finding import Finding, Level
 from phalanx.doctor.probe import Reach
 from phalanx.doctor.rounds import rounds
 from phalanx.launch.job.reach import is_here
 from phalanx.launch.remote.helpers import Helper, Unanswered
 
-__all__ = ["Examination", "examine_hosts"]
+__all__ = ["Examination", "examine_devices", "examine_hosts"]
 
 CLOCK_ASKS = 5
 PROBE_S = 60.0
@@ -33,11 +36,13 @@ class Examination:
         findings: by host, those about all of them first.
         reached: for each pair (from, to), what the first one saw.
         offsets_s: how far each host's clock is ahead of this one's.
+        devices: the accelerators of each host, where they were measured.
     """
 
     findings: list[Finding] = field(default_factory=list)
     reached: dict[tuple[str, str], Reach] = field(default_factory=dict)
     offsets_s: dict[str, float] = field(default_factory=dict)
+    devices: dict[str, list[DeviceRecord]] = field(default_factory=dict)
 
 
 def examine_hosts(
@@ -71,7 +76,7 @@ def examine_hosts(
             {name: partial(_examine, agent, directory, hosts[name], several) for name, agent in agents.items()},
         )
         for name, answer in answers.items():
-            made.findings += [Finding(Level(said.pop("level")), **{**said, "host": name}) for said in _copies(answer)]
+            made.findings += _findings(name, answer)
         made.findings += differences(answers, directory)
         made.offsets_s = _each(pool, made, {name: partial(_clock, agents[name]) for name in answers})
         made.findings += clocks(made.offsets_s)
@@ -90,6 +95,24 @@ def examine_hosts(
                 made.reached.update({pair: _reach(answer) for pair, answer in said.items()})
     made.findings += [*paths(made.reached), *rates(made.reached)]
     made.findings = in_order(list(hosts), made.findings)
+    return made
+
+
+def examine_devices(hosts: Mapping[str, int | None], starter: Sequence[str] = ()) -> Examination:
+    """Measure the accelerators of all hosts at once; of this one, without a helper, if none is named.
+
+    Args:
+        hosts, starter: as of :func:`examine_hosts`.
+    """
+    made = Examination()
+    with contextlib.ExitStack() as running, ThreadPoolExecutor(max(1, len(hosts))) as pool:
+        agents = _started(hosts, starter, running, pool, made)
+        asked = {name: partial(agent.ask, "devices", 2 * DEVICES_S) for name, agent in agents.items()}
+        answers = _each(pool, made, asked) if hosts else {"": probe_devices()}
+    for name, answer in answers.items():
+        made.findings += _findings(name, answer)
+        made.devices[name] = [DeviceRecord(**record) for record in answer["devices"]]
+    made.findings = in_order(list(hosts), [*made.findings, *device_findings(made.devices)])
     return made
 
 
@@ -130,8 +153,8 @@ def _clock(agent: Helper) -> float:
     return min(asked)[1]
 
 
-def _copies(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [dict(said) for said in answer["findings"]]
+def _findings(host: str, answer: Mapping[str, Any]) -> list[Finding]:
+    return [Finding(**{**said, "level": Level(said["level"]), "host": host}) for said in answer["findings"]]
 
 
 def _reach(answer: Mapping[str, Any]) -> Reach:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from phalanx.system.interfaces import holder_of_port, is_loopback, is_other_host
 from phalanx.system.limits import usable_cores
 from phalanx.words import format_list
 
-__all__ = ["variables"]
+__all__ = ["device_variables", "variables"]
 
 
 @dataclass(frozen=True)
@@ -49,17 +50,42 @@ _EFFECTS = (
     _Effect("TORCH_NCCL_BLOCKING_WAIT", ("1",), "the CPU waits for every collective of the GPUs"),
 )
 
+_SWITCH, _DISTANCE = "[01]", r"LOC|NVL|PIX|PXB|PHB|SYS|\d+"
+# Another value is ignored or taken for less, mostly without a word.
+_VALUES = {
+    "CUDA_DEVICE_ORDER": "FASTEST_FIRST|PCI_BUS_ID",
+    "CUDA_LAUNCH_BLOCKING": _SWITCH,
+    "CUDA_MODULE_LOADING": "LAZY|EAGER",
+    "CUDA_VISIBLE_DEVICES": r"-1|(\d+|(GPU|MIG)-[^,]+)(,(\d+|(GPU|MIG)-[^,]+))*",
+    "NCCL_DEBUG": "NONE|VERSION|WARN|INFO|ABORT|TRACE",
+    "NCCL_IB_DISABLE": _SWITCH,
+    "NCCL_NET_GDR_LEVEL": _DISTANCE,
+    "NCCL_P2P_DISABLE": _SWITCH,
+    "NCCL_P2P_LEVEL": _DISTANCE,
+    "NCCL_SHM_DISABLE": _SWITCH,
+}
+
 
 def variables(environment: Mapping[str, str] | None = None) -> Iterator[Finding]:
     """Findings about the environment of this process."""
     environment = os.environ if environment is None else environment
     yield from _launcher(environment)
+    yield from device_variables(environment)
+    yield from _threads(environment)
+    yield from _misspelt(environment)
+
+
+def device_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Findings about variables of torch, CUDA and NCCL that change what a job does, or have a wrong value."""
     for effect in _EFFECTS:
         value = environment.get(effect.name)
         if value is not None and (not effect.values or value.upper() in effect.values):
             yield Finding(Level.WARNING, "environment", f"{effect.name}={value}: {effect.said}", f"unset {effect.name}")
-    yield from _threads(environment)
-    yield from _misspelt(environment)
+    for name, pattern in _VALUES.items():
+        value = environment.get(name, "")
+        if value and not re.fullmatch(pattern, value, re.IGNORECASE):
+            said = f"{name}={value} is not a value that it can have"
+            yield Finding(Level.WARNING, "environment", said, f"unset {name}, or write it as {pattern}")
 
 
 def _launcher(environment: Mapping[str, str]) -> Iterator[Finding]:
