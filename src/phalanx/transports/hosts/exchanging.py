@@ -231,7 +231,7 @@ class Exchanging:
                 if nbytes:
                     message = memory.part(memory.outgoing[self._turn][number][place], nbytes)
                     sent.append(streams.send(number, message, place))
-        sent += frames.begin(call, self._packed(memory, given))
+        frames.begin(call, self._packed(memory, given))
         coming = self._begin_to_receive(streams, memory, expected)
 
         def hear() -> None:

@@ -77,22 +77,15 @@ class Frames:
 
     def exchange(self, call: int, data: Mapping[int, Data]) -> tuple[bool, dict[int, int]]:
         """:meth:`begin`, and what :meth:`end` returns."""
-        sent = self.begin(call, data)
-        outcome = self.end()
-        for transfer in sent:
-            transfer.wait()
-        return outcome
+        self.begin(call, data)
+        return self.end()
 
-    def begin(self, call: int, data: Mapping[int, Data]) -> list[Transfer]:
+    def begin(self, call: int, data: Mapping[int, Data]) -> None:
         """Tell the other leaders the call.
 
         Args:
             call: a number that is equal for equal calls.
             data: for other hosts, by their numbers, at most ``nbytes`` each. The same may be for several.
-
-        Returns:
-            The transfers of the frames, to be waited for before the next call; none if the engine cannot end such a
-            wait. If more was sent before them in this call, they are behind it.
         """
         self._line = self._lines.own()
         frames: dict[Data, tuple[_Memory, int]] = {}
@@ -105,10 +98,6 @@ class Frames:
                 frames[part] = self._packed(len(frames), call, part)
             self._send(*frames[part], rank, sent)
         self._call = call
-        if self._engine.ends_waits_for_sends:
-            self._sent[self._count % 2] = []
-            return sent
-        return []
 
     def end(self) -> tuple[bool, dict[int, int]]:
         """Hear the others' calls.

@@ -147,7 +147,6 @@ class GlooEngine(Engine):
     """
 
     name = "Gloo"
-    ends_waits_for_sends = False
 
     def __init__(self, gloo: GlooOnDemand, timeout: timedelta, awaits_what_came: bool = False) -> None:
         self._gloo = gloo

@@ -94,13 +94,10 @@ class Engine(ABC):
         name: the library, for people.
         first_contact: how it learns whether a rank comes with which it has never talked; None if nobody knows. Set
             once, before any rank of the group uses the engine for it.
-        ends_waits_for_sends: whether :meth:`abort` ends the wait for a send. If not, nobody may wait for a short one,
-            since the other side may end right before it has read it; see ``short_sends.py``.
     """
 
     name: str
     first_contact: Contacts | None = None
-    ends_waits_for_sends = True
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
