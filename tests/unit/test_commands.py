@@ -129,9 +129,11 @@ def phalanx_env(*arguments: str, **variables: str) -> subprocess.CompletedProces
     return subprocess.run(command, env={**kept, **variables}, capture_output=True, text=True, timeout=600)
 
 
-def test_json_has_every_fact_and_null_where_only_the_joined_world_can_tell() -> None:
-    done = phalanx_env("--json", **HYDRA)
+def test_json_has_every_fact_and_null_where_only_the_joined_world_can_tell(tmp_path: Path) -> None:
+    picture = tmp_path / "place.svg"
+    done = phalanx_env("--json", "--svg", str(picture), **HYDRA)
     assert done.returncode == 0, done.stderr
+    assert "rank 1 (local rank 0, " in picture.read_text()
     shown = json.loads(done.stdout)
     assert list(shown) == FIELDS
     assert (shown["launcher"], shown["rank"], shown["world_size"]) == ("mpich", 1, 4)

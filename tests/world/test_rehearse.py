@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 from tests.launch_support import Launcher, launcher
@@ -39,10 +40,13 @@ phalanx.close()
 """
 
 
-def test_ranks_find_the_rehearsed_hosts_and_their_devices(launcher: Launcher) -> None:
+def test_ranks_find_the_rehearsed_hosts_and_their_devices(launcher: Launcher, tmp_path: Path) -> None:
     script = launcher.script(WHERE)
-    outcome = launcher.run("-q", "--no-prefix", "--rehearse", "1,3,2", "--placement", "cyclic", script)
+    picture = tmp_path / "places.svg"
+    cyclic = ("--rehearse", "1,3,2", "--placement", "cyclic")
+    outcome = launcher.run("-q", "--no-prefix", *cyclic, "--svg", str(picture), script)
     assert outcome.code == 0, outcome.err_text
+    assert "node1: rank 1 (local rank 0, cpu), rank 3 (local rank 1, cpu)" in picture.read_text()
     said = sorted((json.loads(line) for line in outcome.out_lines), key=lambda each: each["rank"])
     nodes = [[0], [1, 3, 5], [2, 4]]
     assert len(said) == 6

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 import click
 
 from phalanx import settings
+from phalanx.errors import LaunchError
 from phalanx.native.core import quick_entry
 from phalanx.place.environment import Reading, read_environment
 from phalanx.place.listing import commands_started, launcher_names
 from phalanx.rendezvous.meeting_point import meeting_point
 from phalanx.system.device_files import accelerator_files
+from phalanx.system.host import this_host
+from phalanx.topology.table import RankRow
 
 __all__ = ["env"]
 
@@ -59,6 +62,7 @@ each other), with the reason on standard error.
     is_flag=True,
     help="Print one JSON object; null for what is known only once the ranks have met.",
 )
+@click.option("--svg", metavar="FILE", help="Draw this rank on its host to this SVG file.")
 @click.option(
     "--local_rank",
     "--local-rank",
@@ -66,15 +70,27 @@ each other), with the reason on standard error.
     metavar="N",
     help="The local rank that an older launcher gives a script as an argument; -1 for not distributed.",
 )
-def env(as_json: bool, local_rank: str | None) -> None:
+def env(as_json: bool, svg: str | None, local_rank: str | None) -> None:
     """The command itself; ``--help`` prints ``_HELP``."""
     shown = view(read_environment(arguments=[] if local_rank is None else ["--local_rank", local_rank]))
+    if svg is not None:
+        _draw(shown, svg)
     if as_json:
         click.echo(json.dumps(shown.values))
         for note in shown.notes:
             click.echo(f"phalanx: note: {note}", err=True)
         return
     click.echo(as_text(shown), nl=False)
+
+
+def _draw(view: View, path: str) -> None:
+    from phalanx.topology.placement import write_placement
+
+    rank, local_rank, device = (view.values[name] for name in ("rank", "local_rank", "device"))
+    if rank is None or local_rank is None:
+        raise LaunchError("--svg: no variable says the rank and its local rank; phalanx run --svg draws a whole job")
+    row = RankRow(int(rank), 0, this_host().name, int(local_rank), str(device or "?"), None, None, None)
+    write_placement(path, [row], title=f"rank {rank} of {view.values['world_size'] or '?'}, as phalanx env sees it")
 
 
 @dataclass(frozen=True)

@@ -202,6 +202,9 @@ __all__ = ["run"]
     help="On the CPU: large tensors in huge pages (huge), freed memory kept for the next step as well (keep), or "
     "neither (return).",
 )
+@click.option(
+    "--svg", metavar="FILE", help="Draw where the ranks run (hosts, ranks, local ranks, devices) to this SVG file."
+)
 @click.option("--dry-run", is_flag=True, help="Print the rank table, and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: print one JSON object in place of the table.")
 @click.argument("target", metavar="TARGET")
@@ -236,6 +239,7 @@ def run(
     replace: str | None,
     interface: str | None,
     memory: Memory,
+    svg: str | None,
     dry_run: bool,
     as_json: bool,
     target: str,
@@ -364,13 +368,17 @@ def run(
         diagnosis, note = chosen_diagnosis(job.output.log_dir, is_python=job.target.is_python, ranks=job.ranks)
         if note and not quiet:
             tell(f"note: {note}")
-        return replace_in(job, diagnosis=diagnosis)
+        return replace_in(job, diagnosis=diagnosis, svg=svg or "")
     raise_file_limit()
     check_limits(job.ranks, machine_limits(python=job.target.is_python, forked=job.is_local))
     # Not imported at the top, because a job that is started needs none of it.
     from phalanx.launch.job.dry_run import describe
 
     describe(job, as_json=as_json)
+    if svg is not None:
+        from phalanx.topology.placement import write_placement
+
+        write_placement(svg, job.rows())
     return None
 
 

@@ -34,7 +34,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from phalanx.errors import OUT_OF_MEMORY_HINT
+from phalanx.errors import OUT_OF_MEMORY_HINT, LaunchError
 from phalanx.launch.conclusion import Ended, HandOver, conclude, conclude_attempt, failed, why_it_ends
 from phalanx.launch.hang_watch import HangWatch
 from phalanx.launch.job.job import Job
@@ -212,6 +212,8 @@ class Supervisor:
 
     def _introduce(self, notes: Iterable[str] = ()) -> None:
         job, err = self.job, self.console.err
+        if job.svg and not job.attempt.number:
+            self._draw(job.svg)
         if job.quiet or job.attempt.number:
             return
         width = err.columns() if err.terminal else None
@@ -219,6 +221,15 @@ class Supervisor:
         err.write(format_rank_table(self.rows, title=job.title(), backend=backend, width=width, color=err.color))
         for warning in [*job.warnings(), *notes]:
             self.console.say(f"note: {warning}")
+
+    def _draw(self, path: str) -> None:
+        # Not imported at the top, because most jobs draw nothing.
+        from phalanx.topology.placement import write_placement
+
+        try:
+            write_placement(path, self.rows)
+        except LaunchError as error:
+            self.console.say(f"warning: {error}; the job goes on without the picture")
 
     # One turn of the event loop.
 

@@ -60,6 +60,7 @@ class Job:
             :meth:`patience_s`.
         quiet: print neither the rank table nor notes.
         prefix: write ``[rank 3]`` before each line of output.
+        svg: the file for a picture of where the ranks run; empty for none.
         output: which ranks' output goes to files, and which is shown.
         mpi: the MPI launcher that starts the ranks; None for the built-in launcher.
         hosts: the hosts of the ranks, each with its number of ranks; empty if all run here, or if the MPI launcher
@@ -93,6 +94,7 @@ class Job:
     grace_s: float | None = None
     quiet: bool = False
     prefix: bool = True
+    svg: str = ""
     output: OutputOptions = PLAIN_OUTPUT
     mpi: MpiLauncher | None = None
     hosts: tuple[HostSlots, ...] = ()

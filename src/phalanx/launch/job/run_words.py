@@ -32,6 +32,7 @@ _GROUPS = {
         "restarts",
         "config",
         "save_config",
+        "svg",
     ),
     "When ranks hang": ("warn_after", "report_dir", "report_after"),
     "Other hosts": ("hosts", "hostfile", "ppn", "starter", "mpi", "address"),

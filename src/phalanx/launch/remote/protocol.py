@@ -148,7 +148,7 @@ def agent_name(attempt: str, host: int) -> str:
 def job_as_sent(job: Job) -> dict[str, Any]:
     """A job without what only its head needs, and without its key, which the invitation has brought."""
     fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
-    for name in ("mpi", "rehearsal", "output", "starter", "named", "key", "cpus", "diagnosis"):
+    for name in ("mpi", "rehearsal", "output", "starter", "named", "key", "cpus", "diagnosis", "svg"):
         del fields[name]
     hosts = [[host.name, host.slots] for host in job.hosts]
     plain = {"target": asdict(job.target), "memory": dict(job.memory), "attempt": asdict(job.attempt), "hosts": hosts}
