@@ -19,7 +19,6 @@ from phalanx.c10d.torch_versions import function
 from phalanx.c10d.vendor import MixedProcessGroup
 from phalanx.errors import DeviceMismatch
 
-
 new_fake_group = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)  # torch has this method from 2.10 on
 
 
