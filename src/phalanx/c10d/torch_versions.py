@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 OLDEST = (2, 9)
-TRIED = ((2, 9), (2, 11), (2, 13), (2, 14), (2, 15))
+TRIED = tuple((2, minor) for minor in range(9, 16))
 
 # Methods of a process group since torch 2.13, and the names under which torch called them before.
 OLDER_METHODS = {
