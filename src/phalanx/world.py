@@ -138,6 +138,8 @@ class World(TrainingCalls):
     def _process_group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """As for any group; of the world every rank calls it, so torch can name the group."""
         group = new_group(ranks, self._session.timeout)
+        if group is None:
+            return super()._process_group_of(ranks)
         return group if self.rank in ranks else None
 
     @contextlib.contextmanager

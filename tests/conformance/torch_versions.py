@@ -46,8 +46,9 @@ def install(version: str, size_gb: float, folder: Path) -> str:
         print(f"torch {version}: installing {size_gb} GB into {environment} ({free_gb:.0f} GB are free)", flush=True)
         if free_gb < size_gb + SPARE_GB:
             return f"it takes {size_gb + SPARE_GB} GB while it is installed, and {free_gb:.1f} GB are free"
-        pinned = (REQUIREMENTS / "constraints.txt").read_text()
-        constraints.write_text(re.sub(r"^torch==.*$", f"torch=={version}", pinned, flags=re.MULTILINE))
+        pinned = [line for line in listed("constraints.txt") if not line.startswith(("torch==", "setuptools=="))]
+        # torch 2.11 refuses the setuptools that is pinned, and Phalanx is not built by an older one than this.
+        constraints.write_text("\n".join([*pinned, f"torch=={version}", "setuptools>=77\n"]))
         needed = [line for line in listed("development.txt") if not NOT_NEEDED.fullmatch(line)]
         steps[:0] = [[sys.executable, "-m", "venv", str(environment)], [*pip, "-c", str(constraints), *needed]]
     for step in steps:

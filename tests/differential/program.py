@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,8 @@ class Program:
 
 
 PROGRAMS: dict[str, Program] = {}
+# Left out before a release: torch's Gloo has no all-to-all of lists, or ends with SIGABRT where it should refuse.
+MISSING = {"2.12": r"\[(pg\.alltoall\(|all_to_all(_of)?[-\]])", "2.10": r"\[reduce_scatter_tensor too large"}
 
 
 def load_programs() -> list[str]:
@@ -87,6 +90,8 @@ def program(
         runs = {label: (lambda member, case=case: function(member, case)) for label, case in labelled.items()}
         for label, run in (runs or {"": function}).items():
             name = f"{module}.{function.__name__}" + (f"[{label}]" if label else "")
+            if any(torch.__version__ < release and re.search(calls, name) for release, calls in MISSING.items()):
+                continue
             heading = differs if isinstance(differs, str) else differs.get(label, "")
             if equal_from and torch.__version__ >= equal_from:
                 heading = ""

@@ -20,11 +20,13 @@ from phalanx.c10d.vendor import MixedProcessGroup
 from phalanx.errors import DeviceMismatch
 from phalanx.system.device_files import count_devices
 
+new_fake_group = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)  # torch has this method from 2.10 on
+
 
 def join_with_stand_in(place: Member, backend: str = "cpu:phalanx,meta:standin") -> None:
     torch.accelerator.is_available = lambda: True  # in this rank's process only
     dist.Backend.register_backend(
-        "standin", lambda store, rank, size, timeout: FakeProcessGroup._create_internal(rank, size), devices=["meta"]
+        "standin", lambda store, rank, size, timeout: new_fake_group(rank, size), devices=["meta"]
     )
     place.join(backend)
 

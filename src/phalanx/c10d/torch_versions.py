@@ -12,7 +12,7 @@ from datetime import timedelta
 from inspect import signature, unwrap
 from typing import Any
 
-from phalanx.errors import ArgumentError, InitializationError
+from phalanx.errors import InitializationError
 
 __all__ = [
     "OLDER_FUNCTIONS",
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 OLDEST = (2, 9)
-TRIED = ((2, 9), (2, 11), (2, 13), (2, 14), (2, 15))
+TRIED = tuple((2, minor) for minor in range(9, 16))
 
 # Methods of a process group since torch 2.13, and the names under which torch called them before.
 OLDER_METHODS = {
@@ -110,19 +110,14 @@ def function(name: str) -> Callable[..., Any]:
 def new_group(ranks: Sequence[int], timeout: timedelta) -> Any:
     """Make a group by ``torch.distributed.new_group``, with its ranks in the order given.
 
-    Raises:
-        ArgumentError: this torch, before 2.12, would sort them.
+    Returns:
+        What torch returns; None, and no group is made, if this torch, before 2.12, would sort the ranks.
     """
-    import torch
     import torch.distributed as dist
 
     if "sort_ranks" in signature(unwrap(dist.new_group)).parameters:
         return dist.new_group(list(ranks), timeout=timeout, sort_ranks=False)
-    if list(ranks) != sorted(ranks):
-        raise ArgumentError(
-            f"torch {torch.__version__} sorts the ranks of a new group; give {sorted(ranks)}, or use torch >= 2.12"
-        )
-    return dist.new_group(list(ranks), timeout=timeout)
+    return dist.new_group(list(ranks), timeout=timeout) if list(ranks) == sorted(ranks) else None
 
 
 def _release(version: str) -> tuple[int, int] | None:
