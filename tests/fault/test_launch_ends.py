@@ -94,12 +94,20 @@ def test_exception_is_shown_once_and_the_cause_told_from_consequences(launcher: 
     # Rank 1 fails first but takes its time to end; rank 0 notices, fails too and is gone first.
     first = launcher.script(
         """
-        import atexit, os, time
-        failing = os.path.join(os.path.dirname(__file__), 'failing')
+        import atexit, os, pathlib, time
+        failing, first = [pathlib.Path(__file__).with_name(name) for name in ('failing', 'first')]
+        def outlive():
+            failing.touch()
+            while os.path.exists('/proc/' + first.read_text()):
+                time.sleep(0.01)
+        if os.environ['RANK'] == '0':
+            first.write_text(str(os.getpid()))
+        while not (first.exists() and first.read_text()):
+            time.sleep(0.01)
         if os.environ['RANK'] == '1':
-            atexit.register(lambda: (open(failing, 'w').close(), time.sleep(1)))
+            atexit.register(outlive)
             raise ValueError('the cause')
-        while not os.path.exists(failing):
+        while not failing.exists():
             time.sleep(0.01)
         raise ConnectionResetError('lost rank 1')
         """,
