@@ -204,16 +204,18 @@ def test_connection_from_another_host_waits_for_what_is_known_there(monkeypatch:
         assert stranger.recv(8) == b""
 
 
-@pytest.mark.parametrize(("way", "host"), [("kernel", "::1"), ("list", "127.0.0.1")])
+@pytest.mark.parametrize(
+    ("way", "host", "prefix"), [("kernel", "::1", ""), ("list", "127.0.0.1", ""), ("list", "127.0.0.1", "::ffff:")]
+)
 def test_owner_of_a_connection_is_found_and_of_a_closed_one_is_nobody(
-    way: str, host: str, monkeypatch: pytest.MonkeyPatch
+    way: str, host: str, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "list":
         monkeypatch.setattr(connection_owner, "_kernel_answers", lambda: False)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener:
         where = listener.getsockname()[:2]
-        client = socket.create_connection(where)
+        client = socket.create_connection((prefix + host, where[1]))  # torch's is of IPv6 always
         accepted, peer = listener.accept()
         with accepted:
             assert owner_of(peer[:2], where) == os.geteuid()

@@ -71,13 +71,17 @@ def _packed(family: int, address: str) -> bytes:
 
 
 def _search(end: Address, other_end: Address) -> int | None:
-    """The same from the list of all sockets, for kernels that do not answer: a line has both ends, user and inode."""
-    wanted = [_as_listed(end), _as_listed(other_end)]
-    with contextlib.suppress(OSError), open("/proc/net/tcp6" if ":" in end[0] else "/proc/net/tcp") as table:
-        for line in table:
-            words = line.split()
-            if words[1:3] == wanted:
-                return int(words[7]) if words[9] != "0" else None
+    """The same from the lists of all sockets, for kernels that do not answer: a line has both ends, user and inode.
+
+    A socket of IPv6, such as torch's, is in the list of IPv6 also when its ends are IPv4.
+    """
+    for path, prefix in (("/proc/net/tcp", ""), ("/proc/net/tcp6", "" if ":" in end[0] else "::ffff:")):
+        wanted = [_as_listed((prefix + address, port)) for address, port in (end, other_end)]
+        with contextlib.suppress(OSError), open(path) as table:
+            for line in table:
+                words = line.split()
+                if words[1:3] == wanted:
+                    return int(words[7]) if words[9] != "0" else None
     return None
 
 

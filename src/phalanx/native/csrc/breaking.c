@@ -70,7 +70,7 @@ int phx_breakage(const phx_comm *comm, struct phx_breakage *out)
     do {
         const uint32_t state = atomic_load_explicit(&comm->header->breaking, memory_order_acquire);
         if (state != 1) {
-            *out = comm->header->breakage;
+            *out = state ? comm->header->breakage : (struct phx_breakage){0}; /* another rank may be writing it */
             return state == 0 ? PHX_OK : (int)out->status;
         }
         sched_yield();

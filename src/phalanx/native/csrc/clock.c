@@ -14,9 +14,9 @@
 #define UNDISTURBED 1000u       /* in how many counts the clock is read, if nothing comes between */
 
 __thread __attribute__((tls_model("initial-exec"))) struct phx_clock phx_clock;
+#if defined(__x86_64__)
 static int usable; /* written before this process has a group */
 
-#if defined(__x86_64__)
 void phx_clock_open(void)
 {
     char source[4] = "";

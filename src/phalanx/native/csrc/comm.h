@@ -17,12 +17,12 @@ struct phx_comm {
     uint32_t spin;       /* how often a wait checks its counter before it yields the core */
     uint32_t cores;      /* how many cores this process may run on */
     uint64_t chunk;      /* the number of the next call's first chunk, the same on every rank between two calls */
-    uint64_t call_chunk; /* the first chunk of the call that this rank is in, or was in last */
+    _Atomic uint64_t call_chunk; /* the first chunk of the call that this rank is in, or was in last */
     uint64_t begun;      /* call_chunk + 1, or 0 before the first call */
     uint64_t whole;      /* of the call of a larger group of which the calls are parts: a hash, or 0 */
     uint64_t whole_chunk; /* the first chunk of that call */
     uint64_t chunk_bytes, small_bytes, stream_bytes;
-    uint64_t timeout_ns, message_timeout_ns; /* of a collective, and of a message */
+    _Atomic uint64_t timeout_ns, message_timeout_ns; /* of a collective, and of a message */
     uint32_t rests;      /* a wait in a collective sleeps before it has yielded the core for a while */
     phx_poll poll;
     int32_t *names;      /* what the recorder calls the ranks, if that is not their number here; else NULL */

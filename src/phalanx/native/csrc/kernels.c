@@ -26,6 +26,22 @@ static inline float bf16_to_f32(uint16_t half)
     return value;
 }
 
+#if defined(__aarch64__) /* converts in hardware */
+static inline float f16_to_f32(uint16_t half)
+{
+    __fp16 value;
+    memcpy(&value, &half, sizeof value);
+    return value;
+}
+
+static inline uint16_t f32_to_f16(float value)
+{
+    const __fp16 rounded = (__fp16)value;
+    uint16_t half;
+    memcpy(&half, &rounded, sizeof half);
+    return half;
+}
+#else
 static inline float f16_to_f32(uint16_t half)
 {
     const uint32_t sign = (uint32_t)(half & 0x8000u) << 16;
@@ -64,6 +80,7 @@ static inline uint16_t f32_to_f16(float value)
     }
     return (uint16_t)(sign | ((bits - ((127u - 15u) << 23) + 0xfffu + (bits >> 13 & 1u)) >> 13));
 }
+#endif
 
 #define KERNEL(name) name##_baseline
 #define TARGET

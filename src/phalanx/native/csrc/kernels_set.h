@@ -182,13 +182,18 @@ TARGET static inline void KERNEL(store_bf16)(uint16_t *to, __m512 low, __m512 hi
         uint16_t *restrict dst = dst_;                                                                  \
         size_t i = 0;                                                                                   \
         VECTORS(V_##COMBINE, V_##FINISH)                                                                \
-        for (; i < count; i++) {                                                                        \
-            float a = suffix##_to_f32(((const uint16_t *)in[0])[i]);                                    \
-            for (uint32_t k = 1; k < n; k++) {                                                          \
-                const float b = suffix##_to_f32(((const uint16_t *)in[k])[i]);                          \
-                a = COMBINE(a, b);                                                                      \
-            }                                                                                           \
-            dst[i] = f32_to_##suffix(FINISH##1(a, n));                                                  \
+        for (size_t length; i < count; i += length) {                                                   \
+            float sums[BLOCK];                                                                          \
+            length = count - i < BLOCK ? count - i : BLOCK;                                             \
+            for (size_t j = 0; j < length; j++)                                                         \
+                sums[j] = suffix##_to_f32(((const uint16_t *)in[0])[i + j]);                            \
+            for (uint32_t k = 1; k < n; k++)                                                            \
+                for (size_t j = 0; j < length; j++) {                                                   \
+                    const float a = sums[j], b = suffix##_to_f32(((const uint16_t *)in[k])[i + j]);     \
+                    sums[j] = COMBINE(a, b);                                                            \
+                }                                                                                       \
+            for (size_t j = 0; j < length; j++)                                                         \
+                dst[i + j] = f32_to_##suffix(FINISH##1(sums[j], n));                                    \
         }                                                                                               \
     }
 

@@ -163,7 +163,7 @@ int phx_enter(phx_comm *comm, uint64_t chunk, uint64_t call)
     if (chunk == comm->chunk) { /* the first chunk of a call, since a call adds up its chunks only at its end */
         again = comm->begun > chunk;
         comm->begun = chunk + 1;
-        comm->call_chunk = chunk;
+        atomic_store_explicit(&comm->call_chunk, chunk, memory_order_relaxed);
     }
     if (phx_broken(comm)) {
         struct phx_breakage why;
