@@ -13,7 +13,7 @@ JOBS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 20
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all share lint types unit long fault mpi frameworks torch-versions benchmark sanitize conformance clean
+.PHONY: help run test test-all share lint types unit long fault mpi frameworks torch-versions benchmark sanitize conformance arm clean
 
 help:  ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -79,6 +79,9 @@ conformance: $(VENV)/.installed  ## torch's own distributed suite, and Gloo besi
 	$(BIN)/python -m tests.conformance.torch_suite --ranks 3 --under mpi
 	$(BIN)/python -m tests.conformance.torch_suite --ranks 2 --under gloo
 	$(BIN)/python -m tests.conformance.torch_rpc_suite
+
+arm: $(VENV)/.installed  ## The core's tests and README's script as on an Arm server, by qemu (a minute, by hand; 1.6 GB)
+	tests/conformance/arm.sh $(BIN)/python .venv-arm
 
 # An environment for each MPI library: its wheel and mpi4py, and by a .pth file the main one's packages, torch among
 # them, and this source tree. What cannot be installed is said when the tests run, and tried again the next time.
