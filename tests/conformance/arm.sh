@@ -71,6 +71,5 @@ EOF
 printf '#!/bin/sh\nexec %s -E LD_PRELOAD=%s -0 %s %s "$@"\n' "$qemu" "$all/built/subreaper.so" "$all/built/python" \
     "$all/root/usr/bin/python3.11" >built/python
 chmod +x built/python
-data='torch.manual_seed(0)\ndataset = torch.utils.data.TensorDataset(torch.randn(1000, 10), torch.randn(1000, 1))'
-sed -n '/^```python/,/^```/{/^```/d;p}' "$here/README.md" | sed "s/^import phalanx$/&\n$data/" >built/train.py
+sed -n '/^```python/,/^```/{/^```/d;p}' "$here/README.md" >built/train.py
 cd built && PYTHONPATH=$all/site ./python -m phalanx run -n 2 train.py

@@ -94,12 +94,12 @@ def test_exception_is_shown_once_and_the_cause_told_from_consequences(launcher: 
     # Rank 1 fails first but takes its time to end; rank 0 notices, fails too and is gone first.
     first = launcher.script(
         """
-        import atexit, os, pathlib, time
+        import atexit, os, pathlib, select, time
         failing, first = [pathlib.Path(__file__).with_name(name) for name in ('failing', 'first')]
         def outlive():
+            ends = os.pidfd_open(int(first.read_text()))
             failing.touch()
-            while os.path.exists('/proc/' + first.read_text()):
-                time.sleep(0.01)
+            select.select([ends], [], [])
         if os.environ['RANK'] == '0':
             first.write_text(str(os.getpid()))
         while not (first.exists() and first.read_text()):

@@ -97,7 +97,7 @@ def run_ranks(
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
-    """What every rank returned; fails with the tracebacks of those that did not."""
+    """Return what every rank returned; fail with the tracebacks of those that did not."""
     failed = [
         f"rank {outcome.rank} was ended by {signal.Signals(outcome.signal).name}"
         if outcome.signal

@@ -1,4 +1,4 @@
-"""Which cores ``--bind`` gives to ranks on machines as they are: their files are in ``tests/data/machines``."""
+"""Ranks of ``--bind`` get the cores next to their devices, on the machines of ``tests/data/machines``."""
 
 import json
 import os

@@ -63,8 +63,8 @@ def create_process_group(
         kind: the class of the group, which serves CPU tensors alone; by default what the process asks for.
 
     A group whose ranks cannot all reach one shared segment (several hosts, or containers with pid namespaces of their
-    own) has shared memory among those that can, and Gloo between them. If ranks of one machine
-    share no memory, rank 0 says why as a warning.
+    own) has shared memory among those that can, and Gloo between them. If ranks of one machine share no memory, rank 0
+    says why as a warning.
 
     Raises:
         InitializationError: a rank did not come, or has gone; the latter is known at once if the world is a group of

@@ -59,7 +59,7 @@ def note_device(store: Store, rank: int, device: torch.device) -> None:
 
 
 def refused_by_nccl(store: Store, rank: int, size: int, device: torch.device) -> str:
-    """Why NCCL has refused the first call of a group, each of whose ranks has called :func:`note_device` before.
+    """Say why NCCL has refused a group's first call, before which each rank has called :func:`note_device`.
 
     Returns:
         Which ranks compute on this rank's device, and what to do; empty if no other does.

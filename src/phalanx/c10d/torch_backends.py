@@ -268,7 +268,7 @@ def _compare_device(known: _Group, group: Any, tensors: Any) -> None:
 
 
 def _why_refused(group: Any, error: BaseException) -> str:
-    """Why NCCL has refused the group's first call on a device, if ranks share it; all have noted theirs before."""
+    """Say why NCCL has refused the group's first call on a device, if ranks share it; else nothing."""
     known = _group(group)
     if known is None or known.device is None or known.compared or not isinstance(error, dist.DistBackendError):
         return ""

@@ -104,7 +104,7 @@ def _measure(record: DeviceRecord, device: Any, seconds: float) -> None:
     there = here.to(device)
 
     def rate(work: Callable[[], Any], share: float) -> float:
-        """How often it is done in a second."""
+        """Return how often it is done in a second."""
         done, began = -1, 0.0  # the first time is not counted
         while done < 1 or time.perf_counter() - began < share * seconds:
             work()
@@ -143,7 +143,7 @@ def _driver() -> str:
 
 
 def _ecc_errors() -> dict[str, tuple[int, int]]:
-    """Corrected and uncorrected errors of NVIDIA devices since their last reset, by address; those that are known."""
+    """Return the corrected and uncorrected ECC errors of NVIDIA devices since their last reset, by PCI address."""
     if shutil.which("nvidia-smi") is None:
         return {}
     fields = "pci.bus_id,ecc.errors.corrected.volatile.total,ecc.errors.uncorrected.volatile.total"
@@ -158,7 +158,7 @@ def _ecc_errors() -> dict[str, tuple[int, int]]:
 
 
 def driver_events(log: str = "/dev/kmsg") -> dict[str, list[int]] | None:
-    """The numbers (Xids) of the NVIDIA driver's errors since the boot, by address; None if the log is unreadable."""
+    """Return the Xids of the NVIDIA driver since the boot, by PCI address; None if the log is unreadable."""
     found: dict[str, list[int]] = {}
     try:
         descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK)

@@ -1,4 +1,4 @@
-"""What the measurements of accelerators say: findings about those that are slow or broken, and a table of all."""
+"""Judge measurements of accelerators: findings about those that are slow or broken, and a table of all."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ Records = Mapping[str, Sequence[DeviceRecord]]
 
 
 def device_findings(records: Records) -> list[Finding]:
-    """Findings about devices that are not well.
+    """List findings about devices that are slow or broken.
 
     Args:
         records: those of each host, by its name.
@@ -107,14 +107,14 @@ def _complaints(one: DeviceRecord, own: Sequence[DeviceRecord]) -> list[tuple[Le
 
 
 def _slow(one: DeviceRecord, name: str, own: Sequence[DeviceRecord]) -> float:
-    """The device's share of the median of this model's devices on its host; 0 if it is not slow, or not measured."""
+    """Return the device's share of the median of this model's devices on its host; 0 if it is not slow, or not measured."""
     measured = [getattr(other, name) for other in own if other.name == one.name and not other.error]
     share: float = 0.0 if one.error else getattr(one, name) / statistics.median(measured)
     return share if share < SLOW else 0.0
 
 
 def devices_as_text(records: Records, *, color: bool = False) -> str:
-    """A row for each device of all hosts; empty if there is none. What is slow has a mark."""
+    """Format a row for each device of all hosts, slow ones marked; empty if there is none."""
     lines = [
         {
             **({"host": host} if host else {}),

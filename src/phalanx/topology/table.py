@@ -186,7 +186,7 @@ def _shorten(text: str, columns: int) -> str:
 
 
 def _cores(row: RankRow) -> str:
-    """How many cores it may run on, and which, if it is bound: ``4 (0-1, 8-9)``."""
+    """Format the number of cores of a rank, and which they are if it is bound: ``4 (0-1, 8-9)``."""
     return f"{_number(row.cores)} ({format_spans(row.cpus)})" if row.cpus else _number(row.cores)
 
 

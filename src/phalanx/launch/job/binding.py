@@ -56,7 +56,7 @@ class Core:
 def bind_ranks_here(
     bind: Bind, ranks: int, most: int, device: str | None, environment: Mapping[str, str]
 ) -> list[tuple[int, ...]]:
-    """The logical cores of each rank of this host; none if ranks are not bound.
+    """List the logical cores of each rank of this host; none if ranks are not bound.
 
     Args:
         bind: as in :func:`bind_ranks`, which raises the same; or ``none``.
@@ -71,7 +71,7 @@ def bind_ranks_here(
 
 
 def cores_per_rank(ranks: int, cores: int, cpus: Sequence[tuple[int, ...]]) -> int:
-    """How many cores every rank of a host has without taking another's, at least 1.
+    """Count the cores that every rank of a host has without taking another's, at least 1.
 
     Args:
         ranks: how many ranks share the host.

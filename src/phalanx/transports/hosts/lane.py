@@ -82,10 +82,6 @@ class Contacts(Protocol):
         """Return when a rank has come as well, to connect with this one; or raise what says why it does not."""
         ...
 
-    def look(self, peer: int) -> None:
-        """Raise what says why a rank cannot come any more, if that is so."""
-        ...
-
 
 class Engine(ABC):
     """Moves bytes between the ranks of one group.

@@ -31,7 +31,7 @@ from phalanx.transports.mpi.interface import tell_libraries
 from phalanx.transports.mpi.notices import Notices
 from phalanx.transports.mpi.peers import Peers
 
-__all__ = ["MISSING", "Runtime", "running", "start"]
+__all__ = ["Runtime", "running", "start"]
 
 MISSING = (
     "backend 'mpi' needs mpi4py, which is not installed: pip install mpi4py, and an MPI library: the cluster's own "
