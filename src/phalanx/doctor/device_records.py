@@ -107,7 +107,7 @@ def _complaints(one: DeviceRecord, own: Sequence[DeviceRecord]) -> list[tuple[Le
 
 
 def _slow(one: DeviceRecord, name: str, own: Sequence[DeviceRecord]) -> float:
-    """Return the device's share of the median of this model's devices on its host; 0 if it is not slow, or not measured."""
+    """Return its share of the median of this model's devices on its host; 0 if it is not slow, or not measured."""
     measured = [getattr(other, name) for other in own if other.name == one.name and not other.error]
     share: float = 0.0 if one.error else getattr(one, name) / statistics.median(measured)
     return share if share < SLOW else 0.0
