@@ -13,13 +13,19 @@ JOBS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 20
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all share lint types unit long fault mpi frameworks torch-versions benchmark sanitize conformance arm clean
+.PHONY: help run docs docs-test test test-all share lint types unit long fault mpi frameworks torch-versions benchmark sanitize conformance arm clean
 
 help:  ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 run: $(VENV)/.example  ## Train the example on $(RANKS) ranks (RANKS=4, ARGS="--epochs 1")
 	@$(BIN)/phalanx run --no-prefix -n $(RANKS) examples/text_classification.py $(ARGS)
+
+docs: $(VENV)/.docs  ## Build the site, English and Chinese, into build/docs (a minute)
+	$(BIN)/python docs/build.py build/docs
+
+docs-test: $(VENV)/.installed  ## Run every block of every page, and compare what it prints (ARGS="-k start")
+	$(PYTEST) tests/pages $(ARGS)
 
 test: lint types unit  ## Style, types and the tests that take minutes
 
@@ -28,7 +34,7 @@ test-all: test long  ## The same, and all tests that take longer
 # A share a day, so that all come round: the long tests in a week, those with MPICH in four days.
 DAY ?= $(shell date +%s | awk '{print int($$1 / 86400)}')
 share: $(VENV)/.installed $(MPI)/mpich/.tried  ## Today's share of the tests that make test leaves out (DAY=3)
-	$(PYTEST) -m "long and not conformance and not fault" --share $$(($(DAY) % 7))/7 $(ARGS)
+	$(PYTEST) -m "long and not conformance and not fault and not pages" --share $$(($(DAY) % 7))/7 $(ARGS)
 	@cat $(MPI)/mpich/.skipped 2>/dev/null || true
 	PHALANX_MPI_VENVS=$(abspath $(MPI)/mpich) $(BIN)/python -m pytest tests/mpi -m "not long" --share $$(($(DAY) % 4))/4 $(ARGS)
 
@@ -41,10 +47,10 @@ types: $(VENV)/.installed  ## Static types
 	$(BIN)/mypy
 
 unit: $(VENV)/.installed  ## Tests (ARGS="-k launch")
-	$(PYTEST) -m "not long and not conformance and not fault" $(ARGS)
+	$(PYTEST) -m "not long and not conformance and not fault and not pages" $(ARGS)
 
 long: $(VENV)/.installed  ## The tests that the others leave out: more sizes, more examples
-	$(PYTEST) -m "long and not conformance and not fault" $(ARGS)
+	$(PYTEST) -m "long and not conformance and not fault and not pages" $(ARGS)
 
 fault: $(VENV)/.installed $(MPI)/mpich/.tried  ## Processes killed at hundreds of random moments, longer than in the tests
 	@cat $(MPI)/mpich/.skipped 2>/dev/null || true
@@ -127,6 +133,11 @@ $(VENV)/.example: $(VENV)/.made requirements/constraints.txt $(SOURCES)
 $(VENV)/.requirements: $(VENV)/.made requirements/development.txt requirements/constraints.txt
 	@echo "Installing the development requirements into $(VENV) (once; torch alone has hundreds of megabytes)"
 	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements/development.txt
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.installed requirements/docs.txt
+	@echo "Installing Sphinx and what builds the site into $(VENV) (once)"
+	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements/docs.txt
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.requirements $(SOURCES)
