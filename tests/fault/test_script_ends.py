@@ -206,7 +206,7 @@ MORE = [("00", "meanwhile"), ("001", "connected"), ("012", "gone")]
     ],
 )
 def test_end_of_a_script_is_told(zygote: IO[str], tmp_path: Path, cases: list[tuple[str, str, str]]) -> None:
-    """Ranks of its host learn its exit code; those of other hosts know it from the launcher alone (docs/diagnosis.md)."""
+    """Ranks of its host learn its exit code; those of other hosts know it from the launcher alone."""
     started = []
     for number, (place, how, way) in enumerate(cases):
         texts = [*[NEEDS] * (len(place) - 1), dedent(GOES) + WAYS[way][0]]
