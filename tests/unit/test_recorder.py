@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator
 from ctypes import addressof
 
 import pytest
-from tests.support.ranks import Member, on_ranks
 
-from phalanx.launch.rank.trace import Trace, open_trace
 from phalanx.native.core import NBYTES_BITS, RECORDER_BYTES, RECORDS, RecordedGroup, library
 from phalanx.watch import recorder
 from phalanx.watch.glance import glance
