@@ -8,7 +8,7 @@ import signal
 
 import pytest
 from tests.launch_support import Launcher, launcher
-from tests.support.faults import ENDS, PASSES, told_by
+from tests.support.faults import ENDS, told_by
 from tests.support.golden import FOLDER, MOST_LINES, Job, block_of, check_facts, check_told
 from tests.support.hosts import why_no_hosts
 from tests.support.remote import RemoteLauncher, hosts, remote
@@ -121,9 +121,3 @@ def test_the_launcher_says_what_a_missing_rank_over_gloo_did(launcher: Launcher,
         rf"^  rank 1, which {state}, had not come to all_reduce #2 at {job.at('call')}; "
         rf"its last operation was all_reduce #1 \(float32, 16 B, sum\) at {job.at('before')}$",
     )
-
-
-def test_strict_has_torch_compare_calls_over_gloo(launcher: Launcher) -> None:
-    job = Job(launcher, PASSES, "gloo", "dtype", options="-q --strict --warn-after 0")
-    assert job.end() == 1, job.said()
-    assert "Detected mismatch between collectives on ranks" in job.said()

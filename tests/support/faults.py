@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from textwrap import dedent
 
-__all__ = ["ENDS", "HANGS_LATE", "PASSES", "known_of", "told_by"]
+__all__ = ["ENDS", "HANGS_LATE", "known_of", "told_by"]
 
 # Of all of them.
 BEGIN = dedent("""
@@ -97,15 +97,6 @@ HANGS_LATE = BEGIN + dedent("""
 """)
 
 # The third argument says in what rank 1 differs; torch's backends notice nothing, and ours no swap.
-PASSES = BEGIN + dedent("""
-    dist.init_process_group(backend)
-    four, odd = torch.ones(4), rank == 1
-    dist.all_reduce(four)  # before
-
-    if "dtype" in how:
-        dist.all_reduce(four.int() if odd else four)  # dtype
-    dist.barrier()  # last
-""")
 
 
 def told_by(folder: Path, ranks: list[int]) -> list[str]:

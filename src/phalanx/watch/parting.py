@@ -1,52 +1,54 @@
-"""Where the ways of ranks part: the branch or loop that has taken one elsewhere than those that wait for it.
+"""Name the branch or loop that has taken one rank elsewhere than those that wait for it, from stacks and source text.
 
-Two ranks' stacks are equal down to a function in which they stand at different lines. Of these two lines one was left
-out by the rank that is at the other: the earlier one, unless a loop around both has taken the ranks to different
-passes. What can have had a rank leave it out (``decisions.py``) is what to look at. It is named only if there is one
-such statement, or if of several one alone decides by the rank; otherwise nothing is said. A rank that is merely slow
-stands earlier, perhaps in a branch that the others have been in too, so a branch around it counts only if it decides by
-the rank.
+Two ranks' stacks are equal down to a function in which they stand at different lines. Statements around one of these
+lines, or jumps in front of it (``return``, ``continue``), can have parted them. One is named if it alone can have, or
+if it alone has a condition on the rank. Where the awaited rank may just be slow, because it stands at an earlier line
+or in a loop with the other, only a condition on the rank counts.
 """
 
 from __future__ import annotations
 
+import ast
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import re
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 from phalanx.system.folder import beside
-from phalanx.watch.decisions import Decision, Place, Program, read_program
-from phalanx.watch.records import Record
-from phalanx.watch.stack_text import Frame
 from phalanx.watch.verdict import Seen, Verdict
 
 __all__ = ["parting"]
 
-_MANY = 2  # loops; how many does not matter
-_MOST_WAYS = 8  # of each side; with more there is no one statement that parts them
-_IN_STEP = 8  # calls in a row at the same lines, after which ranks are evidently in step
+_LARGEST = 1 << 20  # bytes of a file
+_MOST_STACKS = 8  # of each side that differ; with more there is no one statement that parts them
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+_BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Match, ast.Try)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_JUMPS = (ast.Return, ast.Continue, ast.Break, ast.Raise)
+_OF_RANK = re.compile(r"rank|master|main_process")
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A line on a rank's way through the program, and whether a library called the function that it is in."""
+class _Step(NamedTuple):
+    """A line on a rank's way through the user's program, and whether a library called the function that it is in."""
 
     file: str
     line: int
     through_library: bool
 
 
-@dataclass(frozen=True)
-class _Way:
-    """How a rank has come to where it is, the outermost line first; empty for one that has ended."""
+class _Statement(NamedTuple):
+    """A statement that decides what is run."""
 
-    steps: tuple[_Step, ...]
-    pass_number: int  # the script's own step; -1 if it says none
-    is_in_operation: bool
+    file: str
+    word: str
+    line: int
+    is_of_rank: bool
 
 
 def parting(verdict: Verdict, ranks: Sequence[Seen], folder: str, unchanged_since: float) -> str:
-    """The statement at which the ways of the ranks part, as "the `if` in line 55"; empty if it cannot be told.
+    """Find the statement that parted the ranks, as "the `if` in line 55"; empty if it cannot be told.
 
     Args:
         verdict: who waits for whom.
@@ -56,214 +58,163 @@ def parting(verdict: Verdict, ranks: Sequence[Seen], folder: str, unchanged_sinc
     """
     seen = {rank.rank: rank for rank in ranks}
     awaited = [seen[rank] for rank in verdict.awaited if rank in seen]
+    waiting = [seen[rank] for rank in verdict.waiting if rank in seen and rank not in verdict.awaited]
+    if not waiting:  # they wait for each other
+        sites = {rank.rank: rank.operation.site if rank.operation is not None else "" for rank in awaited}
+        waiting = [rank for rank in awaited if sites[rank.rank] != sites[awaited[0].rank]]
+        awaited = [rank for rank in awaited if rank not in waiting]
     if any(rank.state in ("T", "t") for rank in awaited):
         return ""  # something else has stopped it
-    waiting = [seen[rank] for rank in verdict.waiting if rank in seen and rank not in verdict.awaited]
-    if awaited and set(verdict.awaited) <= set(verdict.waiting):  # they wait for each other
-        first = _site(awaited[0])
-        waiting = [rank for rank in awaited if _site(rank) != first]
-        awaited = [rank for rank in awaited if _site(rank) == first]
     if any(rank.operation is not None and rank.operation.is_message for rank in (*awaited, *waiting)):
         return ""  # the two ends of a message are different calls
-    found = _Search(folder, unchanged_since).common(awaited, waiting)
-    if found is None:
+    sides = []
+    for side in (awaited, waiting):
+        if any(rank.ended and not rank.ended_well for rank in side):
+            return ""  # one that fails ends the job, and is no riddle
+        sides.append({() if rank.ended else _steps(rank, folder) for rank in side})
+    if not all(0 < len(side) <= _MOST_STACKS for side in sides) or () in sides[1]:
         return ""
-    file, decision = found
-    elsewhere = {step.file for rank in waiting for step in _steps_of_site(rank.operation, folder)} != {file}
-    return f"the `{decision.word}` in line {decision.line}{f' of {beside(file, folder)}' if elsewhere else ''}"
+    read = lru_cache(lambda file: _read(file, unchanged_since))
+    endings = any(rank.ended for rank in awaited)
+    found = {_parted(one, other, read, ended=endings) for one in sides[0] for other in sides[1]}
+    statement = found.pop() if len(found) == 1 else None
+    if statement is None:
+        return ""
+    elsewhere = {other[-1].file for other in sides[1]} != {statement.file}
+    return (
+        f"the `{statement.word}` in line {statement.line}{f' of {beside(statement.file, folder)}' if elsewhere else ''}"
+    )
 
 
-class _Search:
-    """Compares ways, and remembers the files that were read."""
-
-    def __init__(self, folder: str, unchanged_since: float) -> None:
-        self._folder = folder
-        self._unchanged_since = unchanged_since
-        self._programs: dict[str, Program | None] = {}
-
-    def common(self, awaited: Sequence[Seen], waiting: Sequence[Seen]) -> tuple[str, Decision] | None:
-        """The one statement, with its file, that parts each of these ranks from each of those."""
-        awaited, waiting = _representatives(awaited), _representatives(waiting)
-        if max(len(awaited), len(waiting)) > _MOST_WAYS:
-            return None
-        if any(not _in_step(one, other) for one in awaited for other in waiting):
-            return None
-        first, second = {self._way(rank) for rank in awaited}, {self._way(rank) for rank in waiting}
-        results = {self._parted(one, other) if one and other else None for one in first for other in second}
-        return results.pop() if len(results) == 1 else None
-
-    def _way(self, rank: Seen) -> _Way | None:
-        """How a rank has come to where it is; None if that is not known."""
-        record = rank.operation
-        pass_number = rank.recording.step if rank.recording is not None else -1
-        if rank.ended:
-            # One that fails ends the job, and is no riddle.
-            return _Way((), pass_number, False) if rank.ended_well else None
-        steps = _steps(rank.frames)
-        if record is not None:
-            (site,) = _steps_of_site(record, self._folder) or (None,)
-            if site is None:
-                return None
-            at = next((i for i, step in enumerate(steps) if (step.file, step.line) == (site.file, site.line)), None)
-            if at is not None and not any((s.file, s.line) == (site.file, site.line) for s in steps[at + 1 :]):
-                steps = steps[: at + 1]
-            else:
-                # Without its stack: what the file itself runs, outside of any function, is run once.
-                place = self._place(site)
-                steps = (site,) if place is not None and place.function == 0 else ()
-        return _Way(steps, pass_number, record is not None) if steps else None
-
-    def _parted(self, awaited: _Way, waiting: _Way) -> tuple[str, Decision] | None:
-        ours, theirs = awaited.steps, waiting.steps
-        if not ours:
-            return self._chosen([self._decisions(theirs, after_exit=True)])
-        at = next((i for i, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), None)
-        if at is None or ours[at].file != theirs[at].file or ours[at].through_library != theirs[at].through_library:
-            return None
-        program = self._program(ours[at].file)
-        here, there = self._place(ours[at]), self._place(theirs[at])
-        if program is None or here is None or there is None or here == there or here.function != there.function:
-            return None
-        around = self._loops(ours[: at + 1])
-        if around is None:
-            return None
-        shared = here.shared_with(there)
-        loops = around + sum(arm.is_loop for arm in here.arms[:shared])
-        is_step_known = min(awaited.pass_number, waiting.pass_number) >= 0
-        ahead = awaited.pass_number - waiting.pass_number if is_step_known and loops == 1 else None
-        if shared < min(len(here.arms), len(there.arms)):
-            one, other = here.arms[shared], there.arms[shared]
-            if one.decision == other.decision:
-                sure = not loops or awaited.is_in_operation or ahead == 0
-                return (ours[at].file, one.decision) if sure or one.decision.is_of_rank else None
-
-        def left_out(awaiteds: bool, in_another_pass: bool) -> set[tuple[str, Decision]] | None:
-            """What can have had a rank leave out the awaited one's place, or the awaited one the others'."""
-            place, other, rest = (here, there, ours[at + 1 :]) if awaiteds else (there, here, theirs[at + 1 :])
-            own = program.decisions(
-                place,
-                other=other,
-                in_another_pass=in_another_pass,
-                after_return=in_another_pass and around > 0,
-                after_error=not awaiteds,
-            )
-            deeper = self._decisions(rest, after_error=not awaiteds)
-            return None if deeper is None else deeper | {(ours[at].file, decision) for decision in own}
-
-        awaited_is_first = here.first < there.first
-        can_be_slow = not awaited.is_in_operation
-        if not loops or ahead is not None:
-            # All may have been where a slow one still is, also in a branch: it counts only if it is the rank's.
-            is_behind = awaited_is_first if not ahead else ahead < 0
-            found = left_out(is_behind, bool(ahead))
-            return self._chosen([found], only_of_rank=is_behind and can_be_slow)
-        # Here a slow one in an earlier pass cannot be told from one that has left out a call in this one either.
-        both = [left_out(awaited_is_first, False), left_out(not awaited_is_first, True)]
-        return self._chosen(both, only_of_rank=can_be_slow)
-
-    def _decisions(
-        self, steps: Iterable[_Step], *, after_exit: bool = False, after_error: bool = False
-    ) -> set[tuple[str, Decision]] | None:
-        """What decides whether these calls are made, given that the first one's function is called."""
-        found = set()
-        for step in steps:
-            program, place = self._program(step.file), self._place(step)
-            if program is None or place is None:
-                return None
-            decided = program.decisions(place, after_return=True, after_exit=after_exit, after_error=after_error)
-            found |= {(step.file, decision) for decision in decided}
-        return found
-
-    def _chosen(
-        self, parts: Sequence[set[tuple[str, Decision]] | None], *, only_of_rank: bool = False
-    ) -> tuple[str, Decision] | None:
-        """The one that counts; None if there is none, if several are alike, or if a part is not known."""
-        found: set[tuple[str, Decision]] = set()
-        for part in parts:
-            if part is None:
-                return None
-            found |= part
-        of_rank = [pair for pair in found if pair[1].is_of_rank]
-        if len(of_rank) == 1:
-            return of_rank[0]
-        return found.pop() if len(found) == 1 and not only_of_rank else None
-
-    def _loops(self, steps: Sequence[_Step]) -> int | None:
-        """In how many loops the last of these functions is called, as far as that matters; None if it is not known."""
-        loops = 0
-        for step in steps[:-1]:
-            place = self._place(step)
-            if place is None:
-                return None
-            loops += place.loops
-        return loops + _MANY * sum(step.through_library for step in steps)
-
-    def _place(self, step: _Step) -> Place | None:
-        program = self._program(step.file)
-        return program.place_at(step.line) if program is not None else None
-
-    def _program(self, file: str) -> Program | None:
-        if file not in self._programs:
-            self._programs[file] = read_program(file, self._unchanged_since)
-        return self._programs[file]
+def _parted(
+    awaited: tuple[_Step, ...], waiting: tuple[_Step, ...], read: Callable[[str], ast.Module | None], *, ended: bool
+) -> _Statement | None:
+    """Find the one statement that parts a rank from another; a rank whose script has ended is nowhere."""
+    at = next((i for i, (one, other) in enumerate(zip(awaited, waiting, strict=False)) if one != other), -1)
+    if ended:
+        at = 0
+    elif at < 0 or awaited[at][::2] != waiting[at][::2]:
+        return None
+    trees = [read(step.file) for step in waiting]
+    if not all(trees):
+        return None
+    paths = [_path(tree, step.line) for tree, step in zip(trees, waiting, strict=True) if tree is not None]
+    left_out = {each for i in range(at + 1, len(paths)) for each in _deciding(paths[i], waiting[i])}
+    if ended:
+        return _chosen(left_out | _deciding(paths[0], waiting[0]), only_of_rank=False)
+    theirs, ours = paths[at], _path(trees[at], awaited[at].line)  # type: ignore[arg-type]
+    if theirs.function is not ours.function:
+        return None
+    shared = [one for one, other in zip(ours.arms, theirs.arms, strict=False) if one == other]
+    rest = ours.arms[len(shared) :], theirs.arms[len(shared) :]
+    if all(rest) and rest[0][0][0] is rest[1][0][0]:
+        return _statement(rest[0][0][0], waiting[at].file)  # two arms of one statement
+    above = [arm for path in paths[:at] for arm in path.arms] + shared
+    loops = any(isinstance(node, _LOOPS) for node, _ in above) or any(
+        step.through_library for step in waiting[: at + 1]
+    )
+    may_be_slow = loops or awaited[at].line < waiting[at].line
+    if loops:
+        left_out |= _deciding(theirs, waiting[at])
+    left_out |= {_statement(node, waiting[at].file) for node, _ in rest[1]}
+    detour = {_statement(node, waiting[at].file) for node, _ in rest[0]} if may_be_slow else set()
+    return _chosen((left_out | detour) - {_statement(n, waiting[at].file) for n, _ in shared}, only_of_rank=may_be_slow)
 
 
-def _representatives(ranks: Sequence[Seen]) -> list[Seen]:
-    """One rank for each way: a stack, a line, and a step. Without a stack it counts only if no other is at its line."""
-    ways: dict[tuple[object, ...], Seen] = {}
-    for rank in ranks:
-        step = rank.recording.step if rank.recording is not None else -1
-        ways.setdefault((_site(rank), rank.frames, rank.ended_well, bool(rank.frames) and step), rank)
-    known = {_site(rank) for rank in ways.values() if rank.frames}
-    return [rank for rank in ways.values() if rank.frames or rank.operation is None or _site(rank) not in known]
+def _chosen(found: set[_Statement], *, only_of_rank: bool) -> _Statement | None:
+    of_rank = [each for each in found if each.is_of_rank]
+    if len(of_rank) == 1:
+        return of_rank[0]
+    return next(iter(found)) if len(found) == 1 and not only_of_rank else None
 
 
-def _in_step(one: Seen, other: Seen) -> bool:
-    """Whether both have called their last common collectives at the same lines, or at lines that the other never calls.
+class _Path(NamedTuple):
+    """The innermost function around a line, and the branches around it there, outermost first, each with its arm."""
 
-    If not, they have parted before, by a call that one has left out. Arms of a branch by rank are no such sign.
-    """
-    groups = {rank.operation.group.name for rank in (one, other) if rank.operation is not None}
-    for group in groups:
-        own, others = _calls(one, group), _calls(other, group)
-        crossed, equal = False, 0
-        for number in sorted(own.keys() & others.keys(), reverse=True):
-            equal = equal + 1 if own[number] == others[number] else 0
-            crossed |= not equal and (own[number] in others.values() or others[number] in own.values())
-            if equal >= _IN_STEP:
-                break
-        if crossed:
-            return False
-    return True
+    function: ast.AST
+    arms: Sequence[tuple[ast.stmt, int]]
 
 
-def _calls(rank: Seen, group: str) -> dict[int, str]:
-    """The lines at which a rank has called the group's collectives, by their numbers, without the one it is in."""
-    records = rank.recording.records if rank.recording is not None else ()
-    return {
-        record.in_group: record.site
-        for record in records
-        if record.group.name == group and not record.is_message and record is not rank.operation
-    }
+def _path(tree: ast.Module, line: int) -> _Path:
+    functions = [node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS) and _spans([node], line)]
+    function: ast.AST = functions[-1] if functions else tree
+    arms = [
+        (node, number)
+        for node in _own_nodes(function)
+        if isinstance(node, _BRANCHES)
+        for number, arm in enumerate(_arms_of(node))
+        if _spans(arm, line)
+    ]
+    return _Path(function, arms)
 
 
-def _site(rank: Seen) -> str:
-    return rank.operation.site if rank.operation is not None else ""
+def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function but for those of functions within it, outer ones first."""
+    nodes = [function]
+    for node in nodes:
+        yield node
+        nodes += [child for child in ast.iter_child_nodes(node) if not isinstance(child, _FUNCTIONS)]
 
 
-def _steps_of_site(record: Record | None, folder: str) -> tuple[_Step, ...]:
-    file, _, line = record.site.rpartition(":") if record is not None else ("", "", "")
-    return (_Step(os.path.join(folder, file), int(line), False),) if file and line.isdecimal() else ()
+def _arms_of(node: ast.stmt) -> list[list[ast.stmt]]:
+    arms = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
+    return arms + [part.body for name in ("handlers", "cases") for part in getattr(node, name, [])]
 
 
-def _steps(frames: Sequence[Frame]) -> tuple[_Step, ...]:
-    """The lines of the user's program in a stack whose innermost call comes first."""
+def _spans(nodes: Sequence[ast.stmt | ast.expr], line: int) -> bool:
+    return bool(nodes) and nodes[0].lineno <= line <= (nodes[-1].end_lineno or 0)
+
+
+def _deciding(path: _Path, step: _Step) -> set[_Statement]:
+    """The branches around a line in its function, and those that jump past it."""
+    found = {_statement(node, step.file) for node, _ in path.arms}
+    for node in _own_nodes(path.function):
+        if isinstance(node, ast.If) and (node.end_lineno or 0) < step.line:
+            parts = [part for arm in _arms_of(node) for statement in arm for part in ast.walk(statement)]
+            if any(isinstance(part, _JUMPS) or _is_exit(part) for part in parts):
+                found.add(_statement(node, step.file))
+    return found
+
+
+def _is_exit(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("sys.exit", "exit", "quit", "os._exit")
+
+
+def _statement(node: ast.stmt, file: str) -> _Statement:
+    condition = getattr(node, "test", None) or getattr(node, "iter", None) or getattr(node, "subject", None)
+    names = [part.id for part in ast.walk(condition) if isinstance(part, ast.Name)] if condition else []
+    names += [part.attr for part in ast.walk(condition) if isinstance(part, ast.Attribute)] if condition else []
+    word = type(node).__name__.removeprefix("Async").lower()
+    return _Statement(file, word, node.lineno, any(map(_OF_RANK.search, names)))
+
+
+def _steps(rank: Seen, folder: str) -> tuple[_Step, ...]:
+    """The lines of the user's program in a rank's stack, the outermost first, down to the call that it is in."""
     found: list[_Step] = []
     through_library = False
-    for frame in reversed(frames):
+    for frame in reversed(rank.frames):
         if frame.is_librarys:
             through_library = bool(found)  # what runs the program itself does not count
             continue
         found.append(_Step(os.path.abspath(frame.file), frame.line, through_library))
         through_library = False
+    if rank.operation is not None:
+        file, _, line = rank.operation.site.rpartition(":")
+        at = [i for i, step in enumerate(found) if (step.file, str(step.line)) == (os.path.join(folder, file), line)]
+        return tuple(found[: at[-1] + 1]) if at else ()
     return tuple(found)
+
+
+def _read(path: str, unchanged_since: float) -> ast.Module | None:
+    """Parse a file; None if it cannot be read, or has changed since, so that it may not be what the ranks run."""
+    try:
+        # A pipe would keep the launcher waiting.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
+            about = os.fstat(file.fileno())
+            # The kernel notes every change in the second time. A program can set the first one, as `cp -p` does.
+            changed = max(about.st_mtime, about.st_ctime)
+            if stat.S_ISREG(about.st_mode) and about.st_size <= _LARGEST and changed < unchanged_since:
+                return ast.parse(file.read())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        pass
+    return None
