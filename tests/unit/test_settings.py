@@ -37,7 +37,9 @@ def test_no_other_module_spells_a_variable_in_code() -> None:
 def test_documents_name_the_variables_that_exist() -> None:
     assert set(VARIABLE.findall(DOCUMENTS + "".join(OTHERS.values()))) <= NAMES
     rows = re.findall(r"^\| `(PHALANX_[A-Z_]+)` \|", TABLES, re.MULTILINE)
-    assert rows == [name for _, name, _ in DEFINED], "the tables of docs/reference/variables.md, in the order of settings"
+    assert rows == [name for _, name, _ in DEFINED], (
+        "the tables of docs/reference/variables.md, in the order of settings"
+    )
 
 
 def test_the_first_table_has_those_that_users_set() -> None:
