@@ -24,6 +24,7 @@ html_theme = "furo"
 html_title = f"Phalanx {VERSION}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_extra_path = ["llms.txt", "../AGENTS.md"]
 html_copy_source = False
 html_show_sphinx = False
 # The same contrast of at least 4.5 in both schemes as the pictures.
