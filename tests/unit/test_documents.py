@@ -7,8 +7,6 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
-from phalanx.commands.main import COMMANDS
-
 ROOT = Path(__file__).parents[2]
 LISTED = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
 ENDING = r"\.(?:pyi?|c|h|md|toml|txt)"
@@ -55,11 +53,6 @@ def test_llms_txt_names_pages_that_exist() -> None:
     pages = [name.replace(".html", ".md") for name, _ in LINK.findall(text)]
     assert len(pages) > 10
     assert not [name for name in pages if not any((folder / name).exists() for folder in (ROOT, ROOT / "docs"))]
-
-
-def test_the_reference_has_every_command() -> None:
-    page = (ROOT / "docs" / "reference" / "commands.md").read_text()
-    assert sorted(re.findall(r"click:: phalanx\.commands\.(\w+):", page)) == sorted(COMMANDS)
 
 
 def test_every_file_that_is_named_exists() -> None:
