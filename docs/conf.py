@@ -43,7 +43,7 @@ def plain_text(_app: object, _context: object, lines: list[str]) -> None:
     for line in lines:
         if line.startswith("| "):
             begins = not found or not found[-1].startswith("   ")
-            found += [*(["::", ""] if begins else []), f"   {line[2:].strip()}"]
+            found += [*([".. code-block:: text", ""] if begins else []), f"   {line[2:].strip()}"]
         elif line.startswith((".. ", "   :")):  # a directive, and its fields
             found.append(line)
         else:
