@@ -43,7 +43,7 @@ _VARYING = (
     (r"\b[0-9a-f]{12}\b", "ID"),
     (r"[\d,.]+ ?((?:[µmn]?s|[KMGT]?i?B|samples/s)\b|(?=[%×]))", r"N \1"),
     (r"[ ─-]{2,}", "  "),
-    (r"(?m)(?<=^ID  )\d+|(?<=^  \d  )\d{2,7}(?=  )|(?<=  )\d\.\d\d(?=  )", "N"),  # pid and cores in a row of a table
+    (r"(?m)(?<=^ID  )\d+|(?<=^  \d  )\d{2,7}(?=  )|(?<=  )\d\.\d\d(?=  )|(?<=  cpu  )\d+", "N"),  # in tables
 )
 
 
