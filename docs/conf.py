@@ -1,5 +1,9 @@
 """Settings of Sphinx for the site; docs/build.py builds it in both languages."""
 
+import re
+
+from sphinx.application import Sphinx
+
 from phalanx.settings import VERSION
 
 project = "Phalanx"
@@ -27,5 +31,26 @@ pygments_style = "a11y-light"
 pygments_dark_style = "a11y-dark"
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
 autodoc_mock_imports = ["torch_npu"]
 nitpicky = False
+
+
+def plain_text(_app: object, _context: object, lines: list[str]) -> None:
+    """Keep the help of a command as it is printed: it is no reStructuredText, and its examples stand in columns."""
+    found: list[str] = []
+    for line in lines:
+        if line.startswith("| "):
+            begins = not found or not found[-1].startswith("   ")
+            found += [*(["::", ""] if begins else []), f"   {line[2:].strip()}"]
+        elif line.startswith((".. ", "   :")):  # a directive, and its fields
+            found.append(line)
+        else:
+            found.append(re.sub(r"([\\*`]|(?<=\w)[_|](?!\w))", r"\\\1", line))
+    lines[:] = found
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("sphinx-click-process-description", plain_text)
+    app.connect("sphinx-click-process-options", plain_text)

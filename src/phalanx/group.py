@@ -50,7 +50,9 @@ class Group(ValueCalls, Turns):
     name, ``op="max"``. With ``async_op=True`` a collective returns a ``torch.distributed.Work`` at once; ``wait()`` on
     it before touching the tensors.
 
-    All methods raise:
+    Every method may raise the errors below.
+
+    Raises:
         ArgumentError: an argument is of a kind that the method does not take, or has an unknown name.
         ClosedError: after ``phalanx.close()``.
         RankError: a rank outside the group was named.

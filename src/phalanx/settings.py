@@ -1,7 +1,7 @@
 """The variables that Phalanx reads or sets, its version, and the name of its backend.
 
 Every ``PHALANX_`` variable is named here, with its meaning, and nowhere else in the package's code, which writes
-``settings.DEVICE`` for ``PHALANX_DEVICE``. Those that users set are also in the table of docs/launchers.md;
+``settings.DEVICE`` for ``PHALANX_DEVICE``. All are also in docs/reference/variables.md, in the same order;
 ``tests/unit/test_settings.py`` compares. This module imports nothing, because ``import torch`` loads it
 (``c10d/register.py``).
 """

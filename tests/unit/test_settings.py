@@ -10,7 +10,8 @@ PACKAGE = ROOT / "src" / "phalanx"
 SETTINGS = (PACKAGE / "settings.py").read_text()
 OTHERS = {path: path.read_text() for path in PACKAGE.rglob("*.py") if path.name != "settings.py"}
 # The documents for users. CONTRIBUTING also names variables of the tests.
-DOCUMENTS = "".join(path.read_text() for path in [*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = "".join(path.read_text() for path in [*ROOT.glob("README*.md"), *(ROOT / "docs").rglob("*.md")])
+TABLES = (ROOT / "docs" / "reference" / "variables.md").read_text()
 DEFINED = re.findall(r'^([A-Z_]+) = "(PHALANX_[A-Z_]+)"(?:  # (.+))?$', SETTINGS, re.MULTILINE)
 NAMES = {name for _, name, _ in DEFINED}
 VARIABLE = re.compile(r"PHALANX_[A-Z_]+")
@@ -35,8 +36,13 @@ def test_no_other_module_spells_a_variable_in_code() -> None:
 
 def test_documents_name_the_variables_that_exist() -> None:
     assert set(VARIABLE.findall(DOCUMENTS + "".join(OTHERS.values()))) <= NAMES
-    section = re.search(r"^## Variables$(.*?)(?=^## |\Z)", DOCUMENTS, re.MULTILINE | re.DOTALL)
-    assert section, "docs/launchers.md has no section Variables"
-    rows = re.findall(r"^\| `?(PHALANX_[A-Z_]+)`? \| (.+?) \| (.*?) \|$", section[1], re.MULTILINE)
-    of_users = SETTINGS.partition("# Set by users.")[2].partition("# Set by the launcher for its ranks.")[0]
-    assert [name for name, _, _ in rows] == [name for _, name, _ in DEFINED if f'"{name}"' in of_users]
+    rows = re.findall(r"^\| `(PHALANX_[A-Z_]+)` \|", TABLES, re.MULTILINE)
+    assert rows == [name for _, name, _ in DEFINED], (
+        "the tables of docs/reference/variables.md, in the order of settings"
+    )
+
+
+def test_the_first_table_has_those_that_users_set() -> None:
+    of_users, _, of_launcher = TABLES.partition("## Set by Phalanx")
+    assert f'"{VARIABLE.findall(of_users)[-1]}"' in SETTINGS.partition("# Set by the launcher")[0]
+    assert f'"{VARIABLE.findall(of_launcher)[0]}"' in SETTINGS.partition("# Set by the launcher")[2]

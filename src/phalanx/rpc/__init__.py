@@ -1,12 +1,14 @@
-"""Calls between processes: functions on other workers, objects that live there, and gradients that flow back::
+"""Calls between processes: functions on other workers, objects that live there, and gradients that flow back.
 
-import phalanx
-from phalanx import rpc
+One rank calls a function on another::
 
-with phalanx.init() as world:
-    rpc.init()
-    print(rpc.call("worker1", torch.add, torch.ones(2), 1))
-    rpc.shutdown()
+    import phalanx
+    from phalanx import rpc
+
+    with phalanx.init() as world:
+        rpc.init()
+        print(rpc.call("worker1", torch.add, torch.ones(2), 1))
+        rpc.shutdown()
 """
 
 import inspect
