@@ -158,5 +158,5 @@ def _misspelt(environment: Mapping[str, str]) -> Iterator[Finding]:
     for name in sorted(environment):
         if name.startswith("PHALANX_") and name not in known:
             close = difflib.get_close_matches(name, known, 1)
-            remedy = f"did you mean {close[0]}?" if close else "docs/launchers.md lists those that there are"
+            remedy = f"did you mean {close[0]}?" if close else "docs/reference/variables.md lists those that there are"
             yield Finding(Level.WARNING, "environment", f"{name} is not a variable that Phalanx reads", remedy)
