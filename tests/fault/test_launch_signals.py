@@ -290,7 +290,9 @@ def test_job_says_where_its_ranks_are_when_asked_and_when_ended(launcher: Launch
         job = launcher.start("-n", "3", hang, stdin=subprocess.PIPE, stderr=file, environment=patient)
     sleeps = launcher.script("import os, time; print(os.getpid(), flush=True); time.sleep(600)", "sleeps.py")
     python = launcher.start("-n", "1", "--no-prefix", *PLAIN, sleeps)
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # as a shell has it for what it starts with &
     program = launcher.start("-n", "2", "-q", "sh", "-c", "echo up; read line; echo $line", stdin=subprocess.PIPE)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     pid = int(python.read_lines(1)[0])
     stop(pid)
     program.read_lines(2)

@@ -140,12 +140,16 @@ class Supervisor:
         self.patience = Patience(self.console.say)
 
     def listen_to_signals(self) -> None:
-        """Take over the signals. A signal that the launcher was started to ignore, as by nohup, stays ignored."""
+        """Take over the signals. One that would end the job and that the launcher was started to ignore stays ignored.
+
+        nohup has SIGHUP ignored. A shell that starts the launcher with & has SIGINT ignored, and SIGQUIT too, which
+        here ends nothing: it asks where the ranks are.
+        """
         for descriptor in self.wakeup:
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(self.wakeup[1], warn_on_full_buffer=False)
         for signum in HANDLED:
-            if signal.getsignal(signum) is not signal.SIG_IGN:
+            if signum == signal.SIGQUIT or signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, self._on_signal)
 
     def forget(self) -> None:
