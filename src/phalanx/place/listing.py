@@ -14,8 +14,8 @@ from phalanx.place.readers import Reader
 
 __all__ = ["commands_started", "launcher_names", "launcher_table", "recognition_table"]
 
-_HEAD = ("`world.launcher`", "started by", "rank; world size", "address of rank 0, unless MASTER_ADDR is set")
-_PLAIN = ("`none`", "`python train.py`", "a world of one", "")
+_HEAD = ("`world.launcher`", "started by", "rank; world size")
+_PLAIN = ("`none`", "`python train.py`", "a world of one")
 
 
 def launcher_names() -> list[str]:
@@ -33,15 +33,17 @@ def launcher_table() -> str:
     lines = []
     for name in launcher_names()[:-1]:
         rows = [row for row in LAUNCHERS if row.name == name and row.world_size]
-        cells = zip(*((row.title, _variables(row), _meeting(row)) for row in rows), strict=True)
-        lines.append((f"`{name}`", *(" **or** ".join(dict.fromkeys(filter(None, column))) for column in cells)))
+        cells = zip(*((row.title, _variables(row)) for row in rows), strict=True)
+        lines.append((f"`{name}`", *(" **or** ".join(dict.fromkeys(column)) for column in cells)))
     return _table(_HEAD, [*lines, _PLAIN])
 
 
 def recognition_table() -> str:
     """A table of all rows in Markdown, for developers, in the order in which they are tried."""
-    lines = [(f"`{row.name}`", row.title, _recognition(row), _variables(row)) for row in LAUNCHERS]
-    return _table(("`world.launcher`", "started by", "recognised by", "rank; world size"), lines)
+    head = (*_HEAD[:2], "recognised by", _HEAD[2], "address of rank 0, unless MASTER_ADDR is set")
+    return _table(
+        head, [(f"`{row.name}`", row.title, _recognition(row), _variables(row), _meeting(row)) for row in LAUNCHERS]
+    )
 
 
 def _table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
