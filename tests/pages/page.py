@@ -37,12 +37,13 @@ _BLOCK = re.compile(
 )
 _NAME = re.compile(r"# ([\w./-]+\.\w+)\n")
 _VARYING = (
-    (r"\d{4}-\d\d-\d\d|\d\d:\d\d:\d\d", "TIME"),
+    (r"\d{4}-\d\d-\d\d|\d\d:\d\d:\d\d(?:\.\d{3})?", "TIME"),
     (r"(?<=pid )\d+", "N"),
     (r"(?<=:)\d{4,5}\b", "PORT"),
     (r"\b[0-9a-f]{12}\b", "ID"),
     (r"[\d,.]+ ?((?:[µmn]?s|[KMGT]?i?B|samples/s)\b|(?=[%×]))", r"N \1"),
     (r"[ ─-]{2,}", "  "),
+    (r"(?m)(?<=^ID  )\d+|(?<=^  \d  )\d{2,7}(?=  )|(?<=  )\d\.\d\d(?=  )|(?<=  cpu  )\d+", "N"),  # in tables
 )
 
 

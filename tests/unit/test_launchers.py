@@ -20,7 +20,7 @@ from phalanx.place.arguments import place_with
 from phalanx.place.environment import Reading, read_environment
 from phalanx.place.launcher import Kind
 from phalanx.place.launchers import LAUNCHERS
-from phalanx.place.listing import launcher_table
+from phalanx.place.listing import launcher_table, recognition_table
 from phalanx.place.node_lists import expand_node_list, expand_task_counts
 from phalanx.system.host import Host
 from phalanx.topology.topology import Whereabouts, arrange
@@ -82,9 +82,10 @@ def test_every_row_and_name_has_a_job() -> None:
     assert found == {*LAUNCHERS, None}
 
 
-def test_the_table_of_the_documentation_is_that_of_the_rows() -> None:
-    page = (ROOT / "docs" / "launchers.md").read_text()
+def test_the_tables_of_the_documentation_are_those_of_the_rows() -> None:
+    page, design = ((ROOT / "docs" / name).read_text() for name in ("launchers.md", "design/launching.md"))
     assert launcher_table() in page, "copy the output of `python -m phalanx.place.listing` into docs/launchers.md"
+    assert recognition_table() in design, "and its second table into docs/design/launching.md"
     for row in LAUNCHERS:
         assert row.traits.pass_on in page
 

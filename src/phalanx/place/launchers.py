@@ -5,8 +5,8 @@ found and not one around it: a process of ``mpiexec`` in a Slurm allocation belo
 torchrun. ``environment.py`` reads a row, checks it, and compares it with the others that are recognised too.
 
 A new launcher is a row here, in its place in ``LAUNCHERS``, and a recording of its variables in
-``tests/data/launchers``; the help of ``phalanx env`` follows from the row, and so does the table in
-``docs/launchers.md`` (``python -m phalanx.place.listing`` prints it).
+``tests/data/launchers``; the help of ``phalanx env`` follows from the row, and so do the tables in
+``docs/launchers.md`` and ``docs/design/launching.md`` (``python -m phalanx.place.listing`` prints them).
 
 Three variables are not what their names say. Open MPI's ``OMPI_COMM_WORLD_NODE_RANK`` is a local rank that counts the
 ranks of all jobs on the node, not the node's index. ``RANK`` on Alibaba's PAI is the node's index, not the rank.

@@ -1,6 +1,6 @@
-"""The launchers for people, rendered from their rows: the table of ``docs/launchers.md``, and lists for help texts.
+"""The launchers for people, rendered from their rows: the tables of the documentation, and lists for help texts.
 
-``python -m phalanx.place.listing`` prints the table.
+``python -m phalanx.place.listing`` prints the tables of ``docs/launchers.md`` and ``docs/design/launching.md``.
 """
 
 from __future__ import annotations
@@ -12,16 +12,10 @@ from phalanx.place.launcher import MASTER_ADDR, MASTER_PORT, Launcher
 from phalanx.place.launchers import LAUNCHERS
 from phalanx.place.readers import Reader
 
-__all__ = ["commands_started", "launcher_names", "launcher_table"]
+__all__ = ["commands_started", "launcher_names", "launcher_table", "recognition_table"]
 
-_HEAD = (
-    "`world.launcher`",
-    "started by",
-    "recognised by",
-    "rank; world size",
-    "address of rank 0, unless MASTER_ADDR is set",
-)
-_PLAIN = ("`none`", "`python train.py`", "no variable", "a world of one", "")
+_HEAD = ("`world.launcher`", "started by", "rank; world size")
+_PLAIN = ("`none`", "`python train.py`", "a world of one")
 
 
 def launcher_names() -> list[str]:
@@ -35,14 +29,29 @@ def commands_started(command: str) -> list[str]:
 
 
 def launcher_table() -> str:
-    """A table of all rows in Markdown, in the order in which they are tried."""
-    lines = [_HEAD, ("---",) * len(_HEAD), *map(_cells, LAUNCHERS), _PLAIN]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    """A table of all launchers in Markdown, for users: one line for each name."""
+    lines = []
+    for name in launcher_names()[:-1]:
+        rows = [row for row in LAUNCHERS if row.name == name and row.world_size]
+        cells = zip(*((row.title, _variables(row)) for row in rows), strict=True)
+        lines.append((f"`{name}`", *(" **or** ".join(dict.fromkeys(column)) for column in cells)))
+    return _table(_HEAD, [*lines, _PLAIN])
 
 
-def _cells(row: Launcher) -> tuple[str, ...]:
-    size = _names(row.world_size) or "not in the variables"
-    return f"`{row.name}`", row.title, _recognition(row), f"{_names(row.rank)}; {size}", _meeting(row)
+def recognition_table() -> str:
+    """A table of all rows in Markdown, for developers, in the order in which they are tried."""
+    head = (*_HEAD[:2], "recognised by", _HEAD[2], "address of rank 0, unless MASTER_ADDR is set")
+    return _table(
+        head, [(f"`{row.name}`", row.title, _recognition(row), _variables(row), _meeting(row)) for row in LAUNCHERS]
+    )
+
+
+def _table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, ("---",) * len(head), *lines))
+
+
+def _variables(row: Launcher) -> str:
+    return f"{_names(row.rank)}; {_names(row.world_size) or 'not in the variables'}"
 
 
 def _recognition(row: Launcher) -> str:
@@ -73,4 +82,4 @@ def _names(reader: Reader | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(launcher_table())
+    sys.stdout.write(f"{launcher_table()}\n{recognition_table()}")

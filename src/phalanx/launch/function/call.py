@@ -1,8 +1,8 @@
 """``phalanx.launch()``: ranks for a function of a running interpreter, in a notebook above all.
 
-Prior art: Accelerate's ``notebook_launcher`` and torch's elastic ``start_processes`` (docs/launchers.md compares them).
-The ranks are those of ``phalanx run``: one process supervises them (``supervising.py``), and this one only shows what
-it writes, hands Ctrl-C on, and reads the results.
+Prior art: Accelerate's ``notebook_launcher`` and torch's elastic ``start_processes``; docs/design/launching.md compares
+them. The ranks are those of ``phalanx run``: one process supervises them (``supervising.py``), and this one only shows
+what it writes, hands Ctrl-C on, and reads the results.
 """
 
 from __future__ import annotations

@@ -159,8 +159,8 @@ def leave_siblings(start: RankStart) -> None:
     """In a rank that was forked from a process with torch: renew what a fresh process would have of its own.
 
     These are the random states of torch and numpy and the secret of multiprocessing; Python renews its own generator
-    after a fork, and those of accelerators begin in the rank (docs/launchers.md lists what ranks share). Also skip
-    libtorch's teardown, which would copy the pages that the ranks have in common, and hide torch until the script
+    after a fork, and those of accelerators begin in the rank (docs/design/launching.md lists what they share). Also
+    skip libtorch's teardown, which would copy the pages that the ranks have in common, and hide torch until the script
     imports it. A function may use a torch that was imported before the fork, so torch is not hidden from it, and is
     told how many threads the rank has.
     """

@@ -10,8 +10,8 @@
  * A line here is 16 bits of a hash of a place in the program and of what it calls there: kind, dtype, operation and root.
  * So a line that broadcasts from rank 0 and then from rank 1 counts as two: the root and the others may well change their
  * lines then. Sizes are not in it: in a swap of calls whose size changes from step to step no line would stand on both
- * sides with one size. Two lines have the same bits once in 2^16, and then a mistake passes unseen. docs/diagnosis.md has
- * the rule for users. */
+ * sides with one size. Two lines have the same bits once in 2^16, and then a mistake passes unseen.
+ * docs/design/diagnosis.md has what else does. */
 #ifndef PHALANX_LINE_PAIRS_H
 #define PHALANX_LINE_PAIRS_H
 
