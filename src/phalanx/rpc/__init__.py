@@ -1,12 +1,15 @@
-"""Calls between processes: functions on other workers, objects that live there, and gradients that flow back::
+"""Call functions in other processes, keep objects there, and send gradients back.
 
-import phalanx
-from phalanx import rpc
+This script runs by ``phalanx run -n 2 script.py``::
 
-with phalanx.init() as world:
-    rpc.init()
-    print(rpc.call("worker1", torch.add, torch.ones(2), 1))
-    rpc.shutdown()
+    import torch, phalanx
+    from phalanx import rpc
+
+    with phalanx.init() as world:
+        rpc.init()  # on every rank; they are called worker0, worker1, ... from now on
+        if world.rank == 0:
+            print(rpc.call("worker1", torch.add, torch.ones(2), 1))
+        rpc.shutdown()
 """
 
 import inspect
