@@ -1,0 +1,7 @@
+import torch, phalanx
+with phalanx.init() as world:
+    world.barrier()
+    if world.rank == 1:
+        print("reading")
+        raise ValueError("bad batch")
+    world.barrier()
