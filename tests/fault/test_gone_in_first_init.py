@@ -195,7 +195,7 @@ def test_gone_rank_is_named_where_rank_0_has_the_store(by: str, victim: int, way
     [
         ("torch", 1, "killed", (Guard, "_meet")),
         ("torch", 2, "raises", (create, ISLANDS)),  # alone on its host
-        pytest.param("init", 0, "killed", (create, "choose_engine"), marks=long),
+        pytest.param("init", 0, "killed", (create, ISLANDS), marks=long),
     ],
 )
 def test_gone_rank_is_told_to_other_hosts(by: str, victim: int, way: str, step: Step) -> None:

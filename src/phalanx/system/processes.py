@@ -22,7 +22,6 @@ __all__ = [
     "await_children",
     "await_ends",
     "await_ends_of",
-    "await_standstill",
     "awaits_signal",
     "belongs_to",
     "blocks",
@@ -218,30 +217,6 @@ def is_ending(pid: int) -> bool:
         return True
     except OSError:  # this process has no descriptor left to look with
         return False
-
-
-def await_standstill(child: int, patience_s: float) -> bool:
-    """Wait until no thread of a child that was sent SIGSTOP runs any more, or it has ended.
-
-    Args:
-        child: its process id. Nothing may wait for children at the same time; SIGCHLDs that come meanwhile are taken.
-        patience_s: the longest wait. A thread may be in a call of the kernel's that no signal interrupts.
-
-    Returns:
-        Whether it is so.
-    """
-    until = time.monotonic() + patience_s
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    try:
-        while os.waitid(os.P_PID, child, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            left_s = until - time.monotonic()
-            if left_s <= 0:
-                return False
-            # A stop is reported to the parent only when the last thread has stopped.
-            signal.sigtimedwait({signal.SIGCHLD}, left_s)
-        return True
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def parent_of(pid: int) -> int:

@@ -4,8 +4,7 @@ A process takes seconds to end once torch is loaded, and the others may wait for
 nobody caught is told from the exception hook, before the interpreter begins to finalise: by the core to the ranks that
 share memory, and by the groups of :func:`tell_of_failure` to those of other hosts. An exit is told by the core,
 from the process's exit code (``native/csrc/life.c``); a worker of ``multiprocessing`` that was forked does not pass
-there. Nothing tells an exit handler of Python the exit code, so it is told before (:func:`tell_of_exit`): by the
-launcher, which runs the script, or else when the interpreter has decided on it (``exit_code.py``).
+there. The launcher, which runs the script, tells it earlier (:func:`tell_of_exit`), and to other hosts as well.
 
 A script that closes its groups on the way of an exception, by ``with`` or ``finally``, has no groups left when the hook
 runs. So each group that is closed then tells its ranks the exception (:func:`cause_of_going`).
@@ -30,7 +29,6 @@ from phalanx.exception import PhalanxError, chain
 from phalanx.native.core import TEXT_BYTES, library
 from phalanx.system.bounded import within
 from phalanx.watch.call_site import raised_at, shown
-from phalanx.watch.exit_code import before_exit, exit_code
 from phalanx.words import printable
 
 __all__ = [
@@ -92,7 +90,6 @@ def tell_how_the_script_ends() -> None:
     if not _installed:
         _installed = True
         _wrap_excepthook()
-    before_exit(tell_of_exit)
     if multiprocessing.parent_process() is not None:
         _watch_worker()
 
@@ -120,6 +117,13 @@ def tell_of_exit(error: BaseException, code: int) -> None:
         # On a thread: a signal handler may end the process while its own thread has a lock that telling needs.
         with contextlib.suppress(Exception):  # the process must exit all the same
             within(_TELLING_S, lambda: _tell(error, f"exit code {code}"))
+
+
+def exit_code(status: object) -> int:
+    """The code with which a process exits for what was given to ``sys.exit()``."""
+    if status is None:
+        return 0
+    return status & 0xFF if isinstance(status, int) else 1
 
 
 def cause_of_going(error: BaseException) -> str:

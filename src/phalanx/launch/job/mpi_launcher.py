@@ -31,7 +31,6 @@ __all__ = [
     "find_mpi_launcher",
     "how_to_bind",
     "place_of",
-    "session_folder",
     "unbound_environment",
 ]
 
@@ -60,7 +59,6 @@ class _Row:
         host_files: variables that may name a file of hosts.
         allots: whether it finds the hosts of the ranks by itself.
         own: the beginnings of the names of the variables that it sets for each process (regular expressions).
-        session_folder: the variable with the folder that it makes on each host for its processes.
         bind: how the user has it bind ranks, as an error says it; ``{}`` is replaced by the unit (core, numa).
         abort: what the library prints in a process that calls MPI_Abort, or that its own errors end (a regular
             expression whose first group is the exit code, and whose second is there only for the library's errors).
@@ -76,7 +74,6 @@ class _Row:
     host_files: tuple[str, ...] = ()
     allots: bool = False
     own: tuple[str, ...] = ()
-    session_folder: str = ""
     bind: str = ""
     abort: re.Pattern[bytes] | None = None
 
@@ -188,7 +185,6 @@ _ROWS = {
         ),
         host_files=("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile"),
         own=("PMIX_", "OMPI_", "PRTE_"),
-        session_folder="PMIX_SERVER_TMPDIR",
         bind="--mpi 'mpirun --bind-to {}' for Open MPI",
     ),
     "slurm": _Row(
@@ -369,12 +365,6 @@ def find_abort(kind: str, printed: bytes) -> Abort | None:
     if found is None:
         return None
     return Abort(found[0].decode(errors="replace"), int(found[1]) & 0xFF or 1, by_mpi=found[2] is not None)
-
-
-def session_folder(environment: Mapping[str, str]) -> str:
-    """The folder that the MPI launcher of this process has made on its host; empty if there is none."""
-    names = (row.session_folder for row in _ROWS.values() if row.session_folder)
-    return next((environment[name] for name in names if environment.get(name)), "")
 
 
 def how_to_bind(units: str) -> str:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.launch.job.diagnosis import Diagnosis
-from phalanx.launch.mpi.leftovers import SharedMemoryWatch
 from phalanx.launch.mpi.streams import Streams
 from phalanx.launch.output.failure import signal_name
 from phalanx.launch.rank.operations import last_operation
@@ -21,8 +20,6 @@ from phalanx.system import processes
 
 __all__ = ["Child"]
 
-# How long to wait until a rank that is to be killed stands still: it first returns from a system call.
-_STANDSTILL_S = 0.02
 # How long it may take to write its stack.
 _STACK_S = 0.2
 # The same if the launcher wants to say where it is: a rank that is stopped does not write, and others may need a core.
@@ -38,7 +35,6 @@ class Child:
         report: the memfd into which it writes why it failed.
         trace: the memfd into which it writes its stack.
         grace_s: how long it may go on after the MPI launcher has ended the job, in seconds.
-        watch: remembers the shared-memory files of its MPI library.
         say: sends a message to the relay.
         rank: its rank in the world.
         diagnosis: when it is said that it waits; None if that is not to be said.
@@ -57,7 +53,6 @@ class Child:
         report: int,
         trace: Trace,
         grace_s: float,
-        watch: SharedMemoryWatch,
         say: Callable[..., None],
         rank: int,
         diagnosis: Diagnosis | None,
@@ -72,7 +67,6 @@ class Child:
         self._report = report
         self._trace = trace
         self._sent = b""
-        self._watch = watch
         self._say = say
         self._kill_at: float | None = None
         self._patience_s = 0.0
@@ -86,26 +80,10 @@ class Child:
         """The keeper's descriptors for it."""
         return [self._report, self._trace.descriptor, *self.streams.own_ends()]
 
-    def note_files(self) -> None:
-        """Note the shared-memory files that it and its descendants hold now."""
-        new = self._watch.poll([self.pid, *processes.descendants_of([self.pid])])
-        if new:
-            # If this keeper cannot remove them in the end, another one on this host can.
-            self._say(event="holds", files=new)
-
     def signal(self, signum: int) -> None:
-        """Note the rank's shared-memory files, then signal it.
-
-        If the signal will kill the rank, it is stopped first (SIGSTOP), so that it cannot create another file in
-        between. A rank that handles the signal is not stopped: after SIGCONT the kernel may deliver it to a thread of
-        an MPI library, and Python's main thread would sleep on.
-        """
+        """Signal it."""
         if signum and not processes.is_ending(self.pid):
             self._asked_by.add(signum)
-        if not processes.catches(self.pid, signum):
-            processes.send_to_group(self.pid, signal.SIGSTOP)
-            processes.await_standstill(self.pid, _STANDSTILL_S)
-        self.note_files()
         processes.send_to_group(self.pid, signum)
         # A stopped process handles no signal but SIGKILL.
         processes.send_to_group(self.pid, signal.SIGCONT)
@@ -192,7 +170,6 @@ class Child:
             self._reap_orphans()
             return None
         now = time.monotonic()
-        self._watch.poll(processes.descendants_of([os.getpid()]))
         os.waitpid(self.pid, 0)
         self.send_report()
         processes.end_descendants()

@@ -27,19 +27,16 @@ import select
 import signal
 import time
 import traceback
-from dataclasses import asdict
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from phalanx import settings
 from phalanx.errors import LaunchError
 from phalanx.launch.job.diagnosis import Diagnosis
-from phalanx.launch.job.mpi_launcher import carried_environment, find_abort, place_of, session_folder
+from phalanx.launch.job.mpi_launcher import carried_environment, find_abort, place_of
 from phalanx.launch.job.target import Target, compile_target
 from phalanx.launch.mpi.child import Child
-from phalanx.launch.mpi.departure import close_all_but, end_at_once, leave
-from phalanx.launch.mpi.leftover_records import Record
-from phalanx.launch.mpi.leftovers import SharedMemoryWatch
-from phalanx.launch.mpi.session_folder import SessionFolder
+from phalanx.launch.mpi.leftovers import remove_unused
 from phalanx.launch.mpi.streams import Streams
 from phalanx.launch.output.report import Report
 from phalanx.launch.rank.descriptors import RankEnds, report_name
@@ -58,8 +55,6 @@ __all__ = ["ASKED", "PASSED_ON", "keep"]
 _MOST_WAITING = 1 << 20
 # How long a rank may take to end by itself once the MPI launcher wants it to.
 _OWN_END_S = 0.25
-# A file appears before it is mapped, so the processes are checked a second time after this.
-_SECOND_POLL_S = 0.05
 # The signals that ask a shim to end, and those that are only handed on to the rank, once it can have a handler.
 ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
@@ -80,9 +75,9 @@ def keep(kind: str, shim: int, handlers: dict[int, Any]) -> RankStart:
     try:
         own = _Keeper(kind, shim, _wake_up_by_signals(shim, handlers), handlers, os.environ.pop(settings.MPI_JOIN))
     except LaunchError as error:
-        end_at_once(f"phalanx: {error}\n")
+        _end_at_once(f"phalanx: {error}\n")
     except BaseException:
-        end_at_once(traceback.format_exc())
+        _end_at_once(traceback.format_exc())
     try:
         while True:
             start = own.turn()
@@ -135,18 +130,15 @@ class _Keeper:
             ) from error
         self.channel.continue_when_called()
         self.connected = True
-        self.record = Record(SessionFolder.of_launcher(session_folder(os.environ)))
-        self.watch = SharedMemoryWatch(self.record)
+        remove_unused()
         self.child: Child | None = None
         self.held = HeldSignals()
         self.oom_kills = count_oom_kills()
         self.ended = False
         self.asked_at: float | None = None
         self.ask_with = int(signal.SIGTERM)
-        self.poll_at: float | None = None
-        folder = None if self.record.folder is None else asdict(self.record.folder)
         cpus = sorted(os.sched_getaffinity(0))
-        self.channel.say(event="here", pid=os.getpid(), cpus=cpus, folder=folder, **said, **_host())
+        self.channel.say(event="here", pid=os.getpid(), cpus=cpus, **said, **_host())
 
     # One turn of the event loop.
 
@@ -156,8 +148,8 @@ class _Keeper:
         poll = select.poll()
         if self.connected:
             poll.register(channel, select.POLLIN | (select.POLLOUT if channel.waiting else 0))
-        for descriptor in (self.wakeup[0], self.shim, self.watch.descriptor):
-            if descriptor is not None and descriptor >= 0:
+        for descriptor in (self.wakeup[0], self.shim):
+            if descriptor >= 0:
                 poll.register(descriptor, select.POLLIN)
         streams = self.child.streams if self.child is not None else None
         if streams is not None:
@@ -174,11 +166,6 @@ class _Keeper:
                 self.child.send_report()
         if self.shim in ready:
             self._read_shim()
-        if self.watch.descriptor in ready:
-            self.watch.drain()
-            if self.child is not None:
-                self.child.note_files()
-            self.poll_at = time.monotonic() + _SECOND_POLL_S
         if streams is not None:
             for descriptor in [descriptor for descriptor in streams.outputs if descriptor in ready]:
                 self._send(*streams.read(descriptor))
@@ -192,7 +179,7 @@ class _Keeper:
 
     def _patience_ms(self) -> float | None:
         kill_at = self.child.kill_at if self.child is not None else None
-        times = [when for when in (self.asked_at, kill_at, self.poll_at) if when is not None]
+        times = [when for when in (self.asked_at, kill_at) if when is not None]
         waits = [max(0.0, min(times) - time.monotonic())] if times else []
         due_in_s = self.child.observer.due_in_s() if self.child is not None else None
         waits += [wait_s for wait_s in (due_in_s, self.held.due_in_s()) if wait_s is not None]
@@ -200,10 +187,6 @@ class _Keeper:
 
     def _act_on_time(self) -> None:
         now = time.monotonic()
-        if self.poll_at is not None and now >= self.poll_at:
-            self.poll_at = None
-            if self.child is not None:
-                self.child.note_files()
         if self.asked_at is not None and now >= self.asked_at:
             self.asked_at = None
             if self.child is not None:
@@ -273,7 +256,6 @@ class _Keeper:
                 if is_own(tuple(order["end"]), tuple(order["other_end"])):
                     self._say(event="owns", number=order["number"])
             elif order["do"] == "leave":
-                self.watch.add(order["files"])
                 self.leave()
         return None
 
@@ -325,8 +307,6 @@ class _Keeper:
                 reads=order["input"],
             )
             self.channel.close()
-            self.watch.close()
-            self.record.abandon()
             streams.keep_rank_ends()
             for descriptor in (*self.wakeup, self.shim):
                 if descriptor >= 0:
@@ -335,13 +315,13 @@ class _Keeper:
             return start
         diagnosis = Diagnosis(order["warn_after_s"]) if order["warn_after_s"] else None
         grace_s = order["grace_s"]
-        child = self.child = Child(pid, streams, report, trace, grace_s, self.watch, self._say, self.rank, diagnosis)
+        child = self.child = Child(pid, streams, report, trace, grace_s, self._say, self.rank, diagnosis)
         self.held.begin()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         streams.keep_own_ends()
         # Only the rank needs the rest, as the socket of its process manager; pipes may be inherited by mistake.
-        kept = [*self.wakeup, self.shim, self.watch.descriptor, self.record.descriptor, self.channel.fileno()]
-        close_all_but([*kept, *child.own_descriptors()])
+        kept = [*self.wakeup, self.shim, self.channel.fileno()]
+        _close_all_but([*kept, *child.own_descriptors()])
         self._say(event="started", pid=pid)
         if streams.feed.descriptor >= 0:
             self._say(event="wants")
@@ -415,7 +395,10 @@ class _Keeper:
         if self.child is not None:
             self.child.signal(signal.SIGKILL)
             processes.end_descendants()
-        leave(self.watch, self.record, self.channel, connected=self.connected)
+        remove_unused()
+        # Last, because a relay that ends kills its descendants whose connections have ended.
+        self.channel.finish(1.0)
+        os._exit(0 if self.connected else 1)
 
     def give_up(self, text: str) -> NoReturn:
         """Report that this process itself has failed, and end everything below."""
@@ -423,7 +406,7 @@ class _Keeper:
             with contextlib.suppress(Exception):
                 self._refuse(f"the process that watches the rank failed\n{text}")
                 self.channel.finish(1.0)
-        end_at_once(text)
+        _end_at_once(text)
 
 
 def _host() -> dict[str, str]:
@@ -434,3 +417,23 @@ def _host() -> dict[str, str]:
 
 def _plain_report(text: str, code: int = 2, consequence: bool = False) -> dict[str, Any]:
     return Report("", text, "", False, time.monotonic(), code, consequence=consequence).to_record()
+
+
+def _end_at_once(text: str) -> NoReturn:
+    """End everything below, and this process, which itself has failed; ``text`` is printed."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode(errors="backslashreplace"))
+    processes.end_descendants()
+    os._exit(70)
+
+
+def _close_all_but(kept: Iterable[int]) -> None:
+    """Close what this process has inherited and does not need, and open the null device as its standard streams."""
+    own = {*kept}
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(null, descriptor)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in own:
+            with contextlib.suppress(OSError):
+                os.close(int(name))

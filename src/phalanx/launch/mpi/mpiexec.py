@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import signal
 import sys
 import time
-from typing import Any
 
 from phalanx import settings
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.mpi_launcher import MpiLauncher
-from phalanx.launch.mpi.leftover_records import Record
-from phalanx.launch.mpi.session_folder import SessionFolder
 from phalanx.launch.output.failure import signal_name
 from phalanx.launch.rank.descriptors import Control
 from phalanx.launch.relay.channel import Channel, Lost
 from phalanx.launch.relay.program import Program
-from phalanx.system.foreign_values import checked
 
 __all__ = ["Mpiexec"]
 
@@ -41,8 +36,6 @@ class Mpiexec(Program):
 
     def __init__(self, job: Job, launcher: MpiLauncher, invitation: str) -> None:
         self._launcher = launcher
-        self._folders: set[SessionFolder] = set()
-        self._records: list[Record] = []
         # A file without a name: nothing to remove, however this ends.
         host_list = os.memfd_create(f"{job.run_id}-hosts")
         os.pwrite(host_list, "".join(f"{host.name}:{host.slots}\n" for host in job.hosts).encode(), 0)
@@ -121,23 +114,3 @@ class Mpiexec(Program):
         if self.code < 0:
             return f"{program} was ended by signal {-self.code} ({signal_name(-self.code)})"
         return f"{program} ended with exit code {self.code}"
-
-    def note_folder(self, said: dict[str, Any] | None) -> None:
-        """Note a session folder that it, or a daemon of its on this host, has made for its processes.
-
-        Args:
-            said: what a keeper on this host found; None if there is none.
-        """
-        if said is not None:
-            with contextlib.suppress(ValueError):
-                self._folders.add(checked(SessionFolder, said))
-
-    def write_folders_down(self) -> None:
-        """Write down the session folders on disk, where the keepers have them until they leave."""
-        self._records = [Record(folder) for folder in self._folders]
-
-    def remove_folders(self) -> None:
-        """Remove the session folders, which stay if it, or its daemon, is killed."""
-        for record in self._records:
-            if record.folder is None or record.folder.remove():
-                record.close()

@@ -40,7 +40,6 @@ from phalanx.launch.relay.exchange import Exchange
 from phalanx.launch.relay.services import Input, StoreOnDemand
 from phalanx.launch.relay.survey import Survey
 from phalanx.system import processes
-from phalanx.system.host import this_host
 from phalanx.topology.table import RankRow
 from phalanx.words import format_named
 
@@ -285,8 +284,6 @@ class _Relay:
     def _on_first(self, channel: Channel, here: dict[str, Any]) -> Member:
         """A keeper has come, and said which rank it stands for."""
         rank = take_seat(self.ranks, self.launcher.name, channel, here)
-        if rank.host == (this_host().machine, this_host().name):
-            self.mpiexec.note_folder(here["folder"])
         self.roll.came()
         if all(other.here for other in self.ranks):
             self.roll.end()
@@ -302,8 +299,6 @@ class _Relay:
             self.announcer.start()
         elif event == "reported":
             self.announcer.report(rank, message["report"], time.monotonic() - message["age"])
-        elif event == "holds":
-            rank.files |= message["files"]
         elif event == "wants":
             self.input.want()
         elif event == "overdue":
@@ -372,11 +367,10 @@ class _Relay:
     def dismiss(self) -> None:
         """Let keepers and the MPI launcher leave; end those that do not."""
         self.door.close()
-        self.mpiexec.write_folders_down()
         channels = []
         for rank in self.ranks:
             if rank.channel is not None:
-                rank.channel.say(do="leave", files=self._heritage(rank))
+                rank.channel.say(do="leave")
                 channels.append(rank.channel)
         if not self.going or any(rank.channel is None for rank in self.ranks):
             # The MPI launcher would wait for processes that have not begun, or whose host is out of reach.
@@ -389,15 +383,6 @@ class _Relay:
                 self.mpiexec.send(signum)
                 self.connected = self.mpiexec.see_out([], control, _ASKED_S)
         processes.end_descendants()
-        self.mpiexec.remove_folders()
-
-    def _heritage(self, rank: Member) -> dict[str, list[int]]:
-        """The shared-memory files of ranks on the same host whose keepers have gone and cannot remove them."""
-        if not rank.here:
-            return {}
-        lost = [other for other in self.ranks if other.channel is None and other.here]
-        neighbours = [other for other in lost if other.host == rank.host]
-        return {path: identity for other in neighbours for path, identity in other.files.items()}
 
     def explain(self) -> None:
         """If no rank has failed by itself, the MPI launcher ended the job: print its output."""

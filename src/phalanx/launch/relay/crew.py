@@ -61,7 +61,6 @@ class Member:
         out_of_memory: whether its host's kernel had by then killed a process of the job's cgroup for want of memory.
         reported: whether it has reported why it failed.
         announced: whether the supervisor has been sent its end.
-        files: shared memory that it was seen to hold: path, device and inode.
     """
 
     number: int
@@ -76,7 +75,6 @@ class Member:
     out_of_memory: bool = False
     reported: bool = False
     announced: bool = False
-    files: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def waiting(self) -> int:

@@ -8,6 +8,7 @@
 #include "life.h"
 
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "recordings.h"
@@ -131,8 +132,10 @@ static void tell_all(enum phx_going how, const char *text)
 /* Called by exit(), after the interpreter has ended. A process that a signal or _exit() ends does not come here. */
 static void at_exit(int code, void *unused)
 {
+    char text[32];
     (void)unused;
-    tell_all(code ? PHX_FAILED : PHX_LEFT, NULL);
+    snprintf(text, sizeof text, "exit code %d", code & 0xff);
+    tell_all(code ? PHX_FAILED : PHX_LEFT, code ? text : NULL);
 }
 
 static void prepare(void)
