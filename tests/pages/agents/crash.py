@@ -1,4 +1,5 @@
-import torch, phalanx
+import phalanx
+
 with phalanx.init() as world:
     world.barrier()
     if world.rank == 1:

@@ -1,3 +1,0 @@
-import sys, torch, phalanx
-with phalanx.init() as world:
-    print(sys.argv[1:], world.sum(1.0))
