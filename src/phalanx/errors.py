@@ -350,14 +350,6 @@ class CollectiveMismatch(PhalanxError):
         return cls(f"the ranks of a group called different operations:\n{listed}\n{_SAME_CALLS}", calls=calls)
 
     @staticmethod
-    def let_pass(backend: str, listed: str) -> str:
-        """That calls of ranks differed, and their backend has done them nevertheless."""
-        return (
-            f"the ranks called different operations, and the backend {backend} has let that pass, so their "
-            f"tensors hold wrong values:\n{listed}\n{_SAME_CALLS}"
-        )
-
-    @staticmethod
     def in_different_orders(low: int, high: int, listed: str) -> str:
         """That two ranks make equal calls in different orders; ``listed`` has a line for each call."""
         return (

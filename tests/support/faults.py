@@ -102,17 +102,8 @@ PASSES = BEGIN + dedent("""
     four, odd = torch.ones(4), rank == 1
     dist.all_reduce(four)  # before
 
-    def first(tensor):
-        dist.all_reduce(tensor)  # first
-
-    def second(tensor):
-        dist.all_reduce(tensor)  # second
-
     if "dtype" in how:
         dist.all_reduce(four.int() if odd else four)  # dtype
-    if "swapped" in how:
-        for task in (second, first) if odd else (first, second):
-            task(four)
     dist.barrier()  # last
 """)
 

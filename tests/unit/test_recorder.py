@@ -11,10 +11,7 @@ from collections.abc import Callable, Iterator
 from ctypes import addressof
 
 import pytest
-from tests.support.ranks import Member, on_ranks
 
-from phalanx.launch.rank.new_calls import NewCalls
-from phalanx.launch.rank.trace import Trace, open_trace
 from phalanx.native.core import NBYTES_BITS, RECORDER_BYTES, RECORDS, RecordedGroup, library
 from phalanx.watch import recorder
 from phalanx.watch.glance import glance
@@ -211,22 +208,3 @@ def test_the_pieces_that_have_moved_say_how_far_a_call_is(file: int, moved: int,
     assert Recording.from_json(found.to_json()).done == found.done == percent
     assert seen is not None
     assert seen.pieces == moved << 32 | pieces  # so a look finds that the rank goes on
-
-
-def test_operation_that_was_taken_back_hides_none_behind_it() -> None:
-    def body(_: Member) -> list[int]:
-        file = open_trace("phalanx-test")
-        trace = Trace(file, "phalanx-test")
-        os.ftruncate(file, trace.place_of_recorder(0) + RECORDER_BYTES)
-        recorder.keep_in(lambda: (file, trace.place_of_recorder(0)))
-        recorder.open_recorder(3, 4)
-        group = recorder.group("0", "gloo", (2, 3), 1)
-        assert group is not None
-        taken_back, *others = (recorder.begin(addressof(group), 1, 4, -1) for _ in range(3))
-        library().phx_record_drop(taken_back)
-        for each in others:
-            recorder.end(each, False)
-        new = NewCalls(trace, [3], 4)
-        return [each.first + len(each.calls) - 1 for _ in range(3) for each in new.look()]
-
-    assert on_ranks(body, 1) == [[3]]

@@ -36,9 +36,9 @@ from typing import Any
 
 from phalanx.errors import OUT_OF_MEMORY_HINT, LaunchError
 from phalanx.launch.conclusion import Ended, HandOver, conclude, conclude_attempt, failed, why_it_ends
+from phalanx.launch.failed_calls import FailedCalls
 from phalanx.launch.hang_watch import HangWatch
 from phalanx.launch.job.job import Job
-from phalanx.launch.mistake_watch import MistakeWatch
 from phalanx.launch.output.failure import (
     End,
     Failure,
@@ -136,7 +136,7 @@ class Supervisor:
         if not job.is_local:
             sight = SightElsewhere(lambda: self.ranks, lambda: [row.host for row in self.rows], self._tell)
         self.hangs = HangWatch(job, sight, self.console.say)
-        self.mistakes = MistakeWatch(job, descriptors.trace, self.console.say, self._end_for)
+        self.failed_calls = FailedCalls(job, descriptors.trace)
         self.patience = Patience(self.console.say)
 
     def listen_to_signals(self) -> None:
@@ -191,7 +191,6 @@ class Supervisor:
         while self.zygote and not self.over:
             self._turn()
         self.watch.close()
-        self.mistakes.look(ended=True)
         self.console.finish()
         ended = self._ended()
         if not self.job.attempt.is_last and failed(ended, self.console):
@@ -234,7 +233,7 @@ class Supervisor:
     # One turn of the event loop.
 
     def _turn(self) -> None:
-        timeouts = [part.due_in_s() for part in (self.hangs, self.mistakes, self.watch, self.patience)]
+        timeouts = [part.due_in_s() for part in (self.hangs, self.watch, self.patience)]
         settles_in_s = None if self.settle_until is None else max(0.0, self.settle_until - time.monotonic())
         known = [timeout for timeout in (*timeouts, self.console.redraw_in_s(), settles_in_s) if timeout is not None]
         for key, _ in self.selector.select(min(known) if known else None):
@@ -245,7 +244,6 @@ class Supervisor:
         self.console.redraw()
         if self.started_at is not None and not self.ending:
             self.hangs.look()
-            self.mistakes.look()
         self.watch.act(self.zygote)
         if not (self.console.out.closed or self.console.err.closed):
             self.patience.look(self._unended, self._why_it_ends)
@@ -290,8 +288,8 @@ class Supervisor:
                 self.hangs.take_stacks(self.places.take())
             elif self.interrupted is None and (text := self.places.answer(message.get("late", ()))):
                 self.console.say(text)
-        elif message["event"] in ("calls", "recorded"):
-            self.mistakes.hear(message)
+        elif message["event"] == "recorded":
+            self.failed_calls.hear(message)
         elif message["event"] in ("waits", "examined"):
             if not self.ending:
                 self.hangs.hear(message)
@@ -393,15 +391,6 @@ class Supervisor:
         said, _ = self.refusal or ("", 0)
         return why_it_ends(self.interrupted, said, self._failures(), [row.host for row in self.rows])
 
-    def _end_for(self, text: str) -> None:
-        """End the job for a mistake of its ranks; it is only said if the job ends already, or ranks have failed."""
-        if self.ending or self.settle_until is not None or any(rank.end and rank.end.status for rank in self.ranks):
-            self.console.say(f"warning: {text}")
-        else:
-            self.refusal = f"phalanx: {text}\n", 1
-            if self.zygote and not self.over:
-                self._order(signal.SIGTERM)
-
     def _tell(self, **order: Any) -> None:
         """Send the zygote an order, and continue it in case somebody has stopped it."""
         self.descriptors.supervisor.send(**order)
@@ -452,7 +441,7 @@ class Supervisor:
             stages=[trace.stage(rank) for rank in range(self.job.ranks)],
             asked=[trace.asked(rank) for rank in range(self.job.ranks)],
             last_operation=partial(last_operation, trace),
-            parted=lambda rank, at, ended: self.mistakes.parted(rank, at, self.hangs.stopped_at(at), ended),
+            parted=lambda rank, at, ended: self.failed_calls.parted(rank, at, self.hangs.stopped_at(at), ended),
             last_lines={
                 number: last_lines(rank.streams)
                 for number, rank in enumerate(self.ranks)

@@ -61,7 +61,8 @@ def diagnosis_options(command: _Command) -> _Command:
                 expose_value=False,
                 callback=_keep,
                 help="Make it an error, and not a warning, if two ranks call the same lines in different "
-                "orders: PHALANX_CALL_SITES=error. Over torch's own backends it ends the job, as calls that differ do.",
+                "orders: PHALANX_CALL_SITES=error. Over torch's own backends have torch compare the calls, which slows "
+                "them: TORCH_DISTRIBUTED_DEBUG=DETAIL.",
             ),
         )
     ):

@@ -263,7 +263,11 @@ class Job:
 
     def before_torch(self) -> dict[str, str]:
         """The variables that must be set when torch is imported, which may be before there are ranks."""
-        return {**self.memory, **({settings.REPLACE: ",".join(self.replace)} if self.replace else {})}
+        return {
+            **self.memory,
+            **({settings.REPLACE: ",".join(self.replace)} if self.replace else {}),
+            **({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"} if self.diagnosis.strict else {}),
+        }
 
     def warnings(self) -> list[str]:
         """Notes for the user before the job runs, one line each."""

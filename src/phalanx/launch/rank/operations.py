@@ -14,7 +14,7 @@ from phalanx.system.folder import beside, own_folder
 if TYPE_CHECKING:
     from phalanx.watch.records import Recording
 
-__all__ = ["last_call", "last_operation", "parted"]
+__all__ = ["last_call", "last_operation", "last_recording", "parted"]
 
 
 def last_operation(trace: Trace, part: int, at: float | None = None) -> str:
@@ -28,7 +28,7 @@ def last_operation(trace: Trace, part: int, at: float | None = None) -> str:
     told = trace.operation(part)
     if told:
         return told
-    recording = _recording(trace, part)
+    recording = last_recording(trace, part)
     if recording is None or recording.last is None:
         return ""
     last = replace(recording.last, site=beside(recording.last.site, own_folder()))
@@ -47,7 +47,7 @@ def last_call(trace: Trace, part: int) -> dict[str, Any]:
     Returns:
         ``last_operation`` and ``last_line``, and whether it ``was_in_it``; empty if it has recorded none.
     """
-    recording = _recording(trace, part)
+    recording = last_recording(trace, part)
     if recording is None or recording.last is None:
         return {}
     last = recording.last
@@ -68,17 +68,18 @@ def parted(
         stopped: the ranks that were stopped then (state T).
         ended: those that ended by themselves, with exit code 0.
     """
-    if _recording(trace, rank) is None:
+    if last_recording(trace, rank) is None:
         return []
     from phalanx.watch.disagreement import disagreement
     from phalanx.watch.records import Recording
 
     nothing = Recording(0, -1, 0, -1, "", 0, ())  # of a rank that has not come to a group so far
-    found = {part: (_recording(trace, part) or nothing).beside(own_folder()) for part in range(ranks)}
+    found = {part: (last_recording(trace, part) or nothing).beside(own_folder()) for part in range(ranks)}
     return disagreement(found, rank, at * 1e9, stopped, ended)
 
 
-def _recording(trace: Trace, part: int) -> Recording | None:
+def last_recording(trace: Trace, part: int) -> Recording | None:
+    """What a rank has recorded; None if nothing can be read."""
     # The job may have been one without Phalanx, so what reads it is not imported before.
     from phalanx.watch.records import read_recording
 

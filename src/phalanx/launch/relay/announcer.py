@@ -70,10 +70,6 @@ class Announcer:
         said = {"waited_s": pace["waited_s"], "still_s": pace["still_s"], "stopped": pace["stopped"]}
         self._control.send(event="waits", parent=parent, **said)
 
-    def calls(self, ranks: Sequence[int], calls: Any) -> None:
-        """What these ranks have called, as their parent has sent it; nobody has looked at that so far."""
-        self._control.send(event="calls", ranks=list(ranks), calls=calls)
-
     def recorded(self, rank: Member, recording: Any, later_ns: int) -> None:
         """A rank's last operations, as its parent has sent them, with what is to be added to their times."""
         self._control.send(event="recorded", rank=rank.number, recording=recording, later_ns=later_ns)

@@ -227,8 +227,6 @@ class _Head:
             self._has_answered(host)
         elif event == "waits":
             self.announcer.wait(host.number, message)
-        elif event == "calls":
-            self.announcer.calls([rank.number for rank in host.ranks], message.get("calls"))
         elif event == "examined":
             self.survey.hear(host.number, message)
         elif event == "owns":

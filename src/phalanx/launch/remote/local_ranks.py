@@ -18,11 +18,10 @@ from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.share import Share
 from phalanx.launch.output.failure import describe_lost_zygote
 from phalanx.launch.rank.descriptors import Descriptors
-from phalanx.launch.rank.operations import last_call, last_operation
-from phalanx.launch.relay.call_sender import CallSender
+from phalanx.launch.rank.operations import last_call, last_operation, last_recording
 from phalanx.launch.relay.channel import ERR, OUT, Channel
 from phalanx.launch.relay.feed import Feed
-from phalanx.launch.relay.observer import Observer
+from phalanx.launch.relay.observer import Observer, within
 from phalanx.launch.remote.protocol import with_rank
 from phalanx.launch.remote.tree import Branch
 from phalanx.launch.zygote_watch import ZygoteWatch
@@ -34,6 +33,8 @@ __all__ = ["LocalRanks"]
 _BLOCK = 1 << 16
 # How much an ended rank may have left in a pipe (its size is at most this); more than that comes from another process.
 _LARGEST_REMAINDER = 1 << 20
+# How many of its last operations a rank leaves at its end, and how many bytes they may take as JSON.
+_RECORDS, _LARGEST_RECORDING = 128, 1 << 16
 
 
 class LocalRanks:
@@ -80,19 +81,11 @@ class LocalRanks:
         self._channel = channel
         self._branch = branch
         self._started = False
+        self._is_python = is_python
         self._ordered = False
         self._reports = [b""] * len(share.ranks)
         self.watch = ZygoteWatch("the ranks of a host", machine_name(), share.ranks)
         self.observer = Observer(descriptors.trace, share.ranks, diagnosis, channel.say)
-        self.calls = CallSender(
-            descriptors.trace,
-            share.ranks,
-            len(share.rows),
-            hosts=len({row.node_rank for row in share.rows}),
-            is_python=is_python,
-            say=channel.say,
-            waiting=lambda: channel.waiting,
-        )
 
     def fileno(self) -> int:
         """Where the zygote's messages arrive."""
@@ -100,15 +93,13 @@ class LocalRanks:
 
     def due_in_s(self) -> float | None:
         """When :meth:`look` has something to do; None for never."""
-        due = (self.observer.due_in_s(), self.calls.due_in_s(), self.watch.due_in_s())
+        due = (self.observer.due_in_s(), self.watch.due_in_s())
         return min((in_s for in_s in due if in_s is not None), default=None)
 
     def look(self) -> None:
         """Look at the ranks, as far as it is time to, and tell the head what it has to know."""
         self.watch.act(self.zygote)
         self.observer.look()
-        if self._started:
-            self.calls.look()
 
     # Output and input.
 
@@ -215,12 +206,12 @@ class LocalRanks:
         self._drain(part)
         self._send_report(part)
         self.observer.forget(part)
-        self.calls.end(part)
         trace = self._descriptors.trace
+        recording = within(_LARGEST_RECORDING, last_recording(trace, part), _RECORDS) if self._is_python else None
         self._channel.say(
             event="exited",
             now_ns=time.monotonic_ns(),
-            recording=self.calls.recording(part),
+            recording=recording,
             rank=self._numbers[part],
             status=status,
             age=time.monotonic() - when,

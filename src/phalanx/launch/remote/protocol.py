@@ -26,7 +26,6 @@ frames IN, ``wants``  both    A block of input for the rank that reads; the requ
 ``overdue``           agent   A rank was killed because it did not end within the grace.
 ``stacks``            both    The order to show where the ranks are, and the answer.
 ``waits``             agent   For how long a rank has been in one operation, again and again once that is long.
-``calls``             agent   What the ranks have called, now and then and before an end (``relay/call_sender.py``).
 ``examine``           head    What do the ranks do, and where are those that are named?
 ``examined``          agent   The answer (``relay/observer.py``). A host that sends none in time is named instead.
 ``end``, ``signal``   head    As the supervisor gives them to the zygote.

@@ -101,15 +101,3 @@ int phx_pairs_meet(phx_line_pairs *pairs, uint32_t mine, uint32_t theirs, struct
 {
     return phx_meet_pair(pairs, (uint16_t)mine, (uint16_t)theirs, phx_record_place(), out) ? PHX_CROSSED : PHX_OK;
 }
-
-int phx_pairs_meet_at(phx_line_pairs *pairs, uint32_t mine, uint32_t theirs, uint32_t line, uint32_t in_group,
-                      struct phx_crossing *out)
-{
-    const struct phx_record_place place = {.line = line, .in_group = in_group};
-    return phx_meet_pair(pairs, (uint16_t)mine, (uint16_t)theirs, place, out) ? PHX_CROSSED : PHX_OK;
-}
-
-int phx_pairs_settled(const phx_line_pairs *pairs)
-{
-    return !pairs->kept;
-}

@@ -1,0 +1,57 @@
+"""How the calls of a job's ranks differed when one failed, where an error of torch's own backends cannot say it.
+
+The launcher reads the flight recorders of ranks of its own host. Of other hosts each rank's last operations come with
+the news of its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from phalanx.launch.job.job import Job
+from phalanx.launch.rank.operations import parted
+from phalanx.launch.rank.trace import Trace
+from phalanx.system.folder import own_folder
+from phalanx.watch.disagreement import calls_that_differ, disagreement
+from phalanx.watch.records import Recording
+
+__all__ = ["FailedCalls"]
+
+_CLOCKS_DIFFER_S = 0.1
+
+
+class FailedCalls:
+    """The last calls of the ranks of one attempt.
+
+    Args:
+        job: the job.
+        trace: where its ranks have their recorders, if they are of this host.
+    """
+
+    def __init__(self, job: Job, trace: Trace) -> None:
+        self._ranks, self._trace, self._is_local = job.ranks, trace, job.is_local
+        self._recordings: dict[int, Recording] = {}  # of ranks of other hosts that have ended
+
+    def hear(self, message: Mapping[str, Any]) -> None:
+        """Take the last operations of a rank of another host, as its agent has sent them."""
+        with contextlib.suppress(ValueError, TypeError, KeyError, IndexError, AttributeError):
+            found = Recording.from_json(message["recording"]).later(message["later_ns"])
+            self._recordings[message["rank"]] = found.beside(own_folder())
+
+    def parted(self, rank: int, at: float, stopped: Collection[int] = (), ended: Collection[int] = ()) -> list[str]:
+        """Lines on how the calls of ranks differed when one failed; see ``watch/disagreement.py``.
+
+        Args:
+            rank: the one that failed.
+            at: when, on the monotonic clock.
+            stopped: the ranks that were stopped then (state T).
+            ended: those that ended by themselves, with exit code 0.
+        """
+        if self._is_local:
+            return parted(self._trace, self._ranks, rank, at, stopped, ended)
+        # Which calls differ does not depend on who came first, and clocks of hosts are not known to the microsecond.
+        late = (at + _CLOCKS_DIFFER_S) * 1e9
+        differing = calls_that_differ(self._recordings, rank, late)
+        return differing or disagreement(self._recordings, rank, at * 1e9, stopped, ended)
