@@ -3,12 +3,13 @@
 ========================  ==========================================================================================
 block                     what is done with it
 ========================  ==========================================================================================
-``python``, ``toml``, …   If its first line is ``# name.py``, the file is written, for a later command to use. Other
+``python``, ``sh``, …     If its first line is ``# name.py``, the file is written, for a later command to use. Other
                           Python is run by ``python``; other YAML is parsed.
 ``console``               Each line that begins with ``$`` is called by bash, and the lines below are its output.
 ``sh``                    Run by ``bash -e``; it must succeed.
 ``text``                  The output of the command in the comment before it: ``<!-- output of: phalanx env -->``.
-``<!-- setup`` … ``-->``  Shell lines that the reader does not see, such as a stand-in of a command in ``bin/``.
+``<!-- setup`` … ``-->``  Shell lines that the reader does not see. ``cp $ROOT/tests/pages/stand_ins/ssh bin`` lets a
+                          stand-in take the place of a command that needs other machines.
 ``<!-- with`` … ``-->``   Lines of Python before those of the next block, which is a fragment.
 ========================  ==========================================================================================
 
@@ -96,7 +97,7 @@ def run_page(page: Path, folder: Path, timeout_s: float = 600.0) -> None:
                 before = block.text
             case "output of":
                 expected_of = block.text.strip()
-            case "setup" | "sh":
+            case "setup" | "sh" if not named:
                 status, output = call(f"set -e\n{block.text}")
                 assert status == 0, f"{where}: exit status {status}\n{output}"
             case "console":

@@ -69,3 +69,10 @@ def test_every_file_that_is_named_exists() -> None:
     assert len(named) > 100
     ends = {"/".join(file.split("/")[at:]) for file in files for at in range(file.count("/") + 1)}
     assert not [each for each in named if each[1].split("../")[-1] not in ends | OF_A_USER]
+
+
+def test_readmes_are_short_and_in_step() -> None:
+    english, chinese = [(ROOT / name).read_text() for name in ("README.md", "README.zh-CN.md")]
+    assert max(english.count("\n"), chinese.count("\n")) <= 120
+    for part in (r"^(?:#+|-|\||```\w*)", r"\]\(((?:docs|examples|C)[^)]*)\)", r"[\d.,]+ [µm]?s\b|[\d.]+×"):
+        assert re.findall(part, english, re.MULTILINE) == re.findall(part, chinese, re.MULTILINE)

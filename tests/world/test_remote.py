@@ -220,10 +220,10 @@ def test_recipe_for_pods_leaves_nothing_when_the_launcher_is_killed(remote: Remo
         block for block in re.findall(r"^```sh\n(.*?)^```$", page, re.M | re.S) if 'kubectl exec -i "' in block
     ]
     kubectl = KUBECTL.format(starter=remote.starter[0].partition("=")[2])
-    for name, text in (("in-pod", recipe), ("kubectl", kubectl)):
+    for name, text in (("in-pod.sh", recipe), ("kubectl", kubectl)):
         (remote.folder / name).write_text(text)
         (remote.folder / name).chmod(0o755)
-    remote.starter = ["--starter", "./in-pod"]
+    remote.starter = ["--starter", "sh in-pod.sh"]
     script = remote.script("""
         import os, sys, time
         print(os.uname().nodename, os.environ["RANK"], sys.argv[1], flush=True)
