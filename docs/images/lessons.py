@@ -122,23 +122,26 @@ def average(group, bucket):
 with phalanx.init() as world:
     layers = [torch.nn.Linear(1024, 1024, bias=False) for _ in range(4)]
     model = world.data_parallel(torch.nn.Sequential(*layers), comm_hook=average, bucket_cap_mb=4)
-    ready = []
+    ready, best = [], None
     for layer in layers:
         layer.weight.register_post_accumulate_grad_hook(lambda _: ready.append(time.monotonic()))
-    for step in range(5):
+    for step in range(8):
         loss = model(torch.randn(512, 1024)).square().mean()
         world.barrier()
         times.clear(), ready.clear()
         began = time.monotonic()
         loss.backward()
         ended = time.monotonic()
-    print(json.dumps([world.rank, began, ended, ready, times]))
+        slowest = world.max({"s": ended - began})["s"]
+        if best is None or slowest < best[0]:
+            best = slowest, [world.rank, began, ended, list(ready), list(times)]
+    print(json.dumps(best[1]))
 """
 
 
 def data_parallel() -> None:
     """When each rank computes the gradients of each layer, and when they are averaged, in one backward pass."""
-    ranks = sorted(json.loads(line) for line in run(BACKWARD, "-n", "2", "--no-prefix").splitlines())
+    ranks = sorted(json.loads(line) for line in run(BACKWARD, "-n", "2", "--no-prefix").splitlines())  # the quickest of eight passes
     first, last = min(rank[1] for rank in ranks), max(rank[2] for rank in ranks)
     picture = Picture(
         f"One backward pass of two ranks, {1e3 * (last - first):.0f} ms",
@@ -151,14 +154,15 @@ def data_parallel() -> None:
         picture.box(left, y, right - left, 18, surface, words)
 
     for at, (rank, began, _, ready, times) in enumerate(ranks):
-        y = 26 + 62 * at
+        y = 26 + 84 * at
         picture.text(6, y + 13, f"rank {rank}", bold=True)
         for layer, (since, until) in enumerate(zip([began, *ready], ready, strict=False)):
             bar(y, f"layer {4 - layer}", since, until, "blue")
         picture.text(6, y + 36, "averages")
         for name, since, until in sorted(times):
-            bar(y + 23, name.removeprefix("bucket "), since, until, "orange")
-    picture.text(6, picture.bottom + 18, "Blue: gradients are computed. Orange: a bucket, by its number.")
+            bucket = int(name.removeprefix("bucket "))
+            bar(y + 22 + 20 * ((bucket + 1) % 2), f"{bucket}", since, until, "orange")
+    picture.text(6, picture.bottom + 18, "Blue: gradients are computed. Orange: a bucket is averaged.")
     picture.write("data_parallel")
 
 
@@ -201,16 +205,16 @@ def checkpoints() -> None:
         picture.text(6, y + 15, name)
         steps = [int(step) for step in re.findall(r"step (\d+): loss", part)]
         for step in steps:
-            x = 62 + 37 * (step - 1)
+            x = 58 + 37 * (step - 1)
             picture.box(x, y, 33, 22, "blue", f"{step}")
             if step % 2 == 0:
                 picture.line(x + 16, y + 22, x + 16, 68 if y < 60 else 144, arrow=True)
                 picture.box(x - 6, 68 if y < 60 else 144, 44, 18, "grey", "save")
         if y < 60:
-            picture.box(62 + 37 * steps[-1], y, 62, 22, "red", "rank 1 fails")
+            picture.box(58 + 37 * steps[-1], y, 62, 22, "red", "rank 1 fails")
     loaded = int(two[0])
-    x = 62 + 37 * (loaded - 1) + 16
-    picture.line(x + 16, 86, 62 + 37 * loaded + 12, 106, arrow=True)
+    x = 58 + 37 * (loaded - 1) + 16
+    picture.line(x + 16, 86, 58 + 37 * loaded + 12, 106, arrow=True)
     picture.text(x + 36, 100, "load")
     picture.write("checkpoints")
 
@@ -230,6 +234,8 @@ def rpc() -> None:
     script = TIMED + of_page("rpc.md", "server.py")
     script = script.replace("server.pull()  #", 'timed("pull", server.pull)  #').replace("range(1, 101)", "range(1, 4)")
     script = re.sub(r"server\.push\((.*)\)\n", r'timed("push", server.push, \1)\n', script)
+    script = script.replace("    if world.rank > 0:\n", "    world.barrier()\n    if world.rank > 0:\n")
+    script = script.replace("            total =", "            time.sleep(0.05)  # computes\n            total =")
     script += "    import json\n    print(json.dumps([world.rank, log]))\n"
     calls = []
     for line in run(script, "-n", "3", "--no-prefix").splitlines():
