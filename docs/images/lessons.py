@@ -1,7 +1,4 @@
-"""Draw the pictures of docs/learn from data_parallel.md on, each from a job that this starts: all, or those named.
-
-    .venv/bin/python docs/images/lessons.py [data_parallel] [data] [checkpoints] [rpc] [mistakes]
-"""
+"""Draw the pictures of docs/learn from data_parallel.md on, each from a job that this starts: all, or those named."""
 
 from __future__ import annotations
 
@@ -78,9 +75,7 @@ class Picture:
 
 def _colours(scheme: int) -> str:
     of = (LIGHT, DARK)[scheme]
-    boxes = (
-        f".lesson .{name} {{ fill: {both[scheme]}; stroke: {of['line']}; }}\n" for name, both in SURFACES.items()
-    )
+    boxes = (f".lesson .{name} {{ fill: {both[scheme]}; stroke: {of['line']}; }}\n" for name, both in SURFACES.items())
     return (
         f".lesson {{ background: {of['page']}; fill: {of['text']}; }}\n.lesson .page {{ fill: {of['page']}; }}\n"
         f".lesson line {{ stroke: {of['line']}; stroke-width: 1.5; }}\n.lesson path {{ fill: {of['line']}; }}\n"
@@ -140,8 +135,8 @@ with phalanx.init() as world:
 
 
 def data_parallel() -> None:
-    """When each rank computes the gradients of each layer, and when they are averaged, in one backward pass."""
-    ranks = sorted(json.loads(line) for line in run(BACKWARD, "-n", "2", "--no-prefix").splitlines())  # the quickest of eight passes
+    """When each rank computes the gradients of each layer, and when they are averaged, in the quickest of eight passes."""
+    ranks = sorted(json.loads(line) for line in run(BACKWARD, "-n", "2", "--no-prefix").splitlines())
     first, last = min(rank[1] for rank in ranks), max(rank[2] for rank in ranks)
     picture = Picture(
         f"One backward pass of two ranks, {1e3 * (last - first):.0f} ms",
@@ -198,8 +193,8 @@ def checkpoints() -> None:
     one, two = printed.split("loaded step ")
     picture = Picture(
         "A job that fails once, with --restarts 1",
-        "Attempt 1 takes steps 1 to 5, saves after steps 2 and 4, and fails after step 5. Attempt 2 loads the checkpoint "
-        "of step 4, takes steps 5 to 8, and saves after steps 6 and 8.",
+        "Attempt 1 takes steps 1 to 5, saves after steps 2 and 4, and fails after step 5. Attempt 2 loads the "
+        "checkpoint of step 4, takes steps 5 to 8, and saves after steps 6 and 8.",
     )
     for y, name, part in ((30, "attempt 1", one), (106, "attempt 2", two)):
         picture.text(6, y + 15, name)
@@ -244,8 +239,8 @@ def rpc() -> None:
             calls += [(moment, rank, name) for moment, name in log]
     picture = Picture(
         "Two trainers and a server",
-        "Time goes down. Each trainer in turn pulls the weights from the server and pushes a gradient. The calls of the "
-        "two trainers come in any order, and each push is a step of the server.",
+        "Time goes down. Each trainer in turn pulls the weights from the server and pushes a gradient. The calls of "
+        "the two trainers come in any order, and each push is a step of the server.",
     )
     lanes = {1: 50, 0: 180, 2: 310}
     bottom = 56 + 22 * len(calls)
