@@ -30,7 +30,8 @@ class Picture:
     """Boxes, lines and texts, in light and dark."""
 
     def __init__(self, title: str, said: str) -> None:
-        self._title, self._said, self._drawn, self.bottom = title, said, [], 20.0
+        self._title, self._said, self.bottom = title, said, 20.0
+        self._drawn: list[str] = []
         self.text(6, 15, title, bold=True)
 
     def text(self, x: float, y: float, words: str, *, bold: bool = False, middle: bool = False) -> None:
@@ -135,7 +136,7 @@ with phalanx.init() as world:
 
 
 def data_parallel() -> None:
-    """When each rank computes the gradients of each layer, and when they are averaged, in the quickest of eight passes."""
+    """When each rank computes the gradients of each layer and averages them, in the quickest of eight passes."""
     ranks = sorted(json.loads(line) for line in run(BACKWARD, "-n", "2", "--no-prefix").splitlines())
     first, last = min(rank[1] for rank in ranks), max(rank[2] for rank in ranks)
     picture = Picture(
@@ -176,8 +177,12 @@ def data() -> None:
         seen: set[str] = set()
         rows = dict(re.findall(rf"\[rank (\d)\] {name} (\[\[.*)", printed))
         items = {rank: re.findall(r"(\d)\.0", row) for rank, row in sorted(rows.items())}
-        again = [(rank, at) for at in range(4) for rank in items if at < len(items[rank])]
-        repeated = {(rank, at) for rank, at in again if items[rank][at] in seen or seen.add(items[rank][at])}
+        repeated = set()
+        for at in range(4):
+            for rank, row in items.items():
+                if at < len(row):
+                    repeated |= {(rank, at)} if row[at] in seen else set()
+                    seen.add(row[at])
         for rank, row in items.items():
             picture.text(6, y + 15, f"rank {rank}")
             for at, item in enumerate(row):
