@@ -17,7 +17,7 @@ from typing import Any
 from phalanx import settings
 from phalanx.launch.job.job import Job
 from phalanx.launch.rank.new_calls import EVERY_S, MOST_RANKS, PAUSE, NewCalls, newest_of
-from phalanx.launch.rank.operations import parted
+from phalanx.launch.rank.operations import last_records, parted
 from phalanx.launch.rank.trace import Trace
 from phalanx.system.folder import own_folder
 from phalanx.watch.comparison import Comparison
@@ -88,6 +88,13 @@ class MistakeWatch:
         late = (at + _CLOCKS_DIFFER_S) * 1e9
         differing = calls_that_differ(self._recordings, rank, late)
         return differing or disagreement(self._recordings, rank, at * 1e9, stopped, ended)
+
+    def recordings(self, count: int) -> dict[int, Recording]:
+        """The last operations of each rank, as many as ``count``; of ranks of other hosts those that they have sent."""
+        if not self._is_local:
+            return self._recordings
+        found = {rank: last_records(self._trace, rank, count) for rank in range(self._ranks)}
+        return {rank: recording for rank, recording in found.items() if recording is not None}
 
     def _attempt(self, calls: Callable[[], list[DoneCalls]]) -> None:
         """Compare these; what goes wrong ends the watch."""

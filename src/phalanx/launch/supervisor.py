@@ -193,6 +193,7 @@ class Supervisor:
         self.watch.close()
         self.mistakes.look(ended=True)
         self.console.finish()
+        self.hangs.leave(self.mistakes.recordings, [row.host for row in self.rows])
         ended = self._ended()
         if not self.job.attempt.is_last and failed(ended, self.console):
             conclude_attempt(self.job, ended, self.console)

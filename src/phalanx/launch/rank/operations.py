@@ -14,7 +14,7 @@ from phalanx.system.folder import beside, own_folder
 if TYPE_CHECKING:
     from phalanx.watch.records import Recording
 
-__all__ = ["last_call", "last_operation", "parted"]
+__all__ = ["last_call", "last_operation", "last_records", "parted"]
 
 
 def last_operation(trace: Trace, part: int, at: float | None = None) -> str:
@@ -76,6 +76,18 @@ def parted(
     nothing = Recording(0, -1, 0, -1, "", 0, ())  # of a rank that has not come to a group so far
     found = {part: (_recording(trace, part) or nothing).beside(own_folder()) for part in range(ranks)}
     return disagreement(found, rank, at * 1e9, stopped, ended)
+
+
+def last_records(trace: Trace, part: int, count: int) -> Recording | None:
+    """A rank's last operations, as many as ``count``; None if it has recorded none."""
+    from phalanx.watch.records import copy_recorder, in_words
+
+    try:
+        copy = copy_recorder(trace.descriptor, trace.place_of_recorder(part))
+        found = in_words(copy and copy.latest(count))
+    except (OSError, ValueError, PhalanxError):
+        return None
+    return found.beside(own_folder()) if found is not None and found.records else None
 
 
 def _recording(trace: Trace, part: int) -> Recording | None:
