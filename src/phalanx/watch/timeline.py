@@ -187,7 +187,7 @@ def _last_to_come(
         last = root if record.kind == "recv" else -1
     else:
         missing = [member for member in record.group.ranks if member not in come]
-        for member in missing if record.under_way else ():
+        for member in missing if record.under_way or record.failed else ():
             theirs = recordings[member].records if member in recordings else ()
             if all(each.group.name != record.group.name or each.in_group < record.in_group for each in theirs):
                 return left_ns, member  # it has never come
