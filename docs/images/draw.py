@@ -1,4 +1,4 @@
-"""Draw run.svg: what ``phalanx run`` prints on a terminal, of two ranks of which one fails."""
+"""Draw run.svg, what ``phalanx run`` prints of two ranks of which one fails, and timeline.svg, of a slow rank."""
 
 from __future__ import annotations
 
@@ -38,3 +38,13 @@ console = Console(record=True, width=100, file=io.StringIO())
 console.print(Text.from_ansi(f"$ {COMMAND}\n" + printed.decode().replace("\r\n", "\n")))
 drawn = re.sub(r"@font-face \{.*?\}", "", console.export_svg(title="phalanx", unique_id="run"), flags=re.DOTALL)
 Path(__file__).with_name("run.svg").write_text(re.sub(r"[ \t]+$|^\n", "", drawn, flags=re.MULTILINE))
+
+page = Path(__file__).parents[1] / "profiling.md"
+found = re.search(r"^```python\n(# train.py\n.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+assert found, "the page has a program"
+with tempfile.TemporaryDirectory() as folder:
+    Path(folder, "train.py").write_text(found[1])
+    own = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for command in ("phalanx run -q -n 3 --log-dir logs train.py 6", "phalanx timeline logs --svg timeline.svg"):
+        subprocess.run(command.split(), cwd=folder, env=own, stdin=-3, check=True)
+    Path(__file__).with_name("timeline.svg").write_text(Path(folder, "timeline.svg").read_text())

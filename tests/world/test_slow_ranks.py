@@ -112,8 +112,8 @@ def test_the_slow_rank_is_named_and_drawn(launcher: Launcher) -> None:
     wait_for(begun.exists)
     hung.process.terminate()
     assert hung.finish().code == 143
-    found = json.loads(timeline("hung", "--json", cwd=folder))
-    assert [(wait["awaited"], wait["waiting"]) for wait in found["waits"] if "reduce" in wait["operation"]] == [(1, [0])]
+    waits = json.loads(timeline("hung", "--json", cwd=folder))["waits"]
+    assert [(wait["awaited"], wait["waiting"]) for wait in waits if "reduce" in wait["operation"]] == [(1, [0])]
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"version": 2, "ranks": [[]]}'])

@@ -2,8 +2,8 @@
 
 A rank waits in a collective until the last rank of its group has come to the same one; from then on it communicates.
 One that leaves before that, as it may leave a broadcast, has waited for the root alone. A rank that receives a message
-waits until the sender has begun to send. All the time in no operation counts as computing. The recorders hold the last
-operations only, so a timeline begins where all of them reach back to.
+waits until the sender has begun to send. All the time in no operation counts as computing. A timeline begins with
+the first step, if the script says its steps, or where all recorders reach back to, since they hold the last operations.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def make_timeline(report: HangReport) -> Timeline | None:
     if not firsts:
         return None
     cut = [first.entered_ns for first in firsts if first.in_group > 1]  # the operations before it are not kept
-    begin = max(cut) if cut else min(first.entered_ns for first in firsts)
+    steps = [began for found in named.values() if (began := _first_step([record for _, record in found]))]
+    begin = max([*cut, min(steps or [first.entered_ns for first in firsts])])
     ends = [each.left_ns or report.now_ns for found in named.values() for _, each in found]
     end = max(begin + 1, *ends)
     come: dict[_Key, dict[int, int]] = {}
@@ -152,12 +153,22 @@ def make_timeline(report: HangReport) -> Timeline | None:
         spans = []
         for key, record in named.get(seen.rank, ()):
             first, until = max(begin, record.entered_ns), record.left_ns or end
-            if until >= first:
+            if until > begin:
                 ready, awaited = _last_to_come(seen.rank, record, until, come[key], recordings)
                 spans.append(Span(key, record, first, min(max(ready, first), until), until, awaited))
         spans.sort(key=lambda span: span.begin_ns)
         lanes.append(Lane(seen, spans, _parts(spans, begin, end), _marks(spans, begin)))
     return Timeline(report, begin, end, lanes)
+
+
+def _first_step(records: Sequence[Record]) -> int:
+    """When a rank had ended what it did before its first step, as making its replica; 0 if it has said no step."""
+    before = 0
+    for record in records:
+        if record.step >= 0:
+            return before or record.entered_ns
+        before = record.left_ns
+    return 0
 
 
 def _named(rank: int, recording: Recording) -> Iterator[tuple[_Key, Record]]:
