@@ -28,6 +28,7 @@ def recorded(*ranks: Sequence[Call], peer: int = -1, group: str = "0") -> HangRe
                 entered_ns=int(begin * SECOND),
                 left_ns=int(end * SECOND),
                 peer=peer,
+                step=-1,
             )
             for number, (kind, in_group, begin, end) in enumerate(calls)
         ]
@@ -66,6 +67,19 @@ def test_only_what_all_recordings_reach_back_to_is_looked_at() -> None:
     found = made(recorded([*old[3:], *new], [*old, *late]))
     assert found.begin_ns == 4 * SECOND
     assert [(wait.awaited, wait.wait_ns, wait.record.in_group) for wait in found.waits] == [(1, SECOND // 4, 1)]
+
+
+def test_it_begins_with_the_first_step() -> None:
+    left = recorded(
+        [("all_gather", 1, 0, 5), ("all_reduce", 2, 6, 9)], [("all_gather", 1, 4, 5), ("all_reduce", 2, 8, 9)]
+    )
+    for seen in left.ranks:
+        assert seen.recording is not None
+        vars(seen.recording)["records"] = (seen.recording.records[0], replace(seen.recording.records[1], step=0))
+    found = made(left)
+    assert (found.begin_ns, found.end_ns) == (5 * SECOND, 9 * SECOND)
+    assert shares(found) == [[0.25, 0.25, 0.5], [0.75, 0.25, 0.0]]
+    assert [mark for lane in found.lanes for mark in lane.marks] == [(5 * SECOND, "step 0")] * 2
 
 
 def test_foreign_texts_stay_texts_and_many_ranks_stay_small() -> None:

@@ -140,7 +140,7 @@ def make_timeline(report: HangReport) -> Timeline | None:
     if not firsts:
         return None
     cut = [first.entered_ns for first in firsts if first.in_group > 1]  # the operations before it are not kept
-    steps = [began for found in named.values() if (began := _first_step([record for _, record in found]))]
+    steps = [began for found in named.values() for began in _first_step([record for _, record in found])]
     begin = max([*cut, min(steps or [first.entered_ns for first in firsts])])
     ends = [each.left_ns or report.now_ns for found in named.values() for _, each in found]
     end = max(begin + 1, *ends)
@@ -161,14 +161,12 @@ def make_timeline(report: HangReport) -> Timeline | None:
     return Timeline(report, begin, end, lanes)
 
 
-def _first_step(records: Sequence[Record]) -> int:
-    """When a rank had ended what it did before its first step, as making its replica; 0 if it has said no step."""
-    before = 0
-    for record in records:
+def _first_step(records: Sequence[Record]) -> list[int]:
+    """When a rank had ended what it did before its first step, as making its replica; empty if it has said no step."""
+    for number, record in enumerate(records):
         if record.step >= 0:
-            return before or record.entered_ns
-        before = record.left_ns
-    return 0
+            return [records[number - 1].left_ns if number else record.entered_ns]
+    return []
 
 
 def _named(rank: int, recording: Recording) -> Iterator[tuple[_Key, Record]]:
