@@ -12,8 +12,10 @@ from xml.etree import ElementTree
 
 import pytest
 from tests.launch_support import Launcher, launcher, wait_for
+from tests.support.hosts import why_no_hosts
+from tests.support.remote import RemoteLauncher, hosts, remote
 
-__all__ = ["launcher"]  # a fixture
+__all__ = ["hosts", "launcher", "remote"]  # fixtures
 
 PHALANX = """
 import time, torch, phalanx
@@ -114,6 +116,16 @@ def test_the_slow_rank_is_named_and_drawn(launcher: Launcher) -> None:
     assert hung.finish().code == 143
     waits = json.loads(timeline("hung", "--json", cwd=folder))["waits"]
     assert [(wait["awaited"], wait["waiting"]) for wait in waits if "reduce" in wait["operation"]] == [(1, [0])]
+
+
+@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
+def test_ranks_of_other_hosts_leave_their_last_operations(remote: RemoteLauncher) -> None:
+    job = remote.run("-q", "-H", "h0:2,h1:1", "--log-dir", "logs", remote.script(PHALANX))
+    assert job.process.returncode == 0, job.said()
+    found = json.loads(timeline("logs", "--json", cwd=remote.folder))
+    assert [rank["host"] for rank in found["ranks"]] == ["h0", "h0", "h1"]
+    of_second = next(wait for wait in found["waits"] if wait["operation"] == "all_reduce #2")
+    assert (of_second["awaited"], of_second["waiting"]) == (1, [0, 2])
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"version": 2, "ranks": [[]]}'])
