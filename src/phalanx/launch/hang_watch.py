@@ -49,7 +49,7 @@ _FILLED_AFTER_S, _MOST_FILLED = 2.0, 5
 # How long before the end of a wait the last look at the ranks may have been, and more on a busy machine.
 _LAST_LOOK_S = 4.0
 # How many operations all ranks leave together, and the fewest of each: to put one into words takes some 20 µs.
-_LEFT, _FEWEST_LEFT = 16384, 64
+_LEFT, _FEWEST_LEFT = 16384, 16
 
 
 class HangWatch:
@@ -248,17 +248,19 @@ class HangWatch:
             recordings: gives so many of each rank's last operations, by rank.
             hosts: the host of each rank.
         """
-        if not self._wanted.report_dir or not (found := recordings(max(_FEWEST_LEFT, _LEFT // len(hosts)))):
+        if not self._wanted.report_dir:
             return
         from phalanx.watch.hang_report import write_operations
 
         named = hosts if len(set(hosts)) > 1 else [""] * len(hosts)
-        seen = [Seen(rank, found.get(rank), host=host) for rank, host in enumerate(named)]
         nobody = Verdict("", (), (), time.monotonic_ns())
         try:
-            write_operations(Path(self._wanted.report_dir), self._as_report(nobody, seen, {}))
-        except OSError as error:
-            self._say(f"the operations could not be written to {self._wanted.report_dir}: {error.strerror}")
+            found = recordings(max(_FEWEST_LEFT, _LEFT // len(hosts)))
+            seen = [Seen(rank, found.get(rank), host=host) for rank, host in enumerate(named)]
+            if found:
+                write_operations(Path(self._wanted.report_dir), self._as_report(nobody, seen, {}))
+        except Exception as error:  # how the job ended must be said all the same
+            self._say(f"the ranks' operations could not be written to {self._wanted.report_dir}: {error}")
 
     def _as_report(self, verdict: Verdict, seen: Sequence[Seen], stacks: Mapping[int, str]) -> HangReport:
         from phalanx.watch.hang_report import HangReport

@@ -50,7 +50,7 @@ def page(report: HangReport) -> str:
     return document(report.headline(), parts)
 
 
-def document(title: str, parts: Iterable[str], style: str = "") -> str:
+def document(title: str, parts: Iterable[str]) -> str:
     """A whole page with the style and the script of a report, whose parts have elements ``timeline`` and ``about``."""
     lines = [
         "<!DOCTYPE html>",
@@ -58,7 +58,7 @@ def document(title: str, parts: Iterable[str], style: str = "") -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{_policy()}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         '<meta name="referrer" content="no-referrer">',
-        f"<title>{shown(title, 120)}</title><style>{STYLE}{style}</style></head><body>",
+        f"<title>{shown(title, 120)}</title><style>{STYLE}</style></head><body>",
         *parts,
         f"<script>{SCRIPT}</script></body></html>",
     ]
