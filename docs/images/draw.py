@@ -1,7 +1,8 @@
 """Draw the pictures of the pages: ``python docs/images/draw.py`` draws all, or only those that are named.
 
-``run.svg`` shows what ``phalanx run`` prints on a terminal, of two ranks of which one fails. Its times and process ids
-differ each time. The other pictures come out the same each time; ``tests/pages/test_pictures.py`` compares them.
+``run.svg`` shows what ``phalanx run`` prints on a terminal, of two ranks of which one fails, and ``timeline.svg`` a job
+with a slow rank; their times and process ids differ each time. The other pictures come out the same each time;
+``tests/pages/test_pictures.py`` compares them.
 """
 
 from __future__ import annotations
@@ -195,6 +196,18 @@ def collisions() -> str:
     return diagram("rank % 4 with cyclic placement", said, 158, parts)
 
 
+def timeline() -> str:
+    """Draw the timeline of the program of docs/profiling.md."""
+    page = FOLDER.parent / "profiling.md"
+    found = re.search(r"^```python\n(# train.py\n.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    assert found, "the page has a program"
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "train.py").write_text(found[1])
+        for command in ("phalanx run -q -n 3 --log-dir logs train.py 6", "phalanx timeline logs --svg timeline.svg"):
+            subprocess.run(command.split(), cwd=folder, env=OWN, stdin=-3, check=True)
+        return Path(folder, "timeline.svg").read_text()
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "places-2x2": places("2x2"),
     "places-2x4": places("2x4"),
@@ -208,5 +221,6 @@ PICTURES: dict[str, Callable[[], str]] = {
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or ["run", *PICTURES]:
-        (FOLDER / f"{name}.svg").write_text(terminal() if name == "run" else PICTURES[name]())
+    drawn = {"run": terminal, "timeline": timeline, **PICTURES}
+    for name in sys.argv[1:] or drawn:
+        (FOLDER / f"{name}.svg").write_text(drawn[name]())

@@ -125,7 +125,7 @@ __all__ = ["run"]
     "--log-dir",
     metavar="DIR",
     help="Write all output of each rank to a file DIR/rank-0.log, DIR/rank-1.log, …, each line with its time, in place "
-    "of showing it.",
+    "of showing it. When the job ends, phalanx timeline DIR reads there what each rank did when.",
 )
 @click.option("--tee", is_flag=True, help="With --log-dir: show the output as well.")
 @click.option(

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from phalanx.launch.job.job import Job
-from phalanx.launch.rank.operations import parted
+from phalanx.launch.rank.operations import last_recording, parted
 from phalanx.launch.rank.trace import Trace
 from phalanx.system.folder import own_folder
 from phalanx.watch.disagreement import calls_that_differ, disagreement
@@ -55,3 +55,14 @@ class FailedCalls:
         late = (at + _CLOCKS_DIFFER_S) * 1e9
         differing = calls_that_differ(self._recordings, rank, late)
         return differing or disagreement(self._recordings, rank, at * 1e9, stopped, ended)
+
+    def recordings(self, count: int) -> dict[int, Recording]:
+        """The last operations of each rank, as many as ``count``; of ranks of other hosts those that they have sent."""
+        if not self._is_local:
+            return self._recordings
+        found = {rank: last_recording(self._trace, rank, count) for rank in range(self._ranks)}
+        return {
+            rank: recording.beside(own_folder())
+            for rank, recording in found.items()
+            if recording is not None and recording.records
+        }

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.launch.job.job import Job
 from phalanx.launch.output.stacks import format_stack, frames_in, place_in
@@ -35,6 +35,10 @@ from phalanx.watch.parting import parting
 from phalanx.watch.verdict import Seen, Verdict, judge
 from phalanx.words import format_named
 
+if TYPE_CHECKING:
+    from phalanx.watch.hang_report import HangReport
+    from phalanx.watch.records import Recording
+
 __all__ = ["HangWatch"]
 
 _AGAIN = 4  # each warning of one wait comes when it has lasted so many times longer than at the last
@@ -44,6 +48,8 @@ _MOST_ASKED = 4  # of those that wait, one for each line, for a warning
 _FILLED_AFTER_S, _MOST_FILLED = 2.0, 5
 # How long before the end of a wait the last look at the ranks may have been, and more on a busy machine.
 _LAST_LOOK_S = 4.0
+# How many operations all ranks leave together, and the fewest of each: to put one into words takes some 20 µs.
+_LEFT, _FEWEST_LEFT = 16384, 16
 
 
 class HangWatch:
@@ -227,14 +233,44 @@ class HangWatch:
             self._filled += 1
 
     def _write(self, verdict: Verdict, seen: Sequence[Seen], stacks: Mapping[int, str]) -> Path | None:
-        from phalanx.watch.hang_report import HangReport, write_report
+        from phalanx.watch.hang_report import write_report
+
+        try:
+            return write_report(Path(self._wanted.report_dir), self._as_report(verdict, seen, stacks), self._report)
+        except OSError as error:
+            self._say(f"the report on this could not be written to {self._wanted.report_dir}: {error.strerror}")
+            return None
+
+    def leave(self, recordings: Callable[[int], Mapping[int, Recording]], hosts: Sequence[str]) -> None:
+        """Leave the ranks' operations at the end of the job, for ``phalanx timeline``, if there are any.
+
+        Args:
+            recordings: gives so many of each rank's last operations, by rank.
+            hosts: the host of each rank.
+        """
+        if not self._wanted.report_dir:
+            return
+        from phalanx.watch.hang_report import write_operations
+
+        named = hosts if len(set(hosts)) > 1 else [""] * len(hosts)
+        nobody = Verdict("", (), (), time.monotonic_ns())
+        try:
+            found = recordings(max(_FEWEST_LEFT, _LEFT // len(hosts)))
+            seen = [Seen(rank, found.get(rank), host=host) for rank, host in enumerate(named)]
+            if found:
+                write_operations(Path(self._wanted.report_dir), self._as_report(nobody, seen, {}))
+        except Exception as error:  # how the job ended must be said all the same
+            self._say(f"the ranks' operations could not be written to {self._wanted.report_dir}: {error}")
+
+    def _as_report(self, verdict: Verdict, seen: Sequence[Seen], stacks: Mapping[int, str]) -> HangReport:
+        from phalanx.watch.hang_report import HangReport
 
         job = self._job
         versions = f"Phalanx {VERSION}, Python {platform.python_version()}"
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions += f", torch {metadata.version('torch')}"
         given = f", arguments: {shlex.join(job.target.argv[1:])}" if job.target.argv[1:] else ""
-        report = HangReport(
+        return HangReport(
             f"{job.title()}{given}; {versions}",
             ", ".join(dict.fromkeys(rank.host for rank in seen if rank.host)) or job.host,
             datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -243,11 +279,6 @@ class HangWatch:
             seen,
             {rank: format_stack(stack) for rank, stack in stacks.items()},
         )
-        try:
-            return write_report(Path(self._wanted.report_dir), report, self._report)
-        except OSError as error:
-            self._say(f"the report on this could not be written to {self._wanted.report_dir}: {error.strerror}")
-            return None
 
 
 def _says_nothing(seen: Seen, stacks: Mapping[int, str]) -> bool:

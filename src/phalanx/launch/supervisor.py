@@ -196,6 +196,7 @@ class Supervisor:
             self._turn()
         self.watch.close()
         self.console.finish()
+        self.hangs.leave(self.failed_calls.recordings, [row.host for row in self.rows])
         ended = self._ended()
         if not self.job.attempt.is_last and failed(ended, self.console):
             conclude_attempt(self.job, ended, self.console)

@@ -1,7 +1,8 @@
 """The report on a job that hangs: a file of JSON, and what people read of it.
 
 A folder has a report for each time that the job hung, ``hang-1.json``, ``hang-2.json`` and so on, each with a folder
-beside it (``hang-1-torch``) in which every rank's operations are written as torch's flight recorder does.
+beside it (``hang-1-torch``) in which every rank's operations are written as torch's flight recorder does. A job leaves
+another file of this format when it ends, ``operations.json``, in which nobody waits (``timeline.py``).
 """
 
 from __future__ import annotations
@@ -15,15 +16,24 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.system.foreign_values import checked, is_number, read_json
-from phalanx.system.whole_files import folder_for_a_while
+from phalanx.system.whole_files import folder_for_a_while, whole_file
 from phalanx.watch.records import Record
 from phalanx.watch.seen_values import seen_from_json, seen_to_json
 from phalanx.watch.torch_trace import write_torch_traces
 from phalanx.watch.verdict import Seen, Verdict
 from phalanx.words import format_named
 
-__all__ = ["HangReport", "latest_report", "read_report", "write_report"]
+__all__ = [
+    "HangReport",
+    "latest_report",
+    "printable_line",
+    "read_operations",
+    "read_report",
+    "write_operations",
+    "write_report",
+]
 
+_OPERATIONS = "operations.json"
 _NAME = re.compile(r"hang-(\d+)\.json")
 # How many of each rank's last operations the report has: so many of all ranks together, but neither fewer nor more than
 # these of each. The folder beside it has all.
@@ -54,8 +64,8 @@ class HangReport:
     ranks: Sequence[Seen]
     stacks: dict[int, list[str]] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; :func:`read_report` gives them back."""
+    def to_json(self, *, whole: bool = False) -> dict[str, Any]:
+        """Plain values; :func:`read_report` gives them back, with all operations if it is the ``whole`` report."""
         return {
             "version": _VERSION,
             "verdict": self.verdict.sentence,
@@ -68,12 +78,12 @@ class HangReport:
             "when": self.when,
             "now_ns": self.now_ns,
             "since_ns": self.verdict.since_ns,
-            "ranks": [self._rank(seen) for seen in self.ranks],
+            "ranks": [self._rank(seen, whole=whole) for seen in self.ranks],
         }
 
-    def _rank(self, seen: Seen) -> dict[str, Any]:
+    def _rank(self, seen: Seen, *, whole: bool) -> dict[str, Any]:
         kept = min(_MOST_KEPT, max(_FEWEST_KEPT, _KEPT // len(self.ranks)))
-        recording = seen.recording.latest(kept) if seen.recording is not None else None
+        recording = seen.recording.latest(kept) if seen.recording is not None and not whole else seen.recording
         return {**seen_to_json(seen, recording), "stack": self.stacks.get(seen.rank, [])}
 
     def text(self) -> str:
@@ -91,7 +101,7 @@ class HangReport:
         for seen in self.ranks:
             if not seen.silent:
                 lines += [f"rank {seen.rank}", *self._operations(seen)]
-        return "\n".join(map(_printable, lines)) + "\n"
+        return "\n".join(map(printable_line, lines)) + "\n"
 
     def headline(self) -> str:
         """The first sentence, without its full stop."""
@@ -176,6 +186,29 @@ def _traces(folder: Path, number: int) -> Path:
     return folder / f"hang-{number}-torch"
 
 
+def write_operations(folder: Path, report: HangReport) -> None:
+    """Write what a job leaves of its ranks' operations when it ends, in the place of what an earlier one has left.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with whole_file(folder / _OPERATIONS) as file:
+        file.write(json.dumps(report.to_json(whole=True)).encode())
+
+
+def read_operations(path: Path) -> HangReport | None:
+    """What a job has left in a folder, or a newer report there, or a file; None if there is nothing.
+
+    Raises:
+        OSError, ValueError: see :func:`read_report`.
+    """
+    there = [path]
+    if path.is_dir():
+        there = [each for each in (path / _OPERATIONS, latest_report(path)) if each is not None and each.exists()]
+    return read_report(max(there, key=lambda each: each.stat().st_mtime)) if there else None
+
+
 def latest_report(folder: Path) -> Path | None:
     """The newest report of a folder; None if it has none."""
     return max(_reports(folder), default=(0, None))[1]
@@ -216,7 +249,7 @@ def _lines(stack: Any) -> list[str]:
     return stack
 
 
-def _printable(line: str) -> str:
+def printable_line(line: str) -> str:
     """A line for a terminal: what the job has written must not move its cursor, or do worse."""
     return "".join(each if each.isprintable() else "\ufffd" for each in line)
 

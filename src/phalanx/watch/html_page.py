@@ -23,7 +23,7 @@ from phalanx.watch.records import KINDS, Record
 from phalanx.watch.verdict import Seen
 from phalanx.words import format_bytes, format_named
 
-__all__ = ["page"]
+__all__ = ["cells", "document", "page", "table"]
 
 # Of all ranks together, the fewest of each, and the most of each.
 _BARS = 8192, 4, 256
@@ -39,12 +39,6 @@ def page(report: HangReport) -> str:
     bars = {seen.rank: _latest(seen, _share(_BARS, report.ranks)) for seen in report.ranks}
     rows = _share(_ROWS, report.ranks)
     parts = [
-        "<!DOCTYPE html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{_policy()}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        '<meta name="referrer" content="no-referrer">',
-        f"<title>{shown(report.headline(), 120)}</title><style>{STYLE}</style></head><body>",
         f"<h1>{_code(shown(report.headline(), 4000))}.</h1>",
         f"<p>{shown(report.job, 2000)}; on host {shown(report.host)}, {shown(report.when)}. "
         f"The first rank has been waiting for {duration(now_ns - report.verdict.since_ns)}.</p>",
@@ -52,9 +46,23 @@ def page(report: HangReport) -> str:
         *_ranks(report),
         *_stacks(report),
         *_operations(report, rows),
+    ]
+    return document(report.headline(), parts)
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """A whole page with the style and the script of a report, whose parts have elements ``timeline`` and ``about``."""
+    lines = [
+        "<!DOCTYPE html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{_policy()}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<meta name="referrer" content="no-referrer">',
+        f"<title>{shown(title, 120)}</title><style>{STYLE}</style></head><body>",
+        *parts,
         f"<script>{SCRIPT}</script></body></html>",
     ]
-    return "\n".join(parts) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _policy() -> str:
@@ -119,7 +127,8 @@ def _legend_entry(classes: str, text: str) -> str:
     return f'<li><svg class="key" viewBox="0 0 14 14" aria-hidden="true">{drawn}</svg>{text}</li>'
 
 
-def _table(columns: Sequence[str], rows: Iterable[str], classes: str = "") -> Iterable[str]:
+def table(columns: Sequence[str], rows: Iterable[str], classes: str = "") -> Iterable[str]:
+    """A table of rows that :func:`cells` has made."""
     heads = "".join(f"<th>{column}</th>" for column in columns)
     yield f'<div class="wide"><table class="{classes}"><thead><tr>{heads}</tr></thead><tbody>'
     yield from rows
@@ -129,18 +138,19 @@ def _table(columns: Sequence[str], rows: Iterable[str], classes: str = "") -> It
 _LONG_COLUMNS = ("operation", "line", "step, label", "group", "host")
 
 
-def _cells(columns: Sequence[str], texts: Sequence[str], classes: str = "") -> str:
-    cells = "".join(
+def cells(columns: Sequence[str], texts: Sequence[str], classes: str = "") -> str:
+    """A row of a table, whose texts are those of a page already."""
+    drawn = "".join(
         f'<td data-name="{column}"{"" if column in _LONG_COLUMNS else " class=short"}>{text or "–"}</td>'
         for column, text in zip(columns, texts, strict=True)
     )
-    return f'<tr class="{classes}">{cells}</tr>'
+    return f'<tr class="{classes}">{drawn}</tr>'
 
 
 def _ranks(report: HangReport) -> Iterable[str]:
     columns = ("rank", "state", "operation", "for", "line", "host", "pid")
     yield "<h2>Ranks</h2>"
-    yield from _table(columns, (_cells(columns, _rank_cells(report, seen)) for seen in report.ranks), "stacked")
+    yield from table(columns, (cells(columns, _rank_cells(report, seen)) for seen in report.ranks), "stacked")
 
 
 def _rank_cells(report: HangReport, seen: Seen) -> list[str]:
@@ -202,7 +212,7 @@ def _operations(report: HangReport, most: int) -> Iterable[str]:
         records = _latest(seen, most)
         begun = f"{seen.recording.begun:,} in all" if seen.recording is not None else "none recorded"
         yield f"<details><summary>rank {shown(seen.rank)}, {begun}</summary>"
-        yield from _table(columns, (_operation(columns, record, report.now_ns) for record in records))
+        yield from table(columns, (_operation(columns, record, report.now_ns) for record in records))
         yield "</details>"
 
 
@@ -220,4 +230,4 @@ def _operation(columns: Sequence[str], record: Record, now_ns: int) -> str:
         ", ".join(said),
         f"failed after {took}" if record.failed else took,
     ]
-    return _cells(columns, texts, "open" if record.under_way else "")
+    return cells(columns, texts, "open" if record.under_way else "")

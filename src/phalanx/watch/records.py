@@ -324,6 +324,12 @@ class RecorderCopy:
         """One of the operations that were seen."""
         return _record(self.seen[index], self._texts, self._dtypes)
 
+    def latest(self, count: int) -> RecorderCopy:
+        """The same with the last ``count`` operations only, before they are put into words, which takes long."""
+        newest = sorted(self.seen, key=lambda seen: seen.number)[-count:]
+        self.seen = (SeenRecord * len(newest))(*newest)
+        return self
+
     def place(self, number: int) -> tuple[str, int]:
         """A line of the program by the number that ``seen`` has of it, and what names it on all ranks; 0 if nothing."""
         return self._texts.text(number), self._texts.identity(number)

@@ -78,12 +78,13 @@ def parted(
     return disagreement(found, rank, at * 1e9, stopped, ended)
 
 
-def last_recording(trace: Trace, part: int) -> Recording | None:
-    """What a rank has recorded; None if nothing can be read."""
+def last_recording(trace: Trace, part: int, count: int = 0) -> Recording | None:
+    """What a rank has recorded, the last ``count`` operations, by default all; None if nothing can be read."""
     # The job may have been one without Phalanx, so what reads it is not imported before.
-    from phalanx.watch.records import read_recording
+    from phalanx.watch.records import copy_recorder, in_words
 
     try:
-        return read_recording(trace.descriptor, trace.place_of_recorder(part))
+        copy = copy_recorder(trace.descriptor, trace.place_of_recorder(part))
+        return in_words(copy.latest(count) if copy is not None and count else copy)
     except (OSError, ValueError, PhalanxError):
         return None

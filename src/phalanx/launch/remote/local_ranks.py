@@ -207,7 +207,9 @@ class LocalRanks:
         self._send_report(part)
         self.observer.forget(part)
         trace = self._descriptors.trace
-        recording = within(_LARGEST_RECORDING, last_recording(trace, part), _RECORDS) if self._is_python else None
+        recording = (
+            within(_LARGEST_RECORDING, last_recording(trace, part, _RECORDS), _RECORDS) if self._is_python else None
+        )
         self._channel.say(
             event="exited",
             now_ns=time.monotonic_ns(),
