@@ -108,7 +108,8 @@ def test_interrupt_leaves_the_room_of_a_message_free() -> None:
         if member.rank:
             return
         assert rpc.call(1, workers.add, 1, 2) == 3
-        (link,) = (link for link in session.agent()._connections._links.values() if isinstance(link, SharedLink))
+        links = session.agent()._connections._links.values()
+        link: Any = next(each for each in links if isinstance(each, SharedLink))
         core, placed = link._core, []
 
         def put(*arguments: Any) -> None:
