@@ -107,7 +107,8 @@ def test_rank_that_missed_failed_attempts_joins_the_next(late: int, failures: in
         store = member.store()
         if member.rank != late:
             for _ in range(failures):
-                with pytest.raises(InitializationError, match=f"rank {late} "):
+                # On a busy machine the other one may be late as well.
+                with pytest.raises(InitializationError, match="did not come"):
                     attempt(member, store, 0.3)
             member.say(f"failed-{member.rank}")
         # All do: a rank that is ahead would come to an attempt of rank 0 that fails.
