@@ -12,23 +12,19 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch.distributed as dist
-from tests.fault.test_gone_in_first_init import LIMIT_S, TIMEOUT_S, fall_at
+from tests.fault.test_gone_in_first_init import LIMIT_S, TIMEOUT_S
 from tests.support.islands import pretend_host
 from tests.support.ports import held_port
 from tests.support.ranks import Member, run_ranks, values
 from torch._C._distributed_c10d import TCPStore
 
 import phalanx
-from phalanx.c10d import create
 from phalanx.errors import InitializationError
 from phalanx.transports import meeting_store
-from phalanx.transports.hosts.guard import Guard
 from phalanx.transports.meeting_store import MeetingStore
-from phalanx.transports.shm import segment
 
 long = pytest.mark.long
 WAYS: dict[str, Callable[[], object]] = {
@@ -77,17 +73,13 @@ def told(
     size: int = 3,
     hosts: int = 1,
     store: str = "file",
-    step: tuple[Any, str] | None = None,
 ) -> list[str]:
-    """Return what ranks say of a new group, with a victim that goes before it, or in a step of making it."""
+    """Return what ranks say of a new group, with a victim that goes before it."""
     others = [rank for rank in ranks if rank != victim]
 
     def body(member: Member) -> str:
         join(member, hosts, store, port)
         if member.rank == victim:
-            if step is not None:
-                fall_at(*step, WAYS[way])
-                made(ranks)
             WAYS[way]()
         text = made(ranks) if member.rank in others else ""
         member.say(f"made-{member.rank}")
@@ -116,20 +108,6 @@ def test_gone_rank_is_named_by_all(hosts: int, victim: int, way: str) -> None:
 @pytest.mark.parametrize(("store", "victim"), [("torch", 0), ("job", 2), pytest.param("job", 0, marks=long)])
 def test_gone_rank_is_named_whichever_store_they_meet_in(store: str, victim: int) -> None:
     check(told(victim, "killed", store=store), victim)
-
-
-@pytest.mark.parametrize(
-    ("hosts", "victim", "place", "step"),
-    [
-        (1, 2, segment, "_reach"),
-        (2, 0, create, "join_islands"),
-        (2, 1, Guard, "_meet"),
-        pytest.param(1, 2, segment, "_see_each_other", marks=long),
-        pytest.param(1, 0, segment, "_collect_answers", marks=long),
-    ],
-)
-def test_rank_that_goes_in_the_middle_is_named(hosts: int, victim: int, place: Any, step: str) -> None:
-    check(told(victim, "killed", hosts=hosts, step=(place, step)), victim)
 
 
 def test_gone_rank_is_named_in_a_group_of_some_ranks() -> None:

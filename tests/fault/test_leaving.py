@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -16,10 +15,8 @@ from tests.fault.test_deaths import hosts_of
 from tests.support.ranks import Member, on_ranks, run_ranks, values
 from tests.support.waiting import await_stop, when_waiting
 
-from phalanx.c10d import base, leaving
+from phalanx.c10d import base
 from phalanx.errors import CollectiveMismatch, PeerLost, PhalanxError
-from phalanx.system import exit_order
-from phalanx.system.exit_order import Stage
 from phalanx.system.host import machine_name
 from phalanx.transports.hosts import lookout  # noqa: F401 - it has something to do at exit
 
@@ -225,31 +222,3 @@ def test_destroying_a_group_replaces_no_error_and_tells_none_twice() -> None:
         dist.destroy_process_group()
 
     on_ranks(body, 2)
-
-
-def test_script_that_ends_in_a_large_send_to_another_host_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(member: Member) -> None:
-        member.join()
-        tensor = torch.ones(1 << 24)  # so much that rank 1 leaves before it has gone
-        for _ in range(2):  # from the second one on the receiver's memory is known before the message comes
-            dist.send(tensor, 0) if member.rank else dist.recv(tensor, 1)
-        dist.barrier()
-        began = time.monotonic()
-        if member.rank:
-            dist.isend(tensor, 0)
-            leaving._at_exit()
-        else:
-            with contextlib.suppress(PeerLost):
-                dist.recv(tensor, 1)
-        assert time.monotonic() - began < SOON_S
-
-    on_ranks(body, hosts_of("01", monkeypatch))
-
-
-def test_rank_that_exits_leaves_its_groups_before_it_ceases_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others would take it for dead meanwhile."""
-    done: list[Stage] = []
-    for stage in list(exit_order._tasks):
-        monkeypatch.setitem(exit_order._tasks, stage, partial(done.append, stage))
-    exit_order._run()
-    assert done.index(Stage.LEAVE_GROUPS) < done.index(Stage.DELIVER_MESSAGES) < done.index(Stage.END_LOOKOUT)

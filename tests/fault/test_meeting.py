@@ -13,18 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.support.islands import pretend_host
 from tests.support.leaks import descriptors
-from tests.support.ports import held_port
 from tests.support.ranks import Member, on_ranks
 from tests.support.waiting import soon
 from torch._C._distributed_c10d import Store
 
-import phalanx
 from phalanx.c10d import create
 from phalanx.c10d.create import create_process_group
-from phalanx.errors import InitializationError, PhalanxError
+from phalanx.errors import InitializationError
 from phalanx.transports.hosts.gloo_lane import GlooEngine
 from phalanx.transports.hosts.guard import Guard
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
@@ -110,7 +107,8 @@ def test_rank_that_missed_failed_attempts_joins_the_next(late: int, failures: in
         store = member.store()
         if member.rank != late:
             for _ in range(failures):
-                with pytest.raises(InitializationError, match=f"rank {late} "):
+                # On a busy machine the other one may be late as well.
+                with pytest.raises(InitializationError, match="did not come"):
                     attempt(member, store, 0.3)
             member.say(f"failed-{member.rank}")
         # All do: a rank that is ahead would come to an attempt of rank 0 that fails.
@@ -148,37 +146,3 @@ def test_nothing_stays_of_a_group_over_hosts_that_cannot_be_made(where: object, 
         return mapped(), sorted(set(descriptors()) - set(before)), ended
 
     assert on_ranks(body, 4) == [(0, [], True)] * 4
-
-
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_processes_that_disagree_on_the_worlds_size_are_told(hosts: int) -> None:
-    """As when one of them has an old WORLD_SIZE: their sums would have too few terms on some, and say nothing."""
-
-    def body(member: Member) -> str:
-        if hosts > 1:
-            pretend_host(member.rank % hosts)
-        member.meet("all are there")  # else one could miss the others anyway
-        said = 5 if member.rank == 2 else 3
-        with pytest.raises(InitializationError) as caught:
-            dist.init_process_group(
-                "phalanx", store=member.store(), rank=member.rank, world_size=said, timeout=timedelta(seconds=200)
-            )
-        return str(caught.value)
-
-    # Those that have not found it themselves hear of it as the fault of one of their size that has.
-    assert [text for text in on_ranks(body, 3) if "came with WORLD_SIZE" not in text] == []
-
-
-def test_ranks_that_failed_at_different_steps_meet_at_the_next_attempt() -> None:
-    """Rank 2 asks for a device that it has not, before it makes a group; the others fail when they make it."""
-
-    def body(member: Member) -> Any:
-        place: Any = {"init_method": f"tcp://127.0.0.1:{port}", "rank": member.rank, "world_size": member.size}
-        with pytest.raises(PhalanxError):
-            phalanx.init(device="nonsense" if member.rank == 2 else "cpu", timeout_s=60, quiet=True, **place)
-        met = phalanx.init(device="cpu", timeout_s=60, quiet=True, **place).all_gather_object(member.rank)
-        phalanx.close()
-        return met
-
-    with held_port() as port:
-        assert on_ranks(body, 3) == [[0, 1, 2]] * 3

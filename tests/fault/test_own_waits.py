@@ -18,6 +18,8 @@ from tests.support.islands import pretend_host
 from tests.support.ranks import Member, on_ranks
 from tests.support.waiting import soon, stop
 
+from phalanx.transports.hosts import inquiry
+
 PATIENCE_S = 240.0
 
 
@@ -64,8 +66,10 @@ def watched(
 
     def body(member: Member) -> None:
         if member.rank == size:
-            watch(Watcher(member))
-            member.say("go")
+            try:
+                watch(Watcher(member))
+            finally:
+                member.say("go")
             return
         member = replace(member, size=size)
         err = open(member.folder / f"err-{member.rank}", "w", buffering=1)  # noqa: SIM115 - as long as the process
@@ -120,10 +124,20 @@ def test_a_rank_of_another_host_is_named_and_the_next_rank_there_answers() -> No
     watched("0011", "23", watch)
 
 
-def test_a_host_of_which_nobody_answers_is_named() -> None:
-    """Its only rank holds the interpreter's lock in C code."""
+def test_a_host_of_which_nobody_answers_is_named_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its only rank holds the interpreter's lock in C code. The time in which it could answer counts as waited."""
+    monkeypatch.setattr(inquiry, "_PATIENCE_S", 0.5)
     silent = "rank 1 on h1 is out of sight: the host does not answer; rank 0 waits"
-    watched("01", "1", lambda seen: seen.await_said(0, silent), hold_the_interpreter)
+
+    def watch(seen: Watcher) -> None:
+        def times() -> list[float]:
+            return [float(found) for found in re.findall(r" for it in all_reduce #2 .* for (\S+) s now", seen.said(0))]
+
+        seen.await_said(0, silent)
+        assert soon(lambda: len(times()) > 1, PATIENCE_S)
+        assert times()[1] >= 3 * times()[0], seen.said(0)
+
+    watched("01", "1", watch, hold_the_interpreter)
 
 
 def test_nothing_is_said_if_the_user_wants_that() -> None:

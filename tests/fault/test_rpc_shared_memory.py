@@ -25,8 +25,8 @@ from tests.support.waiting import soon, stop, when_waiting
 
 from phalanx import rpc
 from phalanx.errors import ClosedError, WorkerLost
-from phalanx.rpc import connections
-from phalanx.rpc.links.shared import SharedHub
+from phalanx.rpc import connections, session
+from phalanx.rpc.links.shared import SharedHub, SharedLink
 
 PATIENCE_S = 60.0
 SLAB = 1 << 20
@@ -99,6 +99,34 @@ def test_ctrl_c_ends_a_wait_for_room() -> None:
         assert rpc.call(1, torch.numel, LARGE) == LARGE.numel()
 
     with_workers(body, 2)
+
+
+def test_interrupt_leaves_the_room_of_a_message_free() -> None:
+    """It comes as the core has placed the message and not yet posted it, as a signal that comes while it copies."""
+
+    def body(member: Member) -> None:
+        if member.rank:
+            return
+        assert rpc.call(1, workers.add, 1, 2) == 3
+        links = session.agent()._connections._links.values()
+        link: Any = next(each for each in links if isinstance(each, SharedLink))
+        core, placed = link._core, []
+
+        def put(*arguments: Any) -> None:
+            core.phx_rpc_put(*arguments)
+            placed.append(bool(arguments[-1].value))
+            if len(placed) < 3:
+                signal.raise_signal(signal.SIGINT)
+
+        link._core = SimpleNamespace(**{**vars(core), "phx_rpc_put": put})
+        nearly_all = torch.ones(SLAB // 4 - 4096)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                rpc.call(1, torch.numel, nearly_all)
+        assert rpc.call(1, torch.numel, nearly_all) == nearly_all.numel()
+        assert placed == [True] * 3
+
+    with_workers(body, 2, before=small_slab)
 
 
 def test_offers_that_lead_nowhere_are_refused_and_leave_nothing() -> None:

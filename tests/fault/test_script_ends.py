@@ -294,6 +294,28 @@ def test_script_ends_while_a_large_message_is_on_its_way(zygote: IO[str], tmp_pa
     assert ends == [("ended\n", "", 0), ("", "", 0)]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("sender", [0, 1])  # which rank dials the other is decided by their ports
+@pytest.mark.parametrize("then", ["ends", "destroys"])
+def test_what_a_rank_sends_before_its_script_ends_arrives(
+    zygote: IO[str], tmp_path: Path, sender: int, then: str
+) -> None:
+    text = f"""
+    box = torch.full((30_000,), 7.0)
+    dist.barrier()
+    if rank == {sender}:
+        dist.send(box, 1 - rank)
+        if how == "destroys":  # the last group, so nothing of this process answers others any more
+            dist.destroy_process_group()
+    else:
+        time.sleep(1.5)  # longer than a rank that leaves waits before it goes on; nothing tells when it does
+        dist.recv(box.zero_(), {sender})
+        print(box.eq(7).all().item())
+    """
+    ends = Scripts(zygote, tmp_path, "01", then, [text] * 2).ends()
+    assert ends == [("" if rank == sender else "True\n", "", 0) for rank in (0, 1)]
+
+
 def test_script_that_ends_right_after_a_mismatch_prints_it(zygote: IO[str], tmp_path: Path) -> None:
     """Of the ranks of the first host one makes another call; the one of the second host hears of it."""
     text = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch._dynamo  # before the ranks are forked: a DDP module's first one takes each of them seconds
 import torch.distributed as dist
@@ -23,29 +22,8 @@ class TwoHeads(torch.nn.Module):
         return x.sum()
 
 
-def test_the_next_forward_names_them() -> None:
-    def body(member: Member) -> tuple[str, tuple[str, ...]]:
-        member.join()
-        model = DistributedDataParallel(TwoHeads())
-        model(torch.ones(2, 4), True).backward()
-        model(torch.ones(2, 4), False).backward()
-        with pytest.raises(UnusedParameters) as caught:
-            model(torch.ones(2, 4), False)
-        assert get_debug_level() == DebugLevel.OFF
-        return str(caught.value), caught.value.names
-
-    for rank, (text, names) in enumerate(on_ranks(body, 3)):
-        assert names == ("other_head.weight", "other_head.bias")
-        first, _, rest = text.partition("\n")
-        assert first == (
-            f"rank {rank} of the group: no gradient came in the last backward pass for "
-            "other_head.weight, other_head.bias"
-        )
-        assert rest.startswith("Expected to have finished reduction in the prior iteration")
-
-
-def test_ranks_that_wait_for_them_are_told_the_rank_and_the_names() -> None:
-    def body(member: Member) -> str:
+def test_ranks_that_have_them_or_wait_for_them_are_told_the_rank_and_the_names() -> None:
+    def body(member: Member) -> tuple[type, str, tuple[str, ...], bool]:
         member.join()
         model = DistributedDataParallel(TwoHeads())
         try:
@@ -53,9 +31,15 @@ def test_ranks_that_wait_for_them_are_told_the_rank_and_the_names() -> None:
                 model(torch.ones(2, 4), member.rank != 1).backward()
         except (PeerLost, UnusedParameters) as error:
             dist.destroy_process_group()  # because of it, so this tells the others
-            return f"{type(error).__name__} {error}"
-        return ""
+            assert get_debug_level() == DebugLevel.OFF
+            first, _, rest = str(error).partition("\n")
+            names = error.names if isinstance(error, UnusedParameters) else ()
+            return type(error), first, names, rest.startswith("Expected to have finished reduction in the prior")
+        raise AssertionError("it was not noticed")
 
-    for rank, text in enumerate(on_ranks(body, 3)):
-        assert text.startswith("UnusedParameters " if rank == 1 else "PeerLost rank 1 of the group"), text
+    names = "other_head.weight", "other_head.bias"
+    for rank, (kind, text, named, explained) in enumerate(on_ranks(body, 3)):
+        expected = (UnusedParameters, names, True) if rank == 1 else (PeerLost, (), False)
+        assert (kind, named, explained) == expected
+        assert text.startswith("rank 1 of the group"), text
         assert "no gradient came in the last backward pass for other_head.weight, other_head.bias" in text

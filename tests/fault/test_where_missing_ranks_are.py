@@ -100,6 +100,7 @@ def test_stopped_rank_is_told_as_stopped_and_not_asked(hosts: int) -> None:
         if member.rank == 0:
             assert soon(lambda: all_told(member))
             os.kill(pid, signal.SIGCONT)
+        assert caught.value.group_rank == 2  # though rank 1, on the host of that, has not come either
         return str(caught.value)
 
     for text in on_ranks(body, 3)[:-1]:

@@ -1,11 +1,10 @@
 /* States of a segment that occur only if a rank loses its core at one certain instruction, set by hand; a /proc that
- * cannot be read; a clock that jumps; and every way in which a rank can go. Prints the line that failed.
+ * cannot be read; and a clock that jumps. Prints the line that failed.
  *
  * Ranks 0 and 1 of each segment are this process; rank 2, if there is one, is another. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -136,82 +135,6 @@ static void a_rank_that_cannot_read_proc_takes_no_other_for_dead(void)
     phx_close(comm);
 }
 
-enum ending { RETURNS, EXITS, FAILS, KILLED, CLOSES, EXECS, ENDINGS };
-
-static void run_rank_2(int fd, enum ending ending, int ready, int go)
-{
-    char byte = 0;
-    phx_comm *comm = phx_open(fd, 2, cookie, 50, NULL);
-    const pid_t child = fork(); /* its end must not be taken for the rank's */
-    if (child == 0)
-        exit(0);
-    int status;
-    REQUIRE(waitpid(child, &status, 0) == child && status == 0);
-    REQUIRE(write(ready, &byte, 1) == 1 && read(go, &byte, 1) == 1);
-    if (ending == CLOSES)
-        phx_close(comm);
-    if (ending == EXECS)
-        execlp("sleep", "sleep", "600", NULL);
-    if (ending == KILLED)
-        raise(SIGKILL);
-    if (ending == CLOSES)
-        pause();
-    if (ending == RETURNS)
-        _exit(0);
-    exit(ending == FAILS ? 3 : 0);
-}
-
-static void every_way_to_go(void)
-{
-    const enum phx_going expected[ENDINGS] = {[RETURNS] = PHX_ENDED, [EXITS] = PHX_LEFT,  [FAILS] = PHX_FAILED,
-                                              [KILLED] = PHX_ENDED,  [CLOSES] = PHX_LEFT, [EXECS] = PHX_REPLACED};
-    for (int ending = 0; ending < ENDINGS; ending++) {
-        int ready[2], go[2];
-        char byte = 0;
-        const int fd = memfd_create("breaks", MFD_CLOEXEC);
-        REQUIRE(phx_segment_format(fd, 3, 4096, 128, 256, cookie) == PHX_OK);
-        REQUIRE(pipe(ready) == 0 && pipe(go) == 0);
-        phx_comm *comm = phx_open(fd, 0, cookie, 50, NULL);
-        const pid_t child = fork();
-        if (child == 0)
-            run_rank_2(fd, ending, ready[1], go[0]);
-        REQUIRE(read(ready[0], &byte, 1) == 1);
-        phx_comm *other = phx_open(fd, 1, cookie, 50, NULL);
-        phx_look(comm, fd);
-        uint32_t by, whom;
-        REQUIRE(atomic_load(&comm->places[0].sees) == 1);
-        REQUIRE(phx_all_seen(comm, &by, &whom) == PHX_UNDER_WAY && by == 1);
-        REQUIRE(phx_peer_life(comm, 2) == PHX_HERE);
-        phx_message *any = phx_recv(comm, &byte, &(struct phx_end){1, PHX_U8, 0}, PHX_ANY_SOURCE, 0);
-        REQUIRE(phx_message_wait(comm, any, 120000000) == PHX_UNDER_WAY);
-        REQUIRE(write(go[1], &byte, 1) == 1);
-        while (phx_peer_life(comm, 2) == PHX_HERE)
-            usleep(1000);
-        REQUIRE(phx_peer_life(comm, 2) == expected[ending]);
-        phx_message *named = phx_recv(comm, &byte, &(struct phx_end){1, PHX_U8, 0}, 2, 1);
-        if (expected[ending] == PHX_LEFT) {
-            REQUIRE(phx_message_wait(comm, named, 0) == PHX_PEER_LEFT);
-            REQUIRE(phx_message_wait(comm, any, 120000000) == PHX_UNDER_WAY); /* rank 1 may send */
-            phx_close(other);
-            REQUIRE(phx_message_wait(comm, any, 0) == PHX_PEER_LEFT);
-        } else {
-            struct phx_breakage why;
-            REQUIRE(phx_message_wait(comm, named, 0) == PHX_PEER_LOST);
-            REQUIRE(phx_message_wait(comm, any, 0) == PHX_PEER_LOST);
-            REQUIRE(phx_breakage(comm, &why) == PHX_PEER_LOST && why.peer == 2 && why.how == expected[ending]);
-            phx_close(other);
-        }
-        phx_message_free(comm, named);
-        phx_message_free(comm, any);
-        phx_close(comm);
-        kill(child, SIGKILL);
-        REQUIRE(waitpid(child, NULL, 0) == child);
-        for (int end = 0; end < 2; end++)
-            close(ready[end]), close(go[end]);
-        close(fd);
-    }
-}
-
 static void a_rank_that_is_not_the_process_it_says_is_not_seen(void)
 {
     phx_comm *comm = segment(2);
@@ -260,7 +183,6 @@ static void time_in_which_the_waiter_did_not_run_does_not_count(void)
 
 int main(void)
 {
-    every_way_to_go();
     a_rank_that_is_not_the_process_it_says_is_not_seen();
     time_in_which_the_waiter_did_not_run_does_not_count();
     one_thread_of_a_rank_is_describing();

@@ -1,5 +1,5 @@
-/* The slab: random blocks never overlap and keep their bytes, also those of several threads, all room comes back, memory
- * is given back when idle, and a block for which the system has no memory is not allocated. */
+/* The slab: random blocks never overlap and keep their bytes, all room comes back, memory is given back when idle,
+ * and a block for which the system has no memory is not allocated. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdio.h>
@@ -75,38 +75,6 @@ static void without_memory(void)
     close(fd);
 }
 
-/* Several threads allocate, write, and release, while the slab is trimmed as if it had been idle. */
-static void *take_turns(void *seed)
-{
-    uint64_t state = (uintptr_t)seed;
-    for (int turn = 0; turn < 2000; turn++) {
-        struct phx_rpc_block block;
-        state ^= state << 13, state ^= state >> 7, state ^= state << 17;
-        if (state % 50 == 0)
-            phx_rpc_trim(&slab, phx_now_ns() + LATER);
-        if (!phx_rpc_allocate(&slab, 1 + state % (BYTES / 3), &block))
-            continue;
-        const uint64_t step = 4096;
-        for (uint64_t i = 0; i < block.nbytes; i += step)
-            slab.data[block.at + i] = (char)block.sequence;
-        for (uint64_t i = 0; i < block.nbytes; i += step)
-            CHECK(slab.data[block.at + i] == (char)block.sequence);
-        atomic_store_explicit(&released[block.block], block.sequence, memory_order_release);
-    }
-    return NULL;
-}
-
-static void several_threads(void)
-{
-    pthread_t threads[4];
-    for (uintptr_t i = 0; i < 4; i++)
-        CHECK(pthread_create(&threads[i], NULL, take_turns, (void *)(i + 1)) == 0);
-    for (int i = 0; i < 4; i++)
-        pthread_join(threads[i], NULL);
-    CHECK(allocate(BYTES));
-    release(0);
-}
-
 int main(void)
 {
     const int fd = memfd_create("phalanx-test", MFD_CLOEXEC);
@@ -176,7 +144,6 @@ int main(void)
     CHECK(allocate(1));
     release(0);
 
-    several_threads();
     without_memory();
     return 0;
 }

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 import phalanx
 from phalanx import rpc
 from phalanx.errors import InitializationError, PhalanxError, WorkerLost
 from phalanx.rpc import session
-from phalanx.rpc.meeting import Meeting, newest_meeting
+from phalanx.rpc.meeting import Meeting
 from phalanx.rpc.members import Members
 from tests.rpc.workers import add, next_of
 from tests.support.ports import held_port
@@ -178,17 +177,3 @@ def test_ranks_meet_again_with_and_without_a_world_of_their_own(size: int) -> No
 
     with held_port() as port:
         on_ranks(body, size)
-
-
-def test_worker_that_is_no_rank_waits_until_the_ranks_have_met() -> None:
-    """Before that it would stay alone in a part of the store that they may give up."""
-    store, waits = HashStore(), []
-    store.set("phalanx/rpc/newest", "a part")
-
-    def wait(pending: Callable[[], bool]) -> None:
-        waits.append(pending())
-        Meeting("a part", store).store.set("outcome", "met")
-        waits.append(pending())
-
-    newest_meeting(store, wait)
-    assert waits == [True, False]

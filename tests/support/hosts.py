@@ -136,13 +136,6 @@ class TestHosts:
                 self._ip(self._switch, f"link set sw{host} master sw")
                 self._ip(self._switch, f"link set sw{host} type bridge_slave isolated off")
 
-    def end_host(self, host: int) -> None:
-        """End a host: its processes are killed, and its network is gone."""
-        holder = self._holders[1 + host]
-        assert holder.stdin is not None
-        holder.stdin.close()
-        holder.wait(20)
-
     def _hold(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "PATH": _path()}
         holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)

@@ -43,7 +43,6 @@ def test_barrier_is_one_case_and_others_one_for_each_size_and_dtype() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["allreduce"], "'allreduce' is not an operation"),
         (["--sizes", "big"], "'big' is not a valid size"),
         (["--dtypes", "float"], "'float' is not a dtype"),
         (["--ranks", "2,x"], "'2,x' is not a list of numbers of ranks"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.support.reports import report
 
+from phalanx.watch import hang_report
 from phalanx.watch.hang_report import latest_report, read_report, write_report
 
 
@@ -35,3 +36,11 @@ def test_nothing_changes_if_a_report_cannot_be_written(tmp_path: Path) -> None:
             assert len(read_report(first).ranks) == 3
         else:
             assert list(folder.iterdir()) == []
+
+
+def test_jobs_that_write_into_one_folder_at_once_have_a_report_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hang_report, "_reports", lambda folder: [])  # each has looked before another has written
+    paths = [write_report(tmp_path, report(ranks, 60)) for ranks in (3, 4)]
+    assert [len(read_report(path).ranks) for path in paths] == [3, 4]

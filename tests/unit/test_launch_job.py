@@ -86,17 +86,6 @@ def test_folders_archives_and_scripts_are_compiled(tmp_path: Path) -> None:
         compile_target(find_target(str(tmp_path / "old.pyc")))
 
 
-def test_what_cannot_be_run_is_named(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("hello")
-    for target, said in (
-        ("missing.py", r"missing\.py: no such file.*no program"),
-        ("/nowhere/x", r"/nowhere/x: no such file$"),
-        (f"{tmp_path}/notes.txt", r"neither Python .* nor executable"),
-    ):
-        with pytest.raises(LaunchError, match=said):
-            find_target(target)
-
-
 TARGET = Target("script", "t", "/t", ("t",))
 
 

@@ -16,7 +16,6 @@ from phalanx.launch.job.binding import Core, bind_ranks, parse_cpu_list, usable_
 from phalanx.launch.job.job import make_job
 from phalanx.launch.job.mpi_launcher import MpiLauncher
 from phalanx.launch.job.output_options import decide_output
-from phalanx.launch.job.rehearsal import Placement, parse_rehearsal
 from phalanx.launch.job.target import Target, find_target
 
 # -- outputs and times ---------------------------------------------------------------------------------
@@ -64,37 +63,6 @@ def test_times_that_cannot_be_waited_for_are_refused(option: str) -> None:
 # -- rehearsed hosts and devices -----------------------------------------------------------------------
 
 SCRIPT = Target("script", "train.py", "/train.py", ("train.py", "--lr", "1"))
-
-
-def test_every_rank_is_placed_as_on_the_cluster() -> None:
-    """For each rank its node rank and its local rank, one digit each."""
-    cases: list[tuple[str, Placement, str]] = [
-        ("2x4", "block", "00 01 02 03 10 11 12 13"),
-        ("2x4", "cyclic", "00 10 01 11 02 12 03 13"),
-        ("1,3,2", "block", "00 10 11 12 20 21"),
-        ("1,3,2", "cyclic", "00 10 20 11 21 12"),
-    ]
-    for text, placement, places in cases:
-        placed = [(place[0], place[1]) for place in places.split()]
-        job = make_job(None, SCRIPT, rehearsal=parse_rehearsal(text, placement), environment={})
-        assert job.ranks == len(placed)
-        assert [(str(row.node_rank), str(row.local_rank)) for row in job.rows()] == placed
-        for rank, (node, local) in enumerate(placed):
-            environment = job.environment(rank, port=1)
-            assert job.rows()[rank].host == environment["PHALANX_HOST"] == f"node{node}"
-            assert (environment["RANK"], environment["WORLD_SIZE"]) == (str(rank), str(len(placed)))
-            assert (environment["GROUP_RANK"], environment["LOCAL_RANK"]) == (node, local)
-            assert environment["LOCAL_WORLD_SIZE"] == str([other[0] for other in placed].count(node))
-            assert environment["GROUP_WORLD_SIZE"] == str(len({other[0] for other in placed}))
-
-
-def test_the_cpu_is_in_place_of_devices() -> None:
-    job = make_job(None, SCRIPT, rehearsal=parse_rehearsal("2x2"), environment={"PHALANX_DEVICE": "cuda"})
-    assert [row.device for row in job.rows()] == ["cpu"] * 4
-    assert job.environment(3, port=1)["PHALANX_DEVICE"] == "cpu"
-    assert job.environment(3, port=1)["CUDA_VISIBLE_DEVICES"] == ""
-    with pytest.raises(LaunchError, match="computes on the CPU in place of devices"):
-        make_job(None, SCRIPT, rehearsal=parse_rehearsal("2x2"), device="cuda", environment={})
 
 
 def test_the_device_of_each_rank() -> None:

@@ -161,20 +161,6 @@ def test_memory_for_a_large_message_is_taken_when_its_bytes_arrive() -> None:
     assert peak_bytes() - before < 100 << 20
 
 
-@pytest.mark.parametrize("kind", [wire_format.PIECE, wire_format.HASHED])
-def test_large_message_arrives_as_it_was_sent(kind: int) -> None:
-    for sizes in ([], [0], [0, 0, 5, 0], [300_000, 0, 1], [1 << 18, (1 << 18) - 1]):
-        pair = Pair()
-        parts = [random.Random(size).randbytes(size) for size in sizes]
-        pair.announce(sizes, b"head")
-        for piece in wire_format.pieces_of([memoryview(part) for part in parts]):
-            pair.send(pair.frame(kind, bytes(piece)))
-        (message,) = pair.receiver.messages
-        assert (message.head, [bytes(part) for part in message.buffers]) == (b"head", parts)
-        assert not any(part.readonly for part in message.buffers)
-        pair.close()
-
-
 @pytest.mark.parametrize("kinds", [(wire_format.PIECE, wire_format.HASHED), (wire_format.HASHED, wire_format.PIECE)])
 def test_piece_that_names_the_other_digest_is_refused(kinds: tuple[int, int]) -> None:
     pair = Pair()

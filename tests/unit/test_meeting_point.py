@@ -7,11 +7,9 @@ import json
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.waiting import soon
@@ -211,50 +209,6 @@ def test_ranks_meet_at_the_first_free_port(monkeypatch: pytest.MonkeyPatch, meet
 def _listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"rank": 1, "job": f"nobody's {OWN}"}, r"rank 1 on .* waited 0\.2 s for rank 0 at 127\.0\.0\.1"),
-        (
-            {"world_size": 3, "local_world_size": 3, "job": f"a lonely one's {OWN}"},
-            r"after 0\.2 s ranks 1-2 of 3 \(\S+, local ranks 1-2\) had not come to rank 0",
-        ),
-        (
-            {"master_addr": "192.0.2.7", "local_world_size": 1, "num_nodes": 2},
-            r"rank 0 runs on .* and cannot listen on 192.0.2.7",
-        ),
-    ],
-)
-def test_rank_that_meets_nobody_says_where_it_looked(change: dict[str, Any], told: str) -> None:
-    with pytest.raises(InitializationError, match=told):
-        meet(replace(HERE, **change), 0.2, 0)
-
-
-def test_second_process_of_a_rank_is_refused_and_the_others_still_meet(
-    meetings: Meetings, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("phalanx.rendezvous.opening.REMIND_S", 0.1)
-    place = replace(HERE, world_size=3, local_world_size=3, job=f"with a stranger {OWN}")
-    told: list[str] = []
-
-    def waits_for_rank_2() -> bool:
-        told.append(capfd.readouterr().err)
-        return "phalanx: waiting for rank 2 of 3, " in "".join(told)
-
-    meetings.start(place)
-    meetings.start(replace(place, rank=1))
-    assert soon(waits_for_rank_2)  # both must have come before a second one can be told from the first
-    started = time.monotonic()
-    with pytest.raises(InitializationError, match=r"there are two of rank 1: pid \d+ on \S+ and pid \d+ on"):
-        meet(replace(place, rank=1), 20.0, 0)
-    assert time.monotonic() - started < 15  # not the timeout
-    meetings.start(replace(place, rank=2))
-    stores = meetings.join()
-    stores[0].set("a", "b")
-    assert stores[1].get("a") == stores[2].get("a") == b"b"
-    assert "phalanx: refused a process: " in capfd.readouterr().err
 
 
 def among_threads() -> Broadcast:

@@ -64,29 +64,6 @@ def done(group: RecordedGroup, nbytes: int) -> None:
     recorder.end(recorder.begin(addressof(group), BROADCAST, nbytes, 0), False)
 
 
-def test_operations_of_a_killed_process_can_be_read(file: int) -> None:
-    def operations(group: RecordedGroup) -> None:
-        recorder.mark(step=7, label="evaluation")
-        done = recorder.begin(addressof(group), ALL_REDUCE | FLOAT32 | 1 << 16, 4096, -1)
-        recorder.end(done, False)
-        failed = recorder.begin(addressof(group), SEND | FLOAT32, 12, 5)
-        recorder.end(failed, True)
-        recorder.mark(label="")
-        recorder.begin(addressof(group), BROADCAST, 8, 2)
-
-    found = record_in(file, operations)
-    assert (found.rank, found.size, found.step, found.label, found.begun) == (3, 8, 7, "", 3)
-    first, second, third = found.records
-    site = f"{__file__}:{operations.__code__.co_firstlineno + 2}"
-    assert (first.kind, first.in_group, first.nbytes, first.op, first.site) == ("all_reduce", 1, 4096, "sum", site)
-    assert (first.step, first.label, first.failed) == (7, "evaluation", False)
-    assert first.left_ns > first.entered_ns > 0
-    assert (second.name(), second.in_group, second.failed) == ("send to rank 5", 1, True)
-    assert (third.in_group, third.under_way, third.label) == (2, True, "")
-    assert (third.group.ranks, third.group.own) == (tuple(range(8)), 3)
-    assert found.last is third
-
-
 def test_ring_keeps_the_last_operations_if_an_early_one_ends_late(file: int) -> None:
     def operations(group: RecordedGroup) -> None:
         early = recorder.begin(addressof(group), ALL_REDUCE, 1, -1)

@@ -32,19 +32,6 @@ def sentence(*ranks: Seen) -> str:
 BEFORE, WAITS = record("all_reduce", 1, "a.py:5", done=True), record("all_reduce", 2, "a.py:9")
 
 
-def test_nobody_waits_if_no_rank_is_in_an_operation() -> None:
-    assert judge([rank(0, BEFORE), rank(1, BEFORE), rank(2)]) is None
-
-
-def test_a_rank_that_has_not_come_is_named_with_its_place() -> None:
-    verdict = judge([*(rank(r, BEFORE, WAITS) for r in (0, 1, 2)), rank(3, BEFORE, place="a.py:7 compute()")])
-    assert verdict is not None
-    assert verdict.sentence == (
-        "rank 3 is at a.py:7 compute(), in no operation; ranks 0-2 wait for it in all_reduce #2 at a.py:9"
-    )
-    assert (verdict.awaited, verdict.waiting, verdict.since_ns) == ((3,), (0, 1, 2), 20)
-
-
 def test_a_rank_in_another_operation_of_the_group_is_named_with_that() -> None:
     """As where two programs call different collectives, on a backend that does not compare them."""
     others = [rank(r, record("broadcast", 118, "train.py:57")) for r in (0, 1, 2)]
@@ -60,25 +47,6 @@ def test_a_rank_that_is_ahead_does_not_count_as_missing() -> None:
     late = rank(2, record("all_reduce", 0, "a.py:2", done=True), place="a.py:8 load()")
     found = sentence(rank(0, *ahead), rank(1, *ahead), late, rank(3, *ahead))
     assert found == "rank 2 is at a.py:8 load(), in no operation; ranks 0-1, 3 wait for it in barrier #2 at a.py:4"
-
-
-def test_the_end_of_a_chain_is_named_and_all_that_wait_for_it() -> None:
-    in_world, in_pair = record("barrier", 1, "a.py:4"), record("all_reduce", 1, "a.py:6", PAIR)
-    assert sentence(rank(0, in_world), rank(1, in_pair), rank(2, place="a.py:8 load()"), rank(3, in_world)) == (
-        "rank 2 is at a.py:8 load(), in no operation yet; "
-        "ranks 0-1, 3 wait for it in barrier #1 at a.py:4 and all_reduce #1 of group 'pair' at a.py:6"
-    )
-
-
-def test_ranks_that_wait_for_each_other_are_all_named() -> None:
-    first, second = record("recv", 1, "a.py:4", peer=1), record("recv", 1, "a.py:9", peer=0)
-    verdict = judge([rank(0, first), rank(1, second), rank(2), rank(3)])
-    assert verdict is not None
-    assert verdict.sentence == (
-        "ranks 0-1 wait for each other: rank 0 is in recv from rank 1 at a.py:4, "
-        "rank 1 is in recv from rank 0 at a.py:9"
-    )
-    assert verdict.awaited == (0, 1)
 
 
 def test_several_that_are_missing_are_told_apart_by_what_they_do() -> None:

@@ -21,10 +21,9 @@ from tests.support.waiting import soon
 
 from phalanx.launch.relay.channel import ROLE as LAUNCHER
 from phalanx.store.claim import ROLE as STORE
-from phalanx.wire import door as doors
 from phalanx.wire import encryption
 from phalanx.wire.dial import Line, dial
-from phalanx.wire.door import Arrival, Displaced, Door, Silent
+from phalanx.wire.door import Arrival, Door
 from phalanx.wire.encryption import EncryptedSession, Exchange
 from phalanx.wire.framing import LONGEST_UNPROVEN, PREFIX_BYTES, Malformed, end_of_frame, frame
 from phalanx.wire.key import Key
@@ -118,19 +117,6 @@ def test_both_sides_learn_what_the_other_says_if_they_know_one_key(key: Key) -> 
             sock.close()
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours", "role"),
-    [(KEY, OTHER, STORE), (KEY, NONE, STORE), (NONE, KEY, STORE), (KEY, KEY, LAUNCHER)],
-    ids=["other", "none", "one", "of another role"],
-)
-def test_wrong_key_is_known_as_such_on_both_sides(theirs: Key, ours: Key, role: str) -> None:
-    with Entrance(theirs) as entrance:
-        with pytest.raises(WrongKey):
-            entrance.dial(ours, role)
-        assert entrance.has_refused(WrongKey)
-        assert entrance.admitted == []
-
-
 def test_proof_may_come_byte_by_byte_and_what_follows_is_handed_on() -> None:
     with Entrance() as entrance, entrance.stranger() as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -143,38 +129,6 @@ def test_proof_may_come_byte_by_byte_and_what_follows_is_handed_on() -> None:
             answer += sock.recv(missing)
         assert response.check(answer) == VERDICT
         assert entrance.admitted[0].rest == b"first request"
-
-
-def test_silent_caller_is_sent_away_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "PATIENCE_S", 0.3)
-    with Entrance() as entrance:
-        silent = [entrance.stranger() for _ in range(3)]
-        silent[1].sendall(GREETING)
-        greeted = [sock.recv(len(GREETING), socket.MSG_WAITALL) for sock in silent]
-        monkeypatch.setattr(doors, "PATIENCE_S", 60.0)  # for those that come now, which a busy machine may hold up
-        for _ in range(3):
-            entrance.dial()[0].close()
-        assert greeted == [GREETING] * 3
-        for sock in silent:
-            hear_all(sock)
-        assert entrance.has_refused(*[Silent] * 3)
-        assert len(entrance.admitted) == 3
-
-
-def test_oldest_of_too_many_strangers_makes_room_and_no_proven_one() -> None:
-    with Entrance(most=2) as entrance:
-        proven, _ = entrance.dial()
-        strangers = [entrance.stranger() for _ in range(5)]
-        heard = [hear_all(sock) for sock in strangers[:3]]
-        assert [data[: len(GREETING)] for data in heard] == [GREETING] * 3
-        assert entrance.has_refused(*[Displaced] * 3)
-        for _ in range(3):
-            entrance.dial()[0].close()  # whoever knows the key comes in at once
-        entrance.admitted[0].sock.sendall(b"still here")
-        assert proven.sock.recv(20) == b"still here"
-        for sock in strangers[3:]:
-            sock.close()
-        proven.close()
 
 
 def test_door_that_has_run_out_of_files_accepts_again() -> None:

@@ -364,20 +364,6 @@ def test_two_processes_of_one_rank_are_both_named(pair: Pair) -> None:
         check_told("twice.rank-0", first.told(said), known)
 
 
-def test_different_world_sizes_are_refused_naming_both(pair: Pair) -> None:
-    first = pair.rank(0, 0, 2)
-    first.heard("the join is open")
-    second = pair.end(pair.rank(1, 1, 3))[0]
-    assert second.code != 0
-    pids = re.search(r"rank 1 \(pid (\d+) on h1\) .* rank 0 \(pid (\d+) on h0\)", second.err)
-    assert pids is not None, second.err
-    known = {"pid 1": pids[1], "pid 0": pids[2], "host 1": "h1", "host": "h0"}
-    check_told("world-sizes", second.err.splitlines()[-1], known)
-    first.heard(
-        f"waiting for rank 1 of 2 (refused: rank 1 (pid {pids[1]} on h1) was started for a world of 3, rank 0 ("
-    )
-
-
 def test_a_stranger_and_a_rank_with_another_key_stay_outside(pair: Pair) -> None:
     keys = []
     for name in ("ours", "theirs"):

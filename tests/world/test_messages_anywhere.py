@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -29,25 +25,6 @@ COUNTS = (0, 1, 1000, 20_000, 300_000)  # float32: in a frame, in a stage, strai
 def pending(work: dist.Work | None) -> dist.Work:
     assert work is not None
     return work
-
-
-@every_rank(2, ONE_OR_TWO)
-def test_tags_find_their_receives_in_any_order(member: Member) -> None:
-    """Three large messages, of which the last is received first: the first two are set aside to let it through."""
-    if member.rank == 0:
-        for tag in (1, 2, 3):
-            dist.send(torch.full((LARGE,), float(tag)), 1, tag=tag)
-        for value in (10.0, 11.0):
-            dist.send(torch.tensor([value]), 1, tag=9)
-    else:
-        for tag in (3, 1, 2):
-            x = torch.zeros(LARGE)
-            dist.recv(x, 0, tag=tag)
-            assert [x[0].item(), x[-1].item()] == [tag, tag]
-        for value in (10.0, 11.0):
-            x = torch.zeros(1)
-            dist.recv(x, 0, tag=9)
-            assert x.item() == value
 
 
 @every_rank(2, ONE_OR_TWO)
@@ -90,28 +67,6 @@ def test_futures_views_and_completion(member: Member) -> None:
     dist.send(torch.ones(1), peer)
     assert late.wait()
     assert [future.wait()[0].item() for future in (*futures, late.get_future())] == [1.0] * 4
-
-
-@every_rank(2, ONE_OR_TWO, leaves=False)
-def test_messages_of_different_size_raise_on_both_sides(member: Member) -> None:
-    """Both calls are named with their lines, also where a thread of the group finds the error before the wait."""
-    for how in ("in the call", "before the wait"):
-        group: Any = dist.new_group()
-        with pytest.raises(CollectiveMismatch) as caught:
-            if how == "in the call" and member.rank == 0:
-                dist.send(torch.ones(LARGE), 1, group=group)
-            elif how == "in the call":
-                dist.recv(torch.ones(3), 0, group=group)
-            else:
-                sends = member.rank == 0
-                begin, tensor = (dist.isend, torch.ones(LARGE)) if sends else (dist.irecv, torch.ones(3))
-                work = pending(begin(tensor, 1 - member.rank, group=group))
-                assert soon(work.get_future().done)  # by the group's own thread
-                work.wait()
-        assert f"rank 0: send to rank 1, float32[{LARGE}] at " in str(caught.value)
-        assert "rank 1: recv from rank 0, float32[3] at " in str(caught.value)
-        assert f"{Path(__file__).name}:" in str(caught.value)
-        member.meet(how)
 
 
 @every_rank(3)
@@ -351,55 +306,6 @@ def test_what_a_rank_sends_before_it_destroys_its_group_arrives(member: Member) 
             assert f"recv from rank {caught.value.group_rank}, float32[30000] at " in str(caught.value)
         dist.destroy_process_group(group)
         member.say(f"{member.rank} left, {opened}")
-
-
-SENDS_AND_ENDS = """
-    import sys, time
-    from datetime import timedelta
-    import torch, torch.distributed as dist
-    from tests.support.islands import pretend_host
-
-    rank, sender, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    pretend_host(rank)
-    store = dist.FileStore(path, 2)
-    dist.init_process_group("phalanx", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
-    dist.barrier()
-    box = torch.full((30_000,), 7.0)
-    if rank == sender:
-        dist.send(box, 1 - rank)
-        if sys.argv[4] == "destroys":  # the last group, so nothing of this process answers others any more
-            dist.destroy_process_group()
-    else:
-        time.sleep(1.5)  # longer than a rank that leaves waits before it goes on; nothing tells when it does
-        box.zero_()
-        dist.recv(box, sender)
-        print(box.eq(7).all().item())
-"""
-
-
-ENDS = [
-    (0, "ends"),
-    (1, "ends"),
-    (0, "destroys"),
-    (1, "destroys"),
-]  # which rank dials the other is decided by their ports
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("sender", "then"), ENDS)
-def test_what_a_rank_sends_before_its_script_ends_arrives(sender: int, then: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", dedent(SENDS_AND_ENDS)]
-    running = [
-        subprocess.Popen(
-            [*command, str(rank), str(sender), str(tmp_path / "store"), then],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    said = [(*rank.communicate(timeout=300), rank.returncode) for rank in running]
-    assert said == [("" if rank == sender else "True\n", "", 0) for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("late", [1, pytest.param(2, marks=pytest.mark.long)])

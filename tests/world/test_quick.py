@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 from tests.support.ranks import Member
 from tests.support.worlds import every_rank
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from phalanx.c10d.quick import missing
-from phalanx.errors import ClosedError, CollectiveMismatch, PeerLost
 from phalanx.group import Group, Session
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there are quick methods")
@@ -116,29 +115,6 @@ def test_tensors_whose_data_mean_something_else_go_to_python(member: Member) -> 
     assert number.item() == -9.0
 
 
-@every_rank()
-def test_errors_are_those_of_python_and_name_the_line(member: Member) -> None:
-    """Also for a broadcast's root, which has returned from the call that did not match."""
-    group = world_group()
-    dist.barrier()
-    with pytest.raises(CollectiveMismatch) as caught:
-        if member.rank == 2:
-            dist.all_reduce(torch.ones(3))
-        else:
-            dist.broadcast(torch.ones(3), 0)
-            dist.barrier()
-    for text in ("broadcast(float32[3], src=0) at ", "all_reduce(float32[3], sum) at "):
-        assert text in str(caught.value)
-    assert str(caught.value).count("test_quick.py:") == 2
-    assert group._progress.running.acquire(blocking=False)
-    assert not group._progress.busy
-    dist.destroy_process_group()
-    with pytest.raises((ClosedError, ValueError)):
-        dist.all_reduce(torch.ones(3))
-    with pytest.raises(ClosedError):
-        group.allreduce([torch.ones(3)], AllreduceOptions())
-
-
 @every_rank(timeout_s=120)
 def test_quick_calls_beside_a_thread_that_closes_the_group(member: Member) -> None:
     for _ in range(4):
@@ -216,22 +192,6 @@ def test_messages_that_are_not_plain_go_to_python(member: Member) -> None:
     for call in (dist.send, dist.recv):
         with pytest.raises(ValueError, match="rank"):
             call(mine, 2)
-
-
-@every_rank(2, leaves=False)
-def test_messages_that_fail_raise_as_in_python(member: Member) -> None:
-    second: Any = dist.new_group()
-    if member.rank:
-        dist.send(torch.ones(3), 0)
-        dist.destroy_process_group(second)
-        with contextlib.suppress(CollectiveMismatch):
-            dist.destroy_process_group()
-        return
-    with pytest.raises(CollectiveMismatch, match=r"recv from rank 1, float32\[4\]") as caught:
-        dist.recv(torch.zeros(4), 1)
-    assert "test_quick.py:" in str(caught.value)
-    with pytest.raises(PeerLost, match=r"recv from rank 1, float32\[2\]"):
-        dist.recv(torch.zeros(2), 1, group=second)
 
 
 @every_rank(2)

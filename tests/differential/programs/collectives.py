@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _coalescing_manager
 
-from tests.differential.calls import CALLS, Call, blanks
+from tests.differential.calls import CALLS, Call
 from tests.differential.program import SERVED_HERE, program, raised, wait_for
 from tests.support.ranks import Member
 
@@ -85,20 +84,6 @@ def of_every_dtype(member: Member, case: tuple[Call, torch.dtype]) -> Any:
     return raised(lambda: call(tensor)[1])
 
 
-@program()
-def rooted_at_each_rank(member: Member) -> Any:
-    results: list[Any] = []
-    for root in range(member.size):
-        sent, output = numbers(member), torch.zeros(6)
-        here = root == member.rank
-        outputs = blanks(sent) if here else None
-        dist.gather(sent, outputs, dst=root)
-        dist.scatter(output, [numbers(member) + i for i in range(member.size)] if here else None, src=root)
-        dist.broadcast(sent, src=root)
-        results += [sent, output, outputs]
-    return results
-
-
 @program(differs=SERVED_HERE)
 def premultiplied_sum(member: Member) -> Any:
     tensor = numbers(member)
@@ -141,25 +126,3 @@ def coalesced(member: Member) -> Any:
     outputs = [[torch.zeros(6), torch.zeros(2, 2)] for _ in range(member.size)]
     dist.all_gather_coalesced(outputs, [numbers(member), torch.full((2, 2), float(member.rank))])
     return tensors, outputs
-
-
-@program(differs=SERVED_HERE, alone=True)
-def coalescing_manager(member: Member) -> Any:
-    tensors = [numbers(member, count=count) for count in (1, 4, 9)]
-
-    def reduce_all() -> None:
-        with _coalescing_manager(device=torch.device("cpu")):
-            for tensor in tensors:
-                dist.all_reduce(tensor)
-
-    return raised(reduce_all, gives=tensors)
-
-
-@program()
-def large_tensors(member: Member) -> Any:
-    tensor, part = numbers(member, count=300_001), numbers(member, count=100_003)
-    dist.all_reduce(tensor)
-    outputs = blanks(part)
-    dist.all_gather(outputs, part)
-    dist.broadcast(outputs[0], src=member.size - 1)
-    return tensor.sum().item(), tensor[::1000], [output[::1000] for output in outputs]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tests.differential.program import Raised, program, raised
 from tests.support.ranks import Member
@@ -71,28 +69,3 @@ def after_the_end(member: Member) -> Any:
     dist.destroy_process_group()
     again = raised(dist.destroy_process_group)
     return again, raised(lambda: dist.all_reduce(ones())), raised(dist.get_rank), dist.is_initialized()
-
-
-def all_in_a_group(member: Member, timeout_s: float) -> Any:
-    """A group that has its timeout once it is made, for which a busy machine may take longer."""
-    group = dist.new_group(list(range(member.size)), timeout=timedelta(seconds=60))
-    dist.barrier(group=group)
-    _set_pg_timeout(timedelta(seconds=timeout_s), group)
-    return group
-
-
-@program(alone=True, long=True)
-def a_rank_that_does_not_come(member: Member) -> Any:
-    group = all_in_a_group(member, 2)
-    if member.rank == member.size - 1:
-        return "elsewhere"
-    return raised(lambda: dist.all_reduce(ones(), group=group), gives="summed")
-
-
-@program(alone=True, long=True)
-def another_operation(member: Member) -> Any:
-    group = all_in_a_group(member, 3)
-    tensor = ones()
-    if member.rank == 0:
-        return raised(lambda: dist.all_reduce(tensor, group=group), gives="done")
-    return raised(lambda: dist.broadcast(tensor, 0, group=group), gives="done")

@@ -95,19 +95,6 @@ def destroyed_and_made_again(member: Member) -> Any:
     return results
 
 
-@program(alone=True)
-def the_world_made_again(member: Member) -> Any:
-    backend = dist.get_backend()
-    results = []
-    for attempt in range(3):
-        results.append(summed(None))
-        dist.barrier()
-        dist.destroy_process_group()
-        member.join(backend, name=f"again-{attempt}")
-    results.append(summed(None))
-    return results, dist.get_world_size()
-
-
 @program()
 def collectives_from_threads(member: Member) -> Any:
     groups = [dist.new_group(list(range(member.size))) for _ in range(4)]

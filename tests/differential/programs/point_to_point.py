@@ -75,23 +75,6 @@ def from_any_source_without_waiting(member: Member) -> Any:
     return sorted(work._source_rank() for work in works), torch.stack(received).sum(0)
 
 
-@program(alone=True)
-def a_master_outlives_its_workers(member: Member) -> Any:
-    """Each worker sends only once the one before it has ended, to a master that receives from any source."""
-    if member.rank:
-        if member.rank > 1:
-            member.await_said(f"{dist.get_backend()}-{member.rank - 1}")
-        dist.send(mine(member), 0)
-        backend = dist.get_backend()
-        dist.destroy_process_group()
-        member.say(f"{backend}-{member.rank}")
-        return None
-    received = [torch.zeros(3) for _ in range(member.size - 1)]
-    for tensor in received:
-        dist.recv(tensor)
-    return torch.stack(received).sum(0)
-
-
 @program()
 def batch_to_everybody(member: Member) -> Any:
     received = [torch.zeros(2) for _ in range(member.size)]
@@ -143,17 +126,6 @@ def while_collectives_run(member: Member) -> Any:
     dist.send(mine(member), after)
     wait_for(work, receiving)
     return received, summed[:3]
-
-
-@program()
-def large_and_small_and_empty(member: Member) -> Any:
-    after, before = around(member)
-    sent = [torch.arange(500_000.0) + member.rank, mine(member, 1), torch.zeros(0)]
-    received = [torch.zeros(each.shape) for each in sent]
-    sending = [dist.isend(each, after, tag=tag) for tag, each in enumerate(sent)]
-    receiving = [dist.irecv(received[tag], before, tag=tag) for tag in (2, 1, 0)]
-    wait_for(*sending, *receiving)
-    return received[0][::50_000], received[1:]
 
 
 OTHERS = {"a larger tensor": torch.zeros(4), "another dtype": torch.zeros(2, dtype=torch.int32)}
