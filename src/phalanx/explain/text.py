@@ -1,0 +1,148 @@
+"""The steps of a collective as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+from phalanx.explain.ranks import Cell, Kept
+from phalanx.explain.steps import Explained, Move, Step, cell_text
+from phalanx.words import format_bytes, format_count, format_named
+
+__all__ = ["as_text", "blocks_text", "did", "heading", "kept_text", "legend", "moved_text", "title"]
+
+_HEADINGS = {
+    "puts": "write into the shared memory",
+    "takes": "copy out of the shared memory",
+    "adds": "read and add",
+    "combines": "add what came from other hosts",
+    "sends": "send to another host",
+    "raises": "raise a counter",
+    "sees": "see the counters of the others",
+}
+
+
+def as_text(explained: Explained) -> str:
+    """All of it."""
+    lines = [title(explained), "", *legend(explained), "", "start"]
+    lines += [f"  rank {rank} has  {kept_text(kept)}" for rank, kept in enumerate(explained.given) if kept]
+    before: Sequence[Kept] = explained.given
+    for number, step in enumerate(explained.steps, 1):
+        lines += ["", f"step {number}: {heading(step)}", *(f"  {line}" for line in did(step))]
+        lines += [
+            f"  rank {rank} now has  {kept_text(kept)}"
+            for rank, kept in enumerate(step.kept)
+            if kept and kept != before[rank] and kept_text(kept)
+        ]
+        before = step.kept
+    lines += ["", *_links(explained)]
+    return "\n".join(lines) + "\n"
+
+
+def title(explained: Explained) -> str:
+    """What is shown."""
+    plan = explained.plan
+    where = "one host" if len(plan.hosts) == 1 else f"{len(plan.hosts)} hosts"
+    much = f" of {format_bytes(plan.nbytes)}" if plan.operation != "barrier" else ""
+    return f"{plan.operation}{much} on {format_count(plan.ranks, 'rank')} of {where}: {_steps(explained)}"
+
+
+def _steps(explained: Explained) -> str:
+    return format_count(len(explained.steps), "step")
+
+
+def legend(explained: Explained) -> list[str]:
+    """What the letters are."""
+    plan = explained.plan
+    lines = []
+    if plan.operation != "barrier":
+        last = chr(ord("A") + plan.ranks - 1)
+        size = format_bytes((plan.edges[1] - plan.edges[0]) * 8)
+        lines.append(f"A to {last} are the blocks of the data, of {size} each. B[0] is block B of rank 0, and B[0-1] the")
+        lines.append("sum of block B of ranks 0 to 1.")
+    if len(plan.hosts) > 1:
+        hosts = [[rank for rank, host in enumerate(plan.host_of) if host == each] for each in range(len(plan.hosts))]
+        lines.append("; ".join(f"host {each}: {format_named('rank', ranks)}" for each, ranks in enumerate(hosts)))
+    return lines
+
+
+def heading(step: Step) -> str:
+    """``ranks 0-3 read and add``: what is done in a step, by whom."""
+    parts = []
+    for kind, words in _HEADINGS.items():
+        ranks = sorted({move.rank for move in step.moves if move.kind == kind})
+        if ranks and not (kind == "puts" and any(move.kind in ("adds", "combines") for move in step.moves)):
+            word = words if len(ranks) > 1 else _singular(words)
+            parts.append(f"{format_named('rank', ranks)} {word}")
+    return "; ".join(parts)
+
+
+def _singular(words: str) -> str:
+    first, *rest = words.split(" ", 1)
+    first = {"copy": "copies"}.get(first, f"{first}s")
+    return " ".join([first, *rest]).replace("and add", "and adds")
+
+
+def did(step: Step) -> Iterator[str]:
+    """A line for each thing that a rank does in a step."""
+    for rank, of_rank in groupby(step.moves, lambda move: move.rank):
+        for kind, alike in groupby(of_rank, lambda move: move.kind):
+            moves = list(alike)
+            yield f"rank {rank} {moved_text(kind, moves)}"
+
+
+def moved_text(kind: str, moves: Sequence[Move]) -> str:
+    """``takes B[0-3] of rank 1 (64.0 KiB)``: what a rank does, in moves of one kind."""
+    others = sorted({move.other for move in moves if move.other >= 0})
+    what = blocks_text(cell for move in moves for cell in move.cells) or "what the ranks agree by"
+    sizes = sorted({move.nbytes for move in moves})
+    size = f"({format_bytes(sum(move.nbytes for move in moves))})"
+    if len(moves) > 1 and len(sizes) == 1:
+        size = f"({format_bytes(sizes[0])} each)"
+    who = format_named("rank", others) if others else ""
+    match kind:
+        case "puts":
+            return f"writes {what} into the shared memory {size}"
+        case "takes":
+            return f"copies {what} that {who} wrote {size}"
+        case "adds":
+            return f"reads {what} that {who} wrote, and adds {size}"
+        case "combines":
+            return f"adds what came to its own: {what} {size}"
+        case "sends":
+            return f"sends {what} to {who} {size}"
+        case "raises":
+            return "raises its counter"
+        case _:
+            return f"sees the counters of {who}" if len(others) > 1 else f"sees the counter of {who}"
+
+
+def blocks_text(cells: Iterable[Cell]) -> str:
+    """``A[1] A[2]``."""
+    return " ".join(cell_text(cell) for cell in sorted(set(cells)))
+
+
+def kept_text(kept: Kept) -> str:
+    """The same of what lies in the blocks of a tensor, in its order."""
+    return " ".join("+".join(cell_text(cell) for cell in block) for block in kept if block)
+
+
+def _links(explained: Explained) -> Iterator[str]:
+    links = explained.links()
+    if not links:
+        yield "No data goes from one rank to another."
+        return
+    yield "bytes from one rank (row) to another (column)"
+    ranks = range(explained.plan.ranks)
+    yield f"{'':>8}" + "".join(f"{f'rank {rank}':>12}" for rank in ranks)
+    for one in ranks:
+        texts = [f"{links[one, other]:,}" if (one, other) in links else "-" for other in ranks]
+        yield f"{f'rank {one}':>8}" + "".join(f"{text:>12}" for text in texts)
+    hosts = explained.plan.host_of
+    inside = sum(nbytes for (one, other), nbytes in links.items() if hosts[one] == hosts[other])
+    yield f"through shared memory: {inside:,} bytes"
+    for host in range(len(explained.plan.hosts) if len(explained.plan.hosts) > 1 else 0):
+        leaves = sum(nbytes for (one, other), nbytes in links.items() if hosts[one] == host != hosts[other])
+        yield f"over the network from host {host}: {leaves:,} bytes"
+    if beside := sum(explained.agreed_by().values()):
+        yield f"beside the data, by which the ranks compare their calls: {beside:,} bytes"
