@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -24,7 +25,9 @@ from phalanx.transports.contract import Communicator
 from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
 from phalanx.transports.hosts import exchanging
 from phalanx.transports.hosts.communicator import HostsCommunicator
+from phalanx.transports.hosts.exchange_memory import ExchangeMemory
 from phalanx.transports.hosts.gloo_lane import GlooEngine
+from phalanx.transports.hosts.lane import Transfer
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.reductions import SUM
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
@@ -80,7 +83,8 @@ class Event(NamedTuple):
     """Something that a rank did: when, what (``Traced``, or one of the above), where, with how much, and what it was.
 
     ``at`` is a place in the shared memory, or a rank; ``turn`` tells messages between two ranks apart. ``kept`` is what
-    lies in the result thereafter.
+    lies in the result thereafter. Of a message, ``into`` has the blocks of the result into which it comes, and
+    ``beside`` is where it lies in the memory in which the ranks of a host exchange parts; -1 if it does not.
     """
 
     time_ns: int
@@ -89,8 +93,10 @@ class Event(NamedTuple):
     at: int
     nbytes: int
     cells: tuple[Cell, ...]
-    turn: tuple[int, int]
     kept: Kept
+    turn: tuple[int, int] = (0, 0)
+    into: tuple[int, ...] = ()
+    beside: int = -1
 
 
 @dataclass
@@ -111,13 +117,37 @@ class _Notes:
         self.events: list[Event] = []
         self.result: torch.Tensor | None = None
         self.head = 0  # how many bytes before the data say what it is
+        self.beside: Callable[[], ExchangeMemory | None] = lambda: None
         self.tracer = Tracer(self.told)
 
-    def told(self, what: int, at: int, data: int | None, nbytes: int, turn: tuple[int, int] = (0, 0)) -> None:
+    def told(self, what: int, at: int, data: int | None, nbytes: int, *of_message: Any) -> None:
         """Note what has just been moved; the core calls it on the thread that moved it."""
         now = time.monotonic_ns()
         cells = self.cells_at(data + self.head, nbytes - self.head) if data else ()
-        self.events.append(Event(now, self.rank, what, at, nbytes, cells, turn, self.kept()))
+        self.events.append(Event(now, self.rank, what, at, nbytes, cells, self.kept(), *of_message))
+
+    def copied(self, to: int, source: int, nbytes: int) -> None:
+        """Copy, and note it if one side is the memory in which the ranks of a host exchange parts."""
+        ctypes.memmove(to, source, nbytes)
+        for what, address in ((PUT_BESIDE, to), (TAKEN_BESIDE, source)):
+            if (at := self.place_beside(address)) >= 0 and nbytes:
+                self.told(what, at, address, nbytes)
+
+    def place_beside(self, address: int) -> int:
+        """Where an address lies in that memory; -1 if it does not."""
+        memory = self.beside()
+        return -1 if memory is None or not 0 <= address - memory.address < memory.nbytes else address - memory.address
+
+    def blocks_of_result(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The blocks of the result in which a tensor lies."""
+        if self.result is None:
+            return ()
+        begin = (tensor.data_ptr() - self.result.data_ptr()) // 8
+        if not 0 <= begin < self.result.numel():
+            return ()
+        within = self.edges if self.result.numel() == self.edges[-1] else self.edges[:2]
+        last = begin + tensor.nbytes // 8
+        return tuple(number for number, edge in enumerate(within[:-1]) if edge < last and within[number + 1] > begin)
 
     def cells_at(self, address: int, nbytes: int) -> tuple[Cell, ...]:
         """Which blocks lie there, and of whom; nothing of what is not data."""
@@ -166,14 +196,28 @@ class _TracedEngine(GlooEngine):
 
     notes: _Notes
 
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        self._tell_of(tensor, peer, tag)
+        return super().send(tensor, peer, tag)
+
+    def send_kept(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        self._tell_of(tensor, peer, tag)
+        return super().send_kept(tensor, peer, tag)
+
     def watched(self, work: dist.Work, verb: str, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        turn = self._turn(verb, peer, tag)
         if verb == "send":
-            self.notes.head = 0 if tag else _HEAD_BYTES
-            self.notes.told(SENT, peer, tensor.data_ptr(), tensor.nbytes, (tag, turn))
-            self.notes.head = 0
             return work
-        return _TracedWork(work, lambda: self.notes.told(RECEIVED, peer, None, tensor.nbytes, (tag, turn)))  # type: ignore[return-value]
+        turn, into = (tag, self._turn(verb, peer, tag)), self.notes.blocks_of_result(tensor)
+        beside = self.notes.place_beside(tensor.data_ptr())
+        tell = partial(self.notes.told, RECEIVED, peer, None, tensor.nbytes, turn, into, beside)
+        return cast(dist.Work, _TracedWork(work, tell))
+
+    def _tell_of(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        address, notes = tensor.data_ptr(), self.notes
+        notes.head = 0 if tag else _HEAD_BYTES
+        turn = tag, self._turn("send", peer, tag)
+        notes.told(SENT, peer, address, tensor.nbytes, turn, (), notes.place_beside(address))
+        notes.head = 0
 
     def _turn(self, *way: object) -> int:
         turns: dict[object, int] = vars(self).setdefault("turns", {})
@@ -234,7 +278,10 @@ def _join(plan: Plan, rank: int, store: dist.Store, notes: _Notes) -> Communicat
         gloo.get()
         ways.append(kind(gloo, _TIMEOUT, awaits_what_came=kind is GlooEngine))
     ways[0].notes = notes  # type: ignore[attr-defined]
-    return HostsCommunicator(layout, rank, local, *ways, part("broken"), _TIMEOUT)
+    group = HostsCommunicator(layout, rank, local, *ways, part("broken"), _TIMEOUT)
+    notes.beside = lambda: group.exchanging.memory
+    vars(exchanging)["_copy"] = notes.copied
+    return group
 
 
 def _call(plan: Plan, rank: int, group: Communicator, notes: _Notes) -> tuple[torch.Tensor | None, Callable[[], None]]:

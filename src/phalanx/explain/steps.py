@@ -172,7 +172,9 @@ class _Steps:
         self._at = [0] * plan.ranks  # the step in which each rank is
         # Of each host: from where to where in the shared memory a rank has put something, and in which step.
         self._written: dict[object, list[tuple[int, int, int, int]]] = defaultdict(list)
-        self._sent: dict[object, int] = {}
+        self._sent: dict[object, tuple[int, tuple[Cell, ...]]] = {}
+        # Of each rank and block of its result: in which step a message brings it, and what.
+        self._came: dict[int, dict[int, tuple[int, tuple[Cell, ...]]]] = defaultdict(dict)
         self._raised: dict[int, int] = {}
         moves: dict[int, list[Move]] = defaultdict(list)
         agreement: list[Move] = []
@@ -183,22 +185,38 @@ class _Steps:
             (agreement if beside else moves[step]).extend(done)
             kept[step, event.rank] = event.kept
         steps = [Step(_joined(moves[number])) for number in sorted(moves) if moves[number]]
-        now = [rank.given if plan.operation in ("all_reduce", "reduce", "broadcast") else () for rank in ranks]
+        in_place = plan.operation in ("all_reduce", "reduce", "broadcast")
+        begin = [rank.given if in_place else ((),) * len(rank.result) for rank in ranks]
+        now = begin
         for number, step in zip(sorted(number for number in moves if moves[number]), steps, strict=True):
             now = [kept.get((number, rank), before) for rank, before in enumerate(now)]
-            step.kept = list(now)
+            step.kept = [self._with_messages(rank, number, now[rank], begin[rank]) for rank in range(plan.ranks)]
         if steps:
             steps[-1].kept = [rank.result for rank in ranks]
         self.explained = Explained(plan, [rank.given for rank in ranks], steps, _joined(agreement))
+
+    def _with_messages(self, rank: int, step: int, kept: Kept, before: Kept) -> Kept:
+        """What lies in a rank's result after a step: a message has come when the step is over in which it is sent."""
+        found = list(kept)
+        for block, (when, cells) in self._came[rank].items():
+            found[block] = cells if when <= step else before[block]
+        return tuple(found)
 
     def _place(self, event: Event, beside: bool) -> tuple[int, list[Move]]:
         """The step of an event, and what was moved by it. What is moved ``beside`` the data delays nothing."""
         rank, others = event.rank, [(-1, event.nbytes)]
         if event.what == RECEIVED:
-            sent = self._sent.get((event.at, rank, event.turn), -1)
+            sent, cells = self._sent.get((event.at, rank, event.turn), (-1, ()))
+            if event.beside >= 0:
+                self._write(event, sent)
+            for block in event.into:
+                own = tuple(cell for cell in cells if len(event.into) == 1 or cell[0] == block)
+                self._came[rank][block] = sent, own
             step = max(self._at[rank], sent)
             self._at[rank] = max(self._at[rank], sent + 1)
             return step, []
+        if event.what == SENT and event.beside >= 0:
+            self._read(event)
         if event.what in _READS:
             others = self._read(event)
         elif event.what == Traced.SAW:
@@ -210,15 +228,17 @@ class _Steps:
         elif event.what == Traced.RAISED:
             self._raised[rank] = step
         elif event.what == SENT:
-            self._sent[rank, event.at, event.turn] = -1 if beside else step
+            self._sent[rank, event.at, event.turn] = -1 if beside else step, event.cells
             others = [(event.at, event.nbytes)]
         return step, [Move(_KINDS[event.what], rank, other, nbytes, event.cells) for other, nbytes in others]
 
     def _memory(self, event: Event) -> list[tuple[int, int, int, int]]:
-        return self._written[self._host[event.rank], event.what in (PUT_BESIDE, TAKEN_BESIDE)]
+        beside = event.beside >= 0 or event.what in (PUT_BESIDE, TAKEN_BESIDE)
+        return self._written[self._host[event.rank], beside]
 
     def _write(self, event: Event, step: int) -> None:
-        begin, end = event.at, event.at + event.nbytes
+        begin = event.beside if event.beside >= 0 else event.at
+        end = begin + event.nbytes
         written = self._memory(event)
         kept = []
         for low, high, rank, when in written:
@@ -231,8 +251,9 @@ class _Steps:
     def _read(self, event: Event) -> list[tuple[int, int]]:
         """Who had put there what is read, and how much of it; the reader is in a later step than these."""
         found: dict[int, int] = defaultdict(int)
+        begin = event.beside if event.beside >= 0 else event.at
         for low, high, rank, when in self._memory(event):
-            nbytes = min(high, event.at + event.nbytes) - max(low, event.at)
+            nbytes = min(high, begin + event.nbytes) - max(low, begin)
             if nbytes > 0:
                 found[rank] += nbytes
                 self._at[event.rank] = max(self._at[event.rank], when + 1)
