@@ -24,7 +24,7 @@ from phalanx.words import did_you_mean, tell
 
 __all__ = ["main"]
 
-COMMANDS = ("bench", "doctor", "env", "list", "report", "run", "stop", "top")
+COMMANDS = ("bench", "doctor", "env", "explain", "list", "report", "run", "stop", "top")
 
 
 class _Commands(click.Group):
@@ -58,6 +58,8 @@ def command() -> None:
       phalanx top                             how the ranks of a running job are getting on
       phalanx stop JOB                        end a running job
       phalanx report DIR                      why a job hung that ran with --report-dir or --log-dir DIR
+      phalanx explain all_reduce              how a collective works, step by step
+      phalanx explain PeerLost                what an error means, and what to do
     """
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from phalanx.native.core import Traced, Tracer, library
+from phalanx.native.core import Tracer, library
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
 from phalanx.transports.hosts import exchanging
@@ -274,7 +274,9 @@ def _join(plan: Plan, rank: int, store: dist.Store, notes: _Notes) -> Communicat
         inside.notes = notes
     ways = []
     for name, kind in (("lanes", _TracedEngine), ("messages", GlooEngine)):
-        gloo = GlooOnDemand(lambda limit, name=name: lazy_gloo(part(name), rank, plan.ranks, limit, one_host=True), _TIMEOUT)  # type: ignore[misc]
+        gloo = GlooOnDemand(
+            lambda limit, name=name: lazy_gloo(part(name), rank, plan.ranks, limit, one_host=True), _TIMEOUT
+        )  # type: ignore[misc]
         gloo.get()
         ways.append(kind(gloo, _TIMEOUT, awaits_what_came=kind is GlooEngine))
     ways[0].notes = notes  # type: ignore[attr-defined]

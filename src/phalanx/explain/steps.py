@@ -11,7 +11,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from phalanx.explain.ranks import PUT_BESIDE, RECEIVED, SENT, TAKEN_BESIDE, Cell, Event, Kept, Plan, TracedRank, run_rank
+from phalanx.explain.ranks import (
+    PUT_BESIDE,
+    RECEIVED,
+    SENT,
+    TAKEN_BESIDE,
+    Cell,
+    Event,
+    Kept,
+    Plan,
+    TracedRank,
+    run_rank,
+)
 from phalanx.launch.function.call import launch
 from phalanx.native.core import Traced
 from phalanx.words import format_spans

@@ -9,7 +9,7 @@ from phalanx.explain.ranks import Cell, Kept
 from phalanx.explain.steps import Explained, Move, Step, cell_text
 from phalanx.words import format_bytes, format_count, format_named
 
-__all__ = ["as_text", "blocks_text", "did", "heading", "kept_text", "legend", "moved_text", "title"]
+__all__ = ["as_text", "blocks_text", "did", "heading", "kept_text", "legend", "moved_text", "sums", "title"]
 
 _HEADINGS = {
     "puts": "write into the shared memory",
@@ -58,7 +58,9 @@ def legend(explained: Explained) -> list[str]:
     if plan.operation != "barrier":
         last = chr(ord("A") + plan.ranks - 1)
         size = format_bytes((plan.edges[1] - plan.edges[0]) * 8)
-        lines.append(f"A to {last} are the blocks of the data, of {size} each. B[0] is block B of rank 0, and B[0-1] the")
+        lines.append(
+            f"A to {last} are the blocks of the data, of {size} each. B[0] is block B of rank 0, and B[0-1] the"
+        )
         lines.append("sum of block B of ranks 0 to 1.")
     if len(plan.hosts) > 1:
         hosts = [[rank for rank, host in enumerate(plan.host_of) if host == each] for each in range(len(plan.hosts))]
@@ -138,11 +140,19 @@ def _links(explained: Explained) -> Iterator[str]:
     for one in ranks:
         texts = [f"{links[one, other]:,}" if (one, other) in links else "-" for other in ranks]
         yield f"{f'rank {one}':>8}" + "".join(f"{text:>12}" for text in texts)
-    hosts = explained.plan.host_of
-    inside = sum(nbytes for (one, other), nbytes in links.items() if hosts[one] == hosts[other])
-    yield f"through shared memory: {inside:,} bytes"
-    for host in range(len(explained.plan.hosts) if len(explained.plan.hosts) > 1 else 0):
-        leaves = sum(nbytes for (one, other), nbytes in links.items() if hosts[one] == host != hosts[other])
-        yield f"over the network from host {host}: {leaves:,} bytes"
+    yield from sums(explained)
+
+
+def sums(explained: Explained) -> list[str]:
+    """How much goes through shared memory, and over the network."""
+    plan, links, lines = explained.plan, explained.links(), list[str]()
+    for host in range(len(plan.hosts) if plan.operation != "barrier" else 0):
+        its = [nbytes for (one, other), nbytes in links.items() if plan.host_of[one] == plan.host_of[other] == host]
+        where = f" of host {host}" if len(plan.hosts) > 1 else ""
+        lines.append(f"through the shared memory{where}: {sum(its):,} bytes")
+    for host in range(len(plan.hosts) if len(plan.hosts) > 1 else 0):
+        its = [nbytes for (one, other), nbytes in links.items() if plan.host_of[one] == host != plan.host_of[other]]
+        lines.append(f"over the network from host {host}: {sum(its):,} bytes")
     if beside := sum(explained.agreed_by().values()):
-        yield f"beside the data, by which the ranks compare their calls: {beside:,} bytes"
+        lines.append(f"beside the data, by which the ranks compare their calls: {beside:,} bytes")
+    return lines
