@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.explain.ranks import Cell, Kept
+from phalanx.explain.ranks import BLOCKWISE, Cell, Kept
 from phalanx.explain.steps import Explained, cell_text
 from phalanx.explain.text import did, heading, kept_text, legend, sums, title
 from phalanx.topology.drawing import FONT, GAP, LETTER, LINE, WIDTH, box, picture, style, text_lines
 from phalanx.watch.html_text import shown
 
-__all__ = ["STYLE", "explained_svg", "step_svgs"]
+__all__ = ["STYLE", "explained_svg", "rows_legend", "step_svgs"]
 
 #: Of all these pictures; a cell is ``fresh`` if it has changed in the step.
 STYLE = style("explain", ("host", "rank", "fresh"), {"fresh": ("#cfe3ff", "#1f4a7a")})
@@ -24,17 +24,26 @@ _Drawn = tuple[list[str], float]
 def explained_svg(explained: Explained) -> str:
     """All steps, one below the other."""
     drawn, y = text_lines(title(explained), GAP, GAP, WIDTH - 2 * GAP, bold=True)
-    for line in legend(explained):
+    for line in rows_legend(explained):
         more, y = text_lines(line, GAP, y, WIDTH - 2 * GAP)
         drawn += more
-    for number in range(len(explained.steps) + 1):
+    for number in range(0 if any(explained.given) else 1, len(explained.steps) + 1):
         more, y = _step(explained, number, y + 2 * GAP)
         drawn += more
+    y += 2 * GAP
     for line in sums(explained):
-        more, y = text_lines(line, GAP, y + (2 * GAP if line is sums(explained)[0] else 0), WIDTH - 2 * GAP)
+        more, y = text_lines(line, GAP, y, WIDTH - 2 * GAP)
         drawn += more
     said = " ".join(_said(explained, number) for number in range(len(explained.steps) + 1))
     return picture("explain", title(explained), shown(said, 20_000), drawn, y + GAP, STYLE)
+
+
+def rows_legend(explained: Explained) -> list[str]:
+    """What the letters, the rows and the colours are."""
+    lines = legend(explained)
+    if explained.plan.operation in BLOCKWISE:
+        lines.append("The start has what each rank gives, and each step what it has received.")
+    return lines if explained.plan.operation == "barrier" else [*lines, "Blue: new in this step."]
 
 
 def step_svgs(explained: Explained) -> list[str]:
@@ -85,20 +94,21 @@ def _rank(explained: Explained, number: int, rank: int, top: float, lines: Seque
     """Draw what a rank has after a step, and write below what it did."""
     kept = _kept(explained, number)[rank]
     before = _kept(explained, number - 1)[rank] if number else kept
-    in_place = explained.plan.operation in ("all_reduce", "reduce", "broadcast")
-    if number == 1 and not in_place:
+    if number == 1 and explained.plan.operation in BLOCKWISE:
         before = ()
     drawn = [f'<text x="{2 * GAP}" y="{top + _HIGH / 2 + 4:g}">rank {rank}</text>']
     width = (WIDTH - 4 * GAP - _LABEL) / explained.plan.ranks
     paths: dict[str, list[str]] = {"rank": [], "fresh": []}
-    high = _HIGH if width > 6.5 * LETTER or not kept else _HIGH + LINE
+    words = [_words(cells, width) for cells in kept]
+    high = _HIGH + LINE * (max(1, *map(len, words), 1) - 1)
     for place, cells in enumerate(kept):
-        left = 2 * GAP + _LABEL + place * width
+        # A tensor of one block is the rank's own.
+        left = 2 * GAP + _LABEL + (place if len(kept) > 1 else rank) * width
         fresh = number > 0 and cells != (before[place] if place < len(before) else ())
         paths["fresh" if fresh else "rank"].append(f"M{left:g} {top:g}h{width:g}v{high:g}h-{width:g}z")
-        for line, words in enumerate(_words(cells, width)):
+        for line, word in enumerate(words[place]):
             at = f'x="{left + width / 2:g}" y="{top + _HIGH / 2 + 4 + line * LINE:g}"'
-            drawn.append(f'<text class="cell" {at}>{words}</text>')
+            drawn.append(f'<text class="cell" {at}>{word}</text>')
     shapes = [f'<path class="{kind}" d="{"".join(each)}"/>' for kind, each in paths.items() if each]
     y = top + high + GAP / 2
     for line in lines:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 
-from phalanx.explain.drawn import STYLE, step_svgs
+from phalanx.explain.drawn import STYLE, rows_legend, step_svgs
 from phalanx.explain.steps import Explained
-from phalanx.explain.text import legend, sums, title
+from phalanx.explain.text import sums, title
 from phalanx.topology.drawing import DARK, LIGHT
 from phalanx.watch.html_text import shown
 
@@ -23,7 +23,9 @@ h1 {{ font-size: 1.2rem; line-height: 1.4; margin: 0 0 .5rem; }}
 p {{ margin: .25rem 0; }}
 .control {{ position: sticky; top: 0; padding: .5rem 0; background: var(--page); }}
 input {{ width: 100%; height: 2rem; }}
+section {{ margin: 0 -.75rem; }}
 section[hidden] {{ display: none; }}
+#said {{ position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }}
 """
 # The arrow keys move the slider also where it has not the focus.
 _SCRIPT = """
@@ -57,7 +59,7 @@ def explained_page(explained: Explained) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{shown(title(explained))}</title><style>{_STYLE}{STYLE}</style></head><body>",
         f"<h1>{shown(title(explained))}</h1>",
-        f"<p>{shown(' '.join(legend(explained)), 1000)}</p>",
+        f"<p>{shown(' '.join(rows_legend(explained)), 1000)}</p>",
         '<div class="control" id="control" hidden><label for="step">Step (arrow keys)</label>',
         f'<input type="range" id="step" min="0" max="{most}" value="0">',
         '<p id="said" aria-live="polite"></p></div>',

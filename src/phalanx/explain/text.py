@@ -11,21 +11,22 @@ from phalanx.words import format_bytes, format_count, format_named
 
 __all__ = ["as_text", "blocks_text", "did", "heading", "kept_text", "legend", "moved_text", "sums", "title"]
 
+# What several ranks do, and what one does.
 _HEADINGS = {
-    "puts": "write into the shared memory",
-    "takes": "copy out of the shared memory",
-    "adds": "read and add",
-    "combines": "add what came from other hosts",
-    "sends": "send to another host",
-    "raises": "raise a counter",
-    "sees": "see the counters of the others",
+    "adds": ("read shared memory and add", "reads shared memory and adds"),
+    "combines": ("add what other hosts sent", "adds what other hosts sent"),
+    "takes": ("copy out of shared memory", "copies out of shared memory"),
+    "puts": ("write into shared memory", "writes into shared memory"),
+    "sends": ("send to another host", "sends to another host"),
+    "raises": ("raise a counter", "raises a counter"),
+    "sees": ("see the counters of the others", "sees the counters of the others"),
 }
 
 
 def as_text(explained: Explained) -> str:
     """All of it."""
-    lines = [title(explained), "", *legend(explained), "", "start"]
-    lines += [f"  rank {rank} has  {kept_text(kept)}" for rank, kept in enumerate(explained.given) if kept]
+    starts = [f"  rank {rank} has  {kept_text(kept)}" for rank, kept in enumerate(explained.given) if kept]
+    lines = [title(explained), "", *legend(explained), *(["", "start", *starts] if starts else [])]
     before: Sequence[Kept] = explained.given
     for number, step in enumerate(explained.steps, 1):
         lines += ["", f"step {number}: {heading(step)}", *(f"  {line}" for line in did(step))]
@@ -43,25 +44,21 @@ def title(explained: Explained) -> str:
     """What is shown."""
     plan = explained.plan
     where = "one host" if len(plan.hosts) == 1 else f"{len(plan.hosts)} hosts"
-    much = f" of {format_bytes(plan.nbytes)}" if plan.operation != "barrier" else ""
-    return f"{plan.operation}{much} on {format_count(plan.ranks, 'rank')} of {where}: {_steps(explained)}"
-
-
-def _steps(explained: Explained) -> str:
-    return format_count(len(explained.steps), "step")
+    much = f" of {_size(plan.nbytes)}" if plan.operation != "barrier" else ""
+    steps = format_count(len(explained.steps), "step")
+    return f"{plan.operation}{much} on {format_count(plan.ranks, 'rank')} of {where}: {steps}"
 
 
 def legend(explained: Explained) -> list[str]:
-    """What the letters are."""
+    """What the letters are, and where the ranks."""
     plan = explained.plan
     lines = []
     if plan.operation != "barrier":
         last = chr(ord("A") + plan.ranks - 1)
-        size = format_bytes((plan.edges[1] - plan.edges[0]) * 8)
-        lines.append(
-            f"A to {last} are the blocks of the data, of {size} each. B[0] is block B of rank 0, and B[0-1] the"
-        )
-        lines.append("sum of block B of ranks 0 to 1.")
+        size = _size((plan.edges[1] - plan.edges[0]) * 8)
+        lines.append(f"A to {last} are the blocks of the data, {size} each. B[0] is block B of rank 0.")
+    if plan.operation in ("all_reduce", "reduce", "reduce_scatter"):
+        lines.append(f"B[0-{plan.ranks - 1}] is the sum of block B of all ranks.")
     if len(plan.hosts) > 1:
         hosts = [[rank for rank, host in enumerate(plan.host_of) if host == each] for each in range(len(plan.hosts))]
         lines.append("; ".join(f"host {each}: {format_named('rank', ranks)}" for each, ranks in enumerate(hosts)))
@@ -69,20 +66,14 @@ def legend(explained: Explained) -> list[str]:
 
 
 def heading(step: Step) -> str:
-    """``ranks 0-3 read and add``: what is done in a step, by whom."""
+    """``all ranks read shared memory and add``: what is done in a step, by whom."""
     parts = []
-    for kind, words in _HEADINGS.items():
+    for kind, (several, one) in _HEADINGS.items():
         ranks = sorted({move.rank for move in step.moves if move.kind == kind})
-        if ranks and not (kind == "puts" and any(move.kind in ("adds", "combines") for move in step.moves)):
-            word = words if len(ranks) > 1 else _singular(words)
-            parts.append(f"{format_named('rank', ranks)} {word}")
+        if ranks:
+            who = "all ranks" if len(ranks) == len(step.kept) else format_named("rank", ranks)
+            parts.append(f"{who} {several if len(ranks) > 1 else one}")
     return "; ".join(parts)
-
-
-def _singular(words: str) -> str:
-    first, *rest = words.split(" ", 1)
-    first = {"copy": "copies"}.get(first, f"{first}s")
-    return " ".join([first, *rest]).replace("and add", "and adds")
 
 
 def did(step: Step) -> Iterator[str]:
@@ -94,29 +85,32 @@ def did(step: Step) -> Iterator[str]:
 
 
 def moved_text(kind: str, moves: Sequence[Move]) -> str:
-    """``takes B[0-3] of rank 1 (64.0 KiB)``: what a rank does, in moves of one kind."""
+    """``copies B[0-3] of rank 1, 64 KiB``: what a rank does, in moves of one kind."""
     others = sorted({move.other for move in moves if move.other >= 0})
-    what = blocks_text(cell for move in moves for cell in move.cells) or "what the ranks agree by"
-    sizes = sorted({move.nbytes for move in moves})
-    size = f"({format_bytes(sum(move.nbytes for move in moves))})"
-    if len(moves) > 1 and len(sizes) == 1:
-        size = f"({format_bytes(sizes[0])} each)"
+    what = blocks_text(cell for move in moves for cell in move.cells) or "the number of its call"
+    sizes = {move.nbytes for move in moves}
+    each = len(moves) > 1 and len(sizes) == 1
+    size = f"{_size(sizes.pop())} each" if each else _size(sum(move.nbytes for move in moves))
     who = format_named("rank", others) if others else ""
     match kind:
         case "puts":
-            return f"writes {what} into the shared memory {size}"
+            return f"writes {what}, {size}"
         case "takes":
-            return f"copies {what} that {who} wrote {size}"
+            return f"copies {what} of {who}, {size}"
         case "adds":
-            return f"reads {what} that {who} wrote, and adds {size}"
+            return f"adds {what} of {who}, {size}"
         case "combines":
-            return f"adds what came to its own: {what} {size}"
+            return f"has the sums {what}, {size}"
         case "sends":
-            return f"sends {what} to {who} {size}"
+            return f"sends {what} to {who}, {size}"
         case "raises":
             return "raises its counter"
         case _:
             return f"sees the counters of {who}" if len(others) > 1 else f"sees the counter of {who}"
+
+
+def _size(nbytes: int) -> str:
+    return format_bytes(nbytes).replace(".0 ", " ")
 
 
 def blocks_text(cells: Iterable[Cell]) -> str:
