@@ -135,7 +135,7 @@ def _plan(operation: str, ranks: int | None, hosts: str | None, nbytes: str) -> 
     from phalanx.explain.ranks import Plan
     from phalanx.launch.job.rehearsal import parse_rehearsal
 
-    counts = (ranks or 4,)
+    counts: tuple[int, ...] = (ranks or 4,)
     if hosts is not None:
         try:
             counts = parse_rehearsal(hosts).hosts

@@ -76,8 +76,8 @@ def _step(explained: Explained, number: int, top: float) -> _Drawn:
     plan = explained.plan
     lines: dict[int, list[str]] = {}
     for line in did(explained.steps[number - 1]) if number else ():
-        _, rank, words = line.split(" ", 2)
-        lines.setdefault(int(rank), []).append(words)
+        _, number_of, words = line.split(" ", 2)
+        lines.setdefault(int(number_of), []).append(words)
     for host in range(len(plan.hosts)):
         begin, inside = y + GAP, list[str]()
         y = begin + GAP
@@ -111,8 +111,8 @@ def _rank(explained: Explained, number: int, rank: int, top: float, lines: Seque
             drawn.append(f'<text class="cell" {at}>{word}</text>')
     shapes = [f'<path class="{kind}" d="{"".join(each)}"/>' for kind, each in paths.items() if each]
     y = top + high + GAP / 2
-    for line in lines:
-        more, y = text_lines(line, 2 * GAP + _LABEL, y, WIDTH - 4 * GAP - _LABEL)
+    for its in lines:
+        more, y = text_lines(its, 2 * GAP + _LABEL, y, WIDTH - 4 * GAP - _LABEL)
         drawn += more
     return [*shapes, *drawn], y + GAP
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from phalanx.native.core import Tracer, library
 from phalanx.transports.contract import Communicator
@@ -245,7 +246,7 @@ def run_rank(plan: Plan, folder: str) -> TracedRank:
     rank = int(os.environ["RANK"])
     notes = _Notes(plan, rank)
     open_recorder()
-    communicator = _join(plan, rank, dist.FileStore(os.path.join(folder, "store"), plan.ranks), notes)
+    communicator = _join(plan, rank, FileStore(os.path.join(folder, "store"), plan.ranks), notes)
     _call(plan, rank, communicator, notes)[1]()  # connects the hosts: the call that is shown is not the first one
     given, call = _call(plan, rank, communicator, notes)
     traced = TracedRank(() if given is None else notes.kept(given))
@@ -260,9 +261,9 @@ def run_rank(plan: Plan, folder: str) -> TracedRank:
     return traced
 
 
-def _join(plan: Plan, rank: int, store: dist.Store, notes: _Notes) -> Communicator:
-    def part(name: str) -> dist.Store:
-        return dist.PrefixStore(name, store)
+def _join(plan: Plan, rank: int, store: Store, notes: _Notes) -> Communicator:
+    def part(name: str) -> Store:
+        return PrefixStore(name, store)
 
     layout = Layout(plan.host_of, rank)
     if len(plan.hosts) == 1:
@@ -272,15 +273,16 @@ def _join(plan: Plan, rank: int, store: dist.Store, notes: _Notes) -> Communicat
         own = part(f"memory {layout.host}")
         local = inside = _Inside(own, layout.local, len(layout.here), _TIMEOUT, names=layout.here)
         inside.notes = notes
-    ways = []
-    for name, kind in (("lanes", _TracedEngine), ("messages", GlooEngine)):
-        gloo = GlooOnDemand(
-            lambda limit, name=name: lazy_gloo(part(name), rank, plan.ranks, limit, one_host=True), _TIMEOUT
-        )  # type: ignore[misc]
-        gloo.get()
-        ways.append(kind(gloo, _TIMEOUT, awaits_what_came=kind is GlooEngine))
-    ways[0].notes = notes  # type: ignore[attr-defined]
-    group = HostsCommunicator(layout, rank, local, *ways, part("broken"), _TIMEOUT)
+
+    def gloo(name: str) -> GlooOnDemand:
+        own = GlooOnDemand(lambda limit: lazy_gloo(part(name), rank, plan.ranks, limit, one_host=True), _TIMEOUT)
+        own.get()
+        return own
+
+    lanes = _TracedEngine(gloo("lanes"), _TIMEOUT)
+    lanes.notes = notes
+    messages = GlooEngine(gloo("messages"), _TIMEOUT, awaits_what_came=True)
+    group = HostsCommunicator(layout, rank, local, lanes, messages, part("broken"), _TIMEOUT)
     notes.beside = lambda: group.exchanging.memory
     vars(exchanging)["_copy"] = notes.copied
     return group

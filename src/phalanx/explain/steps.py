@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from phalanx.explain.ranks import (
@@ -76,7 +76,7 @@ class Step:
     """
 
     moves: list[Move]
-    kept: list[Kept] = field(default_factory=list)
+    kept: list[Kept]
 
 
 @dataclass
@@ -195,13 +195,13 @@ class _Steps:
             step, done = self._place(event, beside)
             (agreement if beside else moves[step]).extend(done)
             kept[step, event.rank] = event.kept
-        steps = [Step(_joined(moves[number])) for number in sorted(moves) if moves[number]]
         in_place = plan.operation in ("all_reduce", "reduce", "broadcast")
         begin = [rank.given if in_place else ((),) * len(rank.result) for rank in ranks]
-        now = begin
-        for number, step in zip(sorted(number for number in moves if moves[number]), steps, strict=True):
+        now, steps = begin, list[Step]()
+        for number in sorted(number for number in moves if moves[number]):
             now = [kept.get((number, rank), before) for rank, before in enumerate(now)]
-            step.kept = [self._with_messages(rank, number, now[rank], begin[rank]) for rank in range(plan.ranks)]
+            after = [self._with_messages(rank, number, now[rank], begin[rank]) for rank in range(plan.ranks)]
+            steps.append(Step(_joined(moves[number]), after))
         if steps:
             steps[-1].kept = [rank.result for rank in ranks]
         self.explained = Explained(plan, [rank.given for rank in ranks], steps, _joined(agreement))
