@@ -57,7 +57,7 @@ class InitializationError(PhalanxError):
     further group raises it as well, if the ranks cannot meet for that.
 
     Example:
-        ranks 1-2 of 3 did not join within 60 s
+        after 3 s ranks 1-2 of 3 had not come to rank 0 on vm; check whether they were started, and what they print
 
     What to do:
         1. Ranks are missing: see whether they were started, and read their output. All need the same WORLD_SIZE.
@@ -175,7 +175,7 @@ class LauncherEnvironmentError(InitializationError):
     other. The message names the variable and its value; correct the launcher's command, or unset the variable.
 
     Example:
-        RANK is 4, and WORLD_SIZE is 4: ranks count from 0 to 3
+        RANK=4 and WORLD_SIZE=4 is impossible: ranks and nodes count from 0 to 3
 
     What to do:
         1. ``phalanx env`` shows what the variables of this process say, and which launcher set them.
@@ -191,7 +191,8 @@ class DeviceError(InitializationError):
     ranks share a device. The message says which of these it is, and which variable hides a device if one does.
 
     Example:
-        cuda:4 was asked for, and this host has 4 devices, cuda:0 to cuda:3
+        rank 0: the device cuda:4 was asked for, but this process sees no accelerator. This torch (2.13.0+cpu) was built
+        without CUDA and ROCm; install a build that has it
 
     What to do:
         1. ``phalanx doctor --gpu`` lists the devices, and what hides or occupies them.
@@ -213,7 +214,7 @@ class ClosedError(PhalanxError):
     It cannot come back: a new world needs new processes, and a new group a new ``new_group()``.
 
     Example:
-        a message of a process group was used after the group had been destroyed or reconfigured
+        this group was used after phalanx.close(); move the call before it
 
     What to do:
         1. Move the call before ``phalanx.close()``, or into the ``with phalanx.init() as world:`` block.
@@ -257,7 +258,7 @@ class RankError(PhalanxError, ValueError):
     Ranks given to a ``Group`` count within that group, from 0 to ``group.size - 1``.
 
     Example:
-        rank 4 is not in the group: its ranks count from 0 to 3
+        rank 4 is not in the group: its ranks count from 0 to 3 (world ranks [4, 5, 6, 7])
 
     What to do:
         Count from 0 within the group. In a group of the world ranks 4 to 7, world rank 5 is rank 1.
@@ -276,6 +277,10 @@ class DeviceMismatch(PhalanxError, ValueError):
     Move it, or choose another backend.
 
     The backend of shared memory serves tensors of the CPU, NCCL those of CUDA.
+
+    Example:
+        rank 0 of the group gave a tensor on meta, but the group's backend serves cpu. Move it with .to(...) first, or
+        choose another backend in phalanx.init()
 
     What to do:
         1. Move the tensor: ``tensor.to(world.device)``, or ``tensor.cpu()``.
@@ -312,6 +317,10 @@ class UnsupportedTensor(ArgumentError, NotImplementedError):
     A ``NotImplementedError``, because that is what torch's dispatcher raises for the same call over Gloo. Convert the
     tensor (``to_dense()``, ``dequantize()``), or move its parts, which are plain tensors.
 
+    Example:
+        sum takes strided tensors, neither nested nor quantized; got one of torch.float32, torch.sparse_coo. Convert it,
+        as by .to_dense(), .dequantize() or torch.nested.to_padded_tensor()
+
     What to do:
         ``tensor.to_dense()`` or ``tensor.dequantize()`` makes a plain tensor. Of a nested one send ``tensor.unbind()``.
     """
@@ -324,7 +333,8 @@ class EncodingError(PhalanxError):
     receiving side, where it says whether the message is damaged or this process lacks what the value is made of.
 
     Example:
-        args[1].callback cannot be sent: it is a function, and pickling it failed: it is not defined in a module
+        args[0] cannot be sent: it is a _thread.lock, and pickling it failed: cannot pickle '_thread.lock' object. It
+        belongs to this process: leave it out, or make it on the worker that needs it
 
     What to do:
         1. Leave out the part that the message names, or send what it is made from.
@@ -397,8 +407,10 @@ class CollectiveMismatch(PhalanxError):
     step.
 
     Example:
-        the ranks of a group called different operations: rank 0 all_reduce (float32, 4.0 KiB, sum) at train.py:42;
-        rank 1 broadcast (float32, 4.0 KiB, from 0) at train.py:40
+        the ranks of a group called different operations:
+          rank 0: all_reduce(float32[2], sum) at train.py:6
+          rank 1: broadcast(float32[2], src=0) at train.py:4
+        Every rank of a group must make the same calls in the same order, with the same shapes.
 
     What to do:
         1. Compare the two lines that the message names. Every rank must make the same calls in the same order.
@@ -498,7 +510,7 @@ class CheckpointError(PhalanxError):
     or in a directory that cannot be written to.
 
     Example:
-        run.pt cannot be read: it is cut short
+        cut.pt is not a whole checkpoint: it was cut short, or another program wrote it (Weights only load failed)
 
     What to do:
         1. It cannot be written: free the disk, or choose another folder. ``world.check_writable(path)`` tests it before
@@ -513,7 +525,7 @@ class LaunchError(PhalanxError):
     The message says what to change.
 
     Example:
-        --rehearse 2y4: is neither NODESxRANKS nor a list of ranks for each host
+        train.py: no such file in /home/user, and no program of that name on PATH
 
     What to do:
         Change what the message names; ``phalanx run --help`` has every option. No rank was started.

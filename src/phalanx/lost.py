@@ -55,8 +55,9 @@ class PeerLost(_OfRank, PhalanxError):
     it fails: a message, and the group remains usable for others; or a collective, which needs every rank.
 
     Example:
-        rank 1 of the group (pid 4711 on h1) has ended by signal 9 (SIGKILL) while rank 0 of the group waited for it in
-        all_reduce #118 (float32, 4.0 KiB, sum) at train.py:42. Look at that rank's own output for the cause
+        rank 1 of the group (pid 26212 on vm) has ended by signal 9 (SIGKILL) while rank 0 was in all_reduce(float32[2],
+        sum) at killed.py:6. Its last operation was all_reduce #1 (float32, 8 B, sum) at killed.py:3. Look at that
+        rank's own output for the cause
 
     What to do:
         1. This rank is not the cause. Read the output of the rank that the message names.
@@ -167,7 +168,7 @@ class PeerFailed(PhalanxError):
     Raised by ``main_first()``, ``save()`` and the like on the ranks that waited for it. Mend what that rank reports.
 
     Example:
-        rank 0 of the group failed in save(): CheckpointError: run.pt cannot be written: No space left on device
+        rank 0 of the group failed in main_first(): OSError: no space left
 
     What to do:
         Mend what the named rank reports. This rank only waited for it.
@@ -195,8 +196,9 @@ class CollectiveTimeout(_OfRank, PhalanxError):
     the message names did not make the call.
 
     Example:
-        rank 1 of the group (pid 4711 on h1) did not come within 1800 s while rank 0 of the group waited for it in
-        all_reduce #118 (float32, 4.0 KiB, sum) at train.py:42. Is it in other code, or much slower?
+        rank 1 of the group (pid 27545 on vm), which is at <module> (train.py:4), did not come within 2 s while rank 0
+        was in all_reduce(int64[2], max) at train.py:5. Is it in other code, or much slower? A longer timeout is set
+        with phalanx.init(timeout_s=...) or init_process_group(timeout=...)
 
     What to do:
         1. See where the named rank is: ``phalanx top --once``, or ``phalanx report DIR`` with ``--log-dir DIR``.
@@ -292,8 +294,8 @@ class WorkerLost(_OfWorker, PeerLost):
     worker, and calls to the name reach it. ``rpc.call(..., retry=True)`` does so by itself.
 
     Example:
-        worker1 (rank 1, pid 4711 on h1) is gone (its process has ended) while this worker waited for the answer of
-        train_step. Look at that worker's own output for the cause
+        worker1 (rank 1, pid 28621 on vm) is gone (its process has ended) while this worker waited for train_step
+        (train.py:20), 0.0 s ago. Look at that worker's own output for the cause
 
     What to do:
         1. Read the output of the worker that the message names.
@@ -326,7 +328,9 @@ class ObjectLost(WorkerLost):
     A worker that comes back under the same name is a new one and has none of the old one's objects: make it again.
 
     Example:
-        worker1 (rank 1, pid 4711 on h1) is gone (its process has ended) while this worker waited for a method of Model
+        <Model 1 on worker1 (rank 1, pid 28621 on vm)> is gone with its worker: worker1 (rank 1, pid 28621 on vm) is
+        gone (its process has ended) while this worker waited for Model.run (train.py:21), 0.0 s ago. Look at that
+        worker's own output for the cause. Make it again
 
     What to do:
         1. Make the object again, by ``rpc.make()`` on a worker that is there.
@@ -341,8 +345,8 @@ class CallTimeout(_OfWorker, PhalanxError, TimeoutError):
     can be found out.
 
     Example:
-        worker1 (rank 1, pid 4711 on h1) did not answer within 5 s: train_step. Its function still runs, in forward at
-        model.py:12. For more time: timeout_s=...
+        worker1 (rank 1, pid 28621 on vm) did not answer within 1 s: slow (train.py:15), 1.0 s ago. It has worked on
+        this for 1.0 s and is at slow (train.py:3). For more time: timeout_s=...
 
     What to do:
         1. The function runs (``handler``): give more time by ``timeout_s=...``, or look at the place that is named.

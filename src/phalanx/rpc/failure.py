@@ -34,7 +34,7 @@ class RemoteError(RuntimeError):
     It is raised in place of that type if the type cannot be imported or unpickled in this process.
 
     Example:
-        BadBatch: batch 7 has no items
+        Odd: batch 7 has no items
 
     What to do:
         1. Read the traceback above it: it is that of the other worker.

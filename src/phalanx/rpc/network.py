@@ -44,7 +44,8 @@ class EncryptionMismatch(InitializationError):
     Nothing of a call was sent. All workers of a job have to be started alike.
 
     Example:
-        this worker encrypts what it sends over TCP, and worker1 does not, so nothing was sent to it
+        this worker encrypts what it sends over TCP, and worker1 does not, so nothing was sent to it. Set
+        rpc.init(encrypt=...) or PHALANX_RPC_ENCRYPT alike for all workers
 
     What to do:
         Give every worker the same ``rpc.init(encrypt=...)``, or set PHALANX_RPC_ENCRYPT alike on all hosts.

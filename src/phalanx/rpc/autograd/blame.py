@@ -20,8 +20,8 @@ class BackwardError(PhalanxError):
     incomplete: the workers whose part had ended keep theirs, so leave the context and begin a new one.
 
     Example:
-        Error on Node 1: element 0 of tensors does not require grad. It was raised on worker1 in forward (model.py:12),
-        in the backward pass over the gradients of what forward returned to worker0
+        Error on Node 1: bad gradient. It was raised on worker1 in backward (model.py:12), in the backward pass over the
+        gradients of what forward returned to worker0
 
     What to do:
         Mend the function that the message names, and compute the loss again in a new ``rpc.context()``.
