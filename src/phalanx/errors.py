@@ -408,8 +408,8 @@ class CollectiveMismatch(PhalanxError):
 
     Example:
         the ranks of a group called different operations:
-          rank 0: all_reduce(float32[2], sum) at train.py:6
-          rank 1: broadcast(float32[2], src=0) at train.py:4
+        rank 0: all_reduce(float32[2], sum) at train.py:6
+        rank 1: broadcast(float32[2], src=0) at train.py:4
         Every rank of a group must make the same calls in the same order, with the same shapes.
 
     What to do:

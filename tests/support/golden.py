@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -124,6 +125,8 @@ def check_told(name: str, text: str, known: Mapping[str, object]) -> None:
     complaint = []
     for file in (FOLDER / f"{name}.txt", *sorted(FOLDER.glob(f"{name}.[2-9].txt"))):
         golden = file.read_text().rstrip("\n")
+        if sys.version_info < (3, 11):  # which prints no notes below an error
+            golden = re.sub(r"^What this means and what to do: .*\n", "", golden, flags=re.MULTILINE)
         if re.fullmatch(_pattern(golden, known), told):
             return
         expected = re.sub(r"<([^<>\n]+)>", lambda found: str(known.get(found[1], found[0])), golden)
