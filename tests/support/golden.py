@@ -23,7 +23,7 @@ from tests.launch_support import Launcher, wait_for
 from tests.support.faults import known_of
 from tests.support.remote import RemoteLauncher
 
-__all__ = ["FOLDER", "MOST_LINES", "Job", "block_of", "check_facts", "check_told", "without_frames"]
+__all__ = ["FOLDER", "MOST_LINES", "Job", "block_of", "check_facts", "check_told", "last_error", "without_frames"]
 
 MOST_LINES = 12  # of one error
 FOLDER = Path(__file__).parent.parent / "fault" / "told"
@@ -110,6 +110,11 @@ def block_of(err: str) -> str:
 def without_frames(block: str) -> str:
     """A block without the frames of tracebacks. Their marks below a part of a line depend on Python's version."""
     return re.sub(r'^  File ".*\n(?: {4}.*\n)*', "", block, flags=re.MULTILINE)
+
+
+def last_error(err: str) -> str:
+    """The last line of a traceback in a text, without the one that says where the error is explained."""
+    return re.sub(r"\nWhat this means and what to do: .*\n*$", "", err).splitlines()[-1]
 
 
 def check_told(name: str, text: str, known: Mapping[str, object]) -> None:
