@@ -13,7 +13,7 @@ from phalanx.watch.html_text import shown
 __all__ = ["STYLE", "explained_svg", "rows_legend", "step_svgs"]
 
 #: Of all these pictures; a cell is ``fresh`` if it has changed in the step.
-STYLE = style("explain", ("host", "rank", "fresh"), {"fresh": ("#cfe3ff", "#1f4a7a")})
+STYLE = style("explain", ("host", "rank", "fresh"))
 STYLE += ".explain .cell { text-anchor: middle; }\n"
 _LABEL = 44.0  # the width of "rank 15"
 _HIGH = 18.0  # of a cell

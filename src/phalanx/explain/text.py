@@ -61,7 +61,7 @@ def legend(explained: Explained) -> list[str]:
         lines.append(f"B[0-{plan.ranks - 1}] is the sum of block B of all ranks.")
     if len(plan.hosts) > 1:
         hosts = [[rank for rank, host in enumerate(plan.host_of) if host == each] for each in range(len(plan.hosts))]
-        lines.append("; ".join(f"host {each}: {format_named('rank', ranks)}" for each, ranks in enumerate(hosts)))
+        lines.append("; ".join(f"host {each}: {format_named('rank', its)}" for each, its in enumerate(hosts)) + ".")
     return lines
 
 

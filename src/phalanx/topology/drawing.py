@@ -13,8 +13,22 @@ from phalanx.watch.html_text import shown
 __all__ = ["DARK", "FONT", "GAP", "LETTER", "LIGHT", "LINE", "WIDTH", "box", "picture", "style", "text_lines"]
 
 #: The colours of each scheme. Text has a contrast of at least 4.5 with every surface, and lines one of at least 3.
-LIGHT = {"page": "#ffffff", "host": "#eceff2", "rank": "#ffffff", "line": "#6b7682", "text": "#1b1f24"}
-DARK = {"page": "#14171b", "host": "#22272e", "rank": "#14171b", "line": "#87929e", "text": "#e4e8ec"}
+LIGHT = {
+    "page": "#ffffff",
+    "host": "#eceff2",
+    "rank": "#ffffff",
+    "line": "#6b7682",
+    "text": "#1b1f24",
+    "fresh": "#cfe3ff",
+}
+DARK = {
+    "page": "#14171b",
+    "host": "#22272e",
+    "rank": "#14171b",
+    "line": "#87929e",
+    "text": "#e4e8ec",
+    "fresh": "#1b4069",
+}
 WIDTH, GAP, LINE, FONT = 360, 5, 14, 11
 #: The width of a letter of the widest common font, DejaVu Sans.
 LETTER = 6.4
@@ -38,18 +52,9 @@ def box(kind: str, x: float, y: float, width: float, height: float) -> str:
     return f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3"/>'
 
 
-def style(name: str, kinds: Sequence[str], more: Mapping[str, tuple[str, str]] | None = None) -> str:
-    """The style of a picture of this class, with boxes of these kinds.
-
-    Args:
-        name: the class.
-        kinds: of the boxes; each has a colour in the schemes, or in ``more``.
-        more: further colours, each in light and dark.
-    """
-    schemes = [
-        {**scheme, **{kind: each[n] for kind, each in (more or {}).items()}} for n, scheme in enumerate((LIGHT, DARK))
-    ]
-    light, dark = (_colours(name, kinds, scheme) for scheme in schemes)
+def style(name: str, kinds: Sequence[str]) -> str:
+    """The style of a picture of this class, with boxes of these kinds, which have their colours in the schemes."""
+    light, dark = (_colours(name, kinds, scheme) for scheme in (LIGHT, DARK))
     # On a wide screen the picture stops growing where its text is that of a headline. A window that shows the file
     # alone would shrink it to its own height, so the height is set, with the aspect ratio.
     return (
