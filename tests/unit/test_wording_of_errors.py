@@ -25,7 +25,7 @@ def test_a_traceback_ends_with_the_command_once_also_after_pickling() -> None:
     error = PeerLost("rank 1 is gone", group_rank=1)
     assert str(error) == "rank 1 is gone"
     assert printed(error) == ["phalanx.errors.PeerLost: rank 1 is gone\n", LINE.format("PeerLost")]
-    error.add_note("raised on worker1")
+    error.__notes__.append("raised on worker1")  # as add_note() does
     copy = pickle.loads(pickle.dumps(error))
     assert copy.group_rank == 1
     assert printed(copy) == printed(error)
