@@ -184,6 +184,9 @@ class _Steps:
         # Of each host: from where to where in the shared memory a rank has put something, and in which step.
         self._written: dict[object, list[tuple[int, int, int, int]]] = defaultdict(list)
         self._sent: dict[object, tuple[int, tuple[Cell, ...]]] = {}
+        self._arrived: dict[int, dict[Cell, int]] = defaultdict(
+            dict
+        )  # of each rank, and the first step that can use it
         # Of each rank and block of its result: in which step a message brings it, and what.
         self._came: dict[int, dict[int, tuple[int, tuple[Cell, ...]]]] = defaultdict(dict)
         self._raised: dict[int, int] = {}
@@ -194,7 +197,8 @@ class _Steps:
             beside = not event.cells and event.what in (*_READS, *_WRITES, SENT) and plan.operation != "barrier"
             step, done = self._place(event, beside)
             (agreement if beside else moves[step]).extend(done)
-            kept[step, event.rank] = event.kept
+            if event.what != RECEIVED:
+                kept[step, event.rank] = event.kept
         in_place = plan.operation in ("all_reduce", "reduce", "broadcast")
         begin = [rank.given if in_place else ((),) * len(rank.result) for rank in ranks]
         now, steps = begin, list[Step]()
@@ -223,9 +227,13 @@ class _Steps:
             for block in event.into:
                 own = tuple(cell for cell in cells if len(event.into) == 1 or cell[0] == block)
                 self._came[rank][block] = sent, own
-            step = max(self._at[rank], sent)
-            self._at[rank] = max(self._at[rank], sent + 1)
-            return step, []
+            self._arrived[rank].update(dict.fromkeys(cells, sent + 1))
+            return max(self._at[rank], sent), []
+        # What has come is used from now on: by its cells, because a rank may do other things until it has come.
+        arrived = self._arrived[rank]
+        used = arrived if event.what == Traced.COMBINED else (cell for cell in event.cells if cell in arrived)
+        if event.what in (*_WRITES, SENT, Traced.COMBINED):
+            self._at[rank] = max(self._at[rank], *(arrived[cell] for cell in used), 0)
         if event.what == SENT and event.beside >= 0:
             self._read(event)
         if event.what in _READS:
