@@ -31,6 +31,7 @@ html_show_sphinx = False
 pygments_style = "a11y-light"
 pygments_dark_style = "a11y-dark"
 autodoc_member_order = "bysource"
+napoleon_custom_sections = ["What to do"]  # of the classes of errors
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_mock_imports = ["torch_npu"]

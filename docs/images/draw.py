@@ -64,6 +64,17 @@ def places(*options: str) -> Callable[[], str]:
     return draw
 
 
+def steps(*options: str) -> Callable[[], str]:
+    """Draw the steps of a collective as ``phalanx explain … --svg`` does."""
+
+    def draw() -> str:
+        with tempfile.NamedTemporaryFile(suffix=".svg") as file:
+            subprocess.run(["phalanx", "explain", *options, "--svg", file.name], env=OWN, stdout=-3, check=True)
+            return Path(file.name).read_text()
+
+    return draw
+
+
 # -- diagrams of a lesson --------------------------------------------------------------------------
 
 _STYLE = """.lesson { width: 100%; max-width: 720px; height: auto; font: 11px Arial, Helvetica, sans-serif; }
@@ -217,6 +228,12 @@ PICTURES: dict[str, Callable[[], str]] = {
     "devices-cyclic": collisions,
     "send-ring": waiting,
     "groups-2x2": groups,
+    "explain-all_reduce": steps("all_reduce", "-n", "4"),
+    "explain-all_reduce-hosts": steps("all_reduce", "--hosts", "2x2"),
+    "explain-broadcast": steps("broadcast", "-n", "4"),
+    "explain-all_gather": steps("all_gather", "-n", "4"),
+    "explain-reduce_scatter": steps("reduce_scatter", "-n", "4"),
+    "explain-all_to_all": steps("all_to_all", "-n", "4"),
 }
 
 

@@ -56,6 +56,14 @@ class InitializationError(PhalanxError):
     ``torch.distributed.init_process_group`` itself, or when the ranks cannot meet. The message says which. Making a
     further group raises it as well, if the ranks cannot meet for that.
 
+    Example:
+        after 3 s ranks 1-2 of 3 had not come to rank 0 on vm; check whether they were started, and what they print
+
+    What to do:
+        1. Ranks are missing: see whether they were started, and read their output. All need the same WORLD_SIZE.
+        2. The store cannot be reached: ``phalanx doctor -H h1:4,h2:4`` tests names, ports and ways between hosts.
+        3. It was joined already: call ``phalanx.init()`` once, and not beside ``init_process_group``.
+
     Attributes:
         rank: the rank for which they cannot, in the world, or the first of several; -1 if that is not known, or is not
             why.
@@ -165,6 +173,13 @@ class LauncherEnvironmentError(InitializationError):
 
     Raised when some of a launcher's variables are missing, hold something that is not a number, or contradict each
     other. The message names the variable and its value; correct the launcher's command, or unset the variable.
+
+    Example:
+        RANK=4 and WORLD_SIZE=4 is impossible: ranks and nodes count from 0 to 3
+
+    What to do:
+        1. ``phalanx env`` shows what the variables of this process say, and which launcher set them.
+        2. Variables may be left over from an ``export``: unset them. Else correct the launcher's command.
     """
 
 
@@ -174,6 +189,15 @@ class DeviceError(InitializationError):
     Raised by ``phalanx.init()`` when a host has more ranks than devices, when two ranks took the same device, or when
     the device that was asked for does not exist or cannot be opened; and by the first call of a group of NCCL's whose
     ranks share a device. The message says which of these it is, and which variable hides a device if one does.
+
+    Example:
+        rank 0: the device cuda:4 was asked for, but this process sees no accelerator. This torch (2.13.0+cpu) was built
+        without CUDA and ROCm; install a build that has it
+
+    What to do:
+        1. ``phalanx doctor --gpu`` lists the devices, and what hides or occupies them.
+        2. Start as many ranks as the host has devices: ``phalanx run -n gpu``.
+        3. ``--device cpu`` computes without them.
     """
 
     @staticmethod
@@ -183,7 +207,19 @@ class DeviceError(InitializationError):
 
 
 class ClosedError(PhalanxError):
-    """A world, or one of its groups, was used after ``phalanx.close()``. Move the call before it."""
+    """A world, or one of its groups, was used after ``phalanx.close()``.
+
+    Move the call before it.
+
+    It cannot come back: a new world needs new processes, and a new group a new ``new_group()``.
+
+    Example:
+        this group was used after phalanx.close(); move the call before it
+
+    What to do:
+        1. Move the call before ``phalanx.close()``, or into the ``with phalanx.init() as world:`` block.
+        2. In a forked child, as a worker of a DataLoader, use no group of the parent.
+    """
 
     @classmethod
     def of_message(cls) -> ClosedError:
@@ -210,6 +246,9 @@ class ReentryError(PhalanxError):
     The group runs one operation at a time, and the interrupted one can only go on when the handler has returned. Let
     the handler raise an exception, or set a flag that the program checks. A handler may destroy the group: that ends
     the interrupted operation with an error.
+
+    What to do:
+        Let the handler set a flag, as ``stop = True``, and look at the flag in the loop.
     """
 
 
@@ -217,6 +256,12 @@ class RankError(PhalanxError, ValueError):
     """A rank outside the group was named as source, destination or member.
 
     Ranks given to a ``Group`` count within that group, from 0 to ``group.size - 1``.
+
+    Example:
+        rank 4 is not in the group: its ranks count from 0 to 3 (world ranks [4, 5, 6, 7])
+
+    What to do:
+        Count from 0 within the group. In a group of the world ranks 4 to 7, world rank 5 is rank 1.
     """
 
     @classmethod
@@ -227,7 +272,20 @@ class RankError(PhalanxError, ValueError):
 
 
 class DeviceMismatch(PhalanxError, ValueError):
-    """A tensor lives on a device the group's backend does not serve. Move it, or choose another backend."""
+    """A tensor lives on a device the group's backend does not serve.
+
+    Move it, or choose another backend.
+
+    The backend of shared memory serves tensors of the CPU, NCCL those of CUDA.
+
+    Example:
+        rank 0 of the group gave a tensor on meta, but the group's backend serves cpu. Move it with .to(...) first, or
+        choose another backend in phalanx.init()
+
+    What to do:
+        1. Move the tensor: ``tensor.to(world.device)``, or ``tensor.cpu()``.
+        2. Or give the group a backend for that device, as ``init_process_group("cpu:phalanx,cuda:nccl")``.
+    """
 
 
 class ArgumentError(PhalanxError, ValueError, TypeError):
@@ -235,6 +293,13 @@ class ArgumentError(PhalanxError, ValueError, TypeError):
 
     Raised on the rank that made the call, before it sends anything to the others. The message says what was given and
     what is needed. Python raises a ``ValueError`` or a ``TypeError`` for the like.
+
+    Example:
+        10 items are left of epoch 3, too few for a step of 16 ranks. Resume with at most 10 ranks, or leave them out:
+        loader.set_epoch(4)
+
+    What to do:
+        Change the argument as the message says. The other ranks have not been told, so this call can be made again.
     """
 
     @classmethod
@@ -251,6 +316,13 @@ class UnsupportedTensor(ArgumentError, NotImplementedError):
 
     A ``NotImplementedError``, because that is what torch's dispatcher raises for the same call over Gloo. Convert the
     tensor (``to_dense()``, ``dequantize()``), or move its parts, which are plain tensors.
+
+    Example:
+        sum takes strided tensors, neither nested nor quantized; got one of torch.float32, torch.sparse_coo. Convert it,
+        as by .to_dense(), .dequantize() or torch.nested.to_padded_tensor()
+
+    What to do:
+        ``tensor.to_dense()`` or ``tensor.dequantize()`` makes a plain tensor. Of a nested one send ``tensor.unbind()``.
     """
 
 
@@ -259,6 +331,15 @@ class EncodingError(PhalanxError):
 
     Raised on the sending side before anything is sent, with the part of the value that is to blame, and on the
     receiving side, where it says whether the message is damaged or this process lacks what the value is made of.
+
+    Example:
+        args[0] cannot be sent: it is a _thread.lock, and pickling it failed: cannot pickle '_thread.lock' object. It
+        belongs to this process: leave it out, or make it on the worker that needs it
+
+    What to do:
+        1. Leave out the part that the message names, or send what it is made from.
+        2. Functions of a notebook or of ``__main__`` need cloudpickle: ``pip install 'phalanx[rpc]'``.
+        3. All workers need the same release of Phalanx and of torch.
     """
 
     @classmethod
@@ -300,7 +381,16 @@ class EncodingError(PhalanxError):
 
 
 class BackendError(PhalanxError):
-    """The native core could not be loaded, or met something it cannot work with on this machine."""
+    """The native core could not be loaded, or met something it cannot work with on this machine.
+
+    Example:
+        the C core of Phalanx could not be loaded (libphalanx.so: cannot open shared object file); build it with: pip
+        install .
+
+    What to do:
+        1. Install again, with a C compiler: ``pip install .`` in the source folder.
+        2. ``phalanx doctor`` says what else is missing on this machine.
+    """
 
 
 _SAME_CALLS = (
@@ -315,6 +405,18 @@ class CollectiveMismatch(PhalanxError):
     With PHALANX_CALL_SITES=error, as ``phalanx run --strict`` sets it, also if two ranks have called the same two lines
     in different orders. Raised on every rank that notices. The group cannot be used afterwards: the ranks are out of
     step.
+
+    Example:
+        the ranks of a group called different operations:
+        rank 0: all_reduce(float32[2], sum) at train.py:6
+        rank 1: broadcast(float32[2], src=0) at train.py:4
+        Every rank of a group must make the same calls in the same order, with the same shapes.
+
+    What to do:
+        1. Compare the two lines that the message names. Every rank must make the same calls in the same order.
+        2. Look for an ``if`` that depends on the rank, for data or loops of different lengths.
+        3. A second thread that calls collectives needs a group of its own: ``torch.distributed.new_group()``.
+        4. Shapes differ: pad the tensors to one shape, or send the shapes first.
 
     Attributes:
         calls: what each rank called, as far as that is known: by its rank in the group, in words, with the line. A rank
@@ -367,6 +469,13 @@ class UnusedParameters(PhalanxError):
     run`` it is raised on torch's own backends too, whose other ranks raise errors of theirs. Use the parameters on all
     ranks, or give ``find_unused_parameters=True``.
 
+    Example:
+        rank 1 of the group: no gradient came in the last backward pass for head.weight, head.bias
+
+    What to do:
+        1. Use these parameters in the loss on every rank, or take them out of the model.
+        2. ``find_unused_parameters=True`` allows it, and costs a walk over the graph in every step.
+
     Attributes:
         names: the parameters, as in ``model.named_parameters()``.
     """
@@ -391,15 +500,38 @@ class CheckpointError(PhalanxError):
     Raised by ``world.save()`` and ``world.check_writable()`` on rank 0 (on the others as :class:`PeerFailed`), and by
     ``world.load()`` on every rank. The message says which file, and why: it is missing, cut short, of another program,
     or in a directory that cannot be written to.
+
+    Example:
+        cut.pt is not a whole checkpoint: it was cut short, or another program wrote it (Weights only load failed)
+
+    What to do:
+        1. It cannot be written: free the disk, or choose another folder. ``world.check_writable(path)`` tests it before
+           the first epoch.
+        2. It cannot be read: take an older checkpoint. ``world.save()`` never leaves half a file under the name.
     """
 
 
 class LaunchError(PhalanxError):
-    """``phalanx run``, or ``phalanx.launch()``, cannot start what it was asked for. The message says what to change."""
+    """``phalanx run``, or ``phalanx.launch()``, cannot start what it was asked for.
+
+    The message says what to change.
+
+    Example:
+        train.py: no such file in /home/user, and no program of that name on PATH
+
+    What to do:
+        Change what the message names; ``phalanx run --help`` has every option. No rank was started.
+    """
 
 
 class RankFailed(PhalanxError):
     """A rank of ``phalanx.launch()`` failed before any other did. The message has its traceback; mend what it shows.
+
+    Example:
+        rank 1 of 4 failed: ValueError: bad batch
+
+    What to do:
+        Mend what the traceback in the message shows. All other ranks have been ended.
 
     Attributes:
         rank: its number in the world.

@@ -7,9 +7,16 @@ from typing import ClassVar
 
 __all__ = ["PhalanxError", "chain"]
 
+# Modules of which every error has a section (explain/errors.py).
+_EXPLAINED = ("phalanx.errors", "phalanx.rpc.network", "phalanx.rpc.autograd.blame")
+
 
 class PhalanxError(RuntimeError):
     """Base of everything below. A ``RuntimeError``, because that is what torch raises and scripts catch.
+
+    What to do:
+        ``except phalanx.PhalanxError`` catches all that Phalanx finds wrong. Catch a class below it if your program can
+        act on that one error.
 
     Attributes:
         is_consequence: errors of this class are always caused by another rank's end, so the launcher does not name the
@@ -17,6 +24,24 @@ class PhalanxError(RuntimeError):
     """
 
     is_consequence: ClassVar[bool] = False
+
+    @property
+    def __notes__(self) -> list[str]:
+        """What Python (>= 3.11) prints below the message in a traceback; ``str()`` is without it."""
+        notes: list[str] = vars(self).setdefault("_notes", [_look_up(type(self))])
+        return notes
+
+    @__notes__.setter
+    def __notes__(self, notes: list[str]) -> None:
+        vars(self)["_notes"] = notes
+
+
+def _look_up(kind: type) -> str:
+    """Where a class of errors is explained: there are sections on those that users import."""
+    for each in kind.__mro__:
+        if each.__module__ in _EXPLAINED:
+            return f"What this means and what to do: phalanx explain {each.__name__}"
+    return f"What this means and what to do: phalanx explain {PhalanxError.__name__}"
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:

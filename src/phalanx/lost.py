@@ -54,6 +54,18 @@ class PeerLost(_OfRank, PhalanxError):
     A rank that closed the group, or whose script came to its end, has left in order. Then only the operation that needs
     it fails: a message, and the group remains usable for others; or a collective, which needs every rank.
 
+    Example:
+        rank 1 of the group (pid 26212 on vm) has ended by signal 9 (SIGKILL) while rank 0 was in all_reduce(float32[2],
+        sum) at killed.py:6. Its last operation was all_reduce #1 (float32, 8 B, sum) at killed.py:3. Look at that
+        rank's own output for the cause
+
+    What to do:
+        1. This rank is not the cause. Read the output of the rank that the message names.
+        2. It failed by an exception: mend that one. ``phalanx run`` prints it first.
+        3. It was killed by SIGKILL: it may have needed too much memory. ``dmesg | grep -i oom`` says so.
+        4. It left in order: it made fewer calls than this rank. Look for an ``if`` or a loop that depends on the rank.
+        5. A host may fail again: ``phalanx run --restarts 3`` starts all ranks anew, and ``world.load()`` goes on.
+
     Attributes:
         group_rank: the lost rank, counted within the group; -1 if it is not known.
         rank: the same in the world; -1 if it is not known.
@@ -155,6 +167,12 @@ class PeerFailed(PhalanxError):
 
     Raised by ``main_first()``, ``save()`` and the like on the ranks that waited for it. Mend what that rank reports.
 
+    Example:
+        rank 0 of the group failed in main_first(): OSError: no space left
+
+    What to do:
+        Mend what the named rank reports. This rank only waited for it.
+
     Attributes:
         group_rank: the rank that failed, counted within the group.
     """
@@ -176,6 +194,17 @@ class CollectiveTimeout(_OfRank, PhalanxError):
 
     If a rank is merely slow, give a longer timeout: ``phalanx.init(timeout_s=…)``. If not, find out why the rank that
     the message names did not make the call.
+
+    Example:
+        rank 1 of the group (pid 27545 on vm), which is at <module> (train.py:4), did not come within 2 s while rank 0
+        was in all_reduce(int64[2], max) at train.py:5. Is it in other code, or much slower? A longer timeout is set
+        with phalanx.init(timeout_s=...) or init_process_group(timeout=...)
+
+    What to do:
+        1. See where the named rank is: ``phalanx top --once``, or ``phalanx report DIR`` with ``--log-dir DIR``.
+        2. It is in other code: it left the call out. Look for an ``if`` or a loop that depends on the rank.
+        3. It is only slow, as while it writes a checkpoint: give more time by ``phalanx.init(timeout_s=...)``.
+        4. It is stopped: ``kill -CONT PID`` lets it continue.
 
     Attributes:
         group_rank: the first rank that had not come, counted within the group.
@@ -264,6 +293,15 @@ class WorkerLost(_OfWorker, PeerLost):
     What it was asked may have run, or not; it will not run twice. If it comes back under its name, that is a new
     worker, and calls to the name reach it. ``rpc.call(..., retry=True)`` does so by itself.
 
+    Example:
+        worker1 (rank 1, pid 28621 on vm) is gone (its process has ended) while this worker waited for train_step
+        (train.py:20), 0.0 s ago. Look at that worker's own output for the cause
+
+    What to do:
+        1. Read the output of the worker that the message names.
+        2. If the call may run twice, ``rpc.call(..., retry=True)`` makes it again when the worker is back.
+        3. ``rpc.watch()`` tells a program when workers come and go.
+
     Attributes:
         worker, rank, pid, host, incarnation: which worker; the rank is -1 if it had none.
         asked, line: what it was asked, for people, and at which ``file:line`` of this process's program; the line is
@@ -288,6 +326,15 @@ class ObjectLost(WorkerLost):
     """A remote object is gone with the worker that had it, or was let go of.
 
     A worker that comes back under the same name is a new one and has none of the old one's objects: make it again.
+
+    Example:
+        <Model 1 on worker1 (rank 1, pid 28621 on vm)> is gone with its worker: worker1 (rank 1, pid 28621 on vm) is
+        gone (its process has ended) while this worker waited for Model.run (train.py:21), 0.0 s ago. Look at that
+        worker's own output for the cause. Make it again
+
+    What to do:
+        1. Make the object again, by ``rpc.make()`` on a worker that is there.
+        2. Keep its state in a checkpoint if it must outlive its worker.
     """
 
 
@@ -296,6 +343,16 @@ class CallTimeout(_OfWorker, PhalanxError, TimeoutError):
 
     The call may still run there; it was told that nobody waits. The text says why there was no answer, as far as that
     can be found out.
+
+    Example:
+        worker1 (rank 1, pid 28621 on vm) did not answer within 1 s: slow (train.py:15), 1.0 s ago. It has worked on
+        this for 1.0 s and is at slow (train.py:3). For more time: timeout_s=...
+
+    What to do:
+        1. The function runs (``handler``): give more time by ``timeout_s=...``, or look at the place that is named.
+        2. Calls wait before it (``queued``): call less at once, or use more workers.
+        3. The process is stopped, or something holds the interpreter: ``phalanx top --once`` shows it.
+        4. Nothing comes from the host (``cut``): ``phalanx doctor -H h1:1,h2:1`` tests the way.
 
     Attributes:
         worker, rank, pid, host, incarnation: which worker; the rank is -1 if it has none.

@@ -9,7 +9,7 @@ import signal
 import pytest
 from tests.launch_support import Launcher, launcher
 from tests.support.faults import ENDS, told_by
-from tests.support.golden import FOLDER, MOST_LINES, Job, block_of, check_facts, check_told
+from tests.support.golden import FOLDER, MOST_LINES, Job, block_of, check_facts, check_told, without_frames
 from tests.support.hosts import why_no_hosts
 from tests.support.remote import RemoteLauncher, hosts, remote
 from tests.support.waiting import stop
@@ -24,7 +24,7 @@ LATE = f"{PATIENT} --warn-after 600"
 
 def test_no_golden_text_is_longer_than_a_user_reads() -> None:
     texts = {path.name: path.read_text() for path in FOLDER.glob("*.txt")}
-    assert {name: text for name, text in texts.items() if len(text.splitlines()) > MOST_LINES} == {}
+    assert {name: text for name, text in texts.items() if len(without_frames(text).splitlines()) > MOST_LINES} == {}
 
 
 def check_stopped_and_killed(job: Job, on: str) -> None:

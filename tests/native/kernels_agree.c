@@ -7,6 +7,8 @@
 
 #include "kernels.c"
 
+phx_tracer_fn phx_tracer; /* the core's is in segment.c */
+
 #define MOST 2100u
 #define INPUTS 5
 

@@ -65,6 +65,6 @@ def test_contrast_is_that_of_the_wcag(scheme: dict[str, str]) -> None:
         red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
-    for (over, least), under in product([("text", 4.5), ("line", 3.0)], ["page", "host", "rank"]):
+    for (over, least), under in product([("text", 4.5), ("line", 3.0)], ["page", "host", "rank", "fresh"]):
         low, high = sorted(luminance(scheme[part]) for part in (over, under))
         assert (high + 0.05) / (low + 0.05) >= least, (over, under)

@@ -15,7 +15,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from tests.support.golden import check_told
+from tests.support.golden import check_told, last_error
 from tests.support.hosts import TestHosts, why_no_hosts
 from tests.support.ranks import Member, fork_rank, stacks_of
 from tests.support.waiting import soon
@@ -312,7 +312,7 @@ def test_addresses_that_cannot_be_right_are_refused(pair: Pair) -> None:
     assert "PHALANX_INTERFACE=ib0: h0 has no interface of that name; its interfaces are lo 127.0.0.1" in ended[1].err
     for rank, one in enumerate(ended[2:]):
         known = {"name": "h7", "port": PORT, "host": f"h{rank}", "rank": rank}
-        check_told("unresolved", one.err.splitlines()[-1], known)
+        check_told("unresolved", last_error(one.err), known)
 
 
 def test_a_name_that_means_loopback_on_another_host_is_refused(pair: Pair) -> None:
@@ -343,7 +343,7 @@ def test_a_port_that_is_taken_is_named_with_who_holds_it(pair: Pair) -> None:
     assert re.fullmatch(r"pid \d+ \(\S*python\S* -c.*\)", pid[1])
     known = {"address": "10.213.77.1", "name": "h0", "port": PORT, "holder": pid[1]}
     for rank, ended in enumerate(both):
-        check_told(f"port-taken.rank-{rank}", ended.err.splitlines()[-1], known)
+        check_told(f"port-taken.rank-{rank}", last_error(ended.err), known)
 
 
 def test_two_processes_of_one_rank_are_both_named(pair: Pair) -> None:
@@ -358,7 +358,7 @@ def test_two_processes_of_one_rank_are_both_named(pair: Pair) -> None:
         assert pids is not None, again.err
         known = {"rank": rank, "pid refused": pids[1], "pid accepted": pids[2]}
         known |= {"host refused": "h0", "host accepted": f"h{rank}"}
-        check_told("twice", again.err.splitlines()[-1], known)
+        check_told("twice", last_error(again.err), known)
         said = f"refused a process: there are two of rank {rank}"
         first.heard(said)  # which it says when it has told that process
         check_told("twice.rank-0", first.told(said), known)
@@ -390,7 +390,7 @@ def test_a_stranger_and_a_rank_with_another_key_stay_outside(pair: Pair) -> None
     others = pair.end(pair.rank(1, 1, 2, PHALANX_KEY_FILE=str(keys[1])), pair.rank(1, 1, 2))
     for other, source in zip(others, (f"PHALANX_KEY_FILE={keys[1]}", "none"), strict=True):
         assert other.code != 0
-        check_told("other-key", other.err.splitlines()[-1], {"port": PORT, "source": source})
+        check_told("other-key", last_error(other.err), {"port": PORT, "source": source})
     ended, _ = pair.succeed(first, pair.rank(1, 1, PHALANX_KEY_FILE=str(keys[0])))
     check(json.loads(ended.out), (0, 1))
     refused = [line for line in ended.err.splitlines() if "refused a connection" in line]

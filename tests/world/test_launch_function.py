@@ -285,7 +285,7 @@ def test_function_of_main_needs_cloudpickle_in_a_fresh_interpreter(monkeypatch: 
 
     own.__module__, own.__qualname__ = "__main__", "own"
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    refused = "own is defined in __main__; define it in a module, or install cloudpickle$"
+    refused = "own is defined in __main__; define it in a module, or install cloudpickle(?m:$)"
     with pytest.raises(LaunchError, match=refused):
         phalanx.launch(own, n=2, start_method="spawn")
     phalanx.init()  # so that the ranks cannot be forked

@@ -24,7 +24,7 @@ from phalanx.words import did_you_mean, tell
 
 __all__ = ["main"]
 
-COMMANDS = ("bench", "doctor", "env", "list", "report", "run", "stop", "timeline", "top")
+COMMANDS = ("bench", "doctor", "env", "explain", "list", "report", "run", "stop", "timeline", "top")
 
 
 class _Commands(click.Group):
@@ -59,6 +59,8 @@ def command() -> None:
       phalanx stop JOB                        end a running job
       phalanx report DIR                      why a job hung that ran with --report-dir or --log-dir DIR
       phalanx timeline DIR                    for which rank the others waited in a job that ran with --log-dir DIR
+      phalanx explain all_reduce              how a collective works, step by step
+      phalanx explain PeerLost                what an error means, and what to do
     """
 
 

@@ -52,17 +52,20 @@ __all__ = [
     "RecordedGroup",
     "SeenRecord",
     "Status",
+    "Traced",
+    "Tracer",
     "addresses",
     "library",
     "quick_entry",
     "rpc",
 ]
 
-ABI = 31
+ABI = 32
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 
 Poll = CFUNCTYPE(c_int)
+Tracer = CFUNCTYPE(None, c_uint32, c_uint64, c_void_p, c_uint64)
 
 
 class Status:
@@ -83,6 +86,17 @@ class Status:
 
 
 BROKEN_FROM = Status.MISMATCH
+
+
+class Traced:
+    """What the core's tracer tells (``enum phx_traced``)."""
+
+    PUT = 1
+    TAKEN = 2
+    ADDED = 3
+    COMBINED = 4
+    RAISED = 5
+    SAW = 6
 
 
 class Going:
@@ -260,6 +274,7 @@ def library() -> ctypes.CDLL:
         ("phx_process_leaves", None, []),
         ("phx_stacks_in_copy", c_int, [c_int, c_int, c_void_p]),
         ("phx_process_fails", None, [c_char_p]),
+        ("phx_trace", None, [Tracer]),
         ("phx_group_fails", None, [comm, c_char_p]),
         ("phx_abort", None, [comm]),
         ("phx_set_timeout", None, [comm, c_uint64, c_uint64]),

@@ -31,6 +31,15 @@ class RemoteTraceback(Exception):
 class RemoteError(RuntimeError):
     """An exception of another worker whose own type cannot be made here.
 
+    It is raised in place of that type if the type cannot be imported or unpickled in this process.
+
+    Example:
+        Odd: batch 7 has no items
+
+    What to do:
+        1. Read the traceback above it: it is that of the other worker.
+        2. To catch the type itself, define it in a module that both workers can import.
+
     Attributes:
         type_name: the name of its type.
     """

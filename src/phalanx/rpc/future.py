@@ -17,7 +17,13 @@ T = TypeVar("T")
 
 
 class Cancelled(Exception):
-    """The call was given up with ``cancel()``."""
+    """The call was given up with ``cancel()``.
+
+    Only the process that cancelled it gets this. The function on the other worker may still run.
+
+    What to do:
+        Catch it where the future is waited for, if the program cancels calls.
+    """
 
 
 class Future(Generic[T]):

@@ -42,6 +42,13 @@ class EncryptionMismatch(InitializationError):
     """One of two workers encrypts what goes between them and the other does not, so they do not talk to each other.
 
     Nothing of a call was sent. All workers of a job have to be started alike.
+
+    Example:
+        this worker encrypts what it sends over TCP, and worker1 does not, so nothing was sent to it. Set
+        rpc.init(encrypt=...) or PHALANX_RPC_ENCRYPT alike for all workers
+
+    What to do:
+        Give every worker the same ``rpc.init(encrypt=...)``, or set PHALANX_RPC_ENCRYPT alike on all hosts.
     """
 
     def __init__(self, other: str, *, other_encrypts: bool) -> None:

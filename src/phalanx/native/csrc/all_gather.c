@@ -20,6 +20,7 @@ static void put(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
     const struct gather *call = job;
     const uint64_t step = comm->chunk_bytes, at = i * step;
     memcpy(phx_slot(comm, comm->rank, chunk), call->in + at, phx_piece(call->nbytes, at, step));
+    phx_moved(comm, PHX_PUT, phx_slot(comm, comm->rank, chunk), phx_piece(call->nbytes, at, step));
 }
 
 static int take(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)

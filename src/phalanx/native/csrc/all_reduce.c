@@ -13,6 +13,7 @@
 #include "chunks.h"
 #include "kernels.h"
 #include "pipeline.h"
+#include "trace.h"
 #include "wait.h"
 
 #define BLOCK 8192u /* bytes reduced before they are copied to the output: still in the first-level cache */
@@ -32,6 +33,7 @@ static void put_whole(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
     const struct reduction *call = job;
     (void)i;
     memcpy(phx_slot(comm, comm->rank, chunk), call->in, call->nbytes);
+    phx_moved(comm, PHX_PUT, phx_slot(comm, comm->rank, chunk), call->nbytes);
 }
 
 static int reduce_whole(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
@@ -46,6 +48,8 @@ static int reduce_whole(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
     for (uint32_t p = 0; p < comm->size; p++)
         comm->inputs[p] = phx_slot(comm, p, chunk);
     call->reduce(call->out, comm->inputs, comm->size, call->nbytes / call->element);
+    for (uint32_t p = 0; p < comm->size; p++)
+        phx_moved(comm, PHX_ADDED, phx_slot(comm, p, chunk), call->nbytes);
     return PHX_OK;
 }
 
@@ -72,6 +76,8 @@ static void put_others_slices(phx_comm *comm, void *job, uint64_t i, uint64_t ch
     char *slot = phx_slot(comm, comm->rank, chunk);
     memcpy(slot, call->in + at, mine.first);
     memcpy(slot + mine.last, call->in + at + mine.last, length - mine.last);
+    phx_moved(comm, PHX_PUT, slot, mine.first);
+    phx_moved(comm, PHX_PUT, slot + mine.last, length - mine.last);
 }
 
 static int reduce_own_slice(phx_comm *comm, const struct reduction *call, uint64_t at, uint64_t length, uint64_t chunk)
@@ -89,6 +95,10 @@ static int reduce_own_slice(phx_comm *comm, const struct reduction *call, uint64
         if (call->out)
             memcpy(call->out + at + b, slot + b, block);
     }
+    for (uint32_t p = 0; p < comm->size; p++)
+        if (p != comm->rank)
+            phx_moved(comm, PHX_ADDED, phx_slot(comm, p, chunk) + mine.first, mine.last - mine.first);
+    phx_moved(comm, PHX_PUT, slot + mine.first, mine.last - mine.first);
     phx_raise(comm, &comm->flags[comm->rank].done, chunk + 1);
     return PHX_OK;
 }
@@ -103,6 +113,7 @@ static int copy_others_slices(phx_comm *comm, char *out, uint64_t length, uint64
             return status;
         const struct slice theirs = slice_of(comm, p, length);
         memcpy(out + theirs.first, phx_slot(comm, p, chunk) + theirs.first, theirs.last - theirs.first);
+        phx_moved(comm, PHX_TAKEN, phx_slot(comm, p, chunk) + theirs.first, theirs.last - theirs.first);
     }
     return PHX_OK;
 }

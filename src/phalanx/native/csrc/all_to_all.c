@@ -58,8 +58,10 @@ static void put_row(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
     for (uint32_t p = 0; p < comm->size; p++)
         row[p] = p == comm->rank ? 0 : call->in_bytes[p]; /* what a rank sends itself crosses no slot */
     if (fits(comm, row))
-        for (uint32_t p = 0; p < comm->size; p++)
+        for (uint32_t p = 0; p < comm->size; p++) {
             memcpy(slot + offset_in(comm, row, p), call->ins[p], row[p]);
+            phx_moved(comm, PHX_PUT, slot + offset_in(comm, row, p), row[p]);
+        }
 }
 
 static int take_rows(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
@@ -74,8 +76,11 @@ static int take_rows(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
         if (p != comm->rank && row[comm->rank] != call->out_bytes[p])
             return phx_break(comm, PHX_MISMATCH, p);
         if (fits(comm, row)) {
-            if (p != comm->rank)
-                memcpy(call->outs[p], (const char *)row + offset_in(comm, row, comm->rank), row[comm->rank]);
+            if (p == comm->rank)
+                continue;
+            const char *data = (const char *)row + offset_in(comm, row, comm->rank);
+            memcpy(call->outs[p], data, row[comm->rank]);
+            phx_moved(comm, PHX_TAKEN, data, row[comm->rank]);
             continue;
         }
         call->late[p / 64] |= 1ull << p % 64;
@@ -94,9 +99,11 @@ static void put_shares(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
     if (!is_late(call, comm->rank))
         return;
     for (uint32_t p = 0; p < comm->size; p++)
-        if (p != comm->rank)
-            memcpy(phx_share_at(comm, comm->rank, p, chunk), (const char *)call->ins[p] + at,
-                   phx_piece(call->in_bytes[p], at, step));
+        if (p != comm->rank) {
+            const uint64_t length = phx_piece(call->in_bytes[p], at, step);
+            memcpy(phx_share_at(comm, comm->rank, p, chunk), (const char *)call->ins[p] + at, length);
+            phx_moved(comm, PHX_PUT, phx_share_at(comm, comm->rank, p, chunk), length);
+        }
 }
 
 static int take_shares(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)

@@ -2,17 +2,23 @@
  * synchronisation. */
 #include "call.h"
 #include "pipeline.h"
+#include "trace.h"
 #include "wait.h"
 
 static void put_nothing(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
 {
-    (void)comm, (void)job, (void)i, (void)chunk;
+    (void)job, (void)i, (void)chunk;
+    phx_met(PHX_RAISED, comm->rank);
 }
 
 static int await_everybody(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
 {
     (void)job, (void)i;
-    return phx_wait_all_ready(comm, chunk);
+    const int status = phx_wait_all_ready(comm, chunk);
+    for (uint32_t p = 0; p < comm->size; p++)
+        if (p != comm->rank)
+            phx_met(PHX_SAW, p);
+    return status;
 }
 
 int phx_barrier(phx_comm *comm)

@@ -18,8 +18,10 @@ static void put(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
 {
     const struct broadcast *call = job;
     const uint64_t step = comm->chunk_bytes, at = i * step;
-    if (comm->rank == call->root)
-        memcpy(phx_slot(comm, call->root, chunk), call->data + at, phx_piece(call->nbytes, at, step));
+    if (comm->rank != call->root)
+        return;
+    memcpy(phx_slot(comm, call->root, chunk), call->data + at, phx_piece(call->nbytes, at, step));
+    phx_moved(comm, PHX_PUT, phx_slot(comm, call->root, chunk), phx_piece(call->nbytes, at, step));
 }
 
 static int take(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)

@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "comm.h"
+#include "trace.h"
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
@@ -55,6 +55,7 @@ static inline void phx_copy_out(const phx_comm *comm, void *dst, const void *src
         phx_stream(dst, src, nbytes);
     else
         memcpy(dst, src, nbytes);
+    phx_moved(comm, PHX_TAKEN, src, nbytes);
 }
 
 #endif

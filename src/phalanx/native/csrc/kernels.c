@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "phalanx.h"
+#include "trace.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -136,5 +137,7 @@ int phx_combine(const void *const *ins, uint32_t nins, void *out, uint64_t count
     if (!kernel || !nins)
         return PHX_BAD_ARGUMENT;
     kernel(out, ins, nins, count);
+    if (phx_tracer)
+        phx_tracer(PHX_COMBINED, nins, out, count * phx_dtype_bytes(dtype));
     return PHX_OK;
 }

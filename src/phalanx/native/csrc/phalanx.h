@@ -15,7 +15,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 31
+#define PHX_ABI 32
 #define PHX_API __attribute__((visibility("default")))
 
 /* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
@@ -430,5 +430,22 @@ PHX_API uint32_t phx_records_read(const char *memory, uint64_t first, struct phx
  * no such handler, or PHX_SYSTEM.
  */
 PHX_API int phx_stacks_in_copy(int number, int fd, void *in_interpreter);
+
+/* -- tracing ------------------------------------------------------------------------------------------------------ */
+
+enum phx_traced {
+    PHX_PUT = 1,  /* copied into a slot of the segment, or a sum left there */
+    PHX_TAKEN,    /* copied out of a slot */
+    PHX_ADDED,    /* read in a slot by a reduction */
+    PHX_COMBINED, /* added up by phx_combine(): `at` is how many inputs it had */
+    PHX_RAISED,   /* a barrier's counter of this rank raised */
+    PHX_SAW,      /* that of the rank `at` seen raised */
+};
+
+/* Called right after what it tells. `at` is where the bytes lie, from the first slot on; `data` is their address. */
+typedef void (*phx_tracer_fn)(uint32_t what, uint64_t at, const void *data, uint64_t nbytes);
+
+/* Have this process's collectives tell what they move; NULL ends that. No collective may be under way. */
+PHX_API void phx_trace(phx_tracer_fn tracer);
 
 #endif

@@ -7,6 +7,7 @@
 #include "chunks.h"
 #include "kernels.h"
 #include "pipeline.h"
+#include "trace.h"
 #include "wait.h"
 
 #define BLOCK 8192u /* bytes reduced before they are copied to the output: still in the first-level cache */
@@ -24,8 +25,10 @@ static void put_others_blocks(phx_comm *comm, void *job, uint64_t i, uint64_t ch
     const struct reduction *call = job;
     const uint64_t step = phx_share(comm), at = i * step, length = phx_piece(call->nbytes, at, step);
     for (uint32_t p = 0; p < comm->size; p++)
-        if (p != comm->rank)
+        if (p != comm->rank) {
             memcpy(phx_share_at(comm, comm->rank, p, chunk), (const char *)call->ins[p] + at, length);
+            phx_moved(comm, PHX_PUT, phx_share_at(comm, comm->rank, p, chunk), length);
+        }
 }
 
 static int reduce_own_block(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
@@ -44,6 +47,9 @@ static int reduce_own_block(phx_comm *comm, void *job, uint64_t i, uint64_t chun
         call->reduce(result, comm->inputs, comm->size, block / call->element);
         memcpy(call->out + at + b, result, block);
     }
+    for (uint32_t p = 0; p < comm->size; p++)
+        if (p != comm->rank)
+            phx_moved(comm, PHX_ADDED, phx_share_at(comm, p, comm->rank, chunk), length);
     return PHX_OK;
 }
 

@@ -21,8 +21,10 @@ static void put(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
     const struct scatter *call = job;
     const uint64_t step = comm->chunk_bytes, at = i * step;
     for (uint32_t p = 0; p < comm->size && comm->rank == call->root; p++)
-        if (p != call->root)
+        if (p != call->root) {
             memcpy(phx_slot(comm, p, chunk), (const char *)call->ins[p] + at, phx_piece(call->nbytes, at, step));
+            phx_moved(comm, PHX_PUT, phx_slot(comm, p, chunk), phx_piece(call->nbytes, at, step));
+        }
 }
 
 static int take(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)

@@ -7,12 +7,21 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "trace.h"
+
 #define MAGIC 0x786e616c61687050ull
 #define PAGE_BYTES 4096u
 
 _Static_assert(sizeof(struct phx_header) <= PAGE_BYTES, "the header fits its page");
 _Static_assert(sizeof(struct phx_flags) == PHX_LINE, "one rank's flags are one cache line");
 _Static_assert(sizeof(struct phx_place) % PHX_LINE == 0, "places do not share cache lines");
+
+phx_tracer_fn phx_tracer;
+
+void phx_trace(phx_tracer_fn tracer)
+{
+    phx_tracer = tracer;
+}
 
 uint32_t phx_abi(void)
 {

@@ -19,6 +19,13 @@ class BackwardError(PhalanxError):
     It is also of the type of what was raised there, where one class can be both. The gradients of the pass are
     incomplete: the workers whose part had ended keep theirs, so leave the context and begin a new one.
 
+    Example:
+        Error on Node 1: bad gradient. It was raised on worker1 in backward (model.py:12), in the backward pass over the
+        gradients of what forward returned to worker0
+
+    What to do:
+        Mend the function that the message names, and compute the loss again in a new ``rpc.context()``.
+
     Attributes:
         worker, rank, host, pid: where.
         function, line: the innermost function of the program that was running, and ``file:line`` in it; empty if

@@ -92,7 +92,7 @@ class HostsCommunicator(Communicator):
         early = EarlyReceives(engine)
         self._bulk = Bulk(layout, local, engine, early, sizes.chunk_bytes)
         self._reducing = Reducing(layout, local, engine, early, sizes.chunk_bytes)
-        self._exchanging = Exchanging(layout, local, engine, early, frames, sizes)
+        self.exchanging = Exchanging(layout, local, engine, early, frames, sizes)
         reason = Reason(
             store,
             self.rank,
@@ -214,7 +214,7 @@ class HostsCommunicator(Communicator):
     def _exchange_parts(self, outputs: Parts, inputs: Parts) -> None:
         dtype = outputs.dtype
         with self._call.exchanging(dtype, inputs.nbytes, outputs.nbytes) as call:
-            self._exchanging.all_to_all(call, outputs, inputs)
+            self.exchanging.all_to_all(call, outputs, inputs)
             self._call.is_compared = True
 
     def barrier(self) -> None:
@@ -310,7 +310,7 @@ class HostsCommunicator(Communicator):
         if self._frames is not None:
             self._frames.release()
         self._engine.close()
-        self._exchanging.let_go()
+        self.exchanging.let_go()
         if self._frames is not None:
             self._frames.let_go()
         self.messages.close(partial(_close_last, self._way, self.messages.ways.values(), self._depart))

@@ -50,7 +50,7 @@ class ExchangeMemory:
         middle_bytes: the largest part that goes by way of this memory.
 
     Attributes:
-        address: where it begins.
+        address, nbytes: where it begins, and how much it is.
         given, expected: of each rank of this host: how many bytes it sends to, and expects of, each rank.
         parts: of each rank of this host: the address of what it sends in frames.
         news: of each rank of this host: the address of what has come for it in frames.
@@ -77,7 +77,7 @@ class ExchangeMemory:
             for place in range(len(layout.hosts[number]))
         }
         self._whole = share_memory(local, self._end)
-        self.address = self._whole.data_ptr()
+        self.address, self.nbytes = self._whole.data_ptr(), self._whole.nbytes
         self.given, self.expected, self.places = (
             [(ctypes.c_int64 * size).from_address(self.address + at) for at in areas]
             for areas in (given, expected, places)

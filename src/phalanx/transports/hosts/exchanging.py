@@ -54,6 +54,9 @@ class Exchanging:
         early: begins receives; the group's other collectives use it as well.
         frames: the leader's; None on other ranks.
         sizes: how much goes in a frame, and by way of shared memory.
+
+    Attributes:
+        memory: that of the host; made by the first exchange, because most groups have none.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Exchanging:
         self._small_bytes = sizes.frame_bytes // most**2
         self._middle_bytes = max(self._small_bytes, sizes.shared_bytes // most**2 if most > 1 else 0)
         self._frame_bytes = sizes.frame_bytes + _SIZE_BYTES * len(layout.here) * len(self._others)
-        self._memory: ExchangeMemory | None = None  # made by the first exchange: most groups have none
+        self.memory: ExchangeMemory | None = None
         self._streams: Streams | None = None
         self._rooms: list[torch.Tensor] = []
         self._turn = 0
@@ -146,17 +149,17 @@ class Exchanging:
 
     def _exchange_smaller(self, call: int, both: _Both) -> None:
         """Compare the calls and the sizes, and exchange what goes in frames or by way of the shared memory."""
-        if self._memory is None:
-            self._memory = ExchangeMemory(self._layout, self._local, self._small_bytes, self._middle_bytes)
+        if self.memory is None:
+            self.memory = ExchangeMemory(self._layout, self._local, self._small_bytes, self._middle_bytes)
             if self._layout.leader:
-                self._streams = Streams(self._layout, self._engine, self._memory)
+                self._streams = Streams(self._layout, self._engine, self.memory)
         self._turn = 1 - self._turn
-        self._put(self._memory, both)
+        self._put(self.memory, both)
         self._local.gather_single(self._ticks, self._tick, 0)
         if self._frames is None or self._streams is None:
-            self._end(call, self._memory, both)
+            self._end(call, self.memory, both)
         else:
-            self._lead(self._frames, self._streams, call, self._memory, both)
+            self._lead(self._frames, self._streams, call, self.memory, both)
 
     def _end(self, call: int, memory: ExchangeMemory, both: _Both) -> None:
         """Hear the verdict, which the leader has written, and take what has come."""

@@ -197,7 +197,11 @@ class GlooEngine(Engine):
             # Gloo calls it a timeout as well if the other rank's port refuses it a few times.
             early = ended_early(began, self._gloo.timeout.total_seconds())
             raise self.failure(peer, error, early) from error
-        return _GlooTransfer(self, peer, work, tensor)
+        return _GlooTransfer(self, peer, self.watched(work, verb, tensor, peer, tag), tensor)
+
+    def watched(self, work: dist.Work, verb: str, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        """What a transfer waits for. An engine that shows what it carries puts something of its own in front."""
+        return work
 
     def _begin_to_connect(self, peer: int, start: Callable[[], dist.Work]) -> TimedQueue[Any]:
         with self._connects:

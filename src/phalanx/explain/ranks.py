@@ -1,0 +1,326 @@
+"""One rank of the small job that ``phalanx explain`` runs: it makes a real call, and notes what that moves.
+
+The core tells of every copy into, out of and inside the shared memory (``native/csrc/trace.h``), and the engine of what
+it carries between hosts. Every element says where it comes from: rank r gives ``(i + 2**22 << 20) + (1 << r)`` as its
+element i. So a value, a sum too, shows which element it is and which ranks have contributed to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+
+from phalanx.native.core import Tracer, library
+from phalanx.transports.contract import Communicator
+from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
+from phalanx.transports.hosts import exchanging
+from phalanx.transports.hosts.communicator import HostsCommunicator
+from phalanx.transports.hosts.exchange_memory import ExchangeMemory
+from phalanx.transports.hosts.gloo_lane import GlooEngine
+from phalanx.transports.hosts.lane import Transfer
+from phalanx.transports.hosts.layout import Layout
+from phalanx.transports.reductions import SUM
+from phalanx.transports.shm.communicator import SharedMemoryCommunicator
+from phalanx.transports.solo import SoloCommunicator
+from phalanx.watch.recorder import open_recorder
+
+__all__ = ["BLOCKWISE", "ROOTED", "SENT", "Cell", "Event", "Kept", "Plan", "TracedRank", "run_rank"]
+
+#: What the engine between hosts tells, beside ``Traced`` of the core; the last two are of memory beside the segment.
+SENT, RECEIVED, PUT_BESIDE, TAKEN_BESIDE = 10, 11, 12, 13
+#: Operations in which a rank gives, or gets, a block for each rank.
+BLOCKWISE = ("all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
+_TIMEOUT = timedelta(seconds=60)
+_SHIFT = 20  # bits for the ranks that have contributed
+_FIRST = 1 << 22  # the number of the first element, so large that no counter or hash of a call looks like one
+_SAMPLES = 2048
+_HEAD_BYTES = 64  # of a frame, and of what a leader tells its host (``small.py``)
+
+Cell = tuple[int, int]  # the number of a block, and a bit for each rank that has contributed to it
+Kept = tuple[tuple[Cell, ...], ...]  # what lies in each block of a tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The call: so many bytes are the whole tensor, or all blocks of a rank together. Rank 0 is the root."""
+
+    operation: str
+    hosts: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return sum(self.hosts)
+
+    @property
+    def host_of(self) -> list[int]:
+        """The host of each rank."""
+        return [host for host, count in enumerate(self.hosts) for _ in range(count)]
+
+    @property
+    def edges(self) -> list[int]:
+        """Where blocks begin, in elements, and where the last one ends: at cache lines, as the core cuts slices."""
+        count = self.nbytes // 8
+        if self.operation in BLOCKWISE:
+            return [rank * (count // self.ranks) for rank in range(self.ranks + 1)]
+        lines = -(-count // 8)
+        return [min(count, lines * rank // self.ranks * 8) for rank in range(self.ranks + 1)]
+
+
+class Event(NamedTuple):
+    """Something that a rank did: when, what (``Traced``, or one of the above), where, with how much, and what it was.
+
+    ``at`` is a place in the shared memory, or a rank; ``turn`` tells messages between two ranks apart. ``kept`` is what
+    lies in the result thereafter. Of a message, ``into`` has the blocks of the result into which it comes, and
+    ``beside`` is where it lies in the memory in which the ranks of a host exchange parts; -1 if it does not.
+    """
+
+    time_ns: int
+    rank: int
+    what: int
+    at: int
+    nbytes: int
+    cells: tuple[Cell, ...]
+    kept: Kept
+    turn: tuple[int, int] = (0, 0)
+    into: tuple[int, ...] = ()
+    beside: int = -1
+
+
+@dataclass
+class TracedRank:
+    """What a rank gave, what it did, and what it had in the end."""
+
+    given: Kept
+    events: list[Event] = field(default_factory=list)
+    result: Kept = ()
+
+
+class _Notes:
+    """The notes of this rank."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan, self.rank = plan, rank
+        self.edges = np.array(plan.edges)
+        self.events: list[Event] = []
+        self.result: torch.Tensor | None = None
+        self.head = 0  # how many bytes before the data say what it is
+        self.beside: Callable[[], ExchangeMemory | None] = lambda: None
+        self.tracer = Tracer(self.told)
+
+    def told(self, what: int, at: int, data: int | None, nbytes: int, *of_message: Any) -> None:
+        """Note what has just been moved; the core calls it on the thread that moved it."""
+        now = time.monotonic_ns()
+        cells = self.cells_at(data + self.head, nbytes - self.head) if data else ()
+        self.events.append(Event(now, self.rank, what, at, nbytes, cells, self.kept(), *of_message))
+
+    def copied(self, to: int, source: int, nbytes: int) -> None:
+        """Copy, and note it if one side is the memory in which the ranks of a host exchange parts."""
+        ctypes.memmove(to, source, nbytes)
+        for what, address in ((PUT_BESIDE, to), (TAKEN_BESIDE, source)):
+            if (at := self.place_beside(address)) >= 0 and nbytes:
+                self.told(what, at, address, nbytes)
+
+    def place_beside(self, address: int) -> int:
+        """Where an address lies in that memory; -1 if it does not."""
+        memory = self.beside()
+        return -1 if memory is None or not 0 <= address - memory.address < memory.nbytes else address - memory.address
+
+    def blocks_of_result(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The blocks of the result in which a tensor lies."""
+        if self.result is None:
+            return ()
+        begin = (tensor.data_ptr() - self.result.data_ptr()) // 8
+        if not 0 <= begin < self.result.numel():
+            return ()
+        within = self.edges if self.result.numel() == self.edges[-1] else self.edges[:2]
+        last = begin + tensor.nbytes // 8
+        return tuple(number for number, edge in enumerate(within[:-1]) if edge < last and within[number + 1] > begin)
+
+    def cells_at(self, address: int, nbytes: int) -> tuple[Cell, ...]:
+        """Which blocks lie there, and of whom; nothing of what is not data."""
+        count = nbytes // 8
+        if count < 1 or self.plan.operation == "barrier":
+            return ()
+        words = np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address))
+        step = max(1, count // _SAMPLES)
+        some = np.append(words[::step], words[-1])
+        mask = some & ((1 << _SHIFT) - 1)
+        ranks = sum(mask >> bit & 1 for bit in range(_SHIFT))
+        index, rest = np.divmod(some >> _SHIFT, np.maximum(ranks, 1))
+        index = index - _FIRST
+        good = (rest == 0) & (ranks > 0) & (mask < 1 << self.plan.ranks) & (index >= 0) & (index < self.edges[-1])
+        blocks = np.searchsorted(self.edges, index[good], "right") - 1
+        return tuple(sorted(set(zip(blocks.tolist(), mask[good].tolist(), strict=True))))
+
+    def kept(self, tensor: torch.Tensor | None = None) -> Kept:
+        """What lies in each block of a tensor; by default of the result."""
+        tensor = self.result if tensor is None else tensor
+        if tensor is None:
+            return ()
+        sizes = np.diff(self.edges)
+        if tensor.numel() < self.edges[-1]:
+            sizes = sizes[:1]
+        found, address = [], tensor.data_ptr()
+        for count in sizes.tolist():
+            found.append(self.cells_at(address, count * 8))
+            address += count * 8
+        return tuple(found)
+
+
+class _Inside(SharedMemoryCommunicator):
+    """Of the ranks of one of several hosts. What their leader has heard begins with a line about the call."""
+
+    notes: _Notes
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        self.notes.head = _HEAD_BYTES if tensor.dtype == torch.uint8 else 0
+        super().broadcast(tensor, root)
+        self.notes.head = 0
+
+
+class _TracedEngine(GlooEngine):
+    """Tells what it carries. The leaders' frames, which have the tag 0, begin with a line about the call."""
+
+    notes: _Notes
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        self._tell_of(tensor, peer, tag)
+        return super().send(tensor, peer, tag)
+
+    def send_kept(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        self._tell_of(tensor, peer, tag)
+        return super().send_kept(tensor, peer, tag)
+
+    def watched(self, work: dist.Work, verb: str, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        if verb == "send":
+            return work
+        turn, into = (tag, self._turn(verb, peer, tag)), self.notes.blocks_of_result(tensor)
+        beside = self.notes.place_beside(tensor.data_ptr())
+        tell = partial(self.notes.told, RECEIVED, peer, None, tensor.nbytes, turn, into, beside)
+        return cast(dist.Work, _TracedWork(work, tell))
+
+    def _tell_of(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        address, notes = tensor.data_ptr(), self.notes
+        notes.head = 0 if tag else _HEAD_BYTES
+        turn = tag, self._turn("send", peer, tag)
+        notes.told(SENT, peer, address, tensor.nbytes, turn, (), notes.place_beside(address))
+        notes.head = 0
+
+    def _turn(self, *way: object) -> int:
+        turns: dict[object, int] = vars(self).setdefault("turns", {})
+        turns[way] = turns.get(way, -1) + 1
+        return turns[way]
+
+
+class _TracedWork:
+    """A receive that tells when it is done."""
+
+    def __init__(self, work: dist.Work, tell: Callable[[], None]) -> None:
+        self._work, self._tell = work, tell
+        self._told = False
+
+    def wait(self, *limit: Any) -> bool:
+        done = self._work.wait(*limit)
+        if not self._told:
+            self._told = True
+            self._tell()
+        return done
+
+
+def run_rank(plan: Plan, folder: str) -> TracedRank:
+    """Make the call once as a rank of the job, and return what it did."""
+    rank = int(os.environ["RANK"])
+    notes = _Notes(plan, rank)
+    open_recorder()
+    communicator = _join(plan, rank, FileStore(os.path.join(folder, "store"), plan.ranks), notes)
+    _call(plan, rank, communicator, notes)[1]()  # connects the hosts: the call that is shown is not the first one
+    given, call = _call(plan, rank, communicator, notes)
+    traced = TracedRank(() if given is None else notes.kept(given))
+    communicator.barrier()
+    notes.events.clear()
+    library().phx_trace(notes.tracer)
+    call()
+    library().phx_trace(Tracer())
+    traced.events, traced.result = notes.events[:], notes.kept()
+    communicator.barrier()
+    communicator.close()
+    return traced
+
+
+def _join(plan: Plan, rank: int, store: Store, notes: _Notes) -> Communicator:
+    def part(name: str) -> Store:
+        return PrefixStore(name, store)
+
+    layout = Layout(plan.host_of, rank)
+    if len(plan.hosts) == 1:
+        return SharedMemoryCommunicator(part("memory"), rank, plan.ranks, _TIMEOUT)
+    local: Communicator = SoloCommunicator()
+    if len(layout.here) > 1:
+        own = part(f"memory {layout.host}")
+        local = inside = _Inside(own, layout.local, len(layout.here), _TIMEOUT, names=layout.here)
+        inside.notes = notes
+
+    def gloo(name: str) -> GlooOnDemand:
+        own = GlooOnDemand(lambda limit: lazy_gloo(part(name), rank, plan.ranks, limit, one_host=True), _TIMEOUT)
+        own.get()
+        return own
+
+    lanes = _TracedEngine(gloo("lanes"), _TIMEOUT)
+    lanes.notes = notes
+    messages = GlooEngine(gloo("messages"), _TIMEOUT, awaits_what_came=True)
+    group = HostsCommunicator(layout, rank, local, lanes, messages, part("broken"), _TIMEOUT)
+    notes.beside = lambda: group.exchanging.memory
+    vars(exchanging)["_copy"] = notes.copied
+    return group
+
+
+def _call(plan: Plan, rank: int, group: Communicator, notes: _Notes) -> tuple[torch.Tensor | None, Callable[[], None]]:
+    """What a rank gives, and its call. The memory for the result becomes that of the notes."""
+    total, size, root = plan.edges[-1], plan.ranks, rank == 0
+    each = total // size
+    numbers = (torch.arange(_FIRST, _FIRST + total) << _SHIFT) + (1 << rank)
+    whole, empty = numbers.clone(), torch.zeros(total, dtype=torch.int64)
+    block, space = numbers[rank * each : (rank + 1) * each].clone(), torch.zeros(each, dtype=torch.int64)
+
+    def parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        return tensor.view(size, -1).unbind()
+
+    def begin(given: torch.Tensor | None, result: torch.Tensor | None) -> torch.Tensor | None:
+        notes.result = result
+        return given
+
+    match plan.operation:
+        case "all_reduce":
+            return begin(whole, whole), lambda: group.all_reduce(whole, SUM)
+        case "reduce":
+            return begin(whole, whole), lambda: group.reduce(whole, 0, SUM)
+        case "broadcast":
+            return begin(whole, whole), lambda: group.broadcast(whole, 0)
+        case "all_gather":
+            return begin(block, empty), lambda: group.all_gather(parts(empty), block)
+        case "gather":
+            outputs = parts(empty) if root else None
+            return begin(block, empty if root else None), lambda: group.gather(outputs, block, 0)
+        case "scatter":
+            inputs = parts(whole) if root else None
+            return begin(whole if root else None, space), lambda: group.scatter(space, inputs, 0)
+        case "reduce_scatter":
+            return begin(whole, space), lambda: group.reduce_scatter(space, parts(whole), SUM)
+        case "all_to_all":
+            return begin(whole, empty), lambda: group.all_to_all(parts(empty), parts(whole))
+        case _:
+            return begin(None, None), group.barrier
