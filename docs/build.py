@@ -1,9 +1,10 @@
 """Build the site in English and Chinese: ``python docs/build.py build/docs``.
 
-A warning of Sphinx fails the build. So does a page of the tutorial (``start.md`` and ``learn/``) of which a sentence
-has no translation, or one that is older than the English sentence. Of other pages it is said how much is translated.
+A warning of Sphinx fails the build. So does a page of the tutorial (``index.md``, ``start.md``, ``learn/``) of which a
+sentence has no translation, or one of an older English sentence. Of other pages it is said how much is translated.
 
-``python docs/build.py --update`` brings the catalogues in ``docs/locale`` up to date with the English pages.
+``python docs/build.py --update`` brings the catalogues in ``docs/locale`` up to date with the English pages. To translate
+another page, make an empty catalogue of its name first.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from babel.messages.pofile import read_po
 
 DOCS = Path(__file__).parent
 LANGUAGE = "zh_CN"
-TUTORIAL = ("start", "learn/")
+TUTORIAL = ("index", "start", "learn/")
 
 
 def main() -> int:
@@ -31,6 +32,10 @@ def main() -> int:
         templates = Path(name)
         _sphinx("gettext", templates, "-q")
         if options.update:
+            for template in templates.rglob("*.pot"):
+                page = str(template.relative_to(templates).with_suffix(""))
+                if not page.startswith(TUTORIAL) and not _catalogue(page).exists():
+                    template.unlink()
             words = ["sphinx-intl", "update", "-p", name, "-d", str(DOCS / "locale"), "-l", LANGUAGE, "-w", "120"]
             return subprocess.run([Path(sys.executable).with_name(words[0]), *words[1:]], check=True).returncode
         missing = _untranslated(templates)
@@ -59,14 +64,17 @@ def _untranslated(templates: Path) -> dict[str, tuple[int, int]]:
         page = str(template.relative_to(templates).with_suffix(""))
         with template.open("rb") as file:
             wanted = {message.id for message in read_po(file) if message.id}
-        catalogue = DOCS / "locale" / LANGUAGE / "LC_MESSAGES" / f"{page}.po"
         done = set()
-        if catalogue.exists():
-            with catalogue.open("rb") as file:
+        if _catalogue(page).exists():
+            with _catalogue(page).open("rb") as file:
                 done = {message.id for message in read_po(file) if message.string and not message.fuzzy}
         if wanted - done:
             counts[page] = (len(wanted - done), len(wanted))
     return counts
+
+
+def _catalogue(page: str) -> Path:
+    return DOCS / "locale" / LANGUAGE / "LC_MESSAGES" / f"{page}.po"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,9 @@ def launcher(tmp_path: Path, mpi: MpiEnvironment) -> Iterator[Launcher]:
     made = Launcher(tmp_path, mpi.python, ("--mpi", "mpiexec"))
     try:
         yield made
+        for job in made.jobs:
+            for folder in job.temporary.glob("ompi.*"):
+                shutil.rmtree(folder)  # which stays if Open MPI's mpirun is killed (docs/mpi.md)
         made.check()
     finally:
         made.close()

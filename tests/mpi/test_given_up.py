@@ -80,7 +80,7 @@ if rank == 1:
 elif rank == 0 or how not in ("silent", "stopped"):
     if how == "interrupted":
         await_files("interrupted")
-    while how == "stopped" and not stopped((folder / "pid-1").read_text()):
+    while how == "stopped" and not ((folder / "pid-1").exists() and stopped((folder / "pid-1").read_text())):
         time.sleep(0.01)
     try:
         if how == "silent":

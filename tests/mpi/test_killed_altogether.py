@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 from pathlib import Path
 
-from tests.launch_support import Launcher, RunningJob
+from tests.launch_support import Launcher
 from tests.mpi.environments import MpiEnvironment
 from tests.mpi.test_launch import SOON_S, find
 
@@ -41,12 +40,6 @@ def kill(pids: list[int]) -> None:
                 os.kill(pid, signum)
 
 
-def forget_folder(job: RunningJob) -> None:
-    """Remove what stays of an Open MPI whose mpirun was killed (docs/mpi.md)."""
-    for path in job.temporary.glob("ompi.*"):
-        shutil.rmtree(path)
-
-
 def test_next_launch_removes_what_a_killed_one_has_left(launcher: Launcher, mpi: MpiEnvironment) -> None:
     other = launcher.start("-n", "2", "-q", launcher.script(HOLDS, "other.py"))
     others = {Path(word) for line in other.read_lines(2) for word in line.split()[2:]}
@@ -61,7 +54,6 @@ def test_next_launch_removes_what_a_killed_one_has_left(launcher: Launcher, mpi:
     job.process.wait()
     job.wait_until_gone(20.0)
     assert named(files) == files
-    forget_folder(job)
     done = launcher.run("-n", "2", "-q", launcher.script(WORKS, "works.py"))
     assert done.code == 0, done.err_text
     assert named(files) == set()
@@ -79,4 +71,3 @@ def test_the_keepers_remove_it_if_all_processes_above_them_are_killed(launcher: 
     job.wait_until_gone(SOON_S)
     assert files
     assert named(files) == set()
-    forget_folder(job)
