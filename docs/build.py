@@ -3,8 +3,8 @@
 A warning of Sphinx fails the build. So does a page of the tutorial (``index.md``, ``start.md``, ``learn/``) of which a
 sentence has no translation, or one of an older English sentence. Of other pages it is said how much is translated.
 
-``python docs/build.py --update`` brings the catalogues in ``docs/locale`` up to date with the English pages. To translate
-another page, make an empty catalogue of its name first.
+``python docs/build.py --update`` brings the catalogues in ``docs/locale`` up to date with the English pages. To
+translate another page, make an empty catalogue of its name first.
 """
 
 from __future__ import annotations

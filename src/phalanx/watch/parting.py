@@ -71,7 +71,8 @@ def parting(verdict: Verdict, ranks: Sequence[Seen], folder: str, unchanged_sinc
     for side in (awaited, waiting):
         if any(rank.ended and not rank.ended_well for rank in side):
             return ""  # one that fails ends the job, and is no riddle
-        sides.append({() if rank.ended else _steps(rank, folder) for rank in side})
+        # Of the ranks that wait at one line only one is asked for its stack.
+        sides.append({() if rank.ended else _steps(rank, folder) for rank in side if rank.ended or rank.frames})
     if not all(0 < len(side) <= _MOST_STACKS for side in sides) or () in sides[1]:
         return ""
     read = lru_cache(lambda file: _read(file, unchanged_since))
