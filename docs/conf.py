@@ -10,18 +10,31 @@ project = "Phalanx"
 version = release = VERSION
 copyright = "the Phalanx contributors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_click"]
-exclude_patterns = ["images/*.py", "locale"]
+exclude_patterns = ["locale", "templates"]
 root_doc = "index"
 language = "en"
 locale_dirs = ["locale"]
 gettext_compact = False  # a catalogue for each page
-gettext_uuid = False
 gettext_location = False
 myst_enable_extensions = ["colon_fence", "attrs_block"]
 myst_heading_anchors = 4
-myst_links_external_new_tab = False
 html_theme = "furo"
 html_title = f"Phalanx {VERSION}"
+templates_path = ["templates"]
+_SIDEBAR = (
+    "brand",
+    "search",
+    "scroll-start",
+    "navigation",
+    "scroll-end",
+)  # furo's, and the other language between them
+html_sidebars = {
+    "**": [
+        *(f"sidebar/{part}.html" for part in _SIDEBAR[:2]),
+        "language.html",
+        *(f"sidebar/{part}.html" for part in _SIDEBAR[2:]),
+    ]
+}
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_extra_path = ["llms.txt", "../AGENTS.md"]
@@ -34,8 +47,6 @@ autodoc_member_order = "bysource"
 napoleon_custom_sections = ["What to do"]  # of the classes of errors
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
-autodoc_mock_imports = ["torch_npu"]
-nitpicky = False
 
 
 def plain_text(_app: object, _context: object, lines: list[str]) -> None:
