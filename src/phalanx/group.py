@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GatherOptions
 from torch.distributed.constants import default_pg_timeout
 
+from phalanx.c10d.torch_versions import function
 from phalanx.errors import ArgumentError, ClosedError, DeviceMismatch, RankError
 from phalanx.groups.partition import group_among
 from phalanx.groups.turns import Turns
@@ -247,11 +248,12 @@ class Group(ValueCalls, Turns):
     ) -> dist.Work | None:
         """Reduce all ranks' ``tensor`` and cut it into equal parts: part r goes into ``output`` of rank r."""
         group = self._use(output, tensor)
-        return dist.reduce_scatter_tensor(output, tensor, op=_op(op), group=group, async_op=async_op)
+        return function("reduce_scatter_single")(output, tensor, op=_op(op), group=group, async_op=async_op)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool = False) -> dist.Work | None:
         """Copy every rank's ``tensor`` into ``output`` in rank order, on every rank."""
-        return dist.all_gather_into_tensor(output, tensor, group=self._use(output, tensor), async_op=async_op)
+        group = self._use(output, tensor)
+        return function("all_gather_single")(output, tensor, group=group, async_op=async_op)
 
     def all_to_all_single(
         self,

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from phalanx.c10d.torch_versions import function
 from phalanx.errors import ArgumentError, UnsupportedTensor
 from phalanx.groups.objects import ObjectCalls
 
@@ -69,7 +70,7 @@ class ValueCalls(ObjectCalls):
         own = torch.tensor([len(leaf) for leaf in leaves.values()], device=device)
         counts = torch.empty(self.size * len(leaves), dtype=own.dtype, device=device)
         if leaves:
-            dist.all_gather_into_tensor(counts, own, group=self._use(own))
+            function("all_gather_single")(counts, own, group=self._use(own))
         joined = {}
         for (place, leaf), rows in zip(leaves.items(), counts.view(self.size, -1).T.tolist(), strict=True):
             most = max(rows)
@@ -77,7 +78,7 @@ class ValueCalls(ObjectCalls):
             padded[: len(leaf)] = leaf
             gathered = leaf.new_empty((self.size * most, *leaf.shape[1:]))
             if gathered.numel():
-                dist.all_gather_into_tensor(gathered, padded, group=self._use(padded))
+                function("all_gather_single")(gathered, padded, group=self._use(padded))
             parts = gathered.view(self.size, most, *leaf.shape[1:])
             joined[place] = torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
         return _rebuilt(value, joined)

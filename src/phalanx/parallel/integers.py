@@ -109,7 +109,7 @@ class Integers(Exchange):
         sum_sent = packed(total, self._bits)
         torch.sub(total, unpacked(sum_sent, elements, self._bits), out=pending[mine : mine + 1])
         sums = torch.empty_like(sent)
-        dist.all_gather_into_tensor(sums, sum_sent, group=group)
+        dist.all_gather(list(sums.unbind()), sum_sent[0], group=group)
         rows.copy_(unpacked(sums, elements, self._bits))
         # After an infinity or NaN, which make their whole blocks NaN everywhere, nothing of that is to remain here.
         torch.nan_to_num_(pending, nan=0.0, posinf=0.0, neginf=0.0)
