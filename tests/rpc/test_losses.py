@@ -39,6 +39,16 @@ def test_worker_with_whom_nobody_talked_dies_and_shutdown_holds_nobody() -> None
     assert values(run_ranks(run, size)[:-1]) == [True] * (size - 1)
 
 
+def test_a_loss_that_the_function_itself_raised_is_not_called_again() -> None:
+    def body(member: Member) -> None:
+        if member.rank == 0:
+            with pytest.raises(WorkerLost, match="another worker is gone"):
+                rpc.call("worker1", workers.lose, retry=True)
+            assert rpc.call("worker1", workers.times_lost) == 1
+
+    workers.with_workers(body, 2)
+
+
 def test_worker_that_is_no_rank_joins_dies_and_comes_back_by_its_name() -> None:
     """Ranks 0 and 1 are the job's. One worker gives up before they meet; the server waits through their failed try."""
 

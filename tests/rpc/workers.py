@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import phalanx.rpc.autograd.engine  # noqa: F401 - once, and not on every forked rank
 from phalanx import rpc
+from phalanx.errors import WorkerLost
 from phalanx.rpc import connections, session, streams
 from phalanx.rpc.autograd.contexts import contexts
 from tests.support.ranks import Member, on_ranks
@@ -101,6 +102,20 @@ def add(a: Any, b: Any) -> Any:
 
 async def add_later(a: Any, b: Any) -> Any:
     return a + b
+
+
+losses = 0
+
+
+def lose() -> None:
+    """Raise what a call of this worker's to a third one would, and count how often."""
+    global losses
+    losses += 1
+    raise WorkerLost("another worker is gone")
+
+
+def times_lost() -> int:
+    return losses
 
 
 def pid() -> int:

@@ -19,6 +19,7 @@ from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.autograd import requests
 from phalanx.rpc.autograd.contexts import contexts
 from phalanx.rpc.codecs import pickled_parts
+from phalanx.rpc.failure import RemoteTraceback
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
 from phalanx.rpc.message import SentToMany
@@ -85,8 +86,10 @@ def call(
     while True:
         try:
             return start(to, function, *args, timeout_s=until - time.monotonic(), **kwargs).wait()
-        except WorkerLost:
-            if time.monotonic() + _PAUSE_S >= until:
+        except WorkerLost as error:
+            # What the function itself raised, or an object that went with its worker, is lost for good.
+            is_own = not isinstance(error.__cause__, RemoteTraceback) and isinstance(to, (str, int, Member))
+            if not is_own or time.monotonic() + _PAUSE_S >= until:
                 raise
             time.sleep(_PAUSE_S)
 
