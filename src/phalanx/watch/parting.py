@@ -59,7 +59,7 @@ def parting(verdict: Verdict, ranks: Sequence[Seen], folder: str, unchanged_sinc
     seen = {rank.rank: rank for rank in ranks}
     awaited = [seen[rank] for rank in verdict.awaited if rank in seen]
     waiting = [seen[rank] for rank in verdict.waiting if rank in seen and rank not in verdict.awaited]
-    if not waiting:  # they wait for each other
+    if awaited and {*verdict.awaited} <= {*verdict.waiting}:  # they wait for each other
         sites = {rank.rank: rank.operation.site if rank.operation is not None else "" for rank in awaited}
         waiting = [rank for rank in awaited if sites[rank.rank] != sites[awaited[0].rank]]
         awaited = [rank for rank in awaited if rank not in waiting]
@@ -114,12 +114,14 @@ def _parted(
     loops = any(isinstance(node, _LOOPS) for node, _ in above) or any(
         step.through_library for step in waiting[: at + 1]
     )
-    may_be_slow = loops or awaited[at].line < waiting[at].line
+    is_behind = awaited[at].line < waiting[at].line
+    file = waiting[at].file
+    found = {_statement(node, file) for node, _ in rest[0]} if loops or is_behind else set()  # that hold it up
+    if loops or not is_behind:  # it has left out the others' call
+        found |= left_out | {_statement(node, file) for node, _ in rest[1]}
     if loops:
-        left_out |= _deciding(theirs, waiting[at])
-    left_out |= {_statement(node, waiting[at].file) for node, _ in rest[1]}
-    detour = {_statement(node, waiting[at].file) for node, _ in rest[0]} if may_be_slow else set()
-    return _chosen((left_out | detour) - {_statement(n, waiting[at].file) for n, _ in shared}, only_of_rank=may_be_slow)
+        found |= _deciding(theirs, waiting[at]) - {_statement(node, file) for node, _ in shared}
+    return _chosen(found, only_of_rank=loops or is_behind)
 
 
 def _chosen(found: set[_Statement], *, only_of_rank: bool) -> _Statement | None:
