@@ -291,6 +291,7 @@ def library() -> ctypes.CDLL:
         ("phx_pairs_close", None, [c_void_p]),
         ("phx_line_now", c_uint32, []),
         ("phx_pairs_meet", c_int, [c_void_p, c_uint32, c_uint32, POINTER(Crossing)]),
+        ("phx_pairs_settled", c_int, [c_void_p]),
         ("phx_recorder_open", c_void_p, [c_int, c_uint64, c_uint32, c_int32, c_uint32]),
         ("phx_recorder_names", None, [c_uint32, c_int32, c_uint32]),
         ("phx_recorder_mark", None, [c_int32, c_uint32]),

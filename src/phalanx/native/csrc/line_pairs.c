@@ -101,3 +101,8 @@ int phx_pairs_meet(phx_line_pairs *pairs, uint32_t mine, uint32_t theirs, struct
 {
     return phx_meet_pair(pairs, (uint16_t)mine, (uint16_t)theirs, phx_record_place(), out) ? PHX_CROSSED : PHX_OK;
 }
+
+int phx_pairs_settled(const phx_line_pairs *pairs)
+{
+    return !pairs->kept;
+}

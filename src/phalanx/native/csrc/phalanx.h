@@ -234,6 +234,9 @@ PHX_API uint32_t phx_line_now(void);
  * if two lines are crossed now, and says in `out` which, but for the peer; else PHX_OK. */
 PHX_API int phx_pairs_meet(phx_line_pairs *pairs, uint32_t mine, uint32_t theirs, struct phx_crossing *out);
 
+/* Whether calls from equal lines need not be noted. */
+PHX_API int phx_pairs_settled(const phx_line_pairs *pairs);
+
 /* -- heartbeat ---------------------------------------------------------------------------------------------------- */
 
 /* Send a byte of value 0 on a connected stream socket every half second, unless an earlier one has not been acknowledged,
