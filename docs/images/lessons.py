@@ -93,7 +93,7 @@ def of_page(page: str, script: str) -> str:
 
 
 def run(script: str, *options: str) -> str:
-    """What the ranks of a script print to standard output."""
+    """Run a script, and return what its ranks print to standard output."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "script.py").write_text(script)
         own = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
@@ -163,7 +163,7 @@ def data_parallel() -> None:
 
 
 def data() -> None:
-    """Which items each rank gets from either kind of sharing."""
+    """List the items that each rank gets from either kind of sharing."""
     printed = run(of_page("data.md", "shares.py"), "-n", "3")
     picture = Picture(
         "Ten items on three ranks",
@@ -264,7 +264,7 @@ def rpc() -> None:
 
 
 def mistakes() -> None:
-    """Which calls of two ranks meet after one of them has left out a call."""
+    """Pair the calls of two ranks that meet after one of them has left out a call."""
     script = of_page("mistakes.md", "left_out.py").replace("import torch\n", "import torch, sys\n", 1)
     script = script.replace("dist.all_reduce(loss)", 'dist.all_reduce(loss); say("loss", loss)')
     script = script.replace("dist.all_reduce(correct)", 'dist.all_reduce(correct); say("correct", correct)')

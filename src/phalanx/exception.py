@@ -27,7 +27,7 @@ class PhalanxError(RuntimeError):
 
     @property
     def __notes__(self) -> list[str]:
-        """What Python (>= 3.11) prints below the message in a traceback; ``str()`` is without it."""
+        """Name the command that explains the error; Python >= 3.11 prints it below the message in a traceback."""
         notes: list[str] = vars(self).setdefault("_notes", [_look_up(type(self))])
         return notes
 
@@ -37,7 +37,7 @@ class PhalanxError(RuntimeError):
 
 
 def _look_up(kind: type) -> str:
-    """Where a class of errors is explained: there are sections on those that users import."""
+    """Return the class in whose section an error is explained: one that users import."""
     for each in kind.__mro__:
         if each.__module__ in _EXPLAINED:
             return f"What this means and what to do: phalanx explain {each.__name__}"

@@ -22,7 +22,7 @@ class TwoHeads(torch.nn.Module):
         return x.sum()
 
 
-def test_ranks_that_have_them_or_wait_for_them_are_told_the_rank_and_the_names() -> None:
+def test_ranks_that_wait_for_gradients_are_told_the_rank_and_names() -> None:
     def body(member: Member) -> tuple[type, str, tuple[str, ...], bool]:
         member.join()
         model = DistributedDataParallel(TwoHeads())

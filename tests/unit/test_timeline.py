@@ -54,7 +54,7 @@ def test_a_rank_waits_until_the_last_has_come_and_then_communicates() -> None:
     assert found.verdict == "rank 1 was waited for most: 6 s in 1 operation"
 
 
-def test_a_rank_that_leaves_a_broadcast_early_has_waited_for_the_root_alone() -> None:
+def test_rank_that_leaves_a_broadcast_early_waited_for_its_root_alone() -> None:
     calls = [[("broadcast", 1, at, end), ("barrier", 2, 9, 10)] for at, end in ((2, 3), (0, 3), (8, 8.5))]
     assert [(wait.awaited, wait.waiting) for wait in made(recorded(*calls, peer=0)).waits] == [(0, (1,))]
 

@@ -39,7 +39,7 @@ def explained_svg(explained: Explained) -> str:
 
 
 def rows_legend(explained: Explained) -> list[str]:
-    """What the letters, the rows and the colours are."""
+    """Explain the letters, the rows and the colours."""
     lines = legend(explained)
     if explained.plan.operation in BLOCKWISE:
         lines.append("The start has what each rank gives, and each step what it has received.")
@@ -118,7 +118,7 @@ def _rank(explained: Explained, number: int, rank: int, top: float, lines: Seque
 
 
 def _words(cells: Sequence[Cell], width: float) -> list[str]:
-    """What is written into a cell: in one line, or in two, the block and its ranks; nothing if there is no room."""
+    """Name the block and its ranks in one line or in two; nothing if there is no room."""
     if not cells:
         return []
     text = "+".join(map(cell_text, cells))

@@ -1,4 +1,4 @@
-"""What an error means and what to do about it: the docstring of its class, for a terminal."""
+"""Show what an error means and what to do about it: the docstring of its class, for a terminal."""
 
 from __future__ import annotations
 

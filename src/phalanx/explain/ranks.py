@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Count them."""
         return sum(self.hosts)
 
     @property
@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def edges(self) -> list[int]:
-        """Where blocks begin, in elements, and where the last one ends: at cache lines, as the core cuts slices."""
+        """Return where blocks begin, in elements, and where the last ends: at cache lines, as the core cuts."""
         count = self.nbytes // 8
         if self.operation in BLOCKWISE:
             return [rank * (count // self.ranks) for rank in range(self.ranks + 1)]
@@ -102,7 +102,7 @@ class Event(NamedTuple):
 
 @dataclass
 class TracedRank:
-    """What a rank gave, what it did, and what it had in the end."""
+    """Hold what a rank gave, what it did, and what it had in the end."""
 
     given: Kept
     events: list[Event] = field(default_factory=list)
@@ -135,7 +135,7 @@ class _Notes:
                 self.told(what, at, address, nbytes)
 
     def place_beside(self, address: int) -> int:
-        """Where an address lies in that memory; -1 if it does not."""
+        """Return where an address lies in that memory; -1 if it does not."""
         memory = self.beside()
         return -1 if memory is None or not 0 <= address - memory.address < memory.nbytes else address - memory.address
 
@@ -151,7 +151,7 @@ class _Notes:
         return tuple(number for number, edge in enumerate(within[:-1]) if edge < last and within[number + 1] > begin)
 
     def cells_at(self, address: int, nbytes: int) -> tuple[Cell, ...]:
-        """Which blocks lie there, and of whom; nothing of what is not data."""
+        """List the blocks that lie there, and of whom; nothing of what is not data."""
         count = nbytes // 8
         if count < 1 or self.plan.operation == "barrier":
             return ()
@@ -167,7 +167,7 @@ class _Notes:
         return tuple(sorted(set(zip(blocks.tolist(), mask[good].tolist(), strict=True))))
 
     def kept(self, tensor: torch.Tensor | None = None) -> Kept:
-        """What lies in each block of a tensor; by default of the result."""
+        """List what lies in each block of a tensor; by default of the result."""
         tensor = self.result if tensor is None else tensor
         if tensor is None:
             return ()
@@ -289,7 +289,7 @@ def _join(plan: Plan, rank: int, store: Store, notes: _Notes) -> Communicator:
 
 
 def _call(plan: Plan, rank: int, group: Communicator, notes: _Notes) -> tuple[torch.Tensor | None, Callable[[], None]]:
-    """What a rank gives, and its call. The memory for the result becomes that of the notes."""
+    """Make what a rank gives, and its call. The memory for the result becomes that of the notes."""
     total, size, root = plan.edges[-1], plan.ranks, rank == 0
     each = total // size
     numbers = (torch.arange(_FIRST, _FIRST + total) << _SHIFT) + (1 << rank)

@@ -46,7 +46,7 @@ _READS, _WRITES = (Traced.TAKEN, Traced.ADDED, TAKEN_BESIDE), (Traced.PUT, PUT_B
 
 @dataclass(frozen=True)
 class Move:
-    """What a rank does in a step.
+    """Describe what a rank does in a step.
 
     Attributes:
         kind: ``puts`` into the memory that its host shares, ``takes`` from there, ``adds`` what it reads there,
@@ -96,7 +96,7 @@ class Explained:
     agreement: list[Move]
 
     def links(self) -> dict[tuple[int, int], int]:
-        """How many bytes go from one rank to another one, through shared memory or over the network."""
+        """Count the bytes from one rank to another, through shared memory or over the network."""
         return self._links_of(move for step in self.steps for move in step.moves)
 
     def agreed_by(self) -> dict[tuple[int, int], int]:
@@ -113,7 +113,7 @@ class Explained:
         return dict(sorted(found.items()))
 
     def between(self, one: int, other: int) -> str:
-        """What two ranks have between them: ``memory`` or ``network``."""
+        """Name what two ranks have between them: ``memory`` or ``network``."""
         hosts = self.plan.host_of
         return "memory" if hosts[one] == hosts[other] else "network"
 
@@ -211,7 +211,7 @@ class _Steps:
         self.explained = Explained(plan, [rank.given for rank in ranks], steps, _joined(agreement))
 
     def _with_messages(self, rank: int, step: int, kept: Kept, before: Kept) -> Kept:
-        """What lies in a rank's result after a step: a message has come when the step is over in which it is sent."""
+        """List a rank's result after a step: a message has come when the step is over in which it is sent."""
         found = list(kept)
         for block, (when, cells) in self._came[rank].items():
             found[block] = cells if when <= step else before[block]
@@ -268,7 +268,7 @@ class _Steps:
         written[:] = [*(each for each in kept if each[0] < each[1]), (begin, end, event.rank, step)]
 
     def _read(self, event: Event) -> list[tuple[int, int]]:
-        """Who had put there what is read, and how much of it; the reader is in a later step than these."""
+        """Find who had put there what is read, and how much; the reader is in a later step than these."""
         found: dict[int, int] = defaultdict(int)
         begin = event.beside if event.beside >= 0 else event.at
         for low, high, rank, when in self._memory(event):

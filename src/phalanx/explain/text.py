@@ -41,7 +41,7 @@ def as_text(explained: Explained) -> str:
 
 
 def title(explained: Explained) -> str:
-    """What is shown."""
+    """Name what is shown."""
     plan = explained.plan
     where = "one host" if len(plan.hosts) == 1 else f"{len(plan.hosts)} hosts"
     much = f" of {_size(plan.nbytes)}" if plan.operation != "barrier" else ""
@@ -50,7 +50,7 @@ def title(explained: Explained) -> str:
 
 
 def legend(explained: Explained) -> list[str]:
-    """What the letters are, and where the ranks."""
+    """Explain the letters, and where the ranks are."""
     plan = explained.plan
     lines = []
     if plan.operation != "barrier":
@@ -138,7 +138,7 @@ def _links(explained: Explained) -> Iterator[str]:
 
 
 def sums(explained: Explained) -> list[str]:
-    """How much goes through shared memory, and over the network."""
+    """Sum up what goes through shared memory, and over the network."""
     plan, links, lines = explained.plan, explained.links(), list[str]()
     for host in range(len(plan.hosts) if plan.operation != "barrier" else 0):
         its = [nbytes for (one, other), nbytes in links.items() if plan.host_of[one] == plan.host_of[other] == host]

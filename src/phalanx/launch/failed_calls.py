@@ -1,4 +1,4 @@
-"""How the calls of a job's ranks differed when one failed, where an error of torch's own backends cannot say it.
+"""Compare the calls of a job's ranks when one failed, where an error of torch's own backends cannot say it.
 
 The launcher reads the flight recorders of ranks of its own host. Of other hosts each rank's last operations come with
 the news of its end.

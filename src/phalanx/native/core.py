@@ -89,7 +89,7 @@ BROKEN_FROM = Status.MISMATCH
 
 
 class Traced:
-    """What the core's tracer tells (``enum phx_traced``)."""
+    """Name what the core's tracer tells (``enum phx_traced``)."""
 
     PUT = 1
     TAKEN = 2

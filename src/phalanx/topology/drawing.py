@@ -1,4 +1,4 @@
-"""What the pictures of Phalanx share: boxes and lines of text as SVG, in light and dark, for phones and wide screens.
+"""Draw what the pictures share: boxes and lines of text as SVG, in light and dark, for phones and wide screens.
 
 One unit is a pixel if the picture is as wide as a phone, so no text is smaller than 11 of them.
 """

@@ -198,7 +198,7 @@ def write_operations(folder: Path, report: HangReport) -> None:
 
 
 def read_operations(path: Path) -> HangReport | None:
-    """What a job has left in a folder, or a newer report there, or a file; None if there is nothing.
+    """Read what a job has left in a folder, or a newer report there, or a file; None if there is nothing.
 
     Raises:
         OSError, ValueError: see :func:`read_report`.

@@ -282,9 +282,6 @@ class _Texts:
         length = int.from_bytes(self._data[at : at + 4], "little")
         return self._data[at + 4 : at + 4 + length].decode(errors="replace") if length < 1 << 16 else ""
 
-    def identity(self, at: int) -> int:
-        return int.from_bytes(self._data[at - 4 : at], "little") if 4 <= at < len(self._data) else 0
-
     def values(self, at: int) -> dict[str, Any]:
         with contextlib.suppress(ValueError):
             found = read_json(self.text(at))
@@ -330,22 +327,21 @@ class RecorderCopy:
         self.seen = (SeenRecord * len(newest))(*newest)
         return self
 
-    def place(self, number: int) -> tuple[str, int]:
-        """A line of the program by the number that ``seen`` has of it, and what names it on all ranks; 0 if nothing."""
-        return self._texts.text(number), self._texts.identity(number)
+    def place(self, number: int) -> str:
+        """Return a line of the program by the number that ``seen`` has of it; empty if there is none."""
+        return self._texts.text(number)
 
     def group(self, number: int) -> Group:
         """The group with this number, by which ``seen`` names it."""
         return self._texts.group(number)
 
 
-def copy_recorder(file: int, at: int = 0, first: int = 0) -> RecorderCopy | None:
+def copy_recorder(file: int, at: int = 0) -> RecorderCopy | None:
     """A copy of the recorder in a file; None if there is none.
 
     Args:
         file: a descriptor of the file.
         at: where the recorder begins in it, a multiple of the page size.
-        first: the first operation that is wanted, counted from 0.
     """
     # Only then is it mapped: the kernel would find memory for a hole in the file that is looked at.
     if os.fstat(file).st_size < at + RECORDER_BYTES or not any(os.pread(file, 8, at)):
@@ -354,7 +350,7 @@ def copy_recorder(file: int, at: int = 0, first: int = 0) -> RecorderCopy | None
     with mmap.mmap(file, RECORDER_BYTES, mmap.MAP_PRIVATE, offset=at) as memory:
         place = (ctypes.c_char * RECORDER_BYTES).from_buffer(memory)
         try:
-            return copy_memory(ctypes.addressof(place), first)
+            return copy_memory(ctypes.addressof(place))
         finally:
             del place
 
@@ -369,10 +365,10 @@ def read_memory(address: int) -> Recording | None:
     return in_words(copy_memory(address))
 
 
-def copy_memory(address: int, first: int = 0) -> RecorderCopy | None:
-    """A copy of the recorder that is mapped at an address, from an operation on; None if there is none."""
+def copy_memory(address: int) -> RecorderCopy | None:
+    """A copy of the recorder that is mapped at an address; None if there is none."""
     seen, begun = (SeenRecord * RECORDS)(), ctypes.c_uint64()
-    count = library().phx_records_read(address, first, seen, ctypes.byref(begun))
+    count = library().phx_records_read(address, 0, seen, ctypes.byref(begun))
     header = _Header.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(_Header)))
     # Read after the records, which name the texts: a text is there before the record that names it.
     texts = _Texts(ctypes.string_at(address + STRINGS_AT, RECORDER_BYTES - STRINGS_AT))

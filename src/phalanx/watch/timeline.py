@@ -55,7 +55,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Lane:
-    """What one rank did.
+    """Sum up what one rank did.
 
     Attributes:
         seen: the rank.

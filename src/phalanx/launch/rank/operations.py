@@ -79,7 +79,7 @@ def parted(
 
 
 def last_recording(trace: Trace, part: int, count: int = 0) -> Recording | None:
-    """What a rank has recorded, the last ``count`` operations, by default all; None if nothing can be read."""
+    """Read what a rank has recorded, the last ``count`` operations, by default all; None if it cannot be read."""
     # The job may have been one without Phalanx, so what reads it is not imported before.
     from phalanx.watch.records import copy_recorder, in_words
 

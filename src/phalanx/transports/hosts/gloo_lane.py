@@ -200,7 +200,7 @@ class GlooEngine(Engine):
         return _GlooTransfer(self, peer, self.watched(work, verb, tensor, peer, tag), tensor)
 
     def watched(self, work: dist.Work, verb: str, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        """What a transfer waits for. An engine that shows what it carries puts something of its own in front."""
+        """Give what a transfer waits for. An engine that shows what it carries puts something of its own in front."""
         return work
 
     def _begin_to_connect(self, peer: int, start: Callable[[], dist.Work]) -> TimedQueue[Any]:

@@ -174,7 +174,7 @@ def _line(comm: int, rank: int, number: int, *, is_own: bool) -> str:
         return text_of(recorder.place_of(number))
     memory = library().phx_recorder_of(comm, rank) if number else 0
     copy = copy_memory(memory) if memory else None
-    return copy.place(number)[0] if copy is not None else ""
+    return copy.place(number) if copy is not None else ""
 
 
 def _is_about_to_say(comm: int, rank: int) -> bool:

@@ -1,4 +1,4 @@
-"""How many workers, and which of them this is."""
+"""Give the number of workers, and which of them this is."""
 
 from dataclasses import dataclass
 
