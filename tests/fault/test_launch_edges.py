@@ -120,7 +120,7 @@ def test_input_goes_to_one_rank_and_a_debugged_one_has_the_terminal(launcher: La
         if os.environ['RANK'] != '2':
             print('other', sys.stdin.read() == '', flush=True)
             sys.exit()
-        print('terminal', sys.stdin.isatty(), sys.stdout.isatty(), flush=True)
+        print(f'terminal {sys.stdin.isatty()} {sys.stdout.isatty()}', flush=True)  # in one piece, between others
         print('answer', input('what? '), flush=True)
         while True:
             try: input('in ')
