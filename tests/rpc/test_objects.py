@@ -104,7 +104,7 @@ def test_one_method_runs_at_a_time_unless_asked_otherwise() -> None:
         under_way = [turns.start.take() for _ in range(5)]
         with pytest.raises(CallTimeout) as caught:
             rpc.call(turns, Turns.take, timeout_s=0.5)
-        rpc.call(1, workers.open_gate)
+        rpc.call(1, workers.open_gate_once_given_up)
         for taking in under_way:
             taking.wait()
         return caught.value.cause, rpc.call(turns, getattr, "most"), rpc.call(turns, getattr, "taken")
