@@ -18,7 +18,7 @@ from typing import Any
 from phalanx.doctor.device_probe import probe_devices
 from phalanx.doctor.local import examine
 from phalanx.doctor.probe import Listener, probe
-from phalanx.launch.remote.helping import serve
+from phalanx.launch.starters.helping import serve
 from phalanx.system.host import this_host
 
 __all__: list[str] = []

@@ -19,7 +19,7 @@ from phalanx.doctor.finding import Finding, Level
 from phalanx.doctor.probe import Reach
 from phalanx.doctor.rounds import rounds
 from phalanx.launch.job.reach import is_here
-from phalanx.launch.remote.helpers import Helper, Unanswered
+from phalanx.launch.starters.helpers import Helper, Unanswered
 
 __all__ = ["Examination", "examine_devices", "examine_hosts"]
 
@@ -58,7 +58,7 @@ def examine_hosts(
 
     Args:
         hosts: each host, and how many ranks are to run there, if the user has said so.
-        starter: how a helper is started, as of :class:`~phalanx.launch.remote.helpers.Helper`.
+        starter: how a helper is started, as of :class:`~phalanx.launch.starters.helpers.Helper`.
         rate: whether to measure rates, which uses each link for about a second.
         progress: called with what is done next, for people who wait.
     """

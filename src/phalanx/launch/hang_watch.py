@@ -1,10 +1,10 @@
 """Watches the ranks of a job for one that does not go on, says who keeps it, and writes a report.
 
-The launcher looks at the ranks' flight recorders a few times between two warnings: at how many operations each has
-begun, and whether the last is under way. That takes microseconds; on other hosts, those who hold the ranks there do it
-(``sight.py``). Only when a rank has been in one operation for long are the recordings read, and the ranks that the
-others wait for asked where they are. For a report all are asked. On a busy machine one may not say it in time: then the
-report is written without it, and written again once it has said so.
+The agents look at the ranks' flight recorders a few times between two warnings: at how many operations each has begun,
+and whether the last is under way (``observer.py``). Only when a rank has been in one operation for long are the
+recordings read, and the ranks that the others wait for asked where they are (``examination.py``). For a report all are
+asked. On a busy machine one may not say it in time: then the report is written without it, and written again once it
+has said so.
 
 A rank that computes for long cannot be told apart from one that hangs. So the line says only what is seen: for whom the
 others wait, and where that one is. It is repeated ever more seldom. A rank that is stopped does not go on by itself, so
@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from phalanx.launch.examination import Examination, Examiner, Pace
 from phalanx.launch.job.job import Job
 from phalanx.launch.output.stacks import format_stack, frames_in, place_in
-from phalanx.launch.sight import Examination, Pace, Sight
 from phalanx.launch.stopped_ranks import StoppedRanks
 from phalanx.settings import VERSION
 from phalanx.system.folder import own_folder
@@ -42,14 +42,11 @@ if TYPE_CHECKING:
 __all__ = ["HangWatch"]
 
 _AGAIN = 4  # each warning of one wait comes when it has lasted so many times longer than at the last
-_UNANSWERED_S = 10.0  # the zygote, or the relay, waits a few seconds for ranks that do not say where they are
 _MOST_ASKED = 4  # of those that wait, one for each line, for a warning
 # How long after a report that lacks ranks all are asked again, twice as long each time, and how often.
 _FILLED_AFTER_S, _MOST_FILLED = 2.0, 5
 # How long before the end of a wait the last look at the ranks may have been, and more on a busy machine.
 _LAST_LOOK_S = 4.0
-# How many operations all ranks leave together, and the fewest of each: to put one into words takes some 20 µs.
-_LEFT, _FEWEST_LEFT = 16384, 16
 
 
 class HangWatch:
@@ -57,15 +54,17 @@ class HangWatch:
 
     Args:
         job: the job.
-        sight: how its ranks are seen. Its answers that come later are given to :meth:`answered` or :meth:`hear`.
         say: prints a line.
         clock: gives the time in seconds.
+
+    Attributes:
+        examiner: how its ranks are seen; it gives its answers to :meth:`examined`.
     """
 
-    def __init__(
-        self, job: Job, sight: Sight, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._job, self._sight, self._say, self._clock = job, sight, say, clock
+    examiner: Examiner
+
+    def __init__(self, job: Job, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._job, self._say, self._clock = job, say, clock
         self._wanted = job.diagnosis
         self._on = not self._wanted.why_unwatched(is_python=job.target.is_python, ranks=job.ranks)
         self._next = clock() + self._wanted.look_every_s
@@ -96,11 +95,6 @@ class HangWatch:
         """
         return self._seen_stopped if at - self._seen_stopped_at <= _LAST_LOOK_S else ()
 
-    def take_stacks(self, stacks: Mapping[int, str]) -> None:
-        """The ranks of this host have written where they are, as faulthandler does, because this watch has asked."""
-        if self._asked_at is not None and self._asks_for_stacks:
-            self._answered(stacks)
-
     def look(self) -> None:
         """Look at the ranks, if it is time to."""
         if self._on and self._clock() >= self._next:
@@ -120,10 +114,8 @@ class HangWatch:
         now = self._clock()
         self._next = now + self._wanted.look_every_s
         if self._asked_at is not None:
-            if now - self._asked_at > _UNANSWERED_S:
-                self._answered({})
             return
-        pace = self._sight.look()
+        pace = self.examiner.look()
         if pace.waited_s < self._wanted.ask_after_s:
             self._warn_at_s, self._reported = self._wanted.ask_after_s, False
             self._report, self._filled = None, 0
@@ -145,27 +137,21 @@ class HangWatch:
 
     def _ask(self, of: Sequence[int], skip: Sequence[int], *, for_stacks: bool) -> None:
         self._asked_at, self._asks_for_stacks = self._clock(), for_stacks
-        found = self._sight.ask(of, skip, whole=self._wants_report)
-        if found is not None:
+        self.examiner.ask(of, skip, whole=self._wants_report)
+
+    def look_soon(self) -> None:
+        """An agent has said that ranks wait: a wait may be over the limit now."""
+        self._next = self._clock()
+
+    def examined(self, found: Examination) -> None:
+        """Take an answer of the examiner's."""
+        with self._guarded():
             self._examined(found)
 
-    def _answered(self, stacks: Mapping[int, str]) -> None:
-        with self._guarded():
-            self._examined(self._sight.see(stacks))
-
-    def hear(self, message: Mapping[str, Any]) -> None:
-        """A message of the relay's about the ranks."""
-        with self._guarded():
-            found = self._sight.hear(message)
-            if found is not None:
-                self._examined(found)
-            else:
-                self._next = self._clock()  # a wait may be over the limit now
-
-    def _examined(self, found: Examination | None) -> None:
+    def _examined(self, found: Examination) -> None:
         """Ask the ranks on which it depends where they are; or if they have been asked, say what was found."""
         asked_at, self._asked_at = self._asked_at, None
-        if asked_at is None or found is None:
+        if asked_at is None:
             return
         report_after_s = self._wanted.report_after_s
         if self._wants_report and found.still_s < report_after_s:
@@ -241,24 +227,22 @@ class HangWatch:
             self._say(f"the report on this could not be written to {self._wanted.report_dir}: {error.strerror}")
             return None
 
-    def leave(self, recordings: Callable[[int], Mapping[int, Recording]], hosts: Sequence[str]) -> None:
+    def leave(self, recordings: Mapping[int, Recording], hosts: Sequence[str]) -> None:
         """Leave the ranks' operations at the end of the job, for ``phalanx timeline``, if there are any.
 
         Args:
-            recordings: gives so many of each rank's last operations, by rank.
+            recordings: each rank's last operations.
             hosts: the host of each rank.
         """
-        if not self._wanted.report_dir:
+        if not self._wanted.report_dir or not any(found.records for found in recordings.values()):
             return
         from phalanx.watch.hang_report import write_operations
 
         named = hosts if len(set(hosts)) > 1 else [""] * len(hosts)
         nobody = Verdict("", (), (), time.monotonic_ns())
         try:
-            found = recordings(max(_FEWEST_LEFT, _LEFT // len(hosts)))
-            seen = [Seen(rank, found.get(rank), host=host) for rank, host in enumerate(named)]
-            if found:
-                write_operations(Path(self._wanted.report_dir), self._as_report(nobody, seen, {}))
+            seen = [Seen(rank, recordings.get(rank), host=host) for rank, host in enumerate(named)]
+            write_operations(Path(self._wanted.report_dir), self._as_report(nobody, seen, {}))
         except Exception as error:  # how the job ended must be said all the same
             self._say(f"the ranks' operations could not be written to {self._wanted.report_dir}: {error}")
 

@@ -1,22 +1,18 @@
 """The process that the user started: it prints the ranks' output, passes signals on, and reports how the job ended.
 
-It never imports torch and runs no thread: one selector waits for the ranks' pipes, for the zygote's messages and for
-signals. It does not wait for the end of a pipe, because any process that a rank has started may hold the pipe open. A
-rank has ended when the zygote says so; the output that it wrote until then is read and printed.
+It never imports torch and runs no thread: one selector waits for the links to its agents (``agent.py``), for the
+programs that have started them, and for signals. A signal's handler only notes the signal. What has come is acted on in
+the loop, and while this process waits for a reader of its output that has stopped reading.
 
-The supervisor decides how the job ends, and the zygote carries that out, because only the parent of a process can be
-sure that a process id has not been given to another one:
+The supervisor decides how the job ends, and the agents carry that out, because only the parent of a process can be sure
+that a process id has not been given to another one:
 
 - A rank fails. For a short settling time the other ranks may report errors of their own, so that the cause can be
   distinguished from its consequences. Then they are asked to end (SIGTERM) and, after a grace, killed.
 - SIGINT, SIGTERM or SIGHUP arrives. It is passed on, and after the grace the ranks are killed; another SIGINT kills
   them at once. SIGUSR1 and SIGUSR2 are passed on and end nothing; SIGQUIT prints where the ranks are.
 - Nothing reads the output any more. The job ends as after SIGTERM, and silently, like any other tool in a pipe.
-- The zygote is killed. The kernel kills the ranks, and the supervisor kills all processes that they had started.
-- The zygote is stopped, and hides the end of a rank. It is continued (``zygote_watch.py``).
-
-When ranks run on other hosts, or an MPI launcher starts them, a relay (``launch/relays.py``) takes the zygote's place
-and sends the same messages. The rank table is then printed later, when the hosts have been reported.
+- An agent is lost. Its ranks count as killed.
 
 All that is known of an attempt is in one object, so nothing of it is left when the next one begins (``--restarts``).
 """
@@ -24,42 +20,68 @@ All that is known of an attempt is in one object, so nothing of it is left when 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import selectors
 import signal
+import socket
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import Any
 
 from phalanx.errors import OUT_OF_MEMORY_HINT, LaunchError
+from phalanx.launch.agent import Inheritance
 from phalanx.launch.conclusion import Ended, HandOver, conclude, conclude_attempt, failed, why_it_ends
-from phalanx.launch.failed_calls import FailedCalls
+from phalanx.launch.examination import Examiner, received_recording
+from phalanx.launch.failed_calls import parted
 from phalanx.launch.hang_watch import HangWatch
 from phalanx.launch.job.job import Job
-from phalanx.launch.output.failure import (
-    End,
-    Failure,
-    collect_failures,
-    describe_lost_zygote,
-    describe_status,
-    lacks_cause,
-)
+from phalanx.launch.job.target import Refusal
+from phalanx.launch.link import IN, MESSAGE, OUT, Link, Lost, split_rank
+from phalanx.launch.output.failure import End, Failure, collect_failures, describe_status, lacks_cause
 from phalanx.launch.output.log_files import LogFiles
 from phalanx.launch.output.logs import Console, Sink
-from phalanx.launch.output.report import Report, read_report
-from phalanx.launch.output.streams import RankStream, StreamReader, last_lines, open_streams
+from phalanx.launch.output.report import Report, as_report
+from phalanx.launch.output.stacks import format_stacks
+from phalanx.launch.output.streams import last_lines, open_streams
 from phalanx.launch.patience import Patience
-from phalanx.launch.places import Places
-from phalanx.launch.rank.descriptors import Descriptors, release_input
-from phalanx.launch.rank.operations import last_operation
+from phalanx.launch.protocol import (
+    EVENTS,
+    EndedElsewhere,
+    EndOrder,
+    Examined,
+    Exited,
+    Leave,
+    LookUp,
+    Order,
+    Over,
+    Overdue,
+    Owns,
+    Printed,
+    RankPlan,
+    Refused,
+    Reported,
+    SignalOrder,
+    Stacks,
+    StacksOrder,
+    Start,
+    Started,
+    Unstarted,
+    Waits,
+    WantsInput,
+    decode_event,
+)
+from phalanx.launch.rank.descriptors import release_input
+from phalanx.launch.rank.start import RankStart
+from phalanx.launch.rank.trace import Stage
+from phalanx.launch.roster import AgentState, RankState
 from phalanx.launch.running.jobs import Description
-from phalanx.launch.sight import Sight, SightElsewhere, SightHere
-from phalanx.launch.zygote_watch import ZygoteWatch
+from phalanx.launch.services import Input, StoreOnDemand
+from phalanx.launch.starters.contract import Starter
 from phalanx.system import processes
 from phalanx.topology.table import RankRow, format_rank_table
+from phalanx.wire.acknowledged import LOOK_S
+from phalanx.words import format_named
 
 __all__ = ["HANDLED", "Supervisor"]
 
@@ -70,21 +92,17 @@ SETTLE_S = 0.1
 CAUSE_S = 1.0
 # How long a reader of the output that has stopped reading may delay the launcher once the job is over.
 STALLED_READER_S = 1.0
-# How long the keepers of a killed relay may take to end their ranks.
-KEEPERS_S = 2.0
+# Agents end their ranks within the grace; one that reports nothing for this much longer is given up.
+_SILENCE_S = 6.0
+# A host is out of reach if nothing has been heard of it for so long, though its kernel is probed every second; and if
+# what has been sent to it is on its way for a moment, because an answer may be coming when this machine was suspended.
+_UNANSWERED_S, _UNDER_WAY_S = 3.5, 1.0
+# How many operations all ranks leave together for ``phalanx timeline``, and the fewest of each.
+_LEFT, _FEWEST_LEFT, _LEFT_FOR_ERRORS = 16384, 16, 128
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HANDED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 #: The signals that the launcher handles while ranks run.
 HANDLED = (*_ENDING, *_HANDED_ON, signal.SIGQUIT)
-
-
-@dataclass
-class _Rank:
-    """A rank: its output, and what the zygote has said about it so far."""
-
-    streams: list[RankStream]
-    pid: int | None = None
-    end: End | None = None
 
 
 class Supervisor:
@@ -92,52 +110,71 @@ class Supervisor:
 
     Args:
         job: the job.
-        descriptors: those of this attempt.
+        listener: the listening socket of this attempt's store.
         logs: the ranks' files of this attempt.
+        starter: makes what starts the agents.
         before: the supervisor of the attempt before; None in the first.
 
     Attributes:
-        zygote: the process id of the zygote, or of the relay in its place; 0 while there is none.
         interrupted: the signal with which somebody has ended the job; None if nobody has.
+        going: whether the agents have been ordered to start their ranks.
+        started_at: when all ranks had been started; None before.
+        ending: whether the ranks have been ordered to end.
+        over: whether nothing more is to be waited for, because the job cannot go on.
     """
 
-    def __init__(self, job: Job, descriptors: Descriptors, logs: LogFiles, before: Supervisor | None = None) -> None:
-        self.job = job
-        self.logs = logs
-        self.descriptors = descriptors
+    def __init__(
+        self,
+        job: Job,
+        listener: socket.socket,
+        logs: LogFiles,
+        starter: Callable[[Supervisor], Starter],
+        before: Supervisor | None = None,
+    ) -> None:
+        self.job, self.logs, self.listener = job, logs, listener
+        self.port: int = listener.getsockname()[1]
         self.description: Description = before.description if before is not None else Description(job)
-        self.zygote: int = before.zygote if before is not None else 0
-        self.over = False
-        self.started_at: float | None = None
-        self.interrupted: int | None = None
-        self.ending = False
-        self.settle_until: float | None = None
-        self.cause_until = 0.0
-        self.watch = ZygoteWatch("the ranks", job.host, range(job.ranks))
-        self.early_signals: list[int] = []
-        self.overdue: dict[float, list[int]] = {}
-        self.places = Places(descriptors.trace, job.ranks, runs_python=job.target.is_python)
-        self.refusal: tuple[str, int] | None = None
-        self.rows = job.rows()
         # A program that became the launcher by exec may have had children before; they are not this job's.
         self.strangers: list[int] = before.strangers if before is not None else processes.children_of(os.getpid())
-        self.wakeup = os.pipe()
-        self.selector = selectors.DefaultSelector()
-        self.reader = StreamReader(self.selector)
         self.console: Console = (
             before.console if before is not None else Console(Sink(1, os.environ), Sink(2, os.environ))
         )
         if any(map(job.keeps_terminal, range(job.ranks))):
             # The rank writes to the terminal itself, so nothing is drawn over what it writes.
             self.console.out.terminal = self.console.err.terminal = False
-        pipes = ((ends.out_read, ends.err_read) for ends in descriptors.ranks)
-        self.ranks = [_Rank(streams) for streams in open_streams(job, pipes, self.console, logs)]
-        sight: Sight = SightHere(descriptors.trace, lambda: self.ranks, self._tell)
-        if not job.is_local:
-            sight = SightElsewhere(lambda: self.ranks, lambda: [row.host for row in self.rows], self._tell)
-        self.hangs = HangWatch(job, sight, self.console.say)
-        self.failed_calls = FailedCalls(job, descriptors.trace)
+        for sink in (self.console.out, self.console.err):
+            sink.meanwhile = self._act_on_signals
+        self.signals: list[int] = []
+        self.wakeup = os.pipe()
+        self.selector = selectors.DefaultSelector()
+        self.rows = job.rows()
+        self.ranks = [
+            RankState(rank, out, err) for rank, (out, err) in enumerate(open_streams(job, self.console, logs))
+        ]
+        self.interrupted: int | None = None
+        self.interrupted_again = self.going = self.ending = self.over = False
+        self.started_at: float | None = None
+        self.settle_until: float | None = None
+        self.cause_until = 0.0
+        self.give_up_at: float | None = None
+        self.look_at: float | None = None  # when to look whether what was sent to agents arrives
+        self.held: list[int] = []  # signals that came before the ranks were started
+        self.overdue: dict[float, list[int]] = {}
+        self.refusal: tuple[str, int] | None = None
+        self.stacks_wanted: list[tuple[set[int], dict[int, str], list[int]]] = []  # by the user, from these agents
+        self.hangs = HangWatch(job, self.console.say)
         self.patience = Patience(self.console.say)
+        self.starter = starter(self)
+        self.agents = self.starter.agents
+        self.agent_of = {number: agent for agent in self.agents for number in agent.numbers}
+        self.examiner = Examiner(self.agents, self._hosts, self.send, self.hangs.examined)
+        self.hangs.examiner = self.examiner
+        self.reader = job.reader or 0
+        self.input = Input(self.selector, self._feed)
+        self.store: StoreOnDemand | None = None
+
+    def _hosts(self) -> list[str]:
+        return [row.host for row in self.rows]
 
     def listen_to_signals(self) -> None:
         """Take over the signals. One that would end the job and that the launcher was started to ignore stays ignored.
@@ -150,26 +187,46 @@ class Supervisor:
         signal.set_wakeup_fd(self.wakeup[1], warn_on_full_buffer=False)
         for signum in HANDLED:
             if signum == signal.SIGQUIT or signal.getsignal(signum) is not signal.SIG_IGN:
-                signal.signal(signum, self._on_signal)
+                signal.signal(signum, self._note_signal)
+
+    def _note_signal(self, signum: int, _frame: FrameType | None) -> None:
+        self.signals.append(signum)
 
     def forget(self) -> None:
-        """In the zygote: close the supervisor's own descriptors."""
+        """In a fork: close what is the supervisor's alone."""
         self.selector.close()
-        self.watch.close()
         self.logs.close()
         self.description.close()
         for descriptor in self.wakeup:
             os.close(descriptor)
+        for agent in self.agents:
+            if agent.link is not None:
+                agent.link.close()
 
-    def take_over(self, before: Supervisor) -> None:
-        """Handle signals from here on in the place of the supervisor of the attempt before, which is over."""
-        self.listen_to_signals()
-        if before.interrupted is not None:
-            self.interrupted = before.interrupted
-            self._dismiss_zygote()
-        before.selector.close()
-        for descriptor in before.wakeup:
-            os.close(descriptor)
+    def begin(self, inheritance: Inheritance) -> RankStart | None:
+        """Start the agents, or order those that are there to start ranks. Returns in each rank its start."""
+        job = self.job
+        if self.over:
+            return None
+        self.selector.register(self.wakeup[0], selectors.EVENT_READ, self._on_wakeup)
+        try:
+            start = self.starter.begin(inheritance)
+        except Refusal as refusal:
+            self.refuse(refusal)
+            return None
+        if start is not None:
+            return start
+        if job.target.is_python or not job.is_local:
+            look_up = self._look_up if not job.is_local else None
+            self.store = StoreOnDemand(self.listener, self.selector, look_up, self._on_store_lost, self.forget)
+        else:
+            self.listener.close()  # rank 0 of a program opens the port itself
+        if job.attempt.is_last and job.is_local and not os.isatty(0):
+            release_input()  # only then does its writer notice when the rank that reads it ends
+        if job.is_local:
+            self._introduce()
+            self._start_ranks()
+        return None
 
     def run(self, hand_over: HandOver | None) -> int | None:
         """Watch this attempt to its end.
@@ -179,40 +236,49 @@ class Supervisor:
 
         Returns:
             The launcher's exit code; None if a rank has failed and the next attempt is to start. Then no process of
-            this one is left, and a zygote of this host waits for the order to start that.
+            this one is left, and an agent of this host waits for the order to start that.
         """
-        if self.job.attempt.is_last and not os.isatty(0):
-            # Only then does its writer notice when the rank that reads it ends.
-            release_input()
-        self.selector.register(self.descriptors.supervisor, selectors.EVENT_READ, self._on_zygote)
-        self.selector.register(self.wakeup[0], selectors.EVENT_READ, self._on_wakeup)
-        self.selector.register(self.watch, selectors.EVENT_READ, lambda: None)
-        for rank in self.ranks:
-            self.reader.register(rank.streams)
-        if self.job.is_local:
-            self._introduce()
-        self.descriptors.supervisor.send(do="start")
-        while self.zygote and not self.over:
+        while not (self.over or all(agent.over for agent in self.agents)):
             self._turn()
-        self.watch.close()
         self.console.finish()
-        self.hangs.leave(self.failed_calls.recordings, [row.host for row in self.rows])
+        self.hangs.leave(
+            {rank.number: rank.recording for rank in self.ranks if rank.recording is not None}, self._hosts()
+        )
         ended = self._ended()
-        if not self.job.attempt.is_last and failed(ended, self.console):
+        goes_on = not self.job.attempt.is_last and failed(ended, self.console)
+        self._dismiss(stays=goes_on and self.job.is_local)
+        if goes_on and self.interrupted is None:
             conclude_attempt(self.job, ended, self.console)
             return None
-        if self.over:
-            self._dismiss_zygote()
-        code = conclude(self.job, ended, self.console, hand_over)
+        code = conclude(self.job, self._ended(), self.console, hand_over)
         signal.set_wakeup_fd(-1)
         return code
 
-    def _dismiss_zygote(self) -> None:
-        """End a zygote that waits for the order to start another attempt, and has no process left to end."""
-        pid, self.zygote = self.zygote, 0
-        if pid:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+    def _dismiss(self, *, stays: bool) -> None:
+        """Let the agents leave, and end what does not."""
+        if not stays:
+            for agent in self.agents:
+                self.send(agent, Leave())
+            self.starter.dismiss(self._turn)
+            processes.end_descendants(but=self.strangers)
+        if self.store is not None:
+            self.store.close()
+
+    def take_over(self, before: Supervisor) -> None:
+        """Handle signals from here on in the place of the supervisor of the attempt before, which is over."""
+        self.listen_to_signals()
+        self.signals = before.signals
+        before.selector.close()
+        for descriptor in before.wakeup:
+            os.close(descriptor)
+
+    def refuse(self, refusal: Refusal) -> None:
+        """The job cannot go on; the refusal is printed at its end."""
+        if not self.over and self.refusal is None and self.interrupted is None:
+            self.refusal = f"{str(refusal).rstrip()}\n", refusal.code
+        self.over = True
+
+    # What is said at the beginning.
 
     def _introduce(self, notes: Iterable[str] = ()) -> None:
         job, err = self.job, self.console.err
@@ -235,221 +301,441 @@ class Supervisor:
         except LaunchError as error:
             self.console.say(f"warning: {error}; the job goes on without the picture")
 
-    # One turn of the event loop.
+    def say(self, text: str) -> None:
+        """Print a line of what starts the agents, unless the user wants only the ranks' output."""
+        if not self.job.quiet:
+            self.console.write(self.console.err, f"{text}\n")
+
+    # One turn of the loop.
 
     def _turn(self) -> None:
-        timeouts = [part.due_in_s() for part in (self.hangs, self.watch, self.patience)]
-        settles_in_s = None if self.settle_until is None else max(0.0, self.settle_until - time.monotonic())
-        known = [timeout for timeout in (*timeouts, self.console.redraw_in_s(), settles_in_s) if timeout is not None]
-        for key, _ in self.selector.select(min(known) if known else None):
-            if isinstance(key.data, RankStream):
-                self.reader.read(key.data)
-            else:
-                key.data()
+        now = time.monotonic()
+        due = [self.settle_until, self.give_up_at, self.look_at, self.examiner.due_at, self.starter.due_at()]
+        timeouts = [max(0.0, when - now) for when in due if when is not None]
+        parts = (self.hangs.due_in_s(), self.patience.due_in_s(), self.console.redraw_in_s())
+        timeouts += [timeout for timeout in parts if timeout is not None]
+        for key, _ in self.selector.select(0.0 if self.signals else min(timeouts, default=None)):
+            key.data()
+        self._act_on_signals()
         self.console.redraw()
+        self._act_on_time(time.monotonic())
+
+    def _act_on_time(self, now: float) -> None:
+        try:
+            for line in self.starter.act(now):
+                self.say(line)
+        except Refusal as refusal:
+            self.refuse(refusal)
+        self.examiner.act(now)
         if self.started_at is not None and not self.ending:
             self.hangs.look()
-        self.watch.act(self.zygote)
-        if not (self.console.out.closed or self.console.err.closed):
+        if self.look_at is not None and now >= self.look_at:
+            self._look_at_hosts(now)
+        unread = self.console.out.closed or self.console.err.closed
+        if not unread:
             self.patience.look(self._unended, self._why_it_ends)
-        if (self.console.out.closed or self.console.err.closed) and not self.ending:
+        elif not self.ending:
             self._order(signal.SIGTERM)
         if self.logs.faults and not self.logs.said:
             self.logs.said = True
             self.console.say(f"warning: {self.logs.faults[0]}; the job goes on, and lines are lost while that lasts")
-        if self.settle_until is not None and (time.monotonic() >= self.settle_until or self._all_ended()):
+        if self.settle_until is not None and (now >= self.settle_until or not self._unended()):
             self.settle_until = None
-            if not self.ending and time.monotonic() < self.cause_until and self._awaits_the_cause():
-                self.settle_until = time.monotonic() + SETTLE_S
+            if not self.ending and now < self.cause_until and lacks_cause([(r.end, r.report) for r in self.ranks]):
+                self.settle_until = now + SETTLE_S
             elif not self.ending:
-                self._order(signal.SIGTERM, spare=self._winding_down())
+                # Those whose script has failed are not signalled, so that their exit handlers can finish.
+                self._order(signal.SIGTERM, [r.number for r in self.ranks if r.report is not None and r.report.time])
+        if self.give_up_at is not None and now >= self.give_up_at:
+            self.give_up_at = None
+            for agent in self.agents:
+                if not agent.over:
+                    self.starter.give_up(agent)
+                    self._lose([agent], silent=False)
 
-    # The zygote's messages.
+    # Links.
 
-    def _on_zygote(self) -> None:
-        message = self.descriptors.supervisor.receive()
-        if message is None:
-            self._on_zygote_gone()
-        elif message["event"] == "started":
-            self.started_at = message["time"]
-            for rank, pid in zip(self.ranks, message["pids"], strict=True):
-                rank.pid = pid
-            if self.job.is_local:
-                self.watch.begin(message["pids"])
-            hosts = [row.host for row in self.rows]
-            self.logs.note_start(self.job, hosts, message["pids"])
-            self.description.add_ranks(message["pids"], hosts, self.descriptors.trace.descriptor)
-            if self.interrupted is not None:
-                self._order(self.interrupted)
-            for signum in self.early_signals:
-                self._hand_on(signum)
-        elif message["event"] == "overdue":
-            self.overdue.setdefault(message["patience_s"], []).append(message["rank"])
-        elif message["event"] == "stacks":
-            if message.get("unasked") and self.interrupted is None:
-                return  # written after the answer that it was for
-            self.places.add(message.get("stacks"))
-            if message.get("watch"):
-                self.hangs.take_stacks(self.places.take())
-            elif self.interrupted is None and (text := self.places.answer(message.get("late", ()))):
-                self.console.say(text)
-        elif message["event"] == "recorded":
-            self.failed_calls.hear(message)
-        elif message["event"] in ("waits", "examined"):
-            if not self.ending:
-                self.hangs.hear(message)
-        elif message["event"] == "exited":
-            by_launcher = (self.ending or message.get("by_others", False)) and not message.get("by_itself", False)
-            self._on_exit(
-                message["rank"], End(message["status"], message["time"], by_launcher, message["out_of_memory"])
+    def admit(self, agent: AgentState, link: Link) -> None:
+        """An agent has come."""
+        agent.link = link
+        if not link.peer:
+            agent.later = 0.0  # of this host, with the same clock
+        self.selector.register(link, selectors.EVENT_READ, functools.partial(self._serve, agent))
+
+    def send(self, agent: AgentState, order: Order) -> None:
+        """Send an agent an order, if it is there."""
+        if agent.link is not None:
+            agent.link.send(order)
+            self._sent(agent)
+
+    def _feed(self, data: bytes) -> None:
+        agent = self.agent_of[self.reader]
+        if agent.link is not None:
+            agent.link.send_block(IN, self.reader, data)
+            self._sent(agent)
+
+    def _sent(self, agent: AgentState) -> None:
+        now = time.monotonic()
+        agent.sent_at = agent.sent_at or now
+        self.look_at = min(self.look_at or now + LOOK_S, now + LOOK_S) if not self.job.is_local else None
+        self._await(agent)
+
+    def _await(self, agent: AgentState) -> None:
+        if agent.link is not None:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if agent.link.waiting else 0)
+            if self.selector.get_key(agent.link).events != events:
+                self.selector.modify(agent.link, events, functools.partial(self._serve, agent))
+
+    def _serve(self, agent: AgentState) -> None:
+        if agent.link is None:
+            return
+        agent.link.flush()
+        try:
+            frames = agent.link.receive()
+        except Lost as lost:
+            self._on_lost(agent, silent=lost.silent)
+            return
+        self.take(agent, frames)
+        self._await(agent)
+
+    def take(self, agent: AgentState, frames: Sequence[tuple[bytes, bytes]]) -> None:
+        """Act on what an agent has sent."""
+        for kind, data in frames:
+            if kind == MESSAGE:
+                self._hear(agent, decode_event(data))
+            else:
+                rank, block = split_rank(data)
+                (self.ranks[rank].out if kind == OUT else self.ranks[rank].err).feed(block)
+
+    def _look_at_hosts(self, now: float) -> None:
+        """Look whether what has been sent arrives. The kernel waits anew for an answer to whatever is sent."""
+        for agent in self.agents:
+            if agent.sent_at is None:
+                continue
+            silent_s = agent.link.unanswered_s() if agent.link is not None else 0.0
+            lost = silent_s >= _UNANSWERED_S and now - agent.sent_at >= _UNDER_WAY_S
+            if lost or not silent_s:
+                agent.sent_at = None
+            if lost:
+                self._on_lost(agent, silent=True)
+        self.look_at = now + LOOK_S if any(agent.sent_at for agent in self.agents) else None
+
+    def drop(self, agent: AgentState) -> None:
+        """Close the link to an agent."""
+        if agent.link is not None:
+            self.selector.unregister(agent.link)
+            agent.link.close()
+            agent.link = None
+
+    def _on_lost(self, agent: AgentState, *, silent: bool) -> None:
+        """A link has ended."""
+        lost = [agent]
+        if silent and agent.here is not None:
+            # No other agent of that host answers either, and their links would only be lost later.
+            place = agent.here.machine, agent.here.name
+            lost = [
+                each for each in self.agents if each.here is not None and (each.here.machine, each.here.name) == place
+            ]
+        for each in lost:
+            self.drop(each)
+        lost = [each for each in lost if not each.over]
+        if lost and not self.over:
+            self._lose(lost, silent=silent)
+
+    def _lose(self, lost: Sequence[AgentState], *, silent: bool) -> None:
+        """Ranks of these agents are lost."""
+        now = time.monotonic()
+        own_fault = not self.ending and self.interrupted is None and not self.starter.is_gone()
+        why, code = self.starter.describe_lost(lost[0], silent=silent)
+        if own_fault and (not self.going or code):
+            self.refuse(Refusal(why if code else f"phalanx: {why}; nothing had been started", code or 1))
+        if own_fault:
+            self.examiner.drop()
+        for agent in lost:
+            agent.over = True
+            self.examiner.lose(agent)
+            self._has_answered(agent)
+            self.starter.on_lost(agent)
+            for rank in agent.ranks:
+                if rank.end is None:
+                    if own_fault and rank.report is None:
+                        rank.report = Report("", why, "", False, now, 1)
+                    rank.pid = rank.pid or (agent.here.pid if agent.here is not None else 0)
+                    self._on_end(rank, End(-signal.SIGKILL, now, by_launcher=not own_fault))
+        if own_fault and self.started_at is None and not self.over:
+            self._order(signal.SIGTERM)  # other hosts may be importing torch for long
+
+    # Events.
+
+    def all_here(self, rows: list[RankRow], notes: Iterable[str]) -> None:
+        """All agents have come, and ranks can be started where the rows say."""
+        self.rows = rows
+        self._introduce(notes)
+        if self.interrupted is None:
+            self._start_ranks()
+
+    def _start_ranks(self) -> None:
+        job = self.job
+        self.going = True
+        terminal, hosts = os.isatty(0), not job.is_local
+        diagnosis = job.diagnosis
+        watched = not diagnosis.why_unwatched(is_python=job.target.is_python, ranks=job.ranks)
+        left = max(_FEWEST_LEFT, _LEFT // job.ranks) if diagnosis.report_dir else _LEFT_FOR_ERRORS
+        for agent in self.agents:
+            plans = [
+                RankPlan(
+                    rank=number,
+                    local_rank=self.rows[number].local_rank,
+                    environment=job.environment(number, port=self.port, rows=self.rows),
+                    argv=job.target_of(self.rows[number].local_rank).argv,
+                    cpus=tuple(self.rows[number].cpus),
+                    reads=job.reads(number, terminal=terminal),
+                    terminal=job.keeps_terminal(number),
+                )
+                for number in agent.numbers
+            ]
+            self.send(
+                agent,
+                Start(
+                    run_id=job.run_id,
+                    target=job.target,
+                    ranks=plans,
+                    before_import={"OMP_NUM_THREADS": plans[0].environment["OMP_NUM_THREADS"], **job.before_torch()},
+                    preload=job.preload and job.mpi is None,
+                    quiet=job.quiet,
+                    feeds_input=hosts,
+                    watch_after_s=diagnosis.warn_after_s if watched else 0.0,
+                    records=left,
+                    carried=dict(os.environ) if job.mpi is not None else {},
+                    directory=os.getcwd(),
+                    grace_s=job.patience_s(None),
+                    is_last=job.attempt.is_last,
+                ),
             )
-        elif message["event"] == "reported":
+
+    def _hear(self, agent: AgentState, event: EVENTS) -> None:
+        if agent.link is not None and agent.link.peer:
+            agent.hear_clock(event.now)
+        match event:
+            case Started():
+                self._on_started(agent, event)
+            case Exited():
+                self._on_exited(agent, event)
+            case Reported():
+                rank = self.ranks[event.rank]
+                rank.report = as_report(event.report, agent.own_time)
+                self._settle()
+            case Over():
+                agent.over = True
+                self.examiner.lose(agent)
+                self._has_answered(agent)
+                for rank in agent.ranks:
+                    if rank.end is None:
+                        self._on_end(rank, End(-signal.SIGKILL, time.monotonic(), by_launcher=True))
+            case Refused():
+                self.refuse(Refusal(event.text, event.code))
+            case Overdue():
+                self.overdue.setdefault(event.grace_s, []).append(event.rank)
+            case Stacks():
+                self._has_answered(agent, event)
+            case Waits():
+                self.examiner.hear_waits(agent, event)
+                self.hangs.look_soon()
+            case Examined():
+                if not self.ending:
+                    self.examiner.hear(agent, event)
+            case WantsInput():
+                if self.ranks[self.reader].end is None:
+                    self.input.want()
+            case Owns():
+                if self.store is not None:
+                    self.store.found(event.number)
+            case Printed() | Unstarted():
+                self.starter.hear(event)
+
+    def _on_started(self, agent: AgentState, event: Started) -> None:
+        agent.started = True
+        for rank, pid in zip(agent.ranks, event.pids, strict=True):
+            rank.pid = pid
+        if not all(each.started for each in self.agents):
+            return
+        self.started_at = time.monotonic()
+        hosts, pids = self._hosts(), [rank.pid for rank in self.ranks]
+        self.logs.note_start(self.job, hosts, pids)
+        self.description.add_ranks(pids, hosts)
+        if self.interrupted is not None:
+            self._order(signal.SIGKILL if self.interrupted_again else self.interrupted)
+        elif any((rank.end is not None and rank.end.status) or rank.report for rank in self.ranks):
             self._settle()
-        elif message["event"] == "over":
-            self.over = True
-        elif message["event"] == "placed":
-            self.rows = [RankRow(**row) for row in message["rows"]]
-            self._introduce(message["notes"])
-            if self.interrupted is None:
-                self.descriptors.supervisor.send(do="go")
-        elif message["event"] == "said":
-            if not self.job.quiet:
-                self.console.write(self.console.err, f"{message['text']}\n")
-        elif message["event"] == "refused":
-            self.refusal = message["text"], message["code"]
-        elif message["event"] == "store lost" and not self.ending:
-            self.console.say(
-                "the process that hosts torch's store has ended; ranks that still want to meet will fail. "
-                f"If nobody killed it, {OUT_OF_MEMORY_HINT}"
-            )
+        held, self.held = self.held, []
+        for signum in held:
+            self._hand_on(signum)
 
-    def _on_exit(self, rank: int, end: End) -> None:
-        self.ranks[rank].end = end
-        self.watch.told(rank)
-        self.reader.drain(self.ranks[rank].streams)
-        self.logs.note_end(rank, describe_status(end.status), self._report(rank))
+    def _on_exited(self, agent: AgentState, event: Exited) -> None:
+        rank = self.ranks[event.rank]
+        rank.stage, rank.asked, rank.operation = Stage(event.stage), event.asked, event.operation
+        rank.stack = event.stack
+        rank.recording = received_recording(event.recording, agent.later)
+        several = len(set(self._hosts())) > 1
+        if event.status == 0 and self.store is not None:
+            self.store.ended(rank.number, self.rows[rank.number].host if several else "")
+        if event.status != 0 and not self.ending and several and agent.here is not None:
+            # The ranks of other hosts cannot see how it has ended.
+            known = {"host": agent.here.name, "pid": rank.pid, "status": event.status, **event.call}
+            for other in self.agents:
+                if other is not agent and not other.over:
+                    self.send(other, EndedElsewhere(known=known))
+        by_launcher = (self.ending or event.by_others) and not event.by_itself
+        self._on_end(rank, End(event.status, agent.own_time(event.at), by_launcher, event.out_of_memory))
+
+    def _on_end(self, rank: RankState, end: End) -> None:
+        rank.end = end
+        rank.out.close()
+        rank.err.close()
+        if rank.number == self.reader and not self.job.is_local:
+            self.input.release()
+        self.logs.note_end(rank.number, describe_status(end.status), rank.report)
         if end.status != 0:
             self._settle()
 
     def _settle(self) -> None:
         """A rank has failed: give the others a moment to report what they know, then end them."""
-        if not self.ending and self.settle_until is None:
+        if not self.ending and self.settle_until is None and self.started_at is not None:
             self.settle_until = time.monotonic() + SETTLE_S
             self.cause_until = self.settle_until + CAUSE_S
 
-    def _on_zygote_gone(self) -> None:
-        # The ranks closed their copies of the zygote's end, so the end of this socket is the end of the zygote.
-        self.selector.unregister(self.descriptors.supervisor)
-        self.descriptors.supervisor.close()
-        pid, self.zygote = self.zygote, 0  # first: a signal's handler may run as soon as the process is gone
-        _, status = os.waitpid(pid, 0)
-        if not self.job.is_local:
-            # The keepers, or this host's agent, end their ranks and tidy up after a killed relay.
-            processes.await_children(KEEPERS_S, but=self.strangers)
-        # Processes that the zygote could not end have become children of this one, which is a subreaper.
-        processes.end_descendants(but=self.strangers)
-        for rank in self.ranks:
-            self.reader.drain(rank.streams)
-        code = os.waitstatus_to_exitcode(status)
-        if code != 0 and self.interrupted is None:
-            self.refusal = self.watch.refusal or describe_lost_zygote(code, pid, self.job.host, "the ranks")
+    def _look_up(self, number: int, end: list[object], other_end: list[object]) -> None:
+        """Ask each host of the job whether a connection to the store is its user's."""
+        for agent in self.starter.one_of_each_host():
+            self.send(agent, LookUp(number=number, end=end, other_end=other_end))
 
-    # Ending.
+    def _on_store_lost(self) -> None:
+        if not self.ending and not self.over:
+            self.console.say(
+                "the process that hosts torch's store has ended; ranks that still want to meet will fail. "
+                f"If nobody killed it, {OUT_OF_MEMORY_HINT}"
+            )
+
+    # Signals, and the end.
 
     def _on_wakeup(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self.wakeup[0], 4096)
 
-    def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
-        # The event loop may be waiting for a reader that has stopped, so the handler acts by itself.
-        if signum in _HANDED_ON or signum == signal.SIGQUIT:
-            self._hand_on(signum)
-            return
+    def _act_on_signals(self) -> None:
+        while self.signals:
+            signum = self.signals.pop(0)
+            if signum in _ENDING:
+                self._on_interrupt(signum)
+            else:
+                self._hand_on(signum)
+
+    def _on_interrupt(self, signum: int) -> None:
         again = self.interrupted is not None
         if again and signum != signal.SIGINT:
             # Systems that end a job ask more than once: a shell and the kernel both send SIGHUP, for one terminal.
             return
+        self.interrupted_again = again
         if not again:
             self.interrupted = signum
             self.settle_until = None
             self.console.out.deadline = self.console.err.deadline = time.monotonic() + STALLED_READER_S
-        if self.started_at is not None or not self.job.is_local:
-            self._order(signal.SIGKILL if again else signum)
-        elif self.zygote and (again or not processes.children_of(self.zygote)):
-            os.kill(self.zygote, signal.SIGKILL)  # no rank runs yet, and it reads no order while it imports torch
+        if self.over or self.started_at is None:
+            if again:
+                self.starter.kill()
+            if any(agent.started for agent in self.agents):
+                self._order(signal.SIGKILL if again else signum)
+            elif again or not self.starter.has_ranks():
+                self.over = True  # no rank runs yet
+            # Else the agent is about to say that it has started them, and is given the order then.
         else:
-            # Its message that ranks have been started is on its way, and they are given this order then.
-            self.watch.allow(self.job.patience_s(signum))
+            self._order(signal.SIGKILL if again else signum)
 
-    def _order(self, signum: int, spare: list[int] | None = None) -> None:
+    def _order(self, signum: int, spare: Sequence[int] = ()) -> None:
+        """Have the ranks ended."""
         self.ending = True
         asked = self.interrupted is not None and signum != signal.SIGKILL
-        patience_s = 0.0 if signum == signal.SIGKILL else self.job.patience_s(signum if asked else None)
-        self._tell(do="end", signal=int(signum), grace_s=patience_s, spare=spare or [], where=asked)
-        self.watch.allow(patience_s)
-        self.patience.begin(patience_s)
+        grace_s = 0.0 if signum == signal.SIGKILL else self.job.patience_s(signum if asked else None)
+        for agent in self.agents:
+            self.send(agent, EndOrder(signal=int(signum), grace_s=grace_s, spare=list(spare), where=asked))
+        self.give_up_after(grace_s + _SILENCE_S)
+        self.patience.begin(grace_s)
 
-    def _unended(self) -> list[int]:
-        return [number for number, rank in enumerate(self.ranks) if rank.end is None]
-
-    def _why_it_ends(self) -> str:
-        said, _ = self.refusal or ("", 0)
-        return why_it_ends(self.interrupted, said, self._failures(), [row.host for row in self.rows])
-
-    def _tell(self, **order: Any) -> None:
-        """Send the zygote an order, and continue it in case somebody has stopped it."""
-        self.descriptors.supervisor.send(**order)
-        if self.zygote:
-            os.kill(self.zygote, signal.SIGCONT)
+    def give_up_after(self, patience_s: float) -> None:
+        """Agents are to have ended their ranks within so many seconds; then they count as lost."""
+        until = time.monotonic() + patience_s
+        self.give_up_at = until if self.give_up_at is None else min(until, self.give_up_at)
 
     def _hand_on(self, signum: int) -> None:
         if self.started_at is None:
-            if signum == signal.SIGQUIT and not (self.job.is_local and processes.children_of(self.zygote)):
+            if signum == signal.SIGQUIT and not self.starter.has_ranks():
                 self.console.say("SIGQUIT: the ranks have not been started yet")
             else:
-                self.early_signals.append(signum)  # the message that ranks have been started may be on its way
+                self.held.append(signum)
         elif signum == signal.SIGQUIT:
-            self.places.ask()
-            self._tell(do="stacks")
+            asked = [agent for agent in self.agents if agent.link is not None and not agent.over]
+            self.stacks_wanted.append(({agent.number for agent in asked}, {}, []))
+            for agent in asked:
+                self.send(agent, StacksOrder())
         else:
-            self._tell(do="signal", signal=int(signum))
+            for agent in self.agents:
+                self.send(agent, SignalOrder(signal=signum))
 
-    def _all_ended(self) -> bool:
-        return all(rank.end is not None for rank in self.ranks)
+    def _has_answered(self, agent: AgentState, answer: Stacks | None = None) -> None:
+        """Print where the ranks are once the last agent has said it, or will not do so any more."""
+        for waiting, stacks, late in self.stacks_wanted:
+            if agent.number in waiting:
+                waiting.discard(agent.number)
+                if answer is not None:
+                    stacks.update(answer.stacks)
+                    late += answer.late
+                    break
+        while self.stacks_wanted and not self.stacks_wanted[0][0]:
+            _, stacks, late = self.stacks_wanted.pop(0)
+            lines = format_stacks(dict(sorted(stacks.items())))
+            if late:
+                lines.append(f"{format_named('rank', late)} did not say where: stopped, or waiting for a core")
+            if not lines and not self.job.target.is_python:
+                lines = ["no rank runs Python code, so there are no stacks"]
+            if self.interrupted is None:
+                self.console.say("\n".join(lines or ["no rank says where it is: each is about to start or to end"]))
 
-    def _report(self, rank: int) -> Report | None:
-        return read_report(self.descriptors.ranks[rank].report)
+    def _unended(self) -> list[int]:
+        return [rank.number for rank in self.ranks if rank.end is None]
 
-    def _awaits_the_cause(self) -> bool:
-        return lacks_cause([(rank.end, self._report(number)) for number, rank in enumerate(self.ranks)])
-
-    def _winding_down(self) -> list[int]:
-        """The ranks whose script has failed already: they are not signalled, so that their exit handlers can finish."""
-        reports = {rank: self._report(rank) for rank in range(self.job.ranks)}
-        return [rank for rank, report in reports.items() if report is not None and report.time is not None]
+    def _why_it_ends(self) -> str:
+        said, _ = self.refusal or ("", 0)
+        return why_it_ends(self.interrupted, said, self._failures(), self._hosts())
 
     def _failures(self) -> list[Failure]:
-        return collect_failures((rank.pid, rank.end, self._report(number)) for number, rank in enumerate(self.ranks))
+        return collect_failures((rank.pid or None, rank.end, rank.report) for rank in self.ranks)
+
+    def is_failing(self) -> bool:
+        """Whether the job is ending for a known reason; what is said after it is about the consequences."""
+        return self.ending or any(rank.report is not None or (rank.end and rank.end.status) for rank in self.ranks)
 
     def _ended(self) -> Ended:
-        trace = self.descriptors.trace
+        shown = self.job.output.shows
+        failures = self._failures()
         return Ended(
-            failures=self._failures(),
+            failures=failures,
             ends=[rank.end for rank in self.ranks],
             asked_at=self.patience.begun_at,
-            hosts=[row.host for row in self.rows],
+            hosts=self._hosts(),
             started_at=self.started_at,
             interrupted=self.interrupted,
-            stacks=self.places.take(),
+            stacks={rank.number: rank.stack for rank in self.ranks if rank.stack},
             overdue=self.overdue,
-            refusal=self.refusal,
-            stages=[trace.stage(rank) for rank in range(self.job.ranks)],
-            asked=[trace.asked(rank) for rank in range(self.job.ranks)],
-            last_operation=partial(last_operation, trace),
-            parted=lambda rank, at, ended: self.failed_calls.parted(rank, at, self.hangs.stopped_at(at), ended),
+            refusal=self.refusal or self.starter.explain(failures),
+            stages=[rank.stage for rank in self.ranks],
+            asked=[rank.asked for rank in self.ranks],
+            last_operation=lambda rank, at: self.ranks[rank].operation,
+            parted=lambda rank, at, ended: parted(
+                self.ranks, self._hosts(), rank, at, self.hangs.stopped_at(at), ended
+            ),
             last_lines={
-                number: last_lines(rank.streams)
-                for number, rank in enumerate(self.ranks)
-                if not self.job.output.shows(number) and not self.job.keeps_terminal(number)
+                rank.number: last_lines((rank.out, rank.err))
+                for rank in self.ranks
+                if not shown(rank.number) and not self.job.keeps_terminal(rank.number)
             },
         )

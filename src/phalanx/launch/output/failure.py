@@ -19,7 +19,7 @@ __all__ = [
     "End",
     "Failure",
     "collect_failures",
-    "describe_lost_zygote",
+    "describe_lost_agent",
     "describe_status",
     "failure_in_short",
     "find_cause",
@@ -148,17 +148,16 @@ def describe_status(status: int) -> str:
     return f"ended by signal {-status} ({signal_name(-status)})" if status < 0 else f"exit code {status}"
 
 
-def describe_lost_zygote(code: int, pid: int, host: str, whose: str) -> tuple[str, int]:
-    """Why a job ended whose zygote did not end well, as it is printed, and the exit code that follows.
+def describe_lost_agent(code: int, pid: int, host: str) -> tuple[str, int]:
+    """Why a job ended whose agent on this host did not end well, as it is printed, and the exit code that follows.
 
     Args:
-        code: the zygote's exit code, or minus the signal that ended it.
+        code: the agent's exit code, or minus the signal that ended it.
         pid, host: where it was.
-        whose: the ranks that were its.
     """
     how = f"was ended by signal {-code} ({signal_name(-code)})" if code < 0 else f"failed (code {code})"
     return (
-        f"phalanx: the process that starts and watches {whose} {how}; the job ended with it\n"
+        f"phalanx: the process that starts and watches the ranks {how}; the job ended with it\n"
         f"  host {host}, pid {pid}; if nobody killed it, {OUT_OF_MEMORY_HINT}\n",
         128 - code if code < 0 else code,
     )

@@ -19,7 +19,7 @@ import re
 import select
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from phalanx.words import printable
 
@@ -141,6 +141,8 @@ class Sink:
         self.color = terminal and not environment.get("NO_COLOR")
         #: When a write gives up if nothing is read, on the monotonic clock; None to wait without end.
         self.deadline: float | None = None
+        #: Called again and again while a reader keeps a write waiting.
+        self.meanwhile: Callable[[], None] = lambda: None
         kind = os.fstat(descriptor).st_mode
         self._may_block = stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind) or stat.S_ISCHR(kind)
         self._poll = select.poll()
@@ -167,9 +169,9 @@ class Sink:
 
     def _wait(self) -> bool:
         while True:
-            # In slices of 0.1 s, because a signal handler may set the deadline during the wait.
             if self._poll.poll(100):
                 return True
+            self.meanwhile()  # may set the deadline
             if self.deadline is not None and time.monotonic() > self.deadline:
                 return False
 

@@ -1,4 +1,4 @@
-"""A rank's own account of its failure: what is in it, and how it is written and read.
+"""A rank's own account of its failure: what is in it, and how it is written and understood.
 
 It is a JSON object in the rank's report file, in the form in which torch's ``@record`` writes one, with Phalanx's own
 fields beside torch's.
@@ -7,14 +7,14 @@ fields beside torch's.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from phalanx.system.foreign_values import checked, read_json
+from phalanx.system.foreign_values import checked
 
-__all__ = ["Report", "read_report"]
+__all__ = ["Report", "as_report"]
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,18 @@ class Report:
         }
 
 
-def read_report(descriptor: int) -> Report | None:
-    """Read a rank's report file, without moving the offset that the rank shares; None if it wrote no report."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-        if not data:
-            return None
-        content: dict[str, Any] = read_json(data)
+def as_report(content: dict[str, Any], own_time: Callable[[float], float]) -> Report | None:
+    """The report of a rank whose agent has sent it; None if it is none.
+
+    Args:
+        content: what the rank, or torch's ``@record``, has written.
+        own_time: converts a time of the agent's clock.
+    """
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
         own = content.get("phalanx")
         if own is not None:
-            return checked(Report, own)
+            report = checked(Report, own)
+            return replace(report, time=None if report.time is None else own_time(report.time))
         # Written by torch's @record, in a process that the rank started; that process has printed its traceback.
         message = content["message"]
         text = message if isinstance(message, str) else message["message"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from phalanx.system.folder import beside, own_folder
 if TYPE_CHECKING:
     from phalanx.watch.records import Recording
 
-__all__ = ["last_call", "last_operation", "last_recording", "parted"]
+__all__ = ["last_call", "last_operation", "last_recording"]
 
 
 def last_operation(trace: Trace, part: int, at: float | None = None) -> str:
@@ -25,9 +24,6 @@ def last_operation(trace: Trace, part: int, at: float | None = None) -> str:
         part: the rank's part of it.
         at: when the rank failed, on the monotonic clock; now by default.
     """
-    told = trace.operation(part)
-    if told:
-        return told
     recording = last_recording(trace, part)
     if recording is None or recording.last is None:
         return ""
@@ -53,29 +49,6 @@ def last_call(trace: Trace, part: int) -> dict[str, Any]:
     last = recording.last
     text = replace(last, site=beside(last.site, own_folder())).text()
     return {"last_operation": text, "last_line": last.site, "was_in_it": last.under_way}
-
-
-def parted(
-    trace: Trace, ranks: int, rank: int, at: float, stopped: Collection[int] = (), ended: Collection[int] = ()
-) -> list[str]:
-    """Lines on how the calls of ranks of this host differed when a rank failed; see ``watch/disagreement.py``.
-
-    Args:
-        trace: the ranks' trace.
-        ranks: how many there are.
-        rank: the one that failed.
-        at: when, on the monotonic clock.
-        stopped: the ranks that were stopped then (state T).
-        ended: those that ended by themselves, with exit code 0.
-    """
-    if last_recording(trace, rank) is None:
-        return []
-    from phalanx.watch.disagreement import disagreement
-    from phalanx.watch.records import Recording
-
-    nothing = Recording(0, -1, 0, -1, "", 0, ())  # of a rank that has not come to a group so far
-    found = {part: (last_recording(trace, part) or nothing).beside(own_folder()) for part in range(ranks)}
-    return disagreement(found, rank, at * 1e9, stopped, ended)
 
 
 def last_recording(trace: Trace, part: int, count: int = 0) -> Recording | None:

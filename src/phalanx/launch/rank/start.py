@@ -69,7 +69,7 @@ class RankStart:
         ends: its ends of the pipes, and its report file.
         code: the compiled target; None for a program or a function.
         spec: the future ``__main__.__spec__``; None for a plain script.
-        parent: the process id of its parent (the zygote, or a keeper), with which this process ends.
+        parent: the process id of its parent (the agent), with which this process ends.
         part: its part of the trace file.
         cpus: the logical cores it is bound to; empty for those of its parent.
         quiet: whether it prints no notes.

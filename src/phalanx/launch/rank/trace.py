@@ -5,14 +5,13 @@ writes the stack instead (``watch/stack_signal.py``), into a file in memory that
 has a part of it, so far from the next one's that it never gets there; the file takes memory only where something was
 written.
 
-- The first page of a part is written by the rank and read by its parent and the supervisor: byte 0 is how far the rank
+- The first page of a part is written by the rank and read by its parent: byte 0 is how far the rank
   has come (``Stage``), bytes 4-7 the number of the descriptor by which it writes. Each is written once for a
   value, and a rank that dies in between leaves the value of before. From byte 64 on there is what it has asked another
   process for, as text that ends with a zero; a reader may find it half written, and it is for people.
   Bytes 8-15 are written by the rank's parent once the rank has ended, and read by other ranks, for their errors about
   it: its exit code, or minus the signal that ended it, in bytes 12-15, and then its pid in bytes 8-11. A reader finds
   the code by the pid, so a parent that dies in between has said nothing.
-  From byte 2048 on a relay notes the last operation of a rank whose recorder is in another file, likewise.
 - From ``_RECORDER`` on there is the rank's flight recorder, which the rank writes (``watch/recorder.py``). It takes
   memory from the rank's first group on.
 - From ``_ELSEWHERE`` on, in the first part, there is a line for each rank of another host that has failed. The agent of
@@ -44,6 +43,7 @@ from phalanx.watch.stack_text import ASKED
 
 __all__ = [
     "STACK_SIGNAL",
+    "StackRequest",
     "Stage",
     "Trace",
     "advance",
@@ -64,14 +64,10 @@ _RECORDER = 1 << 31  # where the recorder begins in a part
 _ELSEWHERE = 3 << 30  # behind the recorder
 _LONGEST_ELSEWHERE = 1 << 16  # of all lines: after so many failures nobody asks for one more
 _END_AT = 8
-_ASKED_AT, _OPERATION_AT, _ASKED_BYTES = 64, 2048, 1024
+_ASKED_AT, _ASKED_BYTES = 64, 1024
 _BLOCK = 1 << 16
-_LOOK_S = 0.0025
-# For a rank that blocks the signal by itself, so that another of its threads handles it: stacks are short, and a rank
-# that has begun to write one needs only to be scheduled to finish it.
-_FINISH_S = 0.01
-# How long a rank may take to answer another one, which asks by another signal.
-_ANSWERED_S = 0.05
+# How often a rank that was asked is looked at, and how long it may take to write a stack that it has begun.
+_LOOK_S, _FINISH_S = 0.0025, 0.05
 # A script's own descriptors should not get numbers that select() cannot take.
 _HIGHEST = 1024
 
@@ -208,17 +204,6 @@ class Trace:
         data = os.pread(self.descriptor, _ASKED_BYTES, part * _PART + _ASKED_AT)
         return data.partition(b"\0")[0].decode(errors="replace")
 
-    def operation(self, part: int) -> str:
-        """The last operation of a rank of another host that has ended, in words; empty of all others."""
-        data = os.pread(self.descriptor, _ASKED_BYTES, part * _PART + _OPERATION_AT)
-        return data.partition(b"\0")[0].decode(errors="replace")
-
-    def note(self, part: int, stage: int, asked: str, operation: str = "") -> None:
-        """Note for a rank of another host what it has left in the trace there."""
-        self.note_operation(part, operation)
-        os.pwrite(self.descriptor, bytes([stage]), part * _PART)
-        os.pwrite(self.descriptor, _as_noted(asked), part * _PART + _ASKED_AT)
-
     def place_of_recorder(self, part: int) -> int:
         """Where in the file the flight recorder of the rank with this part begins, if it has one."""
         return part * _PART + _RECORDER
@@ -227,10 +212,6 @@ class Trace:
         """Note how the rank with this part has ended, for the others: its exit code, or minus its signal."""
         os.pwrite(self.descriptor, status.to_bytes(4, "little", signed=True), part * _PART + _END_AT + 4)
         os.pwrite(self.descriptor, pid.to_bytes(4, "little"), part * _PART + _END_AT)
-
-    def note_operation(self, part: int, operation: str) -> None:
-        """Note the last operation of a rank whose recorder is not in this file."""
-        os.pwrite(self.descriptor, _as_noted(operation), part * _PART + _OPERATION_AT)
 
     def note_elsewhere(self, line: bytes) -> None:
         """Note for the ranks of this host how one of another host has ended; one process may do so.
@@ -241,53 +222,8 @@ class Trace:
         if self._elsewhere + len(line) < _LONGEST_ELSEWHERE:
             self._elsewhere += os.pwrite(self.descriptor, line + b"\n", _ELSEWHERE + self._elsewhere)
 
-    def ask(self, ranks: Mapping[int, int], patience_s: float) -> list[int]:
-        """Have ranks write their stacks, and wait until they have, for at most ``patience_s`` seconds.
-
-        Args:
-            ranks: the pid of each, by the number of its part. The caller is their parent and has not reaped them.
-            patience_s: how long to wait. A rank that is stopped, or that has no core to run on, writes later.
-
-        Returns:
-            The parts of the ranks that were asked and have not written.
-        """
-        # Behind the answers to earlier questions, which another process may have taken.
-        ends = {part: self._end(part) for part in ranks}
-        blocked = any(self._keeps_blocked(pid) for pid in ranks.values())
-        asked = [part for part, pid in ranks.items() if self._ask(part, pid)]
-        until = time.monotonic() + patience_s
-        while asked and time.monotonic() < until:
-            asked = [part for part in asked if not self._has_answered(part, ranks[part], ends, blocked=blocked)]
-            if asked:
-                time.sleep(_LOOK_S)
-        if blocked:
-            time.sleep(_FINISH_S)
-        return asked
-
-    def _keeps_blocked(self, pid: int) -> bool:
-        """Whether a rank blocks the signal by itself, and not for a moment, as while it answers others."""
-        until = time.monotonic() + _ANSWERED_S
-        while processes.blocks(pid, STACK_SIGNAL):
-            if time.monotonic() >= until:
-                return True
-            time.sleep(_LOOK_S)
-        return False
-
-    def _has_answered(self, part: int, pid: int, ends: dict[int, int], *, blocked: bool) -> bool:
-        """Whether a rank has written a stack; one that was just entering a function, and could not, is asked again."""
-        begin = ends[part]
-        if not self._has_written(begin, pid, blocked=blocked):
-            return False
-        ends[part] = self._end(part)
-        written = os.pread(self.descriptor, ends[part] - begin, begin).decode(errors="replace")
-        return not stack_signal.was_changed(written) or not self._ask(part, pid)
-
-    def _has_written(self, end: int, pid: int, *, blocked: bool) -> bool:
-        """Whether a rank has written a stack from there on: all of it, unless some rank blocks the signal by itself."""
-        # A stack is written in many small pieces, by the signal's handler, and the signal is blocked until it returns.
-        return any(os.pread(self.descriptor, 1, end)) and (blocked or not processes.blocks(pid, STACK_SIGNAL))
-
-    def _ask(self, part: int, pid: int) -> bool:
+    def ask(self, part: int, pid: int) -> bool:
+        """Have a rank write its stack; whether it can. The caller is its parent and has not reaped it."""
         number = os.pread(self.descriptor, 4, part * _PART + 4)
         # A process without the handler, such as a program that the rank has become, would be ended by the signal.
         if not any(number) or not processes.catches(pid, STACK_SIGNAL):
@@ -299,7 +235,7 @@ class Trace:
             return True
         return False
 
-    def _end(self, part: int) -> int:
+    def end(self, part: int) -> int:
         """Where in the file the next stack of the rank with this part is going to be."""
         at = self._begin(part)
         while text := os.pread(self.descriptor, _BLOCK, at).rstrip(b"\0"):
@@ -322,3 +258,46 @@ class Trace:
                 asked = self.asked(part)
                 found[part] = text.decode(errors="replace") + (ASKED + asked if asked else "")
         return found
+
+
+class StackRequest:
+    """Ranks that were asked for their stacks, until all have written them or the time is up.
+
+    Args:
+        trace: where they write.
+        ranks: the pid of each, by its part. The caller is their parent and has not reaped them.
+        patience_s: how long to wait. A rank that is stopped, or that has no core to run on, writes later.
+
+    Attributes:
+        late: the parts of those that have not written yet.
+        look_at: when to :meth:`look` next, on the monotonic clock.
+    """
+
+    def __init__(self, trace: Trace, ranks: Mapping[int, int], patience_s: float) -> None:
+        self._trace, self._pids = trace, dict(ranks)
+        # Behind the answers to earlier questions, which another process may have taken.
+        self._ends = {part: trace.end(part) for part in ranks}
+        self._seen_at: dict[int, float] = {}
+        self.late = [part for part, pid in ranks.items() if trace.ask(part, pid)]
+        self._until = time.monotonic() + patience_s
+        self.look_at = 0.0
+
+    def look(self) -> bool:
+        """Whether all is over: all have written, or the time is up."""
+        now = time.monotonic()
+        self.look_at = now + _LOOK_S
+        self.late = [part for part in self.late if not self._has_answered(part, now)]
+        return not self.late or now >= self._until
+
+    def _has_answered(self, part: int, now: float) -> bool:
+        """Whether a rank has written a whole stack; one that was just entering a function is asked again."""
+        begin, pid = self._ends[part], self._pids[part]
+        if not any(os.pread(self._trace.descriptor, 1, begin)):
+            return False
+        # A stack is written in many small pieces, by the signal's handler, and the signal is blocked until it returns;
+        # or for good, by a rank whose other thread handles it.
+        if processes.blocks(pid, STACK_SIGNAL) and now - self._seen_at.setdefault(part, now) < _FINISH_S:
+            return False
+        self._ends[part] = self._trace.end(part)
+        written = os.pread(self._trace.descriptor, self._ends[part] - begin, begin).decode(errors="replace")
+        return not stack_signal.was_changed(written) or not self._trace.ask(part, pid)

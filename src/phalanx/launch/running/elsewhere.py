@@ -9,9 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.launch.remote.helpers import Helper, Unanswered
 from phalanx.launch.running.jobs import RankProcess
 from phalanx.launch.running.rank_look import RankLook
+from phalanx.launch.starters.helpers import Helper, Unanswered
 
 __all__ = ["Elsewhere", "RanksElsewhere"]
 

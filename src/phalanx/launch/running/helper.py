@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.errors import LaunchError
-from phalanx.launch.remote.helping import serve
 from phalanx.launch.running.jobs import RankProcess, RunningJob, find_job
 from phalanx.launch.running.looking import RanksHere, pause_after_s
 from phalanx.launch.running.watching import Watcher
+from phalanx.launch.starters.helping import serve
 from phalanx.system.host import machine_name
 from phalanx.system.process_use import start_of
 

@@ -165,13 +165,12 @@ class Description:
             )
             self._write(asdict(described))
 
-    def add_ranks(self, pids: Sequence[int], hosts: Sequence[str], trace: int) -> None:
+    def add_ranks(self, pids: Sequence[int], hosts: Sequence[str]) -> None:
         """Describe the ranks, once they have been started, or started anew.
 
         Args:
             pids: their process ids, by rank.
             hosts: the names of their hosts, by rank.
-            trace: this process's descriptor of the trace of the ranks that its own zygote has forked.
         """
         job, here = self._job, machine_name()
         by_agents = job.hosts and not job.is_local and job.mpi is None
@@ -185,7 +184,7 @@ class Description:
             own = 0 if job.mpi is not None else part
             ranks.append(asdict(RankProcess(rank, pid, start, where, own, reach[rank])))
         with contextlib.suppress(OSError):
-            self._write({"processes": ranks, "trace": trace if job.is_local else -1})
+            self._write({"processes": ranks})
 
     def close(self) -> None:
         """Give up the description, in a process that is not the launcher."""

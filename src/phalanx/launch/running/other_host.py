@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.errors import LaunchError
-from phalanx.launch.remote.helpers import Helper, Unanswered
 from phalanx.launch.running.watching import Look
+from phalanx.launch.starters.helpers import Helper, Unanswered
 
 __all__ = ["WatcherElsewhere"]
 

@@ -1,0 +1,733 @@
+"""The agent: the parent of the ranks of one host, on every host of a job, this one included.
+
+It waits for the order to start (``protocol.py``), compiles the script and imports torch once, and forks the ranks. From
+then on it moves orders one way, and output, reports and ends the other way. It adopts the processes that a rank leaves
+behind, and ends them: as long as it has not reaped a child, the child's process id cannot be given to another process.
+When its link ends it kills everything, and ends as well. Further attempts (``--restarts``) of a job on one host are
+orders to the same agent, which has torch imported and no process left.
+
+Prior art of the fork: Android's zygote, Emacs' unexec, gunicorn's ``preload_app``, CPython's ``forkserver``. Importing
+torch costs about a second of CPU, so eight processes that each import it take eight; forked after one import they share
+its pages and start in milliseconds. A fork copies only the calling thread, so an agent starts no thread: locks that
+another thread held would stay locked in the rank for ever. (numpy's OpenBLAS stops and restarts its pool at a fork.)
+
+What starts an agent is in ``starters/``: a fork of the supervisor, ssh, another program, or MPI's launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import json
+import math
+import os
+import selectors
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from types import CodeType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from phalanx import settings
+from phalanx.errors import PROCESS_LIMIT_HINT
+from phalanx.launch.job.target import Refusal, prepare_target
+from phalanx.launch.link import ERR, IN, OUT, Link, Lost, split_rank
+from phalanx.launch.observer import Observer, within
+from phalanx.launch.output.failure import signal_name
+from phalanx.launch.protocol import (
+    ORDERS,
+    EndedElsewhere,
+    EndOrder,
+    Event,
+    Examine,
+    Exited,
+    Invite,
+    Leave,
+    LookUp,
+    Over,
+    Overdue,
+    Owns,
+    RankPlan,
+    Refused,
+    Reported,
+    SignalOrder,
+    Stacks,
+    StacksOrder,
+    Start,
+    Started,
+    WantsInput,
+    decode_order,
+)
+from phalanx.launch.rank.descriptors import RankEnds, release_input, report_name
+from phalanx.launch.rank.held_signals import HeldSignals
+from phalanx.launch.rank.operations import last_call, last_operation, last_recording
+from phalanx.launch.rank.preload import preload
+from phalanx.launch.rank.start import RankStart, enter_rank, leave_siblings
+from phalanx.launch.rank.trace import StackRequest, Trace, open_trace
+from phalanx.system import processes
+from phalanx.system.limits import count_oom_kills
+
+if TYPE_CHECKING:
+    from phalanx.launch.starters.tree import Branch
+
+__all__ = ["HANDLED", "Agent", "Inheritance"]
+
+# How long a rank whose script has failed may go on with its exit handlers and its threads. This is longer than the
+# grace, because the rank may be saving something, and limited, because the job cannot end before the rank does.
+WIND_DOWN_S = 5.0
+# How long ranks may take to write their stacks before they are ended; a user who asks where a running job is waits
+# longer.
+_STACKS_S, _STACKS_OF_RUNNING_S = 0.2, 3.0
+_BLOCK = 1 << 16
+# How much an ended rank may have left in a pipe (its size is at most this); more than that comes from another process.
+_LARGEST_REMAINDER = 1 << 20
+# How many bytes of the ranks' output may wait for the link before the ranks have to.
+_MOST_WAITING = 1 << 20
+# How many bytes the last operations of an ended rank may take as JSON.
+_LARGEST_RECORDING = 1 << 22
+# How long what has been said may take to leave this host once the job is over.
+_LAST_WORDS_S = 1.0
+_ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+#: The signals that an agent handles, beside those that its starter handles.
+HANDLED = (*_ASKED, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGCHLD, signal.SIGCONT)
+
+
+@dataclass(frozen=True)
+class Inheritance:
+    """The settings that the launcher changed for itself, and that the ranks get back.
+
+    Attributes:
+        handlers: the signal handlers that the interpreter started with.
+        file_limit: the soft and hard limit on open files.
+    """
+
+    handlers: dict[int, Any]
+    file_limit: tuple[int, int]
+
+
+@dataclass(eq=False)
+class Rank:
+    """A rank that has been forked and not been reaped.
+
+    Attributes:
+        plan: what it is.
+        pid: its process, which is also its group.
+        report: the memfd into which it writes why it failed.
+        outputs: the pipes of its output that are open, with the kind of their blocks.
+        sent: its report as far as it was sent.
+        failed_at: when it failed, as the report says.
+        kill_at: when it is killed, and how long it then had; None for never.
+        asked_by: the signals by which it was asked to end, before it had begun to.
+        last_errors: the end of its standard error.
+    """
+
+    plan: RankPlan
+    pid: int
+    report: int
+    outputs: dict[int, bytes]
+    sent: bytes = b""
+    failed_at: float = math.inf
+    kill_at: tuple[float, float] | None = None
+    asked_by: set[int] = field(default_factory=set)
+    last_errors: bytes = b""
+
+
+class Agent:
+    """One agent.
+
+    Args:
+        link: to the supervisor.
+        inheritance: what the ranks get back.
+        name: the host, as the user wrote it.
+        branch: the programs that start the agents of other hosts (``starters/tree.py``); None for none.
+    """
+
+    def __init__(self, link: Link, inheritance: Inheritance, name: str, branch: Branch | None = None) -> None:
+        self.link, self.inheritance, self.name, self.branch = link, inheritance, name, branch
+        self.peer = link.peer
+        self.ranks: dict[int, Rank] = {}  # those that run, by their part of the trace
+        self.pids: dict[int, int] = {}  # the same, for the observer
+        self.start: Start | None = None
+        self.orders: deque[ORDERS] = deque()
+        self.compiled: tuple[CodeType | None, ModuleSpec | None] | None = None
+        self.trace = Trace(-1, "")
+        self.observer: Observer | None = None
+        self.held = HeldSignals()
+        self.questions: deque[tuple[list[int], float, Callable[[StackRequest], None]]] = deque()
+        self.request: tuple[StackRequest, Callable[[StackRequest], None]] | None = None
+        self.feed = Feed()
+        self.hungry = False  # whether the selector waits for room in the feed
+        self.oom_kills = 0
+        self.asked = 0  # the signal by which somebody but the supervisor has asked this process to end
+        self.selector = selectors.DefaultSelector()
+        self.congested = False
+        self.wakeup = os.pipe()
+        for end in self.wakeup:
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(self.wakeup[1], warn_on_full_buffer=False)
+        for signum in HANDLED:
+            signal.signal(signum, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        self.selector.register(self.wakeup[0], selectors.EVENT_READ, self._on_wakeup)
+        self.selector.register(link, selectors.EVENT_READ, self._read_orders)
+        link.continue_when_called()
+
+    def _on_signal(self, signum: int, _frame: object) -> None:
+        if signum in _ASKED:
+            self.asked = signum
+
+    def _on_wakeup(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            # A rank sends SIGUSR1 when it has written its report, which may be long before it ends.
+            if signal.SIGUSR1 in os.read(self.wakeup[0], 4096):
+                for part, rank in self.ranks.items():
+                    self.send_report(part, rank)
+
+    def run(self) -> RankStart:
+        """Serve until the supervisor lets this process go. Returns in each rank its start; the agent never returns."""
+        own = os.getpid()
+        try:
+            while True:
+                start = self.turn()
+                if start is not None:
+                    return start
+        except BaseException:
+            if os.getpid() == own:
+                sys.stderr.write(f"phalanx: the launcher itself failed\n{traceback.format_exc()}")
+                sys.stderr.flush()
+                self.leave(70)
+            raise
+
+    # One turn of the loop.
+
+    def turn(self) -> RankStart | None:
+        """Wait for something, and act on it. Returns in each rank its start."""
+        for key, _ in self.selector.select(self._due_in_s()):
+            key.data()
+        if self.asked:
+            self.on_asked()
+        self.reap()
+        while self.orders:
+            start = self._obey(self.orders.popleft())
+            if start is not None:
+                return start
+        self.act_on_time(time.monotonic())
+        self._balance()
+        return None
+
+    def due_at(self) -> list[float | None]:
+        """When :meth:`act_on_time` has something to do."""
+        kills = [rank.kill_at[0] for rank in self.ranks.values() if rank.kill_at is not None]
+        observed = self.observer.look_at if self.observer is not None and self.ranks else None
+        return [min(kills, default=None), observed, self.request[0].look_at if self.request is not None else None]
+
+    def _due_in_s(self) -> float | None:
+        due = [when - time.monotonic() for when in self.due_at() if when is not None]
+        held_s = self.held.due_in_s()
+        due += [] if held_s is None else [held_s]
+        return max(0.0, min(due)) if due else None
+
+    def act_on_time(self, now: float) -> None:
+        """Do what is due."""
+        self.held.send({part: rank.pid for part, rank in self.ranks.items()})
+        for rank in self.ranks.values():
+            if rank.kill_at is not None and rank.kill_at[0] <= now:
+                grace_s, rank.kill_at = rank.kill_at[1], None
+                if grace_s:
+                    self.say(Overdue(rank=rank.plan.rank, grace_s=grace_s))
+                self.signal(rank, signal.SIGKILL)
+        if self.request is not None and now >= self.request[0].look_at:
+            request, then = self.request
+            if request.look():
+                self.request = None
+                then(request)
+                self._ask_next()
+        if self.observer is not None and (waits := self.observer.look(now)) is not None:
+            self.say(waits)
+
+    def _balance(self) -> None:
+        """Wait for room on the link while bytes wait for it, and let the ranks wait while too many do."""
+        waiting = self.link.waiting
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waiting else 0)
+        if self.selector.get_key(self.link).events != events:
+            self.selector.modify(self.link, events, self._read_orders)
+        if (waiting >= _MOST_WAITING) != self.congested:
+            self.congested = not self.congested
+            for rank in self.ranks.values():
+                for descriptor in rank.outputs:
+                    if self.congested:
+                        self.selector.unregister(descriptor)
+                    else:
+                        self._await_output(rank, descriptor)
+
+    def say(self, event: Event) -> None:
+        """Tell the supervisor something."""
+        event.now = time.monotonic()
+        self.link.send(event)
+
+    # Orders.
+
+    def _read_orders(self) -> None:
+        self.link.flush()
+        try:
+            for kind, data in self.link.receive():
+                if kind == IN:
+                    self._give(split_rank(data)[1])
+                else:
+                    self.orders.append(decode_order(data))
+        except Lost:
+            self.on_lost()
+
+    def on_lost(self) -> None:
+        """The supervisor has ended, or cannot be reached."""
+        self.leave(1)
+
+    def on_asked(self) -> None:
+        """Somebody but the supervisor wants this process to end, as a batch system does."""
+        text = f"the agent on {self.name} was ended by {signal_name(self.asked)}"
+        self.say(Refused(text=f"phalanx: {text}; the job ended with it\n", code=128 + self.asked))
+        self.leave(128 + self.asked)
+
+    def _obey(self, order: ORDERS) -> RankStart | None:
+        """Carry out an order. Returns in each rank its start."""
+        match order:
+            case Start():
+                return self._start(order)
+            case EndOrder():
+                self.questions.clear()
+                end = functools.partial(self.end, order.signal, order.grace_s, order.spare)
+                if order.where and self.ranks:
+                    # For the user, to whom it says where a job hangs. An answer that is open is not waited for.
+                    self.request = None
+                    self.questions.append((list(self.ranks), _STACKS_S, lambda _: end()))
+                    self._ask_next()
+                else:
+                    end()
+            case SignalOrder():
+                self.held.add(self.ranks, order.signal)
+            case StacksOrder():
+                self._ask(list(self.ranks), lambda request: self._send_stacks(request.late))
+            case Examine():
+                parts = [part for part, rank in self.ranks.items() if rank.plan.rank in order.of]
+                self._ask(parts, lambda _: self._answer(order))
+            case EndedElsewhere():
+                if self.ranks:
+                    self.trace.note_elsewhere(json.dumps(order.known).encode())
+            case LookUp():
+                from phalanx.store.torch_server import is_own
+
+                if is_own(tuple(order.end), tuple(order.other_end)):
+                    self.say(Owns(number=order.number))
+            case Invite():
+                if self.branch is not None:
+                    self.branch.start(order.hosts)
+            case Leave():
+                self.leave(0)
+        return None
+
+    # Where the ranks are.
+
+    def _ask(self, parts: list[int], then: Callable[[StackRequest], None]) -> None:
+        """Have ranks write their stacks, after those that were asked before, and go on when they have."""
+        self.questions.append((parts, _STACKS_OF_RUNNING_S, then))
+        if self.request is None:
+            self._ask_next()
+
+    def _ask_next(self) -> None:
+        while self.questions and self.request is None:
+            parts, patience_s, then = self.questions.popleft()
+            request = StackRequest(self.trace, {p: self.ranks[p].pid for p in parts if p in self.ranks}, patience_s)
+            if request.late:
+                self.request = request, then
+            else:
+                then(request)
+
+    def _stacks(self) -> dict[int, str]:
+        if self.start is None or self.trace.descriptor < 0:
+            return {}
+        plans = self.start.ranks
+        return {plans[part].rank: text for part, text in self.trace.take(range(len(plans))).items()}
+
+    def _send_stacks(self, late: Sequence[int]) -> None:
+        numbers = [self.ranks[part].plan.rank for part in late if part in self.ranks]
+        self.say(Stacks(stacks=self._stacks(), late=numbers))
+
+    def _answer(self, question: Examine) -> None:
+        if self.observer is not None:
+            self.say(self.observer.answer(question, self._stacks()))
+
+    # Starting.
+
+    def _start(self, order: Start) -> RankStart | None:
+        """Prepare once what every rank would have to do, and fork. Returns in each rank its start."""
+        self.start = order
+        try:
+            if self.compiled is None:
+                self.compiled = self._prepare(order)
+            return self._fork_all(order)
+        except Refusal as refusal:
+            self._kill_everything()
+            self.say(Refused(text=f"{str(refusal).rstrip()}\n", code=refusal.code))
+        return None
+
+    def _prepare(self, order: Start) -> tuple[CodeType | None, ModuleSpec | None]:
+        """Compile the target and import torch. An order to end is obeyed meanwhile."""
+        if not order.target.is_python:
+            return None, None
+        os.environ.update(order.before_import)
+        signal.signal(signal.SIGCONT, self._while_importing)
+        self._while_importing(signal.SIGCONT, None)
+        try:
+            compiled = prepare_target(order.target)
+            if order.preload:
+                # The import makes no garbage, so collecting would only cost time.
+                gc.disable()
+                preload()
+                # The collector of a rank then leaves these objects alone; marking them would copy every shared page.
+                gc.freeze()
+                gc.enable()
+        except Refusal:
+            raise
+        except Exception as error:
+            raise Refusal(f"phalanx: torch cannot be imported\n\n{traceback.format_exc()}", 1) from error
+        finally:
+            signal.signal(signal.SIGCONT, self._on_signal)
+        return compiled
+
+    def _while_importing(self, signum: int, frame: object) -> None:
+        """The kernel says by this signal that an order has come."""
+        self._read_orders()
+        if self.asked or any(isinstance(order, (EndOrder, Leave)) for order in self.orders):
+            self.leave(0)
+
+    def _fork_all(self, order: Start) -> RankStart | None:
+        # A rank restores its handlers before it unblocks, so no signal is lost to this process's handlers.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        self.trace = Trace(open_trace(order.run_id), order.run_id)
+        self.oom_kills = count_oom_kills()
+        fed, feed = -1, -1
+        if order.feeds_input and any(plan.reads for plan in order.ranks):
+            fed, feed = os.pipe()
+            os.set_blocking(feed, False)
+        for part, plan in enumerate(order.ranks):
+            try:
+                (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
+                report = os.memfd_create(report_name(order.run_id, plan.rank))
+                ends = RankEnds(out_write, err_write, report, self.trace.descriptor)
+                parent, pid = os.getpid(), os.fork()
+            except OSError as error:
+                signal.pthread_sigmask(signal.SIG_SETMASK, ())
+                raise Refusal(
+                    f"phalanx: only {part} of {len(order.ranks)} ranks could be started: {error.strerror}; start fewer "
+                    f"ranks, or {PROCESS_LIMIT_HINT}, or free memory",
+                    1,
+                ) from error
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                input_of = fed if plan.reads else -1
+                for descriptor in (out_read, err_read, *([feed] if feed >= 0 else [])):
+                    os.close(descriptor)
+                return self._become(order, part, plan, ends, parent, input_of)
+            for descriptor in (out_write, err_write):
+                os.close(descriptor)
+            for descriptor in (out_read, err_read):
+                os.set_blocking(descriptor, False)
+            rank = self.ranks[part] = Rank(plan, pid, report, {out_read: OUT, err_read: ERR})
+            for descriptor in rank.outputs:
+                self._await_output(rank, descriptor)
+        if fed >= 0:
+            os.close(fed)
+            self.feed = Feed(feed)
+        if order.is_last and not order.feeds_input:
+            release_input()  # the ranks of a further attempt read on where those of this one have stopped
+        self.pids = {part: rank.pid for part, rank in self.ranks.items()}
+        self.observer = Observer(self.trace, [plan.rank for plan in order.ranks], self.pids, order.watch_after_s)
+        self.held.begin()
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        self.say(Started(pids=list(self.pids.values())))
+        if fed >= 0:
+            self.say(WantsInput())
+        return None
+
+    def _become(self, order: Start, part: int, plan: RankPlan, ends: RankEnds, parent: int, input_of: int) -> RankStart:
+        """In the fork: keep only what the rank uses."""
+        self.forget()
+        environment = self.environment_of(order, plan)
+        if self.peer:
+            environment["MASTER_ADDR"] = self.peer  # of the launcher's addresses the one that this host reaches
+        code, spec = self.compiled or (None, None)
+        if input_of >= 0:
+            os.dup2(input_of, 0)
+            os.close(input_of)
+        start = RankStart(
+            plan.rank,
+            dataclasses.replace(order.target, argv=plan.argv),
+            order.run_id,
+            environment,
+            ends,
+            code,
+            spec,
+            parent,
+            part=part,
+            cpus=plan.cpus,
+            quiet=order.quiet,
+            reads=plan.reads,
+            terminal=plan.terminal,
+        )
+        enter_rank(start, self.inheritance.handlers, self.inheritance.file_limit)
+        if order.target.is_python and order.preload:
+            leave_siblings(start)
+        return start
+
+    def environment_of(self, order: Start, plan: RankPlan) -> dict[str, str]:
+        """What is added to the environment of a rank."""
+        return dict(plan.environment)
+
+    def forget(self) -> None:
+        """In a fork: close what is the agent's alone."""
+        self.selector.close()
+        self.link.close()
+        for rank in self.ranks.values():
+            for descriptor in (*rank.outputs, rank.report):
+                os.close(descriptor)
+        for descriptor in self.wakeup:
+            os.close(descriptor)
+        if self.branch is not None:
+            self.branch.forget()
+
+    # Output and input.
+
+    def _await_output(self, rank: Rank, descriptor: int) -> None:
+        read = functools.partial(self._read_output, rank, descriptor)
+        self.selector.register(descriptor, selectors.EVENT_READ, read)
+
+    def _read_output(self, rank: Rank, descriptor: int) -> int:
+        """Send one block of an output; return its length, 0 when there is nothing now."""
+        if descriptor not in rank.outputs:
+            return 0  # its rank has ended in this very turn
+        try:
+            data = os.read(descriptor, _BLOCK)
+        except BlockingIOError:
+            return 0
+        kind = rank.outputs[descriptor]
+        if data:
+            if kind == ERR:
+                rank.last_errors = (rank.last_errors + data)[-(1 << 14) :]
+            self.link.send_block(kind, rank.plan.rank, data)
+        else:
+            self._close_output(rank, descriptor)
+        return len(data)
+
+    def _close_output(self, rank: Rank, descriptor: int) -> None:
+        del rank.outputs[descriptor]
+        if not self.congested:
+            self.selector.unregister(descriptor)
+        os.close(descriptor)
+
+    def _drain(self, rank: Rank) -> None:
+        """Send what an ended rank has left in its pipes, and close them, whoever else holds them open."""
+        for descriptor in list(rank.outputs):
+            taken = 0
+            while taken < _LARGEST_REMAINDER and (length := self._read_output(rank, descriptor)):
+                taken += length
+            if descriptor in rank.outputs:
+                self._close_output(rank, descriptor)
+
+    def _give(self, data: bytes) -> None:
+        """Hand a block of input on; the empty one is the end."""
+        if not data:
+            self._close_feed()
+        elif self.feed.feed(data):
+            self.say(WantsInput())
+        self._watch_feed()
+
+    def _on_room(self) -> None:
+        if self.feed.hungry and self.feed.feed():
+            self.say(WantsInput())
+        self._watch_feed()
+
+    def _watch_feed(self) -> None:
+        """Wait for room as long as input waits for it."""
+        if self.feed.hungry != self.hungry:
+            self.hungry = self.feed.hungry
+            if self.hungry:
+                self.selector.register(self.feed.descriptor, selectors.EVENT_WRITE, self._on_room)
+            elif self.feed.descriptor >= 0:  # a descriptor that is closed has left the selector
+                self.selector.unregister(self.feed.descriptor)
+
+    def _close_feed(self) -> None:
+        if self.hungry:
+            self.selector.unregister(self.feed.descriptor)
+            self.hungry = False
+        self.feed.close()
+
+    # Ending.
+
+    def signal(self, rank: Rank, signum: int) -> None:
+        """Signal a rank and its group, and continue it: a stopped process receives the signal only then."""
+        if signum and not processes.is_ending(rank.pid):
+            rank.asked_by.add(signum)
+        processes.send_to_group(rank.pid, signum)
+        processes.send_to_group(rank.pid, signal.SIGCONT)
+
+    def end(self, signum: int, grace_s: float, spare: Collection[int]) -> None:
+        """Ask the ranks to end, and kill them later."""
+        now = time.monotonic()
+        for rank in self.ranks.values():
+            patience_s = grace_s
+            if rank.plan.rank in spare:
+                patience_s = self.spared_s(grace_s)
+            else:
+                self.signal(rank, signum)
+            rank.kill_at = min((now + patience_s, patience_s), rank.kill_at or (math.inf, 0.0))
+
+    def spared_s(self, grace_s: float) -> float:
+        """How long a rank may take that has failed by itself."""
+        return max(grace_s, WIND_DOWN_S)
+
+    def reap(self) -> None:
+        """Reap the children that have ended, and send how ranks have."""
+        parts = {rank.pid: part for part, rank in self.ranks.items()}
+        while True:
+            try:
+                # The child stays a zombie for now: until it is reaped, no other process or group gets its number.
+                info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                break
+            if info is None:
+                break
+            if self.branch is not None and self.branch.reap(info.si_pid):
+                continue
+            part = parts.get(info.si_pid)
+            status = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+            if part is not None:
+                at = time.monotonic()
+                self.trace.note_end(part, info.si_pid, status)  # first: other ranks are raising an error about it
+                self.end_remains(self.ranks[part])
+            os.waitpid(info.si_pid, 0)
+            if part is not None:
+                self._on_exit(part, status, at)
+        if parts and not self.ranks:
+            self._kill_everything()
+            self.say(Over())
+
+    def end_remains(self, rank: Rank) -> None:
+        """Kill the processes that an ended rank left behind: they hold its output, its memory and its ports."""
+        assert self.start is not None
+        known = {*(other.pid for other in self.ranks.values()), *(self.branch.pids if self.branch is not None else ())}
+        marks = [f"{settings.RUN_ID}={self.start.run_id}".encode(), f"RANK={rank.plan.rank}".encode()]
+        name = report_name(self.start.run_id, rank.plan.rank)
+        for orphan in processes.children_of(os.getpid()):
+            if orphan not in known and processes.belongs_to(orphan, rank.pid, name, marks):
+                for victim in [orphan, *processes.descendants_of([orphan])]:
+                    if not processes.is_resource_tracker(victim):
+                        processes.kill(victim)
+
+    def _on_exit(self, part: int, status: int, at: float) -> None:
+        assert self.start is not None
+        rank, trace = self.ranks.pop(part), self.trace
+        self.pids.pop(part, None)
+        self._drain(rank)
+        self.send_report(part, rank)
+        killed = count_oom_kills()
+        out_of_memory, self.oom_kills = status == -signal.SIGKILL and killed > self.oom_kills, killed
+        records = self.start.records if status == 0 else max(self.start.records, 1024)
+        recording = last_recording(trace, part, records) if self.start.target.is_python else None
+        failed_at = min(at, rank.failed_at)
+        event = Exited(
+            rank=rank.plan.rank,
+            status=status,
+            at=at,
+            out_of_memory=out_of_memory,
+            stage=int(trace.stage(part)),
+            asked=trace.asked(part),
+            operation=last_operation(trace, part, failed_at) if status != 0 else "",
+            call=last_call(trace, part) if status != 0 else {},
+            stack=trace.take([part]).get(part, ""),
+            recording=within(_LARGEST_RECORDING, recording, records),
+        )
+        self.say(self.explained(rank, event))
+        os.close(rank.report)
+
+    def explained(self, rank: Rank, event: Exited) -> Exited:
+        """How a rank has ended, with what else is known of it."""
+        return event
+
+    def send_report(self, part: int, rank: Rank) -> None:
+        """Send the report that a rank has written about its failure, unless that has been sent."""
+        data = os.pread(rank.report, os.fstat(rank.report).st_size, 0)
+        if data and data != rank.sent:
+            with contextlib.suppress(ValueError):  # it is not complete yet
+                report = json.loads(data)
+                rank.sent, rank.failed_at = data, (report.get("phalanx") or {}).get("time") or math.inf
+                self.say(Reported(rank=rank.plan.rank, report=report))
+
+    def _kill_everything(self) -> None:
+        """Kill and reap every descendant, however many processes lie between, and forget the attempt."""
+        processes.end_descendants(but=self.branch.pids if self.branch is not None else ())
+        for part in list(self.ranks):
+            rank = self.ranks.pop(part)
+            self._drain(rank)
+            os.close(rank.report)
+        self._close_feed()
+        self.questions.clear()
+        self.request = self.observer = None
+        if self.trace.descriptor >= 0:
+            os.close(self.trace.descriptor)
+            self.trace = Trace(-1, "")
+
+    def leave(self, code: int) -> NoReturn:
+        """Kill what is left of the job on this host, and end."""
+        signal.set_wakeup_fd(-1)
+        processes.end_descendants()
+        self.link.finish(_LAST_WORDS_S)
+        os._exit(code)
+
+
+class Feed:
+    """The writing end of a rank's standard input, which must not block the agent.
+
+    Args:
+        descriptor: the writing end of the pipe; -1 for a rank that gets no input.
+
+    Attributes:
+        descriptor: the same; -1 when the input has ended, or nobody reads it any more.
+    """
+
+    def __init__(self, descriptor: int = -1) -> None:
+        self.descriptor = descriptor
+        self._waiting = b""
+
+    @property
+    def hungry(self) -> bool:
+        """Whether something waits to be written."""
+        return bool(self._waiting)
+
+    def feed(self, data: bytes = b"") -> bool:
+        """Write as much as is taken; return whether all has been taken, so that more is welcome."""
+        if self.descriptor < 0:
+            return False
+        self._waiting += data
+        try:
+            written = os.write(self.descriptor, self._waiting) if self._waiting else 0
+        except BlockingIOError:
+            return False
+        except OSError:
+            self.close()  # nobody reads any more
+            return False
+        self._waiting = self._waiting[written:]
+        return not self._waiting
+
+    def close(self) -> None:
+        """The input has ended."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
+        self._waiting = b""

@@ -1,0 +1,195 @@
+"""The supervisor's services for the ranks, beside watching them: it hands the input on, and hosts the store."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from phalanx.launch.rank.descriptors import release_input
+from phalanx.store.ended import EndsChannel
+from phalanx.system.processes import die_with_parent, set_name
+from phalanx.words import format_placed, tell
+
+__all__ = ["Input", "StoreOnDemand"]
+
+_BLOCK = 1 << 16
+
+
+class Input:
+    """Standard input, which a rank of another host reads: a block at a time and on demand.
+
+    So no block is taken that is not read. It does not go through MPI's launcher, because some lose its end.
+
+    Args:
+        selector: where to wait for it.
+        deliver: takes each block, the empty one at the end.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, deliver: Callable[[bytes], None]) -> None:
+        self._selector = selector
+        self._deliver = deliver
+        self._wanted = False
+
+    def want(self) -> None:
+        """Deliver the next block when there is one."""
+        try:
+            self._selector.register(0, selectors.EVENT_READ, self._take)
+            self._wanted = True
+        except PermissionError:
+            self._take()  # a file is always ready, and a selector does not take it
+
+    def _take(self) -> None:
+        self._forget()
+        try:
+            data = os.read(0, _BLOCK)
+        except OSError:
+            data = b""
+        if not data:
+            self.release()
+        self._deliver(data)
+
+    def _forget(self) -> None:
+        if self._wanted:
+            self._selector.unregister(0)
+            self._wanted = False
+
+    def release(self) -> None:
+        """Close the input, so that its writer notices that nobody reads any more."""
+        self._forget()
+        release_input()
+
+
+class StoreOnDemand:
+    """The job's store, for scripts that use ``env://`` and for all that speak to MASTER_PORT.
+
+    It should not be a rank: when rank 0 hosts the store, the other ranks lose it as soon as rank 0 ends. Its port is
+    open from the beginning. The process that serves it is forked at the first connection; a script that uses MPI alone
+    never makes one. That process asks here about connections from other hosts.
+
+    Args:
+        listener: the store's listening socket.
+        selector: where to wait.
+        look_up: asks the hosts of the job whether a connection is theirs: takes its number and its two ends; None if
+            the job is on this host alone.
+        lost: called when the process that serves it has ended.
+        forget: closes in that process what is the supervisor's.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        selector: selectors.BaseSelector,
+        look_up: Callable[[int, Any, Any], None] | None,
+        lost: Callable[[], None],
+        forget: Callable[[], None],
+    ) -> None:
+        self._listener, self._selector = listener, selector
+        self._look_up, self._lost, self._forget = look_up, lost, forget
+        self._pid = self._handle = 0
+        self._asked, self._asking = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._asked.setblocking(False)
+        self._ends = EndsChannel()
+        selector.register(listener, selectors.EVENT_READ, self._start)
+
+    @property
+    def pid(self) -> int:
+        """The process that serves it; 0 if there is none."""
+        return self._pid
+
+    def found(self, number: int) -> None:
+        """One of the job's hosts knows this connection as the user's."""
+        with contextlib.suppress(OSError):  # the process that asked has ended
+            self._asked.send(str(number).encode())
+
+    def ended(self, rank: int, host: str) -> None:
+        """A rank has ended in order on this host; nobody should wait for what it would have written."""
+        self._ends.tell(rank, host)
+
+    def _start(self) -> None:
+        self._selector.unregister(self._listener)
+        supervisor, mask = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._asked.close()
+            self._forget()
+            _serve(self._listener, supervisor, self._ends, self._asking if self._look_up is not None else None)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._asking.close()
+        self._listener.close()
+        self._ends.keep_writing_end()
+        self._selector.register(self._asked, selectors.EVENT_READ, self._on_question)
+        self._handle = os.pidfd_open(self._pid)
+        self._selector.register(self._handle, selectors.EVENT_READ, self._on_end)
+
+    def _on_question(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            data = self._asked.recv(4096)
+            if data and self._look_up is not None:
+                self._look_up(*json.loads(data))
+            else:
+                self._selector.unregister(self._asked)  # the process has ended, which _on_end reports
+
+    def _on_end(self) -> None:
+        self._selector.unregister(self._handle)
+        os.close(self._handle)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+        self._pid = 0
+        self._lost()
+
+    def close(self) -> None:
+        """End the process, and close everything."""
+        if self._pid:
+            self._selector.unregister(self._handle)
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
+            os.close(self._handle)
+            self._pid = 0
+        self._listener.close()
+        self._asked.close()
+        self._asking.close()
+        self._ends.close()
+
+
+def _serve(listener: socket.socket, parent: int, ends: EndsChannel, asking: socket.socket | None) -> NoReturn:
+    """Be the process of the store, until it is killed. Clients that have connected before wait in the queue."""
+    try:
+        die_with_parent(parent)
+        os.setsid()
+        set_name("phalanx-store")
+        from phalanx.store.torch_server import LONG_WAIT_S, Referral, TorchStoreServer
+
+        told: set[int] = set()
+
+        def on_long_wait(keys: list[bytes], ended: Mapping[int, str]) -> None:
+            """Say that a rank waits for a key that another one, which has ended, may have been to write."""
+            if not ended.keys() <= told:
+                told.update(ended)
+                more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+                tell(
+                    f"{format_placed(ended)} {'have' if len(ended) > 1 else 'has'} ended, and another rank has waited "
+                    f"for {LONG_WAIT_S:.0f} s in the job's store, for {keys[0].decode(errors='replace')!r}{more}"
+                )
+
+        ends.keep_reading_end()
+        referral = Referral(asking) if asking is not None else None
+        server = TorchStoreServer(listener, referral=referral, ends=ends, on_long_wait=on_long_wait)
+        signal.set_wakeup_fd(-1)
+        for signum in signal.valid_signals():
+            if callable(signal.getsignal(signum)):
+                signal.signal(signum, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        server.serve()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # After an error too, this copy of the launcher must not go on as the launcher.
+        os._exit(1)

@@ -1,0 +1,107 @@
+"""What the supervisor asks of that which starts its agents."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+
+from phalanx.launch.agent import Inheritance
+from phalanx.launch.output.failure import Failure
+from phalanx.launch.protocol import Printed, Unstarted
+from phalanx.launch.rank.start import RankStart
+from phalanx.launch.roster import AgentState
+
+__all__ = ["Starter"]
+
+
+class Starter:
+    """Starts the agents of one attempt, and sees them out.
+
+    A starter gives the supervisor each agent's link (``Supervisor.admit``); one that does not know beforehand where the
+    ranks are calls ``Supervisor.all_here`` when all agents have come.
+
+    Attributes:
+        agents: they, in the order of their ranks.
+    """
+
+    agents: Sequence[AgentState]
+
+    def begin(self, inheritance: Inheritance) -> RankStart | None:
+        """Start the agents. Returns in each rank that is a fork of this process its start.
+
+        Raises:
+            Refusal: they cannot be started.
+        """
+        raise NotImplementedError
+
+    def due_at(self) -> float | None:
+        """When :meth:`act` has something to do; None for never."""
+        return None
+
+    def act(self, now: float) -> Sequence[str]:
+        """Do what is due; the lines to be printed.
+
+        Raises:
+            Refusal: an agent cannot come.
+        """
+        return ()
+
+    def hear(self, event: Printed | Unstarted) -> None:
+        """Take what an agent says of those that it starts."""
+
+    def has_ranks(self) -> bool:
+        """Whether there may be ranks although no agent has said so yet."""
+        return False
+
+    def is_gone(self) -> bool:
+        """Whether what has started the agents has ended before them, so that their loss is no fault of their own."""
+        return False
+
+    def one_of_each_host(self) -> Sequence[AgentState]:
+        """An agent of each host, of those that are there."""
+        return [agent for agent in self.agents if agent.link is not None]
+
+    def describe_lost(self, agent: AgentState, *, silent: bool) -> tuple[str, int]:
+        """Why an agent is lost, and the exit code if the job ends for that and not for its ranks; else 0.
+
+        Args:
+            agent: the agent.
+            silent: whether its host does not answer any more.
+        """
+        raise NotImplementedError
+
+    def on_lost(self, agent: AgentState) -> None:
+        """An agent is lost: end what it has left, as far as its host can be reached."""
+
+    def give_up(self, agent: AgentState) -> None:
+        """End an agent that did not end its ranks in time."""
+
+    def explain(self, failures: Sequence[Failure]) -> tuple[str, int] | None:
+        """Why the job ended, as it is printed, and the exit code, if no rank is the cause; else None."""
+        return None
+
+    def dismiss(self, turn: Callable[[], None]) -> None:
+        """Wait until the agents have left, and the programs that have started them have ended; end those that stay.
+
+        Args:
+            turn: one turn of the supervisor's loop.
+        """
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """The user wants no more waiting: kill all programs."""
+        raise NotImplementedError
+
+
+def stand_apart(handlers: dict[int, object], name: str) -> None:
+    """In a fork that becomes an agent: leave the terminal's foreground group, in which Ctrl-C is the supervisor's."""
+    from phalanx.system import processes
+
+    # It sees the supervisor's end as the end of the link, unless it has been stopped.
+    processes.wake_with_parent()
+    os.setsid()
+    processes.set_name(name)
+    processes.adopt_orphans()
+    for signum in handlers:
+        signal.signal(signum, signal.SIG_DFL)

@@ -1,0 +1,191 @@
+"""Helpers on other hosts, for a command that a user runs here: started, asked, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from phalanx.errors import LaunchError
+from phalanx.launch.starters.helping import READY
+from phalanx.launch.starters.ssh import command_for
+
+__all__ = ["Helper", "Unanswered"]
+
+START_S = 10.0
+LAST_WORDS_S = 1.0
+# How often it is said that a helper has not answered yet.
+SAID_EVERY_S = 1.0
+_HINTS = (
+    (
+        "Host key verification failed",
+        "ssh to {host} once by hand, and accept its key (ssh-keyscan {host} >> ~/.ssh/known_hosts)",
+    ),
+    (
+        "Permission denied",
+        "ssh asks for a password or a key that it does not have: ssh-copy-id {host}, or start an agent",
+    ),
+    ("Could not resolve hostname", "this host does not know the name {host}: add it to /etc/hosts or to ~/.ssh/config"),
+    ("Connection refused", "no ssh server listens there: start sshd on {host}, or give --starter another program"),
+    ("timed out", "{host} does not answer: is it up, and does a firewall let ssh pass?"),
+    ("No module named", "that Python has no Phalanx: install it there, in the same environment as here"),
+    ("No such file or directory", "the same Python has to be at the same path on {host}"),
+    ("not found", "the same Python has to be at the same path on {host}"),
+)
+
+
+class Unanswered(Exception):
+    """A helper did not start, or did not answer. ``remedy`` says what to do."""
+
+    def __init__(self, said: str, remedy: str) -> None:
+        super().__init__(said)
+        self.remedy = remedy
+
+
+class Helper:
+    """The helper on one host. It ends when this is closed.
+
+    Args:
+        host: the host, as the user calls it.
+        starter: the user's starter and its arguments, as of ``phalanx run --starter``; empty for ssh.
+        module: what the helper runs; it calls :func:`~phalanx.launch.starters.helping.serve`.
+        waiting: is called each second in which an answer has not come, with the seconds that it has been waited for.
+
+    Raises:
+        Unanswered: the starter cannot be run.
+    """
+
+    def __init__(
+        self, host: str, starter: Sequence[str], module: str, waiting: Callable[[float], None] | None = None
+    ) -> None:
+        self.host = host
+        self._waiting = waiting
+        try:
+            command = command_for(host, starter, (sys.executable, "-m", module))
+        except LaunchError as error:
+            raise Unanswered(str(error), "correct the name, or call the host by its address") from error
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - until close()
+        self._buffer = b""
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                start_new_session=True,  # Ctrl-C reaches the command, which then closes what it has started
+            )
+        except OSError as error:
+            self._errors.close()
+            raise Unanswered(
+                f"{command[0]} cannot be started: {error.strerror}",
+                "install OpenSSH's client, or name another program: --starter 'PROGRAM ARGS'",
+            ) from error
+        assert self._process.stdout is not None
+        self._poll = select.poll()
+        self._poll.register(self._process.stdout, select.POLLIN | select.POLLHUP)
+        self._until_ready = time.monotonic() + START_S
+
+    def __enter__(self) -> Helper:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def wait_ready(self) -> None:
+        """Wait until the helper answers.
+
+        Raises:
+            Unanswered: it does not; the error says why, as far as the starter has said so.
+        """
+        while self._line(self._until_ready) != READY:
+            pass  # what a login shell prints
+
+    def ask(self, do: str, timeout_s: float = 30.0, **details: Any) -> dict[str, Any]:
+        """The answer to a question of the helper's module.
+
+        Raises:
+            Unanswered: none came, or it was an error.
+        """
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # then no answer comes, and its last words say why
+            self._process.stdin.write(json.dumps({"do": do, **details}).encode() + b"\n")
+            self._process.stdin.flush()
+        answer = self._answer(time.monotonic() + timeout_s)
+        if answer.keys() == {"error"}:
+            raise Unanswered(f"its helper failed: {answer['error']}", "please report this")
+        return answer
+
+    def _answer(self, until: float) -> dict[str, Any]:
+        while True:
+            with contextlib.suppress(ValueError):  # what the starter says beside it
+                answer = json.loads(self._line(until))
+                if isinstance(answer, dict):
+                    return answer
+
+    def stop(self) -> None:
+        """Have a question that another thread has asked end with :class:`Unanswered`; :meth:`close` comes next."""
+        self._kill()
+
+    def close(self) -> None:
+        """End the helper, and wait for the program that started it."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(LAST_WORDS_S)
+        except subprocess.TimeoutExpired:
+            self._kill()
+            self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._errors.close()
+
+    def _kill(self) -> None:
+        # With all that a starter's script has started: what holds the pipes' other ends would be waited for.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _line(self, until: float) -> str:
+        assert self._process.stdout is not None
+        began = time.monotonic()
+        while b"\n" not in self._buffer:
+            left_s = max(0.0, until - time.monotonic())
+            readable = self._poll.poll(1000 * (left_s if self._waiting is None else min(left_s, SAID_EVERY_S)))
+            if not readable and self._waiting is not None and time.monotonic() < until:
+                self._waiting(time.monotonic() - began)
+                continue
+            more = os.read(self._process.stdout.fileno(), 1 << 16) if readable else b""
+            if not more:
+                raise self._why(0.0 if readable else time.monotonic() - began)
+            self._buffer += more
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line.decode("utf-8", "replace").strip()
+
+    def _why(self, waited_s: float) -> Unanswered:
+        """The error for a missing answer.
+
+        Args:
+            waited_s: how long the helper kept this process waiting; 0 if it has ended instead.
+        """
+        if not waited_s:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(LAST_WORDS_S)
+        self._errors.seek(0)
+        lines = [line for line in self._errors.read().decode("utf-8", "replace").splitlines() if line.strip()]
+        words = " / ".join(lines[-3:])
+        said = f"its helper did not answer in {waited_s:.0f} s" if waited_s else "its helper ended"
+        remedy = next((hint for sign, hint in _HINTS if sign in words), "run the same command by hand: {command}")
+        command = shlex.join(map(str, self._process.args)) if isinstance(self._process.args, list) else ""
+        return Unanswered(said + f": {words}" * bool(words), remedy.format(host=self.host, command=command))

@@ -1,0 +1,249 @@
+"""The agent of one rank that an MPI launcher has started: a child of the shim (``shim.py``), and the rank's parent.
+
+Beside the supervisor's orders, these make the rank end:
+
+- The shim is asked to end (SIGTERM and the like), because the MPI launcher ends the job, or the batch system does. The
+  rank first gets a moment to end by itself, because it may be the one that has just called ``MPI_Abort``, and then its
+  exit code is the one that counts. After that it ends as above, and the supervisor learns that the rank was not the
+  cause.
+- The shim is killed: so is the rank, at once. Some MPI launchers end a job like that. ``MPI_Abort`` may then not even
+  end the process that calls it; what that process has printed shows that it did.
+
+A stopped agent is continued by the kernel when an order comes, and by the shim when its rank has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import selectors
+import signal
+import time
+import traceback
+from typing import Any, NoReturn
+
+from phalanx import settings
+from phalanx.errors import LaunchError
+from phalanx.launch.agent import Agent, Inheritance, Rank
+from phalanx.launch.job.mpi_launcher import carried_environment, find_abort, place_of
+from phalanx.launch.job.target import Refusal
+from phalanx.launch.link import join
+from phalanx.launch.output.failure import signal_name
+from phalanx.launch.output.report import Report
+from phalanx.launch.protocol import Exited, Here, RankPlan, Reported, Start
+from phalanx.launch.rank.start import RankStart
+from phalanx.launch.rank.trace import Stage
+from phalanx.launch.starters.leftovers import remove_unused
+from phalanx.system import processes
+from phalanx.system.host import this_host
+
+__all__ = ["ASKED", "PASSED_ON", "be_agent"]
+
+# How long a rank may take to end by itself once the MPI launcher wants it to.
+_OWN_END_S = 0.25
+# How long a rank whose script has failed may go on with its exit handlers: MPI_Finalize waits for the other ranks.
+_WIND_DOWN_S = 0.5
+#: The signals that ask a shim to end, and those that are only handed on to the rank, once it can have a handler.
+ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+def be_agent(kind: str, shim: int, handlers: dict[int, Any]) -> RankStart:
+    """Be the agent; called in the child of the shim's fork, with the signals that it handles blocked.
+
+    Args:
+        kind: which MPI launcher started the shim.
+        shim: a pipe by which the shim passes on the signals that it receives; its end is the shim's end.
+        handlers: the signal handlers that the interpreter started with, which the rank gets back.
+
+    Returns:
+        In the rank, its start. The agent itself never returns.
+    """
+    os.setsid()
+    processes.adopt_orphans()
+    processes.set_name("phalanx-agent")
+    os.set_blocking(shim, False)
+    try:
+        place, invitation = place_of(kind, os.environ), os.environ.pop(settings.MPI_JOIN)
+        try:
+            link = join(invitation)
+        except OSError as error:
+            where = invitation.rpartition(":")[0]
+            raise LaunchError(
+                f"rank {place['rank']} on {this_host().name} could not reach phalanx run at {where}: {error}\n"
+                f"  is that address reachable from here? Choose another one with --address"
+            ) from error
+        remove_unused()
+        inheritance = Inheritance(handlers, resource.getrlimit(resource.RLIMIT_NOFILE))
+        agent = MpiAgent(link, inheritance, this_host().name, kind, shim)
+        here = this_host()
+        said = Here(agent=place["rank"], name=here.name, machine=here.machine, pid=os.getpid())
+        said.cpus, said.size, said.beside = [tuple(sorted(os.sched_getaffinity(0)))], place["size"], place["beside"]
+        agent.say(said)
+    except LaunchError as error:
+        _end_at_once(f"phalanx: {error}\n")
+    except BaseException:
+        _end_at_once(traceback.format_exc())
+    return agent.run()
+
+
+def _end_at_once(text: str) -> NoReturn:
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode(errors="backslashreplace"))
+    os._exit(70)
+
+
+class MpiAgent(Agent):
+    """An agent beside a shim.
+
+    Args:
+        link, inheritance, name: see :class:`Agent`.
+        kind: which MPI launcher started the shim.
+        shim: the pipe from the shim.
+    """
+
+    def __init__(self, link: Any, inheritance: Inheritance, name: str, kind: str, shim: int) -> None:
+        super().__init__(link, inheritance, name)
+        self.kind, self.shim = kind, shim
+        self.asked_at: float | None = None
+        self.ask_with = int(signal.SIGTERM)
+        self.by_others = False  # whether the rank is being ended because the MPI launcher wants that
+        self.selector.register(shim, selectors.EVENT_READ, self._read_shim)
+
+    # The shim.
+
+    def on_asked(self) -> None:
+        """A batch system signals all processes of a step, and the shim says it as well."""
+        self._ask_later(self.asked)
+        self.asked = 0
+
+    def _ask_later(self, signum: int) -> None:
+        self.ask_with = signum
+        self.asked_at = self.asked_at or time.monotonic() + _OWN_END_S
+
+    def _read_shim(self) -> None:
+        try:
+            signals = os.read(self.shim, 64)
+        except BlockingIOError:
+            return
+        if not signals:
+            self.selector.unregister(self.shim)
+            os.close(self.shim)
+            self.shim = -1
+            self._kill_with_shim()
+        for signum in signals:
+            if signum in PASSED_ON:
+                self.held.add(self.ranks, signum)
+            else:
+                self._ask_later(signum)
+
+    def _kill_with_shim(self) -> None:
+        if self.ranks:
+            self.by_others = True
+            self.end(signal.SIGKILL, 0.0, ())
+        elif self.start is None:
+            self.leave(0)
+
+    def due_at(self) -> list[float | None]:
+        """See :class:`Agent`."""
+        return [*super().due_at(), self.asked_at]
+
+    def act_on_time(self, now: float) -> None:
+        """See :class:`Agent`."""
+        if self.asked_at is not None and now >= self.asked_at:
+            self.asked_at = None
+            if self.ranks and self.start is not None:
+                self.by_others = True
+                self.end(self.ask_with, self.start.grace_s, ())
+        super().act_on_time(now)
+
+    # The rank.
+
+    def _prepare(self, order: Start) -> Any:
+        try:
+            os.chdir(order.directory)
+            return super()._prepare(order)
+        except OSError as error:
+            raise Refusal(f"phalanx: {error} (on {self.name})", 2) from error
+
+    def _fork_all(self, order: Start) -> RankStart | None:
+        start = super()._fork_all(order)
+        if start is None:
+            # Only the rank needs the rest, as the socket of its process manager; pipes may be inherited by mistake.
+            self._close_all_but_own()
+        return start
+
+    def _close_all_but_own(self) -> None:
+        own = {*self.wakeup, self.shim, self.link.fileno(), self.selector.fileno(), self.trace.descriptor}
+        own |= {self.feed.descriptor}
+        for rank in self.ranks.values():
+            own |= {*rank.outputs, rank.report}
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in range(3):
+            os.dup2(null, descriptor)
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > 2 and int(name) not in own:
+                with contextlib.suppress(OSError):
+                    os.close(int(name))
+
+    def environment_of(self, order: Start, plan: RankPlan) -> dict[str, str]:
+        """See :class:`Agent`. What MPI needs stays."""
+        return {**carried_environment(order.carried, os.environ), **plan.environment}
+
+    def forget(self) -> None:
+        """See :class:`Agent`."""
+        super().forget()
+        if self.shim >= 0:
+            os.close(self.shim)
+
+    def spared_s(self, grace_s: float) -> float:
+        """See :class:`Agent`."""
+        return min(grace_s, _WIND_DOWN_S)
+
+    def end_remains(self, rank: Rank) -> None:
+        """All of them are the rank's."""
+        processes.end_descendants(but=[rank.pid])
+
+    def explained(self, rank: Rank, event: Exited) -> Exited:
+        """Who has wanted the rank to end, as far as that can be known."""
+        # Nobody can handle SIGKILL, so a rank that was sent no other signal and ended in another way was quicker. It
+        # may be what made the MPI launcher, or the supervisor, end the others.
+        quicker = rank.asked_by == {signal.SIGKILL} and event.status != -signal.SIGKILL
+        event.by_itself = not rank.asked_by or quicker
+        event.by_others = self.by_others and not event.by_itself
+        if self._has_aborted(rank, event.status):
+            event.by_others = False
+        elif not event.by_others and event.status < 0 and not rank.sent and event.stage == Stage.ENDED:
+            # A rank that leaves in order waits in MPI_Finalize for the others. If one of them aborts the job meanwhile,
+            # MPICH reads from a connection that is closed by then, and goes on with what it has not read.
+            name = signal_name(-event.status)
+            text = f"{name} ended it after its script had come to its end: in MPI_Finalize, or in another library's end"
+            self._report(event.rank, text, 128 - event.status, consequence=True)
+        return event
+
+    def _has_aborted(self, rank: Rank, status: int) -> bool:
+        """Whether this rank called MPI_Abort, or MPI ended it for an error of its own; if so, that is its report.
+
+        Such an error is said to be a consequence. It often is: a library that reads the memory of a rank which has just
+        ended, for one, ends the process that reads. Where it is not, no other rank has failed by itself.
+        """
+        abort = find_abort(self.kind, rank.last_errors) if status else None
+        # The MPI launcher may kill the shim of such a rank before the rank has ended, or after that.
+        if abort is None or not (self.shim < 0 or abort.by_mpi or status == abort.code):
+            return False
+        if not rank.sent:
+            self._report(rank.plan.rank, abort.text, abort.code, consequence=abort.by_mpi)
+        return True
+
+    def _report(self, rank: int, text: str, code: int, *, consequence: bool) -> None:
+        report = Report("", text, "", False, time.monotonic(), code, consequence=consequence)
+        self.say(Reported(rank=rank, report=report.to_record()))
+
+    def leave(self, code: int) -> NoReturn:
+        """Remove the files that the rank has left, and end."""
+        for rank in self.ranks.values():
+            self.signal(rank, signal.SIGKILL)
+        processes.end_descendants()
+        remove_unused()
+        super().leave(code)
