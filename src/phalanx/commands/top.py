@@ -123,10 +123,10 @@ def top(
 
 
 def _watcher(job: str | None, host: str | None, starter: str | None, here: bool) -> Watcher | WatcherElsewhere:
-    from phalanx.launch.starters.ssh import parse_starter
     from phalanx.launch.running.jobs import find_job
     from phalanx.launch.running.other_host import WatcherElsewhere
     from phalanx.launch.running.watching import Watcher
+    from phalanx.launch.starters.ssh import parse_starter
     from phalanx.system.limits import raise_file_limit
 
     raise_file_limit()  # each host takes three descriptors

@@ -432,10 +432,7 @@ class Supervisor:
         lost = [agent]
         if silent and agent.here is not None:
             # No other agent of that host answers either, and their links would only be lost later.
-            place = agent.here.machine, agent.here.name
-            lost = [
-                each for each in self.agents if each.here is not None and (each.here.machine, each.here.name) == place
-            ]
+            lost = [each for each in self.agents if each.place == agent.place]
         for each in lost:
             self.drop(each)
         lost = [each for each in lost if not each.over]
