@@ -145,7 +145,7 @@ def time_for_stacks(folder: Path) -> dict[str, str]:
 
     By design those that are late are left out, as any rank may be on a busy machine.
     """
-    return changed(folder, "from phalanx.launch import zygote\n\nzygote.STACKS_S = 100.0\n")
+    return changed(folder, "from phalanx.launch import agent\n\nagent._STACKS_S = 100.0\n")
 
 
 class Launcher:

@@ -148,8 +148,8 @@ def test_ranks_that_fall_are_named_in_every_attempt(launcher: Launcher, tmp_path
             return (tmp_path / "err").read_bytes().decode(errors="backslashreplace")
 
         await_files(told, *(f"1-pid-{rank}" for rank in range(3)))
-        zygote, victim = job.named("phalanx-zygote"), read(told, "1-pid-1")
-        stop(zygote)
+        agent, victim = job.named("phalanx-agent"), read(told, "1-pid-1")
+        stop(agent)
         os.kill(victim, signal.SIGKILL)
         await_files(told, "1-told-0", "1-told-2")
         waits = (

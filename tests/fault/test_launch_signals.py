@@ -85,7 +85,7 @@ def test_signals_end_all_ranks_in_order_or_are_passed_on(launcher: Launcher, tmp
     ignore = "trap '' INT TERM HUP; setsid sleep 300 & echo up; sleep 300; sleep 300"
     interrupted = launcher.start("-n", "3", "-q", "sh", "-c", ignore)
     hung_up = launcher.start("-n", "3", "-q", "--grace", "1", "sh", "-c", ignore)
-    rank, zygote = (launcher.start("-n", "2", "-q", "--grace", "250", *WAITS) for _ in range(2))
+    rank, agent = (launcher.start("-n", "2", "-q", "--grace", "250", *WAITS) for _ in range(2))
     for job, signum, code in ((interrupted, signal.SIGINT, 130), (hung_up, signal.SIGHUP, 129)):
         job.read_lines(3)
         job.process.send_signal(signum)
@@ -96,14 +96,14 @@ def test_signals_end_all_ranks_in_order_or_are_passed_on(launcher: Launcher, tmp
             f"phalanx: {signum.name}: all 3 ranks have been ended",
             "phalanx: ranks 0-2 did not end within 1 s and were killed; --grace gives ranks longer",
         ]
-    for job in (rank, zygote):
+    for job in (rank, agent):
         job.read_lines(2)
     wait_for(lambda: len(rank.all_named("sleep")) == 2)
     stop(rank.all_named("sleep")[0])
     rank.process.send_signal(signal.SIGTERM)
-    stop(zygote.named("phalanx-zygote"))
-    zygote.process.send_signal(signal.SIGINT)
-    assert (rank.finish(SOON_S).code, zygote.finish(SOON_S).code) == (143, 130)
+    stop(agent.named("phalanx-agent"))
+    agent.process.send_signal(signal.SIGINT)
+    assert (rank.finish(SOON_S).code, agent.finish(SOON_S).code) == (143, 130)
     deaf = launcher.start(
         "-n", "2", "-q", "--grace", "250", "sh", "-c", "trap 'echo asked' INT; echo up; while :; do sleep 1; done"
     )
@@ -225,7 +225,7 @@ def test_launch_that_has_just_begun_ends_in_order(launcher: Launcher) -> None:
     outcome = interrupted.finish()
     assert (outcome.code, outcome.out) == (130, b"")
     assert "nothing had been started" in outcome.err_text
-    # The launcher, the zygote, and two a rank: what the ranks print is read, but they are not known to have started.
+    # The launcher, the agent, and two a rank: what the ranks print is read, but they are not known to have started.
     forked = launcher.start("-n", "2", "-q", *PROGRAM, environment=forking)
     wait_for(lambda: len(forked.processes()) == 2 * 2 + 2, SOON_S)
     for job in (killed, forked):
@@ -236,14 +236,19 @@ def test_launch_that_has_just_begun_ends_in_order(launcher: Launcher) -> None:
 
 def test_sigkill_of_any_process_ends_everything(launcher: Launcher) -> None:
     """Of the process that forks the ranks, which may be stopped, the job is not started again."""
-    patient = launcher.script("import time\nprint('up', flush=True)\nwhile True: time.sleep(300)\n")
+    patient = launcher.script("""
+        import os, socket, time
+        store = socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        print('up', flush=True)
+        while True: time.sleep(300)
+    """)
     program, stopped = (launcher.start("-n", "3", "-q", *PROGRAM) for _ in range(2))
     python = launcher.start("-n", "3", "-q", patient)
-    zygote = launcher.start("-n", "2", "-q", "--restarts", "3", *PROGRAM)
+    agent = launcher.start("-n", "2", "-q", "--restarts", "3", *PROGRAM)
     rank = launcher.start("-n", "3", *PLAIN, "--grace", "250", patient)
-    zygote.read_lines(2)
-    os.kill(zygote.named("phalanx-zygote"), signal.SIGKILL)
-    outcome = zygote.finish(SOON_S)
+    agent.read_lines(2)
+    os.kill(agent.named("phalanx-agent"), signal.SIGKILL)
+    outcome = agent.finish(SOON_S)
     assert outcome.code == 137
     assert "the process that starts and watches the ranks was ended by signal 9 (SIGKILL)" in outcome.err_text
     assert "attempt" not in outcome.err_text
@@ -257,9 +262,9 @@ def test_sigkill_of_any_process_ends_everything(launcher: Launcher) -> None:
     assert "ranks 0, 2 ended by the launcher" in outcome.err_text
     for job in (program, stopped, python):
         job.read_lines(3)
-    # The launcher, the zygote, and two a rank; a process in the middle of an exec shows no environment.
+    # The launcher, the agent, and two a rank; a process in the middle of an exec shows no environment.
     wait_for(lambda: len(program.processes()) == 2 * 3 + 2, SOON_S)
-    stop(stopped.named("phalanx-zygote"))
+    stop(stopped.named("phalanx-agent"))
     assert python.named("phalanx-store")
     assert len(python.ranks()) == 3
     for job in (program, stopped, python):

@@ -19,7 +19,7 @@ from tests.support.remote import RemoteJob, RemoteLauncher, reachable_hosts
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
 
-# A host has a process of the job; a zygote imports torch; all ranks run; the first is about to end.
+# A host has a process of the job; a agent imports torch; all ranks run; the first is about to end.
 PHASES = {"starting": 0.3, "importing": 0.3, "running": 0.1, "ending": 0.02}  # how much later the death comes at most
 CASES = list(itertools.product(("rank", "agent", "host", "head", "link"), PHASES))
 CLEAN_S = 30.0  # in which the hosts must be clean: 10 s suffice where nobody can tell them, and the machine is idle
@@ -80,7 +80,7 @@ def one_death(remote: RemoteLauncher, victim: str, phase: str, chance: random.Ra
         job.wait_for_lines(4 if phase == "running" else 1, "ready")
     else:
         importing = phase == "importing"
-        wait_for(lambda: named(remote, host, "phalanx-zygote") if importing else remote.hosts.processes(host))
+        wait_for(lambda: named(remote, host, "phalanx-agent") if importing else remote.hosts.processes(host))
     time.sleep(chance.uniform(0.0, PHASES[phase]))
     killed = kill(job, remote, victim, phase, host, rank)
     if not killed and phase != "ending":
@@ -114,7 +114,7 @@ def kill(job: RemoteJob, remote: RemoteLauncher, victim: str, phase: str, host: 
         # Before there is a rank, there is the process from which it will be forked.
         victims = named(remote, host, f"rank-{rank}")
         if not victims and phase == "importing":
-            victims = named(remote, host, "phalanx-zygote")
+            victims = named(remote, host, "phalanx-agent")
     killed = False
     for pid in victims:
         with contextlib.suppress(ProcessLookupError):

@@ -159,13 +159,13 @@ LEAVES = """
     left = subprocess.Popen(["sleep", "300"], start_new_session=True, stdout=subprocess.DEVNULL)
     with open("left", "a") as file:
         print(left.pid, file=file)
-    zygote = os.getppid()
-    # It closes its copies of the ranks' ends when it has forked the last one.
-    while any("-rank-" in name(entry) for entry in links(zygote)):
+    agent = os.getppid()
+    # It has forked the last one.
+    while sum("-rank-" in name(entry) for entry in links(agent)) < 2:
         time.sleep(0.01)
-    supervisor = int(open(f"/proc/{zygote}/stat").read().rpartition(")")[2].split()[1])
+    supervisor = int(open(f"/proc/{agent}/stat").read().rpartition(")")[2].split()[1])
     print(os.environ["PHALANX_KEY"], os.environ["PHALANX_RUN_ID"], kept,
-          len(alive), *(len(links(pid)) for pid in (zygote, supervisor)), flush=True)
+          len(alive), *(len(links(pid)) for pid in (agent, supervisor)), flush=True)
     sys.exit(attempt < 4)
 """
 
@@ -178,7 +178,7 @@ def test_attempt_leaves_nothing_to_the_next(launcher: Launcher, tmp_path: Path) 
     assert (len(set(keys)), len(set(names))) == (5, 1)
     assert kept == ("False",) * 5
     assert alive == ("0",) * 5
-    # The zygote opens a pipe of two ends when it has forked the ranks; a leak would show in each of the attempts.
+    # A leak would show in each of the attempts.
     for of_one in descriptors:
         assert max(map(int, of_one)) - min(map(int, of_one)) <= 2, outcome.out_lines
     # A job of many programs is started again with as many descriptors as it is let start with.

@@ -63,10 +63,10 @@ def test_next_launch_removes_what_a_killed_one_has_left(launcher: Launcher, mpi:
     assert named(others) == set()
 
 
-def test_the_keepers_remove_it_if_all_processes_above_them_are_killed(launcher: Launcher) -> None:
+def test_the_agents_remove_it_if_all_processes_above_them_are_killed(launcher: Launcher) -> None:
     job = launcher.start("-n", "2", "-q", launcher.script(HOLDS, "killed.py"))
     files = {Path(word) for line in job.read_lines(2) for word in line.split()[2:]}
-    kill([find(job, name) for name in ("launcher", "phalanx-relay", "mpiexec")])
+    kill([find(job, name) for name in ("launcher", "mpiexec")])
     job.process.wait()
     job.wait_until_gone(SOON_S)
     assert files

@@ -139,7 +139,7 @@ def test_interrupted_ranks_clean_up_and_a_second_interrupt_kills(launcher: Launc
     assert job.finish(SOON_S).code == 130
 
 
-@pytest.mark.parametrize("victim", ["launcher", "phalanx-relay", "mpiexec", "phalanx-shim", "phalanx-keeper", "rank-1"])
+@pytest.mark.parametrize("victim", ["launcher", "mpiexec", "phalanx-shim", "phalanx-agent", "rank-1"])
 def test_sigkill_of_any_process_leaves_nothing(launcher: Launcher, victim: str) -> None:
     job = launcher.start("-n", "3", "-q", launcher.script(WAIT))
     with nothing_left(wait_for_ranks(job, 3)):
@@ -162,8 +162,7 @@ def find(job: RunningJob, victim: str) -> int:
     if victim == "launcher":
         return job.pid
     if victim == "mpiexec":
-        relay = job.named("phalanx-relay")
-        return int(Path(f"/proc/{relay}/task/{relay}/children").read_text().split()[0])
+        return int(Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()[0])
     return next(pid for pid in job.processes() if comm(pid) == victim)
 
 

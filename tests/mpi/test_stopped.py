@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 from tests.launch_support import Launcher, RunningJob
 from tests.mpi.test_launch import MEET, find, nothing_left, wait_for_ranks
-from tests.support.waiting import await_end, stop
+from tests.support.waiting import stop
 
 SOON_S = 100.0  # far below the time for which the ranks wait if nobody ends them
 WAIT = MEET + "while True: time.sleep(300)\n"
-victims = pytest.mark.parametrize("victim", ["phalanx-relay", "mpiexec", "phalanx-shim", "phalanx-keeper"])
+victims = pytest.mark.parametrize("victim", ["mpiexec", "phalanx-shim", "phalanx-agent"])
 
 
 def stat(pid: int) -> list[str]:
@@ -24,8 +23,8 @@ def stat(pid: int) -> list[str]:
 
 def of_rank(job: RunningJob, victim: str, rank: int) -> int:
     """The process of that name above a rank."""
-    keeper = int(stat(rank)[1])
-    return {"phalanx-keeper": keeper, "phalanx-shim": int(stat(keeper)[1])}.get(victim) or find(job, victim)
+    agent = int(stat(rank)[1])
+    return {"phalanx-agent": agent, "phalanx-shim": int(stat(agent)[1])}.get(victim) or find(job, victim)
 
 
 @victims
@@ -50,17 +49,3 @@ def test_end_of_a_rank_is_not_hidden(launcher: Launcher, victim: str) -> None:
     assert "phalanx: rank 1 of 3 failed\n" in outcome.err_text
     assert f"pid {rank}, " in outcome.err_text
     job.wait_until_gone(SOON_S)
-
-
-def test_stopped_keeper_stays_so_while_its_rank_runs(launcher: Launcher) -> None:
-    job = launcher.start("-n", "2", "-q", launcher.script(WAIT))
-    wait_for_ranks(job, 2)
-    first, second = job.ranks()
-    keeper = of_rank(job, "phalanx-keeper", second)
-    stop(keeper)
-    time.sleep(2.0)  # several looks of the shim's
-    assert stat(keeper)[0] == "T"
-    os.kill(first, signal.SIGKILL)
-    assert job.finish(SOON_S).code == 128 + signal.SIGKILL
-    job.wait_until_gone(SOON_S)
-    await_end(keeper)

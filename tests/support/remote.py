@@ -173,9 +173,9 @@ def impatient(folder: Path) -> dict[str, str]:
     return changed(
         folder,
         """
-        from phalanx.launch.relay import channel
+        from phalanx.launch import link
         from phalanx.wire.sockets import KeepAlive
-        channel._KEEP_ALIVE = KeepAlive(1, 1, 1, 1)
+        link._KEEP_ALIVE = KeepAlive(1, 1, 1, 1)
         """,
     )
 

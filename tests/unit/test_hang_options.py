@@ -10,10 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx.commands.run import run
+from phalanx.launch.examination import Pace
 from phalanx.launch.hang_watch import HangWatch
 from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.job import Job
-from phalanx.launch.sight import Pace
 
 REPORTS = ["--report-dir", "reports"]
 AFTER = ["--report-after", "9"]

@@ -9,11 +9,11 @@ from typing import Any
 
 from tests.support.reports import operation
 
+from phalanx.launch.examination import Examination, Pace
 from phalanx.launch.hang_watch import HangWatch
 from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.target import Target
-from phalanx.launch.sight import Examination, Pace
 from phalanx.launch.stopped_ranks import StoppedRanks
 from phalanx.watch.hang_report import latest_report, read_report
 from phalanx.watch.records import Group, Recording

@@ -17,10 +17,10 @@ from phalanx.launch.job.job import make_job
 from phalanx.launch.job.mpi_launcher import MpiLauncher
 from phalanx.launch.job.reach import is_here
 from phalanx.launch.job.target import Target
-from phalanx.launch.remote.agreement import find_differences
-from phalanx.launch.remote.environment import carried_variables
-from phalanx.launch.remote.starter import command_for
-from phalanx.launch.remote.tree import FAN, starting_host
+from phalanx.launch.starters.agreement import find_differences
+from phalanx.launch.starters.environment import carried_variables
+from phalanx.launch.starters.ssh import command_for
+from phalanx.launch.starters.tree import FAN, starting_host
 from phalanx.place.allocated import note_ignored
 from phalanx.system import interfaces
 from phalanx.system.host import machine_name

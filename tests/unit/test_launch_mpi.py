@@ -23,8 +23,8 @@ from phalanx.launch.job.mpi_launcher import (
     unbound_environment,
 )
 from phalanx.launch.job.target import Target
-from phalanx.launch.mpi.mpiexec import SHIM
-from phalanx.launch.mpi.placing import find_contradiction, place_ranks
+from phalanx.launch.starters import shim
+from phalanx.launch.starters.mpi_placing import find_contradiction, place_ranks
 
 HYDRA = "HYDRA build details:\\n    Version:                                 4.3.1\\n"
 TARGET = Target("program", "true", "/bin/true", ("true",))
@@ -129,7 +129,7 @@ def test_shim_finds_the_package_by_its_own_path(tmp_path: Path) -> None:
     for name in ("phalanx.py", "signal.py"):
         (tmp_path / name).write_text("raise ImportError('from the working directory')")
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PHALANX_MPI_JOIN")}
-    command = [sys.executable, "-S", SHIM, "mpich"]
+    command = [sys.executable, "-S", shim.__file__, "mpich"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr == "phalanx: this program is for `phalanx run --mpi` to start; start your script with that\n"

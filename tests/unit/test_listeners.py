@@ -32,7 +32,7 @@ from tests.support.waiting import soon
 
 from phalanx import rpc
 from phalanx.errors import InitializationError
-from phalanx.launch.relay import channel
+from phalanx.launch import link
 from phalanx.rpc import session
 from phalanx.rpc.network import ROLE as RPC
 from phalanx.store import requests
@@ -126,7 +126,7 @@ def words_without_a_proof(listener: Listener) -> None:
 def wrong_proofs(listener: Listener) -> None:
     """Of another key, for another role or place; and one that was recorded, is reflected, or cut off."""
     others: list[dict[str, Any]] = [{"key": key} for key in OTHER_KEYS]
-    others += [{"role": role} for role in {STORE, RPC, channel.ROLE} - {listener.role}]
+    others += [{"role": role} for role in {STORE, RPC, link.ROLE} - {listener.role}]
     for other in (*others, {"where": ("127.0.0.1", 9)}):
         sock, response = listener.proof(**other)
         assert heard(sock, response.message) <= MOST_ANSWERED - GREETING_BYTES, other

@@ -19,7 +19,7 @@ from unittest.mock import Mock
 import pytest
 from tests.support.waiting import soon
 
-from phalanx.launch.relay.channel import ROLE as LAUNCHER
+from phalanx.launch.link import ROLE as LAUNCHER
 from phalanx.store.claim import ROLE as STORE
 from phalanx.wire import encryption
 from phalanx.wire.dial import Line, dial

@@ -13,7 +13,7 @@ from tests.support.hosts import TestHosts, why_no_hosts
 from tests.support.remote import RemoteLauncher, launching, reachable_hosts
 from tests.support.sshd import client, running_sshd, why_no_sshd
 
-from phalanx.launch.remote.tree import FAN
+from phalanx.launch.starters.tree import FAN
 
 WHY_NOT = why_no_hosts() or why_no_sshd()
 pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there are hosts"), pytest.mark.long]

@@ -48,6 +48,7 @@ __all__ = [
     "Over",
     "Overdue",
     "Owns",
+    "Ping",
     "Printed",
     "RankPlan",
     "Refused",
@@ -195,6 +196,10 @@ class Invite(Order):
     hosts: list[tuple[int, str, int]]
 
 
+class Ping(Order):
+    """Nothing. That something comes continues an agent that is stopped (:meth:`Link.continue_when_called`)."""
+
+
 class Leave(Order):
     """Kill what is left, and end."""
 
@@ -338,7 +343,7 @@ class Over(Event):
     """No process of the job is left."""
 
 
-ORDERS = Start | EndOrder | SignalOrder | StacksOrder | Examine | EndedElsewhere | LookUp | Invite | Leave
+ORDERS = Start | EndOrder | SignalOrder | StacksOrder | Examine | EndedElsewhere | LookUp | Invite | Ping | Leave
 EVENTS = (
     Here
     | Started

@@ -57,6 +57,7 @@ from phalanx.launch.protocol import (
     Over,
     Overdue,
     Owns,
+    Ping,
     Printed,
     RankPlan,
     Refused,
@@ -97,6 +98,7 @@ _SILENCE_S = 6.0
 # A host is out of reach if nothing has been heard of it for so long, though its kernel is probed every second; and if
 # what has been sent to it is on its way for a moment, because an answer may be coming when this machine was suspended.
 _UNANSWERED_S, _UNDER_WAY_S = 3.5, 1.0
+_PING_EVERY_S = 2.0
 # How many operations all ranks leave together for ``phalanx timeline``, and the fewest of each.
 _LEFT, _FEWEST_LEFT, _LEFT_FOR_ERRORS = 16384, 16, 128
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -157,6 +159,7 @@ class Supervisor:
         self.settle_until: float | None = None
         self.cause_until = 0.0
         self.give_up_at: float | None = None
+        self.ping_at = time.monotonic() + _PING_EVERY_S
         self.look_at: float | None = None  # when to look whether what was sent to agents arrives
         self.held: list[int] = []  # signals that came before the ranks were started
         self.overdue: dict[float, list[int]] = {}
@@ -249,7 +252,10 @@ class Supervisor:
         self._dismiss(stays=goes_on and self.job.is_local)
         if goes_on and self.interrupted is None:
             conclude_attempt(self.job, ended, self.console)
-            return None
+            if self.interrupted is None:
+                return None
+        if goes_on and self.job.is_local:
+            self._dismiss(stays=False)
         code = conclude(self.job, self._ended(), self.console, hand_over)
         signal.set_wakeup_fd(-1)
         return code
@@ -310,7 +316,19 @@ class Supervisor:
 
     def _turn(self) -> None:
         now = time.monotonic()
-        due = [self.settle_until, self.give_up_at, self.look_at, self.examiner.due_at, self.starter.due_at()]
+        if now >= self.ping_at:
+            # It continues an agent that somebody has stopped, and that would hide the end of a rank.
+            self.ping_at = now + _PING_EVERY_S
+            for agent in self.agents:
+                self.send(agent, Ping())
+        due = [
+            self.ping_at,
+            self.settle_until,
+            self.give_up_at,
+            self.look_at,
+            self.examiner.due_at,
+            self.starter.due_at(),
+        ]
         timeouts = [max(0.0, when - now) for when in due if when is not None]
         parts = (self.hangs.due_in_s(), self.patience.due_in_s(), self.console.redraw_in_s())
         timeouts += [timeout for timeout in parts if timeout is not None]

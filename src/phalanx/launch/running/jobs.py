@@ -81,7 +81,6 @@ class RunningJob:
         end_s: how long its ranks may take to end after SIGTERM.
         descriptor: the launcher's descriptor of this description.
         processes: the ranks; empty until they have been started.
-        trace: the launcher's descriptor of the trace of the ranks that it has started on this host; -1 for none.
     """
 
     run_id: str
@@ -100,7 +99,6 @@ class RunningJob:
     end_s: float
     descriptor: int
     processes: tuple[RankProcess, ...] = ()
-    trace: int = -1
 
     @property
     def id(self) -> str:

@@ -1,8 +1,8 @@
 """Looking at the ranks of a running job from another process, which the job neither notices nor helps.
 
 All that is known of a rank is read: its line in /proc, and its flight recorder. That lies in the trace of the rank's
-host, which the launcher holds for the ranks that it has forked itself, and every rank holds. Where there is none, as in
-a program that is not Python, the rank may keep a recorder of its own.
+agent, which every rank holds. Where there is none, as in a program that is not Python, the rank may keep a recorder of
+its own.
 """
 
 from __future__ import annotations
@@ -39,13 +39,10 @@ class RanksHere:
 
     Args:
         run_id: the job.
-        launcher: the process of the launcher, and its descriptor of the trace of the ranks that it has forked itself;
-            None if it has forked none.
     """
 
-    def __init__(self, run_id: str, launcher: tuple[int, int] | None = None) -> None:
+    def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._launcher = launcher
         self._ranks: dict[RankProcess, _Watched] = {}
         self._traces: dict[tuple[int, int], Trace] = {}
 
@@ -77,8 +74,6 @@ class RanksHere:
         """Find a rank's recorder; None if the rank is not a process that can be seen here."""
         if not rank.start:
             return None
-        if self._launcher is not None:
-            return _Watched(rank, self._open_trace(*self._launcher))
         trace = self._trace_of(rank.pid)
         if trace is None and not self._is_jobs(rank.pid):
             return None  # a process of another container with that id, or one that has ended already

@@ -38,7 +38,7 @@ _LESS_TELLING = ("pid", "data/s", "cores", "memory")  # what a narrow terminal d
 def described_job(job: RunningJob) -> dict[str, Any]:
     """A job as plain values."""
     values = dataclasses.asdict(job)
-    for own in ("start", "trace", "descriptor", "processes", "end_s", "run_id", "starter"):
+    for own in ("start", "descriptor", "processes", "end_s", "run_id", "starter"):
         del values[own]
     return {
         "id": job.id,

@@ -88,7 +88,7 @@ class Watcher:
 
     def _open(self) -> None:
         job = self.job
-        self._ranks = RanksHere(job.run_id, (job.pid, job.trace) if job.trace >= 0 else None)
+        self._ranks = RanksHere(job.run_id)
         self._others = RanksElsewhere(job.run_id, job.starter, len(job.hosts))
 
     @property
@@ -116,9 +116,6 @@ class Watcher:
         job = self.job.again()
         if job is None:
             return None
-        if job.trace != self.job.trace:  # the ranks have been started meanwhile
-            self._ranks.close()
-            self._ranks = RanksHere(job.run_id, (job.pid, job.trace) if job.trace >= 0 else None)
         self.job = job
         looks, unseen = self._ranks.look(job.processes)
         asked = [] if self._here else [rank for rank in unseen if rank.host != job.host and rank.reach]

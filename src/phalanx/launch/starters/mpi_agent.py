@@ -8,8 +8,6 @@ Beside the supervisor's orders, these make the rank end:
   cause.
 - The shim is killed: so is the rank, at once. Some MPI launchers end a job like that. ``MPI_Abort`` may then not even
   end the process that calls it; what that process has printed shows that it did.
-
-A stopped agent is continued by the kernel when an order comes, and by the shim when its rank has ended.
 """
 
 from __future__ import annotations

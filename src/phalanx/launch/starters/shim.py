@@ -25,8 +25,6 @@ from typing import Any, NoReturn
 __all__ = ["main"]
 
 PACKAGE = "phalanx"
-# How often it looks whether a agent that is stopped hides the end of its rank.
-_LOOK_EVERY_S = 0.5
 
 
 def main() -> None:
@@ -64,14 +62,7 @@ def _stand_for(agent: int, to_agent: int, watched: set[signal.Signals]) -> NoRet
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     while True:
-        if processes.state_of(agent) == "T":
-            # Its stop came as SIGCHLD. As long as its rank runs it may stay stopped.
-            come = signal.sigtimedwait(watched, _LOOK_EVERY_S)
-            if come is None:
-                _continue_if_needed(agent)
-                continue
-        else:
-            come = signal.sigwaitinfo(watched)
+        come = signal.sigwaitinfo(watched)
         signum = come.si_signo
         if signum == signal.SIGCHLD:
             pid, status = os.waitpid(agent, os.WNOHANG)
@@ -80,18 +71,6 @@ def _stand_for(agent: int, to_agent: int, watched: set[signal.Signals]) -> NoRet
         else:
             with contextlib.suppress(OSError):
                 os.write(to_agent, bytes([signum]))
-
-
-def _continue_if_needed(agent: int) -> None:
-    """Continue a agent that is stopped and whose rank has ended, which it alone can report.
-
-    A job that is suspended as a whole stays so: then this process is stopped as well.
-    """
-    from phalanx.system import processes
-
-    # The kernel lists children by age: the agent's first is its rank, and adopted orphans follow.
-    if any(processes.state_of(child) == "Z" for child in processes.children_of(agent)[:1]):
-        os.kill(agent, signal.SIGCONT)
 
 
 if __name__ == "__main__":
