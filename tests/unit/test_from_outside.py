@@ -14,9 +14,9 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from tests.support.waiting import stop
+from tests.support.waiting import soon, stop
 
-from phalanx.launch.rank.trace import Trace, open_trace
+from phalanx.launch.rank.trace import StackRequest, Trace, open_trace
 from phalanx.watch import from_outside
 from phalanx.watch.from_outside import PLACE_SIGNAL, Place, place_of, place_of_main
 from phalanx.watch.stack_text import frames_of
@@ -73,7 +73,9 @@ def test_process_that_enters_functions_all_the_time_tells_where_it_is(patient: N
             for number in range(QUESTIONS):
                 place = place_of(process.pid, "test-caller")
                 assert place.partition(" ")[0] in ("<lambda>", "calls"), (number, place, process.poll())
-                assert not trace.ask({0: process.pid}, LIMIT_S), (number, process.poll())
+                request = StackRequest(trace, {0: process.pid}, LIMIT_S)
+                assert soon(request.look, LIMIT_S)
+                assert not request.late, (number, process.poll())
                 *_, stack = trace.take([0])[0].split("Stack (")
                 assert frames_of(stack)[0].function in ("<lambda>", "calls"), stack
     finally:

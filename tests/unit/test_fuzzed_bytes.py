@@ -287,16 +287,16 @@ def of_memory() -> Iterator[Parser]:
         return file
 
     def of_rank(data: bytes) -> object:
-        found = rank_report.read_report(in_memory(data))
+        found = rank_report.as_report(read_json(data), float)
         if found is not None:
             json.dumps(found.to_record())
         return found
 
-    lines = as_bytes(**job) + b"\n" + as_bytes(processes=[rank], trace=9) + b"\n"
+    lines = as_bytes(**job) + b"\n" + as_bytes(processes=[rank]) + b"\n"
     told = rank_report.Report("ValueError", "a text", "Traceback", False, None, 1)
     reports = [json.dumps(told.to_record()).encode(), as_bytes(message={"message": "torch's @record", "extraInfo": {}})]
     yield Parser("the description of a job", [lines], lambda data: jobs._read(f"/proc/self/fd/{in_memory(data)}"))
-    yield Parser("the report of a rank that failed", reports, of_rank)
+    yield Parser("the report of a rank that failed", reports, of_rank, (ValueError,))
 
     stacks = b'Thread 0x1 (most recent call first):\n  File "a.py", line 3 in main\n'
     yield Parser("the stacks of a rank", [stacks], lambda data: frames_of(data.decode(errors="replace")) or None)

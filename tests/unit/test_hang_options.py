@@ -71,9 +71,10 @@ def test_a_job_that_is_debugged_is_watched_only_if_the_user_says_so(script: str)
 
 
 def test_ranks_are_asked_before_the_wait_is_long_enough_for_a_line() -> None:
-    job, sight = Mock(ranks=2, diagnosis=Diagnosis(warn_after_s=5.0)), Mock()
-    watch = HangWatch(job, sight, Mock(), count(0.0, 10.0).__next__)
+    job = Mock(ranks=2, diagnosis=Diagnosis(warn_after_s=5.0))
+    watch = HangWatch(job, Mock(), count(0.0, 10.0).__next__)
+    examiner = watch.examiner = Mock()
     for waited_s, asks in ((4.5, False), (4.8, True)):
-        sight.look.return_value = Pace(waited_s, waited_s, ())
+        examiner.look.return_value = Pace(waited_s, waited_s, ())
         watch.look()
-        assert sight.ask.called == asks
+        assert examiner.ask.called == asks

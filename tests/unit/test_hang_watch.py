@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tests.support.reports import operation
 
-from phalanx.launch.examination import Examination, Pace
+from phalanx.launch.examination import Examination, Examiner, Pace
 from phalanx.launch.hang_watch import HangWatch
 from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.job import Job
@@ -32,6 +32,8 @@ def seen(rank: int, *, waits: bool, state: str = "S") -> Seen:
 class Ranks:
     """Rank 0 waits for rank 1, for as long as ``waited_s`` says; who has a stack gives it when it is asked."""
 
+    done: Callable[[Examination], None]
+
     def __init__(self) -> None:
         self.now = 100.0
         self.waited_s = self.still_s = 0.0
@@ -41,15 +43,9 @@ class Ranks:
     def look(self) -> Pace:
         return Pace(self.waited_s, self.still_s)
 
-    def ask(self, of: Sequence[int], skip: Sequence[int], *, whole: bool) -> Examination:
+    def ask(self, of: Sequence[int], skip: Sequence[int], *, whole: bool) -> None:
         stacks = {rank: stack for rank, stack in self.stacks.items() if rank in of}
-        return Examination(self.seen, stacks, self.waited_s, self.still_s)
-
-    def see(self, stacks: Mapping[int, str]) -> Examination | None:
-        return None
-
-    def hear(self, message: Mapping[str, Any]) -> Examination | None:
-        return None
+        self.done(Examination(self.seen, stacks, self.waited_s, self.still_s))
 
 
 class Watch:
@@ -59,7 +55,9 @@ class Watch:
         self.ranks, self.said = Ranks(), list[str]()
         target = Target("script", "train.py", "/job/train.py", ("train.py",))
         job = Job(2, target, "run", "here", 2, "1", diagnosis=Diagnosis(**diagnosis))
-        self._watch = HangWatch(job, self.ranks, self.said.append, lambda: self.ranks.now)
+        self._watch = HangWatch(job, self.said.append, lambda: self.ranks.now)
+        self._watch.examiner = cast(Examiner, self.ranks)
+        self.ranks.done = self._watch.examined
 
     def after(self, seconds: float, *, moves: bool = False) -> int:
         """Let so many seconds pass; how many lines were said in them. Ranks that move are not still."""

@@ -6,7 +6,6 @@ import socket
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,6 +16,7 @@ from phalanx.launch.job.job import make_job
 from phalanx.launch.job.mpi_launcher import MpiLauncher
 from phalanx.launch.job.reach import is_here
 from phalanx.launch.job.target import Target
+from phalanx.launch.protocol import Here
 from phalanx.launch.starters.agreement import find_differences
 from phalanx.launch.starters.environment import carried_variables
 from phalanx.launch.starters.ssh import command_for
@@ -192,8 +192,8 @@ def test_variables_that_differ_between_hosts_stay() -> None:
     assert carried_variables(user, ["TMPDIR"]) == {"LR": "0.1", "PATH": "/bin", "TMPDIR": "/scratch"}
 
 
-def here(**same: str) -> dict[str, Any]:
-    return {"machine": same.pop("machine"), "name": same.pop("name"), "problems": [], "same": same}
+def here(**same: str) -> Here:
+    return Here(agent=0, pid=1, machine=same.pop("machine"), name=same.pop("name"), same=same)
 
 
 def test_differences_are_named_with_their_hosts() -> None:
@@ -211,7 +211,7 @@ def test_differences_are_named_with_their_hosts() -> None:
     ]
 
 
-def test_hosts_are_started_by_the_head_or_by_one_that_comes_before() -> None:
+def test_hosts_are_started_by_the_supervisor_or_by_one_that_comes_before() -> None:
     assert [starting_host(number) for number in range(FAN)] == [None] * FAN
     parents = [starting_host(number) for number in range(FAN, FAN + FAN * FAN)]
     assert all(parent is not None and parent < FAN for parent in parents)

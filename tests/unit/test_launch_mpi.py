@@ -23,6 +23,7 @@ from phalanx.launch.job.mpi_launcher import (
     unbound_environment,
 )
 from phalanx.launch.job.target import Target
+from phalanx.launch.protocol import Here
 from phalanx.launch.starters import shim
 from phalanx.launch.starters.mpi_placing import find_contradiction, place_ranks
 
@@ -140,8 +141,8 @@ def job(ranks: int, **changes: object) -> Job:
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
 
-def said(host: str, cpus: list[int], beside: int = 0) -> dict[str, object]:
-    return {"machine": "same", "host": host, "cpus": cpus, "beside": beside}
+def said(host: str, cpus: list[int], beside: int = 0) -> Here:
+    return Here(agent=0, pid=1, machine="same", name=host, cpus=[tuple(cpus)], beside=beside)
 
 
 def test_hosts_are_numbered_by_their_first_rank_and_cores_are_shared() -> None:
@@ -157,7 +158,7 @@ def test_hosts_are_numbered_by_their_first_rank_and_cores_are_shared() -> None:
 
 
 def test_what_the_launcher_did_otherwise_is_said() -> None:
-    def contradiction(asked: Job, here: list[dict[str, object]]) -> str:
+    def contradiction(asked: Job, here: list[Here]) -> str:
         return find_contradiction(asked, "mpiexec", place_ranks(asked, here), here)
 
     asked = job(2, hosts=(HostSlots("a", 1), HostSlots("b", 1)))

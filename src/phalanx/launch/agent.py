@@ -72,6 +72,7 @@ from phalanx.launch.rank.preload import preload
 from phalanx.launch.rank.start import RankStart, enter_rank, leave_siblings
 from phalanx.launch.rank.trace import StackRequest, Trace, open_trace
 from phalanx.system import processes
+from phalanx.system.foreign_values import read_json
 from phalanx.system.limits import count_oom_kills
 
 if TYPE_CHECKING:
@@ -664,9 +665,11 @@ class Agent:
         """Send the report that a rank has written about its failure, unless that has been sent."""
         data = os.pread(rank.report, os.fstat(rank.report).st_size, 0)
         if data and data != rank.sent:
-            with contextlib.suppress(ValueError):  # it is not complete yet
-                report = json.loads(data)
-                rank.sent, rank.failed_at = data, (report.get("phalanx") or {}).get("time") or math.inf
+            # It may not be complete yet, and a script may have written anything.
+            with contextlib.suppress(ValueError, TypeError, AttributeError):
+                report = read_json(data)
+                rank.failed_at = float((report.get("phalanx") or {}).get("time") or math.inf)
+                rank.sent = data
                 self.say(Reported(rank=rank.plan.rank, report=report))
 
     def _kill_everything(self) -> None:
