@@ -24,7 +24,7 @@ after about four seconds (``link.py``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 from typing import Any
 
 import msgspec
@@ -360,26 +360,24 @@ EVENTS = (
     | Refused
     | Over
 )
-_encoder = msgspec.msgpack.Encoder()
-_orders, _events = msgspec.msgpack.Decoder(ORDERS), msgspec.msgpack.Decoder(EVENTS)
 
 
-def encode(message: Order | Event | Mapping[str, Any]) -> bytes:
-    """A message as bytes."""
-    return _encoder.encode(message)
+def encode(message: Order | Event) -> bytes:
+    """A message as bytes. By JSON, in which a file name that is no valid UTF-8 survives."""
+    return json.dumps(msgspec.to_builtins(message, str_keys=True)).encode()
 
 
 def decode_order(data: bytes) -> ORDERS:
     """An order, of :func:`encode`'s bytes.
 
     Raises:
-        msgspec.DecodeError: it is none.
+        ValueError: it is none.
     """
-    order: ORDERS = _orders.decode(data)
+    order: ORDERS = msgspec.convert(json.loads(data), ORDERS, str_keys=True)
     return order
 
 
 def decode_event(data: bytes) -> EVENTS:
     """An event; see :func:`decode_order`."""
-    event: EVENTS = _events.decode(data)
+    event: EVENTS = msgspec.convert(json.loads(data), EVENTS, str_keys=True)
     return event
