@@ -111,10 +111,7 @@ def kill(job: RemoteJob, remote: RemoteLauncher, victim: str, phase: str, host: 
     elif victim == "agent":
         victims = named(remote, host, "phalanx-agent")
     else:
-        # Before there is a rank, there is the process from which it will be forked.
         victims = named(remote, host, f"rank-{rank}")
-        if not victims and phase == "importing":
-            victims = named(remote, host, "phalanx-agent")
     killed = False
     for pid in victims:
         with contextlib.suppress(ProcessLookupError):

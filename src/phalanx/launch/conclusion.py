@@ -153,7 +153,7 @@ def _explain(job: Job, ended: Ended) -> tuple[Failure, str]:
         [failure for failure in ended.failures if failure is not cause],
         ranks=job.ranks,
         host=ended.hosts[cause.rank],
-        started=ended.started_at or 0.0,
+        started=ended.started_at if ended.started_at is not None else cause.time,
         asked=ended.asked[cause.rank] if ended.asked else "",
         log=job.output.log_of(cause.rank),
         last_lines=ended.last_lines.get(cause.rank),
