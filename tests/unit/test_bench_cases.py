@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
-import socket
-import struct
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx.bench import tune as tuning_run
-from phalanx.bench.buffers import Buffers
 from phalanx.bench.cases import BenchOptions, Case, parse_rate, parse_sizes, tuning_label
-from phalanx.bench.links import _receive, _send
-from phalanx.bench.operations import OPERATIONS, SizeOf
+from phalanx.bench.operations import OPERATIONS, Buffers, SizeOf
 from phalanx.commands.bench import bench
 from phalanx.transports.shm.tuning import Tuning
 
@@ -69,7 +63,7 @@ def test_command_line_loads_neither_bench_nor_torch_too_early() -> None:
 
 
 def make_buffers(name: str, rank: int, dtype: str, nbytes: int) -> Buffers:
-    return OPERATIONS[name].make_buffers(rank, 3, dtype, nbytes)
+    return Buffers(OPERATIONS[name], rank, 3, dtype, nbytes)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -90,28 +84,6 @@ def test_operation_that_has_not_run_counts_as_wrong_and_its_size_is_right(name: 
             assert buffers.difference(expected) is None
             buffers.recv[-1] += 1
             assert f"element {len(buffers.recv) - 1}" in (buffers.difference(expected) or "")
-
-
-def reset(connection: socket.socket) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    connection.close()
-
-
-def test_link_is_measured_for_who_brings_the_token_whoever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.bench.links.RATE_S", 0.1)
-    token = secrets.token_bytes(16)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(60.0)
-        strangers = [socket.create_connection(server.getsockname()) for _ in range(3)]
-        for stranger in strangers[:2]:
-            stranger.sendall(bytes(1 << 16))
-        reset(strangers[2])
-        sending = threading.Thread(target=_send, args=(server.getsockname(), token))
-        sending.start()
-        assert _receive(server, token) > 0
-        sending.join()
-        for stranger in strangers:
-            stranger.close()
 
 
 # -- tuning --------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,6 @@ STREAM_OPERATIONS = ("broadcast", "all_gather_single")
 MARGIN = 0.03
 MOST_NOISY = 0.5
 
-Row = Mapping[str, Any]
-Slowdown = dict[int, float]
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -49,13 +46,13 @@ class Finding:
     """
 
     tuning: Tuning
-    slowdown: dict[str, Slowdown]
+    slowdown: dict[str, dict[int, float]]
     noisy: float
     path: Path | None
     exit_code: int
 
     def as_json(self) -> dict[str, Any]:
-        """One object for ``--json``."""
+        """Return the object of ``--json``."""
         return {
             "tuning": asdict(self.tuning),
             "built_in": asdict(Tuning()),
@@ -65,8 +62,8 @@ class Finding:
         }
 
 
-class _Stopped(Exception):
-    """The measurement ended early."""
+class _EndedEarly(Exception):
+    """The measurement ended early; the argument is its exit code."""
 
 
 def tune(options: BenchOptions, command: Sequence[str], quiet: bool) -> Finding:
@@ -76,75 +73,71 @@ def tune(options: BenchOptions, command: Sequence[str], quiet: bool) -> Finding:
         options: the ranks, rounds and patience; what is measured is chosen here.
         command: the arguments of the command line.
         quiet: show no progress.
-
-    Raises:
-        LaunchError: this machine cannot hold that many ranks.
     """
-    found = Tuning()
-    slowdown: dict[str, Slowdown] = {}
-    rows: list[tuple[int, Row]] = []
-    exit_code = 0
+    noisy: list[bool] = []
 
-    def rows_of(operations: Sequence[str], sizes: Sequence[int], candidates: Sequence[Tuning]) -> Sequence[Any]:
-        nonlocal exit_code
-        values = tuple(_values(candidate) for candidate in candidates)
-        each = replace(options, operations=tuple(operations), sizes=tuple(sizes), tunings=values)
-        results = measure(each, (), command, quiet)
-        exit_code = int(results["exit_code"])
-        if exit_code:
-            raise _Stopped
-        measured = [(job["size"], row) for job in results["jobs"] for row in job["rows"]]
-        rows.extend(measured)
-        return measured
-
-    try:
-        candidates = [replace(found, chunk_bytes=nbytes) for nbytes in CHUNKS]
-        costs = [
-            {each.chunk_bytes: medians[tuning_label(_values(each))] for each in candidates}
-            for medians in (_medians(row) for _, row in rows_of(CHUNK_OPERATIONS, CHUNK_SIZES, candidates))
+    def measured(
+        operations: Sequence[str], sizes: Sequence[int], candidates: Sequence[Tuning]
+    ) -> list[tuple[int, int, list[float]]]:
+        """Return, for each row, the ranks, the size, and the time of each candidate."""
+        tunings = [astuple(candidate) for candidate in candidates]
+        results = measure(replace(options, operations=operations, sizes=sizes, tunings=tunings), (), command, quiet)
+        if results["exit_code"]:
+            raise _EndedEarly(results["exit_code"])
+        rows = [(job["size"], row) for job in results["jobs"] for row in job["rows"]]
+        noisy.extend(noise_of(row).excessive for _, row in rows)
+        return [
+            (
+                ranks,
+                row["used_nbytes"],
+                [statistics.median(row["samples_us"][tuning_label(values)]) for values in tunings],
+            )
+            for ranks, row in rows
         ]
-        chunk_bytes, slowdown["chunk_bytes"] = choose(CHUNKS, found.chunk_bytes, costs)
-        found = replace(found, chunk_bytes=chunk_bytes)
 
-        below, above = replace(found, small_bytes=UNBOUNDED), replace(found, small_bytes=0)
-        points = _points(
-            rows_of(("all_reduce",), SMALL_SIZES, (below, above)), below, above, lambda size, nbytes: size * nbytes
-        )
-        small_bytes, slowdown["small_bytes"] = choose_switch(points, found.small_bytes)
-        found = replace(found, small_bytes=small_bytes)
+    found, exit_code = Tuning(), 0
+    slowdown: dict[str, dict[int, float]] = {}
+    try:
+        rows = measured(CHUNK_OPERATIONS, CHUNK_SIZES, [replace(found, chunk_bytes=nbytes) for nbytes in CHUNKS])
+        costs = [dict(zip(CHUNKS, times, strict=True)) for _, _, times in rows]
+        best, slowdown["chunk_bytes"] = choose(CHUNKS, found.chunk_bytes, costs)
+        found = replace(found, chunk_bytes=best)
 
-        below, above = replace(found, stream_bytes=UNBOUNDED), replace(found, stream_bytes=0)
-        points = _points(
-            rows_of(STREAM_OPERATIONS, STREAM_SIZES, (below, above)), below, above, lambda _, nbytes: nbytes - 1
-        )
-        last, slowdowns = choose_switch(points, found.stream_bytes - 1)
+        both = replace(found, small_bytes=UNBOUNDED), replace(found, small_bytes=0)
+        rows = measured(("all_reduce",), SMALL_SIZES, both)
+        points = [(ranks * nbytes, below, above) for ranks, nbytes, (below, above) in rows]
+        best, slowdown["small_bytes"] = choose_switch(points, found.small_bytes)
+        found = replace(found, small_bytes=best)
+
+        both = replace(found, stream_bytes=UNBOUNDED), replace(found, stream_bytes=0)
+        rows = measured(STREAM_OPERATIONS, STREAM_SIZES, both)
+        points = [(nbytes - 1, below, above) for _, nbytes, (below, above) in rows]
+        best, slowdowns = choose_switch(points, found.stream_bytes - 1)
         slowdown["stream_bytes"] = {value + 1: times for value, times in slowdowns.items()}
-        found = replace(found, stream_bytes=last + 1)
-    except _Stopped:
-        found = Tuning()
-    noisy = statistics.fmean(noise_of(dict(row)).excessive for _, row in rows) if rows else 1.0
-    path = save_tuning(found) if not exit_code and noisy <= MOST_NOISY else None
-    return Finding(found, slowdown, noisy, path, exit_code)
+        found = replace(found, stream_bytes=best + 1)
+    except _EndedEarly as ended:
+        found, exit_code = Tuning(), ended.args[0]
+    share = statistics.fmean(noisy) if noisy else 1.0
+    path = save_tuning(found) if not exit_code and share <= MOST_NOISY else None
+    return Finding(found, slowdown, share, path, exit_code)
 
 
 def choose(
     candidates: Sequence[int], default: int, costs: Sequence[Mapping[int, float]]
 ) -> tuple[int, dict[int, float]]:
-    """The candidate with the least mean slowdown, or the default if that is about as good; and each one's slowdown.
+    """Return the candidate with the least mean slowdown, or the default if it is about as good; and each slowdown.
 
     Args:
         candidates: the values to choose from; the default is one of them.
         default: the built-in value.
         costs: for each row, the time of each candidate.
     """
-    if not costs:
-        return default, {}
 
     def mean_slowdown(candidate: int) -> float:
         return math.exp(statistics.fmean(math.log(row[candidate] / min(row.values())) for row in costs))
 
     slowdown = {candidate: mean_slowdown(candidate) for candidate in candidates}
-    best = min(slowdown, key=lambda candidate: slowdown[candidate])
+    best = min(candidates, key=slowdown.__getitem__)
     # Rows in which both candidates took the same code path say nothing about the choice; averaging them in would only
     # hide the difference.
     gains = [math.log(row[default] / row[best]) for row in costs if row[default] != row[best]]
@@ -152,14 +145,11 @@ def choose(
 
 
 def choose_switch(points: Sequence[tuple[int, float, float]], default: int) -> tuple[int, dict[int, float]]:
-    """The largest size for which the algorithm for small sizes is taken, chosen so that the least time is lost.
+    """Return the largest size for the algorithm for small sizes with which the least time is lost; and each slowdown.
 
     Args:
         points: for each size measured, the times of the algorithm for small sizes and of the one for large sizes.
         default: the built-in value.
-
-    Returns:
-        The size, and the slowdown of each candidate, as from :func:`choose`.
     """
     candidates = sorted({nbytes for nbytes, _, _ in points} | {0, default})
     costs = [{each: below if nbytes <= each else above for each in candidates} for nbytes, below, above in points]
@@ -167,7 +157,7 @@ def choose_switch(points: Sequence[tuple[int, float, float]], default: int) -> t
 
 
 def format_finding(finding: Finding) -> str:
-    """The finding as text for a person."""
+    """Format the finding for a person."""
     lines = []
     for name, slowdown in finding.slowdown.items():
         lines.append(f"{name}: time as a multiple of the best candidate's, mean over all rows")
@@ -185,22 +175,3 @@ def format_finding(finding: Finding) -> str:
             f"when nothing else runs here, or wait for quiet with --patience 120."
         )
     return "\n".join(lines) + "\n"
-
-
-def _values(tuning: Tuning) -> tuple[int, int, int]:
-    return tuning.chunk_bytes, tuning.small_bytes, tuning.stream_bytes
-
-
-def _medians(row: Row) -> dict[str, float]:
-    return {name: statistics.median(samples) for name, samples in row["samples_us"].items()}
-
-
-def _points(
-    rows: Sequence[tuple[int, Row]], below: Tuning, above: Tuning, measure_of: Callable[[int, int], int]
-) -> list[tuple[int, float, float]]:
-    points = []
-    for size, row in rows:
-        medians = _medians(row)
-        times = medians[tuning_label(_values(below))], medians[tuning_label(_values(above))]
-        points.append((measure_of(size, row["used_nbytes"]), *times))
-    return points

@@ -186,19 +186,17 @@ def bench(
     Exit codes: 0; 1 if a backend computed something wrong, a rank failed, or --tune met too much noise;
     2 for a mistake on the command line; 130 after Ctrl-C, which prints what was measured so far.
     """
-    from phalanx.bench.measurement import choose_mpis, load_results, measure
-    from phalanx.bench.plot import check_plot, draw
-    from phalanx.bench.report import format_report
+    from phalanx.bench.measurement import choose_mpis, load_results, measure, measure_joined
+    from phalanx.bench.report import check_plot, draw, format_report
 
     options = BenchOptions(
         operations=_checked(operations),
         sizes=sizes,
         dtypes=dtypes,
         ranks=ranks,
-        against=(
-            *(("gloo",) if {"gloo", "installed"} & set(against) else ()),
-            *(("nothing",) if "nothing" in against else ()),
-        ),
+        against=[
+            name for name in ("gloo", "nothing") if name in against or (name == "gloo" and "installed" in against)
+        ],
         rounds=rounds,
         round_s=round_ms / 1e3,
         asynchronous=asynchronous,
@@ -206,9 +204,9 @@ def bench(
         link_bytes_per_s=link_bytes_per_s,
     )
     if quick:
-        small = tuple(size for size in options.sizes if size <= 1 << 20) or options.sizes[:1]
+        small = [size for size in sizes if size <= 1 << 20] or sizes[:1]
         options = replace(
-            options, sizes=small, ranks=options.ranks[:1], rounds=min(rounds, 3), round_s=min(0.01, options.round_s)
+            options, sizes=small, ranks=ranks[:1], rounds=min(rounds, 3), round_s=min(0.01, options.round_s)
         )
     if tune:
         return _tune(options, operations, as_json, quiet)
@@ -216,11 +214,9 @@ def bench(
         if plot is not None:
             check_plot(plot)
         if load is not None:
-            results = load_results(load)
+            results = {**load_results(load), "exit_code": 0}
         elif _is_rank():
             _refuse_for_joined()
-            from phalanx.bench.joined import measure_joined
-
             found = measure_joined(options, command=sys.argv[1:], quiet=quiet)
             if found is None:
                 return 0
@@ -232,20 +228,22 @@ def bench(
             draw(results, plot)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    return int(results["exit_code"]) if load is None else 0
+    return int(results["exit_code"])
 
 
 def _is_rank() -> bool:
-    """Whether a launcher has started this process as one of several ranks."""
-    reading = read_environment(arguments=())
-    world_size = reading.number("world_size")
+    """Return whether a launcher has started this process as one of several ranks."""
+    world_size = read_environment(arguments=()).number("world_size")
     return world_size is not None and world_size > 1
 
 
+def _given(name: str) -> bool:
+    return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
+
+
 def _refuse_for_joined() -> None:
-    given = click.get_current_context().get_parameter_source
     for name, option in (("ranks", "--ranks"), ("mpiexecs", "--mpi")):
-        if given(name) is not ParameterSource.DEFAULT:
+        if _given(name):
             raise click.UsageError(
                 f"a launcher has started the ranks that measure, so {option} has nothing to choose; start "
                 f"phalanx bench without a launcher to use it"
@@ -253,13 +251,12 @@ def _refuse_for_joined() -> None:
 
 
 def _tune(options: BenchOptions, operations: tuple[str, ...], as_json: bool, quiet: bool) -> int:
-    given = click.get_current_context().get_parameter_source
-    for name in ("sizes", "dtypes", "against", "mpiexecs", "asynchronous", "quick", "plot", "load"):
-        if operations or given(name) is not ParameterSource.DEFAULT:
-            raise click.UsageError(
-                "--tune chooses what it measures: it takes no operations, and of the options only --ranks, --rounds, "
-                "--round-ms, --patience, --json and --quiet"
-            )
+    chosen_here = ("sizes", "dtypes", "against", "mpiexecs", "asynchronous", "quick", "plot", "load")
+    if operations or any(map(_given, chosen_here)):
+        raise click.UsageError(
+            "--tune chooses what it measures: it takes no operations, and of the options only --ranks, --rounds, "
+            "--round-ms, --patience, --json and --quiet"
+        )
     from phalanx.bench.tune import format_finding, tune
     from phalanx.transports.shm.tuning import check_tuning_file
 
