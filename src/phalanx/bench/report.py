@@ -107,13 +107,12 @@ def _table(job: dict[str, Any]) -> str:
     for peer in peers:
         columns.append((_title(job, peer), partial(_times, peer)))
         columns.append((f"{_title(job, peer, version=False)}/{own}", partial(_ratio, peer)))
-    for name in (own, *peers):
-        if any(name in row.get("cpu_us", {}) for row in rows):
-            columns.append((f"{_title(job, name, version=False)} CPU", partial(_cpu, name)))
+    busy = [name for name in (own, *peers) if any(name in row.get("cpu_us", {}) for row in rows)]
+    columns += [(f"{_title(job, name, version=False)} CPU", partial(_cpu, name)) for name in busy]
     if _spans(job):
         columns.append(("MB stated", lambda row: _megabytes(row["stated_bytes"])))
-        for name in (own, *(peer for peer in peers if any(peer in row["counted_bytes"] for row in rows))):
-            columns.append((f"{_title(job, name)} MB", partial(_counted, name)))
+        crossed = [name for name in (own, *peers) if any(name in row["counted_bytes"] for row in rows)]
+        columns += [(f"{_title(job, name)} MB", partial(_counted, name)) for name in crossed]
     return _aligned([[title for title, _ in columns], *([cell(row) for _, cell in columns] for row in rows)], left=3)
 
 
