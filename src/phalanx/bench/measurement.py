@@ -30,6 +30,7 @@ from phalanx.bench.cases import MPI, BenchOptions
 from phalanx.bench.machine import CpuClock, clock_mhz, describe_machine, versions
 from phalanx.bench.report import format_row
 from phalanx.errors import PhalanxError
+from phalanx.launch.job.mpi_launcher import unbound_environment
 from phalanx.system.processes import die_with_parent
 from phalanx.words import format_count, format_size, tell
 
@@ -156,11 +157,14 @@ def _run_ranks(size: int, mpi: Mpi | None, options: BenchOptions, handle: Callab
     else:
         home = str(Path(settings.__file__).parents[1])
         target = ["--mpi", mpi.mpiexec, mpi.python, "-c", _START, home, described, MPI]
+    # Like forked ranks, those of MPI are not bound to cores.
+    environment = {**(unbound_environment() if mpi else {}), **os.environ}
     launcher = [sys.executable, "-m", "phalanx", "run", "-q", "--no-prefix", "--only", "0", "-n", str(size)]
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
             [*launcher, *target],
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
