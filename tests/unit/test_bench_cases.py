@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from phalanx.bench import tune as tuning_run
 from phalanx.bench.cases import BenchOptions, Case, parse_rate, parse_sizes, tuning_label
 from phalanx.bench.operations import OPERATIONS, Buffers, SizeOf
 from phalanx.commands.bench import bench
+from phalanx.doctor.probe import Listener, probe
 from phalanx.transports.shm.tuning import Tuning
 
 
@@ -84,6 +86,19 @@ def test_operation_that_has_not_run_counts_as_wrong_and_its_size_is_right(name: 
             assert buffers.difference(expected) is None
             buffers.recv[-1] += 1
             assert f"element {len(buffers.recv) - 1}" in (buffers.difference(expected) or "")
+
+
+def test_link_is_measured_for_who_brings_the_token_alone() -> None:
+    listener = Listener()
+    strangers = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(3)]
+    for stranger in strangers[:2]:
+        stranger.sendall(bytes(1 << 16))
+    strangers[2].close()
+    assert probe("127.0.0.1", listener.port, listener.token).bytes_per_s > 0
+    assert "did not answer" in probe("127.0.0.1", listener.port, "0" * 32).error
+    listener.close()
+    for stranger in strangers:
+        stranger.close()
 
 
 # -- tuning --------------------------------------------------------------------------------------------

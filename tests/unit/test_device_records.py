@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.doctor.device_probe import driver_events
-from phalanx.doctor.device_records import DeviceRecord, device_findings, devices_as_text
+from phalanx.doctor.accelerators import DeviceRecord, device_findings, devices_as_text, driver_events
 from phalanx.doctor.variables import device_variables
 from phalanx.system.device_files import accelerator_files
 
