@@ -22,19 +22,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from phalanx import settings
 from phalanx.bench.cases import MPI, BenchOptions
 from phalanx.bench.machine import CpuClock, clock_mhz, describe_machine, versions
 from phalanx.bench.report import format_row
 from phalanx.errors import PhalanxError
 from phalanx.launch.job.mpi_launcher import unbound_environment
+from phalanx.place.environment import read_environment
 from phalanx.system.processes import die_with_parent
-from phalanx.words import format_count, format_size, tell
+from phalanx.words import format_count, format_size, tell, tell_progress
 
 __all__ = ["Mpi", "RanksFailed", "choose_mpis", "load_results", "measure", "measure_joined"]
+
+Handler = Callable[[dict[str, Any]], object]  # of rank 0's events
 
 SCHEMA = 2
 # The other environment's own packages come first; Phalanx need not be installed there.
@@ -99,13 +99,9 @@ def measure(options: BenchOptions, mpis: Sequence[Mpi], command: Sequence[str], 
     """
     launchers: Sequence[Mpi | None] = mpis or [None]
     rank_sets = [(size, mpi) for mpi in launchers for size in options.ranks]
-
-    def run(display: _Display, jobs: list[dict[str, Any]]) -> None:
-        for size, mpi in rank_sets:
-            jobs.append(_new_job(size, mpi.mpiexec if mpi else None))
-            _run_ranks(size, mpi, options, partial(display.take, job=jobs[-1]))
-
-    return _collect(options, command, quiet, len(rank_sets), run)
+    return _collect(
+        options, command, quiet, [(size, mpi, partial(_run_ranks, size, mpi, options)) for size, mpi in rank_sets]
+    )
 
 
 def measure_joined(options: BenchOptions, command: Sequence[str], quiet: bool) -> dict[str, Any] | None:
@@ -115,18 +111,13 @@ def measure_joined(options: BenchOptions, command: Sequence[str], quiet: bool) -
         What :func:`measure` returns, on rank 0; None on the others.
     """
     from phalanx.bench.rank import run_rank
-    from phalanx.place.environment import read_environment
 
     reading = read_environment(arguments=())
+    run = partial(run_rank, options, quiet=quiet)
     if reading.number("rank"):
-        run_rank(options, print, quiet=quiet)
+        run(print)
         return None
-
-    def run(display: _Display, jobs: list[dict[str, Any]]) -> None:
-        jobs.append(_new_job(reading.number("world_size") or 0, None))
-        run_rank(options, partial(display.take, job=jobs[-1]), quiet=quiet)
-
-    return _collect(options, command, quiet, 1, run)
+    return _collect(options, command, quiet, [(reading.number("world_size") or 0, None, run)])
 
 
 def load_results(path: Path) -> dict[str, Any]:
@@ -145,11 +136,7 @@ def load_results(path: Path) -> dict[str, Any]:
     return dict(results)
 
 
-def _new_job(size: int, mpiexec: str | None) -> dict[str, Any]:
-    return {"size": size, "mpiexec": mpiexec, "mpi": None, "rows": []}
-
-
-def _run_ranks(size: int, mpi: Mpi | None, options: BenchOptions, handle: Callable[[dict[str, Any]], None]) -> None:
+def _run_ranks(size: int, mpi: Mpi | None, options: BenchOptions, handle: Handler) -> None:
     """Start ranks, hand on what rank 0 reports, and return when all have ended; raise RanksFailed if one fails."""
     described = json.dumps(asdict(options))
     if mpi is None:
@@ -189,10 +176,9 @@ def _collect(
     options: BenchOptions,
     command: Sequence[str],
     quiet: bool,
-    rank_sets: int,
-    run: Callable[[_Display, list[dict[str, Any]]], None],
+    rank_sets: Sequence[tuple[int, Mpi | None, Callable[[Handler], None]]],
 ) -> dict[str, Any]:
-    """Measure by calling ``run``, which adds an entry for each set of ranks, and keep also what an early end leaves."""
+    """Measure with sets of ranks, each run by its function; keep also what was measured before an early end."""
     results: dict[str, Any] = {
         "schema": SCHEMA,
         "command": shlex.join(["phalanx", *command]),
@@ -208,14 +194,18 @@ def _collect(
     }
     clock = CpuClock()
     try:
-        with _Display(rank_sets * sum(1 for _ in options.cases()), quiet) as display:
-            run(display, results["jobs"])
+        for size, mpi, run in rank_sets:
+            job: dict[str, Any] = {"size": size, "mpiexec": mpi.mpiexec if mpi else None, "mpi": None, "rows": []}
+            results["jobs"].append(job)
+            run(partial(_take, job, quiet))
         results["complete"] = True
     except KeyboardInterrupt:
         results["exit_code"] = 130
     except PhalanxError as error:
+        tell_progress("")
         tell(str(error))
         results["exit_code"] = 1
+    tell_progress("")
     results["stolen"], results["clock_mhz_after"] = clock.shares(0.0)[0], clock_mhz()
     results["jobs"] = [job for job in results["jobs"] if job["rows"]]
     if any(row["wrong"] for job in results["jobs"] for row in job["rows"]):
@@ -223,42 +213,15 @@ def _collect(
     return results
 
 
-class _Display:
-    """The progress on standard error, drawn without a thread, which would disturb a rank that measures."""
-
-    def __init__(self, total: int, quiet: bool) -> None:
-        console = Console(stderr=True)
-        self._plain = not quiet and not console.is_terminal
-        self._progress = Progress(
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}"),
-            console=console,
-            transient=True,
-            auto_refresh=False,
-            disable=quiet or self._plain,
-        )
-        self._task = self._progress.add_task("starting ranks", total=total)
-
-    def __enter__(self) -> _Display:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def take(self, event: dict[str, Any], job: dict[str, Any]) -> None:
-        """Add what rank 0 reports to the job's entry, and show it."""
-        kind = event.pop("event")
-        if kind == "started":
-            job.update(event)
-        elif kind == "case":
-            size = format_size(event["nbytes"]) if event["nbytes"] else ""
-            text = f"{format_count(job['size'], 'rank')}, {event['operation']} {event['dtype']} {size}"
-            self._progress.update(self._task, description=text, refresh=True)
-        else:
-            job["rows"].append(event)
-            self._progress.advance(self._task)
-            if self._plain:
-                print(format_row(event, job), file=sys.stderr, flush=True)
+def _take(job: dict[str, Any], quiet: bool, event: dict[str, Any]) -> None:
+    """Add what rank 0 reports to the job's entry, and show it: on a terminal the case, elsewhere each row."""
+    kind = event.pop("event")
+    if kind == "started":
+        job.update(event)
+    elif kind == "row":
+        job["rows"].append(event)
+        if not quiet and not sys.stderr.isatty():
+            print(format_row(event, job), file=sys.stderr, flush=True)
+    elif not quiet:
+        size = format_size(event["nbytes"]) if event["nbytes"] else ""
+        tell_progress(f"{format_count(job['size'], 'rank')}, {event['operation']} {event['dtype']} {size}")

@@ -9,7 +9,6 @@ most, with all its threads; the barrier before the calls is in it.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import json
@@ -20,9 +19,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from itertools import repeat
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -49,8 +50,7 @@ TIMEOUT = timedelta(seconds=120)
 # result and its parts, and one that Gloo makes.
 MOST_BUFFERS = 8
 MOST_CALLS, FEWEST_CALLS = 100_000, 2
-# A library that waits actively on shared cores can take seconds a call. A backend gets fewer turns if they would take
-# longer than this, and once a call does, no larger sizes.
+# A library that waits actively on shared cores can take seconds a call: it gets fewer turns, if all would take longer.
 PATIENCE_S = 5.0
 GLANCE_S = 0.25  # how long the machine is watched to find out whether it is quiet
 EMPTY_DTYPE = "uint8"  # of the buffers of an operation that moves no data
@@ -96,7 +96,7 @@ def run_rank(options: BenchOptions, report: Report, *, mpi: Any = None, quiet: b
         LaunchError: a host cannot hold the buffers of its ranks.
     """
     torch.set_num_threads(1)
-    with world.init(settings.BACKEND, timeout_s=TIMEOUT.total_seconds(), quiet=quiet) as joined:
+    with world.init(settings.BACKEND, device="cpu", timeout_s=TIMEOUT.total_seconds(), quiet=quiet) as joined:
         set_name(f"bench-{joined.rank}")
         # Gloo's quickest interface on one host. Between hosts it would listen where the host's name leads.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", outward_interface() if joined.num_nodes > 1 else "lo")
@@ -192,7 +192,6 @@ class _CaseTimer:
         self.world, self.options, self.groups, self.mpi = joined, options, groups, mpi
         self.patience_s = options.patience_s
         self.row_s = 0.0
-        self.crawls: dict[tuple[str, str, str], int] = {}
         self.links = Links(joined.rank, joined.nodes) if joined.num_nodes > 1 else None
         self.rate = (options.link_bytes_per_s or self.links.measure_rate()) if self.links else 0.0
         self.spread = self._probe()
@@ -219,12 +218,11 @@ class _CaseTimer:
 
     def row(self, case: Case) -> dict[str, Any]:
         """Measure one case on every backend; the result is the same on every rank."""
-        began = time.monotonic()
+        began, clock = time.monotonic(), CpuClock()
         operation = OPERATIONS[case.operation]
         buffers = Buffers(operation, self.world.rank, self.world.size, case.dtype or EMPTY_DTYPE, case.nbytes)
         nbytes = int(self._largest([buffers.nbytes])[0])
-        clock = CpuClock()
-        calls, first_s, skipped, wrong = self._ready(case, operation, buffers)
+        calls, left_out, wrong, first_s = self._check(case, operation, buffers)
         buffers.clear()
         if nbytes:
             calls[MEMCPY] = _copy(nbytes)
@@ -250,7 +248,7 @@ class _CaseTimer:
             "calls": counts,
             "samples_us": {name: [slowest.pop(0) * unit[name] for _ in values] for name, values in samples.items()},
             "cpu_us": {name: own_s * unit[name] for name, own_s in zip(used, most_used, strict=True)},
-            "left_out": skipped,
+            "left_out": left_out,
             "wrong": wrong,
             "noise": asdict(self._noise(clock)),
             **self._crossing(operation, buffers, calls),
@@ -261,65 +259,54 @@ class _CaseTimer:
         if self.links is None:
             return {}
         stated = stated_bytes(operation, buffers, self.links.hosts)
-        counted = {name: self.links.count(call) for name, call in calls.items() if name not in (MEMCPY, NOTHING)}
         return {
-            "stated_bytes": None if stated is None else [[link.sent, link.received] for link in stated],
-            "wire_us": None if stated is None else busiest(stated) / self.rate * 1e6,
-            "counted_bytes": counted,
+            "stated_bytes": stated and [[link.sent, link.received] for link in stated],
+            "wire_us": stated and busiest(stated) / self.rate * 1e6,
+            "counted_bytes": {
+                name: self.links.count(call) for name, call in calls.items() if name not in (MEMCPY, NOTHING)
+            },
         }
 
-    def _ready(
+    def _check(
         self, case: Case, operation: Operation, buffers: Buffers
-    ) -> tuple[dict[str, Call], dict[str, float], dict[str, str], list[str]]:
-        """Make one call on each backend and check it.
+    ) -> tuple[dict[str, Call], dict[str, str], list[str], dict[str, float]]:
+        """Make one call on each backend and compare what it gives.
 
         Returns:
-            The calls that gave the right result, and how long each took; the reason why each other backend is left
-            out; and the backends that computed something wrong.
+            The calls that gave the right result; the reason why each other backend is left out; the backends that
+            computed something wrong; and how long each call took.
         """
         asynchronous = self.options.asynchronous
         candidates = {name: operation.torch(group, buffers, asynchronous) for name, group in self.groups.items()}
-        calls: dict[str, Call] = {}
-        first_s: dict[str, float] = {}
-        skipped: dict[str, str] = {}
-        wrong: list[str] = []
+        left_out: dict[str, str] = {}
         if self.mpi is not None:
             datatype = DTYPES[case.dtype or EMPTY_DTYPE]
             if datatype is None:
-                skipped[MPI] = f"MPI has no datatype for {case.dtype} that every library knows"
+                left_out[MPI] = f"MPI has no datatype for {case.dtype} that every library knows"
             else:
                 candidates[MPI] = operation.mpi(MpiBuffers(buffers, self.mpi, datatype), asynchronous)
+        calls, wrong, first_s = dict(candidates), [], {}
         for name, call in candidates.items():
-            crawl = (case.operation, case.dtype, name)
-            if crawl in self.crawls and case.nbytes >= self.crawls[crawl]:
-                skipped[name] = f"a call with {format_size(self.crawls[crawl])} took more than {PATIENCE_S:g} s"
-                continue
             buffers.fill()
             dist.barrier()
             started = time.perf_counter()
-            error: str | None = None
-            difference: str | None = None
-            took_s = 0.0
+            error = difference = None
             try:
                 call()
-                took_s = time.perf_counter() - started
+                first_s[name] = time.perf_counter() - started
                 difference = None if name == NOTHING else buffers.difference(operation.expected(buffers))
             except Exception as problem:
                 error = (str(problem).strip() or type(problem).__name__).splitlines()[0]
-            first_s[name] = self._largest([took_s])[0]
-            if first_s[name] > PATIENCE_S:
-                self.crawls[crawl] = case.nbytes
-            texts: list[Any] = [None] * self.world.size
-            dist.all_gather_object(texts, (error, difference))
-            errors, differences = ([pair[i] for pair in texts if pair[i] is not None] for i in (0, 1))
-            if errors:
-                skipped[name] = errors[0]
-            elif differences:
-                skipped[name] = f"wrong result: {differences[0]}"
+            first_s[name] = self._largest([first_s.get(name, 0.0)])[0]
+            said: list[Any] = [None] * self.world.size
+            dist.all_gather_object(said, (error, difference))
+            errors, differences = ([pair[i] for pair in said if pair[i] is not None] for i in (0, 1))
+            if errors or differences:
+                del calls[name]
+                left_out[name] = errors[0] if errors else f"wrong result: {differences[0]}"
+            if differences and not errors:
                 wrong.append(name)
-            else:
-                calls[name] = call
-        return calls, first_s, skipped, wrong
+        return calls, left_out, wrong, first_s
 
     def _agree(self, call: Call, first_s: float) -> tuple[int, float]:
         """Return how many calls fill a turn, the same number on every rank; and the mean time of one.
@@ -374,13 +361,7 @@ def _mean_s(call: Call, count: int) -> float:
 
 def _copy(nbytes: int) -> Call:
     """Copy that many bytes within this process; no transport through memory can be much quicker than that."""
-    source, target = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
-    pointers = target.data_ptr(), source.data_ptr()
-
-    def copy(keep: tuple[torch.Tensor, torch.Tensor] = (source, target)) -> None:
-        ctypes.memmove(*pointers, nbytes)
-
-    return copy
+    return partial(numpy.copyto, numpy.ones(nbytes, numpy.uint8), numpy.ones(nbytes, numpy.uint8))
 
 
 if __name__ == "__main__":

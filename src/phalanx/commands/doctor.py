@@ -17,7 +17,7 @@ from phalanx.doctor.host import examine
 from phalanx.doctor.hosts import examine_devices, examine_hosts, pairs_as_json, pairs_as_text
 from phalanx.launch.job.allocation import find_allocation
 from phalanx.launch.job.host_slots import HostSlots, parse_hosts, read_hostfile
-from phalanx.words import format_list
+from phalanx.words import format_list, tell_progress
 
 __all__ = ["doctor"]
 
@@ -83,7 +83,7 @@ def doctor(
     if allocation is not None:
         named = [HostSlots(one.name, ranks or one.slots) for one in allocation.hosts]
         start_by = list(allocation.starter)
-        _progress(f"these are the hosts of {allocation.title}")
+        tell_progress(f"these are the hosts of {allocation.title}")
     if not named:
         for given, option in ((starter, "--starter"), (no_rates, "--no-rates")):
             if given:
@@ -99,20 +99,15 @@ def doctor(
     if not named:
         return _show(examine(ranks), {}, "", json_wanted)
     asked = {one.name: one.slots or ranks for one in named}
-    made = examine_hosts(asked, start_by, rate=not no_rates, progress=_progress)
+    made = examine_hosts(asked, start_by, rate=not no_rates, progress=tell_progress)
     more = {"pairs": pairs_as_json(made.reached), "clocks": made.offsets_s}
     return _show(made.findings, more, pairs_as_text([*asked], made.reached, color=color), json_wanted)
 
 
 def _show(findings: list[Finding], more: Mapping[str, object], table: str, json_wanted: bool) -> int:
+    tell_progress("")
     if json_wanted:
         click.echo(json.dumps({**as_json(findings), **more}))
     else:
         click.echo(as_text(findings, color=sys.stdout.isatty()) + (table and f"\n{table}"), nl=False)
     return worst(findings).exit_code
-
-
-def _progress(said: str) -> None:
-    """Say what is done next, in one line that the next replaces; nothing where nobody looks."""
-    if sys.stderr.isatty():
-        click.echo(f"\r\x1b[K{said} …", err=True, nl=False)
