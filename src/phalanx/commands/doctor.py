@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 
@@ -88,20 +87,19 @@ def doctor(
         for given, option in ((starter, "--starter"), (no_rates, "--no-rates")):
             if given:
                 raise click.UsageError(f"{option} is for other hosts; name them with -H or --hostfile")
-    color = sys.stdout.isatty()
     if gpu:
         made = examine_devices([one.name for one in named], start_by)
         records = [{"host": host, **asdict(one)} for host, own in made.devices.items() for one in own]
         if not records and not json_wanted and worst(made.findings) is Level.OK:
             click.echo(f"no accelerator on {format_list(list(filter(None, made.devices))) or 'this machine'}")
             return 0
-        return _show(made.findings, {"devices": records}, devices_as_text(made.devices, color=color), json_wanted)
+        return _show(made.findings, {"devices": records}, devices_as_text(made.devices), json_wanted)
     if not named:
         return _show(examine(ranks), {}, "", json_wanted)
     asked = {one.name: one.slots or ranks for one in named}
     made = examine_hosts(asked, start_by, rate=not no_rates, progress=tell_progress)
     more = {"pairs": pairs_as_json(made.reached), "clocks": made.offsets_s}
-    return _show(made.findings, more, pairs_as_text([*asked], made.reached, color=color), json_wanted)
+    return _show(made.findings, more, pairs_as_text([*asked], made.reached), json_wanted)
 
 
 def _show(findings: list[Finding], more: Mapping[str, object], table: str, json_wanted: bool) -> int:
@@ -109,5 +107,6 @@ def _show(findings: list[Finding], more: Mapping[str, object], table: str, json_
     if json_wanted:
         click.echo(json.dumps({**as_json(findings), **more}))
     else:
-        click.echo(as_text(findings, color=sys.stdout.isatty()) + (table and f"\n{table}"), nl=False)
+        color = False if "NO_COLOR" in os.environ else None  # None: on a terminal
+        click.echo(as_text(findings) + (table and f"\n{table}"), nl=False, color=color)
     return worst(findings).exit_code

@@ -317,7 +317,7 @@ def _slow(one: DeviceRecord, name: str, own: Sequence[DeviceRecord]) -> float:
     return share if share < SLOW else 0.0
 
 
-def devices_as_text(records: Records, *, color: bool = False) -> str:
+def devices_as_text(records: Records) -> str:
     """Format a row for each device of all hosts, slow ones marked; empty if there is none."""
     lines = [
         {
@@ -341,7 +341,7 @@ def devices_as_text(records: Records, *, color: bool = False) -> str:
         for one in own
     ]
     texts = ("host", "device", "model", "driver", "memory used", "ECC errors", "Xids", "PCIe", "peers")
-    return format_table(lines, title="accelerators", text_columns=texts, color=color) if lines else ""
+    return format_table(lines, title="accelerators", text_columns=texts, color=True) if lines else ""
 
 
 if __name__ == "__main__":

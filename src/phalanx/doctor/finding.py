@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
+
+import click
 
 from phalanx.words import format_count
 
@@ -31,7 +32,11 @@ class Level(IntEnum):
         return self.name.lower()
 
 
-_STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILURE: "bold red"}
+_STYLES: dict[Level, dict[str, Any]] = {
+    Level.OK: {"fg": "green"},
+    Level.WARNING: {"fg": "yellow"},
+    Level.FAILURE: {"fg": "red", "bold": True},
+}
 
 
 @dataclass(frozen=True)
@@ -73,36 +78,27 @@ def worst(findings: Iterable[Finding]) -> Level:
     return max((finding.level for finding in findings), default=Level.OK)
 
 
-def as_text(findings: Sequence[Finding], *, color: bool = False) -> str:
+def as_text(findings: Sequence[Finding]) -> str:
     """Format a line for each finding, with its hosts, and below it the remedy; then a line that sums up.
 
-    Lines are not wrapped, so that they can be searched and copied.
-
-    Args:
-        findings: at least one, in the order in which they are shown.
-        color: whether to write ANSI colours, for a terminal.
+    Lines are not wrapped, so that they can be searched and copied. They have colours, which ``click.echo`` removes
+    where no terminal shows them.
     """
-    from rich.console import Console
-    from rich.text import Text
-
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=color, color_system="standard" if color else None, soft_wrap=True)
     lines = _merged(findings)
-    subjects = max(len(finding.subject) for finding in lines)
-    hosts = max(len(finding.host) for finding in lines)
-    for finding in lines:
-        where = f"{finding.host:<{hosts}}  " if hosts else ""
-        line = Text(f"{finding.level.word:<7}", style=_STYLES[finding.level])
-        line.append(f"  {where}{finding.subject:<{subjects}}  {finding.said}", style="default")
-        console.print(line)
-        if finding.remedy:
-            console.print(Text(f"{'':<{9 + len(where) + subjects}}  → {finding.remedy}"))
+    subjects, hosts = max(len(one.subject) for one in lines), max(len(one.host) for one in lines)
+    text = []
+    for one in lines:
+        level = click.style(f"{one.level.word:<7}", **_STYLES[one.level])
+        where = f"{one.host:<{hosts}}  " if hosts else ""
+        text.append(f"{level}  {where}{one.subject:<{subjects}}  {one.said}")
+        if one.remedy:
+            text.append(f"{'':<{9 + len(where) + subjects}}  → {one.remedy}")
     counts = [
-        format_count(sum(finding.level is level for finding in findings), level.word)
+        format_count(sum(one.level is level for one in findings), level.word)
         for level in (Level.FAILURE, Level.WARNING)
     ]
-    console.print(Text("nothing stands in the way" if worst(findings) is Level.OK else " and ".join(counts)))
-    return out.getvalue()
+    text.append("nothing stands in the way" if worst(findings) is Level.OK else " and ".join(counts))
+    return "\n".join(text) + "\n"
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -261,7 +261,7 @@ def _paths(reached: Mapping[Pair, Reach]) -> Iterator[Finding]:
                 remedy = "let the firewalls of both hosts pass TCP on all ports between the hosts of a job"
                 remedy += f", {reach.addresses[0]} here"
             yield failure(subject, reach.error, remedy, host)
-        elif reach.small_only:
+        elif reach.small_packets_only:
             said = f"small packets arrive, and those of {reach.interface} (MTU {reach.mtu}) are lost on the way"
             remedy = f"give both hosts and all between them the same MTU: ip link set dev {reach.interface} mtu 1400"
             yield failure(subject, said, remedy, host)
@@ -305,19 +305,19 @@ def _clock_findings(offsets_s: Mapping[str, float]) -> Iterator[Finding]:
 # -- the table of pairs --------------------------------------------------------------------------------
 
 
-def pairs_as_text(hosts: Sequence[str], reached: Mapping[Pair, Reach], *, color: bool = False) -> str:
+def pairs_as_text(hosts: Sequence[str], reached: Mapping[Pair, Reach]) -> str:
     """Format a row for each host: how the others are reached from there, ``117 MB/s 210 µs``; empty for one host."""
     there = [host for host in hosts if any(host in pair for pair in reached)]
     if len(there) < 2:
         return ""
     lines = [{"from": host, **{f"to {other}": _cell(reached.get((host, other))) for other in there}} for host in there]
-    return format_table(lines, title="rate and round trip", text_columns=[*lines[0]], color=color)
+    return format_table(lines, title="rate and round trip", text_columns=[*lines[0]], color=True)
 
 
 def _cell(reach: Reach | None) -> str:
     if reach is None:
         return "-"
-    if reach.error or reach.small_only:
+    if reach.error or reach.small_packets_only:
         return "fails"
     rate = f"{reach.bytes_per_s / 1e6:,.0f} MB/s " if reach.bytes_per_s else ""
     return f"{rate}{format_time(reach.round_trip_us)} µs"
@@ -325,13 +325,4 @@ def _cell(reach: Reach | None) -> str:
 
 def pairs_as_json(reached: Mapping[Pair, Reach]) -> list[dict[str, Any]]:
     """Return one object for each ordered pair that was tried."""
-    fields = ("error", "address", "source", "interface", "mtu", "round_trip_us", "bytes_per_s")
-    return [
-        {
-            "from": host,
-            "to": other,
-            "small_packets_only": reach.small_only,
-            **{name: getattr(reach, name) for name in fields},
-        }
-        for (host, other), reach in reached.items()
-    ]
+    return [{"from": host, "to": other, **asdict(reach)} for (host, other), reach in reached.items()]

@@ -49,7 +49,7 @@ class Reach:
         speed_mbit: what the interface's driver says it can do; 0 if unknown.
         round_trip_us: the median time that one byte takes there and back.
         bytes_per_s: how much arrives at the other side; 0 if nothing large arrived.
-        small_only: large packets are lost, and small ones arrive.
+        small_packets_only: large packets are lost, and small ones arrive.
     """
 
     error: str = ""
@@ -61,7 +61,7 @@ class Reach:
     speed_mbit: int = 0
     round_trip_us: float = 0.0
     bytes_per_s: float = 0.0
-    small_only: bool = False
+    small_packets_only: bool = False
 
 
 class Listener:
@@ -171,7 +171,7 @@ def _measure_rate(reach: Reach, connection: socket.socket, port: int, token: str
         except OSError:
             reach.error = f"{reach.address} answers single bytes, and nothing larger arrives there ({_in_words(error)})"
         else:
-            reach.small_only = True
+            reach.small_packets_only = True
 
 
 def _rate(connection: socket.socket) -> float:
