@@ -135,7 +135,7 @@ def test_only_what_a_quiet_machine_showed_is_written(
 
     monkeypatch.setattr(tuning_run, "measure", measure)
     options = BenchOptions(("all_reduce",), (4,), ("float32",), (2,), (), 1, 0.01, False, 0.0)
-    finding = tuning_run.tune(options, [], quiet=True)
-    assert finding.path == (None if loud else tmp_path / "tuning.json")
-    assert finding.tuning == Tuning()
-    assert ("too noisy" if loud else "Written to") in tuning_run.format_finding(finding)
+    found = tuning_run.tune(options, [], quiet=True)
+    assert found["path"] == (None if loud else str(tmp_path / "tuning.json"))
+    assert Tuning(**found["tuning"]) == Tuning()
+    assert ("too noisy" if loud else "Written to") in tuning_run.format_tuning(found)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, astuple, replace
 from typing import Any
 
 from phalanx.bench.cases import UNBOUNDED, BenchOptions, tuning_label
@@ -20,7 +19,7 @@ from phalanx.bench.report import noise_of
 from phalanx.transports.shm.tuning import Tuning, save_tuning
 from phalanx.words import format_size
 
-__all__ = ["Finding", "choose", "choose_switch", "format_finding", "tune"]
+__all__ = ["choose", "choose_switch", "format_tuning", "tune"]
 
 CHUNKS = tuple(1 << exponent for exponent in range(16, 21))
 CHUNK_SIZES = (512 << 10, 2 << 20, 16 << 20)
@@ -32,47 +31,22 @@ MARGIN = 0.03
 MOST_NOISY = 0.5
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The findings of a tuning run.
-
-    Attributes:
-        tuning: the values to use from now on.
-        slowdown: for each field of the tuning and each candidate, its time as a multiple of the best one's, on
-            average.
-        noisy: the share of the rows that were measured while the machine was too noisy.
-        path: the file that was written; None if none was, because too many rows were noisy or the run was interrupted.
-        exit_code: the exit code of the measurement.
-    """
-
-    tuning: Tuning
-    slowdown: dict[str, dict[int, float]]
-    noisy: float
-    path: Path | None
-    exit_code: int
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the object of ``--json``."""
-        return {
-            "tuning": asdict(self.tuning),
-            "built_in": asdict(Tuning()),
-            "slowdown": self.slowdown,
-            "noisy": self.noisy,
-            "path": str(self.path) if self.path else None,
-        }
-
-
 class _EndedEarly(Exception):
     """The measurement ended early; the argument is its exit code."""
 
 
-def tune(options: BenchOptions, command: Sequence[str], quiet: bool) -> Finding:
+def tune(options: BenchOptions, command: Sequence[str], quiet: bool) -> dict[str, Any]:
     """Measure the candidates and write the best values into the file that every later group reads.
 
     Args:
         options: the ranks, rounds and patience; what is measured is chosen here.
         command: the arguments of the command line.
         quiet: show no progress.
+
+    Returns:
+        The object of ``--json``: ``tuning``, and the values that are ``built_in``; ``slowdown``, for each of them and
+        each candidate its mean time as a multiple of the best one's; ``noisy``, the share of rows on a noisy machine;
+        ``path`` of the file, None if too many were, or the measurement ended early; and its ``exit_code``.
     """
     noisy: list[bool] = []
 
@@ -81,17 +55,15 @@ def tune(options: BenchOptions, command: Sequence[str], quiet: bool) -> Finding:
     ) -> list[tuple[int, int, list[float]]]:
         """Return, for each row, the ranks, the size, and the time of each candidate."""
         tunings = [astuple(candidate) for candidate in candidates]
-        results = measure(replace(options, operations=operations, sizes=sizes, tunings=tunings), (), command, quiet)
+        each = replace(options, operations=operations, sizes=sizes, tunings=tunings)
+        results = measure(each, (), command, quiet)
         if results["exit_code"]:
             raise _EndedEarly(results["exit_code"])
         rows = [(job["size"], row) for job in results["jobs"] for row in job["rows"]]
         noisy.extend(noise_of(row).excessive for _, row in rows)
+        names = [tuning_label(values) for values in tunings]
         return [
-            (
-                ranks,
-                row["used_nbytes"],
-                [statistics.median(row["samples_us"][tuning_label(values)]) for values in tunings],
-            )
+            (ranks, row["used_nbytes"], [statistics.median(row["samples_us"][name]) for name in names])
             for ranks, row in rows
         ]
 
@@ -118,8 +90,9 @@ def tune(options: BenchOptions, command: Sequence[str], quiet: bool) -> Finding:
     except _EndedEarly as ended:
         found, exit_code = Tuning(), ended.args[0]
     share = statistics.fmean(noisy) if noisy else 1.0
-    path = save_tuning(found) if not exit_code and share <= MOST_NOISY else None
-    return Finding(found, slowdown, share, path, exit_code)
+    path = str(save_tuning(found)) if not exit_code and share <= MOST_NOISY else None
+    values = {"tuning": asdict(found), "built_in": asdict(Tuning())}
+    return {**values, "slowdown": slowdown, "noisy": share, "path": path, "exit_code": exit_code}
 
 
 def choose(
@@ -156,22 +129,23 @@ def choose_switch(points: Sequence[tuple[int, float, float]], default: int) -> t
     return choose(candidates, default, costs)
 
 
-def format_finding(finding: Finding) -> str:
-    """Format the finding for a person."""
+def format_tuning(found: dict[str, Any]) -> str:
+    """Format what :func:`tune` returned for a person."""
     lines = []
-    for name, slowdown in finding.slowdown.items():
+    for name, slowdown in found["slowdown"].items():
         lines.append(f"{name}: time as a multiple of the best candidate's, mean over all rows")
-        chosen, built_in = getattr(finding.tuning, name), getattr(Tuning(), name)
         for value, times in slowdown.items():
-            marks = [mark for mark, held in (("chosen", value == chosen), ("built in", value == built_in)) if held]
+            marks = [
+                word for word, key in (("chosen", "tuning"), ("built in", "built_in")) if found[key][name] == value
+            ]
             lines.append(f"  {format_size(value):>6}  {times:5.2f}×  {', '.join(marks)}".rstrip())
-    if finding.path:
-        lines.append(f"Written to {finding.path}; groups made from now on use it. Delete the file to go back.")
-    elif finding.exit_code:
+    if found["path"]:
+        lines.append(f"Written to {found['path']}; groups made from now on use it. Delete the file to go back.")
+    elif found["exit_code"]:
         lines.append("Nothing was written: the measurement ended early.")
     else:
         lines.append(
-            f"Nothing was written: the machine was too noisy in {finding.noisy:.0%} of the rows. Repeat it "
+            f"Nothing was written: the machine was too noisy in {found['noisy']:.0%} of the rows. Repeat it "
             f"when nothing else runs here, or wait for quiet with --patience 120."
         )
     return "\n".join(lines) + "\n"

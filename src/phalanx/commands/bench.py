@@ -204,13 +204,13 @@ def _tune(options: BenchOptions, operations: Sequence[str], as_json: bool, quiet
             "--tune chooses what it measures: it takes no operations, and of the options only --ranks, --rounds, "
             "--round-ms, --patience, --json and --quiet"
         )
-    from phalanx.bench.tune import format_finding, tune
+    from phalanx.bench.tune import format_tuning, tune
     from phalanx.transports.shm.tuning import check_tuning_file
 
     try:
         check_tuning_file()
     except (OSError, RuntimeError) as error:
         raise click.UsageError(f"--tune cannot write its file: {error}; {settings.TUNING}=FILE sets it") from error
-    finding = tune(options, sys.argv[1:], quiet)
-    click.echo(json.dumps(finding.as_json()) if as_json else format_finding(finding), nl=as_json)
-    return finding.exit_code or (0 if finding.path else 1)
+    found = tune(options, sys.argv[1:], quiet)
+    click.echo(json.dumps(found) if as_json else format_tuning(found), nl=as_json)
+    return found["exit_code"] or int(found["path"] is None)
