@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 from phalanx import settings
@@ -29,6 +28,7 @@ from phalanx.words import format_list, format_time
 
 __all__ = ["Examination", "examine_devices", "examine_hosts", "pairs_as_json", "pairs_as_text"]
 
+MOST_THREADS = 256
 CLOCK_ASKS = 5
 CLOCK_WARNING_S = 1.0
 PROBE_S = 60.0
@@ -65,65 +65,47 @@ class _Helpers:
         starter: how a helper is started, as of :class:`~phalanx.launch.remote.helpers.Helper`.
     """
 
-    def __init__(self, hosts: Sequence[str], starter: Sequence[str]) -> None:
-        self.hosts = hosts
+    def __init__(self, hosts: Iterable[str], starter: Sequence[str]) -> None:
         self.findings: list[Finding] = []
-        self._starter = starter
-        self._helpers: dict[str, Helper] = {}
-
-    def __enter__(self) -> _Helpers:
+        self.ready: dict[str, Helper] = {}
         self._running = contextlib.ExitStack()
-        self._pool = self._running.enter_context(ThreadPoolExecutor(max(1, len(self.hosts))))
-        for name in self.hosts:
+        self._pool = self._running.enter_context(ThreadPoolExecutor(MOST_THREADS))
+        for name in hosts:
             try:
-                helper = Helper(name, self._starter, "phalanx.doctor.host")
+                helper = Helper(name, starter, "phalanx.doctor.host")
             except Unanswered as error:
                 self.findings.append(failure("start", str(error), error.remedy, name))
             else:
-                self._helpers[name] = self._running.enter_context(helper)
-        self.ready = [*self._each({name: helper.wait_ready for name, helper in self._helpers.items()}, str, "start")]
-        self._helpers = {name: self._helpers[name] for name in self.ready}
+                self.ready[name] = self._running.enter_context(helper)
+
+    def __enter__(self) -> _Helpers:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._running.close()
 
-    def ask(self, do: str, timeout_s: float = 30.0, **details: Callable[[str], Any]) -> dict[str, dict[str, Any]]:
-        """Ask each helper the same, with details that depend on its host; return the answers by host."""
-        asked = {
-            name: partial(helper.ask, do, timeout_s, **{key: value(name) for key, value in details.items()})
-            for name, helper in self._helpers.items()
-        }
-        return self._each(asked, str)
+    def wait_ready(self) -> None:
+        """Wait until each helper answers; those that do not are asked no more."""
+        ready = self.each(lambda _, helper: helper.wait_ready(), subject="start")
+        self.ready = {name: self.ready[name] for name in ready}
 
-    def probe(self, pairs: Sequence[Pair], details: Callable[[str], Mapping[str, Any]]) -> dict[Pair, Reach]:
-        """Have the first of each pair connect to the second one, of which ``details`` says how."""
-        asked = {pair: partial(self._helpers[pair[0]].ask, "probe", PROBE_S, **details(pair[1])) for pair in pairs}
-        return {pair: Reach(**answer) for pair, answer in self._each(asked, lambda pair: pair[0]).items()}
-
-    def clocks(self) -> dict[str, float]:
-        """Return how far each host's clock is ahead of this one's."""
-        return self._each({name: partial(_clock, helper) for name, helper in self._helpers.items()}, str)
-
-    def _each(
-        self, asked: Mapping[Key, Callable[[], Answer]], host: Callable[[Key], str], subject: str = "helper"
-    ) -> dict[Key, Answer]:
-        futures = {key: self._pool.submit(ask) for key, ask in asked.items()}
-        answers: dict[Key, Answer] = {}
-        for key, future in futures.items():
+    def each(
+        self, ask: Callable[[str, Helper], Answer], among: Iterable[str] | None = None, subject: str = "helper"
+    ) -> dict[str, Answer]:
+        """Ask each helper, or those on some hosts; return the answers by host."""
+        names = self.ready if among is None else among
+        futures = {name: self._pool.submit(ask, name, self.ready[name]) for name in names}
+        answers = {}
+        for name, future in futures.items():
             try:
-                answers[key] = future.result()
+                answers[name] = future.result()
             except Unanswered as error:
-                self.findings.append(failure(subject, str(error), error.remedy, host(key)))
+                self.findings.append(failure(subject, str(error), error.remedy, name))
         return answers
 
 
 def examine_hosts(
-    hosts: Mapping[str, int | None],
-    starter: Sequence[str] = (),
-    *,
-    rate: bool = True,
-    progress: Callable[[str], None] = lambda _: None,
+    hosts: Mapping[str, int | None], starter: Sequence[str], *, rate: bool, progress: Callable[[str], None]
 ) -> Examination:
     """Look at every host, and at the way from each to each other one.
 
@@ -133,26 +115,27 @@ def examine_hosts(
         rate: whether to measure rates, which uses each link for about a second.
         progress: called with what is done next, for people who wait.
     """
-    made = Examination()
-    directory = os.getcwd()
+    made, directory = Examination(), os.getcwd()
     progress(f"starting a helper on {', '.join(hosts)}")
-    with _Helpers([*hosts], starter) as helpers:
+    with _Helpers(hosts, starter) as helpers:
+        helpers.wait_ready()
         progress("looking at each host")
         # A host that is reached from here has to be reachable itself, also if it is the only one of the job.
         several = len(hosts) > 1 or not all(is_here(name, starter=bool(starter)) for name in helpers.ready)
-        answers = helpers.ask(
-            "examine", directory=lambda _: directory, ranks=hosts.__getitem__, several_hosts=lambda _: several
+        answers = helpers.each(
+            lambda name, helper: helper.ask("examine", directory=directory, ranks=hosts[name], several_hosts=several)
         )
-        made.offsets_s = helpers.clocks()
-        listening = helpers.ask("listen")
-        turns = _rounds(sorted(listening))
-        for number, pairs in enumerate(turns, 1):
+        made.offsets_s = helpers.each(lambda _, helper: _clock(helper), answers)
+        listening = helpers.each(lambda _, helper: helper.ask("listen"), answers)
+        turns = [turn for pairs in _rounds(sorted(listening)) for turn in (pairs, {b: a for a, b in pairs.items()})]
+        for number, turn in enumerate(turns, 1):
             progress(f"measuring pairs, round {number} of {len(turns)}")
-            for now in (pairs, [(other, one) for one, other in pairs]):
-                # ssh takes a user's name before a host's.
-                made.reached |= helpers.probe(
-                    now, lambda host: {"name": host.rpartition("@")[2], "rate": rate, **listening[host]}
-                )
+
+            def probe(name: str, helper: Helper, turn: dict[str, str] = turn) -> Reach:
+                other = turn[name].rpartition("@")[2]  # ssh takes a user's name before it
+                return Reach(**helper.ask("probe", PROBE_S, name=other, rate=rate, **listening[turn[name]]))
+
+            made.reached |= {(name, turn[name]): reach for name, reach in helpers.each(probe, turn).items()}
     made.findings = [
         *helpers.findings,
         *(finding for name, answer in answers.items() for finding in _findings(name, answer)),
@@ -164,12 +147,13 @@ def examine_hosts(
     return _in_order(hosts, made)
 
 
-def examine_devices(hosts: Sequence[str], starter: Sequence[str] = ()) -> Examination:
+def examine_devices(hosts: Sequence[str], starter: Sequence[str]) -> Examination:
     """Measure the accelerators of all hosts at once; of this one, without a helper, if none is named."""
     made = Examination()
     if hosts:
         with _Helpers(hosts, starter) as helpers:
-            answers = helpers.ask("devices", 2 * DEVICES_S)
+            helpers.wait_ready()
+            answers = helpers.each(lambda _, helper: helper.ask("devices", 2 * DEVICES_S))
         made.findings = helpers.findings
     else:
         answers = {"": probe_devices()}
@@ -191,16 +175,15 @@ def _clock(helper: Helper) -> float:
     return min(asked)[1]
 
 
-def _rounds(hosts: Sequence[str]) -> list[list[Pair]]:
+def _rounds(hosts: Sequence[str]) -> list[dict[str, str]]:
     """Return every pair of hosts once, in as few rounds as can be; no host is twice in a round.
 
     It is the round-robin tournament: one place stays, the others go around it.
     """
-    places = [*hosts] + [""] * (len(hosts) % 2)
-    half, found = len(places) // 2, []
+    places, found = [*hosts] + [""] * (len(hosts) % 2), []
     for _ in range(len(places) - 1):
-        pairs = zip(places[:half], reversed(places[half:]), strict=True)
-        found.append([pair for pair in pairs if all(pair)])
+        pairs = zip(places[: len(places) // 2], reversed(places), strict=False)
+        found.append({one: other for one, other in pairs if one and other})
         places = [places[0], places[-1], *places[1:-1]]
     return found
 
