@@ -32,7 +32,7 @@ __all__ = [
     "device_findings",
     "devices",
     "devices_as_text",
-    "driver_events",
+    "parse_xids",
     "probe_devices",
 ]
 
@@ -59,14 +59,11 @@ class DeviceRecord:
     """One accelerator, as it was measured. What is None or 0 is not known.
 
     Attributes:
-        device: torch's name of it on its host, as ``cuda:0``.
-        name: its model.
-        pci: its address on the PCI bus.
+        device: torch's name of it on its host, as ``cuda:0``; ``name`` is its model, ``pci`` its address on the bus.
         used_bytes, total_bytes: of its memory. Measuring itself uses about half a GiB.
         ecc_corrected, ecc_uncorrected: errors of its memory since the last reset.
         xids: the numbers of the driver's errors since the boot.
-        lanes, most_lanes: of its PCIe link now, and as many as it and its slot have.
-        gigatransfers, most_gigatransfers: the speed of a lane, in GT/s.
+        lanes, most_lanes: of its PCIe link now, and as many as it and its slot have; the speed is in GT/s a lane.
         peers: how many devices of the host's it reaches without the host's memory.
         teraflops: of a product of matrices of float16.
         to_bytes_per_s, from_bytes_per_s: from the host's pinned memory, and back.
@@ -164,11 +161,11 @@ def _probe() -> dict[str, Any]:
             version = nccl.version()  # type: ignore[no-untyped-call]
             found.append(ok("NCCL", ".".join(map(str, version))))
         found += device_variables(os.environ)
-    errors, events = _ecc_errors(), driver_events()
+    errors, log = _ecc_errors(), _kernel_log()
     records = [_record(kind, index, count) for index in range(count)]
     for record in records:
         record.ecc_corrected, record.ecc_uncorrected = errors.get(record.pci, (None, None))
-        record.xids = None if events is None else events.get(record.pci, [])
+        record.xids = None if log is None else parse_xids(log).get(record.pci, [])
     return {"findings": [asdict(finding) for finding in found], "devices": [asdict(record) for record in records]}
 
 
@@ -252,25 +249,21 @@ def _ecc_errors() -> dict[str, tuple[int, int]]:
     return {address.lower(): (int(corrected), int(uncorrected)) for address, corrected, uncorrected in rows}
 
 
-def driver_events(log: str = "/dev/kmsg") -> dict[str, list[int]] | None:
-    """Return the Xids of the NVIDIA driver since the boot, by PCI address; None if the log is unreadable."""
-    found: dict[str, list[int]] = {}
+def _kernel_log() -> str | None:
+    """Return the kernel's log; None where this user may not read it."""
     try:
-        descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+        done = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=30, check=False)
     except OSError:
         return None
-    with open(descriptor, "rb", buffering=0) as file:
-        while True:
-            try:
-                entry = file.read(1 << 14)
-            except BrokenPipeError:  # the kernel has overwritten what was next
-                continue
-            except OSError:
-                return None
-            if not entry:  # also where more may come
-                return found
-            for address, number in re.findall(rb"Xid \(PCI:([0-9a-fA-F:]+)\): (\d+)", entry):
-                found.setdefault(f"{address.decode().lower()}.0", []).append(int(number))
+    return None if done.returncode else done.stdout
+
+
+def parse_xids(log: str) -> dict[str, list[int]]:
+    """Return the Xids that the NVIDIA driver has written into the kernel's log, by PCI address."""
+    found: dict[str, list[int]] = {}
+    for address, number in re.findall(r"Xid \(PCI:([0-9a-fA-F:]+)\): (\d+)", log):
+        found.setdefault(f"{address.lower()}.0", []).append(int(number))
+    return found
 
 
 # -- judging -------------------------------------------------------------------------------------------
