@@ -22,7 +22,7 @@ from typing import Any
 
 from phalanx import settings
 
-__all__ = ["CpuClock", "Noise", "Summary", "clock_mhz", "describe_machine", "probe", "probe_spread", "versions"]
+__all__ = ["CpuClock", "Noise", "clock_mhz", "describe_machine", "probe", "probe_spread", "quartiles", "versions"]
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 # The bound of each figure, and what it means. On a quiet machine the probe's spread is within 3 %, nothing is stolen,
@@ -37,21 +37,12 @@ _REPEATS, _WARM, _LOOPS = 15, 3, 30_000
 _COPY_BYTES, _COPIES = 128 << 10, 16
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Median and quartiles of samples; the quartiles are those of R's method 7, numpy's default."""
-
-    median: float
-    q1: float
-    q3: float
-
-    @staticmethod
-    def of(samples: Sequence[float]) -> Summary:
-        """Summarise at least one sample."""
-        if len(samples) == 1:
-            return Summary(*[samples[0]] * 3)
-        q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
-        return Summary(median, q1, q3)
+def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    """Return the lower quartile, the median and the upper quartile, by R's method 7, numpy's default."""
+    if len(samples) == 1:
+        return samples[0], samples[0], samples[0]
+    low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return low, median, high
 
 
 def describe_machine() -> dict[str, Any]:
@@ -135,8 +126,8 @@ class Noise:
 
 def probe_spread(samples: Sequence[float]) -> float:
     """Return the interquartile range over the median."""
-    summary = Summary.of(samples)
-    return (summary.q3 - summary.q1) / summary.median
+    low, median, high = quartiles(samples)
+    return (high - low) / median
 
 
 def probe() -> list[float]:

@@ -135,10 +135,9 @@ def run_rank(options: BenchOptions, report: Report, *, mpi: Any = None, quiet: b
 
 
 def _describe_mpi(mpi: Any) -> dict[str, str]:
-    """Return its name, as ``Open MPI``, its version, as ``5.0.11``, and the whole text that it gives."""
+    """Return its name, as ``Open MPI``, and its version, as ``5.0.11``."""
     name, number = mpi.get_vendor()
-    text = mpi.Get_library_version().strip("\0 \n").splitlines()[0]
-    return {"name": name, "version": ".".join(map(str, number)), "library_version": " ".join(text.split())}
+    return {"name": name, "version": ".".join(map(str, number))}
 
 
 def _groups(options: BenchOptions) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from phalanx import settings
 from phalanx.bench.cases import MEMCPY, MPI
-from phalanx.bench.machine import Noise, Summary
+from phalanx.bench.machine import Noise, quartiles
 from phalanx.system.whole_files import check_creatable
 from phalanx.words import format_count, format_size, format_time
 
@@ -117,7 +118,7 @@ def _table(job: dict[str, Any]) -> str:
 
 
 def _median(row: Row, backend: str) -> float:
-    return Summary.of(row["samples_us"][backend]).median
+    return statistics.median(row["samples_us"][backend])
 
 
 def _size(row: Row) -> str:
@@ -129,8 +130,8 @@ def _times(backend: str, row: Row) -> str:
     """Return median and quartiles; without samples ``wrong``, or ``–`` for a backend that was left out."""
     if backend not in row["samples_us"]:
         return "wrong" if backend in row["wrong"] else "–" if backend in row["left_out"] else ""
-    summary = Summary.of(row["samples_us"][backend])
-    return f"{format_time(summary.median)} ({format_time(summary.q1)}–{format_time(summary.q3)})"
+    low, median, high = map(format_time, quartiles(row["samples_us"][backend]))
+    return f"{median} ({low}–{high})"
 
 
 def _ratio(peer: str, row: Row) -> str:
@@ -228,14 +229,14 @@ def check_plot(path: Path) -> None:
 
 def draw(results: dict[str, Any], path: Path) -> None:
     """Draw medians and quartiles by size, a panel for each operation and dtype, into a PNG, PDF or SVG file."""
-    panels: dict[str, dict[str, list[tuple[int, Summary]]]] = {}
+    panels: dict[str, dict[str, list[tuple[int, float, float, float]]]] = {}
     for job in results["jobs"]:
         for row in (row for row in job["rows"] if row["used_nbytes"]):
             curves = panels.setdefault(f"{row['operation']}, {row['dtype']}", {})
             for backend, samples in row["samples_us"].items():
                 by = f", by {_title(job, MPI)}" if job["mpi"] and backend != MPI else ""
                 label = f"{_title(job, backend)}, {format_count(job['size'], 'rank')}{by}"
-                curves.setdefault(label, []).append((row["nbytes"], Summary.of(samples)))
+                curves.setdefault(label, []).append((row["nbytes"], *quartiles(samples)))
     if not panels:
         raise ValueError("nothing to plot: a barrier has no size")
     # matplotlib's object interface needs no display and keeps no state between calls.
@@ -244,11 +245,10 @@ def draw(results: dict[str, Any], path: Path) -> None:
         figure.subplots(len(panels), squeeze=False).flatten(), panels.items(), strict=True
     ):
         for label, points in curves.items():
-            sizes = [nbytes for nbytes, _ in points]
-            (line,) = panel.plot(sizes, [times.median for _, times in points], marker="o", markersize=3, label=label)
-            quartiles = [times.q1 for _, times in points], [times.q3 for _, times in points]
-            panel.fill_between(sizes, *quartiles, color=line.get_color(), alpha=0.15, linewidth=0)
-        ticks = sorted({nbytes for points in curves.values() for nbytes, _ in points})
+            sizes, low, medians, high = zip(*points, strict=True)
+            (line,) = panel.plot(sizes, medians, marker="o", markersize=3, label=label)
+            panel.fill_between(sizes, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+        ticks = sorted({point[0] for points in curves.values() for point in points})
         panel.set(xscale="log", yscale="log", title=title, xlabel="size, bytes", ylabel="µs a call")
         panel.set_xticks(ticks, [format_size(tick) for tick in ticks])
         panel.minorticks_off()
