@@ -118,7 +118,7 @@ def _table(job: dict[str, Any]) -> str:
 
 
 def _median(row: Row, backend: str) -> float:
-    return statistics.median(row["samples_us"][backend])
+    return float(statistics.median(row["samples_us"][backend]))
 
 
 def _size(row: Row) -> str:
