@@ -140,13 +140,14 @@ def _run_ranks(size: int, mpi: Mpi | None, options: BenchOptions, handle: Handle
     """Start ranks, hand on what rank 0 reports, and return when all have ended; raise RanksFailed if one fails."""
     described = json.dumps(asdict(options))
     if mpi is None:
-        target = ["-m", "phalanx.bench.rank", described]
+        # In an allocation of several hosts -n alone would spread the ranks over them.
+        target = ["-H", f"localhost:{size}", "-m", "phalanx.bench.rank", described]
     else:
         home = str(Path(settings.__file__).parents[1])
-        target = ["--mpi", mpi.mpiexec, mpi.python, "-c", _START, home, described, MPI]
+        target = ["-n", str(size), "--mpi", mpi.mpiexec, mpi.python, "-c", _START, home, described, MPI]
     # Like forked ranks, those of MPI are not bound to cores.
     environment = {**(unbound_environment() if mpi else {}), **os.environ}
-    launcher = [sys.executable, "-m", "phalanx", "run", "-q", "--no-prefix", "--only", "0", "-n", str(size)]
+    launcher = [sys.executable, "-m", "phalanx", "run", "-q", "--no-prefix", "--only", "0"]
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
