@@ -165,9 +165,9 @@ def _run_ranks(size: int, mpi: Mpi | None, options: BenchOptions, handle: Handle
             for line in process.stdout or ():
                 if line.startswith('{"event"'):  # not what a library prints
                     handle(json.loads(line))
-        finally:
-            if process.poll() is None:
-                process.terminate()
+        except BaseException:
+            process.terminate()
+            raise
         if process.wait():
             errors.seek(0)
             raise RanksFailed(errors.read().removeprefix("phalanx: ").rstrip())
