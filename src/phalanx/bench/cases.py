@@ -50,7 +50,7 @@ class BenchOptions:
         against: backends of torch to measure beside ``phalanx``; MPI is not one of them. ``nothing`` is ours.
         rounds: how many turns each backend gets in each case.
         round_s: about how long one turn is.
-        patience_s: for each world size, how long to wait for a quiet machine and to repeat noisy rows.
+        patience_s: for each world size, how long to repeat rows that were measured on a noisy machine.
         tunings: values of :class:`~phalanx.transports.shm.tuning.Tuning`. If there are any, groups with these values
             are compared with each other instead of with other backends.
         link_bytes_per_s: the rate of a link between hosts; 0 to measure it.

@@ -30,7 +30,7 @@ from phalanx.errors import PhalanxError
 from phalanx.launch.job.mpi_launcher import unbound_environment
 from phalanx.place.environment import read_environment
 from phalanx.system.processes import die_with_parent
-from phalanx.words import format_count, format_size, tell, tell_progress
+from phalanx.words import tell, tell_progress
 
 __all__ = ["Mpi", "RanksFailed", "choose_mpis", "load_results", "measure", "measure_joined"]
 
@@ -198,6 +198,8 @@ def _collect(
         for size, mpi, run in rank_sets:
             job: dict[str, Any] = {"size": size, "mpiexec": mpi.mpiexec if mpi else None, "mpi": None, "rows": []}
             results["jobs"].append(job)
+            if not quiet:
+                tell_progress(f"starting {size} ranks")
             run(partial(_take, job, quiet))
         results["complete"] = True
     except KeyboardInterrupt:
@@ -215,14 +217,12 @@ def _collect(
 
 
 def _take(job: dict[str, Any], quiet: bool, event: dict[str, Any]) -> None:
-    """Add what rank 0 reports to the job's entry, and show it: on a terminal the case, elsewhere each row."""
-    kind = event.pop("event")
-    if kind == "started":
+    """Add what rank 0 reports to the job's entry, and show a row: on a terminal until the next one replaces it."""
+    if event.pop("event") == "started":
         job.update(event)
-    elif kind == "row":
-        job["rows"].append(event)
-        if not quiet and not sys.stderr.isatty():
-            print(format_row(event, job), file=sys.stderr, flush=True)
+        return
+    job["rows"].append(event)
+    if not quiet and sys.stderr.isatty():
+        tell_progress(format_row(event, job))
     elif not quiet:
-        size = format_size(event["nbytes"]) if event["nbytes"] else ""
-        tell_progress(f"{format_count(job['size'], 'rank')}, {event['operation']} {event['dtype']} {size}")
+        print(format_row(event, job), file=sys.stderr, flush=True)

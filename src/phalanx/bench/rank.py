@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
 
 import numpy
@@ -52,7 +52,6 @@ MOST_BUFFERS = 8
 MOST_CALLS, FEWEST_CALLS = 100_000, 2
 # A library that waits actively on shared cores can take seconds a call: it gets fewer turns, if all would take longer.
 PATIENCE_S = 5.0
-GLANCE_S = 0.25  # how long the machine is watched to find out whether it is quiet
 EMPTY_DTYPE = "uint8"  # of the buffers of an operation that moves no data
 
 
@@ -88,7 +87,7 @@ def run_rank(options: BenchOptions, report: Report, *, mpi: Any = None, quiet: b
 
     Args:
         options: what to measure; their ``ranks`` do not count.
-        report: called on rank 0 with each event: ``started`` once, and for each case ``case`` and ``row``.
+        report: called on rank 0 with each event: ``started`` once, and ``row`` for each case.
         mpi: the module ``mpi4py.MPI`` if MPI is to be measured too.
         quiet: print no rank table.
 
@@ -109,28 +108,22 @@ def run_rank(options: BenchOptions, report: Report, *, mpi: Any = None, quiet: b
         groups = _groups(options)
         timer = _CaseTimer(joined, options, groups, mpi)
         communicator = getattr(next(iter(groups.values())), "_communicator", None)
-
-        def tell(event: str, details: dict[str, Any]) -> None:
+        started = {
+            "event": "started",
+            "transport": type(communicator).__name__,
+            "engine": getattr(communicator, "engine", ""),
+            "shared_memory": isinstance(communicator, SharedMemoryCommunicator),
+            "cores": usable_cores(),
+            "ranks_of_machine": max(len(node.ranks) for node in joined.nodes),
+            "hosts": [[node.host, len(node.ranks)] for node in joined.nodes],
+            "link_bytes_per_s": timer.rate,
+            "versions": versions(),
+            "mpi": _describe_mpi(mpi) if mpi else None,
+        }
+        rows = ({"event": "row", **timer.quiet_row(case)} for case in options.cases())
+        for event in chain([started], rows):
             if joined.rank == 0:
-                report({"event": event, **details})
-
-        tell(
-            "started",
-            {
-                "transport": type(communicator).__name__,
-                "engine": getattr(communicator, "engine", ""),
-                "shared_memory": isinstance(communicator, SharedMemoryCommunicator),
-                "cores": usable_cores(),
-                "ranks_of_machine": max(len(node.ranks) for node in joined.nodes),
-                "hosts": [[node.host, len(node.ranks)] for node in joined.nodes],
-                "link_bytes_per_s": timer.rate,
-                "versions": versions(),
-                "mpi": _describe_mpi(mpi) if mpi else None,
-            },
-        )
-        for case in options.cases():
-            tell("case", asdict(case))
-            tell("row", timer.quiet_row(case))
+                report(event)
         joined.barrier()
 
 
@@ -190,7 +183,6 @@ class _CaseTimer:
     def __init__(self, joined: world.World, options: BenchOptions, groups: dict[str, Any], mpi: Any) -> None:
         self.world, self.options, self.groups, self.mpi = joined, options, groups, mpi
         self.patience_s = options.patience_s
-        self.row_s = 0.0
         self.links = Links(joined.rank, joined.nodes) if joined.num_nodes > 1 else None
         self.rate = (options.link_bytes_per_s or self.links.measure_rate()) if self.links else 0.0
         self.spread = self._probe()
@@ -198,26 +190,17 @@ class _CaseTimer:
         gc.disable()  # a collection in the middle of a turn would be counted on the backend whose turn it is
 
     def quiet_row(self, case: Case) -> dict[str, Any]:
-        """Measure one case, and repeat it while the machine is noisy and patience lasts; the quietest attempt."""
-        row = self.row(case)
-        while Noise(**row["noise"]).excessive and self._wait_for_quiet():
-            row = min(row, self.row(case), key=lambda row: Noise(**row["noise"]).severity)
-        return row
-
-    def _wait_for_quiet(self) -> bool:
-        """Sleep until the machine is quiet. False, on every rank alike, if the time for that is used up."""
-        started = time.monotonic()
-        while self._largest([started - time.monotonic() + self.patience_s])[0] > 0:
-            clock = CpuClock()
-            time.sleep(GLANCE_S)
-            if not self._noise(clock).excessive:
-                break
-        self.patience_s -= self._largest([time.monotonic() - started + self.row_s])[0]
-        return self.patience_s > 0
+        """Measure one case, and again while the machine is noisy and patience lasts; return the quietest attempt."""
+        best = self.row(case)
+        while Noise(**best["noise"]).excessive and self.patience_s > 0:
+            began = time.monotonic()
+            best = min(best, self.row(case), key=lambda row: Noise(**row["noise"]).severity)
+            self.patience_s -= self._largest([time.monotonic() - began])[0]  # the same on every rank
+        return best
 
     def row(self, case: Case) -> dict[str, Any]:
         """Measure one case on every backend; the result is the same on every rank."""
-        began, clock = time.monotonic(), CpuClock()
+        clock = CpuClock()
         operation = OPERATIONS[case.operation]
         buffers = Buffers(operation, self.world.rank, self.world.size, case.dtype or EMPTY_DTYPE, case.nbytes)
         nbytes = int(self._largest([buffers.nbytes])[0])
@@ -239,7 +222,6 @@ class _CaseTimer:
                     used[name].append((time.process_time() - before_s) / counts[name])
         slowest = self._largest([value for values in samples.values() for value in values])
         most_used = self._largest([statistics.median(values) for values in used.values()])
-        self.row_s = time.monotonic() - began
         unit = {name: 1e6 / (1 if name == MEMCPY else operation.messages) for name in samples}
         return {
             **asdict(case),

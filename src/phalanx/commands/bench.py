@@ -95,7 +95,7 @@ Exit codes: 0; 1 if a backend computed something wrong, a rank failed, or --tune
 """
 _AGAINST = "gloo, mpi, nothing (what torch itself costs), or none; installed means gloo, and mpi if there is one."
 _MPI = "Measure the MPI of this mpiexec, with the Python in the same folder; repeat the option for another MPI."
-_PATIENCE = "For each world size, how long to wait for a quiet machine and to repeat noisy rows."
+_PATIENCE = "For each world size, how long to repeat rows that were measured on a noisy machine."
 _LINK_RATE = "Between hosts, the rate of a host's link, as in 1gbit; without it, it is measured."
 _QUICK = "Measure less, in a few seconds: the first of --ranks, sizes up to 1M, 3 rounds of 10 ms."
 _TUNE = "Find the sizes at which algorithms should change on this machine, and keep them."
