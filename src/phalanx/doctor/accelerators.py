@@ -27,7 +27,7 @@ from phalanx.topology.table import format_table
 from phalanx.words import format_count, format_gib, format_list
 
 __all__ = [
-    "PROBE_S",
+    "DEVICES_S",
     "DeviceRecord",
     "device_findings",
     "devices",
@@ -36,7 +36,7 @@ __all__ = [
     "probe_devices",
 ]
 
-PROBE_S = 120.0  # the first use of many devices takes a while
+DEVICES_S = 120.0  # the first use of many devices takes a while
 MEASURE_S = 2.0  # for all devices of the host
 _MATRIX, _COPIED_BYTES = 8192, 64 << 20
 _PCI = Path("/sys/bus/pci/devices")
@@ -137,13 +137,13 @@ def probe_devices() -> dict[str, Any]:
     """
     command = [sys.executable, "-m", "phalanx.doctor.accelerators"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEVICES_S, check=False)
         if done.returncode == 0:
             printed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
             return printed
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     except subprocess.TimeoutExpired:
-        why = f"it did not end within {PROBE_S:.0f} s"
+        why = f"it did not end within {DEVICES_S:.0f} s"
     remedy = "look at the driver's own tool (nvidia-smi, rocm-smi) and at the kernel's log"
     return {"findings": [asdict(failure("accelerators", f"measuring them failed: {why}", remedy))], "devices": []}
 

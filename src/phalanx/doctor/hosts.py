@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from phalanx import settings
-from phalanx.doctor.accelerators import PROBE_S as DEVICES_S
-from phalanx.doctor.accelerators import DeviceRecord, device_findings, probe_devices
+from phalanx.doctor.accelerators import DEVICES_S, DeviceRecord, device_findings, probe_devices
 from phalanx.doctor.finding import Finding, Level, failure, warning
 from phalanx.doctor.probe import Reach
 from phalanx.launch.job.reach import is_here
