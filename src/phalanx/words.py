@@ -25,6 +25,7 @@ __all__ = [
     "format_time",
     "printable",
     "tell",
+    "tell_progress",
 ]
 
 # The launcher's block about calls that differ has at most 12 lines then, beside the frames of a traceback.
@@ -126,6 +127,12 @@ def tell(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         # The line break with the text: print() writes it by itself, and another process may write in between.
         print(f"phalanx: {text}\n", end="", file=sys.stderr, flush=True)
+
+
+def tell_progress(text: str) -> None:
+    """Say what is done next on standard error, in a line that the next text replaces; nothing where nobody looks."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _plural(noun: str, count: int) -> str:

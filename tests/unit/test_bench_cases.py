@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import secrets
 import socket
-import struct
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +12,10 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx.bench import tune as tuning_run
-from phalanx.bench.buffers import Buffers
 from phalanx.bench.cases import BenchOptions, Case, parse_rate, parse_sizes, tuning_label
-from phalanx.bench.links import _receive, _send
-from phalanx.bench.operations import OPERATIONS, SizeOf
+from phalanx.bench.operations import OPERATIONS, Buffers, SizeOf
 from phalanx.commands.bench import bench
+from phalanx.doctor.probe import Listener, probe
 from phalanx.transports.shm.tuning import Tuning
 
 
@@ -69,7 +65,7 @@ def test_command_line_loads_neither_bench_nor_torch_too_early() -> None:
 
 
 def make_buffers(name: str, rank: int, dtype: str, nbytes: int) -> Buffers:
-    return OPERATIONS[name].make_buffers(rank, 3, dtype, nbytes)
+    return Buffers(OPERATIONS[name], rank, 3, dtype, nbytes)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -92,26 +88,17 @@ def test_operation_that_has_not_run_counts_as_wrong_and_its_size_is_right(name: 
             assert f"element {len(buffers.recv) - 1}" in (buffers.difference(expected) or "")
 
 
-def reset(connection: socket.socket) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    connection.close()
-
-
-def test_link_is_measured_for_who_brings_the_token_whoever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.bench.links.RATE_S", 0.1)
-    token = secrets.token_bytes(16)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(60.0)
-        strangers = [socket.create_connection(server.getsockname()) for _ in range(3)]
-        for stranger in strangers[:2]:
-            stranger.sendall(bytes(1 << 16))
-        reset(strangers[2])
-        sending = threading.Thread(target=_send, args=(server.getsockname(), token))
-        sending.start()
-        assert _receive(server, token) > 0
-        sending.join()
-        for stranger in strangers:
-            stranger.close()
+def test_link_is_measured_for_who_brings_the_token_alone() -> None:
+    listener = Listener()
+    strangers = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(3)]
+    for stranger in strangers[:2]:
+        stranger.sendall(bytes(1 << 16))
+    strangers[2].close()
+    assert probe("127.0.0.1", listener.port, listener.token).bytes_per_s > 0
+    assert "did not answer" in probe("127.0.0.1", listener.port, "0" * 32).error
+    listener.close()
+    for stranger in strangers:
+        stranger.close()
 
 
 # -- tuning --------------------------------------------------------------------------------------------
@@ -148,7 +135,7 @@ def test_only_what_a_quiet_machine_showed_is_written(
 
     monkeypatch.setattr(tuning_run, "measure", measure)
     options = BenchOptions(("all_reduce",), (4,), ("float32",), (2,), (), 1, 0.01, False, 0.0)
-    finding = tuning_run.tune(options, [], quiet=True)
-    assert finding.path == (None if loud else tmp_path / "tuning.json")
-    assert finding.tuning == Tuning()
-    assert ("too noisy" if loud else "Written to") in tuning_run.format_finding(finding)
+    found = tuning_run.tune(options, [], quiet=True)
+    assert found["path"] == (None if loud else str(tmp_path / "tuning.json"))
+    assert Tuning(**found["tuning"]) == Tuning()
+    assert ("too noisy" if loud else "Written to") in tuning_run.format_tuning(found)

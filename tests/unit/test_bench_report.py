@@ -12,31 +12,29 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from phalanx.bench.noise import Noise, probe_spread, reasons
+from phalanx.bench.machine import Noise, probe_spread, quartiles
 from phalanx.bench.report import format_noise, format_report
-from phalanx.bench.samples import Summary, ratio
 from phalanx.commands.bench import bench
 
 QUIET = {"probe_spread": 0.01, "stolen": 0.0, "others": 0.0}
 
 
-def test_summary_is_median_quartiles_and_extremes() -> None:
-    assert Summary.of([5, 1, 4, 2, 3]) == Summary(median=3, q1=2, q3=4, min=1, max=5)
-    assert Summary.of([1, 2, 3, 4]) == Summary(median=2.5, q1=1.75, q3=3.25, min=1, max=4)
-    assert Summary.of([7.0]) == Summary(7.0, 7.0, 7.0, 7.0, 7.0)
-    assert ratio(Summary.of([30]), Summary.of([12])) == 2.5
+def test_quartiles_are_those_of_the_samples_themselves() -> None:
+    assert quartiles([5, 1, 4, 2, 3]) == (2, 3, 4)
+    assert quartiles([1, 2, 3, 4]) == (1.75, 2.5, 3.25)
+    assert quartiles([7.0]) == (7.0, 7.0, 7.0)
     assert probe_spread([8, 9, 10, 11, 12]) == pytest.approx(0.2)
 
 
 def test_noise_is_explained() -> None:
-    assert reasons(Noise(0.10, 0.02, 0.05)) == []
+    assert Noise(0.10, 0.02, 0.05).reasons() == []
     assert not Noise(0.10, 0.02, 0.05).excessive
     for noise, words in (
         (Noise(0.35, 0.0, 0.0), "the same piece of work took times that differ by 35%"),
         (Noise(0.0, 0.07, 0.0), "the hypervisor took 7% of the CPU time"),
         (Noise(0.0, 0.0, 0.4), "other programs took 40% of the CPU time"),
     ):
-        assert (reasons(noise), noise.excessive) == ([words], True)
+        assert (noise.reasons(), noise.excessive) == ([words], True)
 
 
 def make_row(**changes: Any) -> dict[str, Any]:

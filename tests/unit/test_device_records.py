@@ -5,12 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from phalanx.doctor.device_probe import driver_events
-from phalanx.doctor.device_records import DeviceRecord, device_findings, devices_as_text
+from phalanx.doctor.accelerators import DeviceRecord, device_findings, devices_as_text, parse_xids
 from phalanx.doctor.variables import device_variables
 from phalanx.system.device_files import accelerator_files
 
@@ -69,11 +67,9 @@ def test_variables_with_values_that_they_cannot_have() -> None:
     assert sorted(one.said.split("=")[0] for one in device_variables(wrong)) == sorted(wrong)
 
 
-def test_xids_are_counted_by_device(tmp_path: Path) -> None:
-    log = tmp_path / "kmsg"
-    log.write_text("4,1,2,-;NVRM: Xid (PCI:0000:19:00): 79, pid=1, GPU has fallen off the bus.\n6,2,3,-;eth0: up\n")
-    assert driver_events(str(log)) == {"0000:19:00.0": [79]}
-    assert driver_events(str(tmp_path / "none")) is None
+def test_xids_are_counted_by_device() -> None:
+    log = "[1.2] NVRM: Xid (PCI:0000:19:00): 79, pid=1, GPU has fallen off the bus.\n[1.3] eth0: up\n"
+    assert parse_xids(log) == {"0000:19:00.0": [79]}
 
 
 @pytest.mark.skipif(bool(accelerator_files()), reason="there is an accelerator")

@@ -8,7 +8,7 @@ import traceback
 
 import pytest
 
-from phalanx.bench.processes import RanksFailed
+from phalanx.bench.measurement import RanksFailed
 from phalanx.errors import CallTimeout, PeerLost
 from phalanx.explain.errors import error_classes
 from phalanx.transports.shm.segment import NotOneHost

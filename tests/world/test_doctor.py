@@ -19,7 +19,7 @@ from tests.launch_support import changed
 from tests.support.hosts import TestHosts, running_hosts, why_no_hosts
 from tests.support.strangers import as_another_user, needs_another_user
 
-from phalanx.doctor.machine import machine
+from phalanx.doctor.host import machine
 
 PATIENCE_S = 300.0  # no busy machine needs as long
 needs_hosts = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")

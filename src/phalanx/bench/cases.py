@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from phalanx.bench.operations import DTYPES, OPERATIONS, SizeOf
 from phalanx.words import did_you_mean, format_size
@@ -25,25 +24,17 @@ __all__ = [
 ]
 
 # Names among the samples of a row, beside those of backends of torch.
-MEMCPY = "memcpy"
-MPI = "mpi"
-NOTHING = "nothing"
+MEMCPY, MPI, NOTHING = "memcpy", "mpi", "nothing"
 UNBOUNDED = 1 << 40  # bytes; more than any tensor here has
 _FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg])bit(?:/s)?", re.IGNORECASE)
-_BITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
+_BITS = {"k": 1e3, "m": 1e6, "g": 1e9}
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg])bit(?:/s)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of a table.
-
-    Attributes:
-        operation: the name of a row of OPERATIONS.
-        dtype: torch's name of the dtype; empty for an operation that moves no data.
-        nbytes: the size that was asked for; 0 for an operation that moves no data.
-    """
+    """One row of a table; ``dtype`` is empty and ``nbytes`` is 0 for an operation that moves no data."""
 
     operation: str
     dtype: str
@@ -52,56 +43,42 @@ class Case:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The choice of what is measured, and for how long; every rank gets it.
+    """The choice of what is measured, and for how long; every rank gets it as JSON.
 
     Attributes:
         operations, sizes, dtypes: every combination is measured, with every number in ``ranks``.
-        ranks: world sizes.
         against: backends of torch to measure beside ``phalanx``; MPI is not one of them. ``nothing`` is ours.
         rounds: how many turns each backend gets in each case.
-        round_s: about how long one turn is, in seconds.
-        asynchronous: ``async_op=True`` and ``wait()`` instead of a synchronous call.
-        patience_s: for each world size, how many seconds may be spent on waiting for a quiet machine and on repeating
-            the rows that were measured on a noisy one.
+        round_s: about how long one turn is.
+        patience_s: for each world size, how long to repeat rows that were measured on a noisy machine.
         tunings: values of :class:`~phalanx.transports.shm.tuning.Tuning`. If there are any, groups with these values
             are compared with each other instead of with other backends.
         link_bytes_per_s: the rate of a link between hosts; 0 to measure it.
     """
 
-    operations: tuple[str, ...]
-    sizes: tuple[int, ...]
-    dtypes: tuple[str, ...]
-    ranks: tuple[int, ...]
-    against: tuple[str, ...]
+    operations: Sequence[str]
+    sizes: Sequence[int]
+    dtypes: Sequence[str]
+    ranks: Sequence[int]
+    against: Sequence[str]
     rounds: int
     round_s: float
     asynchronous: bool
     patience_s: float
-    tunings: tuple[tuple[int, int, int], ...] = ()
+    tunings: Sequence[Sequence[int]] = ()
     link_bytes_per_s: float = 0.0
 
-    @staticmethod
-    def from_json(fields: dict[str, Any]) -> BenchOptions:
-        """The options whose fields went through JSON, where tuples become lists."""
-        read: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
-        read["tunings"] = tuple(tuple(values) for values in fields.get("tunings", ()))
-        return BenchOptions(**read)
-
     def cases(self) -> Iterator[Case]:
-        """The rows of one world size, in the order they are measured."""
+        """Return the rows of one world size, in the order they are measured."""
         for operation in self.operations:
             if OPERATIONS[operation].size_of is SizeOf.NOTHING:
                 yield Case(operation, "", 0)
-                continue
-            for dtype in self.dtypes:
-                for nbytes in self.sizes:
-                    yield Case(operation, dtype, nbytes)
+            else:
+                yield from (Case(operation, dtype, nbytes) for dtype in self.dtypes for nbytes in self.sizes)
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Read ``4,64K,1M``: the inverse of :func:`~phalanx.words.format_size`, separated by commas.
-
-    K, M and G are powers of 1024; ``KiB`` and ``KB`` mean the same.
+    """Read ``4,64K,1M``: K, M and G are powers of 1024; ``KiB`` and ``KB`` mean the same.
 
     Raises:
         ValueError: a part is not a size.
@@ -128,25 +105,17 @@ def parse_rate(text: str) -> float:
 
 
 def parse_dtypes(text: str) -> tuple[str, ...]:
-    """Read ``float32,bfloat16``.
-
-    Raises:
-        ValueError: a name is not one of DTYPES.
-    """
+    """Read ``float32,bfloat16``; raise ValueError for a name that is not one of DTYPES."""
     return _known(_parts(text), tuple(DTYPES), "a dtype")
 
 
 def parse_operations(names: Sequence[str]) -> tuple[str, ...]:
-    """Check names of operations; ``all`` means every one.
-
-    Raises:
-        ValueError: a name is not ``all``, and no row of OPERATIONS has it.
-    """
+    """Check names of operations, of which ``all`` means every one; raise ValueError for an unknown one."""
     return tuple(OPERATIONS) if "all" in names else _known(names, tuple(OPERATIONS), "an operation")
 
 
-def tuning_label(tuning: tuple[int, int, int]) -> str:
-    """The name of a group with these values among the samples of a row: ``256K/16K/16M``."""
+def tuning_label(tuning: Sequence[int]) -> str:
+    """Name a group with these values among the samples of a row: ``256K/16K/16M``."""
     return "/".join("∞" if value == UNBOUNDED else format_size(value) for value in tuning)
 
 

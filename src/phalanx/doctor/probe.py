@@ -1,8 +1,8 @@
 """From one host to another: whether a connection is possible, and how quick it is.
 
 One side has a ``Listener``, the other calls ``probe``. A connection begins with a token that only the two know, so a
-stranger who finds the port gets nothing. Then the caller says what it wants: ``e`` for an echo of single bytes, or
-``r`` for taking a number of bytes, which is acknowledged by one byte.
+stranger who finds the port gets nothing. Then the caller sends lengths, each with so many bytes after it, and the
+listener acknowledges each by one byte: of nothing for the round trip, of more and more for the rate.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.system.interfaces import interface_addresses, interface_mtu, interface_speed_mbit, resolve
@@ -48,11 +49,11 @@ class Reach:
         speed_mbit: what the interface's driver says it can do; 0 if unknown.
         round_trip_us: the median time that one byte takes there and back.
         bytes_per_s: how much arrives at the other side; 0 if nothing large arrived.
-        small_only: large packets are lost, and small ones arrive.
+        small_packets_only: large packets are lost, and small ones arrive.
     """
 
     error: str = ""
-    addresses: tuple[str, ...] = ()
+    addresses: Sequence[str] = ()
     address: str = ""
     source: str = ""
     interface: str = ""
@@ -60,7 +61,7 @@ class Reach:
     speed_mbit: int = 0
     round_trip_us: float = 0.0
     bytes_per_s: float = 0.0
-    small_only: bool = False
+    small_packets_only: bool = False
 
 
 class Listener:
@@ -86,22 +87,17 @@ class Listener:
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
-            try:
+        with contextlib.suppress(OSError):  # it was closed
+            while True:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return  # it was closed
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, EOFError):
+        with connection, contextlib.suppress(OSError):
             connection.settimeout(2 * STILL_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if not hmac.compare_digest(_exactly(connection, TOKEN_BYTES), self.token.encode()):
                 return
-            if _exactly(connection, 1) == b"e":
-                while True:
-                    connection.sendall(_exactly(connection, 1))
             memory = bytearray(1 << 18)
             while True:
                 (left,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
@@ -123,14 +119,14 @@ def probe(name: str, port: int, token: str, *, rate: bool = True) -> Reach:
     """
     reach = Reach()
     try:
-        reach.addresses = tuple(resolve(name))
+        reach.addresses = resolve(name)
     except OSError as error:
         reach.error = f"{name} does not resolve ({error.strerror or error})"
         return reach
     errors = []
     for address in reach.addresses:
         try:
-            connection = _connect(address, port, token, b"e")
+            connection = _connect(address, port, token)
         except OSError as error:
             errors.append(f"{address}: {_in_words(error)}")
             continue
@@ -138,18 +134,18 @@ def probe(name: str, port: int, token: str, *, rate: bool = True) -> Reach:
             reach.address, reach.source = address, str(connection.getsockname()[0])
             _describe_interface(reach)
             try:
-                reach.round_trip_us = _round_trip_us(connection)
-            except (OSError, EOFError) as error:
+                reach.round_trip_us = 1e6 * statistics.median(_send(connection, 0) for _ in range(ECHOES))
+            except OSError as error:
                 reach.error = f"{address} accepted a connection, and did not answer on it ({_in_words(error)})"
-                return reach
-        if rate:
-            _measure_rate(reach, port, token)
+            else:
+                if rate:
+                    _measure_rate(reach, connection, port, token)
         return reach
     reach.error = f"port {port}: {'; '.join(errors)}"
     return reach
 
 
-def _connect(address: str, port: int, token: str, mode: bytes, segment_bytes: int = 0) -> socket.socket:
+def _connect(address: str, port: int, token: str, segment_bytes: int = 0) -> socket.socket:
     connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         if segment_bytes:
@@ -158,58 +154,46 @@ def _connect(address: str, port: int, token: str, mode: bytes, segment_bytes: in
         connection.connect((address, port))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(STILL_S)
-        connection.sendall(token.encode() + mode)
-    except BaseException:
+        connection.sendall(token.encode())
+    except OSError:
         connection.close()
         raise
     return connection
 
 
-def _round_trip_us(connection: socket.socket) -> float:
-    times = []
-    for _ in range(ECHOES):
-        began = time.perf_counter()
-        connection.sendall(b"x")
-        _exactly(connection, 1)
-        times.append(1e6 * (time.perf_counter() - began))
-    return statistics.median(times)
-
-
-def _measure_rate(reach: Reach, port: int, token: str) -> None:
+def _measure_rate(reach: Reach, connection: socket.socket, port: int, token: str) -> None:
     try:
-        reach.bytes_per_s = _rate(reach.address, port, token)
-    except (OSError, EOFError) as error:
+        reach.bytes_per_s = _rate(connection)
+    except OSError as error:
         try:
-            _rate(reach.address, port, token, SMALL_SEGMENT_BYTES, enough_bytes=SMALLEST_BYTES)
-        except (OSError, EOFError):
+            with _connect(reach.address, port, token, SMALL_SEGMENT_BYTES) as small:
+                _send(small, SMALLEST_BYTES)
+        except OSError:
             reach.error = f"{reach.address} answers single bytes, and nothing larger arrives there ({_in_words(error)})"
         else:
-            reach.small_only = True
+            reach.small_packets_only = True
 
 
-def _rate(address: str, port: int, token: str, segment_bytes: int = 0, enough_bytes: int = LARGEST_BYTES) -> float:
-    """The bytes per second that arrive: twice as many are sent each time, until that takes long enough.
+def _rate(connection: socket.socket) -> float:
+    """Return the bytes per second that arrive: twice as many are sent each time, until that takes long enough.
 
     One packet of the largest size goes first, and alone: interfaces that are made of software hand many packets on as
     one, whatever the MTU, so that a way on which each large packet is lost may let most of a long stream pass.
     """
-    block, nbytes = bytes(1 << 18), SMALLEST_BYTES
-    with _connect(address, port, token, b"r", segment_bytes) as connection:
-        _send(connection, block, connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG))
-        while True:
-            took_s = _send(connection, block, nbytes)
-            if took_s >= RATE_S or nbytes >= enough_bytes:
-                return nbytes / took_s
-            nbytes *= 2
+    _send(connection, connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG))
+    nbytes = SMALLEST_BYTES
+    while (took_s := _send(connection, nbytes)) < RATE_S and nbytes < LARGEST_BYTES:
+        nbytes *= 2
+    return nbytes / took_s
 
 
-def _send(connection: socket.socket, block: bytes, nbytes: int) -> float:
-    """Send so many bytes, from a block again and again; returns the seconds until the other side has them."""
+def _send(connection: socket.socket, nbytes: int) -> float:
+    """Send so many bytes; return the seconds until the other side has them."""
+    block, left = memoryview(bytes(1 << 18)), nbytes
     began = time.perf_counter()
     connection.sendall(_LENGTH.pack(nbytes))
-    left = nbytes
     while left:
-        left -= connection.send(block[: min(left, len(block))])
+        left -= connection.send(block[:left])
     _exactly(connection, 1)
     return time.perf_counter() - began
 
@@ -227,7 +211,7 @@ def _exactly(connection: socket.socket, nbytes: int) -> bytes:
     while len(data) < nbytes:
         more = connection.recv(nbytes - len(data))
         if not more:
-            raise EOFError("the connection was closed")
+            raise ConnectionResetError("the connection was closed")
         data += more
     return data
 
@@ -235,8 +219,9 @@ def _exactly(connection: socket.socket, nbytes: int) -> bytes:
 def _in_words(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "no answer; a firewall drops the packets, or the cable is out"
-    if isinstance(error, OSError) and error.errno == errno.ECONNREFUSED:
+    number = getattr(error, "errno", None)
+    if number == errno.ECONNREFUSED:
         return "refused, although a process listens there; a firewall rejects it, or the address is another machine's"
-    if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+    if number in (errno.EHOSTUNREACH, errno.ENETUNREACH):
         return "no route leads there"
     return str(getattr(error, "strerror", None) or error)

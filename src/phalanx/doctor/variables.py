@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from phalanx import settings
-from phalanx.doctor.finding import Finding, Level
+from phalanx.doctor.finding import Finding, failure, ok, warning
 from phalanx.errors import LauncherEnvironmentError
 from phalanx.place.environment import Reading, read_environment
 from phalanx.rendezvous.meeting_point import MeetingPoint, meeting_point
@@ -21,35 +19,17 @@ from phalanx.words import format_list
 
 __all__ = ["device_variables", "variables"]
 
-
-@dataclass(frozen=True)
-class _Effect:
-    """A variable that changes what a job does, in a way that its user may not remember.
-
-    Attributes:
-        name: the variable.
-        values: its values that do so; empty for any.
-        said: what they do.
-    """
-
-    name: str
-    values: tuple[str, ...]
-    said: str
-
-
-_EFFECTS = (
-    _Effect(
-        "TORCH_DISTRIBUTED_DEBUG", ("DETAIL",), "every collective is compared among the ranks first, and is slower"
-    ),
-    _Effect("CUDA_LAUNCH_BLOCKING", ("1",), "every kernel of a GPU is waited for, which is several times slower"),
-    _Effect("PYTORCH_NO_CUDA_MEMORY_CACHING", ("1",), "every tensor of a GPU is allocated anew, which is much slower"),
-    _Effect("NCCL_P2P_DISABLE", ("1",), "GPUs of a host talk through its memory instead of directly"),
-    _Effect("NCCL_SHM_DISABLE", ("1",), "ranks of a host talk over the network where GPUs cannot talk directly"),
-    _Effect("NCCL_IB_DISABLE", ("1",), "InfiniBand is not used"),
-    _Effect("TORCH_NCCL_ASYNC_ERROR_HANDLING", ("0",), "a rank that is lost leaves the others waiting for ever"),
-    _Effect("TORCH_NCCL_BLOCKING_WAIT", ("1",), "the CPU waits for every collective of the GPUs"),
-)
-
+# Variables that change what a job does, in a way that their user may not remember: the value that does so, and what.
+_EFFECTS = {
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is compared among the ranks first, and is slower"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "every kernel of a GPU is waited for, which is several times slower"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1", "every tensor of a GPU is allocated anew, which is much slower"),
+    "NCCL_P2P_DISABLE": ("1", "GPUs of a host talk through its memory instead of directly"),
+    "NCCL_SHM_DISABLE": ("1", "ranks of a host talk over the network where GPUs cannot talk directly"),
+    "NCCL_IB_DISABLE": ("1", "InfiniBand is not used"),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "a rank that is lost leaves the others waiting for ever"),
+    "TORCH_NCCL_BLOCKING_WAIT": ("1", "the CPU waits for every collective of the GPUs"),
+}
 _SWITCH, _DISTANCE = "[01]", r"LOC|NVL|PIX|PXB|PHB|SYS|\d+"
 # Another value is ignored or taken for less, mostly without a word.
 _VALUES = {
@@ -66,26 +46,34 @@ _VALUES = {
 }
 
 
-def variables(environment: Mapping[str, str] | None = None) -> Iterator[Finding]:
-    """Findings about the environment of this process."""
-    environment = os.environ if environment is None else environment
+def variables(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Return findings about the environment of this process."""
     yield from _launcher(environment)
     yield from device_variables(environment)
-    yield from _threads(environment)
-    yield from _misspelt(environment)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        value, cores = environment.get(name, ""), usable_cores()
+        if value.isdecimal() and int(value) > cores:
+            said = f"{name}={value} threads for each rank, and {cores} cores for all: they would take turns"
+            yield warning("environment", said, f"unset {name}; phalanx run shares the cores out")
+    known = [value for name, value in vars(settings).items() if name.isupper() and str(value).startswith("PHALANX_")]
+    for name in sorted(environment):
+        if name.startswith("PHALANX_") and name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            remedy = f"did you mean {close[0]}?" if close else "docs/reference/variables.md lists those that there are"
+            yield warning("environment", f"{name} is not a variable that Phalanx reads", remedy)
 
 
 def device_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Findings about variables of torch, CUDA and NCCL that change what a job does, or have a wrong value."""
-    for effect in _EFFECTS:
-        value = environment.get(effect.name)
-        if value is not None and (not effect.values or value.upper() in effect.values):
-            yield Finding(Level.WARNING, "environment", f"{effect.name}={value}: {effect.said}", f"unset {effect.name}")
+    """Return findings about variables of torch, CUDA and NCCL that change what a job does, or have a wrong value."""
+    for name, (changing, said) in _EFFECTS.items():
+        value = environment.get(name, "")
+        if value.upper() == changing:
+            yield warning("environment", f"{name}={value}: {said}", f"unset {name}")
     for name, pattern in _VALUES.items():
         value = environment.get(name, "")
         if value and not re.fullmatch(pattern, value, re.IGNORECASE):
             said = f"{name}={value} is not a value that it can have"
-            yield Finding(Level.WARNING, "environment", said, f"unset {name}, or write it as {pattern}")
+            yield warning("environment", said, f"unset {name}, or write it as {pattern}")
 
 
 def _launcher(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -93,12 +81,14 @@ def _launcher(environment: Mapping[str, str]) -> Iterator[Finding]:
         reading = read_environment(dict(environment), [])
     except LauncherEnvironmentError as error:
         remedy = "unset what another job has left, or start this process by the launcher itself"
-        yield Finding(Level.FAILURE, "launcher", str(error), remedy)
+        yield failure("launcher", str(error), remedy)
         return
-    said = "none, a world of one" if reading.launcher is None else f"{reading.launcher.title}, by {reading.signs}"
-    yield Finding(Level.OK, "launcher", said)
+    yield ok(
+        "launcher",
+        "none, a world of one" if reading.launcher is None else f"{reading.launcher.title}, by {reading.signs}",
+    )
     for note in reading.notes:
-        yield Finding(Level.WARNING, "launcher", note.rstrip("."), "see docs/launchers.md")
+        yield warning("launcher", note.rstrip("."), "see docs/launchers.md")
     try:
         place = reading.place()
     except LauncherEnvironmentError:
@@ -109,22 +99,18 @@ def _launcher(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _meeting(reading: Reading, point: MeetingPoint, *, one_host: bool) -> Iterator[Finding]:
-    where = f"rank 0 at {point.address} ({point.source})"
+    subject, where = "meeting point", f"rank 0 at {point.address} ({point.source})"
     try:
         addresses = resolve(point.address)
     except OSError as error:
         said = f"{where}: this name does not resolve on {machine_name()} ({error.strerror or error})"
-        yield Finding(Level.FAILURE, "meeting point", said, "add it to /etc/hosts, or give rank 0's address in numbers")
+        yield failure(subject, said, "add it to /etc/hosts, or give rank 0's address in numbers")
         return
     if not one_host and all(map(is_loopback, addresses)):
-        yield Finding(
-            Level.FAILURE,
-            "meeting point",
-            f"{where}: that is loopback ({format_list(addresses)}), so each host would wait for itself",
-            "give the address by which the other hosts reach rank 0's",
-        )
+        said = f"{where}: that is loopback ({format_list(addresses)}), so each host would wait for itself"
+        yield failure(subject, said, "give the address by which the other hosts reach rank 0's")
         return
-    yield Finding(Level.OK, "meeting point", f"{where}: {format_list(addresses)}")
+    yield ok(subject, f"{where}: {format_list(addresses)}")
     if reading.number("rank") == 0 and point.fixed and not reading.keeps_store:
         yield _port(point, addresses)
 
@@ -133,7 +119,7 @@ def _port(point: MeetingPoint, addresses: list[str]) -> Finding:
     port, subject = point.ports[0], f"port {point.ports[0]}"
     if is_other_host(point.address):
         said = f"{machine_name()} is to be rank 0, and {point.address} is another host"
-        return Finding(Level.FAILURE, subject, said, "start rank 0 on that host, or give this host's address")
+        return failure(subject, said, "start rank 0 on that host, or give this host's address")
     try:
         with socket.socket(socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -141,22 +127,5 @@ def _port(point: MeetingPoint, addresses: list[str]) -> Finding:
     except OSError as error:
         holder = holder_of_port(port)
         said = f"rank 0 cannot listen on it: {error.strerror}" + f", it is held by {holder}" * bool(holder)
-        return Finding(Level.FAILURE, subject, said, "end that process, or set MASTER_PORT to another one")
-    return Finding(Level.OK, subject, "free for rank 0")
-
-
-def _threads(environment: Mapping[str, str]) -> Iterator[Finding]:
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        value = environment.get(name, "")
-        if value.isdecimal() and int(value) > usable_cores():
-            said = f"{name}={value} threads for each rank, and {usable_cores()} cores for all: they would take turns"
-            yield Finding(Level.WARNING, "environment", said, f"unset {name}; phalanx run shares the cores out")
-
-
-def _misspelt(environment: Mapping[str, str]) -> Iterator[Finding]:
-    known = [value for name, value in vars(settings).items() if name.isupper() and str(value).startswith("PHALANX_")]
-    for name in sorted(environment):
-        if name.startswith("PHALANX_") and name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            remedy = f"did you mean {close[0]}?" if close else "docs/reference/variables.md lists those that there are"
-            yield Finding(Level.WARNING, "environment", f"{name} is not a variable that Phalanx reads", remedy)
+        return failure(subject, said, "end that process, or set MASTER_PORT to another one")
+    return ok(subject, "free for rank 0")
