@@ -21,10 +21,10 @@ from phalanx.launch.remote.agreement import find_differences
 from phalanx.launch.remote.environment import carried_variables
 from phalanx.launch.remote.starter import command_for
 from phalanx.launch.remote.tree import FAN, starting_host
-from phalanx.place.allocated import note_ignored
 from phalanx.system import interfaces
 from phalanx.system.host import machine_name
 from phalanx.system.interfaces import is_other_host, listening_address, outward_address, outward_addresses
+from phalanx.topology.allocated import note_ignored
 
 
 def slots(hosts: list[HostSlots]) -> list[tuple[str, int | None]]:

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from phalanx.errors import InitializationError, LauncherEnvironmentError
-from phalanx.place.arguments import place_with
-from phalanx.place.environment import Reading, read_environment
-from phalanx.place.launcher import Kind
-from phalanx.place.launchers import LAUNCHERS
-from phalanx.place.listing import launcher_table, recognition_table
-from phalanx.place.node_lists import expand_node_list, expand_task_counts
 from phalanx.system.host import Host
+from phalanx.topology.arguments import place_with
+from phalanx.topology.environment import Reading, read_environment
+from phalanx.topology.launcher import Kind
+from phalanx.topology.launchers import LAUNCHERS
+from phalanx.topology.listing import launcher_table, recognition_table
+from phalanx.topology.node_lists import expand_node_list, expand_task_counts
 from phalanx.topology.topology import Whereabouts, arrange
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +84,7 @@ def test_every_row_and_name_has_a_job() -> None:
 
 def test_the_tables_of_the_documentation_are_those_of_the_rows() -> None:
     page, design = ((ROOT / "docs" / name).read_text() for name in ("launchers.md", "design/launching.md"))
-    assert launcher_table() in page, "copy the output of `python -m phalanx.place.listing` into docs/launchers.md"
+    assert launcher_table() in page, "copy the output of `python -m phalanx.topology.listing` into docs/launchers.md"
     assert recognition_table() in design, "and its second table into docs/design/launching.md"
     for row in LAUNCHERS:
         assert row.traits.pass_on in page

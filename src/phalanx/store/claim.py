@@ -12,10 +12,10 @@ import secrets
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from phalanx.place.place import Place
 from phalanx.system.host import this_host
 from phalanx.system.process_use import start_of
 from phalanx.system.sight import own_sight
+from phalanx.topology.place import Place
 from phalanx.wire.proof import NoProof
 from phalanx.wire.sockets import KeepAlive
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from phalanx import settings
 from phalanx.errors import DeviceError
-from phalanx.place.launchers import OWN_DEVICES
+from phalanx.topology.launchers import OWN_DEVICES
 from phalanx.words import format_count
 
 __all__ = [

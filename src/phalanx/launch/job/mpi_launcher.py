@@ -20,8 +20,8 @@ from typing import Any
 from phalanx import settings
 from phalanx.errors import LauncherEnvironmentError, LaunchError
 from phalanx.launch.job.host_slots import HostSlots
-from phalanx.place.launcher import Launcher
-from phalanx.place.launchers import MPICH, OPENMPI, SLURM
+from phalanx.topology.launcher import Launcher
+from phalanx.topology.launchers import MPICH, OPENMPI, SLURM
 
 __all__ = [
     "Abort",

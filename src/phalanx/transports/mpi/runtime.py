@@ -25,8 +25,8 @@ from typing import Any
 from phalanx import settings
 from phalanx.errors import InitializationError
 from phalanx.native.core import library
-from phalanx.place.launchers import MPI_SIZES
 from phalanx.system.mpi_files import own_files, remove
+from phalanx.topology.launchers import MPI_SIZES
 from phalanx.transports.mpi.interface import tell_libraries
 from phalanx.transports.mpi.notices import Notices
 from phalanx.transports.mpi.peers import Peers

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.place.place import Place
+from phalanx.topology.place import Place
 from phalanx.words import format_named
 
 __all__ = ["Came", "Expected", "expected_places", "format_expected", "format_missing"]

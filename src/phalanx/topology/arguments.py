@@ -6,9 +6,9 @@ from dataclasses import replace
 from urllib.parse import parse_qs, urlsplit
 
 from phalanx.errors import InitializationError, LauncherEnvironmentError
-from phalanx.place.environment import Reading, read_environment
-from phalanx.place.place import Place
-from phalanx.place.readers import Finding, whole_number
+from phalanx.topology.environment import Reading, read_environment
+from phalanx.topology.place import Place
+from phalanx.topology.readers import Finding, whole_number
 
 __all__ = ["place_with"]
 

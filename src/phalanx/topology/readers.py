@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import LauncherEnvironmentError
-from phalanx.place.node_lists import expand_node_list, expand_task_counts
 from phalanx.system.host import this_host
+from phalanx.topology.node_lists import expand_node_list, expand_task_counts
 
 __all__ = [
     "Environment",

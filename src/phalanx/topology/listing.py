@@ -1,6 +1,6 @@
 """The launchers for people, rendered from their rows: the tables of the documentation, and lists for help texts.
 
-``python -m phalanx.place.listing`` prints the tables of ``docs/launchers.md`` and ``docs/design/launching.md``.
+``python -m phalanx.topology.listing`` prints the tables of ``docs/launchers.md`` and ``docs/design/launching.md``.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from phalanx.place.launcher import MASTER_ADDR, MASTER_PORT, Launcher
-from phalanx.place.launchers import LAUNCHERS
-from phalanx.place.readers import Reader
+from phalanx.topology.launcher import MASTER_ADDR, MASTER_PORT, Launcher
+from phalanx.topology.launchers import LAUNCHERS
+from phalanx.topology.readers import Reader
 
 __all__ = ["commands_started", "launcher_names", "launcher_table", "recognition_table"]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from phalanx.place.place import Traits
-from phalanx.place.readers import Environment, ListOf, Reader, host_of, number, port
+from phalanx.topology.place import Traits
+from phalanx.topology.readers import Environment, ListOf, Reader, host_of, number, port
 
 __all__ = ["FIELDS", "MASTER_ADDR", "MASTER_PORT", "Kind", "Launcher"]
 

@@ -6,7 +6,7 @@ torchrun. ``environment.py`` reads a row, checks it, and compares it with the ot
 
 A new launcher is a row here, in its place in ``LAUNCHERS``, and a recording of its variables in
 ``tests/data/launchers``; the help of ``phalanx env`` follows from the row, and so do the tables in
-``docs/launchers.md`` and ``docs/design/launching.md`` (``python -m phalanx.place.listing`` prints them).
+``docs/launchers.md`` and ``docs/design/launching.md`` (``python -m phalanx.topology.listing`` prints them).
 
 Three variables are not what their names say. Open MPI's ``OMPI_COMM_WORLD_NODE_RANK`` is a local rank that counts the
 ranks of all jobs on the node, not the node's index. ``RANK`` on Alibaba's PAI is the node's index, not the rank.
@@ -19,10 +19,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phalanx import settings
-from phalanx.place.by_hand import BY_HAND
-from phalanx.place.launcher import FIELDS, MASTER_ADDR, Kind, Launcher
-from phalanx.place.place import Traits
-from phalanx.place.platforms import (
+from phalanx.topology.by_hand import BY_HAND
+from phalanx.topology.launcher import FIELDS, MASTER_ADDR, Kind, Launcher
+from phalanx.topology.place import Traits
+from phalanx.topology.platforms import (
     AZURE_JOB,
     AZURE_MASTER,
     AZUREML_BY_HAND,
@@ -34,7 +34,7 @@ from phalanx.place.platforms import (
     SAGEMAKER_BY_HAND,
     TPU,
 )
-from phalanx.place.readers import (
+from phalanx.topology.readers import (
     Environment,
     Finding,
     Reader,

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import LauncherEnvironmentError
-from phalanx.place.launcher import FIELDS, Kind, Launcher
-from phalanx.place.launchers import LAUNCHERS
-from phalanx.place.place import Place, Traits
-from phalanx.place.readers import Environment, Finding, whole_number
+from phalanx.topology.launcher import FIELDS, Kind, Launcher
+from phalanx.topology.launchers import LAUNCHERS
+from phalanx.topology.place import Place, Traits
+from phalanx.topology.readers import Environment, Finding, whole_number
 
 __all__ = ["Reading", "read_environment"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.place.launcher import Kind, Launcher
-from phalanx.place.readers import number
+from phalanx.topology.launcher import Kind, Launcher
+from phalanx.topology.readers import number
 
 __all__ = ["BY_HAND"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from phalanx.place.by_hand import BY_HAND
-from phalanx.place.launcher import MASTER_ADDR, MASTER_PORT, Kind, Launcher
-from phalanx.place.place import Traits
-from phalanx.place.readers import (
+from phalanx.topology.by_hand import BY_HAND
+from phalanx.topology.launcher import MASTER_ADDR, MASTER_PORT, Kind, Launcher
+from phalanx.topology.place import Traits
+from phalanx.topology.readers import (
     Environment,
     Finding,
     Reader,
