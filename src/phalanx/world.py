@@ -25,8 +25,8 @@ from phalanx.store.ended import meeting_prefix
 from phalanx.system.awake import AwakeClock
 from phalanx.system.host import this_host
 from phalanx.topology import device as devices
-from phalanx.topology.arguments import place_with
 from phalanx.topology.backends import why_unfit
+from phalanx.topology.environment import place_with
 from phalanx.topology.frameworks import announce, cpu_settings, second_meeting_point, withdraw
 from phalanx.topology.place import Place
 from phalanx.topology.table import RankRow, format_rank_table

@@ -17,12 +17,9 @@ import pytest
 
 from phalanx.errors import InitializationError, LauncherEnvironmentError
 from phalanx.system.host import Host
-from phalanx.topology.arguments import place_with
-from phalanx.topology.environment import Reading, read_environment
-from phalanx.topology.launcher import Kind
-from phalanx.topology.launchers import LAUNCHERS
-from phalanx.topology.listing import launcher_table, recognition_table
-from phalanx.topology.node_lists import expand_node_list, expand_task_counts
+from phalanx.topology.environment import Reading, place_with, read_environment
+from phalanx.topology.launchers import LAUNCHERS, Kind, launcher_table, recognition_table
+from phalanx.topology.readers import expand_node_list, expand_task_counts
 from phalanx.topology.topology import Whereabouts, arrange
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +81,7 @@ def test_every_row_and_name_has_a_job() -> None:
 
 def test_the_tables_of_the_documentation_are_those_of_the_rows() -> None:
     page, design = ((ROOT / "docs" / name).read_text() for name in ("launchers.md", "design/launching.md"))
-    assert launcher_table() in page, "copy the output of `python -m phalanx.topology.listing` into docs/launchers.md"
+    assert launcher_table() in page, "copy the output of `python -m phalanx.topology.launchers` into docs/launchers.md"
     assert recognition_table() in design, "and its second table into docs/design/launching.md"
     for row in LAUNCHERS:
         assert row.traits.pass_on in page

@@ -16,8 +16,8 @@ from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.errors import InitializationError, PhalanxError
 from phalanx.rendezvous.meet import kept_store
 from phalanx.system.host import this_host
-from phalanx.topology.absent import Came, format_missing
-from phalanx.topology.arguments import place_with
+from phalanx.topology.environment import place_with
+from phalanx.topology.place import Came, format_missing
 from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
 from phalanx.transports.mpi.communicator import MpiCommunicator
 from phalanx.transports.mpi.runtime import Runtime, running, start

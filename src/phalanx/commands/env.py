@@ -15,7 +15,7 @@ from phalanx.rendezvous.meeting_point import meeting_point
 from phalanx.system.device_files import accelerator_files
 from phalanx.system.host import this_host
 from phalanx.topology.environment import Reading, read_environment
-from phalanx.topology.listing import commands_started, launcher_names
+from phalanx.topology.launchers import commands_started, launcher_names
 from phalanx.topology.table import RankRow
 
 __all__ = ["env"]

@@ -24,7 +24,7 @@ from phalanx.rpc.members import Member
 from phalanx.system.autograd_engine import renew_engine
 from phalanx.system.bounded import within
 from phalanx.system.interfaces import LOOPBACK, chosen_interface, is_loopback, outward_address, resolve
-from phalanx.topology.arguments import place_with
+from phalanx.topology.environment import place_with
 from phalanx.wire.key import Key, job_key
 from phalanx.words import format_named, tell
 

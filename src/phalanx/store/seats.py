@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from phalanx.store.claim import Claim, Verdict
 from phalanx.store.company import neighbours
-from phalanx.topology.absent import Came, Expected, expected_places, format_expected
+from phalanx.topology.place import Came, Expected, expected_places, format_expected
 from phalanx.words import format_named, format_spans
 
 __all__ = ["Seats"]

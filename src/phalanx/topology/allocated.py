@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx.errors import LauncherEnvironmentError
-from phalanx.topology.node_lists import expand_node_list, expand_task_counts
-from phalanx.topology.readers import read_host_slots
+from phalanx.topology.readers import expand_node_list, expand_task_counts, read_host_slots
 from phalanx.words import format_count
 
 __all__ = ["Allocated", "is_allocated", "note_ignored", "read_allocated"]

@@ -9,15 +9,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from urllib.parse import parse_qs, urlsplit
 
-from phalanx.errors import LauncherEnvironmentError
-from phalanx.topology.launcher import FIELDS, Kind, Launcher
-from phalanx.topology.launchers import LAUNCHERS
+from phalanx import settings
+from phalanx.errors import InitializationError, LauncherEnvironmentError
+from phalanx.topology.launchers import LAUNCHERS, Kind, Launcher
 from phalanx.topology.place import Place, Traits
 from phalanx.topology.readers import Environment, Finding, whole_number
 
-__all__ = ["Reading", "read_environment"]
+_ALONE = {"local_rank": 0, "local_world_size": 1, "node_rank": 0, "num_nodes": 1}
 
 
 @dataclass(frozen=True)
@@ -44,19 +45,17 @@ class Reading:
     def name(self) -> str:
         return "none" if self.launcher is None else self.launcher.name
 
-    def number(self, field: str) -> int | None:
+    def number(self, fact: str) -> int | None:
         """A fact that is a number; None where the launcher does not give it."""
-        found = self.found.get(field)
-        return None if found is None else int(found.value)
+        return int(self.found[fact].value) if fact in self.found else None
 
-    def text(self, field: str) -> str | None:
+    def text(self, fact: str) -> str | None:
         """A fact that is a text; None where the launcher does not give it."""
-        found = self.found.get(field)
-        return None if found is None else str(found.value)
+        return str(self.found[fact].value) if fact in self.found else None
 
-    def said(self, *fields: str) -> str:
+    def said(self, *facts: str, by: str = ", ") -> str:
         """Where these facts were read, for people: ``RANK=1, WORLD_SIZE=4``."""
-        return ", ".join(self.found[field].source for field in fields if field in self.found)
+        return by.join(self.found[fact].source for fact in facts if fact in self.found)
 
     def place(self) -> Place:
         """The place of this process.
@@ -67,8 +66,7 @@ class Reading:
         launcher, master = self.launcher, self.found.get("master_addr")
         rank, world_size = self.number("rank"), self.number("world_size")
         if rank is None or world_size is None:
-            title = "" if launcher is None else launcher.title
-            remedy = "" if launcher is None else launcher.unknown_world
+            title, remedy = ("", "") if launcher is None else (launcher.title, launcher.unknown_world)
             raise LauncherEnvironmentError(
                 f"{title} is recognised, but its variables do not say how many ranks there are. {remedy}"
             )
@@ -85,18 +83,16 @@ class Reading:
             job=self.text("job"),
             attempt=self.number("attempt") or 0,
             hosts=self.hosts,
-            first_of_allocation=(
-                launcher is not None and not launcher.exact_hosts and master is not None and master.listed
-            ),
+            first_of_allocation=master is not None and master.listed and not self.hosts,
             keeps_store=self.keeps_store,
             traits=Traits() if launcher is None else launcher.traits,
-            sources={field: found.source for field, found in self.found.items()},
+            sources={fact: found.source for fact, found in self.found.items()},
             notes=self.notes,
         )
 
 
 def read_environment(environment: Environment | None = None, arguments: Sequence[str] | None = None) -> Reading:
-    """The facts that this process's launcher gives; those of a world of one when no launcher is recognised.
+    """Read the facts that this process's launcher gives; those of a world of one when no launcher is recognised.
 
     The answer may lack the world size, because under some launchers only MPI knows it; then its ``place()`` raises.
 
@@ -110,81 +106,85 @@ def read_environment(environment: Environment | None = None, arguments: Sequence
     """
     environment = os.environ if environment is None else environment
     arguments = sys.argv[1:] if arguments is None else arguments
-    if _not_distributed(environment):
-        return _world_of_one()
-    rows = [launcher for launcher in LAUNCHERS if launcher.recognised(environment)]
-    if not rows:
+    rows = [launcher for launcher in LAUNCHERS if launcher.recognises(environment)]
+    not_distributed = all(row.kind is Kind.HAND for row in rows) and _says_not_distributed(environment)
+    if not rows and not not_distributed:
         _refuse_remains(environment, arguments)
-        return _world_of_one()
+    if not rows or not_distributed:
+        alone = {"rank": 0, "world_size": 1, **_ALONE}
+        return Reading(None, {fact: Finding(value, "started plainly") for fact, value in alone.items()})
     launcher = rows[0]
-    found = {} if launcher.kind is not Kind.HAND else _local_rank_argument(environment, arguments)
-    reading = _read(launcher, environment, found)
+    reading = _read(launcher, environment, arguments)
     for other in rows[1:]:
-        _compare(reading, other, environment)
+        if other.name != launcher.name and other.kind not in launcher.around:
+            _compare(launcher, reading, Reading(other, other.read(environment)))
     return reading
 
 
 # -- one row -------------------------------------------------------------------------------------------
 
 
-def _read(launcher: Launcher, environment: Environment, more: Mapping[str, Finding]) -> Reading:
-    found = {**more, **_collect(launcher, environment)}
-    if launcher.kind is Kind.HAND and "world_size" in found and found["world_size"].value == 1:
-        found.setdefault("rank", Finding(0, "the only rank"))
-        if "local_rank" in found and found["local_rank"].value == -1:
-            del found["local_rank"]  # "not distributed", in the older convention
-    for field in launcher.always:
-        if field not in found:
-            reader = getattr(launcher, field)
-            if field == "world_size" and launcher.unknown_world:
-                continue
-            there = _collect(launcher, environment).get("world_size" if field == "rank" else "rank")
-            beside = "" if there is None else f" beside {there.source}"
+def _read(launcher: Launcher, environment: Environment, arguments: Sequence[str]) -> Reading:
+    found = launcher.read(environment)
+    if launcher.kind is Kind.HAND:
+        found = {**_local_rank_argument(environment, arguments), **found}
+        if "world_size" in found and found["world_size"].value == 1:
+            found.setdefault("rank", Finding(0, "the only rank"))
+            if "local_rank" in found and found["local_rank"].value == -1:
+                del found["local_rank"]  # "not distributed", in the older convention
+    for fact, other in (("rank", "world_size"), ("world_size", "rank")):
+        if fact not in found and not (fact == "world_size" and launcher.unknown_world):
+            beside = f" beside {found[other].source}" if other in found else ""
             raise LauncherEnvironmentError(
-                f"{launcher.name} is recognised (by {launcher.signs(environment)}), but {reader.names} is not set"
-                f"{beside}; every rank needs it. Was the environment passed on only in part, or left by another job?"
+                f"{launcher.name} is recognised (by {launcher.signs(environment)}), but {launcher.facts[fact].names} "
+                f"is not set{beside}; every rank needs it. Was the environment passed on only in part, or left by "
+                f"another job?"
             )
     if found.get("world_size") and found["world_size"].value == 1:
-        alone = {"local_rank": 0, "local_world_size": 1, "node_rank": 0, "num_nodes": 1}
-        found = {**{field: Finding(value, "a world of one") for field, value in alone.items()}, **found}
+        found = {**{fact: Finding(value, "a world of one") for fact, value in _ALONE.items()}, **found}
     note = launcher.note(environment)
-    hosts = () if launcher.hosts is None else tuple(launcher.hosts.hosts(environment))
-    keeps_store = {"master_addr", "master_port"} <= found.keys() and launcher.keeps_store(environment)
-    reading = Reading(launcher, found, launcher.signs(environment), (note,) if note else (), hosts, keeps_store)
-    _check(reading)
+    reading = Reading(
+        launcher,
+        found,
+        launcher.signs(environment),
+        (note,) if note else (),
+        () if launcher.hosts is None else tuple(launcher.hosts.hosts(environment)),
+        launcher.kind is Kind.AGENT and {"master_addr", "master_port"} <= found.keys() and _agent_store(environment),
+    )
+    _check(launcher, reading)
     return reading
 
 
-def _collect(launcher: Launcher, environment: Environment) -> dict[str, Finding]:
-    found = {}
-    for field in FIELDS:
-        reader = getattr(launcher, field)
-        finding = None if reader is None else reader(environment)
-        if finding is not None:
-            found[field] = finding
-    return found
+def _agent_store(environment: Environment) -> bool:
+    """Whether the agent's own store is at MASTER_PORT; otherwise rank 0 is to open one there.
+
+    A script under ``phalanx run`` may have set a MASTER_PORT of its own.
+    """
+    own = environment.get(settings.STORE_PORT, environment["MASTER_PORT"])
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and own == environment["MASTER_PORT"]
 
 
-def _check(reading: Reading) -> None:
+def _check(launcher: Launcher, reading: Reading) -> None:
     """Refuse facts that no process can have together."""
     for index, count in (("rank", "world_size"), ("local_rank", "local_world_size"), ("node_rank", "num_nodes")):
-        _check_pair(reading, index, count)
-    world = reading.number("world_size")
-    local, nodes = reading.number("local_world_size"), reading.number("num_nodes")
+        low, high = reading.number(index), reading.number(count)
+        said = reading.said(index, count, by=" and ")
+        if high is not None and high < 1:
+            raise LauncherEnvironmentError(f"{said} is impossible: a world has at least one rank, on at least one node")
+        if low is not None and (low < 0 or (high is not None and low >= high)):
+            limit = "" if high is None else f" to {high - 1}"
+            raise LauncherEnvironmentError(f"{said} is impossible: ranks and nodes count from 0{limit}")
+    world, local, nodes = (reading.number(fact) for fact in ("world_size", "local_world_size", "num_nodes"))
     if world is None:
         return
-    for field, value in (
-        ("local_world_size", local),
-        ("num_nodes", nodes),
-        ("local_rank", reading.number("local_rank")),
-    ):
-        if value is not None and value > (world - 1 if field == "local_rank" else world):
+    for fact, most in (("local_world_size", world), ("num_nodes", world), ("local_rank", world - 1)):
+        if (reading.number(fact) or 0) > most:
             raise LauncherEnvironmentError(
-                f"{reading.said(field)} does not fit into a world of {world} ({reading.said('world_size')})"
+                f"{reading.said(fact)} does not fit into a world of {world} ({reading.said('world_size')})"
             )
     if local is None or nodes is None:
         return
-    if reading.launcher is not None and reading.launcher.one_process_per_node and local == 1 and nodes != world:
+    if launcher.one_process_per_node and local == 1 and nodes != world:
         note = f" {reading.notes[0]}" if reading.notes else ""
         raise LauncherEnvironmentError(
             f"{reading.name}: {reading.said('world_size')} ranks on {reading.said('num_nodes')} nodes, but the "
@@ -199,39 +199,26 @@ def _check(reading: Reading) -> None:
         )
 
 
-def _check_pair(reading: Reading, index: str, count: str) -> None:
-    low, high = reading.number(index), reading.number(count)
-    said = " and ".join(reading.found[field].source for field in (index, count) if field in reading.found)
-    if high is not None and high < 1:
-        raise LauncherEnvironmentError(f"{said} is impossible: a world has at least one rank, on at least one node")
-    if low is not None and (low < 0 or (high is not None and low >= high)):
-        limit = "" if high is None else f" to {high - 1}"
-        raise LauncherEnvironmentError(f"{said} is impossible: ranks and nodes count from 0{limit}")
+# -- several rows, none, or a half one -----------------------------------------------------------------
 
 
-# -- several rows --------------------------------------------------------------------------------------
-
-
-def _compare(reading: Reading, other: Launcher, environment: Environment) -> None:
-    """Refuse another launcher that is recognised too, unless it may be around this one or gives the same facts.
+def _compare(launcher: Launcher, reading: Reading, beside: Reading) -> None:
+    """Refuse another launcher that is recognised too, and not around this one, unless it gives the same facts.
 
     Raises:
         LauncherEnvironmentError: the two contradict each other; the message shows both.
     """
-    launcher = reading.launcher
-    if launcher is None or other.name == launcher.name or other.kind in launcher.around:
+    by_hand = beside.launcher is not None and beside.launcher.kind is Kind.HAND
+    if by_hand and launcher.rank_counts_nodes:
         return
-    if other.kind is Kind.HAND and launcher.rank_counts_nodes:
-        return
-    beside = Reading(other, _collect(other, environment))
-    pairs = [(reading.number(field), beside.number(field)) for field in ("rank", "world_size")]
-    if other.kind is Kind.HAND and None in (pairs[0][1], pairs[1][1]):
-        lacking = "WORLD_SIZE" if pairs[1][1] is None else "RANK"
+    lacking = [name for name, fact in (("RANK", "rank"), ("WORLD_SIZE", "world_size")) if fact not in beside.found]
+    if by_hand and lacking:
         raise LauncherEnvironmentError(
-            f"{_claim(reading)}, and beside it {beside.said('rank', 'world_size')} is set but {lacking} is not set; "
-            f"unset the one that is set, or set both to what the launcher says"
+            f"{_claim(reading)}, and beside it {beside.said('rank', 'world_size')} is set but {lacking[-1]} is not "
+            f"set; unset the one that is set, or set both to what the launcher says"
         )
-    if all(own is None or its is None or own == its for own, its in pairs):
+    both = [fact for fact in ("rank", "world_size") if fact in reading.found and fact in beside.found]
+    if all(reading.number(fact) == beside.number(fact) for fact in both):
         return
     # A launcher around one with agents, such as an mpiexec around torchrun, starts one agent on each node.
     if launcher.kind is Kind.AGENT and beside.number("world_size") == reading.number("num_nodes"):
@@ -243,31 +230,18 @@ def _compare(reading: Reading, other: Launcher, environment: Environment) -> Non
 
 
 def _claim(reading: Reading) -> str:
-    rank, world = reading.number("rank"), reading.number("world_size")
-    shown = f"rank {'?' if rank is None else rank} of {'?' if world is None else world}"
-    return f"{reading.name} says {shown} ({reading.said('rank', 'world_size')})"
+    rank, world = (reading.text(fact) or "?" for fact in ("rank", "world_size"))
+    return f"{reading.name} says rank {rank} of {world} ({reading.said('rank', 'world_size')})"
 
 
-# -- no row, or a half one -----------------------------------------------------------------------------
-
-
-def _world_of_one() -> Reading:
-    alone = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "node_rank": 0, "num_nodes": 1}
-    return Reading(None, {field: Finding(value, "started plainly") for field, value in alone.items()})
-
-
-def _not_distributed(environment: Environment) -> bool:
+def _says_not_distributed(environment: Environment) -> bool:
     """Whether the variables say "not distributed" by the older convention.
 
     That is a rank of -1, or a variable that was set to nothing, and no world of several ranks.
     """
-    if any(launcher.recognised(environment) for launcher in LAUNCHERS if launcher.kind is not Kind.HAND):
-        return False
-    said = {name: environment[name].strip() for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environment}
     alone = {"RANK": ("", "-1"), "WORLD_SIZE": ("", "-1", "1"), "LOCAL_RANK": ("", "-1", "0")}
-    return all(value in alone[name] for name, value in said.items()) and any(
-        value in ("", "-1") for value in said.values()
-    )
+    said = {name: environment[name].strip() for name in alone if name in environment}
+    return all(value in alone[name] for name, value in said.items()) and not {"", "-1"}.isdisjoint(said.values())
 
 
 def _local_rank_argument(environment: Environment, arguments: Sequence[str]) -> dict[str, Finding]:
@@ -276,9 +250,7 @@ def _local_rank_argument(environment: Environment, arguments: Sequence[str]) -> 
     for index, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name in ("--local_rank", "--local-rank"):
-            if not equals:
-                value = arguments[index + 1] if index + 1 < len(arguments) else ""
-            local_rank = whole_number(name, value)
+            local_rank = whole_number(name, value if equals else "".join(arguments[index + 1 : index + 2]))
             if local_rank != -1:
                 found["local_rank"] = Finding(local_rank, f"{name}={local_rank}")
     own = environment.get("LOCAL_RANK")
@@ -289,10 +261,7 @@ def _local_rank_argument(environment: Environment, arguments: Sequence[str]) -> 
 
 def _refuse_remains(environment: Environment, arguments: Sequence[str]) -> None:
     """Refuse a process that no launcher is recognised for, if a variable or an argument says that there are others."""
-    several = []
-    found = _local_rank_argument(environment, arguments)
-    if found and found["local_rank"].value != 0:
-        several.append(found["local_rank"].source)
+    several = [found.source for found in _local_rank_argument(environment, arguments).values() if found.value != 0]
     for name, alone in (("LOCAL_RANK", (0, -1)), ("LOCAL_WORLD_SIZE", (1,)), ("GROUP_WORLD_SIZE", (1,))):
         if name in environment and whole_number(name, environment[name]) not in alone:
             several.append(f"{name}={environment[name]}")
@@ -301,3 +270,84 @@ def _refuse_remains(environment: Environment, arguments: Sequence[str]) -> None:
             f"{' and '.join(several)} says that there are several processes, but neither RANK nor WORLD_SIZE is set. "
             f"Start the script with a launcher, such as phalanx run -n N, or unset it"
         )
+
+
+# -- the place that a script gives itself --------------------------------------------------------------
+
+
+def place_with(reading: Reading | None, init_method: str | None, rank: int | None, world_size: int | None) -> Place:
+    """Find this process's place by its launcher and by what the script gives; where both give a fact they must agree.
+
+    Args:
+        reading: what the launcher says; read from ``os.environ`` by default.
+        init_method: ``tcp://host:port``, with ``?rank=…&world_size=…`` if wanted, ``env://``, or None.
+        rank, world_size: the place; None, or -1 as in torch, to leave it to the launcher.
+
+    Raises:
+        InitializationError: ``init_method`` is of another kind, or only one of rank and world size is known.
+        LauncherEnvironmentError: what was given contradicts the launcher, or describes no process.
+    """
+    reading = read_environment() if reading is None else reading
+    address = port = None
+    if init_method is not None and init_method != "env://":
+        address, port, query = _parse(init_method)
+        rank = query.get("rank") if rank is None else rank
+        world_size = query.get("world_size") if world_size is None else world_size
+    # Scripts written for torch pass -1 for "not given", and for "not distributed".
+    rank, world_size = (None if number == -1 else number for number in (rank, world_size))
+    if rank is None and world_size == 1 and reading.launcher is None:
+        rank = 0
+    given = {
+        name: Finding(value, f"{name}={value} in phalanx.init()")
+        for name, value in (("rank", rank), ("world_size", world_size))
+        if value is not None
+    }
+    if given and reading.launcher is None:  # the script is its own launcher
+        if len(given) != 2:
+            raise InitializationError(
+                f"{next(iter(given.values())).source}, but the other is not known; pass both rank and world_size"
+            )
+        place = Place("env", int(rank or 0), int(world_size or 0), None, None, None, None)
+    else:
+        for name, finding in given.items():
+            if reading.number(name) not in (None, finding.value):
+                raise LauncherEnvironmentError(
+                    f"{finding.source}, but {reading.name} says {reading.said(name)}; leave {name} out, or correct "
+                    f"the one that is wrong"
+                )
+        place = replace(reading, found={**given, **reading.found}).place()
+    if given and not 0 <= place.rank < place.world_size:
+        raise LauncherEnvironmentError(
+            f"{' and '.join(one.source for one in given.values())}: {place.rank} is not a rank of a world of "
+            f"{place.world_size}; ranks count from 0"
+        )
+    if given and place.world_size == 1:
+        place = replace(place, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1)
+    if address is None:
+        return place
+    said = f"init_method={init_method}"
+    return replace(
+        place,
+        master_addr=address,
+        master_port=port,
+        first_of_allocation=False,
+        keeps_store=False,
+        sources={**place.sources, "master_addr": said, "master_port": said},
+    )
+
+
+def _parse(init_method: str) -> tuple[str, int, dict[str, int]]:
+    """Parse ``tcp://host:port?rank=1&world_size=2`` into host, port, and the numbers that are given."""
+    parts = urlsplit(init_method)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme != "tcp" or not parts.hostname or not port:
+        raise InitializationError(
+            f"init_method={init_method!r} is neither tcp://host:port nor env://; for another rendezvous call "
+            f"torch.distributed.init_process_group('phalanx', …) itself"
+        )
+    query = {name: values[-1] for name, values in parse_qs(parts.query).items() if name in ("rank", "world_size")}
+    numbers = {name: whole_number(f"{name} in init_method", value) for name, value in query.items()}
+    return parts.hostname, port, numbers

@@ -17,8 +17,7 @@ from torch._C._distributed_c10d import Store
 from phalanx import settings
 from phalanx.errors import InitializationError, LauncherEnvironmentError
 from phalanx.system.host import Host
-from phalanx.topology.absent import Came, format_missing
-from phalanx.topology.place import Place
+from phalanx.topology.place import Came, Place, format_missing
 from phalanx.words import format_spans
 
 __all__ = ["Node", "Topology", "Whereabouts", "arrange", "gather"]
