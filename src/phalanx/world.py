@@ -22,10 +22,10 @@ from phalanx.errors import ArgumentError, ClosedError, DeviceError, Initializati
 from phalanx.group import Group, Session
 from phalanx.rendezvous.meet import leave, meet, tell_meeting, why_failed
 from phalanx.store.ended import meeting_prefix
-from phalanx.system.awake import AwakeClock
 from phalanx.system.host import this_host
+from phalanx.system.threads import AwakeClock
 from phalanx.topology import device as devices
-from phalanx.topology.backends import why_unfit
+from phalanx.topology.device import why_unfit
 from phalanx.topology.environment import place_with
 from phalanx.topology.frameworks import announce, cpu_settings, second_meeting_point, withdraw
 from phalanx.topology.place import Place

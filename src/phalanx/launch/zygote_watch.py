@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 
 from phalanx.system import processes
-from phalanx.system.awake import AwakeClock
+from phalanx.system.threads import AwakeClock
 from phalanx.words import format_named
 
 __all__ = ["SILENCE_S", "ZygoteWatch"]

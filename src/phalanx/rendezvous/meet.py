@@ -26,8 +26,8 @@ from phalanx.rendezvous.search import find_store
 from phalanx.store.claim import Claim, own_claim
 from phalanx.store.client import JobStore
 from phalanx.store.ended import met_key, ranks_that_ended
-from phalanx.system.awake import AwakeClock
 from phalanx.system.interfaces import LOOPBACK, outward_address
+from phalanx.system.threads import AwakeClock
 from phalanx.topology.place import Place
 from phalanx.wire.key import job_key
 from phalanx.wire.sockets import listen

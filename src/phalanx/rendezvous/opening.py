@@ -16,9 +16,9 @@ from phalanx.store.claim import Claim
 from phalanx.store.client import JobStore, connect
 from phalanx.store.seats import Seats
 from phalanx.store.server import StoreServer
-from phalanx.system.awake import AwakeClock, wait_awake
 from phalanx.system.host import this_host
 from phalanx.system.interfaces import describe_interfaces, holder_of_port, is_loopback
+from phalanx.system.threads import AwakeClock, wait_awake
 from phalanx.topology.place import Place
 from phalanx.wire.key import Key
 from phalanx.wire.proof import Address, NoProof, WrongKey

@@ -1,4 +1,4 @@
-"""What a batch system says of the nodes that it has allotted to the job of this process."""
+"""The nodes that a batch system has allotted to the job of this process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from phalanx.errors import LauncherEnvironmentError
 from phalanx.topology.readers import expand_node_list, expand_task_counts, read_host_slots
 from phalanx.words import format_count
-
-__all__ = ["Allocated", "is_allocated", "note_ignored", "read_allocated"]
 
 # The variables of a task of mpiexec, or of LSF's jsrun, which it has beside those of the batch system.
 _OF_TASKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK")
@@ -39,15 +37,42 @@ class Allocated:
 
 
 def read_allocated(environment: Mapping[str, str]) -> Allocated | None:
-    """The nodes that a batch system has allotted; None outside of a job, and in a process that a launcher has started.
-
-    Args:
-        environment: the variables to read.
+    """Read which nodes are allotted; None outside of a job, and in a process that a launcher has started.
 
     Raises:
         LauncherEnvironmentError: the variables cannot be read, or contradict each other; the message has them.
     """
-    return _slurm(environment) or _pbs(environment) or _lsf(environment)
+    slurm, pbs, lsf = (environment.get(name) for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"))
+    nodes, step = environment.get("SLURM_JOB_NODELIST"), environment.get("SLURM_STEP_ID", "")
+    if slurm and nodes and not (step.isdigit() and int(step) < _FIRST_SPECIAL_STEP):
+        return _slurm(slurm, nodes, environment.get("SLURM_TASKS_PER_NODE", ""))
+    if any(name in environment for name in _OF_TASKS):
+        return None
+    if pbs and (path := environment.get("PBS_NODEFILE")):
+        return Allocated(f"PBS job {pbs}", file=path)
+    slots, path = environment.get("LSB_MCPU_HOSTS"), environment.get("LSB_DJOB_HOSTFILE", "")
+    if not lsf or not (slots or path):
+        return None
+    title = f"LSF's job {lsf}"
+    try:
+        hosts = read_host_slots("LSB_MCPU_HOSTS", slots) if slots else []
+    except LauncherEnvironmentError as error:
+        raise LauncherEnvironmentError(f"the hosts of {title} cannot be read: {error}") from None
+    return Allocated(title, tuple(hosts), "" if slots else path, program="blaunch")
+
+
+def _slurm(job: str, nodes: str, tasks: str) -> Allocated:
+    try:
+        names = expand_node_list("SLURM_JOB_NODELIST", nodes)
+        counts = expand_task_counts("SLURM_TASKS_PER_NODE", tasks) if tasks else [1] * len(names)
+    except LauncherEnvironmentError as error:
+        raise LauncherEnvironmentError(f"the nodes of Slurm's job {job} cannot be read: {error}") from None
+    if len(counts) != len(names):
+        raise LauncherEnvironmentError(
+            f"Slurm's job {job} has {len(names)} nodes (SLURM_JOB_NODELIST={nodes}) and tasks for {len(counts)} "
+            f"(SLURM_TASKS_PER_NODE={tasks})"
+        )
+    return Allocated(f"Slurm's job {job}", tuple(zip(names, counts, strict=True)), program="srun")
 
 
 def is_allocated(environment: Mapping[str, str]) -> bool:
@@ -63,49 +88,3 @@ def note_ignored(environment: Mapping[str, str], ranks: int | None) -> str:
         f"{asked}: phalanx run ignores that, and starts {format_count(ranks or 1, 'rank')} on this host. Say how many "
         "with -n 2, and where with -H h1:2,h2:2; or start the script by torchrun, srun or mpiexec, which read it"
     )
-
-
-def _slurm(environment: Mapping[str, str]) -> Allocated | None:
-    nodes, job = environment.get("SLURM_JOB_NODELIST"), environment.get("SLURM_JOB_ID")
-    if not nodes or not job:
-        return None
-    step = environment.get("SLURM_STEP_ID", "")
-    if step.isdigit() and int(step) < _FIRST_SPECIAL_STEP:
-        return None  # a task of srun
-    try:
-        names = expand_node_list("SLURM_JOB_NODELIST", nodes)
-        given = environment.get("SLURM_TASKS_PER_NODE")
-        counts = expand_task_counts("SLURM_TASKS_PER_NODE", given) if given else [1] * len(names)
-    except LauncherEnvironmentError as error:
-        raise LauncherEnvironmentError(f"the nodes of Slurm's job {job} cannot be read: {error}") from None
-    if len(counts) != len(names):
-        raise LauncherEnvironmentError(
-            f"Slurm's job {job} has {len(names)} nodes (SLURM_JOB_NODELIST={nodes}) and tasks for {len(counts)} "
-            f"(SLURM_TASKS_PER_NODE={given})"
-        )
-    return Allocated(f"Slurm's job {job}", tuple(zip(names, counts, strict=True)), program="srun")
-
-
-def _pbs(environment: Mapping[str, str]) -> Allocated | None:
-    path, job = environment.get("PBS_NODEFILE"), environment.get("PBS_JOBID")
-    if not path or not job or _is_task(environment):
-        return None
-    return Allocated(f"PBS job {job}", file=path)
-
-
-def _lsf(environment: Mapping[str, str]) -> Allocated | None:
-    job, slots, path = (environment.get(name) for name in ("LSB_JOBID", "LSB_MCPU_HOSTS", "LSB_DJOB_HOSTFILE"))
-    if not job or not (slots or path) or _is_task(environment):
-        return None
-    title = f"LSF's job {job}"
-    if not slots:
-        return Allocated(title, file=path or "", program="blaunch")
-    try:
-        nodes = read_host_slots("LSB_MCPU_HOSTS", slots)
-    except LauncherEnvironmentError as error:
-        raise LauncherEnvironmentError(f"the hosts of {title} cannot be read: {error}") from None
-    return Allocated(title, tuple(nodes), program="blaunch")
-
-
-def _is_task(environment: Mapping[str, str]) -> bool:
-    return any(name in environment for name in _OF_TASKS)

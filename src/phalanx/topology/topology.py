@@ -11,8 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-
-from torch._C._distributed_c10d import Store
+from typing import TYPE_CHECKING
 
 from phalanx import settings
 from phalanx.errors import InitializationError, LauncherEnvironmentError
@@ -20,7 +19,8 @@ from phalanx.system.host import Host
 from phalanx.topology.place import Came, Place, format_missing
 from phalanx.words import format_spans
 
-__all__ = ["Node", "Topology", "Whereabouts", "arrange", "gather"]
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 
 @dataclass(frozen=True)
@@ -106,18 +106,11 @@ def gather(store: Store, place: Place, host: Host, timeout_s: float) -> Topology
             f"{other.host.name}. Start each rank once; if this job was started anew, give it another MASTER_PORT"
         )
     if place.rank == 0:
-        everyone = _collect(store, place, timeout_s)
-        store.set("reports", json.dumps(everyone))
-        return arrange([_parse(entry) for entry in everyone])
-    _await(store, ["reports"], place, timeout_s)
-    everyone = json.loads(store.get("reports"))
-    return arrange([_parse(entry) for entry in everyone])
-
-
-def _collect(store: Store, place: Place, timeout_s: float) -> list[str]:
-    keys = _keys(place)
-    _await(store, keys, place, timeout_s)
-    return [store.get(key).decode() for key in keys]
+        _await(store, _keys(place), place, timeout_s)
+        store.set("reports", json.dumps([store.get(key).decode() for key in _keys(place)]))
+    else:
+        _await(store, ["reports"], place, timeout_s)
+    return arrange([_parse(entry) for entry in json.loads(store.get("reports"))])
 
 
 def _await(store: Store, keys: list[str], place: Place, timeout_s: float) -> None:
@@ -127,23 +120,22 @@ def _await(store: Store, keys: list[str], place: Place, timeout_s: float) -> Non
     except InitializationError:
         raise  # a rank has gone
     except RuntimeError as error:  # the error's class depends on the store, and all are of this kind
+        came: dict[int, Whereabouts] = {}
         try:
-            missing = [rank for rank, key in enumerate(_keys(place)) if not store.check([key])]
+            for rank, key in enumerate(_keys(place)):
+                if store.check([key]):
+                    came[rank] = _parse(store.get(key).decode())
         except RuntimeError:
             raise InitializationError(f"the store in which the ranks were meeting has gone: {error}") from error
-        # All have come by now: rank 0 was about to say so.
-        ranks = format_missing(missing or [0], _came(store, place, missing), place)
+        # If all have come by now, rank 0 was about to say so.
+        missing = [rank for rank in range(place.world_size) if rank not in came] or [0]
+        told = [
+            Came(one.rank, one.host.name, one.node_rank, one.local_rank, one.local_world_size) for one in came.values()
+        ]
         before = f"rank {place.rank} had joined, but" if place.rank else ""
-        raise InitializationError.ranks_missing(ranks, timeout_s, before=before) from None
-
-
-def _came(store: Store, place: Place, missing: Sequence[int]) -> list[Came]:
-    """The ranks that have come; none if the store has gone since."""
-    try:
-        reports = [_parse(store.get(key).decode()) for rank, key in enumerate(_keys(place)) if rank not in missing]
-    except RuntimeError:
-        return []
-    return [Came(one.rank, one.host.name, one.node_rank, one.local_rank, one.local_world_size) for one in reports]
+        raise InitializationError.ranks_missing(
+            format_missing(missing, told, place), timeout_s, before=before
+        ) from None
 
 
 def _keys(place: Place) -> list[str]:
