@@ -12,7 +12,7 @@ from phalanx import settings
 from phalanx.bench.cases import MEMCPY, MPI
 from phalanx.bench.report import backend_title, noise_of
 from phalanx.bench.samples import Summary
-from phalanx.system.whole_files import check_creatable
+from phalanx.system.files import check_creatable
 from phalanx.words import format_count, format_size
 
 __all__ = ["PlotError", "check_plot", "draw", "series"]

@@ -25,8 +25,8 @@ from typing import Any
 from phalanx.bench.cases import BenchOptions
 from phalanx.bench.mpi import Mpi, shared_memory_of
 from phalanx.errors import PhalanxError
+from phalanx.system.files import folder_for_a_while
 from phalanx.system.processes import await_ends, descendants_of, die_with_parent, kill, set_name
-from phalanx.system.whole_files import folder_for_a_while
 
 __all__ = ["RankSet", "RanksFailed", "run_ranks"]
 

@@ -13,7 +13,7 @@ from typing import Any
 from phalanx.launch.job.job import Job
 from phalanx.launch.rank.operations import last_recording, parted
 from phalanx.launch.rank.trace import Trace
-from phalanx.system.folder import own_folder
+from phalanx.system.files import own_folder
 from phalanx.watch.disagreement import calls_that_differ, disagreement
 from phalanx.watch.records import Recording
 

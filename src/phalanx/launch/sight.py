@@ -12,7 +12,7 @@ from phalanx.launch.output.failure import End
 from phalanx.launch.rank.progress import Progress
 from phalanx.launch.rank.trace import Trace
 from phalanx.system import processes
-from phalanx.system.folder import own_folder
+from phalanx.system.files import own_folder
 from phalanx.watch.records import Recording, read_recording
 from phalanx.watch.verdict import Seen
 

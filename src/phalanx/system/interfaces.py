@@ -1,45 +1,34 @@
-"""This host's network interfaces: its addresses, the one that others reach it by, and the process that holds a port."""
+"""This host's network: its addresses, the one that others reach it by, and who holds a port or a connection."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
+import functools
 import ipaddress
 import os
 import socket
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from glob import glob
 from pathlib import Path
 
 from phalanx import settings
 from phalanx.errors import InitializationError, LaunchError
 from phalanx.system.host import machine_name
 
-__all__ = [
-    "LOOPBACK",
-    "check_reachable",
-    "chosen_interface",
-    "describe_interfaces",
-    "holder_of_port",
-    "interface_addresses",
-    "interface_mtu",
-    "interface_speed_mbit",
-    "is_loopback",
-    "is_other_host",
-    "is_own_name",
-    "listening_address",
-    "outward_address",
-    "outward_addresses",
-    "resolve",
-]
-
 LOOPBACK = "127.0.0.1"
+
+Address = tuple[str, int]  # and port
 
 _SIOCGIFADDR, _SIOCGIFMTU, _SIOCETHTOOL, _ETHTOOL_GSET = 0x8915, 0x8921, 0x8946, 1
 # No host has these addresses, which are reserved for documentation (RFC 5737, RFC 3849). So a packet to them leaves by
 # the default route, and the source address that the kernel chooses for it is the one that other hosts reach.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+
+# -- interfaces ----------------------------------------------------------------------------------------
 
 
 def interface_addresses() -> dict[str, list[str]]:
@@ -62,7 +51,7 @@ def interface_addresses() -> dict[str, list[str]]:
 
 
 def interface_mtu(name: str) -> int:
-    """The most bytes that a packet of an interface has; 0 if there is no such interface."""
+    """Return the most bytes that a packet of an interface has; 0 if there is no such interface."""
     with contextlib.suppress(OSError, struct.error), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         answer = fcntl.ioctl(probe, _SIOCGIFMTU, struct.pack("16si12x", name.encode()[:15], 0))
         return int(struct.unpack("16si12x", answer)[1])
@@ -70,9 +59,9 @@ def interface_mtu(name: str) -> int:
 
 
 def interface_speed_mbit(name: str) -> int:
-    """What the driver of an interface says that it can do, in Mbit/s; 0 if it does not know, as virtual ones often do.
+    """Return what the driver of an interface says that it can do, in Mbit/s; 0 if it does not know, as virtual ones.
 
-    It is asked by ``ETHTOOL_GSET``; files below /sys may be those of another network namespace.
+    It is asked by ``ETHTOOL_GSET``: files below /sys may be those of another network namespace.
     """
     asked = ctypes.create_string_buffer(struct.pack("I", _ETHTOOL_GSET), 44)
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -113,6 +102,9 @@ def chosen_interface(environment: Mapping[str, str] | None = None) -> tuple[str,
     return name, addresses
 
 
+# -- names and addresses -------------------------------------------------------------------------------
+
+
 def is_loopback(address: str) -> bool:
     """Whether this address can be reached only from the host itself."""
     with contextlib.suppress(ValueError):
@@ -144,22 +136,18 @@ def resolve(name: str) -> list[str]:
 
 
 def outward_address(towards: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> str:
-    """The address by which processes on other hosts reach this one.
+    """Return the address by which processes on other hosts reach this one.
 
     The first of these that exists:
 
     - an address of the interface that ``PHALANX_INTERFACE`` names;
     - the source address of packets to the first host of ``towards`` that is another machine, so an address in the
-      network that both share;
+      network that both share. A name that does not resolve is skipped: a launcher may know names that the resolver
+      does not;
     - the address that this host's own name resolves to, unless it is loopback (127.0.1.1 on Debian);
     - the source address of packets that leave by the default route;
     - any address that is neither loopback nor link-local: a cluster without a gateway has no default route;
     - loopback.
-
-    Args:
-        towards: the hosts that will connect, by name or number, if they are known. A name that does not resolve is
-            skipped, because a launcher may know names that the resolver does not.
-        environment: where ``PHALANX_INTERFACE`` is read; ``os.environ`` by default.
 
     Raises:
         InitializationError: this host does not have the interface that was chosen.
@@ -222,26 +210,6 @@ def _source_address(target: str) -> str | None:
     return None
 
 
-def holder_of_port(port: int) -> str:
-    """The process that listens on a port of this host, for people; empty where /proc does not show it to this user."""
-    inodes = set()
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/net/{table}") as file:
-            for line in file.readlines()[1:]:
-                words = line.split()
-                if words[3] == "0A" and int(words[1].rpartition(":")[2], 16) == port:
-                    inodes.add(f"socket:[{words[9]}]")
-    for pid in filter(str.isdigit, os.listdir("/proc")) if inodes else ():
-        with contextlib.suppress(OSError):
-            for descriptor in os.listdir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(OSError):
-                    if os.readlink(f"/proc/{pid}/fd/{descriptor}") in inodes:
-                        with open(f"/proc/{pid}/cmdline", "rb") as file:
-                            words = file.read(200).replace(b"\0", b" ").decode("utf-8", "replace").split()
-                        return f"pid {pid} ({' '.join(words[:4]) or 'unknown'})"
-    return ""
-
-
 def check_reachable(address: str) -> None:
     """Make sure that processes of this host can connect to each other at an address of this host.
 
@@ -262,3 +230,97 @@ def check_reachable(address: str) -> None:
                 f"the ranks of this host could not reach each other at {address}: {error.strerror or error}. Is the "
                 f"loopback interface down? Bring it up with: ip link set lo up"
             ) from None
+
+
+# -- who holds a port or a connection -------------------------------------------------------------------
+
+_NETLINK_SOCK_DIAG = 4
+_BY_FAMILY = 20  # SOCK_DIAG_BY_FAMILY
+_ERROR = 2  # NLMSG_ERROR
+_MESSAGE = struct.Struct("=IHHII")  # length, type, flags, sequence number, port
+_WANTED = struct.Struct("=BBBBI")  # family, protocol, extensions, padding, states
+_ENDS = struct.Struct("!HH16s16sI8s")  # ports and addresses of both ends, interface, cookie
+_ANY_COOKIE = b"\xff" * 8
+# The answer: after its header four bytes and the two ends come expiry, two queues, the user and the inode.
+_OWNER = struct.Struct("=4x48xIIIII")
+
+
+def holder_of_port(port: int) -> str:
+    """The process that listens on a port of this host, for people; empty where /proc does not show it to this user."""
+    at = f":{port:04X}"
+    inodes = {f"socket:[{line[9]}]" for line in _sockets("tcp", "tcp6") if line[3] == "0A" and line[1].endswith(at)}
+    for path in glob("/proc/[0-9]*/fd/*") if inodes else ():
+        with contextlib.suppress(OSError):
+            if os.readlink(path) in inodes:
+                pid = path.split("/")[2]
+                words = Path(f"/proc/{pid}/cmdline").read_bytes()[:200].replace(b"\0", b" ").decode("utf-8", "replace")
+                return f"pid {pid} ({' '.join(words.split()[:4]) or 'unknown'})"
+    return ""
+
+
+def _sockets(*tables: str) -> Iterator[list[str]]:
+    """List the kernel's sockets, as words: 1 and 2 are both ends, 3 is the state, 7 the user, 9 the inode."""
+    for table in tables:
+        with contextlib.suppress(OSError), open(f"/proc/net/{table}") as file:
+            yield from map(str.split, file.readlines()[1:])
+
+
+def owner_of(end: Address, other_end: Address) -> int | None:
+    """Return which user holds the socket at ``end`` of a connection; None if no process of this host does.
+
+    The kernel knows, and a stranger cannot forge it. Prior art: the identification protocol (RFC 1413), which asked the
+    other host; here both ends are on this one. A socket that its process has closed lives on for a while, and the
+    kernel then lists it as root's, without an inode: it belongs to nobody any more.
+    """
+    return _ask_kernel(end, other_end) if _kernel_answers() else _search(end, other_end)
+
+
+@functools.cache
+def _kernel_answers() -> bool:
+    """Whether this kernel answers questions about single sockets; tried on a connection of this process."""
+    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 0)) as listener:
+        where = listener.getsockname()
+        with socket.create_connection(where, timeout=1) as own:
+            return _ask_kernel(own.getsockname(), where) == os.geteuid()
+    return False
+
+
+def _ask_kernel(end: Address, other_end: Address) -> int | None:
+    family = socket.AF_INET6 if ":" in end[0] else socket.AF_INET
+    ends = _ENDS.pack(end[1], other_end[1], _packed(family, end[0]), _packed(family, other_end[0]), 0, _ANY_COOKIE)
+    wanted = _WANTED.pack(family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF) + ends
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
+        kernel.send(_MESSAGE.pack(_MESSAGE.size + len(wanted), _BY_FAMILY, 1, 1, 0) + wanted)
+        answer = kernel.recv(8192)
+    if _MESSAGE.unpack_from(answer)[1] == _ERROR:
+        code = -struct.unpack_from("=i", answer, _MESSAGE.size)[0]
+        if code == errno.ENOENT:
+            return None
+        raise OSError(code, os.strerror(code))
+    *_, user, inode = _OWNER.unpack_from(answer, _MESSAGE.size)
+    return user if inode else None
+
+
+def _packed(family: int, address: str) -> bytes:
+    return socket.inet_pton(family, address.partition("%")[0]).ljust(16, b"\0")
+
+
+def _search(end: Address, other_end: Address) -> int | None:
+    """Find the same in the lists of all sockets, for kernels that do not answer.
+
+    A socket of IPv6, such as torch's, is in the list of IPv6 also when its ends are IPv4.
+    """
+    for table, prefix in (("tcp", ""), ("tcp6", "" if ":" in end[0] else "::ffff:")):
+        wanted = [_as_listed(prefix + address, port) for address, port in (end, other_end)]
+        for words in _sockets(table):
+            if words[1:3] == wanted:
+                return int(words[7]) if words[9] != "0" else None
+    return None
+
+
+def _as_listed(address: str, port: int) -> str:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    packed = socket.inet_pton(family, address.partition("%")[0])
+    # The kernel prints an address as numbers of four bytes each, in the byte order of the machine.
+    numbers = struct.unpack(f"={len(packed) // 4}I", packed)
+    return f"{''.join(f'{number:08X}' for number in numbers)}:{port:04X}"

@@ -15,8 +15,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from phalanx.system.files import folder_for_a_while, whole_file
 from phalanx.system.foreign_values import checked, is_number, read_json
-from phalanx.system.whole_files import folder_for_a_while, whole_file
 from phalanx.watch.records import Record
 from phalanx.watch.seen_values import seen_from_json, seen_to_json
 from phalanx.watch.torch_trace import write_torch_traces

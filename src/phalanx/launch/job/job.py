@@ -25,7 +25,7 @@ from phalanx.launch.job.spellings import count_after_target
 from phalanx.launch.job.target import Target
 from phalanx.system import interfaces
 from phalanx.system.device_files import count_devices, device_names, device_of_rank
-from phalanx.system.folder import own_folder
+from phalanx.system.files import own_folder
 from phalanx.system.host import machine_name
 from phalanx.system.limits import memory_left, usable_cores
 from phalanx.topology.table import RankRow

@@ -25,7 +25,7 @@ from typing import Any
 
 from phalanx.errors import LaunchError
 from phalanx.launch.job.job import Job
-from phalanx.system.folder import own_folder
+from phalanx.system.files import own_folder
 from phalanx.system.foreign_values import checked, read_json
 from phalanx.system.host import machine_name
 from phalanx.system.processes import start_of
