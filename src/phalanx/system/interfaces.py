@@ -84,13 +84,13 @@ def ucx_devices(interface: str) -> str:
     return ",".join([*fast, interface])
 
 
-def chosen_interface(environment: Mapping[str, str] | None = None) -> tuple[str, list[str]] | None:
+def chosen_interface(environment: Mapping[str, str] = os.environ) -> tuple[str, list[str]] | None:
     """The interface that ``PHALANX_INTERFACE`` names, and its addresses; None if it is not set.
 
     Raises:
         InitializationError: this host has no such interface, or it has no address; the message lists all interfaces.
     """
-    name = (os.environ if environment is None else environment).get(settings.INTERFACE)
+    name = environment.get(settings.INTERFACE)
     if not name:
         return None
     addresses = interface_addresses().get(name)
@@ -122,6 +122,10 @@ def is_own_name(name: str) -> bool:
     return "." in name and name.lower() == socket.getfqdn().lower()  # last, because it may ask a name server
 
 
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 def resolve(name: str) -> list[str]:
     """The addresses that a name resolves to on this host, in the order in which they should be tried.
 
@@ -135,7 +139,7 @@ def resolve(name: str) -> list[str]:
     return list(dict.fromkeys(str(answer[4][0]) for answer in answers))
 
 
-def outward_address(towards: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> str:
+def outward_address(towards: Iterable[str] = (), environment: Mapping[str, str] = os.environ) -> str:
     """Return the address by which processes on other hosts reach this one.
 
     The first of these that exists:
@@ -155,7 +159,7 @@ def outward_address(towards: Iterable[str] = (), environment: Mapping[str, str] 
     return next(_outward(towards, environment))
 
 
-def outward_addresses(towards: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> list[str]:
+def outward_addresses(towards: Iterable[str] = (), environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return all addresses of :func:`outward_address`, the likeliest first; IPv6 and loopback only without others."""
     chosen = chosen_interface(environment)
     found = chosen[1] if chosen is not None else list(dict.fromkeys(_outward(towards, environment)))
@@ -168,12 +172,15 @@ def listening_address(addresses: Sequence[str]) -> str:
     return addresses[0] if len(addresses) == 1 else "::" if ":" in addresses[0] else "0.0.0.0"
 
 
-def _outward(towards: Iterable[str], environment: Mapping[str, str] | None) -> Iterator[str]:
+def _outward(towards: Iterable[str], environment: Mapping[str, str]) -> Iterator[str]:
     chosen = chosen_interface(environment)
     if chosen is not None:
         yield from chosen[1]
     for name in towards:
-        yield from _sources_towards(name)
+        with contextlib.suppress(OSError):
+            # A host that sends to itself uses the address to which it sends.
+            pairs = [(address, _source_address(address)) for address in resolve(name)]
+            yield from (own for to, own in pairs if own and own != to and not is_loopback(to))
     with contextlib.suppress(OSError):
         yield from (address for address in resolve(machine_name()) if not is_loopback(address))
     yield from filter(None, map(_source_address, _ELSEWHERE))
@@ -191,20 +198,9 @@ def is_other_host(name: str) -> bool:
     return not any(is_loopback(address) or _source_address(address) == address for address in addresses)
 
 
-def _sources_towards(name: str) -> Iterator[str]:
-    """The source addresses of packets to a host; none if that is this host, or its name does not resolve."""
-    with contextlib.suppress(OSError):
-        for address in resolve(name):
-            source = _source_address(address)
-            # A host that sends to itself uses the address to which it sends.
-            if source is not None and source != address and not is_loopback(address):
-                yield source
-
-
 def _source_address(target: str) -> str | None:
     """The source address of packets to ``target``; None where no route leads there."""
-    family = socket.AF_INET6 if ":" in target else socket.AF_INET
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+    with contextlib.suppress(OSError), socket.socket(_family(target), socket.SOCK_DGRAM) as probe:
         probe.connect((target, 9))  # for a datagram socket this sends nothing
         return str(probe.getsockname()[0])
     return None
@@ -218,8 +214,7 @@ def check_reachable(address: str) -> None:
     Raises:
         LaunchError: they cannot; the message says why.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as listener, socket.socket(family) as caller:
+    with socket.socket(_family(address)) as listener, socket.socket(_family(address)) as caller:
         try:
             listener.bind((address, 0))
             listener.listen()
@@ -234,9 +229,8 @@ def check_reachable(address: str) -> None:
 
 # -- who holds a port or a connection -------------------------------------------------------------------
 
-_NETLINK_SOCK_DIAG = 4
-_BY_FAMILY = 20  # SOCK_DIAG_BY_FAMILY
-_ERROR = 2  # NLMSG_ERROR
+# Of <linux/netlink.h> and <linux/sock_diag.h>.
+_NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLMSG_ERROR = 4, 20, 2
 _MESSAGE = struct.Struct("=IHHII")  # length, type, flags, sequence number, port
 _WANTED = struct.Struct("=BBBBI")  # family, protocol, extensions, padding, states
 _ENDS = struct.Struct("!HH16s16sI8s")  # ports and addresses of both ends, interface, cookie
@@ -286,23 +280,19 @@ def _kernel_answers() -> bool:
 
 
 def _ask_kernel(end: Address, other_end: Address) -> int | None:
-    family = socket.AF_INET6 if ":" in end[0] else socket.AF_INET
-    ends = _ENDS.pack(end[1], other_end[1], _packed(family, end[0]), _packed(family, other_end[0]), 0, _ANY_COOKIE)
-    wanted = _WANTED.pack(family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF) + ends
+    family, addresses = _family(end[0]), (_packed(address).ljust(16, b"\0") for address, _ in (end, other_end))
+    wanted = _WANTED.pack(family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF)
+    wanted += _ENDS.pack(end[1], other_end[1], *addresses, 0, _ANY_COOKIE)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
-        kernel.send(_MESSAGE.pack(_MESSAGE.size + len(wanted), _BY_FAMILY, 1, 1, 0) + wanted)
+        kernel.send(_MESSAGE.pack(_MESSAGE.size + len(wanted), _SOCK_DIAG_BY_FAMILY, 1, 1, 0) + wanted)
         answer = kernel.recv(8192)
-    if _MESSAGE.unpack_from(answer)[1] == _ERROR:
+    if _MESSAGE.unpack_from(answer)[1] == _NLMSG_ERROR:
         code = -struct.unpack_from("=i", answer, _MESSAGE.size)[0]
         if code == errno.ENOENT:
             return None
         raise OSError(code, os.strerror(code))
     *_, user, inode = _OWNER.unpack_from(answer, _MESSAGE.size)
     return user if inode else None
-
-
-def _packed(family: int, address: str) -> bytes:
-    return socket.inet_pton(family, address.partition("%")[0]).ljust(16, b"\0")
 
 
 def _search(end: Address, other_end: Address) -> int | None:
@@ -318,9 +308,11 @@ def _search(end: Address, other_end: Address) -> int | None:
     return None
 
 
+def _packed(address: str) -> bytes:
+    return socket.inet_pton(_family(address), address.partition("%")[0])
+
+
 def _as_listed(address: str, port: int) -> str:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    packed = socket.inet_pton(family, address.partition("%")[0])
     # The kernel prints an address as numbers of four bytes each, in the byte order of the machine.
-    numbers = struct.unpack(f"={len(packed) // 4}I", packed)
-    return f"{''.join(f'{number:08X}' for number in numbers)}:{port:04X}"
+    numbers = (f"{number:08X}" for (number,) in struct.iter_unpack("=I", _packed(address)))
+    return f"{''.join(numbers)}:{port:04X}"
