@@ -1,10 +1,4 @@
-"""Operations on Linux processes that Python's os module does not offer: look at them in /proc, end them, name oneself.
-
-Prior art: systemd and containerd use cgroups to find every descendant; that needs a cgroup of one's own,
-which an ordinary user seldom has. The child subreaper flag (Linux 3.4) gives a launcher the same without
-privileges: if the parent of a descendant dies, the nearest ancestor with the flag becomes its parent, so it never
-leaves the tree.
-"""
+"""Operations on Linux processes that Python's os module does not offer: look at them, end them, outlive a parent."""
 
 from __future__ import annotations
 
@@ -72,7 +66,10 @@ def wake_with_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the new parent of every descendant that loses its own."""
+    """Make this process the new parent of every descendant that loses its own: a subreaper.
+
+    So none leaves the tree, as with a cgroup of one's own (systemd, containerd), which an ordinary user seldom has.
+    """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -85,8 +82,7 @@ def set_name(name: str) -> None:
 def take_memory_nearby() -> None:
     """Have each thread take memory from the NUMA node on which it runs, and the kernel leave it there.
 
-    This replaces a policy inherited from numactl, and keeps the kernel's NUMA balancing off the pages. Where a
-    container forbids the call, memory comes from there too unless a policy was inherited.
+    Where a container forbids the call, memory comes from there too unless a policy was inherited (numactl).
     """
     number = _SET_MEMPOLICY.get(os.uname().machine)
     if number is not None:
@@ -96,11 +92,10 @@ def take_memory_nearby() -> None:
 def skip_library_teardown() -> None:
     """Leave the memory of the libraries loaded so far to the kernel when this process ends.
 
-    libtorch's static destructors take its operator tables apart entry by entry: 90 ms a process, and in a
-    fork each page they touch is copied first. ``exit()`` runs handlers in reverse order of their registration. So
-    the handlers that the script's own libraries register from now on still run, after the interpreter has
-    finalised; then C streams are flushed, and the process ends with its own exit status. A C library other than
-    glibc may lack ``on_exit``; then everything is torn down, slowly.
+    libtorch's static destructors take its operator tables apart entry by entry: 90 ms a process, and in a fork each
+    page they touch is copied first. Handlers that the script's own libraries register from now on still run, because
+    ``exit()`` runs the last one first; then C streams are flushed, and the process ends with its own exit status.
+    A C library other than glibc may lack ``on_exit``; then everything is torn down, slowly.
     """
     if hasattr(_libc, "on_exit") and hasattr(_libc, "__cxa_atexit"):
         _libc.on_exit(_libc._exit, None)
@@ -307,17 +302,10 @@ def descendants_of(pids: Iterable[int]) -> list[int]:
 
 
 def belongs_to(pid: int, session: int, memfd_name: str, environment: Iterable[bytes]) -> bool:
-    """Whether an adopted orphan came from a given rank.
+    """Whether an adopted orphan came from a given rank, which may have left its process group, or lost its parent.
 
-    A child of a rank may have left its process group or its session, or lost its parent. It is recognised by any of
-    three marks: it is in the rank's session, it was started with the rank's environment, or, as a plain fork, it holds
-    the rank's report file open.
-
-    Args:
-        pid: the orphan.
-        session: the rank's session.
-        memfd_name: the name of the rank's report file.
-        environment: variables (``b"RANK=3"``) with which only this rank's programs were started.
+    It is in the rank's session, or was started with the variables (``b"RANK=3"``) of this rank's programs alone, or, as
+    a plain fork, holds the rank's report file open, which has this name.
     """
     with contextlib.suppress(OSError):
         if os.getsid(pid) == session:

@@ -79,10 +79,8 @@ class AwakeClock:
 def wait_awake(wait: Callable[[float], bool], timeout_s: float | None, clock: AwakeClock | None = None) -> bool:
     """Wait in slices until ``wait``, which is called with the seconds it may take, returns True; False at the timeout.
 
-    Args:
-        wait: waits at most so many seconds.
-        timeout_s: how long in all, not counting time in which the process was stopped; None for without limit.
-        clock: one that the caller goes on to read; it is read often enough meanwhile. By default one is made.
+    Time in which the process was stopped does not count; a timeout of None means without limit. ``clock`` is one that
+    the caller goes on to read: it is read often enough meanwhile.
     """
     clock = clock or AwakeClock()
     end = math.inf if timeout_s is None else clock.now() + timeout_s
@@ -107,8 +105,7 @@ _STEP_S = 0.1  # of a wait; more than that does not count of a time in which the
 
 # From Python 3.12 on no thread can be started when the interpreter ends, which is when a process tells others that it
 # leaves: a spare thread does it then. It is given tasks, None to end, and kept for so many users. Any thread reads and
-# writes both under ``_changing``, which a finalizer or a signal handler may take again. A task that never returns keeps
-# the thread, and no later one is done.
+# writes both under ``_changing``, which a finalizer or a signal handler may take again.
 _tasks: queue.SimpleQueue[Callable[[], object] | None] | None = None
 _users = 0
 _changing = threading.RLock()

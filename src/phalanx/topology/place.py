@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -106,13 +105,7 @@ class Expected:
 class _Node:
     host: str
     size: int
-    by_rank: dict[int, int] = field(default_factory=dict)  # the local ranks of those that have come
-
-    @property
-    def is_in_order(self) -> bool:
-        """Whether what its ranks say can all be true, and they are numbered in order."""
-        local = [self.by_rank[rank] for rank in sorted(self.by_rank)]
-        return local == sorted(set(local)) and all(0 <= number < self.size for number in local)
+    came: dict[int, int] = field(default_factory=dict)  # local ranks by rank
 
 
 def expected_places(
@@ -125,9 +118,9 @@ def expected_places(
 ) -> dict[int, Expected]:
     """Deduce where ranks that have not come should be, by rank.
 
-    A launcher tells each rank only its own place. But the places of several leave others no choice: the ranks of a node
-    are numbered in the order of their ranks, and each knows how many there are. Nothing is guessed: a rank for which
-    there are two possibilities is left out.
+    A launcher tells each rank only its own place, with how many ranks its node has. That leaves others no choice if all
+    that are missing are on one node, whose ranks are numbered in their order, or if ranks are placed in blocks. Nothing
+    is guessed: a rank for which there are two possibilities is left out.
 
     Args:
         came: the ranks that have come.
@@ -142,33 +135,25 @@ def expected_places(
             return {}
         key = one.host if one.node_rank is None else one.node_rank
         node = nodes.setdefault(key, _Node(one.host, one.local_world_size))
-        if node.size != one.local_world_size:
-            return {}
-        node.by_rank[one.rank] = one.local_rank
+        node.came[one.rank] = one.local_rank
+        local = [node.came[rank] for rank in sorted(node.came)]
+        if node.size != one.local_world_size or local != sorted({*local} & {*range(node.size)}):
+            return {}  # what the ranks say cannot all be true, or they are not numbered in order
     elsewhere = world_size - sum(node.size for node in nodes.values())
-    if elsewhere < 0 or not all(node.is_in_order for node in nodes.values()):
-        return {}  # what the ranks say cannot all be true, whatever the reason
-    if num_nodes is not None and len(hosts) == num_nodes and elsewhere:
-        unseen = [node for node in range(num_nodes) if node not in nodes]
-        if len(unseen) == 1:
-            nodes[unseen[0]] = _Node(hosts[unseen[0]], elsewhere)
-            elsewhere = 0
+    unseen = [node for node in range(num_nodes or 0) if node not in nodes]
+    if elsewhere > 0 and len(hosts) == num_nodes and len(unseen) == 1:
+        nodes[unseen[0]] = _Node(hosts[unseen[0]], elsewhere)
+        elsewhere = 0
     missing = sorted({*range(world_size)} - {one.rank for one in came})
-    unfilled = [node for node in nodes.values() if len(node.by_rank) < node.size]
-    if not elsewhere and len(unfilled) == 1:  # all that are missing are on this node
-        free = sorted({*range(unfilled[0].size)} - {*unfilled[0].by_rank.values()})
-        if len(free) == len(missing):
-            return {rank: Expected(unfilled[0].host, local) for rank, local in zip(missing, free, strict=True)}
+    unfilled = [node for node in nodes.values() if len(node.came) < node.size]
     found: dict[int, Expected] = {}
-    for node in nodes.values():
-        # Between two ranks of a node there are as many local ranks as ranks: then all of these are on the node.
-        ends = [(-1, -1), *sorted(node.by_rank.items()), (world_size, node.size)]
-        if in_blocks and node.by_rank:
-            rank, local = next(iter(node.by_rank.items()))
-            ends = [(rank - local - 1, -1), (rank - local + node.size, node.size)]
-        for (low, first), (high, last) in itertools.pairwise(ends):
-            if high - low == last - first:
-                found |= {low + step: Expected(node.host, first + step) for step in range(1, high - low)}
+    if elsewhere == 0 and len(unfilled) == 1:  # all that are missing are on this node
+        free = sorted({*range(unfilled[0].size)} - {*unfilled[0].came.values()})
+        found = {rank: Expected(unfilled[0].host, local) for rank, local in zip(missing, free, strict=False)}
+    elif in_blocks and elsewhere >= 0:
+        for one in came:
+            first = one.rank - (one.local_rank or 0)
+            found |= {first + local: Expected(one.host, local) for local in range(one.local_world_size or 0)}
     return {rank: found[rank] for rank in missing if rank in found}
 
 
