@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.system.files import check_creatable, folder_for_a_while, remove_unfinished, whole_file
+from phalanx.system.files import check_creatable, remove_unfinished, whole_file
 
 
 @pytest.fixture
@@ -136,19 +136,3 @@ def test_what_is_not_its_own_stays(target: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
     remove_unfinished(target)
     assert len(names(target.parent)) == 5
-
-
-@pytest.mark.parametrize("killed", [True, False])
-def test_folder_for_a_while_goes_with_its_process(tmp_path: Path, killed: bool) -> None:
-    def use() -> None:
-        with folder_for_a_while(tmp_path, "phx-") as folder:
-            (folder / "inner").mkdir()
-            (folder / "inner" / "file").write_bytes(b"1")
-            if killed:
-                kill()
-
-    (killed_in if killed else lambda body: body())(use)
-    assert len(names(tmp_path)) == (1 if killed else 0)
-    with folder_for_a_while(tmp_path, "phx-") as first, folder_for_a_while(tmp_path, "phx-") as second:
-        assert names(tmp_path) == sorted([first.name, second.name])
-    assert names(tmp_path) == []

@@ -25,7 +25,6 @@ from typing import Any
 from phalanx.bench.cases import BenchOptions
 from phalanx.bench.mpi import Mpi, shared_memory_of
 from phalanx.errors import PhalanxError
-from phalanx.system.files import folder_for_a_while
 from phalanx.system.processes import await_ends, descendants_of, die_with_parent, kill, set_name
 
 __all__ = ["RankSet", "RanksFailed", "run_ranks"]
@@ -67,7 +66,8 @@ def run_ranks(ranks: RankSet, options: BenchOptions, handle: EventHandler) -> No
     Raises:
         RanksFailed: a rank ended with an error or a signal, or rank 0 reported nothing for five minutes.
     """
-    with folder_for_a_while(Path(tempfile.gettempdir()), "phx-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="phx-bench-") as name:
+        folder = Path(name)
         (folder / "options.json").write_text(json.dumps({"options": asdict(options), "size": ranks.size}))
         os.mkfifo(folder / "events")
         # Opened for writing too: then opening does not wait for a writer, and there is no end of file without one.

@@ -13,9 +13,8 @@ import fcntl
 import os
 import re
 import secrets
-import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -42,7 +41,7 @@ def whole_file(target: Path) -> Iterator[BinaryIO]:
     with contextlib.ExitStack() as held:
         folder = os.open(target.parent, os.O_RDONLY)
         held.callback(os.close, folder)
-        descriptor, name = _locked(target.parent, f".{target.name}.", _make_file)
+        descriptor, name = _locked_beside(target)
         held.callback(name.unlink, missing_ok=True)  # after the replacement there is none
         file = held.enter_context(os.fdopen(descriptor, "w+b"))
         yield file
@@ -59,57 +58,46 @@ def check_creatable(target: Path) -> None:
         OSError: no.
     """
     remove_unfinished(target)
-    descriptor, name = _locked(target.parent, f".{target.name}.", _make_file)
+    descriptor, name = _locked_beside(target)
     name.unlink()
     os.close(descriptor)
 
 
 def remove_unfinished(target: Path) -> None:
     """Remove what writers of ``target`` have left that were killed. Whatever cannot be removed stays."""
-    _remove_left(target.parent, f".{target.name}.")
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(target.parent):
+            if entry.name.startswith(f".{target.name}.") and entry.name.endswith(_SUFFIX):
+                with contextlib.suppress(OSError):
+                    _remove_if_left(Path(entry.path))
 
 
-@contextlib.contextmanager
-def folder_for_a_while(parent: Path, prefix: str) -> Iterator[Path]:
-    """Make a folder, which is removed at the end of the block with all that is in it.
-
-    Those of processes that were killed are removed first: they are known by the beginning of their names, ``prefix``.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    _remove_left(parent, prefix)
-    descriptor, folder = _locked(parent, prefix, _make_folder)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(descriptor)
-
-
-def _make_file(path: Path) -> int:
-    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)  # the umask takes off what it does for open()
-
-
-def _make_folder(path: Path) -> int:
-    path.mkdir(0o700)
-    return os.open(path, os.O_RDONLY)
-
-
-def _locked(parent: Path, prefix: str, make: Callable[[Path], int]) -> tuple[int, Path]:
-    """Make a file or a folder with a name of its own, and lock it."""
+def _locked_beside(target: Path) -> tuple[int, Path]:
+    """Make a file beside ``target``, with a name of its own, and lock it."""
     while True:
-        path = parent / f"{prefix}{secrets.token_hex(8)}{_SUFFIX}"
-        descriptor = make(path)
+        name = target.with_name(f".{target.name}.{secrets.token_hex(8)}{_SUFFIX}")
+        descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)  # less the umask, as by open()
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(descriptor, name):
+                return descriptor, name
         except BlockingIOError:
             pass
         except OSError:
-            return descriptor, path  # nobody has locks here, so nobody removes it
-        else:
-            if _is_at(descriptor, path):
-                return descriptor, path
+            return descriptor, name  # nobody has locks here, so nobody removes it
+        os.close(descriptor)
+
+
+def _remove_if_left(path: Path) -> None:
+    kind = path.lstat()
+    if kind.st_uid != os.geteuid() or not stat.S_ISREG(kind.st_mode):
+        return
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)  # NFS locks for writing only what is open for it
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_at(descriptor, path):  # it has not got its own name meanwhile
+            path.unlink()
+    finally:
         os.close(descriptor)
 
 
@@ -118,31 +106,6 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
         return False
-
-
-def _remove_left(folder: Path, prefix: str) -> None:
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(folder):
-            if entry.name.startswith(prefix) and entry.name.endswith(_SUFFIX):
-                with contextlib.suppress(OSError):
-                    _remove_if_left(Path(entry.path))
-
-
-def _remove_if_left(path: Path) -> None:
-    kind = path.lstat()
-    is_folder = stat.S_ISDIR(kind.st_mode)
-    if kind.st_uid != os.geteuid() or not (is_folder or stat.S_ISREG(kind.st_mode)):
-        return
-    # NFS locks for writing only what is open for it.
-    descriptor = os.open(path, (os.O_RDONLY if is_folder else os.O_RDWR) | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if is_folder:
-            shutil.rmtree(path, ignore_errors=True)
-        elif _is_at(descriptor, path):  # it has not got its own name meanwhile
-            path.unlink()
-    finally:
-        os.close(descriptor)
 
 
 # -- as people write them ------------------------------------------------------------------------------
