@@ -12,7 +12,7 @@ import pytest
 from phalanx.doctor.device_probe import driver_events
 from phalanx.doctor.device_records import DeviceRecord, device_findings, devices_as_text
 from phalanx.doctor.variables import device_variables
-from phalanx.system.device_files import accelerator_files
+from phalanx.topology.device_files import accelerator_files
 
 WELL = DeviceRecord(
     "cuda:0",

@@ -23,7 +23,7 @@ from phalanx.doctor.device_records import DeviceRecord
 from phalanx.doctor.devices import devices
 from phalanx.doctor.finding import Finding, Level
 from phalanx.doctor.variables import device_variables
-from phalanx.system.device_files import accelerator_files, read_text
+from phalanx.topology.device_files import accelerator_files, read_text
 
 __all__ = ["PROBE_S", "driver_events", "probe_devices"]
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 from phalanx.doctor.finding import Finding, Level
-from phalanx.system.device_files import accelerator_files, count_devices
+from phalanx.topology.device_files import accelerator_files, count_devices
 from phalanx.words import format_count
 
 __all__ = ["devices"]

@@ -112,7 +112,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def own_folder() -> str:
-    """The working directory; empty if it has been removed."""
+    """Return the working directory; empty if it has been removed."""
     try:
         return os.getcwd()
     except OSError:
@@ -120,7 +120,7 @@ def own_folder() -> str:
 
 
 def jobs_folder() -> str:
-    """The folder in which ``phalanx run`` was called that started this process; empty without one.
+    """Return the folder in which ``phalanx run`` was called that started this process; empty without one.
 
     All ranks of a job have been started there, and a script that changes its working directory does not change it.
     """
@@ -157,7 +157,7 @@ MPI_NAMES = re.compile(
 
 
 def own_mpi_files() -> list[str]:
-    """The paths of those that this process has mapped."""
+    """Return the paths of those that this process has mapped."""
     found = set()
     with contextlib.suppress(OSError), open("/proc/self/maps", errors="surrogateescape") as maps:
         for line in maps:

@@ -32,7 +32,7 @@ def read_json(data: str | bytes | bytearray) -> Any:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is an integer that fits into 64 bits: arithmetic with a larger one may fail, or take long."""
+    """Return whether it is an integer that fits into 64 bits: arithmetic with a larger one may fail, or take long."""
     return type(value) is int and -(1 << 63) <= value < 1 << 64
 
 

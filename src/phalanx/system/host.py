@@ -35,7 +35,7 @@ class Host:
 
 
 def this_host(environment: Mapping[str, str] = os.environ) -> Host:
-    """The host of this process, or the one that ``PHALANX_HOST`` names."""
+    """Return the host of this process, or the one that ``PHALANX_HOST`` names."""
     if given := environment.get(settings.HOST):
         return Host(given)
     boot_id = pid_namespace = ""
@@ -47,5 +47,5 @@ def this_host(environment: Mapping[str, str] = os.environ) -> Host:
 
 
 def machine_name() -> str:
-    """This machine's own name in the network, even where ``PHALANX_HOST`` gives this process another host's name."""
+    """Return this machine's own name, even where ``PHALANX_HOST`` gives this process another host's."""
     return socket.gethostname()

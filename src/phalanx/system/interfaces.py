@@ -32,7 +32,7 @@ _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 
 def interface_addresses() -> dict[str, list[str]]:
-    """The addresses of every interface of this host by its name: IPv4 first, then IPv6, link-local ones last."""
+    """Return the addresses of every interface of this host by its name: IPv4 first, then IPv6, link-local ones last."""
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for name, addresses in found.items():
@@ -73,19 +73,19 @@ def interface_speed_mbit(name: str) -> int:
 
 
 def describe_interfaces() -> str:
-    """This host's interfaces and their addresses, for people: ``lo 127.0.0.1, eth0 10.0.0.3``."""
+    """Describe this host's interfaces and their addresses, for people: ``lo 127.0.0.1, eth0 10.0.0.3``."""
     return ", ".join(f"{name} {' '.join(addresses) or '-'}" for name, addresses in interface_addresses().items())
 
 
 def ucx_devices(interface: str) -> str:
-    """An interface as UCX_NET_DEVICES names it: its InfiniBand or RoCE adapters if it has any, and itself, for TCP."""
+    """Name an interface for UCX_NET_DEVICES: its InfiniBand or RoCE adapters if it has any, and itself, for TCP."""
     adapters = Path("/sys/class/net") / interface / "device" / "infiniband"
     fast = [f"{adapter.name}:1" for adapter in sorted(adapters.iterdir())] if adapters.is_dir() else []
     return ",".join([*fast, interface])
 
 
 def chosen_interface(environment: Mapping[str, str] = os.environ) -> tuple[str, list[str]] | None:
-    """The interface that ``PHALANX_INTERFACE`` names, and its addresses; None if it is not set.
+    """Return the interface that ``PHALANX_INTERFACE`` names, and its addresses; None if it is not set.
 
     Raises:
         InitializationError: this host has no such interface, or it has no address; the message lists all interfaces.
@@ -106,7 +106,7 @@ def chosen_interface(environment: Mapping[str, str] = os.environ) -> tuple[str, 
 
 
 def is_loopback(address: str) -> bool:
-    """Whether this address can be reached only from the host itself."""
+    """Return whether this address can be reached only from the host itself."""
     with contextlib.suppress(ValueError):
         number = ipaddress.ip_address(address.partition("%")[0])
         mapped = getattr(number, "ipv4_mapped", None)
@@ -115,7 +115,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_own_name(name: str) -> bool:
-    """Whether this host calls itself by this name."""
+    """Return whether this host calls itself by this name."""
     own = machine_name()
     if name.lower() in (own.lower(), own.partition(".")[0].lower()):
         return True
@@ -127,7 +127,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def resolve(name: str) -> list[str]:
-    """The addresses that a name resolves to on this host, in the order in which they should be tried.
+    """Return the addresses that a name resolves to on this host, in the order in which they should be tried.
 
     Raises:
         OSError: the name does not resolve.
@@ -190,7 +190,7 @@ def _outward(towards: Iterable[str], environment: Mapping[str, str]) -> Iterator
 
 
 def is_other_host(name: str) -> bool:
-    """Whether a host's name or address means another machine; False where the name does not resolve."""
+    """Return whether a host's name or address means another machine; False where the name does not resolve."""
     try:
         addresses = resolve(name)
     except OSError:
@@ -199,7 +199,7 @@ def is_other_host(name: str) -> bool:
 
 
 def _source_address(target: str) -> str | None:
-    """The source address of packets to ``target``; None where no route leads there."""
+    """Return the source address of packets to ``target``; None where no route leads there."""
     with contextlib.suppress(OSError), socket.socket(_family(target), socket.SOCK_DGRAM) as probe:
         probe.connect((target, 9))  # for a datagram socket this sends nothing
         return str(probe.getsockname()[0])
@@ -240,7 +240,7 @@ _OWNER = struct.Struct("=4x48xIIIII")
 
 
 def holder_of_port(port: int) -> str:
-    """The process that listens on a port of this host, for people; empty where /proc does not show it to this user."""
+    """Say which process listens on a port of this host; empty where /proc does not show it to this user."""
     at = f":{port:04X}"
     inodes = {f"socket:[{line[9]}]" for line in _sockets("tcp", "tcp6") if line[3] == "0A" and line[1].endswith(at)}
     for path in glob("/proc/[0-9]*/fd/*") if inodes else ():
@@ -271,7 +271,7 @@ def owner_of(end: Address, other_end: Address) -> int | None:
 
 @functools.cache
 def _kernel_answers() -> bool:
-    """Whether this kernel answers questions about single sockets; tried on a connection of this process."""
+    """Return whether this kernel answers questions about single sockets; tried on a connection of this process."""
     with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 0)) as listener:
         where = listener.getsockname()
         with socket.create_connection(where, timeout=1) as own:

@@ -39,7 +39,7 @@ class Resource(Enum):
     FILE_SIZE = "file size"
 
     def describe(self, amount: int) -> str:
-        """An amount of it, for a message: ``137 open files``, ``1.2 GiB of memory``."""
+        """Say an amount of it: ``137 open files``, ``1.2 GiB of memory``."""
         counts_bytes = self in (Resource.MEMORY, Resource.FILE_SIZE)
         return f"{format_gib(amount)} of {self.value}" if counts_bytes else f"{amount} {self.value}"
 
@@ -114,7 +114,7 @@ def raise_file_limit() -> tuple[int, int]:
 
 
 def usable_cores() -> int:
-    """How many cores this process may keep busy: its affinity and its cgroup's quota count, not the machine's cores."""
+    """Count the cores that this process may keep busy, by its affinity and its cgroup's quota."""
     cores = len(os.sched_getaffinity(0))
     for cgroup in _cgroups():
         with contextlib.suppress(OSError, ValueError):
@@ -124,7 +124,7 @@ def usable_cores() -> int:
 
 
 def memory_left() -> int | None:
-    """How many bytes of memory this process's machine and cgroups have left; None if the kernel does not say."""
+    """Count how many bytes of memory this process's machine and cgroups have left; None if the kernel does not say."""
     left = []
     if available := _entry(Path("/proc/meminfo"), "MemAvailable:"):
         left.append(available * 1024)
@@ -135,7 +135,7 @@ def memory_left() -> int | None:
 
 
 def count_oom_kills() -> int:
-    """The number of processes in this process's cgroup that the kernel's out-of-memory killer has ended so far."""
+    """Count the processes of this process's cgroup that the kernel's out-of-memory killer has ended so far."""
     return next((_entry(cgroup / "memory.events", "oom_kill") for cgroup in _cgroups()), 0)
 
 
@@ -158,7 +158,7 @@ def _tasks_of(uid: int) -> int:
 
 
 def _cgroups() -> Iterator[Path]:
-    """The folders of this process's cgroup (version 2) and of those above it; each of them may limit it."""
+    """Return the folders of this process's cgroup (version 2) and of those above it; each of them may limit it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             if line.startswith("0::/"):
@@ -167,7 +167,7 @@ def _cgroups() -> Iterator[Path]:
 
 
 def _room(cgroup: Path, kind: str) -> list[int]:
-    """What a cgroup has left of a resource; nothing if it does not limit it."""
+    """Say what a cgroup has left of a resource; nothing if it does not limit it."""
     try:
         return [int((cgroup / f"{kind}.max").read_text()) - int((cgroup / f"{kind}.current").read_text())]
     except (OSError, ValueError):
@@ -175,7 +175,7 @@ def _room(cgroup: Path, kind: str) -> list[int]:
 
 
 def _entry(file: Path, key: str) -> int:
-    """The number on the line of a file that begins with this word; 0 without one."""
+    """Return the number on the line of a file that begins with this word; 0 without one."""
     with contextlib.suppress(OSError, ValueError):
         for line in file.read_text().splitlines():
             name, number, *_ = line.split()

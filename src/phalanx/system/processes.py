@@ -109,7 +109,7 @@ def exit_without_finalising(code: int) -> NoReturn:
 
 
 def own_sight() -> str:
-    """A name that is equal for processes which see each other under the same ids; empty if this one has no such ids."""
+    """Return a name that is equal for processes which see each other under the same ids; empty if none can."""
     try:
         if int(os.readlink("/proc/self")) != os.getpid():
             return ""  # /proc counts as another pid namespace does
@@ -156,13 +156,13 @@ def process_use(pid: int) -> ProcessUse | None:
 
 
 def start_of(pid: int) -> int:
-    """When a process was started, in clock ticks after the boot; 0 if there is none, or if it has ended."""
+    """Return when a process was started, in clock ticks after the boot; 0 if there is none, or if it has ended."""
     found = process_use(pid)
     return 0 if found is None or found.has_ended else found.start
 
 
 def has_ended(pid: int, start: int) -> bool:
-    """Whether the process that had this id, and was started then, has ended."""
+    """Return whether the process that had this id, and was started then, has ended."""
     if start_of(pid) == start:
         return False
     if process_use(pid) is not None:
@@ -177,28 +177,28 @@ def has_ended(pid: int, start: int) -> bool:
 
 
 def state_of(pid: int) -> str:
-    """The state of a process as the kernel names it, such as ``R``, ``S`` or ``T`` (stopped); empty if it is gone."""
+    """Return the kernel's letter for the state of a process, such as ``R`` or ``T`` (stopped); empty if it is gone."""
     return _state_in(f"/proc/{pid}/stat")
 
 
 def state_of_thread(pid: int, thread: int) -> str:
-    """:func:`state_of` for one thread of a process."""
+    """Return :func:`state_of` for one thread of a process."""
     return _state_in(f"/proc/{pid}/task/{thread}/stat")
 
 
 def state_if_stopped(pid: int, start: int) -> str:
-    """The state of a process that is stopped or held by a debugger; empty for any other, or if the id is another's."""
+    """Return the state of a process if it is stopped or held by a debugger, and still the one that began then."""
     use = process_use(pid)
     return use.state if use is not None and use.start == start and use.state in "Tt" else ""
 
 
 def state_text(state: str) -> str:
-    """What the kernel's letter for a process's state means, as "stopped (state T)"."""
+    """Say what the kernel's letter for a process's state means, as "stopped (state T)"."""
     return STATES.get(state) or ("sleeping" if state == "S" else f"state {state}" if state else "not known")
 
 
 def is_ending(pid: int) -> bool:
-    """Whether a process has begun to end, or has ended: no signal makes a difference to it any more.
+    """Return whether a process has begun to end, or has ended: no signal makes a difference to it any more.
 
     Others may notice its end from then on, because its memory and its connections go; its parent is told only when all
     of that is gone, which takes long if the process had much memory.
@@ -218,7 +218,7 @@ def _state_in(path: str) -> str:
 
 
 def _fields_in(path: str) -> list[bytes]:
-    """The fields from the state on, which proc(5) numbers 3."""
+    """Return the fields from the state on, which proc(5) numbers 3."""
     with open(path, "rb") as file:
         # The command between the parentheses may hold spaces and parentheses of its own.
         return file.read().rpartition(b")")[2].split()
@@ -228,42 +228,42 @@ def _fields_in(path: str) -> list[bytes]:
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Whether a process handles, ignores or blocks a signal, so that the signal does not end it; True for signal 0."""
+    """Return whether a process handles, ignores or blocks a signal, so that it does not end it; True for signal 0."""
     return not signum or _has_signal(pid, signum, "SigCgt", "SigIgn", "SigBlk")
 
 
 def handles(pid: int, signum: int) -> bool:
-    """Whether a process would handle or ignore a signal that came now; not one that blocks it, and may yet choose."""
+    """Return whether a process would handle or ignore a signal that came now; one that blocks it may yet choose."""
     return ignores(pid, signum) or (has_handler(pid, signum) and not blocks(pid, signum))
 
 
 def uses(pid: int, signum: int) -> bool:
-    """Whether a process handles a signal, or blocks it, perhaps to wait for it."""
+    """Return whether a process handles a signal, or blocks it, perhaps to wait for it."""
     return _has_signal(pid, signum, "SigCgt", "SigBlk")
 
 
 def has_handler(pid: int, signum: int) -> bool:
-    """Whether a process has a handler for a signal, which may be blocked for now."""
+    """Return whether a process has a handler for a signal, which may be blocked for now."""
     return _has_signal(pid, signum, "SigCgt")
 
 
 def ignores(pid: int, signum: int) -> bool:
-    """Whether a process ignores a signal."""
+    """Return whether a process ignores a signal."""
     return _has_signal(pid, signum, "SigIgn")
 
 
 def blocks(pid: int, signum: int) -> bool:
-    """Whether a process's first thread, or the thread of this id, blocks a signal, as it does while it handles one."""
+    """Return whether a process, or the thread of this id, blocks a signal, as it does while it handles one."""
     return _has_signal(pid, signum, "SigBlk")
 
 
 def awaits_signal(pid: int, signum: int) -> bool:
-    """Whether a signal that was sent to a process has not been taken by it so far."""
+    """Return whether a signal that was sent to a process has not been taken by it so far."""
     return _has_signal(pid, signum, "SigPnd", "ShdPnd")
 
 
 def _has_signal(pid: int, signum: int, *sets: str) -> bool:
-    """Whether a signal is in any of these sets of a process, as /proc names them; False if it has gone."""
+    """Return whether a signal is in any of these sets of a process, as /proc names them; False if it has gone."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         masks = [line.split()[1] for line in file if line.partition(":")[0] in sets]
         return any(int(mask, 16) >> (signum - 1) & 1 for mask in masks)
@@ -274,7 +274,7 @@ def _has_signal(pid: int, signum: int, *sets: str) -> bool:
 
 
 def children_of(pid: int) -> list[int]:
-    """The children of ``pid``, zombies included; empty when it has gone."""
+    """Return the children of ``pid``, zombies included; empty when it has gone."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         if not os.path.exists("/proc/thread-self/children"):  # a kernel without CONFIG_PROC_CHILDREN
@@ -292,7 +292,7 @@ def _parent_of(pid: str) -> int:
 
 
 def descendants_of(pids: Iterable[int]) -> list[int]:
-    """Everything below ``pids``, parents before their children, ``pids`` themselves left out."""
+    """List everything below ``pids``, parents before their children, ``pids`` themselves left out."""
     found: dict[int, None] = {}
     front = list(pids)
     while front:
@@ -302,7 +302,7 @@ def descendants_of(pids: Iterable[int]) -> list[int]:
 
 
 def belongs_to(pid: int, session: int, memfd_name: str, environment: Iterable[bytes]) -> bool:
-    """Whether an adopted orphan came from a given rank, which may have left its process group, or lost its parent.
+    """Return whether an orphan came from a given rank; it may have left its process group, or lost its parent.
 
     It is in the rank's session, or was started with the variables (``b"RANK=3"``) of this rank's programs alone, or, as
     a plain fork, holds the rank's report file open, which has this name.

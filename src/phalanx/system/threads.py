@@ -68,7 +68,7 @@ class AwakeClock:
         self._now = 0.0
 
     def now(self) -> float:
-        """The time; read it every ``SLICE_S`` while somebody waits by it."""
+        """Return the time; read it every ``SLICE_S`` while somebody waits by it."""
         with self._lock:
             real = time.monotonic()
             self._now += min(real - self._read_at, _LONGEST_S)
@@ -91,7 +91,7 @@ def wait_awake(wait: Callable[[float], bool], timeout_s: float | None, clock: Aw
 
 
 def ended_early(began_s: float, timeout_s: float) -> bool:
-    """Whether a wait that began then, by ``time.monotonic()``, has failed for another reason than its timeout.
+    """Return whether a wait that began then, by ``time.monotonic()``, has failed for another reason than its timeout.
 
     Stores and Gloo raise one class of error for both, so the time tells them apart: less than half of the timeout is no
     timeout, whatever clock they count by.
@@ -237,7 +237,7 @@ class TimedQueue(Generic[T]):
                 return item
 
     def qsize(self) -> int:
-        """How many items wait to be taken."""
+        """Count how many items wait to be taken."""
         return len(self._items)
 
     def _open(self) -> None:

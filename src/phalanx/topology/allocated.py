@@ -76,12 +76,12 @@ def _slurm(job: str, nodes: str, tasks: str) -> Allocated:
 
 
 def is_allocated(environment: Mapping[str, str]) -> bool:
-    """Whether this process belongs to a job of a batch system that gives each node devices of its own."""
+    """Return whether this process belongs to a job of a batch system that gives each node devices of its own."""
     return any(name in environment for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"))
 
 
 def note_ignored(environment: Mapping[str, str], ranks: int | None) -> str:
-    """A note on variables that ask for processes which ``phalanx run`` does not start, given -n; else empty."""
+    """Make a note on variables that ask for processes which ``phalanx run`` does not start, given -n; else empty."""
     names = _OF_JOB if ranks is not None else (*_OF_JOB, *_OF_HOST)
     asked = ", ".join(f"{name}={environment[name]}" for name in names if environment.get(name, "") not in _ALONE)
     return asked and (

@@ -188,7 +188,7 @@ def shared_devices(hosts: Sequence[str], devices: Sequence[str]) -> list[tuple[s
 
 
 def hint_for_one_process(launcher: str, device: torch.device, accelerator: Accelerator | None) -> str:
-    """A hint for users who started one process on a machine with several devices; empty for all others."""
+    """Return a hint for users who started one process on a machine with several devices; empty for all others."""
     if launcher != "none" or accelerator is None or accelerator.count < 2 or device.type == "cpu":
         return ""
     return (
@@ -198,7 +198,7 @@ def hint_for_one_process(launcher: str, device: torch.device, accelerator: Accel
 
 
 def default_backend(device: torch.device) -> str:
-    """The backend for tensors on ``device``: ``phalanx`` on the CPU, the device's own elsewhere."""
+    """Return the backend for tensors on ``device``: ``phalanx`` on the CPU, the device's own elsewhere."""
     if device.type == "cpu":
         return settings.BACKEND
     return f"cpu:{settings.BACKEND},{device.type}:{dist.get_default_backend_for_device(device)}"

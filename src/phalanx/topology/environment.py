@@ -46,19 +46,19 @@ class Reading:
         return "none" if self.launcher is None else self.launcher.name
 
     def number(self, fact: str) -> int | None:
-        """A fact that is a number; None where the launcher does not give it."""
+        """Return a fact that is a number; None where the launcher does not give it."""
         return int(self.found[fact].value) if fact in self.found else None
 
     def text(self, fact: str) -> str | None:
-        """A fact that is a text; None where the launcher does not give it."""
+        """Return a fact that is a text; None where the launcher does not give it."""
         return str(self.found[fact].value) if fact in self.found else None
 
     def said(self, *facts: str, by: str = ", ") -> str:
-        """Where these facts were read, for people: ``RANK=1, WORLD_SIZE=4``."""
+        """Say where these facts were read: ``RANK=1, WORLD_SIZE=4``."""
         return by.join(self.found[fact].source for fact in facts if fact in self.found)
 
     def place(self) -> Place:
-        """The place of this process.
+        """Return the place of this process.
 
         Raises:
             LauncherEnvironmentError: the variables do not give the rank or the world size, which only MPI itself knows.
@@ -156,7 +156,7 @@ def _read(launcher: Launcher, environment: Environment, arguments: Sequence[str]
 
 
 def _agent_store(environment: Environment) -> bool:
-    """Whether the agent's own store is at MASTER_PORT; otherwise rank 0 is to open one there.
+    """Return whether the agent's own store is at MASTER_PORT; otherwise rank 0 is to open one there.
 
     A script under ``phalanx run`` may have set a MASTER_PORT of its own.
     """
@@ -235,7 +235,7 @@ def _claim(reading: Reading) -> str:
 
 
 def _says_not_distributed(environment: Environment) -> bool:
-    """Whether the variables say "not distributed" by the older convention.
+    """Return whether the variables say "not distributed" by the older convention.
 
     That is a rank of -1, or a variable that was set to nothing, and no world of several ranks.
     """
@@ -245,7 +245,7 @@ def _says_not_distributed(environment: Environment) -> bool:
 
 
 def _local_rank_argument(environment: Environment, arguments: Sequence[str]) -> dict[str, Finding]:
-    """``--local_rank``, as the older torch.distributed.launch gives it to the script; -1 means not given."""
+    """Read ``--local_rank``, as the older torch.distributed.launch gives it to the script; -1 means not given."""
     found = {}
     for index, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")

@@ -16,15 +16,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from phalanx import settings
-from phalanx.system.device_files import accelerator_files
 from phalanx.system.interfaces import LOOPBACK, outward_address
+from phalanx.topology.device_files import accelerator_files
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
 def cpu_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables by which frameworks see that several ranks compute on the CPU; empty if that is not so.
+    """Return variables by which frameworks see that several ranks compute on the CPU; empty if that is not so.
 
     Args:
         environment: the rank's, with WORLD_SIZE and PHALANX_DEVICE. ACCELERATE_USE_CPU in it is the user's, and stays.

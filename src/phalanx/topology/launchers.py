@@ -129,7 +129,7 @@ class Launcher:
         return (*_AROUND[self.kind], *self.also_around)
 
     def recognises(self, environment: Environment) -> bool:
-        """Whether ``environment`` has what only this launcher sets."""
+        """Return whether ``environment`` has what only this launcher sets."""
         return (
             all(name in environment for name in self.all_of)
             and (not self.any_of or any(name in environment for name in self.any_of))
@@ -138,7 +138,7 @@ class Launcher:
         )
 
     def signs(self, environment: Environment) -> str:
-        """The variables that it is recognised by, for people."""
+        """Return the variables that it is recognised by, for people."""
         return ", ".join(name for name in (*self.all_of, *self.any_of) if name in environment)
 
     def read(self, environment: Environment) -> dict[str, Finding]:
@@ -148,7 +148,7 @@ class Launcher:
 
 
 def _numbers(**variables: str) -> dict[str, Reader]:
-    """Readers of facts that are numbers, each from the first of some variables that is set."""
+    """Make readers of facts that are numbers, each from the first of some variables that is set."""
     return {fact: number(*names.split()) for fact, names in variables.items()}
 
 
@@ -215,7 +215,7 @@ def _job(*own: Reader) -> dict[str, Reader]:
 
 
 def _of_horovod(name: str) -> Reader:
-    """HOROVOD_CROSS_…, if it counts the nodes here: on local rank 0, or if all nodes have as many ranks."""
+    """Read HOROVOD_CROSS_…, if it counts the nodes here: on local rank 0, or if all nodes have as many ranks."""
 
     def read(environment: Environment) -> Finding | None:
         names = ("HOROVOD_LOCAL_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_SIZE")
@@ -394,7 +394,7 @@ SLURM = Launcher(
 
 
 def _pmi_of_slurm(environment: Environment) -> bool:
-    """Whether PMI_RANK is srun's (`--mpi=pmi2`): a Hydra that runs in the allocation sets more variables, or others."""
+    """Return whether PMI_RANK is srun's (`--mpi=pmi2`): a Hydra inside sets more variables, or others."""
     if "MPI_LOCALRANKID" in environment or "PMI_HOSTNAME" in environment:
         return False
     tasks = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS"))
@@ -464,7 +464,7 @@ _ALONE = {
 
 
 def _more_wanted(name: str, remedy: str) -> Callable[[Environment], str]:
-    """A note for the user if variable ``name`` wants more processes on each node than the one that was started."""
+    """Make a note for the user if variable ``name`` wants more processes on each node than the one that was started."""
 
     def note(environment: Environment) -> str:
         value = environment.get(name, "")
@@ -481,7 +481,7 @@ _PET_RANKS = number_unless("PET_NPROC_PER_NODE", "auto|cpu|gpu|xpu")
 
 
 def _ranks_of_pods(environment: Environment) -> Finding | None:
-    """The world size that the job asks for: pods times processes per pod.
+    """Return the world size that the job asks for: pods times processes per pod.
 
     A pod by itself starts one process; torchrun in it would start the others.
     """
@@ -494,7 +494,7 @@ def _ranks_of_pods(environment: Environment) -> Finding | None:
 
 
 def _in_pod(name: str, of_the_pod: Reader) -> Reader:
-    """Variable ``name`` if RANK, WORLD_SIZE or LOCAL_RANK is set, and ``of_the_pod`` if none of them is.
+    """Read ``name`` if RANK, WORLD_SIZE or LOCAL_RANK is set, and ``of_the_pod`` if none of them is.
 
     So RANK alone, or WORLD_SIZE alone, is an error, and is not completed from the pod's variables.
     """
@@ -657,17 +657,17 @@ _HEAD = ("`world.launcher`", "started by", "rank; world size")
 
 
 def launcher_names() -> list[str]:
-    """Every value of ``world.launcher``, in the order in which launchers are tried; ``none`` comes last."""
+    """List every value of ``world.launcher``, in the order in which launchers are tried; ``none`` comes last."""
     return [*dict.fromkeys(row.name for row in LAUNCHERS), "none"]
 
 
 def commands_started(command: str) -> list[str]:
-    """The command lines by which launchers start ``command``, each once."""
+    """Return the command lines by which launchers start ``command``, each once."""
     return list(dict.fromkeys(f"{row.example} {command}" for row in LAUNCHERS if row.example))
 
 
 def launcher_table() -> str:
-    """A table of all launchers in Markdown, for users: one line for each name."""
+    """Format a table of all launchers in Markdown, for users: one line for each name."""
     lines = []
     for name in launcher_names()[:-1]:
         rows = [row for row in LAUNCHERS if row.name == name and "world_size" in row.facts]
@@ -677,7 +677,7 @@ def launcher_table() -> str:
 
 
 def recognition_table() -> str:
-    """A table of all rows in Markdown, for developers, in the order in which they are tried."""
+    """Format a table of all rows in Markdown, for developers, in the order in which they are tried."""
     lines = []
     for row in LAUNCHERS:
         signs = "; with ".join(filter(None, (_list(row.all_of, "and"), _list(row.any_of, "or"))))

@@ -158,7 +158,7 @@ def expected_places(
 
 
 def format_expected(missing: Sequence[int], places: Mapping[int, Expected]) -> str:
-    """``h2, local rank 0`` if all that are missing are there, else ``rank 2: h1, local rank 1; rank 5: h2, …``."""
+    """Say ``h2, local rank 0`` if all that are missing are there, else ``rank 2: h1, local rank 1; rank 5: …``."""
     hosts: dict[str, list[int]] = {}
     for rank in missing:
         if rank in places:
@@ -172,7 +172,7 @@ def format_expected(missing: Sequence[int], places: Mapping[int, Expected]) -> s
 
 
 def format_missing(missing: Sequence[int], came: Iterable[Came], place: Place) -> str:
-    """``rank 2 of 3 (h2, local rank 0)``: the missing ranks, and where they should be as far as that is certain.
+    """Say ``rank 2 of 3 (h2, local rank 0)``: which ranks are missing, and where they should be if that is certain.
 
     Args:
         missing: the ranks that have not come.

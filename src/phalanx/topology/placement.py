@@ -129,12 +129,12 @@ def text_lines(words: str, left: float, top: float, width: float, *, bold: bool 
 
 
 def box(kind: str, x: float, y: float, width: float, height: float) -> str:
-    """A box of a kind, which has its colour of the scheme."""
+    """Draw a box of a kind, which has its colour of the scheme."""
     return f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3"/>'
 
 
 def style(name: str, kinds: Sequence[str]) -> str:
-    """The style of a picture of this class, with boxes of these kinds, which have their colours in the schemes."""
+    """Return the style of a picture of this class, with boxes of these kinds, in the colours of the schemes."""
     light, dark = (_colours(name, kinds, scheme) for scheme in (LIGHT, DARK))
     # On a wide screen the picture stops growing where its text is that of a headline. A window that shows the file
     # alone would shrink it to its own height, so the height is set, with the aspect ratio.
@@ -146,7 +146,7 @@ def style(name: str, kinds: Sequence[str]) -> str:
 
 
 def picture(name: str, title: str, said: str, drawn: Sequence[str], height: float, css: str = "") -> str:
-    """The picture as one element, which has its title and description for those who do not see it.
+    """Return the picture as one element, which has its title and description for those who do not see it.
 
     Args:
         name: its class, and the beginning of its ids.

@@ -153,7 +153,7 @@ class HostList:
 
 
 def json_list(name: str) -> HostList:
-    """``["algo-1", "algo-2"]``."""
+    """A list as ``["algo-1", "algo-2"]``."""
 
     def parse(name: str, value: str) -> list[str]:
         try:
@@ -168,7 +168,7 @@ def json_list(name: str) -> HostList:
 
 
 def comma_list(name: str) -> HostList:
-    """``h1,h2``."""
+    """A list as ``h1,h2``."""
 
     def parse(name: str, value: str) -> list[str]:
         items = [item.strip() for item in value.split(",") if item.strip()]
@@ -180,12 +180,12 @@ def comma_list(name: str) -> HostList:
 
 
 def node_list(name: str) -> HostList:
-    """Slurm's ``node[01-03,7]``."""
+    """A list as Slurm's ``node[01-03,7]``."""
     return HostList(name, expand_node_list)
 
 
 def host_slots(name: str) -> HostList:
-    """LSF's ``h1 4 h2 4``, without the host that took no rank.
+    """A list as LSF's ``h1 4 h2 4``, without the host that took no rank.
 
     For jsrun it is ``launch 1 node1 4 node2 4``: if the first host has a single slot and another has more, the first
     is the host that the job was launched from.

@@ -120,7 +120,7 @@ def format_table(
 
 
 def _rank_lines(rows: Sequence[RankRow]) -> list[dict[str, str]]:
-    """One line for each rank: the cells by the names of their columns."""
+    """Make one line for each rank: the cells by the names of their columns."""
     started = any(row.pid is not None for row in rows)
     return [
         {
@@ -138,7 +138,7 @@ def _rank_lines(rows: Sequence[RankRow]) -> list[dict[str, str]]:
 
 
 def _node_lines(rows: Sequence[RankRow]) -> list[dict[str, str]]:
-    """One line for each node: the cells by the names of their columns."""
+    """Make one line for each node: the cells by the names of their columns."""
     nodes: dict[int, list[RankRow]] = {}
     for row in rows:
         nodes.setdefault(row.node_rank, []).append(row)
@@ -187,6 +187,6 @@ def _number(value: int | None) -> str:
 
 
 def _common(values: Sequence[str]) -> str:
-    """The value that all ranks of a node have in common, or the first and the last of several."""
+    """Return the value that all ranks of a node have in common, or the first and the last of several."""
     seen = list(dict.fromkeys(values))
     return seen[0] if len(seen) == 1 else f"{seen[0]} … {seen[-1]}"

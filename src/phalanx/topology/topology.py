@@ -72,7 +72,7 @@ class Topology:
     notes: tuple[str, ...] = ()
 
     def node_of(self, rank: int) -> Node:
-        """The node on which ``rank`` runs."""
+        """Return the node on which ``rank`` runs."""
         return next(node for node in self.nodes if rank in node.ranks)
 
 
@@ -168,7 +168,7 @@ def arrange(reports: Sequence[Whereabouts]) -> Topology:
 
 
 def _by_local_rank(host: Host, members: list[Whereabouts]) -> tuple[list[Whereabouts], str]:
-    """The ranks of one host by local rank, and a note if the launcher numbers them otherwise for a known reason."""
+    """Order the ranks of one host; with a note if the launcher numbers them otherwise for a known reason."""
     if all(member.local_rank is None for member in members):
         return members, ""
     if _agree(members):
@@ -196,7 +196,7 @@ def _by_local_rank(host: Host, members: list[Whereabouts]) -> tuple[list[Whereab
 
 
 def _agree(members: Sequence[Whereabouts]) -> bool:
-    """Whether the launcher's local ranks on a host are 0 to n - 1 for its n ranks, and its local world size is n."""
+    """Return whether the launcher's local ranks are 0 to n - 1 for a host's n ranks, and its local world size is n."""
     return sorted(-1 if member.local_rank is None else member.local_rank for member in members) == list(
         range(len(members))
     ) and all(member.local_world_size in (None, len(members)) for member in members)

@@ -13,7 +13,7 @@ from phalanx.launch.relay.channel import Channel
 from phalanx.launch.relay.crew import Member, Pipe
 from phalanx.launch.remote.protocol import split_rank
 from phalanx.launch.remote.starter import AgentProgram
-from phalanx.system.device_files import device_of_rank
+from phalanx.topology.device_files import device_of_rank
 from phalanx.topology.table import RankRow
 
 __all__ = ["Host", "place_ranks"]
