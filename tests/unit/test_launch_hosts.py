@@ -24,7 +24,7 @@ from phalanx.launch.remote.tree import FAN, starting_host
 from phalanx.system import interfaces
 from phalanx.system.host import machine_name
 from phalanx.system.interfaces import is_other_host, listening_address, outward_address, outward_addresses
-from phalanx.topology.allocated import note_ignored
+from phalanx.topology.environment import note_ignored
 
 
 def slots(hosts: list[HostSlots]) -> list[tuple[str, int | None]]:

@@ -25,7 +25,7 @@ from phalanx.launch.job.seconds import Seconds
 from phalanx.launch.job.target import find_target
 from phalanx.launch.remote.starter import parse_starter
 from phalanx.system.limits import check_limits, machine_limits, raise_file_limit
-from phalanx.topology.allocated import note_ignored
+from phalanx.topology.environment import note_ignored
 from phalanx.words import format_count, tell
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from phalanx.errors import LauncherEnvironmentError, LaunchError
 from phalanx.launch.job.host_slots import HostSlots, read_hostfile
 from phalanx.system.interfaces import is_own_name
-from phalanx.topology.allocated import read_allocated
+from phalanx.topology.environment import read_allocated
 
 __all__ = ["Allocation", "find_allocation"]
 
