@@ -73,11 +73,7 @@ _AROUND = {
 _NO_TRAITS = Traits()
 _MASTER_ADDR = host_of("MASTER_ADDR")
 # Facts that are read alike under every launcher whose row does not say otherwise.
-_COMMON = {
-    "master_addr": _MASTER_ADDR,
-    "master_port": port("MASTER_PORT"),
-    "attempt": number("SLURM_RESTART_COUNT"),
-}
+_COMMON = {"master_addr": _MASTER_ADDR, "master_port": port("MASTER_PORT"), "attempt": number("SLURM_RESTART_COUNT")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,20 +154,15 @@ def _variables(facts: Iterable[Reader]) -> tuple[str, ...]:
 
 # -- started by an agent on each node ------------------------------------------------------------------
 
-_TORCHRUN = _numbers(
-    rank="RANK",
-    world_size="WORLD_SIZE",
-    local_rank="LOCAL_RANK",
-    local_world_size="LOCAL_WORLD_SIZE",
-    node_rank="GROUP_RANK",
-    num_nodes="GROUP_WORLD_SIZE",
-    attempt="TORCHELASTIC_RESTART_COUNT",
-)
+_PLAIN = _numbers(rank="RANK", world_size="WORLD_SIZE", local_rank="LOCAL_RANK", local_world_size="LOCAL_WORLD_SIZE")
+_RESTARTS = number("TORCHELASTIC_RESTART_COUNT")
 TORCHRUN = Launcher(
     "torchrun",
     "torchrun (torch.distributed.run)",
     Kind.AGENT,
-    {**_TORCHRUN, "job": text("TORCHELASTIC_RUN_ID")},
+    _PLAIN
+    | _numbers(node_rank="GROUP_RANK", num_nodes="GROUP_WORLD_SIZE")
+    | {"job": text("TORCHELASTIC_RUN_ID"), "attempt": _RESTARTS},
     all_of=("TORCHELASTIC_RUN_ID",),
     traits=Traits(in_blocks=True),
     example="torchrun --nproc-per-node 2 --no-python",
@@ -180,7 +171,7 @@ PHALANX = replace(
     TORCHRUN,
     name="phalanx",
     title="phalanx run",
-    facts={**TORCHRUN.facts, "attempt": first(number(settings.ATTEMPT), _TORCHRUN["attempt"])},
+    facts={**TORCHRUN.facts, "attempt": first(number(settings.ATTEMPT), _RESTARTS)},
     all_of=(settings.RUN_ID,),
     # `phalanx run` sets both to the same id. They differ if another launcher, started from one of its ranks, has
     # replaced one of them; then the inner launcher is the one to believe.
@@ -232,12 +223,8 @@ HOROVOD = Launcher(
     "horovod",
     "horovodrun",
     Kind.MPI,
-    _numbers(
-        rank="HOROVOD_RANK",
-        world_size="HOROVOD_SIZE",
-        local_rank="HOROVOD_LOCAL_RANK",
-        local_world_size="HOROVOD_LOCAL_SIZE",
-    )
+    _numbers(rank="HOROVOD_RANK", world_size="HOROVOD_SIZE")
+    | _numbers(local_rank="HOROVOD_LOCAL_RANK", local_world_size="HOROVOD_LOCAL_SIZE")
     | _OF_ALLOCATION
     | {"node_rank": _of_horovod("HOROVOD_CROSS_RANK"), "num_nodes": _of_horovod("HOROVOD_CROSS_SIZE")}
     | _job(together("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")),
@@ -245,11 +232,8 @@ HOROVOD = Launcher(
     example="horovodrun -np 2",
 )
 
-_OPENMPI = _numbers(
-    rank="OMPI_COMM_WORLD_RANK",
-    world_size="OMPI_COMM_WORLD_SIZE",
-    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-    local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+_OPENMPI = _numbers(rank="OMPI_COMM_WORLD_RANK", world_size="OMPI_COMM_WORLD_SIZE") | _numbers(
+    local_rank="OMPI_COMM_WORLD_LOCAL_RANK", local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE"
 )
 OPENMPI = Launcher(
     "openmpi",
@@ -280,12 +264,8 @@ LSF = Launcher(
     "lsf",
     "jsrun of LSF",
     Kind.MPI,
-    _numbers(
-        rank="JSM_NAMESPACE_RANK",
-        world_size="JSM_NAMESPACE_SIZE",
-        local_rank="JSM_NAMESPACE_LOCAL_RANK",
-        local_world_size="JSM_NAMESPACE_LOCAL_SIZE",
-    )
+    _numbers(rank="JSM_NAMESPACE_RANK", world_size="JSM_NAMESPACE_SIZE")
+    | _numbers(local_rank="JSM_NAMESPACE_LOCAL_RANK", local_world_size="JSM_NAMESPACE_LOCAL_SIZE")
     | {
         "node_rank": this_host_in(_RANKFILE),
         # No num_nodes: a step may use fewer nodes than the job has.
@@ -301,12 +281,8 @@ PALS = Launcher(
     "pals",
     "mpiexec or aprun of Cray PALS",
     Kind.MPI,
-    _numbers(
-        rank="PMIX_RANK PMI_RANK",
-        world_size="PMI_SIZE",
-        local_rank="PALS_LOCAL_RANKID PMI_LOCAL_RANK",
-        local_world_size="PMI_LOCAL_SIZE",
-    )
+    _numbers(rank="PMIX_RANK PMI_RANK", world_size="PMI_SIZE")
+    | _numbers(local_rank="PALS_LOCAL_RANKID PMI_LOCAL_RANK", local_world_size="PMI_LOCAL_SIZE")
     | _OF_ALLOCATION
     | {"job": together("PALS_APID")},
     all_of=("PALS_APID",),
@@ -315,11 +291,8 @@ PALS = Launcher(
     unknown_world="With PMIx, PALS gives the world size only to MPI itself; start with mpiexec --pmi=cray",
 )
 
-_MVAPICH = _numbers(
-    rank="MV2_COMM_WORLD_RANK",
-    world_size="MV2_COMM_WORLD_SIZE",
-    local_rank="MV2_COMM_WORLD_LOCAL_RANK",
-    local_world_size="MV2_COMM_WORLD_LOCAL_SIZE",
+_MVAPICH = _numbers(rank="MV2_COMM_WORLD_RANK", world_size="MV2_COMM_WORLD_SIZE") | _numbers(
+    local_rank="MV2_COMM_WORLD_LOCAL_RANK", local_world_size="MV2_COMM_WORLD_LOCAL_SIZE"
 )
 MVAPICH = Launcher(
     "mvapich",
@@ -373,12 +346,8 @@ SLURM = Launcher(
     "slurm",
     "srun of Slurm",
     Kind.ALLOCATION,
-    _numbers(
-        rank="SLURM_PROCID",
-        world_size="SLURM_STEP_NUM_TASKS SLURM_NTASKS",
-        local_rank="SLURM_LOCALID",
-        node_rank="SLURM_NODEID",
-    )
+    _numbers(rank="SLURM_PROCID", world_size="SLURM_STEP_NUM_TASKS SLURM_NTASKS")
+    | _numbers(local_rank="SLURM_LOCALID", node_rank="SLURM_NODEID")
     | {
         "local_world_size": tasks_on_node("SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"),
         "num_nodes": first(number("SLURM_STEP_NUM_NODES"), length_of(_STEP_NODES)),
@@ -446,14 +415,7 @@ BY_HAND = Launcher(
     "env",
     "RANK and WORLD_SIZE, set by hand or by another launcher",
     Kind.HAND,
-    _numbers(
-        rank="RANK",
-        world_size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
-        local_world_size="LOCAL_WORLD_SIZE",
-        node_rank="GROUP_RANK NODE_RANK",
-        num_nodes="GROUP_WORLD_SIZE NNODES",
-    ),
+    _PLAIN | _numbers(node_rank="GROUP_RANK NODE_RANK", num_nodes="GROUP_WORLD_SIZE NNODES"),
     any_of=("RANK", "WORLD_SIZE"),
 )
 _LATE = Traits(late_names=True)
