@@ -126,7 +126,8 @@ def read_environment(environment: Environment | None = None, arguments: Sequence
     launcher = rows[0]
     reading = _read(launcher, environment, arguments)
     for other in rows[1:]:
-        if other.name != launcher.name and other.kind not in launcher.around:
+        counts_nodes = other.kind is Kind.HAND and launcher.rank_counts_nodes
+        if other.name != launcher.name and other.kind not in launcher.around and not counts_nodes:
             _compare(launcher, reading, Reading(other, other.read(environment)))
     return reading
 
@@ -219,8 +220,6 @@ def _compare(launcher: Launcher, reading: Reading, beside: Reading) -> None:
         LauncherEnvironmentError: the two contradict each other; the message shows both.
     """
     by_hand = beside.launcher is not None and beside.launcher.kind is Kind.HAND
-    if by_hand and launcher.rank_counts_nodes:
-        return
     lacking = [name for name, fact in (("RANK", "rank"), ("WORLD_SIZE", "world_size")) if fact not in beside.found]
     if by_hand and lacking:
         raise LauncherEnvironmentError(
