@@ -20,7 +20,7 @@ from phalanx.topology.launchers import LAUNCHERS, Kind, Launcher
 from phalanx.topology.place import Place, Traits
 from phalanx.topology.readers import (
     Environment,
-    Finding,
+    Fact,
     expand_node_list,
     expand_task_counts,
     read_host_slots,
@@ -45,7 +45,7 @@ class Reading:
     """
 
     launcher: Launcher | None
-    found: Mapping[str, Finding]
+    found: Mapping[str, Fact]
     signs: str = ""
     notes: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
@@ -122,7 +122,7 @@ def read_environment(environment: Environment | None = None, arguments: Sequence
         _refuse_remains(environment, arguments)
     if not rows or not_distributed:
         alone = {"rank": 0, "world_size": 1, **_ALONE}
-        return Reading(None, {fact: Finding(value, "started plainly") for fact, value in alone.items()})
+        return Reading(None, {fact: Fact(value, "started plainly") for fact, value in alone.items()})
     launcher = rows[0]
     reading = _read(launcher, environment, arguments)
     for other in rows[1:]:
@@ -140,19 +140,19 @@ def _read(launcher: Launcher, environment: Environment, arguments: Sequence[str]
     if launcher.kind is Kind.HAND:
         found = {**_local_rank_argument(environment, arguments), **found}
         if "world_size" in found and found["world_size"].value == 1:
-            found.setdefault("rank", Finding(0, "the only rank"))
+            found.setdefault("rank", Fact(0, "the only rank"))
             if "local_rank" in found and found["local_rank"].value == -1:
                 del found["local_rank"]  # "not distributed", in the older convention
     for fact, other in (("rank", "world_size"), ("world_size", "rank")):
         if fact not in found and not (fact == "world_size" and launcher.unknown_world):
             beside = f" beside {found[other].source}" if other in found else ""
             raise LauncherEnvironmentError(
-                f"{launcher.name} is recognised (by {launcher.signs(environment)}), but {launcher.facts[fact].names} "
+                f"{launcher.name} is recognised (by {launcher.signs(environment)}), but {launcher.readers[fact].names} "
                 f"is not set{beside}; every rank needs it. Was the environment passed on only in part, or left by "
                 f"another job?"
             )
     if found.get("world_size") and found["world_size"].value == 1:
-        found = {**{fact: Finding(value, "a world of one") for fact, value in _ALONE.items()}, **found}
+        found = {**{fact: Fact(value, "a world of one") for fact, value in _ALONE.items()}, **found}
     note = launcher.note(environment)
     reading = Reading(
         launcher,
@@ -253,7 +253,7 @@ def _says_not_distributed(environment: Environment) -> bool:
     return all(value in alone[name] for name, value in said.items()) and not {"", "-1"}.isdisjoint(said.values())
 
 
-def _local_rank_argument(environment: Environment, arguments: Sequence[str]) -> dict[str, Finding]:
+def _local_rank_argument(environment: Environment, arguments: Sequence[str]) -> dict[str, Fact]:
     """Read ``--local_rank``, as the older torch.distributed.launch gives it to the script; -1 means not given."""
     found = {}
     for index, argument in enumerate(arguments):
@@ -261,7 +261,7 @@ def _local_rank_argument(environment: Environment, arguments: Sequence[str]) -> 
         if name in ("--local_rank", "--local-rank"):
             local_rank = whole_number(name, value if equals else "".join(arguments[index + 1 : index + 2]))
             if local_rank != -1:
-                found["local_rank"] = Finding(local_rank, f"{name}={local_rank}")
+                found["local_rank"] = Fact(local_rank, f"{name}={local_rank}")
     own = environment.get("LOCAL_RANK")
     if found and own is not None and whole_number("LOCAL_RANK", own) != found["local_rank"].value:
         raise LauncherEnvironmentError(f"{found['local_rank'].source} and LOCAL_RANK={own} contradict each other")
@@ -307,7 +307,7 @@ def place_with(reading: Reading | None, init_method: str | None, rank: int | Non
     if rank is None and world_size == 1 and reading.launcher is None:
         rank = 0
     given = {
-        name: Finding(value, f"{name}={value} in phalanx.init()")
+        name: Fact(value, f"{name}={value} in phalanx.init()")
         for name, value in (("rank", rank), ("world_size", world_size))
         if value is not None
     }

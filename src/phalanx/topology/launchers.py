@@ -25,7 +25,7 @@ from phalanx import settings
 from phalanx.topology.place import Traits
 from phalanx.topology.readers import (
     Environment,
-    Finding,
+    Fact,
     HostList,
     Reader,
     comma_list,
@@ -84,7 +84,7 @@ class Launcher:
         name: the value of ``world.launcher``.
         title: the launcher, for people.
         kind: which kind of launcher it is.
-        facts: how each fact that it gives is read, by the names of the attributes of ``Place``.
+        readers: how each fact that it gives is read, by the names of the attributes of ``Place``.
         all_of: variables that must all be set.
         any_of: variables of which at least one must be set; empty if none is needed. One is enough, so that a launcher
             whose variables are set only in part is recognised and an error can name those that are missing.
@@ -104,7 +104,7 @@ class Launcher:
     name: str
     title: str
     kind: Kind
-    facts: Mapping[str, Reader]
+    readers: Mapping[str, Reader]
     all_of: tuple[str, ...] = ()
     any_of: tuple[str, ...] = ()
     none_of: tuple[str, ...] = ()
@@ -137,9 +137,9 @@ class Launcher:
         """Return the variables that it is recognised by, for people."""
         return ", ".join(name for name in (*self.all_of, *self.any_of) if name in environment)
 
-    def read(self, environment: Environment) -> dict[str, Finding]:
+    def read(self, environment: Environment) -> dict[str, Fact]:
         """Read the facts that it gives."""
-        given = {fact: reader(environment) for fact, reader in {**_COMMON, **self.facts}.items()}
+        given = {fact: reader(environment) for fact, reader in {**_COMMON, **self.readers}.items()}
         return {fact: found for fact, found in given.items() if found is not None}
 
 
@@ -148,8 +148,8 @@ def _numbers(**variables: str) -> dict[str, Reader]:
     return {fact: number(*names.split()) for fact, names in variables.items()}
 
 
-def _variables(facts: Iterable[Reader]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for reader in facts for name in reader.variables))
+def _variables(readers: Iterable[Reader]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for reader in readers for name in reader.variables))
 
 
 # -- started by an agent on each node ------------------------------------------------------------------
@@ -171,7 +171,7 @@ PHALANX = replace(
     TORCHRUN,
     name="phalanx",
     title="phalanx run",
-    facts={**TORCHRUN.facts, "attempt": first(number(settings.ATTEMPT), _RESTARTS)},
+    readers={**TORCHRUN.readers, "attempt": first(number(settings.ATTEMPT), _RESTARTS)},
     all_of=(settings.RUN_ID,),
     # `phalanx run` sets both to the same id. They differ if another launcher, started from one of its ranks, has
     # replaced one of them; then the inner launcher is the one to believe.
@@ -208,7 +208,7 @@ def _job(*own: Reader) -> dict[str, Reader]:
 def _of_horovod(name: str) -> Reader:
     """Read HOROVOD_CROSS_…, if it counts the nodes here: on local rank 0, or if all nodes have as many ranks."""
 
-    def read(environment: Environment) -> Finding | None:
+    def read(environment: Environment) -> Fact | None:
         names = ("HOROVOD_LOCAL_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_SIZE")
         found = [number(each)(environment) for each in names]
         rank, size, local, cross = (None if one is None else int(one.value) for one in found)
@@ -253,7 +253,7 @@ AZUREML = replace(
     OPENMPI,
     name="azureml",
     title="Azure Machine Learning (MPI)",
-    facts=_OPENMPI | _AZURE,
+    readers=_OPENMPI | _AZURE,
     all_of=("AZUREML_EXPERIMENT_ID",),
     traits=Traits(starts_mpi=True, late_names=True),
     example="",
@@ -320,7 +320,7 @@ INTELMPI = replace(
     MPICH,
     name="intelmpi",
     title="mpiexec of Intel MPI",
-    facts={**MPICH.facts, "job": together("I_MPI_HYDRA_UUID")},
+    readers={**MPICH.readers, "job": together("I_MPI_HYDRA_UUID")},
     all_of=("I_MPI_HYDRA_UUID",),
     any_of=(),
     traits=replace(MPICH.traits, shared_job=False),
@@ -329,7 +329,7 @@ INTELMPI = replace(
 MPICH_BY_PORT = replace(
     MPICH,
     title="mpiexec -pmi-port of MPICH (Hydra)",
-    facts=_numbers(rank="PMI_ID", local_rank="MPI_LOCALRANKID", local_world_size="MPI_LOCALNRANKS") | _OF_ALLOCATION,
+    readers=_numbers(rank="PMI_ID", local_rank="MPI_LOCALRANKID", local_world_size="MPI_LOCALNRANKS") | _OF_ALLOCATION,
     all_of=("PMI_PORT",),
     any_of=("PMI_ID", "MPI_LOCALRANKID"),
     none_of=("PMI_RANK", "PMI_SIZE"),
@@ -379,11 +379,11 @@ SLURM_WITH_PMI = replace(
 )
 
 
-def _all_on_one_node(environment: Environment) -> Finding | None:
+def _all_on_one_node(environment: Environment) -> Fact | None:
     nodes, tasks = number("FLUX_JOB_NNODES")(environment), number("FLUX_JOB_SIZE")(environment)
     if nodes is None or tasks is None or nodes.value != 1:
         return None
-    return Finding(tasks.value, f"{tasks.source} on {nodes.source}")
+    return Fact(tasks.value, f"{tasks.source} on {nodes.source}")
 
 
 # Flux may itself be started by an MPI launcher, whose variables its jobs inherit. An MPI launcher that is started as a
@@ -442,7 +442,7 @@ _PET_NODES = number_unless("PET_NNODES", r"\d+:\d+")
 _PET_RANKS = number_unless("PET_NPROC_PER_NODE", "auto|cpu|gpu|xpu")
 
 
-def _ranks_of_pods(environment: Environment) -> Finding | None:
+def _ranks_of_pods(environment: Environment) -> Fact | None:
     """Return the world size that the job asks for: pods times processes per pod.
 
     A pod by itself starts one process; torchrun in it would start the others.
@@ -452,7 +452,7 @@ def _ranks_of_pods(environment: Environment) -> Finding | None:
         return None  # Kubeflow always sets it, so without it the environment was passed on only in part
     if nodes is None or each is None or each.value == 1:
         return nodes
-    return Finding(int(nodes.value) * int(each.value), f"{nodes.source} times {each.source}")
+    return Fact(int(nodes.value) * int(each.value), f"{nodes.source} times {each.source}")
 
 
 def _in_pod(name: str, of_the_pod: Reader) -> Reader:
@@ -461,7 +461,7 @@ def _in_pod(name: str, of_the_pod: Reader) -> Reader:
     So RANK alone, or WORLD_SIZE alone, is an error, and is not completed from the pod's variables.
     """
 
-    def read(environment: Environment) -> Finding | None:
+    def read(environment: Environment) -> Fact | None:
         by_hand = any(variable in environment for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         return number(name)(environment) if by_hand else of_the_pod(environment)
 
@@ -495,8 +495,8 @@ KUBEFLOW = Launcher(
 # One of several processes that a program in the pod has started: then RANK is no longer the pod's number.
 KUBEFLOW_LOCAL = replace(
     KUBEFLOW,
-    facts={
-        **KUBEFLOW.facts,
+    readers={
+        **KUBEFLOW.readers,
         **_numbers(rank="RANK", world_size="WORLD_SIZE", local_rank="LOCAL_RANK"),
         "local_world_size": first(number("LOCAL_WORLD_SIZE"), _PET_RANKS),
     },
@@ -537,7 +537,7 @@ AZUREML_BY_HAND = replace(
     BY_HAND,
     name="azureml",
     title="Azure Machine Learning",
-    facts={**BY_HAND.facts, **_AZURE, "node_rank": number("NODE_RANK")},
+    readers={**BY_HAND.readers, **_AZURE, "node_rank": number("NODE_RANK")},
     all_of=("AZUREML_EXPERIMENT_ID",),
     traits=_LATE,
 )
@@ -565,7 +565,7 @@ SAGEMAKER_BY_HAND = replace(
     BY_HAND,
     name="sagemaker",
     title="Amazon SageMaker",
-    facts={**BY_HAND.facts, **_SAGEMAKER},
+    readers={**BY_HAND.readers, **_SAGEMAKER},
     all_of=("SM_TRAINING_ENV",),
     traits=_LATE,
 )
@@ -603,7 +603,7 @@ LAUNCHERS = (
 
 # The variables by which an MPI launcher gives a process its rank, and those that give it the world size.
 MPI_RANKS, MPI_SIZES = (
-    frozenset(_variables(row.facts[fact] for row in LAUNCHERS if row.traits.starts_mpi and fact in row.facts))
+    frozenset(_variables(row.readers[fact] for row in LAUNCHERS if row.traits.starts_mpi and fact in row.readers))
     for fact in ("rank", "world_size")
 )
 # The processes with which launchers start the ranks of one host.
@@ -632,7 +632,7 @@ def launcher_table() -> str:
     """Format a table of all launchers in Markdown, for users: one line for each name."""
     lines = []
     for name in launcher_names()[:-1]:
-        rows = [row for row in LAUNCHERS if row.name == name and "world_size" in row.facts]
+        rows = [row for row in LAUNCHERS if row.name == name and "world_size" in row.readers]
         cells = zip(*((row.title, _rank_and_size(row)) for row in rows), strict=True)
         lines.append((f"`{name}`", *(" **or** ".join(dict.fromkeys(column)) for column in cells)))
     return _table(_HEAD, [*lines, ("`none`", "`python train.py`", "a world of one")])
@@ -645,15 +645,15 @@ def recognition_table() -> str:
         signs = "; with ".join(filter(None, (_list(row.all_of, "and"), _list(row.any_of, "or"))))
         without = f"without {_list(row.none_of, 'and')}" if row.none_of else ""
         recognised = "; ".join(filter(None, (signs, without, row.condition)))
-        meeting = _variables(row.facts[fact] for fact in ("master_addr", "master_port") if fact in row.facts)
+        meeting = _variables(row.readers[fact] for fact in ("master_addr", "master_port") if fact in row.readers)
         own = [name for name in meeting if name not in ("MASTER_ADDR", "MASTER_PORT")]
         lines.append((f"`{row.name}`", row.title, recognised, _rank_and_size(row), _list(own, "or")))
     return _table((*_HEAD[:2], "recognised by", _HEAD[2], "address of rank 0, unless MASTER_ADDR is set"), lines)
 
 
 def _rank_and_size(row: Launcher) -> str:
-    size = row.facts["world_size"].names if "world_size" in row.facts else "not in the variables"
-    return f"{row.facts['rank'].names}; {size}"
+    size = row.readers["world_size"].names if "world_size" in row.readers else "not in the variables"
+    return f"{row.readers['rank'].names}; {size}"
 
 
 def _table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:

@@ -20,7 +20,7 @@ MOST_NODES = 1_000_000
 
 
 @dataclass(frozen=True)
-class Finding:
+class Fact:
     """A value, and where it was read.
 
     Attributes:
@@ -39,10 +39,10 @@ class Reader:
     """Read one fact; None where nothing is set. ``names`` are the ``variables`` that it reads, for people."""
 
     names: str
-    read: Callable[[Environment], Finding | None]
+    read: Callable[[Environment], Fact | None]
     variables: tuple[str, ...] = ()
 
-    def __call__(self, environment: Environment) -> Finding | None:
+    def __call__(self, environment: Environment) -> Fact | None:
         return self.read(environment)
 
 
@@ -64,10 +64,10 @@ def whole_number(name: str, value: str) -> int:
 def _parsed(names: Sequence[str], parse: Callable[[str, str], int | str | None]) -> Reader:
     """Read the first of these variables of which ``parse``, given name and value, does not make None."""
 
-    def read(environment: Environment) -> Finding | None:
+    def read(environment: Environment) -> Fact | None:
         for name in names:
             if name in environment and (value := parse(name, environment[name])) is not None:
-                return Finding(value, f"{name}={environment[name].strip()}")
+                return Fact(value, f"{name}={environment[name].strip()}")
         return None
 
     return Reader(" or ".join(names), read, tuple(names))
@@ -115,22 +115,22 @@ def host_of(*names: str) -> Reader:
 def together(*names: str) -> Reader:
     """Read all of these variables as one text, if the first is set; for names of jobs."""
 
-    def read(environment: Environment) -> Finding | None:
+    def read(environment: Environment) -> Fact | None:
         there = " ".join(f"{name}={environment[name]}" for name in names if environment.get(name))
-        return Finding(there, there) if environment.get(names[0]) else None
+        return Fact(there, there) if environment.get(names[0]) else None
 
     return Reader(" and ".join(names), read, names)
 
 
 def constant(value: int, why: str) -> Reader:
     """Give ``value`` always, because ``why``."""
-    return Reader(why, lambda _: Finding(value, why))
+    return Reader(why, lambda _: Fact(value, why))
 
 
 def first(*readers: Reader) -> Reader:
     """Give the finding of the first of these readers that has one."""
 
-    def read(environment: Environment) -> Finding | None:
+    def read(environment: Environment) -> Fact | None:
         return next((found for reader in readers if (found := reader(environment)) is not None), None)
 
     variables = tuple(name for reader in readers for name in reader.variables)
@@ -213,10 +213,10 @@ def lines_of(name: str, skip: int = 0) -> HostList:
     return HostList(name, parse)
 
 
-def _of_lists(lists: Sequence[HostList], find: Callable[[HostList, Sequence[str], Environment], Finding]) -> Reader:
+def _of_lists(lists: Sequence[HostList], find: Callable[[HostList, Sequence[str], Environment], Fact]) -> Reader:
     """Give what ``find`` makes of the first list that names a host."""
 
-    def read(environment: Environment) -> Finding | None:
+    def read(environment: Environment) -> Fact | None:
         given = ((one, one.hosts(environment)) for one in lists)
         return next((find(one, hosts, environment) for one, hosts in given if hosts), None)
 
@@ -228,7 +228,7 @@ def first_host(*lists: HostList) -> Reader:
     """Read the first host of the first list that is set."""
     return _of_lists(
         lists,
-        lambda one, hosts, _: Finding(hosts[0].rpartition(":")[0] or hosts[0], f"the first of {one.name}", listed=True),
+        lambda one, hosts, _: Fact(hosts[0].rpartition(":")[0] or hosts[0], f"the first of {one.name}", listed=True),
     )
 
 
@@ -236,20 +236,20 @@ def length_of(*lists: HostList) -> Reader:
     """Count the hosts of the first list that is set."""
     return _of_lists(
         lists,
-        lambda one, hosts, environment: Finding(len(hosts), f"{len(hosts)} in {one.name}={environment[one.name]}"),
+        lambda one, hosts, environment: Fact(len(hosts), f"{len(hosts)} in {one.name}={environment[one.name]}"),
     )
 
 
 def index_of(name: str, among: HostList) -> Reader:
     """Read the index in a list of the host that variable ``name`` names."""
 
-    def read(environment: Environment) -> Finding | None:
+    def read(environment: Environment) -> Fact | None:
         hosts, own = among.hosts(environment), environment.get(name)
         if not hosts or own is None:
             return None
         if own not in hosts:
             raise LauncherEnvironmentError(f"{name}={own!r} is not in {among.name}={environment[among.name]}")
-        return Finding(hosts.index(own), f"{name}={own} in {among.name}={environment[among.name]}")
+        return Fact(hosts.index(own), f"{name}={own} in {among.name}={environment[among.name]}")
 
     return Reader(f"{name} and {among.name}", read, (name, among.name))
 
@@ -257,12 +257,12 @@ def index_of(name: str, among: HostList) -> Reader:
 def this_host_in(among: HostList) -> Reader:
     """Read the index of this very host in a list."""
 
-    def read(environment: Environment) -> Finding | None:
+    def read(environment: Environment) -> Fact | None:
         own = this_host(environment).name
         names = [host.partition(".")[0] for host in among.hosts(environment)]
         short = own.partition(".")[0]
         # A node may have several names, so this one may be listed under another.
-        return Finding(names.index(short), f"{own} in {among.name}") if short in names else None
+        return Fact(names.index(short), f"{own} in {among.name}") if short in names else None
 
     return Reader(among.name, read, (among.name,))
 
@@ -270,7 +270,7 @@ def this_host_in(among: HostList) -> Reader:
 def tasks_on_node(counts: str, node: str) -> Reader:
     """Read the entry of Slurm's compressed ``4(x2),3`` for this node."""
 
-    def read(environment: Environment) -> Finding | None:
+    def read(environment: Environment) -> Fact | None:
         if counts not in environment or node not in environment:
             return None
         tasks, index = expand_task_counts(counts, environment[counts]), whole_number(node, environment[node])
@@ -278,7 +278,7 @@ def tasks_on_node(counts: str, node: str) -> Reader:
             raise LauncherEnvironmentError(
                 f"{node}={index} is not among the {len(tasks)} node(s) of {counts}={environment[counts]!r}"
             )
-        return Finding(tasks[index], f"{counts}={environment[counts]} at {node}={index}")
+        return Fact(tasks[index], f"{counts}={environment[counts]} at {node}={index}")
 
     return Reader(f"{counts} and {node}", read, (counts, node))
 

@@ -326,7 +326,7 @@ def place_of(kind: str, environment: Mapping[str, str]) -> dict[str, Any]:
     row = _ROWS[kind].row
     found = {}
     for name, field in (("rank", "rank"), ("size", "world_size"), ("beside", "local_world_size")):
-        reader = row.facts[field]
+        reader = row.readers[field]
         try:
             finding = reader(environment)
         except LauncherEnvironmentError as error:
