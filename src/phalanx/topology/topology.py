@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class RankInfo:
     """Where one rank is, as it reports itself.
 
     Attributes:
@@ -91,7 +91,7 @@ def gather(store: Store, place: Place, host: Host, timeout_s: float) -> Topology
         InitializationError: two processes are the same rank, or ranks did not come in time; the message names them.
         LauncherEnvironmentError: the launcher's local ranks do not fit the hosts that the ranks report.
     """
-    report = Whereabouts(
+    report = RankInfo(
         place.rank, host, os.getpid(), place.launcher, place.local_rank, place.local_world_size, place.node_rank
     )
     if place.world_size == 1:
@@ -120,7 +120,7 @@ def _await(store: Store, keys: list[str], place: Place, timeout_s: float) -> Non
     except InitializationError:
         raise  # a rank has gone
     except RuntimeError as error:  # the error's class depends on the store, and all are of this kind
-        came: dict[int, Whereabouts] = {}
+        came: dict[int, RankInfo] = {}
         try:
             for rank, key in enumerate(_keys(place)):
                 if store.check([key]):
@@ -142,12 +142,12 @@ def _keys(place: Place) -> list[str]:
     return [f"report/{rank}" for rank in range(place.world_size)]
 
 
-def _parse(entry: str) -> Whereabouts:
+def _parse(entry: str) -> RankInfo:
     fields = json.loads(entry)
-    return Whereabouts(**{**fields, "host": Host(**fields["host"])})
+    return RankInfo(**{**fields, "host": Host(**fields["host"])})
 
 
-def arrange(reports: Sequence[Whereabouts]) -> Topology:
+def arrange(reports: Sequence[RankInfo]) -> Topology:
     """Number the hosts, and the ranks on each host.
 
     Args:
@@ -156,7 +156,7 @@ def arrange(reports: Sequence[Whereabouts]) -> Topology:
     Raises:
         LauncherEnvironmentError: the launcher's local ranks on a host are not 0 to n - 1 for its n ranks.
     """
-    hosts: dict[Host, list[Whereabouts]] = {}
+    hosts: dict[Host, list[RankInfo]] = {}
     for report in reports:
         hosts.setdefault(report.host, []).append(report)
     nodes, notes = [], []
@@ -167,14 +167,14 @@ def arrange(reports: Sequence[Whereabouts]) -> Topology:
     return Topology(tuple(nodes), tuple(notes))
 
 
-def _by_local_rank(host: Host, members: list[Whereabouts]) -> tuple[list[Whereabouts], str]:
+def _by_local_rank(host: Host, members: list[RankInfo]) -> tuple[list[RankInfo], str]:
     """Order the ranks of one host; with a note if the launcher numbers them otherwise for a known reason."""
     if all(member.local_rank is None for member in members):
         return members, ""
     if _agree(members):
         return sorted(members, key=lambda member: member.local_rank or 0), ""
     # With several agents on one host (torchrun twice, to try two nodes on one machine), each numbers its own ranks.
-    agents: dict[int | None, list[Whereabouts]] = {}
+    agents: dict[int | None, list[RankInfo]] = {}
     for member in members:
         agents.setdefault(member.node_rank, []).append(member)
     if len(agents) > 1 and all(_agree(own) for own in agents.values()):
@@ -195,13 +195,13 @@ def _by_local_rank(host: Host, members: list[Whereabouts]) -> tuple[list[Whereab
     )
 
 
-def _agree(members: Sequence[Whereabouts]) -> bool:
+def _agree(members: Sequence[RankInfo]) -> bool:
     """Return whether the launcher's local ranks are 0 to n - 1 for a host's n ranks, and its local world size is n."""
     return sorted(-1 if member.local_rank is None else member.local_rank for member in members) == list(
         range(len(members))
     ) and all(member.local_world_size in (None, len(members)) for member in members)
 
 
-def _are(members: Sequence[Whereabouts]) -> str:
+def _are(members: Sequence[RankInfo]) -> str:
     ranks = format_spans([member.rank for member in members])
     return f"is rank {ranks} alone" if len(members) == 1 else f"are the ranks {ranks}"
