@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx.system.process_use import process_use
+from phalanx.system.processes import process_use
 
 INTERVAL_S = 0.5
 TURN_S = 1.5

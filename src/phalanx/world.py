@@ -20,15 +20,15 @@ from phalanx.c10d.replace import replaces
 from phalanx.c10d.torch_versions import new_group
 from phalanx.errors import ArgumentError, ClosedError, DeviceError, InitializationError, PhalanxError
 from phalanx.group import Group, Session
-from phalanx.place.arguments import place_with
-from phalanx.place.place import Place
 from phalanx.rendezvous.meet import leave, meet, tell_meeting, why_failed
 from phalanx.store.ended import meeting_prefix
-from phalanx.system.awake import AwakeClock
 from phalanx.system.host import this_host
+from phalanx.system.threads import AwakeClock
 from phalanx.topology import device as devices
-from phalanx.topology.backends import why_unfit
+from phalanx.topology.device import why_unfit
+from phalanx.topology.environment import place_with
 from phalanx.topology.frameworks import announce, cpu_settings, second_meeting_point, withdraw
+from phalanx.topology.place import Place
 from phalanx.topology.table import RankRow, format_rank_table
 from phalanx.topology.topology import Topology, gather
 from phalanx.training.calls import TrainingCalls

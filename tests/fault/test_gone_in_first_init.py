@@ -29,7 +29,7 @@ import phalanx
 from phalanx.c10d import create, quick
 from phalanx.errors import InitializationError
 from phalanx.store import company
-from phalanx.system.sight import own_sight
+from phalanx.system.processes import own_sight
 from phalanx.topology import device
 from phalanx.transports import attendance, meeting_store
 from phalanx.transports.hosts.guard import Guard

@@ -19,7 +19,7 @@ from tests.support.ranks import Member, values
 
 from phalanx.errors import InitializationError
 from phalanx.system.host import machine_name
-from phalanx.system.sight import own_sight
+from phalanx.system.processes import own_sight
 from phalanx.transports import attendance, seat
 from phalanx.transports.shm import segment
 

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from phalanx.system.device_files import visible_devices
+from phalanx.topology.device_files import visible_devices
 
 (device,) = visible_devices(os.environ) or []
 near: set[int] = set()

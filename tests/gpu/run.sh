@@ -24,7 +24,7 @@ check() {
     fi
 }
 
-devices=$("$python" -c 'from phalanx.system.device_files import count_devices; print(count_devices())') || exit 2
+devices=$("$python" -c 'from phalanx.topology.device_files import count_devices; print(count_devices())') || exit 2
 [ "$devices" = 0 ] && echo "no accelerator here" && exit 2
 model=$(sed -n 's/^Model:[[:space:]]*\(NVIDIA \)\{0,1\}//p' /proc/driver/nvidia/gpus/*/information | head -n 1)
 here=tests/gpu

@@ -12,7 +12,7 @@ import torch
 
 from phalanx.errors import ArgumentError
 from phalanx.rpc.torch_api.torch_agent import check_device_maps
-from phalanx.system.device_files import count_devices
+from phalanx.topology.device_files import count_devices
 
 PROGRAM = """
     import torch

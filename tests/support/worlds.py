@@ -26,8 +26,8 @@ import torch.distributed as dist
 import phalanx
 from phalanx.c10d.register import replace_as_asked
 from phalanx.group import Session
-from phalanx.place.place import Place
 from phalanx.settings import REPLACE
+from phalanx.topology.place import Place
 from phalanx.topology.topology import Node, Topology
 from tests.mpi.environments import MpiEnvironment, mpi_parameters, run, run_on_two_hosts
 from tests.support.hosts import TestHosts, running_hosts, why_no_hosts

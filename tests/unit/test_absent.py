@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from phalanx.place.absent import Came, Expected, expected_places, format_expected
+from phalanx.topology.place import Came, Expected, expected_places, format_expected
 
 World = list[tuple[str, int]]  # by rank its host and its local rank
 

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.errors import LaunchError
 from phalanx.launch.job.binding import bind_ranks, cpus_near, parse_cpu_list, usable_cpus
-from phalanx.system.device_files import FoundDevice, visible_devices
+from phalanx.topology.device_files import FoundDevice, visible_devices
 from phalanx.words import format_spans
 
 MACHINES = Path(__file__).parents[1] / "data" / "machines"

@@ -16,8 +16,8 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx.commands import main
-from phalanx.place.environment import read_environment
-from phalanx.place.launchers import LAUNCHERS
+from phalanx.topology.environment import read_environment
+from phalanx.topology.launchers import LAUNCHERS
 
 
 def test_every_file_is_a_command() -> None:

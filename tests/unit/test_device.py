@@ -12,8 +12,7 @@ import phalanx
 from phalanx.c10d.shared_device import note_device, refused_by_nccl, shared_device
 from phalanx.errors import DeviceError
 from phalanx.topology import device as devices
-from phalanx.topology.backends import why_unfit
-from phalanx.topology.device import Accelerator, choose_device, shared_devices
+from phalanx.topology.device import Accelerator, choose_device, shared_devices, why_unfit
 
 FOUR = Accelerator("cuda", 4)
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.system import device_files
-from phalanx.system.device_files import FoundDevice, device_of_rank, devices_of_ranks, visible_devices
+from phalanx.topology import device_files
+from phalanx.topology.device_files import FoundDevice, device_of_rank, devices_of_ranks, visible_devices
 
 H200 = "Model: \t\t NVIDIA H200\nGPU UUID: \t GPU-{0}f2e\nBus Location: \t 0000:{0}9:00.0\nDevice Minor: \t {0}\n"
 

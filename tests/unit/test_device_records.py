@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.doctor.accelerators import DeviceRecord, device_findings, devices_as_text, parse_xids
 from phalanx.doctor.variables import device_variables
-from phalanx.system.device_files import accelerator_files
+from phalanx.topology.device_files import accelerator_files
 
 WELL = DeviceRecord(
     "cuda:0",

@@ -16,14 +16,11 @@ from typing import Any
 import pytest
 
 from phalanx.errors import InitializationError, LauncherEnvironmentError
-from phalanx.place.arguments import place_with
-from phalanx.place.environment import Reading, read_environment
-from phalanx.place.launcher import Kind
-from phalanx.place.launchers import LAUNCHERS
-from phalanx.place.listing import launcher_table, recognition_table
-from phalanx.place.node_lists import expand_node_list, expand_task_counts
 from phalanx.system.host import Host
-from phalanx.topology.topology import Whereabouts, arrange
+from phalanx.topology.environment import Reading, place_with, read_environment
+from phalanx.topology.launchers import LAUNCHERS, Kind, launcher_table, recognition_table
+from phalanx.topology.readers import expand_node_list, expand_task_counts
+from phalanx.topology.topology import RankInfo, arrange
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests" / "data" / "launchers"
@@ -68,7 +65,7 @@ def test_every_rank_finds_its_place_and_all_the_same_world(job: Job) -> None:
         assert {name: reading.number(name) for name in FACTS} == {name: answer[name] for name in FACTS}
         assert reading.text("master_addr") == answer["master_addr"]
         said = [reading.number(name) for name in ("local_rank", "local_world_size", "node_rank")]
-        reports.append(Whereabouts(rank, Host(host), 0, reading.name, *said))
+        reports.append(RankInfo(rank, Host(host), 0, reading.name, *said))
     topology = arrange(reports)
     firsts = list(dict.fromkeys(job.hosts))
     expected = [tuple(rank for rank, host in enumerate(job.hosts) if host == first) for first in firsts]
@@ -84,7 +81,7 @@ def test_every_row_and_name_has_a_job() -> None:
 
 def test_the_tables_of_the_documentation_are_those_of_the_rows() -> None:
     page, design = ((ROOT / "docs" / name).read_text() for name in ("launchers.md", "design/launching.md"))
-    assert launcher_table() in page, "copy the output of `python -m phalanx.place.listing` into docs/launchers.md"
+    assert launcher_table() in page, "copy the output of `python -m phalanx.topology.launchers` into docs/launchers.md"
     assert recognition_table() in design, "and its second table into docs/design/launching.md"
     for row in LAUNCHERS:
         assert row.traits.pass_on in page
@@ -279,11 +276,11 @@ def test_counts_of_tasks() -> None:
             expand_task_counts("N", text)
 
 
-def placed(hosts: str, local: Sequence[int | None] | None = None, sizes: bool = False) -> list[Whereabouts]:
+def placed(hosts: str, local: Sequence[int | None] | None = None, sizes: bool = False) -> list[RankInfo]:
     """Reports of ranks on the hosts with these letters, with the local ranks that a launcher gave."""
     given_ranks = [None] * len(hosts) if local is None else local
     return [
-        Whereabouts(
+        RankInfo(
             rank,
             Host(host),
             launcher="mpich",
@@ -324,7 +321,7 @@ def test_contradiction_between_launcher_and_hosts_is_named() -> None:
         with pytest.raises(LauncherEnvironmentError, match=f"mpich contradicts what the ranks see: .*{words}"):
             arrange(reports)
     containers = [
-        Whereabouts(rank, Host("h", "boot", f"pid:[{rank}]"), launcher="slurm", local_rank=rank, local_world_size=2)
+        RankInfo(rank, Host("h", "boot", f"pid:[{rank}]"), launcher="slurm", local_rank=rank, local_world_size=2)
         for rank in range(2)
     ]
     with pytest.raises(LauncherEnvironmentError, match=r"is rank 0 alone, and by the launcher .* set PHALANX_HOST"):
@@ -333,7 +330,7 @@ def test_contradiction_between_launcher_and_hosts_is_named() -> None:
 
 def test_two_agents_on_one_host_are_one_node_and_that_is_said() -> None:
     reports = [
-        Whereabouts(rank, Host("h"), launcher="torchrun", local_rank=rank % 2, local_world_size=2, node_rank=rank // 2)
+        RankInfo(rank, Host("h"), launcher="torchrun", local_rank=rank % 2, local_world_size=2, node_rank=rank // 2)
         for rank in range(4)
     ]
     topology = arrange(reports)

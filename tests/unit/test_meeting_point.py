@@ -16,11 +16,10 @@ from tests.support.waiting import soon
 from torch._C._distributed_c10d import Store
 
 from phalanx.errors import InitializationError
-from phalanx.place.arguments import place_with
-from phalanx.place.environment import read_environment
-from phalanx.place.place import Place
 from phalanx.rendezvous.meet import Broadcast, leave, meet
 from phalanx.rendezvous.meeting_point import HIGHEST, LOWEST, derived_ports, meeting_point
+from phalanx.topology.environment import place_with, read_environment
+from phalanx.topology.place import Place
 from phalanx.wire.proof import GREETING
 
 SLURM = {

@@ -15,7 +15,7 @@ import pytest
 from tests.support.ranks import Member, on_ranks
 
 from phalanx.native.core import quick_entry
-from phalanx.system.folder import beside
+from phalanx.system.files import beside
 from phalanx.watch import recorder
 from phalanx.watch.call_site import call_site, raised_at, running_at, shown, text_of
 

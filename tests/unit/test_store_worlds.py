@@ -9,9 +9,9 @@ import torch.distributed as dist
 from tests.support.ports import held_port
 from tests.support.ranks import Member, on_ranks
 
-from phalanx.place.place import Place
 from phalanx.rendezvous.meet import leave, meet
 from phalanx.store.client import JobStore
+from phalanx.topology.place import Place
 
 
 def test_forked_child_has_connections_of_its_own_or_none() -> None:

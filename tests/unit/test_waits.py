@@ -13,11 +13,8 @@ import pytest
 from tests.support.waiting import soon
 
 from phalanx.errors import BackendError
-from phalanx.system import awake
-from phalanx.system.awake import AwakeClock, ended_early, wait_awake
-from phalanx.system.bounded import keep_spare_thread, within
-from phalanx.system.threads import start
-from phalanx.system.timed_queue import TimedQueue
+from phalanx.system import threads
+from phalanx.system.threads import AwakeClock, TimedQueue, ended_early, keep_spare_thread, start, wait_awake, within
 
 PATIENCE_S = 120.0
 START = next(name for name in ("_start_new_thread", "_start_joinable_thread") if hasattr(threading, name))
@@ -39,7 +36,7 @@ class Time:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
     made = Time()
-    monkeypatch.setattr("phalanx.system.awake.time.monotonic", made.monotonic)
+    monkeypatch.setattr("phalanx.system.threads.time.monotonic", made.monotonic)
     return made
 
 
@@ -48,7 +45,7 @@ def test_awake_clock_and_wait_leave_out_the_time_of_a_stop(clock: Time) -> None:
     clock.now_s += 1.0
     assert counted.now() == 1.0
     clock.now_s += 3600.0
-    assert counted.now() <= 1.0 + 2 * awake.SLICE_S
+    assert counted.now() <= 1.0 + 2 * threads.SLICE_S
 
     def wait(timeout_s: float) -> bool:
         waits.append(timeout_s)
@@ -56,7 +53,7 @@ def test_awake_clock_and_wait_leave_out_the_time_of_a_stop(clock: Time) -> None:
 
     assert not wait_awake(wait, 10.0)
     assert len(waits) >= 9  # the stop took at most two seconds of the ten
-    assert max(waits) <= awake.SLICE_S
+    assert max(waits) <= threads.SLICE_S
 
 
 def test_clock_of_the_caller_counts_the_whole_of_a_long_wait(clock: Time) -> None:
@@ -100,20 +97,6 @@ def test_what_takes_too_long_is_left_alone_also_when_no_thread_can_start(monkeyp
         with pytest.raises(RuntimeError, match="none was kept"):
             within(60, lambda: 7)
     assert soon(lambda: threading.active_count() <= before)
-
-
-def test_exception_of_a_signal_handler_comes_out_of_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may come when the new thread runs already, and before ``Thread.start()`` has seen that."""
-    own = getattr(threading, START)
-
-    def interrupted(task: Any, *arguments: Any, **options: Any) -> None:
-        own(task, *arguments, **options)
-        assert soon(lambda: task.__self__ not in threading._limbo)  # type: ignore[attr-defined]
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(threading, START, interrupted)
-    with pytest.raises(ZeroDivisionError):
-        start(threading.Thread(target=int))
 
 
 def test_only_the_systems_refusal_of_a_thread_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:

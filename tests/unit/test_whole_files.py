@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and of which nothing stays if their writer is killed."""
+"""Files that appear whole or not at all; what is left of a killed writer goes with the next."""
 
 from __future__ import annotations
 
@@ -12,17 +12,11 @@ from typing import Any
 
 import pytest
 
-from phalanx.system import whole_files
-from phalanx.system.whole_files import check_creatable, folder_for_a_while, remove_unfinished, whole_file
-
-# How the file is held while it is written; NFS has no files without a name.
-WAYS = pytest.mark.parametrize("named", [False, True], ids=["without a name", "with another name"])
+from phalanx.system.files import check_creatable, remove_unfinished, whole_file
 
 
 @pytest.fixture
-def target(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    if "named" in request.fixturenames and request.getfixturevalue("named"):
-        monkeypatch.setattr(whole_files, "_unnamed", lambda folder: None)
+def target(tmp_path: Path) -> Path:
     return tmp_path / "run.pt"
 
 
@@ -55,8 +49,7 @@ def refuse(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOLCK, "no")
 
 
-@WAYS
-def test_file_takes_the_place_of_the_earlier_one_when_it_is_whole(target: Path, named: bool) -> None:
+def test_file_takes_the_place_of_the_earlier_one_when_it_is_whole(target: Path) -> None:
     (target.parent / "usual").write_bytes(b"")
     write(target, b"first")
     for error in (ValueError, KeyboardInterrupt):
@@ -75,10 +68,7 @@ def test_file_takes_the_place_of_the_earlier_one_when_it_is_whole(target: Path, 
     assert names(target.parent) == ["run.pt", "usual"]
 
 
-@WAYS
-def test_nothing_stays_of_a_file_whose_writer_is_killed(target: Path, named: bool) -> None:
-    """With a name it goes as soon as the file is written again."""
-
+def test_what_a_killed_writer_left_goes_when_the_file_is_written_again(target: Path) -> None:
     def dies() -> None:
         with whole_file(target) as file:
             file.write(bytes(1 << 16))
@@ -87,15 +77,12 @@ def test_nothing_stays_of_a_file_whose_writer_is_killed(target: Path, named: boo
 
     for _ in range(2):
         killed_in(dies)
-        assert len(names(target.parent)) == int(named)
+        assert len(names(target.parent)) == 1
     write(target, b"whole")
     assert names(target.parent) == ["run.pt"]
 
 
-@WAYS
-def test_nothing_stays_if_it_is_killed_between_its_two_names(
-    target: Path, named: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_before_the_file_has_its_name_the_earlier_stays(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(target, b"first")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", kill)
@@ -106,8 +93,7 @@ def test_nothing_stays_if_it_is_killed_between_its_two_names(
     assert names(target.parent) == ["run.pt"]
 
 
-@WAYS
-def test_writers_and_those_who_tidy_take_nothing_from_each_other(target: Path, named: bool) -> None:
+def test_writers_and_those_who_tidy_take_nothing_from_each_other(target: Path) -> None:
     with whole_file(target) as first:
         first.write(b"first")
         write(target, b"second")
@@ -128,18 +114,14 @@ def test_writers_and_those_who_tidy_take_nothing_from_each_other(target: Path, n
     assert names(target.parent) == ["run.pt"]
 
 
-def test_file_system_without_links_or_locks_has_the_file_too(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without locks nothing is removed."""
+def test_file_system_without_locks_has_the_file_and_nothing_is_removed(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     left = target.parent / ".run.pt.0123.part"
     left.write_bytes(b"")
     monkeypatch.setattr(fcntl, "flock", refuse)
     write(target, b"whole")
     assert names(target.parent) == [left.name, "run.pt"]
-    monkeypatch.undo()
-    monkeypatch.setattr(os, "link", refuse)
-    write(target, b"again" * 1000)
-    assert target.read_bytes() == b"again" * 1000
-    assert names(target.parent) == ["run.pt"]
 
 
 def test_what_is_not_its_own_stays(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,19 +136,3 @@ def test_what_is_not_its_own_stays(target: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
     remove_unfinished(target)
     assert len(names(target.parent)) == 5
-
-
-@pytest.mark.parametrize("killed", [True, False])
-def test_folder_for_a_while_goes_with_its_process(tmp_path: Path, killed: bool) -> None:
-    def use() -> None:
-        with folder_for_a_while(tmp_path, "phx-") as folder:
-            (folder / "inner").mkdir()
-            (folder / "inner" / "file").write_bytes(b"1")
-            if killed:
-                kill()
-
-    (killed_in if killed else lambda body: body())(use)
-    assert len(names(tmp_path)) == (1 if killed else 0)
-    with folder_for_a_while(tmp_path, "phx-") as first, folder_for_a_while(tmp_path, "phx-") as second:
-        assert names(tmp_path) == sorted([first.name, second.name])
-    assert names(tmp_path) == []

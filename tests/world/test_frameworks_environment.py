@@ -12,7 +12,7 @@ from tests.support.ranks import Member, on_ranks
 from torch.distributed.rendezvous import rendezvous
 
 import phalanx
-from phalanx.system.device_files import accelerator_files
+from phalanx.topology.device_files import accelerator_files
 from phalanx.topology.frameworks import cpu_settings
 
 __all__ = ["launcher"]

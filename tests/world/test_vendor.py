@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import FakeProcessGroup, FakeWork, GatherOptions
 from phalanx.c10d.torch_versions import function
 from phalanx.c10d.vendor import MixedProcessGroup
 from phalanx.errors import DeviceMismatch
-from phalanx.system.device_files import count_devices
+from phalanx.topology.device_files import count_devices
 
 new_fake_group = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)  # torch has this method from 2.10 on
 

@@ -19,7 +19,7 @@ import phalanx
 from phalanx import world as world_module
 from phalanx.errors import ClosedError, DeviceError, DeviceMismatch, InitializationError, RankError
 from phalanx.group import Session
-from phalanx.place.place import Place
+from phalanx.topology.place import Place
 from phalanx.topology.topology import Node, Topology
 
 SCRIPT = """

@@ -17,7 +17,7 @@ from typing import Any
 from phalanx import settings
 from phalanx.bench.cases import MEMCPY, MPI
 from phalanx.bench.machine import Noise, quartiles
-from phalanx.system.whole_files import check_creatable
+from phalanx.system.files import check_creatable
 from phalanx.words import format_count, format_size, format_time
 
 __all__ = ["check_plot", "draw", "format_noise", "format_report", "format_row", "noise_of"]

@@ -14,10 +14,10 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from phalanx.c10d.ddp_parameters import name_parameters
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.errors import InitializationError, PhalanxError
-from phalanx.place.absent import Came, format_missing
-from phalanx.place.arguments import place_with
 from phalanx.rendezvous.meet import kept_store
 from phalanx.system.host import this_host
+from phalanx.topology.environment import place_with
+from phalanx.topology.place import Came, format_missing
 from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
 from phalanx.transports.mpi.communicator import MpiCommunicator
 from phalanx.transports.mpi.runtime import Runtime, running, start

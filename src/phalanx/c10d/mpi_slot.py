@@ -115,6 +115,6 @@ def _is_rank_without_mpi() -> bool:
     if not world_size.isdigit() or int(world_size) < 2:
         return False
     # Imported here, because this module is loaded by every `import torch`.
-    from phalanx.place.launchers import MPI_RANKS
+    from phalanx.topology.launchers import MPI_RANKS
 
     return not any(name in os.environ for name in MPI_RANKS)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from phalanx.errors import PhalanxError
-from phalanx.system.awake import AwakeClock, wait_awake
+from phalanx.system.threads import AwakeClock, wait_awake
 from phalanx.watch import call_site
 
 __all__ = ["Operation"]

@@ -56,8 +56,7 @@ import torch
 from phalanx.c10d.leaving import end_before_the_interpreter
 from phalanx.c10d.operation import Operation
 from phalanx.errors import BackendError, ClosedError, ReentryError
-from phalanx.system.threads import start
-from phalanx.system.timed_queue import TimedQueue
+from phalanx.system.threads import TimedQueue, start
 
 __all__ = ["Progress"]
 

@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from phalanx import settings
 from phalanx.bench.cases import BenchOptions, parse_dtypes, parse_operations, parse_rate, parse_sizes
 from phalanx.bench.operations import DTYPES, OPERATIONS, SizeOf
-from phalanx.place.environment import read_environment
+from phalanx.topology.environment import read_environment
 
 __all__ = ["bench"]
 

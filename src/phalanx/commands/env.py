@@ -11,11 +11,11 @@ import click
 from phalanx import settings
 from phalanx.errors import LaunchError
 from phalanx.native.core import quick_entry
-from phalanx.place.environment import Reading, read_environment
-from phalanx.place.listing import commands_started, launcher_names
 from phalanx.rendezvous.meeting_point import meeting_point
-from phalanx.system.device_files import accelerator_files
 from phalanx.system.host import this_host
+from phalanx.topology.device_files import accelerator_files
+from phalanx.topology.environment import Reading, read_environment
+from phalanx.topology.launchers import commands_started, launcher_names
 from phalanx.topology.table import RankRow
 
 __all__ = ["env"]

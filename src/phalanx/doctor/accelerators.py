@@ -22,7 +22,7 @@ from typing import Any
 
 from phalanx.doctor.finding import Finding, Level, failure, ok, warning
 from phalanx.doctor.variables import device_variables
-from phalanx.system.device_files import accelerator_files, count_devices, read_text
+from phalanx.topology.device_files import accelerator_files, count_devices, read_text
 from phalanx.topology.table import format_table
 from phalanx.words import format_count, format_gib, format_list
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from phalanx import settings
 from phalanx.doctor.finding import Finding, failure, ok, warning
 from phalanx.errors import LauncherEnvironmentError
-from phalanx.place.environment import Reading, read_environment
 from phalanx.rendezvous.meeting_point import MeetingPoint, meeting_point
 from phalanx.system.host import machine_name
 from phalanx.system.interfaces import holder_of_port, is_loopback, is_other_host, resolve
 from phalanx.system.limits import usable_cores
+from phalanx.topology.environment import Reading, read_environment
 from phalanx.words import format_list
 
 __all__ = ["device_variables", "variables"]

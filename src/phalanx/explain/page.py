@@ -8,7 +8,7 @@ import hashlib
 from phalanx.explain.drawn import STYLE, rows_legend, step_svgs
 from phalanx.explain.steps import Explained
 from phalanx.explain.text import sums, title
-from phalanx.topology.drawing import DARK, LIGHT
+from phalanx.topology.placement import DARK, LIGHT
 from phalanx.watch.html_text import shown
 
 __all__ = ["explained_page"]

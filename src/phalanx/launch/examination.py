@@ -16,7 +16,7 @@ from typing import Any
 from phalanx.launch.output.failure import End
 from phalanx.launch.protocol import Examine, Examined, Order, Waits
 from phalanx.launch.roster import AgentState
-from phalanx.system.folder import own_folder
+from phalanx.system.files import own_folder
 from phalanx.watch.records import Recording
 from phalanx.watch.verdict import Seen
 

@@ -29,7 +29,7 @@ from phalanx.launch.job.job import Job
 from phalanx.launch.output.stacks import format_stack, frames_in, place_in
 from phalanx.launch.stopped_ranks import StoppedRanks
 from phalanx.settings import VERSION
-from phalanx.system.folder import own_folder
+from phalanx.system.files import own_folder
 from phalanx.watch.disagreement import calls_that_differ
 from phalanx.watch.parting import parting
 from phalanx.watch.verdict import Seen, Verdict, judge

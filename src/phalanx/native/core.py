@@ -28,38 +28,6 @@ from types import ModuleType
 
 from phalanx.errors import BackendError
 
-__all__ = [
-    "ABI",
-    "ANY_SOURCE",
-    "BROKEN_FROM",
-    "FOUND_LATE",
-    "MPI_WORDS",
-    "NBYTES_BITS",
-    "NOBODY",
-    "PIECES_AT",
-    "RECORDER_BYTES",
-    "RECORDS",
-    "RECORDS_AT",
-    "STRINGS_AT",
-    "TEXT_BYTES",
-    "Breakage",
-    "Crossing",
-    "End",
-    "Going",
-    "MpiGroup",
-    "MpiReduction",
-    "Poll",
-    "RecordedGroup",
-    "SeenRecord",
-    "Status",
-    "Traced",
-    "Tracer",
-    "addresses",
-    "library",
-    "quick_entry",
-    "rpc",
-]
-
 ABI = 32
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
@@ -345,8 +313,7 @@ def library() -> ctypes.CDLL:
         ("phx_mpi_all_reduce", c_int, [group, data]),
     ):
         function = getattr(core, name)
-        function.restype = result
-        function.argtypes = arguments
+        function.restype, function.argtypes = result, arguments
     return core
 
 
@@ -397,8 +364,7 @@ def rpc(*, holding: bool = False) -> ctypes.CDLL:
         ("phx_rpc_receive", c_int64, [c_void_p, c_int, c_uint64]),
     ):
         function = getattr(core, name)
-        function.restype = result
-        function.argtypes = arguments
+        function.restype, function.argtypes = result, arguments
     return core
 
 

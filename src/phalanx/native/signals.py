@@ -9,8 +9,6 @@ from itertools import repeat
 
 from phalanx.native.core import Poll
 
-__all__ = ["SignalPoll"]
-
 
 class SignalPoll:
     """A poll function for the core that runs pending signal handlers and remembers what they raised.

@@ -11,7 +11,6 @@ import socket
 
 from phalanx import settings
 from phalanx.errors import InitializationError
-from phalanx.place.place import Place
 from phalanx.rendezvous.meeting_point import MeetingPoint
 from phalanx.system.host import this_host
 from phalanx.system.interfaces import (
@@ -22,6 +21,7 @@ from phalanx.system.interfaces import (
     outward_address,
     resolve,
 )
+from phalanx.topology.place import Place
 
 __all__ = ["Unresolved", "addresses_of_rank_0", "listening_addresses", "resolved_addresses", "source_address"]
 

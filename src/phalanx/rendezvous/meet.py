@@ -20,15 +20,15 @@ from torch.distributed import DistError, DistStoreError
 
 from phalanx.errors import InitializationError
 from phalanx.exception import chain
-from phalanx.place.place import Place
 from phalanx.rendezvous.meeting_point import MeetingPoint, meeting_point
 from phalanx.rendezvous.opening import open_store, serve, wait_for_all
 from phalanx.rendezvous.search import find_store
 from phalanx.store.claim import Claim, own_claim
 from phalanx.store.client import JobStore
 from phalanx.store.ended import met_key, ranks_that_ended
-from phalanx.system.awake import AwakeClock
 from phalanx.system.interfaces import LOOPBACK, outward_address
+from phalanx.system.threads import AwakeClock
+from phalanx.topology.place import Place
 from phalanx.wire.key import job_key
 from phalanx.wire.sockets import listen
 

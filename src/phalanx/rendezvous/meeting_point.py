@@ -14,9 +14,9 @@ import hashlib
 import os
 from dataclasses import dataclass
 
-from phalanx.place.launchers import STARTERS
-from phalanx.place.place import Place
 from phalanx.system.interfaces import LOOPBACK
+from phalanx.topology.launchers import STARTERS
+from phalanx.topology.place import Place
 
 __all__ = ["MeetingPoint", "meeting_point"]
 

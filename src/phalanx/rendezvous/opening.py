@@ -10,16 +10,16 @@ from datetime import timedelta
 
 from phalanx import settings
 from phalanx.errors import InitializationError
-from phalanx.place.place import Place
 from phalanx.rendezvous.addresses import listening_addresses, resolved_addresses
 from phalanx.rendezvous.meeting_point import MeetingPoint
 from phalanx.store.claim import Claim
 from phalanx.store.client import JobStore, connect
 from phalanx.store.seats import Seats
 from phalanx.store.server import StoreServer
-from phalanx.system.awake import AwakeClock, wait_awake
 from phalanx.system.host import this_host
 from phalanx.system.interfaces import describe_interfaces, holder_of_port, is_loopback
+from phalanx.system.threads import AwakeClock, wait_awake
+from phalanx.topology.place import Place
 from phalanx.wire.key import Key
 from phalanx.wire.proof import Address, NoProof, WrongKey
 from phalanx.wire.sockets import listen

@@ -14,16 +14,16 @@ from torch.distributed import DistStoreError
 
 from phalanx import settings
 from phalanx.errors import InitializationError
-from phalanx.place.place import Place
 from phalanx.rendezvous.addresses import Unresolved, addresses_of_rank_0, source_address
 from phalanx.rendezvous.meeting_point import MeetingPoint
 from phalanx.rendezvous.opening import FIRST_ANSWER_S, REMIND_S
 from phalanx.store.claim import Claim
 from phalanx.store.client import Connections, JobStore, connect
 from phalanx.store.company import Company
-from phalanx.system.awake import AwakeClock
 from phalanx.system.host import this_host
 from phalanx.system.interfaces import is_loopback
+from phalanx.system.threads import AwakeClock
+from phalanx.topology.place import Place
 from phalanx.wire.dial import Line
 from phalanx.wire.key import Key
 from phalanx.wire.proof import NoProof, WrongKey

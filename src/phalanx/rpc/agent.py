@@ -32,7 +32,7 @@ from phalanx.rpc.members import Member, Members, shared_key
 from phalanx.rpc.message import Kind, Message
 from phalanx.rpc.network import EncryptionMismatch
 from phalanx.rpc.serving import CANCEL, RECEIPT, Incoming, Serving
-from phalanx.system.bounded import within
+from phalanx.system.threads import within
 from phalanx.watch.call_site import capture
 from phalanx.watch.from_outside import Place
 from phalanx.wire.key import Key

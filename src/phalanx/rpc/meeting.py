@@ -33,9 +33,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx.errors import InitializationError
-from phalanx.place.arguments import place_with
 from phalanx.rpc.members import store_lost
-from phalanx.system.bounded import within
+from phalanx.system.threads import within
+from phalanx.topology.environment import place_with
 
 __all__ = ["Meeting", "find_meeting", "newest_meeting"]
 

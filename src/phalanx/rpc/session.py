@@ -16,15 +16,14 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from phalanx import settings
 from phalanx import world as worlds
 from phalanx.errors import ClosedError, InitializationError
-from phalanx.place.arguments import place_with
 from phalanx.rendezvous.meet import kept_store
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.inquiry import LONG_S
 from phalanx.rpc.meeting import find_meeting, newest_meeting
 from phalanx.rpc.members import Member
-from phalanx.system.autograd_engine import renew_engine
-from phalanx.system.bounded import within
 from phalanx.system.interfaces import LOOPBACK, chosen_interface, is_loopback, outward_address, resolve
+from phalanx.system.threads import renew_engine, within
+from phalanx.topology.environment import place_with
 from phalanx.wire.key import Key, job_key
 from phalanx.words import format_named, tell
 

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from phalanx.rpc import session
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.members import Member
-from phalanx.system.threads import start
-from phalanx.system.timed_queue import TimedQueue
+from phalanx.system.threads import TimedQueue, start
 from phalanx.words import tell
 from phalanx.wrong_arguments import require
 

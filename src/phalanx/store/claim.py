@@ -12,10 +12,9 @@ import secrets
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from phalanx.place.place import Place
 from phalanx.system.host import this_host
-from phalanx.system.process_use import start_of
-from phalanx.system.sight import own_sight
+from phalanx.system.processes import own_sight, start_of
+from phalanx.topology.place import Place
 from phalanx.wire.proof import NoProof
 from phalanx.wire.sockets import KeepAlive
 
@@ -40,8 +39,8 @@ class Claim:
         attempt: how often the launcher has started the job anew.
         opening: which of the process's worlds this is: 1 for the first that it opens.
         node_rank: its host's index, if its launcher says it.
-        start: when the process was started, as ``system/process_use.py`` counts.
-        sight: equal for processes that see each other (``system/sight.py``).
+        start: when the process was started, as ``system/processes.py`` counts.
+        sight: equal for processes that see each other (``system/processes.py``).
         local_rank, local_world_size: its place among the ranks of its host, if its launcher says it.
         token: a secret of this process, by which rank 0 recognises its further connections. The process chooses it,
             so rank 0 recognises it even if the first answer came too late and the process has connected anew.

@@ -30,7 +30,7 @@ from phalanx.store.claim import KEEP_ALIVE, ROLE, Claim, Verdict
 from phalanx.store.company import Company
 from phalanx.store.gathering import BEGINS, GIVES_UP, HAS_ALL
 from phalanx.store.server import StoreServer
-from phalanx.system.awake import wait_awake
+from phalanx.system.threads import wait_awake
 from phalanx.wire.dial import Line, dial
 from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key

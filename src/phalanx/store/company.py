@@ -17,9 +17,8 @@ from collections.abc import Callable, Sequence
 
 from phalanx.errors import InitializationError
 from phalanx.store.claim import Claim
-from phalanx.system.awake import AwakeClock
-from phalanx.system.process_use import state_text
-from phalanx.system.sight import own_sight, state_if_stopped
+from phalanx.system.processes import own_sight, state_if_stopped, state_text
+from phalanx.system.threads import AwakeClock
 from phalanx.words import format_named, tell
 
 __all__ = ["NEIGHBOURS", "Company", "neighbours"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from phalanx.place.absent import Came, Expected, expected_places, format_expected
 from phalanx.store.claim import Claim, Verdict
 from phalanx.store.company import neighbours
+from phalanx.topology.place import Came, Expected, expected_places, format_expected
 from phalanx.words import format_named, format_spans
 
 __all__ = ["Seats"]

@@ -29,9 +29,8 @@ from phalanx.store.gathering import Gathering
 from phalanx.store.guest import Guest
 from phalanx.store.seats import Seats
 from phalanx.store.table import Table
-from phalanx.system.awake import SLICE_S, AwakeClock, wait_awake
 from phalanx.system.exit_order import Stage, at_exit
-from phalanx.system.threads import start
+from phalanx.system.threads import SLICE_S, AwakeClock, start, wait_awake
 from phalanx.wire import door as doors
 from phalanx.wire.door import Arrival, Displaced, Door, Silent
 from phalanx.wire.framing import Malformed

@@ -1,7 +1,7 @@
 """The launcher's store: torch's ``TCPStore``, for the processes of this user alone.
 
 torch's client cannot prove a key, so this server asks the kernel of each connection whose socket is at its other end
-(``system/connection_owner.py``), and closes those of other users unread. No client notices: scripts, libraries and
+(``system/interfaces.py``), and closes those of other users unread. No client notices: scripts, libraries and
 programs that connect to MASTER_ADDR and MASTER_PORT go on as they are.
 
 One thread serves all connections, and none waits for another. A stranger costs one question to the kernel.
@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 
 from phalanx.store.ended import ENDED, SLASH, EndsChannel, is_vain
 from phalanx.store.torch_requests import Conversation, TorchTable
-from phalanx.system.connection_owner import Address, owner_of
+from phalanx.system.interfaces import Address, owner_of
 from phalanx.wire.framing import Malformed
 from phalanx.words import tell
 

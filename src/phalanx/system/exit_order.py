@@ -1,8 +1,7 @@
 """What this package does as the process exits, in one order, whatever was imported first.
 
-Exit handlers run in the reverse order of their registration. With one in each module that follows the order of the
-imports, which nobody sees, and which once ended the connections that say whether a rank is there before the rank had
-said that it leaves: others then took it for one that had died. So one handler runs all that the modules have to do.
+Exit handlers run in the reverse order of their registration, which with one in each module would be that of the
+imports. So one handler runs all that the modules have to do.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ import atexit
 import contextlib
 from collections.abc import Callable
 from enum import IntEnum
-
-__all__ = ["Stage", "at_exit", "register"]
 
 
 class Stage(IntEnum):
@@ -29,10 +26,7 @@ _tasks: dict[Stage, Callable[[], object]] = {}
 
 
 def at_exit(stage: Stage, task: Callable[[], object]) -> None:
-    """Have ``task`` run at this stage when the process exits; a module calls this as it is imported.
-
-    What fails, or is interrupted, keeps nothing else from being run.
-    """
+    """Have ``task`` run at this stage when the process exits; what fails keeps nothing else from being run."""
     _tasks[stage] = task
     register()
 

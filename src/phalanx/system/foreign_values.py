@@ -8,8 +8,6 @@ import json
 from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
-__all__ = ["checked", "is_number", "read_json"]
-
 T = TypeVar("T")
 # How the attributes of dataclasses are declared, and what JSON makes of them. Others are not looked at.
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -22,7 +20,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def read_json(data: str | bytes | bytearray) -> Any:
-    """What the JSON says.
+    """Parse JSON.
 
     Raises:
         ValueError: it is not JSON, or nested so deeply that Python cannot read it.
@@ -34,16 +32,12 @@ def read_json(data: str | bytes | bytearray) -> Any:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is an integer that fits into 64 bits: arithmetic with a larger one may fail, or take long."""
+    """Return whether it is an integer that fits into 64 bits: arithmetic with a larger one may fail, or take long."""
     return type(value) is int and -(1 << 63) <= value < 1 << 64
 
 
 def checked(kind: type[T], values: Mapping[str, Any]) -> T:
-    """An instance of a dataclass.
-
-    Args:
-        kind: the dataclass.
-        values: its attributes.
+    """Make an instance of a dataclass from its attributes.
 
     Raises:
         ValueError: one is missing or unknown, or of another type than it is declared with, if that is a plain one.

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 
 from phalanx import settings
 
-__all__ = ["Host", "machine_name", "this_host"]
-
 
 @dataclass(frozen=True)
 class Host:
-    """Two processes are on one host if all of this is equal.
+    """A host. Two processes are on one host if all of this is equal.
 
     A name alone is not enough: images are cloned with their names, and a container can have its host's. A boot id alone
     is shared by all containers of a machine, which may see different devices and process ids.
@@ -36,10 +34,9 @@ class Host:
         return f"{self.boot_id} {self.pid_namespace}"
 
 
-def this_host(environment: Mapping[str, str] | None = None) -> Host:
-    """The host of this process, or the one that ``PHALANX_HOST`` names."""
-    given = (os.environ if environment is None else environment).get(settings.HOST)
-    if given:
+def this_host(environment: Mapping[str, str] = os.environ) -> Host:
+    """Return the host of this process, or the one that ``PHALANX_HOST`` names."""
+    if given := environment.get(settings.HOST):
         return Host(given)
     boot_id = pid_namespace = ""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
@@ -50,5 +47,5 @@ def this_host(environment: Mapping[str, str] | None = None) -> Host:
 
 
 def machine_name() -> str:
-    """This machine's own name in the network, even where ``PHALANX_HOST`` gives this process another host's name."""
+    """Return this machine's own name, even where ``PHALANX_HOST`` gives this process another host's."""
     return socket.gethostname()

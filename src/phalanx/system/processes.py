@@ -1,62 +1,40 @@
-"""Operations on Linux processes that Python's os module does not offer.
-
-Prior art: systemd and containerd use cgroups to find every descendant; that needs a cgroup of one's own,
-which an ordinary user seldom has. The child subreaper flag (Linux 3.4) gives a launcher the same without
-privileges: if the parent of a descendant dies, the nearest ancestor with the flag becomes its parent, so it never
-leaves the tree.
-"""
+"""Operations on Linux processes that Python's os module does not offer: look at them, end them, outlive a parent."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import os
 import select
 import signal
 import time
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import NoReturn
 
-__all__ = [
-    "adopt_orphans",
-    "await_children",
-    "await_ends",
-    "await_ends_of",
-    "awaits_signal",
-    "belongs_to",
-    "blocks",
-    "catches",
-    "children_of",
-    "descendants_of",
-    "die_with_parent",
-    "end_descendants",
-    "has_handler",
-    "ignores",
-    "is_ending",
-    "is_resource_tracker",
-    "kill",
-    "parent_of",
-    "send_to_group",
-    "set_name",
-    "skip_library_teardown",
-    "state_of",
-    "state_of_thread",
-    "take_memory_nearby",
-    "uses",
-    "wake_with_parent",
-]
-
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
-_PR_SET_CHILD_SUBREAPER = 36
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TRACKERS_S = 2.0  # for Python's resource trackers to end by themselves; they take some milliseconds
-_PF_EXITING = 0x4  # among the kernel's flags of a thread, the seventh field after the command in /proc/<pid>/stat
 
-# The number of the system call set_mempolicy, for which the C library has no function.
+# Of <linux/prctl.h>, <linux/sched.h> and <linux/mempolicy.h>. The C library has no function for set_mempolicy, so its
+# number is needed.
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+_PF_EXITING = 0x4
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _MPOL_LOCAL = 4
 
+# In words, what the kernel's letters mean that are of interest.
+STATES = {
+    "T": "stopped (state T)",
+    "t": "held by a debugger (state t)",
+    "D": "waiting for a disk or a driver (state D)",
+    "R": "running",
+}
+
 _libc = ctypes.CDLL(None, use_errno=True)
+
+# -- this process --------------------------------------------------------------------------------------
 
 
 def _prctl(option: int, argument: int | bytes) -> None:
@@ -79,17 +57,6 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-def take_memory_nearby() -> None:
-    """Have each thread take memory from the NUMA node on which it runs, and the kernel leave it there.
-
-    This replaces a policy inherited from numactl, and keeps the kernel's NUMA balancing off the pages. Where a
-    container forbids the call, memory comes from there too unless a policy was inherited.
-    """
-    number = _SET_MEMPOLICY.get(os.uname().machine)
-    if number is not None:
-        _libc.syscall(ctypes.c_long(number), _MPOL_LOCAL, None, ctypes.c_ulong(0))
-
-
 def wake_with_parent() -> None:
     """Have the kernel only continue this process when its parent ends, in place of :func:`die_with_parent`.
 
@@ -99,7 +66,10 @@ def wake_with_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the new parent of every descendant that loses its own."""
+    """Make this process the new parent of every descendant that loses its own: a subreaper.
+
+    So none leaves the tree, as with a cgroup of one's own (systemd, containerd), which an ordinary user seldom has.
+    """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -109,14 +79,23 @@ def set_name(name: str) -> None:
         _prctl(_PR_SET_NAME, name.encode()[:15])
 
 
+def take_memory_nearby() -> None:
+    """Have each thread take memory from the NUMA node on which it runs, and the kernel leave it there.
+
+    Where a container forbids the call, memory comes from there too unless a policy was inherited (numactl).
+    """
+    number = _SET_MEMPOLICY.get(os.uname().machine)
+    if number is not None:
+        _libc.syscall(ctypes.c_long(number), _MPOL_LOCAL, None, ctypes.c_ulong(0))
+
+
 def skip_library_teardown() -> None:
     """Leave the memory of the libraries loaded so far to the kernel when this process ends.
 
-    libtorch's static destructors take its operator tables apart entry by entry: 90 ms a process, and in a
-    fork each page they touch is copied first. ``exit()`` runs handlers in reverse order of their registration. So
-    the handlers that the script's own libraries register from now on still run, after the interpreter has
-    finalised; then C streams are flushed, and the process ends with its own exit status. A C library other than
-    glibc may lack ``on_exit``; then everything is torn down, slowly.
+    libtorch's static destructors take its operator tables apart entry by entry: 90 ms a process, and in a fork each
+    page they touch is copied first. Handlers that the script's own libraries register from now on still run, because
+    ``exit()`` runs the last one first; then C streams are flushed, and the process ends with its own exit status.
+    A C library other than glibc may lack ``on_exit``; then everything is torn down, slowly.
     """
     if hasattr(_libc, "on_exit") and hasattr(_libc, "__cxa_atexit"):
         _libc.on_exit(_libc._exit, None)
@@ -129,84 +108,97 @@ def exit_without_finalising(code: int) -> NoReturn:
     os._exit(code)
 
 
-def catches(pid: int, signum: int) -> bool:
-    """Whether a process handles, ignores or blocks a signal, so that the signal does not end it; True for signal 0."""
-    return not signum or _has_signal(pid, signum, "SigCgt:", "SigIgn:", "SigBlk:")
+def own_sight() -> str:
+    """Return a name that is equal for processes which see each other under the same ids; empty if none can."""
+    try:
+        if int(os.readlink("/proc/self")) != os.getpid():
+            return ""  # /proc counts as another pid namespace does
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            seen = [file.read(), str(os.stat("/proc").st_dev), str(os.getuid())]
+        seen += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time")]
+    except (OSError, ValueError):
+        return ""
+    return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]
 
 
-def handles(pid: int, signum: int) -> bool:
-    """Whether a process would handle or ignore a signal that came now; not one that blocks it, and may yet choose."""
-    masks = _signal_sets(pid)
-    bit = 1 << (signum - 1)
-    caught = masks.get("SigCgt:", 0) & ~masks.get("SigBlk:", 0)
-    return bool((caught | masks.get("SigIgn:", 0)) & bit)
+# -- what a process is doing, by the line of /proc that proc(5) describes --------------------------------
 
 
-def uses(pid: int, signum: int) -> bool:
-    """Whether a process handles a signal, or blocks it, perhaps to wait for it."""
-    return _has_signal(pid, signum, "SigCgt:", "SigBlk:")
+@dataclass(frozen=True)
+class ProcessUse:
+    """One look at a process.
+
+    Attributes:
+        state: of its main thread, as the kernel names it: ``R``, ``S``, ``D``, ``T`` (stopped), ``t`` (held by a
+            debugger), ``Z`` (ended, and not reaped).
+        start: when it was started, in clock ticks after the boot. With the process id it names a process for good.
+        cpu_s: the time that all of its threads have had on a core, without the processes that it has started.
+        resident_bytes: its memory that is in RAM, with what it shares with others.
+    """
+
+    state: str
+    start: int
+    cpu_s: float
+    resident_bytes: int
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in "ZX"
 
 
-def has_handler(pid: int, signum: int) -> bool:
-    """Whether a process has a handler for a signal, which may be blocked for now."""
-    return _has_signal(pid, signum, "SigCgt:")
+def process_use(pid: int) -> ProcessUse | None:
+    """Look at a process; None if there is none with this id."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = _fields_in(f"/proc/{pid}/stat")
+        cpu_ticks = int(fields[11]) + int(fields[12])
+        return ProcessUse(fields[0].decode(), int(fields[19]), cpu_ticks * _TICK_S, int(fields[21]) * _PAGE_BYTES)
+    return None
 
 
-def ignores(pid: int, signum: int) -> bool:
-    """Whether a process ignores a signal."""
-    return _has_signal(pid, signum, "SigIgn:")
+def start_of(pid: int) -> int:
+    """Return when a process was started, in clock ticks after the boot; 0 if there is none, or if it has ended."""
+    found = process_use(pid)
+    return 0 if found is None or found.has_ended else found.start
 
 
-def blocks(pid: int, signum: int) -> bool:
-    """Whether a process's first thread, or the thread of this id, blocks a signal, as it does while it handles one."""
-    return _has_signal(pid, signum, "SigBlk:")
-
-
-def awaits_signal(pid: int, signum: int) -> bool:
-    """Whether a signal that was sent to a process has not been taken by it so far."""
-    return _has_signal(pid, signum, "SigPnd:", "ShdPnd:")
-
-
-def _has_signal(pid: int, signum: int, *sets: str) -> bool:
-    """Whether a signal is in any of these sets of a process, as /proc names them."""
-    return any(masks >> (signum - 1) & 1 for name, masks in _signal_sets(pid).items() if name in sets)
-
-
-def _signal_sets(pid: int) -> dict[str, int]:
-    """The sets of signals of a process, by the names that /proc gives them; empty if it has gone."""
-    found = {}
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
-        for line in file:
-            if line.startswith(("Sig", "ShdPnd:")) and not line.startswith("SigQ:"):
-                name, masks = line.split()
-                found[name] = int(masks, 16)
-    return found
+def has_ended(pid: int, start: int) -> bool:
+    """Return whether the process that had this id, and was started then, has ended."""
+    if start_of(pid) == start:
+        return False
+    if process_use(pid) is not None:
+        return True  # a zombie, or another process of the same id
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):  # the second for a number that no process can have
+        return True
+    except PermissionError:
+        pass
+    return False  # /proc hides it
 
 
 def state_of(pid: int) -> str:
-    """The state of a process as the kernel names it, such as ``R``, ``S`` or ``T`` (stopped); empty if it is gone."""
+    """Return the kernel's letter for the state of a process, such as ``R`` or ``T`` (stopped); empty if it is gone."""
     return _state_in(f"/proc/{pid}/stat")
 
 
 def state_of_thread(pid: int, thread: int) -> str:
-    """:func:`state_of` for one thread of a process."""
+    """Return :func:`state_of` for one thread of a process."""
     return _state_in(f"/proc/{pid}/task/{thread}/stat")
 
 
-def _state_in(path: str) -> str:
-    with contextlib.suppress(OSError, IndexError):
-        return _fields_in(path)[0].decode()
-    return ""
+def state_if_stopped(pid: int, start: int) -> str:
+    """Return the state of a process if it is stopped or held by a debugger, and still the one that began then."""
+    use = process_use(pid)
+    return use.state if use is not None and use.start == start and use.state in "Tt" else ""
 
 
-def _fields_in(path: str) -> list[bytes]:
-    with open(path, "rb") as file:
-        # The command between the parentheses may hold spaces and parentheses of its own.
-        return file.read().rpartition(b")")[2].split()
+def state_text(state: str) -> str:
+    """Say what the kernel's letter for a process's state means, as "stopped (state T)"."""
+    return STATES.get(state) or ("sleeping" if state == "S" else f"state {state}" if state else "not known")
 
 
 def is_ending(pid: int) -> bool:
-    """Whether a process has begun to end, or has ended: no signal makes a difference to it any more.
+    """Return whether a process has begun to end, or has ended: no signal makes a difference to it any more.
 
     Others may notice its end from then on, because its memory and its connections go; its parent is told only when all
     of that is gone, which takes long if the process had much memory.
@@ -219,85 +211,123 @@ def is_ending(pid: int) -> bool:
         return False
 
 
-def parent_of(pid: int) -> int:
-    """The parent of ``pid``; 0 if there is none in this namespace, or if the process has gone."""
+def _state_in(path: str) -> str:
+    with contextlib.suppress(OSError, IndexError):
+        return _fields_in(path)[0].decode()
+    return ""
+
+
+def _fields_in(path: str) -> list[bytes]:
+    """Return the fields from the state on, which proc(5) numbers 3."""
+    with open(path, "rb") as file:
+        # The command between the parentheses may hold spaces and parentheses of its own.
+        return file.read().rpartition(b")")[2].split()
+
+
+# -- what a process does with signals ------------------------------------------------------------------
+
+
+def catches(pid: int, signum: int) -> bool:
+    """Return whether a process handles, ignores or blocks a signal, so that it does not end it; True for signal 0."""
+    return not signum or _has_signal(pid, signum, "SigCgt", "SigIgn", "SigBlk")
+
+
+def handles(pid: int, signum: int) -> bool:
+    """Return whether a process would handle or ignore a signal that came now; one that blocks it may yet choose."""
+    return ignores(pid, signum) or (has_handler(pid, signum) and not blocks(pid, signum))
+
+
+def uses(pid: int, signum: int) -> bool:
+    """Return whether a process handles a signal, or blocks it, perhaps to wait for it."""
+    return _has_signal(pid, signum, "SigCgt", "SigBlk")
+
+
+def has_handler(pid: int, signum: int) -> bool:
+    """Return whether a process has a handler for a signal, which may be blocked for now."""
+    return _has_signal(pid, signum, "SigCgt")
+
+
+def ignores(pid: int, signum: int) -> bool:
+    """Return whether a process ignores a signal."""
+    return _has_signal(pid, signum, "SigIgn")
+
+
+def blocks(pid: int, signum: int) -> bool:
+    """Return whether a process, or the thread of this id, blocks a signal, as it does while it handles one."""
+    return _has_signal(pid, signum, "SigBlk")
+
+
+def awaits_signal(pid: int, signum: int) -> bool:
+    """Return whether a signal that was sent to a process has not been taken by it so far."""
+    return _has_signal(pid, signum, "SigPnd", "ShdPnd")
+
+
+def _has_signal(pid: int, signum: int, *sets: str) -> bool:
+    """Return whether a signal is in any of these sets of a process, as /proc names them; False if it has gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+        masks = [line.split()[1] for line in file if line.partition(":")[0] in sets]
+        return any(int(mask, 16) >> (signum - 1) & 1 for mask in masks)
+    return False
+
+
+# -- whose child it is ---------------------------------------------------------------------------------
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the children of ``pid``, zombies included; empty when it has gone."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        if not os.path.exists("/proc/thread-self/children"):  # a kernel without CONFIG_PROC_CHILDREN
+            return [int(one) for one in os.listdir("/proc") if one.isdigit() and _parent_of(one) == pid]
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += map(int, file.read().split())
+    return found
+
+
+def _parent_of(pid: str) -> int:
     with contextlib.suppress(OSError, IndexError):
         return int(_fields_in(f"/proc/{pid}/stat")[1])
     return 0
 
 
-def children_of(pid: int) -> list[int]:
-    """The children of ``pid``, zombies included; empty when it has gone."""
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return []
-    lists = [_children_of_thread(pid, thread) for thread in threads]
-    if None in lists:
-        return _children_by_scan(pid)
-    return [child for children in lists if children is not None for child in children]
-
-
-def _children_of_thread(pid: int, thread: str) -> list[int] | None:
-    """The children that one thread forked; None where the kernel was built without CONFIG_PROC_CHILDREN."""
-    try:
-        with open(f"/proc/{pid}/task/{thread}/children") as file:
-            return [int(child) for child in file.read().split()]
-    except FileNotFoundError:
-        return None if os.path.exists(f"/proc/{pid}/task/{thread}") else []
-    except OSError:
-        return []
-
-
-def _children_by_scan(parent: int) -> list[int]:
-    children = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError, IndexError):
-                if int(_fields_in(f"/proc/{name}/stat")[1]) == parent:
-                    children.append(int(name))
-    return children
-
-
 def descendants_of(pids: Iterable[int]) -> list[int]:
-    """Everything below ``pids``, parents before their children, ``pids`` themselves left out."""
-    found: list[int] = []
-    seen: set[int] = set()
+    """List everything below ``pids``, parents before their children, ``pids`` themselves left out."""
+    found: dict[int, None] = {}
     front = list(pids)
     while front:
-        front = [child for pid in front for child in children_of(pid) if child not in seen]
-        seen.update(front)
-        found += front
-    return found
+        front = [child for pid in front for child in children_of(pid) if child not in found]
+        found.update(dict.fromkeys(front))
+    return [*found]
 
 
 def belongs_to(pid: int, session: int, memfd_name: str, environment: Iterable[bytes]) -> bool:
-    """Whether an adopted orphan came from a given rank.
+    """Return whether an orphan came from a given rank; it may have left its process group, or lost its parent.
 
-    A child of a rank may have left its process group or its session, or lost its parent. It is recognised by any of
-    three marks: it is in the rank's session, it was started with the rank's environment, or, as a plain fork, it holds
-    the rank's report file open.
-
-    Args:
-        pid: the orphan.
-        session: the rank's session.
-        memfd_name: the name of the rank's report file.
-        environment: variables (``b"RANK=3"``) with which only this rank's programs were started.
+    It is in the rank's session, or was started with the variables (``b"RANK=3"``) of this rank's programs alone, or, as
+    a plain fork, holds the rank's report file open, which has this name.
     """
-    try:
+    with contextlib.suppress(OSError):
         if os.getsid(pid) == session:
             return True
         with open(f"/proc/{pid}/environ", "rb") as file:
-            assignments = set(file.read().split(b"\0"))
-        if assignments.issuperset(environment):
-            return True
+            if set(file.read().split(b"\0")).issuperset(environment):
+                return True
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 if os.readlink(entry.path).startswith(f"/memfd:{memfd_name} "):
                     return True
-    except OSError:
-        return False
     return False
+
+
+def is_resource_tracker(pid: int) -> bool:
+    """Recognise multiprocessing's resource tracker, which removes semaphores and memory once its pipe is closed."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        return b"multiprocessing.resource_tracker" in file.read()
+    return False
+
+
+# -- ending processes, and waiting for their ends ------------------------------------------------------
 
 
 def kill(pid: int) -> bool:
@@ -311,63 +341,50 @@ def kill(pid: int) -> bool:
     return True
 
 
-def is_resource_tracker(pid: int) -> bool:
-    """Recognise multiprocessing's resource tracker, which removes semaphores and memory once its pipe is closed."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
-        return b"multiprocessing.resource_tracker" in file.read()
-    return False
+def send_to_group(leader: int, signum: int) -> None:
+    """Signal the process group of ``leader``, or ``leader`` alone while it has none of its own yet.
+
+    SIGKILL is for ``leader`` alone. The caller must not have reaped it: no other process can have its number then.
+    """
+    try:
+        (os.kill if signum == signal.SIGKILL else os.killpg)(leader, signum)
+    except ProcessLookupError:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(leader, signum)
+    except PermissionError:
+        pass  # a member of the group runs as another user (sudo, a setuid program); the others have been signalled
 
 
 def await_ends(handles: Iterable[int], patience_s: float) -> list[int]:
-    """Wait until processes have ended.
+    """Wait until processes have ended, and return the handles of those that have not.
 
     Args:
         handles: a pidfd of each, as of ``os.pidfd_open``: it never comes to mean another process.
         patience_s: the longest wait; with 0 or less it is only looked which have ended.
-
-    Returns:
-        The handles of those that have not.
     """
     left = dict.fromkeys(handles)
     poll = select.poll()
     for handle in left:
         poll.register(handle, select.POLLIN)
     until = time.monotonic() + patience_s
-    while left:
-        ended = poll.poll(max(0.0, until - time.monotonic()) * 1000)
-        if not ended:
-            break
+    while left and (ended := poll.poll(max(0.0, until - time.monotonic()) * 1000)):
         for handle, _ in ended:
             poll.unregister(handle)
             del left[handle]
     return [*left]
 
 
-def await_ends_of(pids: Iterable[int], patience_s: float) -> None:
-    """Wait until none of these processes is left, whoever's they are, for so long at most."""
-    handles = []
-    try:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                handles.append(os.pidfd_open(pid))
-        await_ends(handles, patience_s)
-    finally:
-        for handle in handles:
-            os.close(handle)
-
-
 def await_children(timeout_s: float, *, but: Collection[int] = ()) -> None:
-    """Wait until this process has no child, for so long at most, and reap those that end meanwhile.
-
-    Args:
-        timeout_s: the longest wait.
-        but: children that are neither waited for nor reaped.
-    """
+    """Wait until this process has no child but these, for so long at most, and reap those that end meanwhile."""
     until = time.monotonic() + timeout_s
-    while time.monotonic() < until and (children := set(children_of(os.getpid())) - set(but)):
+    while (left_s := until - time.monotonic()) > 0 and (children := {*children_of(os.getpid())} - {*but}):
         pid = min(children)  # the end of each has to be waited for anyway, in any order
-        await_ends_of([pid], until - time.monotonic())
-        with contextlib.suppress(ChildProcessError):
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            handle = os.pidfd_open(pid)
+            try:
+                await_ends([handle], left_s)
+            finally:
+                os.close(handle)
             os.waitpid(pid, os.WNOHANG)
 
 
@@ -399,18 +416,3 @@ def end_descendants(*, but: Collection[int] = ()) -> None:
         # The end of a child wakes this process. The timeout is for the ends of processes that are not its children.
         signal.sigtimedwait({signal.SIGCHLD}, 0.05)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def send_to_group(leader: int, signum: int) -> None:
-    """Signal the process group of ``leader``, or ``leader`` alone while it has none of its own yet.
-
-    SIGKILL is for ``leader`` alone. The caller must not have reaped it: no other process can have its number then.
-    """
-    try:
-        (os.kill if signum == signal.SIGKILL else os.killpg)(leader, signum)
-    except ProcessLookupError:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(leader, signum)
-    except PermissionError:
-        # A member of the group runs as another user (sudo, a setuid program); the others have been signalled.
-        pass

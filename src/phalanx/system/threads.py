@@ -1,21 +1,28 @@
-"""Starting a thread where the system may refuse it, and while a signal handler may raise.
-
-``Thread.start()`` keeps the thread in a table until it runs. If a handler of the script's raises an ``Exception`` in
-there, it takes the thread out of the table; but a thread that runs by then has done so itself. So what comes out is a
-``KeyError`` with the thread as its key, and the handler's exception is only its context (seen with CPython 3.11).
-"""
+"""Threads, and waits with a limit that is right also if the process is stopped meanwhile, or about to end."""
 
 from __future__ import annotations
 
-from threading import Thread
+import contextlib
+import math
+import os
+import queue
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from phalanx.errors import PROCESS_LIMIT_HINT, BackendError
 
-__all__ = ["start"]
+T = TypeVar("T")
+
+# -- starting ------------------------------------------------------------------------------------------
 
 
-def start(thread: Thread) -> None:
-    """Start it; if a signal handler raises meanwhile, its exception comes out, and the thread may run or not.
+def start(thread: threading.Thread) -> None:
+    """Start a thread.
 
     Raises:
         BackendError: the system gives this process no more threads.
@@ -23,11 +30,216 @@ def start(thread: Thread) -> None:
     """
     try:
         thread.start()
-    except KeyError as error:
-        if error.args != (thread,) or error.__context__ is None:
-            raise
-        raise error.__context__ from None
     except RuntimeError as error:
         if str(error) != "can't start new thread":  # a signal handler has raised it, or the interpreter ends
             raise
         raise BackendError(f"the system gives this process no more threads ({error}): {PROCESS_LIMIT_HINT}") from error
+
+
+def renew_engine() -> None:
+    """Have torch make its autograd engine anew, if this process is a fork that has not used the engine yet.
+
+    torch takes the engine of a fork for a stale one, and whoever asks for it first destroys it and makes another,
+    without a lock. An operation on a tensor that requires gradients asks for it too: if the first such operations of
+    two threads coincide, the process dies by SIGSEGV. So this has to be called before another thread computes.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        # Of all that asks for the engine, this does nothing else.
+        torch.autograd.Variable._execution_engine.is_checkpoint_valid()
+
+
+# -- a clock that stands still while the process does --------------------------------------------------
+
+SLICE_S = 1.0  # a thread that waits reads the clock at least as often
+_LONGEST_S = 2 * SLICE_S  # of a longer gap between two readings no more than this counts
+
+
+class AwakeClock:
+    """Seconds since it was made in which the process ran. Any thread may read it.
+
+    A whole job may be stopped for longer than any timeout (SIGSTOP, docker pause, a batch system's suspend). When it
+    goes on, no rank has waited in vain for another. The core's waits count alike (``native/csrc/futex.h``).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._read_at = time.monotonic()
+        self._now = 0.0
+
+    def now(self) -> float:
+        """Return the time; read it every ``SLICE_S`` while somebody waits by it."""
+        with self._lock:
+            real = time.monotonic()
+            self._now += min(real - self._read_at, _LONGEST_S)
+            self._read_at = real
+            return self._now
+
+
+def wait_awake(wait: Callable[[float], bool], timeout_s: float | None, clock: AwakeClock | None = None) -> bool:
+    """Wait in slices until ``wait``, which is called with the seconds it may take, returns True; False at the timeout.
+
+    Time in which the process was stopped does not count; a timeout of None means without limit. ``clock`` is one that
+    the caller goes on to read: it is read often enough meanwhile.
+    """
+    clock = clock or AwakeClock()
+    end = math.inf if timeout_s is None else clock.now() + timeout_s
+    while not wait(max(0.0, min(SLICE_S, end - clock.now()))):
+        if clock.now() >= end:
+            return False
+    return True
+
+
+def ended_early(began_s: float, timeout_s: float) -> bool:
+    """Return whether a wait that began then, by ``time.monotonic()``, has failed for another reason than its timeout.
+
+    Stores and Gloo raise one class of error for both, so the time tells them apart: less than half of the timeout is no
+    timeout, whatever clock they count by.
+    """
+    return time.monotonic() - began_s < timeout_s / 2
+
+
+# -- what may never return, such as asking a host that may be gone -------------------------------------
+
+_STEP_S = 0.1  # of a wait; more than that does not count of a time in which the process was stopped
+
+# From Python 3.12 on no thread can be started when the interpreter ends, which is when a process tells others that it
+# leaves: a spare thread does it then. It is given tasks, None to end, and kept for so many users. Any thread reads and
+# writes both under ``_changing``, which a finalizer or a signal handler may take again.
+_tasks: queue.SimpleQueue[Callable[[], object] | None] | None = None
+_users = 0
+_changing = threading.RLock()
+
+
+def within(timeout_s: float, task: Callable[[], T]) -> T:
+    """Return or raise what ``task`` does, on a thread of its own, which is left alone if it takes too long.
+
+    Raises:
+        TimeoutError: it has not returned in time.
+        RuntimeError: no thread can be started, and none was kept.
+    """
+    outcome: list[T] = []
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            outcome.append(task())
+        except BaseException as error:
+            errors.append(error)
+        done.set()
+
+    try:
+        start(threading.Thread(target=run, name="phalanx-bounded", daemon=True))
+    except RuntimeError:
+        on_spare_thread(run)
+    left_s = timeout_s
+    while left_s > 0 and not done.wait(min(left_s, _STEP_S)):
+        left_s -= _STEP_S
+    if errors:
+        raise errors[0]
+    if not outcome:
+        raise TimeoutError(f"not done within {timeout_s:g} s")
+    return outcome[0]
+
+
+def keep_spare_thread(user: object) -> None:
+    """Have a thread ready for when no other can be started any more, as long as ``user`` exists."""
+    global _tasks, _users
+    with _changing:
+        if _tasks is None:
+            tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+            start(threading.Thread(target=_work, args=(tasks,), name="phalanx-spare", daemon=True))
+            _tasks = tasks
+        _users += 1
+    weakref.finalize(user, _release, os.getpid()).atexit = False
+
+
+def on_spare_thread(task: Callable[[], object]) -> None:
+    """Have the spare thread do something, after what it was given before.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    with _changing:
+        if _tasks is None:
+            raise RuntimeError("no thread can be started any more, and none was kept for that")
+        _tasks.put(task)
+
+
+def _work(tasks: queue.SimpleQueue[Callable[[], object] | None]) -> None:
+    while (task := tasks.get()) is not None:
+        with contextlib.suppress(Exception):  # what comes next has nobody else to do it
+            task()
+        del task
+
+
+def _release(pid: int) -> None:
+    global _tasks, _users
+    with _changing:
+        if pid == os.getpid():  # the thread of a parent is not in this process
+            _users -= 1
+            if not _users and _tasks is not None:
+                _tasks.put(None)
+                _tasks = None
+
+
+def _after_fork() -> None:
+    global _tasks, _users, _changing
+    _tasks, _users, _changing = None, 0, threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+# -- a queue -------------------------------------------------------------------------------------------
+
+
+class TimedQueue(Generic[T]):
+    """First in, first out, without a limit; ``get`` ends when its time is over, and a signal handler may use it.
+
+    Up to Python 3.12 ``SimpleQueue.get(timeout=...)`` may block for ever: it waits for a negative time if the thread
+    was off the processor for longer than the timeout. ``queue.Queue`` has a lock that a signal handler finds taken by
+    the thread that it interrupted.
+
+    ``_items`` is added to and popped by any thread; deque's append and popleft are atomic. ``_gate`` is a lock that is
+    used as a signal: whoever waits acquires it, whoever has added an item releases it, so that while there is an item
+    either the gate is free, or a thread has acquired it and is on its way to the item. That thread frees the gate again
+    if it leaves items behind.
+    """
+
+    __slots__ = ("_gate", "_items")
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._gate = threading.Lock()
+
+    def put(self, item: T) -> None:
+        """Add ``item``; a thread that waits gets it. Never blocks."""
+        self._items.append(item)
+        self._open()
+
+    def get(self, timeout_s: float | None = None) -> T:
+        """Take the oldest item, and wait for one if there is none, at most so long; None means without a limit.
+
+        Raises:
+            queue.Empty: there was none in that time.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            try:
+                item = self._items.popleft()
+            except IndexError:
+                if not self._gate.acquire(timeout=-1.0 if until is None else max(0.0, until - time.monotonic())):
+                    raise queue.Empty from None
+            else:
+                if self._items:
+                    self._open()
+                return item
+
+    def qsize(self) -> int:
+        """Count how many items wait to be taken."""
+        return len(self._items)
+
+    def _open(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it is free, and whoever acquires it finds this item too
+            self._gate.release()

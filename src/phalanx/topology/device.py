@@ -18,34 +18,25 @@ import torch.distributed as dist
 
 from phalanx import settings
 from phalanx.errors import DeviceError
-from phalanx.place.launchers import OWN_DEVICES
+from phalanx.topology.launchers import OWN_DEVICES
 from phalanx.words import format_count
-
-__all__ = [
-    "Accelerator",
-    "choose_device",
-    "default_backend",
-    "find_accelerator",
-    "hint_for_one_process",
-    "open_device",
-    "physical_device",
-    "shared_devices",
-]
 
 # Packages that must be imported for torch to know their devices; newer versions of them are loaded by `import torch`.
 _PLUGINS = ("torch_npu", "torch_xla", "intel_extension_for_pytorch", "torch_mlu", "torch_musa")
-
 # Variables that hide devices from a process, in the order in which they are read.
 _MASKS = (
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "ZE_AFFINITY_MASK",
-    "ASCEND_RT_VISIBLE_DEVICES",
-    "MLU_VISIBLE_DEVICES",
-    "MUSA_VISIBLE_DEVICES",
-    "TPU_VISIBLE_CHIPS",
+    *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
+    *("ASCEND_RT_VISIBLE_DEVICES", "MLU_VISIBLE_DEVICES", "MUSA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS"),
 )
+# The kinds of devices that the backends of vendors need.
+_DEVICES_OF = {
+    "nccl": ("cuda",),
+    "xccl": ("xpu",),
+    "ccl": ("xpu", "cpu"),
+    "hccl": ("npu", "hpu"),
+    "mccl": ("musa",),
+    "cncl": ("mlu",),
+}
 
 
 @dataclass(frozen=True)
@@ -62,14 +53,19 @@ class Accelerator:
     count: int
     mask: tuple[str, str] | None = None
 
+    @property
+    def counted(self) -> str:
+        """``2 cuda devices``."""
+        return format_count(self.count, f"{self.type} device")
 
-def find_accelerator(environment: Mapping[str, str] | None = None) -> Accelerator | None:
-    """The accelerators that this process sees, or None if it sees none.
+    @property
+    def visible(self) -> str:
+        """``2 cuda devices (CUDA_VISIBLE_DEVICES=0,2)``."""
+        return self.counted + (f" ({self.mask[0]}={self.mask[1]})" if self.mask else "")
 
-    Args:
-        environment: where the masks are read; ``os.environ`` by default.
-    """
-    environment = os.environ if environment is None else environment
+
+def find_accelerator(environment: Mapping[str, str] = os.environ) -> Accelerator | None:
+    """Find the accelerators that this process sees, with the masks in ``environment``; None if it sees none."""
     for plugin in _PLUGINS:
         if find_spec(plugin) is not None:
             with contextlib.suppress(Exception):  # a plugin may not fit this torch; its devices cannot be used then
@@ -79,8 +75,9 @@ def find_accelerator(environment: Mapping[str, str] | None = None) -> Accelerato
     kind, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
     if kind is None or count == 0:
         return None
-    mask = next(((name, environment[name]) for name in _MASKS if environment.get(name)), None)
-    return Accelerator(kind.type, count, mask)
+    return Accelerator(
+        kind.type, count, next(((name, environment[name]) for name in _MASKS if environment.get(name)), None)
+    )
 
 
 def choose_device(
@@ -89,9 +86,9 @@ def choose_device(
     local_world_size: int,
     wanted: str | torch.device | None = None,
     accelerator: Accelerator | None = None,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] = os.environ,
 ) -> torch.device:
-    """The device of one rank.
+    """Choose the device of one rank.
 
     If a host has too few devices, all of its ranks raise, so none waits for one that has raised.
 
@@ -100,19 +97,14 @@ def choose_device(
         local_rank, local_world_size: its number on this host, and how many there are.
         wanted: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, …; None takes what ``PHALANX_DEVICE`` says, else the accelerator.
         accelerator: the accelerators that the process sees.
-        environment: where variables are read; ``os.environ`` by default.
+        environment: where variables are read.
 
     Raises:
         DeviceError: the wanted device does not exist, or this host has more ranks than devices.
     """
-    environment = os.environ if environment is None else environment
-    asked = wanted if wanted is not None else environment.get(settings.DEVICE) or None
-    if asked is None:
-        if accelerator is None:
-            return torch.device("cpu")
-        return torch.device(accelerator.type, _index(local_rank, local_world_size, accelerator, environment))
+    asked = wanted if wanted is not None else environment.get(settings.DEVICE)
     try:
-        device = torch.device(asked)
+        device = torch.device(asked or (accelerator.type if accelerator is not None else "cpu"))
     except RuntimeError as error:
         raise DeviceError(f"{DeviceError.not_a_device(repr(asked))} ({_first_line(error)})") from error
     if device.type in ("cpu", "meta"):
@@ -123,27 +115,29 @@ def choose_device(
             f"rank {rank}: the device {device} was asked for, but this process sees {seen}. "
             f"{_why_none(device.type, environment)}"
         )
-    if device.index is None:
-        return torch.device(device.type, _index(local_rank, local_world_size, accelerator, environment))
-    if device.index >= accelerator.count:
-        raise DeviceError(
-            f"rank {rank}: the device {device} was asked for, but this process sees only "
-            f"{format_count(accelerator.count, f'{accelerator.type} device')}{_masked(accelerator)}"
-        )
-    return device
-
-
-def _index(local_rank: int, local_world_size: int, accelerator: Accelerator, environment: Mapping[str, str]) -> int:
-    own = any(environment.get(name) for name in OWN_DEVICES) or (accelerator.count == 1 and accelerator.mask)
-    if own:
-        return 0
+    if device.index is not None:
+        if device.index >= accelerator.count:
+            raise DeviceError(
+                f"rank {rank}: the device {device} was asked for, but this process sees only {accelerator.visible}"
+            )
+        return device
+    if any(environment.get(name) for name in OWN_DEVICES) or (accelerator.count == 1 and accelerator.mask):
+        return torch.device(device.type, 0)
     if local_world_size > accelerator.count or local_rank >= accelerator.count:
         raise DeviceError(
-            f"{local_world_size} ranks on this host, but only "
-            f"{format_count(accelerator.count, f'{accelerator.type} device')}{_masked(accelerator)}. Start at most "
+            f"{local_world_size} ranks on this host, but only {accelerator.visible}. Start at most "
             f"{format_count(accelerator.count, 'rank')} on this host, or compute on the CPU: phalanx.init(device='cpu')"
         )
-    return local_rank
+    return torch.device(device.type, local_rank)
+
+
+def _why_none(kind: str, environment: Mapping[str, str]) -> str:
+    for name in _MASKS:
+        if name in environment and environment[name].strip() in ("", "-1", "NoDevFiles"):
+            return f"{name}={environment[name]!r} hides them"
+    if kind == "cuda" and torch.version.cuda is None and torch.version.hip is None:
+        return f"This torch ({torch.__version__}) was built without CUDA and ROCm; install a build that has it"
+    return "Is its driver loaded, and is its torch plugin installed?"
 
 
 def open_device(device: torch.device, rank: int) -> None:
@@ -165,26 +159,22 @@ def open_device(device: torch.device, rank: int) -> None:
 
 
 def physical_device(device: torch.device, accelerator: Accelerator | None) -> str:
-    """A name that only one device of a host has: its id or, if it has none, its entry in the mask, or its index.
+    """Name a device as no other of its host is: by its id or, if it has none, its entry in the mask, or its index.
 
     Empty for the CPU, which ranks share.
     """
     if device.type in ("cpu", "meta") or accelerator is None:
         return ""
-    with contextlib.suppress(Exception):
-        properties = getattr(torch, device.type).get_device_properties(device.index or 0)
-        if identity := str(getattr(properties, "uuid", "")):
-            return f"{device.type} {identity}"
     index = device.index or 0
-    if accelerator.mask is not None:
-        entries = [entry.strip() for entry in accelerator.mask[1].split(",")]
-        if index < len(entries) == accelerator.count:
-            return f"{device.type} {entries[index]}"
-    return f"{device.type} {index}"
+    with contextlib.suppress(Exception):
+        if identity := str(getattr(getattr(torch, device.type).get_device_properties(index), "uuid", "")):
+            return f"{device.type} {identity}"
+    entries = [entry.strip() for entry in accelerator.mask[1].split(",")] if accelerator.mask else []
+    return f"{device.type} {entries[index] if index < len(entries) == accelerator.count else index}"
 
 
 def shared_devices(hosts: Sequence[str], devices: Sequence[str]) -> list[tuple[str, str, list[int]]]:
-    """The devices that several ranks took: host, device, ranks.
+    """Find the devices that several ranks took: host, device, ranks.
 
     Args:
         hosts: the host of each rank, by anything that distinguishes one host from another.
@@ -198,7 +188,7 @@ def shared_devices(hosts: Sequence[str], devices: Sequence[str]) -> list[tuple[s
 
 
 def hint_for_one_process(launcher: str, device: torch.device, accelerator: Accelerator | None) -> str:
-    """A hint for users who started one process on a machine with several devices; empty for all others."""
+    """Return a hint for users who started one process on a machine with several devices; empty for all others."""
     if launcher != "none" or accelerator is None or accelerator.count < 2 or device.type == "cpu":
         return ""
     return (
@@ -208,23 +198,33 @@ def hint_for_one_process(launcher: str, device: torch.device, accelerator: Accel
 
 
 def default_backend(device: torch.device) -> str:
-    """The backend for tensors on ``device``: ``phalanx`` on the CPU, the device's own elsewhere."""
+    """Return the backend for tensors on ``device``: ``phalanx`` on the CPU, the device's own elsewhere."""
     if device.type == "cpu":
         return settings.BACKEND
     return f"cpu:{settings.BACKEND},{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
-def _why_none(kind: str, environment: Mapping[str, str]) -> str:
-    for name in _MASKS:
-        if name in environment and environment[name].strip() in ("", "-1", "NoDevFiles"):
-            return f"{name}={environment[name]!r} hides them"
-    if kind == "cuda" and torch.version.cuda is None and torch.version.hip is None:
-        return f"This torch ({torch.__version__}) was built without CUDA and ROCm; install a build that has it"
-    return "Is its driver loaded, and is its torch plugin installed?"
+def why_unfit(backend: str, accelerator: Accelerator | None = None) -> str:
+    """Say why none of this machine's devices can be served by a backend, and which one can; empty if it fits.
 
-
-def _masked(accelerator: Accelerator) -> str:
-    return f" ({accelerator.mask[0]}={accelerator.mask[1]})" if accelerator.mask else ""
+    Args:
+        backend: as for ``init_process_group``: ``nccl``, or ``cpu:gloo,cuda:nccl``.
+        accelerator: the devices that this process sees; found out by default, if the backend needs any.
+    """
+    for part in backend.lower().split(","):
+        name = part.rpartition(":")[2].strip()
+        needed = _DEVICES_OF.get(name)
+        if needed is None:
+            continue
+        accelerator = accelerator or find_accelerator()
+        serves = f"the backend {name} serves {' and '.join(needed)} devices, and this process sees"
+        if accelerator is None and "cpu" not in needed:
+            return f"{serves} no accelerator; phalanx fits the CPU: phalanx.init() or init_process_group('phalanx')"
+        if accelerator is not None and accelerator.type not in needed:
+            own = dist.Backend.default_device_backend_map.get(accelerator.type, "")
+            fitting = f"{own} fits them, and phalanx fits the CPU" if own else "phalanx fits the CPU"
+            return f"{serves} {accelerator.counted}; {fitting}"
+    return ""
 
 
 def _first_line(error: Exception) -> str:

@@ -16,38 +16,29 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from phalanx import settings
-from phalanx.system.device_files import accelerator_files
 from phalanx.system.interfaces import LOOPBACK, outward_address
+from phalanx.topology.device_files import accelerator_files
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["announce", "cpu_settings", "second_meeting_point", "withdraw"]
-
 
 def cpu_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables by which frameworks see that several ranks compute on the CPU; empty if that is not so.
+    """Return variables by which frameworks see that several ranks compute on the CPU; empty if that is not so.
 
     Args:
         environment: the rank's, with WORLD_SIZE and PHALANX_DEVICE. ACCELERATE_USE_CPU in it is the user's, and stays.
     """
     alone = environment.get("WORLD_SIZE", "1") == "1"
     on_cpu = environment.get(settings.DEVICE, "").partition(":")[0] == "cpu" or not accelerator_files()
-    if alone or not on_cpu or "ACCELERATE_USE_CPU" in environment:
-        return {}
-    return {"ACCELERATE_USE_CPU": "true"}
+    return {} if alone or not on_cpu or "ACCELERATE_USE_CPU" in environment else {"ACCELERATE_USE_CPU": "true"}
 
 
 def second_meeting_point(store: Store, rank: int, *, one_host: bool) -> dict[str, str]:
-    """MASTER_ADDR and MASTER_PORT for libraries that open a store beside the world's (``torch.distributed.rpc``).
+    """Agree on MASTER_ADDR and MASTER_PORT for libraries that open a store beside the world's (torch's RPC).
 
     Every rank calls it. A rank that has both in its environment keeps them. The others get rank 0's host and a port
-    that is free there now, and so is not that of the world's own store.
-
-    Args:
-        store: the world's store.
-        rank: this process's rank.
-        one_host: whether all ranks are on one host, so that loopback is enough.
+    that is free there now, and so is not that of the world's own store. On one host loopback is enough.
     """
     given = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if os.environ.get(name)}
     if rank == 0:
@@ -63,11 +54,7 @@ def second_meeting_point(store: Store, rank: int, *, one_host: bool) -> dict[str
 
 
 def announce(values: Mapping[str, str]) -> dict[str, str | None]:
-    """Put these variables into this process's environment, and so into that of the processes it will start.
-
-    Returns:
-        The variables that were changed, with their former values, for :func:`withdraw`.
-    """
+    """Put these variables into this process's environment; return their former values, for :func:`withdraw`."""
     before = {name: os.environ.get(name) for name, value in values.items() if os.environ.get(name) != value}
     os.environ.update(values)
     return before

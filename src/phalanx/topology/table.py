@@ -1,7 +1,6 @@
 """The rank table: which rank runs where, printed before user code runs.
 
-This module does not import torch, because the launcher, which never does, prints the table while another process
-imports torch.
+This module does not import torch: the launcher, which never does, prints the table while another process imports torch.
 """
 
 from __future__ import annotations
@@ -12,13 +11,11 @@ from dataclasses import dataclass
 
 from phalanx.words import format_spans
 
-__all__ = ["RankRow", "format_rank_table", "format_table"]
-
 # With more ranks than this the table has one line for each node instead of one for each rank.
 MOST_RANK_LINES = 16
 # What is left of a host's name, or of a list of ranks, in a narrow terminal.
 _SHORTEST = 9
-TEXT_COLUMNS = ("host", "device", "ranks")  # the others have numbers, which are aligned to the right
+_TEXT_COLUMNS = ("host", "device", "ranks")  # the others have numbers, which are aligned to the right
 
 
 @dataclass(frozen=True)
@@ -47,6 +44,11 @@ class RankRow:
     threads: int | None
     cpus: Sequence[int] = ()
 
+    @property
+    def cores_text(self) -> str:
+        """The number of its cores, and which they are if it is bound: ``4 (0-1, 8-9)``."""
+        return _number(self.cores) + (f" ({format_spans(self.cpus)})" if self.cpus else "")
+
 
 def format_rank_table(
     rows: Sequence[RankRow],
@@ -56,7 +58,7 @@ def format_rank_table(
     width: int | None = None,
     color: bool = False,
 ) -> str:
-    """The table as text that ends in a newline.
+    """Format the table as text that ends in a newline.
 
     Up to 16 ranks have a line each; if there are more, each node has one.
 
@@ -72,23 +74,23 @@ def format_rank_table(
     if width is not None:
         lines = _fit(lines, width)
     heading = title if backend is None else f"{title}, {backend}"
-    return format_table(lines, title=heading, text_columns=TEXT_COLUMNS, width=width, color=color)
+    return format_table(lines, title=heading, text_columns=_TEXT_COLUMNS, width=width, color=color)
 
 
 def format_table(
     lines: Sequence[dict[str, str]],
     *,
     title: str,
-    text_columns: Collection[str],
+    text_columns: Collection[str] = (),
     width: int | None = None,
     color: bool = False,
 ) -> str:
-    """Lines of cells, by the names of their columns, as text that ends in a newline.
+    """Format lines of equal columns as a table with a title, which ends in a newline.
 
     Args:
-        lines: at least one; all have the same columns.
+        lines: the cells of each line by the names of their columns; at least one line.
         title: the line above the table.
-        text_columns: the columns with text; the others have numbers, which are aligned to the right.
+        text_columns: the columns that are aligned to the left; the others have numbers.
         width: how many columns of characters a line may have; None for as many as it needs.
         color: whether to write ANSI colours, for a terminal.
     """
@@ -118,28 +120,25 @@ def format_table(
 
 
 def _rank_lines(rows: Sequence[RankRow]) -> list[dict[str, str]]:
-    """One line for each rank: the cells by the names of their columns."""
-    lines = [
+    """Make one line for each rank: the cells by the names of their columns."""
+    started = any(row.pid is not None for row in rows)
+    return [
         {
             "rank": str(row.rank),
             "node": str(row.node_rank),
             "host": row.host,
             "local rank": str(row.local_rank),
             "device": row.device,
-            "pid": "" if row.pid is None else str(row.pid),
-            "cores": _cores(row),
+            **({"pid": "" if row.pid is None else str(row.pid)} if started else {}),
+            "cores": row.cores_text,
             "threads": _number(row.threads),
         }
         for row in rows
     ]
-    if all(row.pid is None for row in rows):  # nothing has been started
-        for line in lines:
-            del line["pid"]
-    return lines
 
 
 def _node_lines(rows: Sequence[RankRow]) -> list[dict[str, str]]:
-    """One line for each node: the cells by the names of their columns."""
+    """Make one line for each node: the cells by the names of their columns."""
     nodes: dict[int, list[RankRow]] = {}
     for row in rows:
         nodes.setdefault(row.node_rank, []).append(row)
@@ -150,7 +149,7 @@ def _node_lines(rows: Sequence[RankRow]) -> list[dict[str, str]]:
             "ranks": format_spans([row.rank for row in members]),
             "count": str(len(members)),
             "device": _common([row.device for row in members]),
-            "cores": _common([_cores(row) for row in members]),
+            "cores": _common([row.cores_text for row in members]),
             "threads": _common([_number(row.threads) for row in members]),
         }
         for node, members in sorted(nodes.items())
@@ -162,20 +161,18 @@ def _fit(lines: list[dict[str, str]], width: int) -> list[dict[str, str]]:
 
     The ends of the names stay, because hosts of a cluster differ there; so do the numbers of ranks and nodes.
     """
-    names = list(lines[0])
     while True:
+        names = list(lines[0])
         widest = {name: max(len(name), *(len(line[name]) for line in lines)) for name in names}
         over = sum(widest.values()) + 2 * (len(names) - 1) - width
-        if over <= 0:
-            return [{name: line[name] for name in names} for line in lines]
         long = next((name for name in ("host", "ranks") if widest.get(name, 0) > _SHORTEST), None)
+        if over <= 0 or (long is None and names[-1] in ("rank", "node", "host", "ranks")):
+            return lines
         if long is not None:
             room = max(_SHORTEST, widest[long] - over)
             lines = [{**line, long: _shorten(line[long], room)} for line in lines]
-        elif names[-1] in ("rank", "node", "host", "ranks"):
-            return [{name: line[name] for name in names} for line in lines]
         else:
-            names.pop()
+            lines = [{name: line[name] for name in names[:-1]} for line in lines]
 
 
 def _shorten(text: str, columns: int) -> str:
@@ -185,16 +182,11 @@ def _shorten(text: str, columns: int) -> str:
     return f"{text[:head]}…{text[len(text) - (columns - 1 - head) :]}"
 
 
-def _cores(row: RankRow) -> str:
-    """Format the number of cores of a rank, and which they are if it is bound: ``4 (0-1, 8-9)``."""
-    return f"{_number(row.cores)} ({format_spans(row.cpus)})" if row.cpus else _number(row.cores)
-
-
 def _number(value: int | None) -> str:
     return "?" if value is None else str(value)
 
 
 def _common(values: Sequence[str]) -> str:
-    """The value that all ranks of a node have in common, or the first and the last of several."""
+    """Return the value that all ranks of a node have in common, or the first and the last of several."""
     seen = list(dict.fromkeys(values))
     return seen[0] if len(seen) == 1 else f"{seen[0]} … {seen[-1]}"

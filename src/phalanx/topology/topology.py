@@ -11,21 +11,20 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-
-from torch._C._distributed_c10d import Store
+from typing import TYPE_CHECKING
 
 from phalanx import settings
 from phalanx.errors import InitializationError, LauncherEnvironmentError
-from phalanx.place.absent import Came, format_missing
-from phalanx.place.place import Place
 from phalanx.system.host import Host
+from phalanx.topology.place import Came, Place, format_missing
 from phalanx.words import format_spans
 
-__all__ = ["Node", "Topology", "Whereabouts", "arrange", "gather"]
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class RankInfo:
     """Where one rank is, as it reports itself.
 
     Attributes:
@@ -73,7 +72,7 @@ class Topology:
     notes: tuple[str, ...] = ()
 
     def node_of(self, rank: int) -> Node:
-        """The node on which ``rank`` runs."""
+        """Return the node on which ``rank`` runs."""
         return next(node for node in self.nodes if rank in node.ranks)
 
 
@@ -92,7 +91,7 @@ def gather(store: Store, place: Place, host: Host, timeout_s: float) -> Topology
         InitializationError: two processes are the same rank, or ranks did not come in time; the message names them.
         LauncherEnvironmentError: the launcher's local ranks do not fit the hosts that the ranks report.
     """
-    report = Whereabouts(
+    report = RankInfo(
         place.rank, host, os.getpid(), place.launcher, place.local_rank, place.local_world_size, place.node_rank
     )
     if place.world_size == 1:
@@ -107,18 +106,11 @@ def gather(store: Store, place: Place, host: Host, timeout_s: float) -> Topology
             f"{other.host.name}. Start each rank once; if this job was started anew, give it another MASTER_PORT"
         )
     if place.rank == 0:
-        everyone = _collect(store, place, timeout_s)
-        store.set("reports", json.dumps(everyone))
-        return arrange([_parse(entry) for entry in everyone])
-    _await(store, ["reports"], place, timeout_s)
-    everyone = json.loads(store.get("reports"))
-    return arrange([_parse(entry) for entry in everyone])
-
-
-def _collect(store: Store, place: Place, timeout_s: float) -> list[str]:
-    keys = _keys(place)
-    _await(store, keys, place, timeout_s)
-    return [store.get(key).decode() for key in keys]
+        _await(store, _keys(place), place, timeout_s)
+        store.set("reports", json.dumps([store.get(key).decode() for key in _keys(place)]))
+    else:
+        _await(store, ["reports"], place, timeout_s)
+    return arrange([_parse(entry) for entry in json.loads(store.get("reports"))])
 
 
 def _await(store: Store, keys: list[str], place: Place, timeout_s: float) -> None:
@@ -128,35 +120,34 @@ def _await(store: Store, keys: list[str], place: Place, timeout_s: float) -> Non
     except InitializationError:
         raise  # a rank has gone
     except RuntimeError as error:  # the error's class depends on the store, and all are of this kind
+        came: dict[int, RankInfo] = {}
         try:
-            missing = [rank for rank, key in enumerate(_keys(place)) if not store.check([key])]
+            for rank, key in enumerate(_keys(place)):
+                if store.check([key]):
+                    came[rank] = _parse(store.get(key).decode())
         except RuntimeError:
             raise InitializationError(f"the store in which the ranks were meeting has gone: {error}") from error
-        # All have come by now: rank 0 was about to say so.
-        ranks = format_missing(missing or [0], _came(store, place, missing), place)
+        # If all have come by now, rank 0 was about to say so.
+        missing = [rank for rank in range(place.world_size) if rank not in came] or [0]
+        told = [
+            Came(one.rank, one.host.name, one.node_rank, one.local_rank, one.local_world_size) for one in came.values()
+        ]
         before = f"rank {place.rank} had joined, but" if place.rank else ""
-        raise InitializationError.ranks_missing(ranks, timeout_s, before=before) from None
-
-
-def _came(store: Store, place: Place, missing: Sequence[int]) -> list[Came]:
-    """The ranks that have come; none if the store has gone since."""
-    try:
-        reports = [_parse(store.get(key).decode()) for rank, key in enumerate(_keys(place)) if rank not in missing]
-    except RuntimeError:
-        return []
-    return [Came(one.rank, one.host.name, one.node_rank, one.local_rank, one.local_world_size) for one in reports]
+        raise InitializationError.ranks_missing(
+            format_missing(missing, told, place), timeout_s, before=before
+        ) from None
 
 
 def _keys(place: Place) -> list[str]:
     return [f"report/{rank}" for rank in range(place.world_size)]
 
 
-def _parse(entry: str) -> Whereabouts:
+def _parse(entry: str) -> RankInfo:
     fields = json.loads(entry)
-    return Whereabouts(**{**fields, "host": Host(**fields["host"])})
+    return RankInfo(**{**fields, "host": Host(**fields["host"])})
 
 
-def arrange(reports: Sequence[Whereabouts]) -> Topology:
+def arrange(reports: Sequence[RankInfo]) -> Topology:
     """Number the hosts, and the ranks on each host.
 
     Args:
@@ -165,7 +156,7 @@ def arrange(reports: Sequence[Whereabouts]) -> Topology:
     Raises:
         LauncherEnvironmentError: the launcher's local ranks on a host are not 0 to n - 1 for its n ranks.
     """
-    hosts: dict[Host, list[Whereabouts]] = {}
+    hosts: dict[Host, list[RankInfo]] = {}
     for report in reports:
         hosts.setdefault(report.host, []).append(report)
     nodes, notes = [], []
@@ -176,14 +167,14 @@ def arrange(reports: Sequence[Whereabouts]) -> Topology:
     return Topology(tuple(nodes), tuple(notes))
 
 
-def _by_local_rank(host: Host, members: list[Whereabouts]) -> tuple[list[Whereabouts], str]:
-    """The ranks of one host by local rank, and a note if the launcher numbers them otherwise for a known reason."""
+def _by_local_rank(host: Host, members: list[RankInfo]) -> tuple[list[RankInfo], str]:
+    """Order the ranks of one host; with a note if the launcher numbers them otherwise for a known reason."""
     if all(member.local_rank is None for member in members):
         return members, ""
     if _agree(members):
         return sorted(members, key=lambda member: member.local_rank or 0), ""
     # With several agents on one host (torchrun twice, to try two nodes on one machine), each numbers its own ranks.
-    agents: dict[int | None, list[Whereabouts]] = {}
+    agents: dict[int | None, list[RankInfo]] = {}
     for member in members:
         agents.setdefault(member.node_rank, []).append(member)
     if len(agents) > 1 and all(_agree(own) for own in agents.values()):
@@ -204,13 +195,13 @@ def _by_local_rank(host: Host, members: list[Whereabouts]) -> tuple[list[Whereab
     )
 
 
-def _agree(members: Sequence[Whereabouts]) -> bool:
-    """Whether the launcher's local ranks on a host are 0 to n - 1 for its n ranks, and its local world size is n."""
+def _agree(members: Sequence[RankInfo]) -> bool:
+    """Return whether the launcher's local ranks are 0 to n - 1 for a host's n ranks, and its local world size is n."""
     return sorted(-1 if member.local_rank is None else member.local_rank for member in members) == list(
         range(len(members))
     ) and all(member.local_world_size in (None, len(members)) for member in members)
 
 
-def _are(members: Sequence[Whereabouts]) -> str:
+def _are(members: Sequence[RankInfo]) -> str:
     ranks = format_spans([member.rank for member in members])
     return f"is rank {ranks} alone" if len(members) == 1 else f"are the ranks {ranks}"

@@ -1,6 +1,6 @@
 """A training state as one file: a dict that plain ``torch.load`` reads, with nothing in it that is executed.
 
-The file appears whole or not at all, and nothing stays of one whose writer is killed (``system/whole_files.py``).
+The file appears whole or not at all; what a killed writer has left goes with the next (``system/files.py``).
 Beside the state it has one more entry, ``MARK``, by which it is recognised.
 """
 
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from phalanx.errors import ArgumentError, CheckpointError
-from phalanx.system.whole_files import check_creatable, whole_file
+from phalanx.system.files import check_creatable, whole_file
 
 __all__ = ["MARK", "check_writable", "contents_of", "plain", "read", "restore", "write"]
 

@@ -42,8 +42,7 @@ from torch.distributed import DistError
 from phalanx.errors import BackendError, DeviceError, InitializationError, LauncherEnvironmentError, PhalanxError
 from phalanx.store.client import JobStore, underlying
 from phalanx.system.host import this_host
-from phalanx.system.process_use import has_ended, start_of
-from phalanx.system.sight import own_sight, state_if_stopped
+from phalanx.system.processes import has_ended, own_sight, start_of, state_if_stopped
 from phalanx.transports.gone import ENDED, FAILED, Gone
 from phalanx.transports.seat import Seat
 from phalanx.watch.recorder import is_kept

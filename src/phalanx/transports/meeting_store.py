@@ -33,8 +33,8 @@ from torch.distributed import DistError, DistStoreError
 from phalanx.errors import InitializationError
 from phalanx.store.client import JobStore, underlying
 from phalanx.store.ended import ended_of
-from phalanx.system.awake import AwakeClock, ended_early
-from phalanx.system.process_use import state_text
+from phalanx.system.processes import state_text
+from phalanx.system.threads import AwakeClock, ended_early
 from phalanx.transports.attendance import Attendance, attending
 from phalanx.transports.gone import WAYS, gone_ranks, has_witness
 from phalanx.watch.own_waits import AGAIN, warn_after_s

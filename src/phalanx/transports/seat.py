@@ -52,8 +52,7 @@ from phalanx.errors import InitializationError
 from phalanx.store.peek import peek
 from phalanx.system.foreign_values import checked, read_json
 from phalanx.system.host import this_host
-from phalanx.system.process_use import has_ended, start_of
-from phalanx.system.sight import own_sight
+from phalanx.system.processes import has_ended, own_sight, start_of
 
 __all__ = ["Seat"]
 

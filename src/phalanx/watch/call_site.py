@@ -7,7 +7,7 @@ import sys
 import threading
 from types import CodeType, FrameType, TracebackType
 
-from phalanx.system.folder import beside, jobs_folder
+from phalanx.system.files import beside, jobs_folder
 from phalanx.watch.stack_text import is_library
 from phalanx.words import printable
 

@@ -27,7 +27,7 @@ from typing import Protocol
 
 from phalanx.exception import PhalanxError, chain
 from phalanx.native.core import TEXT_BYTES, library
-from phalanx.system.bounded import within
+from phalanx.system.threads import within
 from phalanx.watch.call_site import raised_at, shown
 from phalanx.words import printable
 

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from phalanx.system import processes
-from phalanx.system.process_use import start_of
+from phalanx.system.processes import start_of
 from phalanx.watch import stack_signal
 from phalanx.watch.stack_text import SCRIPT_ENDED, frames_of, has_ended
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from phalanx.system.files import whole_file
 from phalanx.system.foreign_values import checked, is_number, read_json
-from phalanx.system.whole_files import folder_for_a_while, whole_file
 from phalanx.watch.records import Record
 from phalanx.watch.seen_values import seen_from_json, seen_to_json
 from phalanx.watch.torch_trace import write_torch_traces
@@ -150,7 +151,8 @@ def write_report(folder: Path, report: HangReport, over: Path | None = None) -> 
     folder.mkdir(parents=True, exist_ok=True)
     match = _NAME.fullmatch(over.name) if over is not None else None
     recordings = {seen.rank: seen.recording for seen in report.ranks if seen.recording is not None}
-    with folder_for_a_while(folder, ".hang-") as parts:
+    with tempfile.TemporaryDirectory(prefix=".hang-", dir=folder) as name:
+        parts = Path(name)
         write_torch_traces(parts / "traces", recordings)
         (parts / "report").write_text(json.dumps(report.to_json()))
         if match is not None:

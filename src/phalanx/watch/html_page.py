@@ -14,7 +14,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Sequence
 
-from phalanx.system.process_use import state_text
+from phalanx.system.processes import state_text
 from phalanx.watch.hang_report import HangReport
 from phalanx.watch.html_style import SCRIPT, STYLE
 from phalanx.watch.html_text import ago, duration, shown

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from phalanx.system.folder import beside, jobs_folder
+from phalanx.system.files import beside, jobs_folder
 from phalanx.watch.records import Recording
 
 __all__ = ["facts_in"]

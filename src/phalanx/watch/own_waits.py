@@ -23,9 +23,8 @@ from typing import Protocol
 
 from phalanx import settings
 from phalanx.errors import PhalanxError
-from phalanx.system.awake import AwakeClock
 from phalanx.system.processes import state_of
-from phalanx.system.threads import start
+from phalanx.system.threads import AwakeClock, start
 from phalanx.watch.call_site import running_at, shown
 from phalanx.watch.from_outside import place_of_main
 from phalanx.watch.glance import Glance, glance

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from phalanx.system.folder import beside
+from phalanx.system.files import beside
 from phalanx.watch.verdict import Seen, Verdict
 
 __all__ = ["parting"]

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from phalanx.native.core import FOUND_LATE, PIECES_AT, RECORDER_BYTES, RECORDS, STRINGS_AT, SeenRecord, library
-from phalanx.system.folder import beside
+from phalanx.system.files import beside
 from phalanx.system.foreign_values import checked, read_json
 from phalanx.watch.recorder import MEMORY_NAME, ranks_in, spans
 from phalanx.words import format_bytes

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.system.process_use import STATES
+from phalanx.system.processes import STATES
 from phalanx.watch.records import Record, Recording, world_rank
 from phalanx.watch.stack_text import Frame
 from phalanx.words import format_named

@@ -31,7 +31,7 @@ from phalanx.launch.job.target import Target
 from phalanx.launch.output.failure import describe_status
 from phalanx.launch.rank.forked import forget_interpreter
 from phalanx.launch.rank.preload import import_for_ranks
-from phalanx.place.environment import read_environment
+from phalanx.topology.environment import read_environment
 from phalanx.wrong_arguments import explained, require
 
 __all__ = ["StartMethod", "launch"]

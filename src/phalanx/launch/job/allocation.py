@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from phalanx.errors import LauncherEnvironmentError, LaunchError
 from phalanx.launch.job.host_slots import HostSlots, read_hostfile
-from phalanx.place.allocated import read_allocated
 from phalanx.system.interfaces import is_own_name
+from phalanx.topology.environment import read_allocated
 
 __all__ = ["Allocation", "find_allocation"]
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from phalanx.errors import LaunchError
-from phalanx.system.device_files import FoundDevice, devices_of_ranks, read_text
+from phalanx.topology.device_files import FoundDevice, devices_of_ranks, read_text
 
 __all__ = [
     "Bind",

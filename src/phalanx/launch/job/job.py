@@ -24,10 +24,10 @@ from phalanx.launch.job.rehearsal import Rehearsal
 from phalanx.launch.job.spellings import count_after_target
 from phalanx.launch.job.target import Target
 from phalanx.system import interfaces
-from phalanx.system.device_files import count_devices, device_names, device_of_rank
-from phalanx.system.folder import own_folder
+from phalanx.system.files import own_folder
 from phalanx.system.host import machine_name
 from phalanx.system.limits import memory_left, usable_cores
+from phalanx.topology.device_files import count_devices, device_names, device_of_rank
 from phalanx.topology.table import RankRow
 from phalanx.wire.key import new_key
 from phalanx.words import format_count

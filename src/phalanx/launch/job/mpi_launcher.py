@@ -20,8 +20,7 @@ from typing import Any
 from phalanx import settings
 from phalanx.errors import LauncherEnvironmentError, LaunchError
 from phalanx.launch.job.host_slots import HostSlots
-from phalanx.place.launcher import Launcher
-from phalanx.place.launchers import MPICH, OPENMPI, SLURM
+from phalanx.topology.launchers import MPICH, OPENMPI, SLURM, Launcher
 
 __all__ = [
     "Abort",
@@ -327,7 +326,7 @@ def place_of(kind: str, environment: Mapping[str, str]) -> dict[str, Any]:
     row = _ROWS[kind].row
     found = {}
     for name, field in (("rank", "rank"), ("size", "world_size"), ("beside", "local_world_size")):
-        reader = getattr(row, field)
+        reader = row.readers[field]
         try:
             finding = reader(environment)
         except LauncherEnvironmentError as error:

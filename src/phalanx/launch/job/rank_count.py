@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 from phalanx.errors import LaunchError
-from phalanx.system.device_files import accelerator_files
 from phalanx.system.limits import usable_cores
+from phalanx.topology.device_files import accelerator_files
 
 __all__ = ["COUNTED_HERE", "count_ranks"]
 

@@ -6,7 +6,7 @@ import linecache
 import os
 from collections.abc import Mapping, Sequence
 
-from phalanx.system.folder import beside, own_folder
+from phalanx.system.files import beside, own_folder
 from phalanx.watch.stack_text import OWN, SCRIPT_ENDED, Frame, asked_in, frames_of, has_ended
 from phalanx.words import format_named
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError
 from phalanx.launch.rank.trace import Trace
-from phalanx.system.folder import beside, own_folder
+from phalanx.system.files import beside, own_folder
 
 if TYPE_CHECKING:
     from phalanx.watch.records import Recording

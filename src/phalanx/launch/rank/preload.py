@@ -68,7 +68,7 @@ def import_for_ranks() -> None:
         raise
     try:
         import phalanx.c10d.create
-        import phalanx.place.launchers
+        import phalanx.topology.launchers
         import phalanx.world  # noqa: F401
     except Exception as error:
         tell(

@@ -39,8 +39,8 @@ from phalanx.launch.rank.descriptors import RankEnds, release_input
 from phalanx.launch.rank.late_variables import apply_threads, hide_torch
 from phalanx.launch.rank.other_ends import ended_elsewhere, how_ended
 from phalanx.launch.rank.trace import Stage, advance, note_asked, open_own, place_of_recorder
-from phalanx.system.autograd_engine import renew_engine
 from phalanx.system.processes import die_with_parent, set_name, skip_library_teardown, take_memory_nearby
+from phalanx.system.threads import renew_engine
 from phalanx.topology.frameworks import cpu_settings
 from phalanx.watch.ends import learn_by, learn_elsewhere_by
 from phalanx.watch.recorder import keep_in
@@ -406,7 +406,7 @@ def _hint(start: RankStart, error: BaseException) -> str:
     while frames is not None:
         code, scope = frames.tb_frame.f_code, frames.tb_frame.f_globals.get("__name__")
         if scope == "torch.distributed.distributed_c10d" and code.co_name in ("init_process_group", "new_group"):
-            from phalanx.topology.backends import why_unfit
+            from phalanx.topology.device import why_unfit
 
             with contextlib.suppress(Exception):
                 return why_unfit(str(frames.tb_frame.f_locals.get("backend") or ""))

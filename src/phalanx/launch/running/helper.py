@@ -25,7 +25,7 @@ from phalanx.launch.running.looking import RanksHere, pause_after_s
 from phalanx.launch.running.watching import Watcher
 from phalanx.launch.starters.helping import serve
 from phalanx.system.host import machine_name
-from phalanx.system.process_use import start_of
+from phalanx.system.processes import start_of
 
 __all__: list[str] = []
 

@@ -25,10 +25,10 @@ from typing import Any
 
 from phalanx.errors import LaunchError
 from phalanx.launch.job.job import Job
-from phalanx.system.folder import own_folder
+from phalanx.system.files import own_folder
 from phalanx.system.foreign_values import checked, read_json
 from phalanx.system.host import machine_name
-from phalanx.system.process_use import start_of
+from phalanx.system.processes import start_of
 
 __all__ = ["WHERE_LISTED", "Description", "RankProcess", "RunningJob", "find_job", "running_jobs"]
 
@@ -47,7 +47,7 @@ class RankProcess:
     Attributes:
         rank: its number in the world.
         pid: its process id, on its host.
-        start: when it was started (:func:`phalanx.system.process_use.start_of`); 0 if it runs on another host.
+        start: when it was started (:func:`phalanx.system.processes.start_of`); 0 if it runs on another host.
         host: the name of its host.
         part: its part of the trace of its host (``launch/rank/trace.py``).
         reach: the name by which the launcher reaches its host; empty if it need not, or MPI has started the rank.

@@ -16,7 +16,7 @@ from phalanx import settings
 from phalanx.launch.rank.trace import Trace, trace_name
 from phalanx.launch.running.jobs import RankProcess
 from phalanx.launch.running.rank_look import RankLook
-from phalanx.system.process_use import ProcessUse, process_use
+from phalanx.system.processes import ProcessUse, process_use
 from phalanx.watch.pace import Pace, PaceOfRank
 from phalanx.watch.records import open_own_recorder
 

@@ -22,7 +22,7 @@ from phalanx.launch.rank.trace import trace_name
 from phalanx.launch.running.jobs import RunningJob
 from phalanx.system import processes
 from phalanx.system.limits import raise_file_limit
-from phalanx.system.process_use import start_of
+from phalanx.system.processes import start_of
 from phalanx.words import format_count, format_named
 
 __all__ = ["stop"]

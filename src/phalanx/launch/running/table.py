@@ -11,7 +11,7 @@ from typing import Any
 from phalanx.launch.running.jobs import RunningJob
 from phalanx.launch.running.rank_look import RankLook
 from phalanx.launch.running.watching import Look
-from phalanx.system.folder import beside
+from phalanx.system.files import beside
 from phalanx.topology.table import format_table
 from phalanx.watch.records import Record, world_rank
 from phalanx.words import format_bytes, format_count, format_named

@@ -34,7 +34,7 @@ from phalanx.launch.starters.invitation import Invitation, agent_name, attempt_n
 from phalanx.launch.starters.program import Program
 from phalanx.launch.starters.ssh import AgentProgram, command_for
 from phalanx.launch.starters.tree import starting_host
-from phalanx.system.device_files import device_of_rank
+from phalanx.topology.device_files import device_of_rank
 from phalanx.topology.table import RankRow
 from phalanx.words import format_count, format_list
 

@@ -12,7 +12,7 @@ import os
 import signal
 import stat
 
-from phalanx.system.mpi_files import FOLDER, NAMES
+from phalanx.system.files import MPI_FOLDER, MPI_NAMES
 
 __all__ = ["remove_unused"]
 
@@ -23,9 +23,9 @@ def remove_unused() -> None:
     The kernel grants a read lease on a file only if nobody has it open for writing, in whatever container, and MPI
     libraries open theirs so. Until the lease is given back here, who opens the file waits.
     """
-    with contextlib.suppress(OSError), os.scandir(FOLDER) as entries:
+    with contextlib.suppress(OSError), os.scandir(MPI_FOLDER) as entries:
         for entry in entries:
-            if NAMES.match(entry.name):
+            if MPI_NAMES.match(entry.name):
                 with contextlib.suppress(OSError):
                     _remove_if_unused(entry.path)
 

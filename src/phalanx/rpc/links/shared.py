@@ -25,9 +25,8 @@ from phalanx.native.core import Status, library, rpc
 from phalanx.rpc.links.contract import Link, LinkEnded, Receiver
 from phalanx.rpc.links.image import OWN, Box, Damaged, pack, pieces, received
 from phalanx.rpc.message import Kind, Message, SentToMany
-from phalanx.system.awake import AwakeClock
 from phalanx.system.processes import state_of
-from phalanx.system.threads import start
+from phalanx.system.threads import AwakeClock, start
 from phalanx.words import tell
 
 __all__ = ["SharedHub", "SharedLink"]

@@ -19,8 +19,8 @@ from datetime import timedelta
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from phalanx.errors import ClosedError
-from phalanx.system.bounded import within
 from phalanx.system.interfaces import LOOPBACK, chosen_interface, outward_address
+from phalanx.system.threads import within
 
 __all__ = ["AttachedGloo", "GlooOnDemand", "lazy_gloo"]
 

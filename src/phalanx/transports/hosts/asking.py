@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from phalanx.store.client import end_calls
-from phalanx.system.bounded import keep_spare_thread, on_spare_thread, within
 from phalanx.system.exit_order import Stage, at_exit
-from phalanx.system.threads import start
+from phalanx.system.threads import keep_spare_thread, on_spare_thread, start, within
 
 __all__ = ["STORE_S", "Questions"]
 

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from torch._C._distributed_c10d import Store
 
-from phalanx.system.awake import AwakeClock
+from phalanx.system.threads import AwakeClock
 from phalanx.transports.hosts.asking import Questions
 from phalanx.transports.hosts.guard import Guard
 from phalanx.transports.hosts.lane import PeerAbsent, TransferFailed, TransferLate

@@ -16,10 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
-from phalanx.system.awake import AwakeClock, ended_early
-from phalanx.system.bounded import within
-from phalanx.system.threads import start
-from phalanx.system.timed_queue import TimedQueue
+from phalanx.system.threads import AwakeClock, TimedQueue, ended_early, start, within
 from phalanx.transports.gloo.engine import GlooOnDemand
 from phalanx.transports.hosts.lane import SHORT_BYTES, Engine, Transfer, TransferFailed, TransferLate
 from phalanx.transports.hosts.short_sends import GONE, ShortSends, copy_of

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from torch._C._distributed_c10d import Store
 
 from phalanx.native.core import TEXT_BYTES
-from phalanx.system.process_use import has_ended, start_of
+from phalanx.system.processes import has_ended, start_of
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gone import ENDED, LEFT
 from phalanx.transports.hosts.asking import STORE_S

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection
 
 from phalanx.errors import BackendError, CollectiveTimeout, PeerLost, PhalanxError
-from phalanx.system.awake import wait_awake
+from phalanx.system.threads import wait_awake
 from phalanx.transports.hosts.lane import TransferFailed, TransferLate
 from phalanx.transports.hosts.layout import Layout
 from phalanx.watch.ending import note_left

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.errors import BackendError
-from phalanx.system.awake import AwakeClock
-from phalanx.system.threads import start
+from phalanx.system.threads import AwakeClock, start
 
 __all__ = ["Overdue"]
 

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from phalanx.errors import BackendError, ClosedError, PhalanxError
-from phalanx.system.awake import SLICE_S, wait_awake
+from phalanx.system.threads import SLICE_S, wait_awake
 from phalanx.transports.contract import SENT, Communicator, Message
 from phalanx.transports.hosts.breaking import Reason
 from phalanx.transports.hosts.lane import Engine, TransferFailed

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from phalanx.system.timed_queue import TimedQueue
+from phalanx.system.threads import TimedQueue
 from phalanx.transports.hosts.lane import Transfer
 
 __all__ = ["GONE", "ShortSends", "copy_of"]

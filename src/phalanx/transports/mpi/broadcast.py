@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 
 from phalanx.errors import InitializationError
-from phalanx.place.place import Place
 from phalanx.rendezvous.meet import Broadcast
+from phalanx.topology.place import Place
 
 __all__ = ["mpi_broadcast"]
 

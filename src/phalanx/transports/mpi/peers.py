@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from phalanx.lost import rank_of_group
 from phalanx.system.host import machine_name
-from phalanx.system.process_use import has_ended, start_of, state_text
-from phalanx.system.processes import state_of
+from phalanx.system.processes import has_ended, start_of, state_of, state_text
 from phalanx.watch.call_site import shown
 from phalanx.watch.from_outside import Place, place_of_main
 from phalanx.watch.last_known import facts_in

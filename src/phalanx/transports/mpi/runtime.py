@@ -25,8 +25,8 @@ from typing import Any
 from phalanx import settings
 from phalanx.errors import InitializationError
 from phalanx.native.core import library
-from phalanx.place.launchers import MPI_SIZES
-from phalanx.system.mpi_files import own_files, remove
+from phalanx.system.files import own_mpi_files, remove_all
+from phalanx.topology.launchers import MPI_SIZES
 from phalanx.transports.mpi.interface import tell_libraries
 from phalanx.transports.mpi.notices import Notices
 from phalanx.transports.mpi.peers import Peers
@@ -143,9 +143,9 @@ class Runtime:
         """If MPI is aborted, remove the library's shared memory first: it would stay in /dev/shm, and fill it up."""
         if not self.usable or self._alone:
             return
-        files = own_files()
+        files = own_mpi_files()
         if self.failed:
-            remove(files)
+            remove_all(files)
         else:  # the exit code decides, which is not known yet
             paths = b"".join(os.fsencode(path) + b"\0" for path in files)
             self._core.phx_mpi_remove_at_abort(paths, len(paths))
@@ -270,7 +270,7 @@ class Runtime:
         with contextlib.suppress(Exception):
             sys.stderr.flush()
         if self.usable:
-            remove(own_files())
+            remove_all(own_mpi_files())
             self.mpi.COMM_WORLD.Abort(1)
 
 

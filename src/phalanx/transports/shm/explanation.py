@@ -14,7 +14,7 @@ from phalanx.lost import rank_of_group
 from phalanx.native.core import NOBODY, TEXT_BYTES, Breakage, Going, Status, library
 from phalanx.system import processes
 from phalanx.system.host import machine_name
-from phalanx.system.process_use import state_text
+from phalanx.system.processes import state_text
 from phalanx.transports.shm.unequal_ends import MessageEnd, unequal_ends
 from phalanx.watch import recorder
 from phalanx.watch.call_site import shown, text_of

@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import Store
 from phalanx.errors import InitializationError
 from phalanx.native.core import NOBODY, Status, library
 from phalanx.store.peek import peek
-from phalanx.system.awake import AwakeClock, ended_early
+from phalanx.system.threads import AwakeClock, ended_early
 from phalanx.transports.meeting_store import OFFER, MeetingStore, error_of
 from phalanx.transports.shm.tuning import Tuning
 from phalanx.words import format_limit

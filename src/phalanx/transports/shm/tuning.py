@@ -16,8 +16,8 @@ from functools import cache
 from pathlib import Path
 
 from phalanx import settings
+from phalanx.system.files import check_creatable, whole_file
 from phalanx.system.foreign_values import read_json
-from phalanx.system.whole_files import check_creatable, whole_file
 
 __all__ = ["Tuning", "check_tuning_file", "load_tuning", "save_tuning", "tuning_in_force", "tuning_path"]
 

@@ -8,40 +8,19 @@ from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 
-__all__ = [
-    "FoundDevice",
-    "accelerator_files",
-    "count_devices",
-    "device_names",
-    "device_of_rank",
-    "devices_of_ranks",
-    "read_text",
-    "visible_devices",
-]
-
-# The device files of accelerators that torch knows: NVIDIA, ROCm and XPU, Ascend, Habana and TPU, WSL.
-_PATTERNS = (
-    "/dev/nvidia[0-9]*",
-    "/dev/kfd",
-    "/dev/dri/renderD*",
-    "/dev/davinci[0-9]*",
-    "/dev/accel*",
-    "/dev/vfio/[0-9]*",
-    "/dev/dxg",
-)
-
-
-# Those of them of which an accelerator has exactly one.
+# The device files of which an accelerator has exactly one: NVIDIA, Ascend, TPU and Habana.
 _ONE_EACH = ("/dev/nvidia[0-9]*", "/dev/davinci[0-9]*", "/dev/accel[0-9]*")
+# Those of all accelerators that torch knows; the further ones are of ROCm, XPU, TPU and WSL.
+_PATTERNS = (*_ONE_EACH, "/dev/accel", "/dev/kfd", "/dev/dri/renderD*", "/dev/vfio/[0-9]*", "/dev/dxg")
 
 
 def accelerator_files() -> list[str]:
-    """The device files through which a process can reach an accelerator; none if the machine has no accelerator."""
+    """List the device files through which a process can reach an accelerator; none if the machine has none."""
     return [path for pattern in _PATTERNS for path in sorted(glob(pattern))]
 
 
 def count_devices() -> int:
-    """How many accelerators this machine has, as far as each has a device file of its own; 0 if that is not known.
+    """Count this machine's accelerators, as far as each has a device file of its own; 0 if that is not known.
 
     The files of /dev/dri are not counted: a display adapter has one too.
     """
@@ -68,11 +47,7 @@ class FoundDevice:
 def visible_devices(environment: Mapping[str, str], root: str = "/") -> list[FoundDevice] | None:
     """List the accelerators that a process with these variables sees, in torch's order; None if no file tells of any.
 
-    Intel's have no files that tell them from display adapters.
-
-    Args:
-        environment: has the variables that hide devices.
-        root: the folder in which /proc, /sys and /dev are.
+    Intel's have no files that tell them from display adapters. /proc, /sys and /dev are looked for in ``root``.
     """
     for found, variables in (
         (_nvidia(Path(root)), ("CUDA_VISIBLE_DEVICES",)),

@@ -1,0 +1,445 @@
+"""From the environment to a place: which launcher started this process, and can what it says be true?
+
+Also what a batch system says of the nodes of this job, for ``phalanx run``, which then starts ranks there.
+
+Every value is checked before it is used, because a half-set environment (a shell that still exports RANK from
+yesterday) otherwise ends as a hang, or as two ranks that both take themselves for rank 0.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from urllib.parse import parse_qs, urlsplit
+
+from phalanx import settings
+from phalanx.errors import InitializationError, LauncherEnvironmentError
+from phalanx.topology.launchers import LAUNCHERS, Kind, Launcher
+from phalanx.topology.place import Place, Traits
+from phalanx.topology.readers import (
+    Environment,
+    Fact,
+    expand_node_list,
+    expand_task_counts,
+    read_host_slots,
+    whole_number,
+)
+from phalanx.words import format_count
+
+_ALONE = {"local_rank": 0, "local_world_size": 1, "node_rank": 0, "num_nodes": 1}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The facts that one row of the table reads from an environment, complete or not.
+
+    Attributes:
+        launcher: the row; None for a process started plainly.
+        found: the facts, by the names of the attributes of ``Place``.
+        signs: the variables by which the row was recognised.
+        notes: what the user should know.
+        hosts: the hosts by node rank, where the launcher lists them.
+        keeps_store: whether the launcher keeps a store of torch's at the address and port that were found.
+    """
+
+    launcher: Launcher | None
+    found: Mapping[str, Fact]
+    signs: str = ""
+    notes: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    keeps_store: bool = False
+
+    @property
+    def name(self) -> str:
+        return "none" if self.launcher is None else self.launcher.name
+
+    def number(self, fact: str) -> int | None:
+        """Return a fact that is a number; None where the launcher does not give it."""
+        return int(self.found[fact].value) if fact in self.found else None
+
+    def text(self, fact: str) -> str | None:
+        """Return a fact that is a text; None where the launcher does not give it."""
+        return str(self.found[fact].value) if fact in self.found else None
+
+    def said(self, *facts: str, by: str = ", ") -> str:
+        """Say where these facts were read: ``RANK=1, WORLD_SIZE=4``."""
+        return by.join(self.found[fact].source for fact in facts if fact in self.found)
+
+    def place(self) -> Place:
+        """Return the place of this process.
+
+        Raises:
+            LauncherEnvironmentError: the variables do not give the rank or the world size, which only MPI itself knows.
+        """
+        launcher, master = self.launcher, self.found.get("master_addr")
+        rank, world_size = self.number("rank"), self.number("world_size")
+        if rank is None or world_size is None:
+            title, remedy = ("", "") if launcher is None else (launcher.title, launcher.unknown_world)
+            raise LauncherEnvironmentError(
+                f"{title} is recognised, but its variables do not say how many ranks there are. {remedy}"
+            )
+        return Place(
+            launcher=self.name,
+            rank=rank,
+            world_size=world_size,
+            local_rank=self.number("local_rank"),
+            local_world_size=self.number("local_world_size"),
+            node_rank=self.number("node_rank"),
+            num_nodes=self.number("num_nodes"),
+            master_addr=self.text("master_addr"),
+            master_port=self.number("master_port"),
+            job=self.text("job"),
+            attempt=self.number("attempt") or 0,
+            hosts=self.hosts,
+            first_of_allocation=master is not None and master.listed and not self.hosts,
+            keeps_store=self.keeps_store,
+            traits=Traits() if launcher is None else launcher.traits,
+            sources={fact: found.source for fact, found in self.found.items()},
+            notes=self.notes,
+        )
+
+
+def read_environment(environment: Environment | None = None, arguments: Sequence[str] | None = None) -> Reading:
+    """Read the facts that this process's launcher gives; those of a world of one when no launcher is recognised.
+
+    The answer may lack the world size, because under some launchers only MPI knows it; then its ``place()`` raises.
+
+    Args:
+        environment: the variables to read; ``os.environ`` by default.
+        arguments: the script's own, which may have the older ``--local_rank``; ``sys.argv`` by default.
+
+    Raises:
+        LauncherEnvironmentError: a variable is missing, not a number, or out of range, or two launchers contradict each
+            other; the message names the variables and their values.
+    """
+    environment = os.environ if environment is None else environment
+    arguments = sys.argv[1:] if arguments is None else arguments
+    rows = [launcher for launcher in LAUNCHERS if launcher.recognises(environment)]
+    not_distributed = all(row.kind is Kind.HAND for row in rows) and _says_not_distributed(environment)
+    if not rows and not not_distributed:
+        _refuse_remains(environment, arguments)
+    if not rows or not_distributed:
+        alone = {"rank": 0, "world_size": 1, **_ALONE}
+        return Reading(None, {fact: Fact(value, "started plainly") for fact, value in alone.items()})
+    launcher = rows[0]
+    reading = _read(launcher, environment, arguments)
+    for other in rows[1:]:
+        counts_nodes = other.kind is Kind.HAND and launcher.rank_counts_nodes
+        if other.name != launcher.name and other.kind not in launcher.around and not counts_nodes:
+            _compare(launcher, reading, Reading(other, other.read(environment)))
+    return reading
+
+
+# -- one row -------------------------------------------------------------------------------------------
+
+
+def _read(launcher: Launcher, environment: Environment, arguments: Sequence[str]) -> Reading:
+    found = launcher.read(environment)
+    if launcher.kind is Kind.HAND:
+        found = {**_local_rank_argument(environment, arguments), **found}
+        if "world_size" in found and found["world_size"].value == 1:
+            found.setdefault("rank", Fact(0, "the only rank"))
+            if "local_rank" in found and found["local_rank"].value == -1:
+                del found["local_rank"]  # "not distributed", in the older convention
+    for fact, other in (("rank", "world_size"), ("world_size", "rank")):
+        if fact not in found and not (fact == "world_size" and launcher.unknown_world):
+            beside = f" beside {found[other].source}" if other in found else ""
+            raise LauncherEnvironmentError(
+                f"{launcher.name} is recognised (by {launcher.signs(environment)}), but {launcher.readers[fact].names} "
+                f"is not set{beside}; every rank needs it. Was the environment passed on only in part, or left by "
+                f"another job?"
+            )
+    if found.get("world_size") and found["world_size"].value == 1:
+        found = {**{fact: Fact(value, "a world of one") for fact, value in _ALONE.items()}, **found}
+    note = launcher.note(environment)
+    reading = Reading(
+        launcher,
+        found,
+        launcher.signs(environment),
+        (note,) if note else (),
+        () if launcher.hosts is None else tuple(launcher.hosts.hosts(environment)),
+        launcher.kind is Kind.AGENT and {"master_addr", "master_port"} <= found.keys() and _agent_store(environment),
+    )
+    _check(launcher, reading)
+    return reading
+
+
+def _agent_store(environment: Environment) -> bool:
+    """Return whether the agent's own store is at MASTER_PORT; otherwise rank 0 is to open one there.
+
+    A script under ``phalanx run`` may have set a MASTER_PORT of its own.
+    """
+    own = environment.get(settings.STORE_PORT, environment["MASTER_PORT"])
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and own == environment["MASTER_PORT"]
+
+
+def _check(launcher: Launcher, reading: Reading) -> None:
+    """Refuse facts that no process can have together."""
+    for index, count in (("rank", "world_size"), ("local_rank", "local_world_size"), ("node_rank", "num_nodes")):
+        low, high = reading.number(index), reading.number(count)
+        said = reading.said(index, count, by=" and ")
+        if high is not None and high < 1:
+            raise LauncherEnvironmentError(f"{said} is impossible: a world has at least one rank, on at least one node")
+        if low is not None and (low < 0 or (high is not None and low >= high)):
+            limit = "" if high is None else f" to {high - 1}"
+            raise LauncherEnvironmentError(f"{said} is impossible: ranks and nodes count from 0{limit}")
+    world, local, nodes = (reading.number(fact) for fact in ("world_size", "local_world_size", "num_nodes"))
+    if world is None:
+        return
+    for fact, most in (("local_world_size", world), ("num_nodes", world), ("local_rank", world - 1)):
+        if (reading.number(fact) or 0) > most:
+            raise LauncherEnvironmentError(
+                f"{reading.said(fact)} does not fit into a world of {world} ({reading.said('world_size')})"
+            )
+    if local is None or nodes is None:
+        return
+    if launcher.one_process_per_node and local == 1 and nodes != world:
+        note = f" {reading.notes[0]}" if reading.notes else ""
+        raise LauncherEnvironmentError(
+            f"{reading.name}: {reading.said('world_size')} ranks on {reading.said('num_nodes')} nodes, but the "
+            f"platform starts one process on each, and this is one of them.{note}"
+        )
+    # One node has all ranks; of several, each has at least one.
+    if (nodes == 1) != (local == world) or local + nodes - 1 > world:
+        raise LauncherEnvironmentError(
+            f"{reading.said('local_world_size')} and {reading.said('num_nodes')} contradict "
+            f"{reading.said('world_size')}: with {local} ranks on this node, {world - local} are left for the "
+            f"{nodes - 1} other(s)"
+        )
+
+
+# -- several rows, none, or a half one -----------------------------------------------------------------
+
+
+def _compare(launcher: Launcher, reading: Reading, beside: Reading) -> None:
+    """Refuse another launcher that is recognised too, and not around this one, unless it gives the same facts.
+
+    Raises:
+        LauncherEnvironmentError: the two contradict each other; the message shows both.
+    """
+    by_hand = beside.launcher is not None and beside.launcher.kind is Kind.HAND
+    lacking = [name for name, fact in (("RANK", "rank"), ("WORLD_SIZE", "world_size")) if fact not in beside.found]
+    if by_hand and lacking:
+        raise LauncherEnvironmentError(
+            f"{_claim(reading)}, and beside it {beside.said('rank', 'world_size')} is set but {lacking[-1]} is not "
+            f"set; unset the one that is set, or set both to what the launcher says"
+        )
+    both = [fact for fact in ("rank", "world_size") if fact in reading.found and fact in beside.found]
+    if all(reading.number(fact) == beside.number(fact) for fact in both):
+        return
+    # A launcher around one with agents, such as an mpiexec around torchrun, starts one agent on each node.
+    if launcher.kind is Kind.AGENT and beside.number("world_size") == reading.number("num_nodes"):
+        return
+    raise LauncherEnvironmentError(
+        f"two launchers contradict each other: {_claim(reading)}, but {_claim(beside)}. Unset the variables of the one "
+        f"that did not start this process (a shell gives its exported variables to every program that it starts)"
+    )
+
+
+def _claim(reading: Reading) -> str:
+    rank, world = (reading.text(fact) or "?" for fact in ("rank", "world_size"))
+    return f"{reading.name} says rank {rank} of {world} ({reading.said('rank', 'world_size')})"
+
+
+def _says_not_distributed(environment: Environment) -> bool:
+    """Return whether the variables say "not distributed" by the older convention.
+
+    That is a rank of -1, or a variable that was set to nothing, and no world of several ranks.
+    """
+    alone = {"RANK": ("", "-1"), "WORLD_SIZE": ("", "-1", "1"), "LOCAL_RANK": ("", "-1", "0")}
+    said = {name: environment[name].strip() for name in alone if name in environment}
+    return all(value in alone[name] for name, value in said.items()) and not {"", "-1"}.isdisjoint(said.values())
+
+
+def _local_rank_argument(environment: Environment, arguments: Sequence[str]) -> dict[str, Fact]:
+    """Read ``--local_rank``, as the older torch.distributed.launch gives it to the script; -1 means not given."""
+    found = {}
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in ("--local_rank", "--local-rank"):
+            local_rank = whole_number(name, value if equals else "".join(arguments[index + 1 : index + 2]))
+            if local_rank != -1:
+                found["local_rank"] = Fact(local_rank, f"{name}={local_rank}")
+    own = environment.get("LOCAL_RANK")
+    if found and own is not None and whole_number("LOCAL_RANK", own) != found["local_rank"].value:
+        raise LauncherEnvironmentError(f"{found['local_rank'].source} and LOCAL_RANK={own} contradict each other")
+    return found
+
+
+def _refuse_remains(environment: Environment, arguments: Sequence[str]) -> None:
+    """Refuse a process that no launcher is recognised for, if a variable or an argument says that there are others."""
+    several = [found.source for found in _local_rank_argument(environment, arguments).values() if found.value != 0]
+    for name, alone in (("LOCAL_RANK", (0, -1)), ("LOCAL_WORLD_SIZE", (1,)), ("GROUP_WORLD_SIZE", (1,))):
+        if name in environment and whole_number(name, environment[name]) not in alone:
+            several.append(f"{name}={environment[name]}")
+    if several:
+        raise LauncherEnvironmentError(
+            f"{' and '.join(several)} says that there are several processes, but neither RANK nor WORLD_SIZE is set. "
+            f"Start the script with a launcher, such as phalanx run -n N, or unset it"
+        )
+
+
+# -- the place that a script gives itself --------------------------------------------------------------
+
+
+def place_with(reading: Reading | None, init_method: str | None, rank: int | None, world_size: int | None) -> Place:
+    """Find this process's place by its launcher and by what the script gives; where both give a fact they must agree.
+
+    Args:
+        reading: what the launcher says; read from ``os.environ`` by default.
+        init_method: ``tcp://host:port``, with ``?rank=…&world_size=…`` if wanted, ``env://``, or None.
+        rank, world_size: the place; None, or -1 as in torch, to leave it to the launcher.
+
+    Raises:
+        InitializationError: ``init_method`` is of another kind, or only one of rank and world size is known.
+        LauncherEnvironmentError: what was given contradicts the launcher, or describes no process.
+    """
+    reading = read_environment() if reading is None else reading
+    address = port = None
+    if init_method is not None and init_method != "env://":
+        address, port, query = _parse(init_method)
+        rank = query.get("rank") if rank is None else rank
+        world_size = query.get("world_size") if world_size is None else world_size
+    # Scripts written for torch pass -1 for "not given", and for "not distributed".
+    rank, world_size = (None if number == -1 else number for number in (rank, world_size))
+    if rank is None and world_size == 1 and reading.launcher is None:
+        rank = 0
+    given = {
+        name: Fact(value, f"{name}={value} in phalanx.init()")
+        for name, value in (("rank", rank), ("world_size", world_size))
+        if value is not None
+    }
+    if given and reading.launcher is None:  # the script is its own launcher
+        if len(given) != 2:
+            raise InitializationError(
+                f"{next(iter(given.values())).source}, but the other is not known; pass both rank and world_size"
+            )
+        place = Place("env", int(rank or 0), int(world_size or 0), None, None, None, None)
+    else:
+        for name, finding in given.items():
+            if reading.number(name) not in (None, finding.value):
+                raise LauncherEnvironmentError(
+                    f"{finding.source}, but {reading.name} says {reading.said(name)}; leave {name} out, or correct "
+                    f"the one that is wrong"
+                )
+        place = replace(reading, found={**given, **reading.found}).place()
+    if given and not 0 <= place.rank < place.world_size:
+        raise LauncherEnvironmentError(
+            f"{' and '.join(one.source for one in given.values())}: {place.rank} is not a rank of a world of "
+            f"{place.world_size}; ranks count from 0"
+        )
+    if given and place.world_size == 1:
+        place = replace(place, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1)
+    if address is None:
+        return place
+    said = f"init_method={init_method}"
+    return replace(
+        place,
+        master_addr=address,
+        master_port=port,
+        first_of_allocation=False,
+        keeps_store=False,
+        sources={**place.sources, "master_addr": said, "master_port": said},
+    )
+
+
+def _parse(init_method: str) -> tuple[str, int, dict[str, int]]:
+    """Parse ``tcp://host:port?rank=1&world_size=2`` into host, port, and the numbers that are given."""
+    parts = urlsplit(init_method)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme != "tcp" or not parts.hostname or not port:
+        raise InitializationError(
+            f"init_method={init_method!r} is neither tcp://host:port nor env://; for another rendezvous call "
+            f"torch.distributed.init_process_group('phalanx', …) itself"
+        )
+    query = {name: values[-1] for name, values in parse_qs(parts.query).items() if name in ("rank", "world_size")}
+    numbers = {name: whole_number(f"{name} in init_method", value) for name, value in query.items()}
+    return parts.hostname, port, numbers
+
+
+# -- nodes that a batch system has allotted to the job of this process ----------------------------------
+
+# The variables of a task of mpiexec, or of LSF's jsrun, which it has beside those of the batch system.
+_OF_TASKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK")
+# Slurm numbers steps from 0; those of a batch script and of an interactive shell have numbers from here on.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+# Variables that say how many processes a job has, those that count a host's alone, and values that ask for no others.
+_OF_JOB = ("PET_NNODES", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_OF_HOST = ("PET_NPROC_PER_NODE", "SLURM_NTASKS")
+_ASK_FOR_NONE = ("", "0", "1", "1:1", "-1")
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """The nodes of a job.
+
+    Attributes:
+        title: the job, for people.
+        nodes: each node, with the number of tasks that the user asked for there; empty if a file lists them.
+        file: the path of that file.
+        program: the batch system's own one that starts processes there, without any login; empty if it has none.
+    """
+
+    title: str
+    nodes: tuple[tuple[str, int], ...] = ()
+    file: str = ""
+    program: str = ""
+
+
+def read_allocated(environment: Mapping[str, str]) -> Allocated | None:
+    """Read which nodes are allotted; None outside of a job, and in a process that a launcher has started.
+
+    Raises:
+        LauncherEnvironmentError: the variables cannot be read, or contradict each other; the message has them.
+    """
+    slurm, pbs, lsf = (environment.get(name) for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"))
+    nodes, step = environment.get("SLURM_JOB_NODELIST"), environment.get("SLURM_STEP_ID", "")
+    if slurm and nodes and not (step.isdigit() and int(step) < _FIRST_SPECIAL_STEP):
+        return _slurm(slurm, nodes, environment.get("SLURM_TASKS_PER_NODE", ""))
+    if any(name in environment for name in _OF_TASKS):
+        return None
+    if pbs and (path := environment.get("PBS_NODEFILE")):
+        return Allocated(f"PBS job {pbs}", file=path)
+    slots, path = environment.get("LSB_MCPU_HOSTS"), environment.get("LSB_DJOB_HOSTFILE", "")
+    if not lsf or not (slots or path):
+        return None
+    title = f"LSF's job {lsf}"
+    try:
+        hosts = read_host_slots("LSB_MCPU_HOSTS", slots) if slots else []
+    except LauncherEnvironmentError as error:
+        raise LauncherEnvironmentError(f"the hosts of {title} cannot be read: {error}") from None
+    return Allocated(title, tuple(hosts), "" if slots else path, program="blaunch")
+
+
+def _slurm(job: str, nodes: str, tasks: str) -> Allocated:
+    try:
+        names = expand_node_list("SLURM_JOB_NODELIST", nodes)
+        counts = expand_task_counts("SLURM_TASKS_PER_NODE", tasks) if tasks else [1] * len(names)
+    except LauncherEnvironmentError as error:
+        raise LauncherEnvironmentError(f"the nodes of Slurm's job {job} cannot be read: {error}") from None
+    if len(counts) != len(names):
+        raise LauncherEnvironmentError(
+            f"Slurm's job {job} has {len(names)} nodes (SLURM_JOB_NODELIST={nodes}) and tasks for {len(counts)} "
+            f"(SLURM_TASKS_PER_NODE={tasks})"
+        )
+    return Allocated(f"Slurm's job {job}", tuple(zip(names, counts, strict=True)), program="srun")
+
+
+def is_allocated(environment: Mapping[str, str]) -> bool:
+    """Return whether this process belongs to a job of a batch system that gives each node devices of its own."""
+    return any(name in environment for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"))
+
+
+def note_ignored(environment: Mapping[str, str], ranks: int | None) -> str:
+    """Make a note on variables that ask for processes which ``phalanx run`` does not start, given -n; else empty."""
+    names = _OF_JOB if ranks is not None else (*_OF_JOB, *_OF_HOST)
+    asked = ", ".join(f"{name}={environment[name]}" for name in names if environment.get(name, "") not in _ASK_FOR_NONE)
+    return asked and (
+        f"{asked}: phalanx run ignores that, and starts {format_count(ranks or 1, 'rank')} on this host. Say how many "
+        "with -n 2, and where with -H h1:2,h2:2; or start the script by torchrun, srun or mpiexec, which read it"
+    )
