@@ -21,10 +21,10 @@ from phalanx.launch.starters.agreement import find_differences
 from phalanx.launch.starters.environment import carried_variables
 from phalanx.launch.starters.ssh import command_for
 from phalanx.launch.starters.tree import FAN, starting_host
-from phalanx.topology.environment import note_ignored
 from phalanx.system import interfaces
 from phalanx.system.host import machine_name
 from phalanx.system.interfaces import is_other_host, listening_address, outward_address, outward_addresses
+from phalanx.topology.environment import note_ignored
 
 
 def slots(hosts: list[HostSlots]) -> list[tuple[str, int | None]]:

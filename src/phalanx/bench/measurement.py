@@ -28,8 +28,8 @@ from phalanx.bench.machine import CpuClock, clock_mhz, describe_machine, version
 from phalanx.bench.report import format_row
 from phalanx.errors import PhalanxError
 from phalanx.launch.job.mpi_launcher import unbound_environment
-from phalanx.topology.environment import read_environment
 from phalanx.system.processes import die_with_parent
+from phalanx.topology.environment import read_environment
 from phalanx.words import tell, tell_progress
 
 __all__ = ["Mpi", "RanksFailed", "choose_mpis", "load_results", "measure", "measure_joined"]

@@ -24,8 +24,8 @@ from phalanx.launch.job.run_words import RunCommand
 from phalanx.launch.job.seconds import Seconds
 from phalanx.launch.job.target import find_target
 from phalanx.launch.starters.ssh import parse_starter
-from phalanx.topology.environment import note_ignored
 from phalanx.system.limits import check_limits, machine_limits, raise_file_limit
+from phalanx.topology.environment import note_ignored
 from phalanx.words import format_count, tell
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from types import CodeType
@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from phalanx import settings
 from phalanx.errors import PROCESS_LIMIT_HINT
-from phalanx.launch.job.target import Refusal, prepare_target
+from phalanx.launch.job.target import Refusal, Target, prepare_target
 from phalanx.launch.link import ERR, IN, OUT, Link, Lost, split_rank
 from phalanx.launch.observer import Observer, within
 from phalanx.launch.output.failure import signal_name
@@ -191,10 +191,17 @@ class Agent:
                 for part, rank in self.ranks.items():
                     self.send_report(part, rank)
 
-    def run(self) -> RankStart:
-        """Serve until the supervisor lets this process go. Returns in each rank its start; the agent never returns."""
+    def run(self, target: Target | None = None, before_import: Mapping[str, str] | None = None) -> RankStart:
+        """Serve until the supervisor lets this process go. Returns in each rank its start; the agent never returns.
+
+        Args:
+            target: what the order to start will name, to be prepared at once; None if that is not known.
+            before_import: as of :class:`Start`; None to import nothing.
+        """
         own = os.getpid()
         try:
+            if target is not None:
+                self._try(functools.partial(self._prepare, target, before_import))
             while True:
                 start = self.turn()
                 if start is not None:
@@ -369,25 +376,30 @@ class Agent:
     def _start(self, order: Start) -> RankStart | None:
         """Prepare once what every rank would have to do, and fork. Returns in each rank its start."""
         self.start = order
+        if self.compiled is None:
+            self._try(functools.partial(self._prepare, order.target, order.before_import if order.preload else None))
+        return self._try(functools.partial(self._fork_all, order)) if self.compiled is not None else None
+
+    def _try(self, step: Callable[[], RankStart | None]) -> RankStart | None:
+        """Go on towards ranks, or say why there can be none."""
         try:
-            if self.compiled is None:
-                self.compiled = self._prepare(order)
-            return self._fork_all(order)
+            return step()
         except Refusal as refusal:
             self._kill_everything()
             self.say(Refused(text=f"{str(refusal).rstrip()}\n", code=refusal.code))
         return None
 
-    def _prepare(self, order: Start) -> tuple[CodeType | None, ModuleSpec | None]:
+    def _prepare(self, target: Target, before_import: Mapping[str, str] | None) -> None:
         """Compile the target and import torch. An order to end is obeyed meanwhile."""
-        if not order.target.is_python:
-            return None, None
-        os.environ.update(order.before_import)
+        if not target.is_python:
+            self.compiled = None, None
+            return
+        os.environ.update(before_import or {})
         signal.signal(signal.SIGCONT, self._while_importing)
         self._while_importing(signal.SIGCONT, None)
         try:
-            compiled = prepare_target(order.target)
-            if order.preload:
+            compiled = prepare_target(target)
+            if before_import is not None:
                 # The import makes no garbage, so collecting would only cost time.
                 gc.disable()
                 preload()
@@ -400,7 +412,7 @@ class Agent:
             raise Refusal(f"phalanx: torch cannot be imported\n\n{traceback.format_exc()}", 1) from error
         finally:
             signal.signal(signal.SIGCONT, self._on_signal)
-        return compiled
+        self.compiled = compiled
 
     def _while_importing(self, signum: int, frame: object) -> None:
         """The kernel says by this signal that an order has come."""

@@ -10,27 +10,27 @@ starts after Ctrl-C.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import LaunchError
 from phalanx.launch import agent
 from phalanx.launch.agent import Inheritance
-from phalanx.launch.conclusion import HandOver
 from phalanx.launch.job.job import Job, next_attempt
 from phalanx.launch.job.target import Refusal, prepare_target
-from phalanx.launch.output.log_files import LogFiles
 from phalanx.launch.rank.descriptors import guard_standard_streams
 from phalanx.launch.rank.start import RankStart
-from phalanx.launch.starters.contract import Starter
-from phalanx.launch.supervisor import HANDLED, Supervisor
+from phalanx.launch.starters.local import LocalAgent, LocalStarter, fork_agent
 from phalanx.system import processes
-from phalanx.system.interfaces import check_reachable, listening_address
 from phalanx.system.limits import check_limits, machine_limits, raise_file_limit
-from phalanx.wire.key import new_key
-from phalanx.wire.sockets import listen
+
+if TYPE_CHECKING:
+    from phalanx.launch.conclusion import HandOver
+    from phalanx.launch.starters.contract import Starter
+    from phalanx.launch.supervisor import Supervisor
 
 __all__ = ["launch"]
 
@@ -47,54 +47,61 @@ def launch(job: Job, hand_over: HandOver | None = None) -> RankStart | int:
         handed to :func:`phalanx.launch.rank.start.become` at the top of the interpreter.
 
     Raises:
-        LaunchError: the machine has no room for that many ranks, or their files cannot be written. Nothing has been
+        LaunchError: the machine has no room for that many ranks, or their files cannot be written. No rank has been
             started.
     """
     # getsignal returns None for a handler that Python did not install and cannot put back.
-    handlers: dict[int, Any] = {
-        signum: signal.getsignal(signum) or signal.SIG_DFL for signum in {*HANDLED, *agent.HANDLED}
-    }
+    handlers: dict[int, Any] = {signum: signal.getsignal(signum) or signal.SIG_DFL for signum in agent.HANDLED}
     inheritance = Inheritance(handlers, raise_file_limit())
     limits = machine_limits(python=job.target.is_python, forked=job.is_local, logs=bool(job.output.log_dir))
     check_limits(job.ranks, limits)
+    guard_standard_streams()
+    # A program that became the launcher by exec may have had children before; they are not this job's.
+    strangers = processes.children_of(os.getpid())
+    processes.adopt_orphans()
+    local = fork_agent(job, inheritance) if job.is_local else None
+    if isinstance(local, RankStart):
+        return local
+    # Not imported at the top, so that the agent need not wait for it.
+    from phalanx.system.interfaces import check_reachable
+
     if job.ranks > 1 or job.target.is_python:
         check_reachable(job.addresses[0])
-    guard_standard_streams()
-    supervisor = _open(job)
-    # Text that is still in the buffers would be copied by the fork, and printed twice.
+    supervisor = _open(job, local, strangers)
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            stream.flush()
-    processes.adopt_orphans()
+            stream.flush()  # a fork would copy what is in the buffers
     supervisor.listen_to_signals()
-    if not job.is_local:
+    if local is None:
         try:
             prepare_target(job.target)  # a mistake in it is said before any host is asked
         except Refusal as refusal:
             supervisor.refuse(refusal)
     while True:
-        start = supervisor.begin(inheritance)
-        if start is not None:
-            return start
+        if not supervisor.over:
+            supervisor.begin()
         code = supervisor.run(hand_over)
         if code is not None:
             return code
-        supervisor = _open_next(supervisor)
+        supervisor = _open_next(supervisor, local, strangers)
 
 
-def _open(job: Job, before: Supervisor | None = None) -> Supervisor:
+def _open(job: Job, local: LocalAgent | None, strangers: list[int], before: Supervisor | None = None) -> Supervisor:
     """Open all that an attempt needs."""
+    from phalanx.launch.output.log_files import LogFiles
+    from phalanx.launch.supervisor import Supervisor
+    from phalanx.system.interfaces import listening_address
+    from phalanx.wire.sockets import listen
+
     logs = LogFiles(job)
     listener = listen(listening_address(job.addresses), 0)
-    return Supervisor(job, listener, logs, _starter_of(job, before), before)
+    return Supervisor(job, listener, logs, _starter_of(job, local), strangers, before)
 
 
-def _starter_of(job: Job, before: Supervisor | None) -> Callable[[Supervisor], Starter]:
+def _starter_of(job: Job, local: LocalAgent | None) -> Callable[[Supervisor], Starter]:
     # A job has one of them, and each brings modules that the others do not need.
-    if job.is_local:
-        from phalanx.launch.starters.local import LocalStarter
-
-        return lambda supervisor: LocalStarter(supervisor, before.starter if before is not None else None)
+    if local is not None:
+        return lambda supervisor: LocalStarter(supervisor, local)
     if job.mpi is not None:
         from phalanx.launch.starters.mpi import MpiStarter
 
@@ -104,16 +111,18 @@ def _starter_of(job: Job, before: Supervisor | None) -> Callable[[Supervisor], S
     return HostsStarter
 
 
-def _open_next(before: Supervisor) -> Supervisor:
+def _open_next(before: Supervisor, local: LocalAgent | None, strangers: list[int]) -> Supervisor:
     """Open the next attempt.
 
     Raises:
         LaunchError: the ranks' files cannot be written, or this process has too many open.
     """
+    from phalanx.wire.key import new_key
+
     job = next_attempt(before.job, new_key())
     before.logs.close()  # so that the files of two attempts are not open at once
     try:
-        after = _open(job, before)
+        after = _open(job, local, strangers, before)
     except OSError as error:
         raise LaunchError(
             f"attempt {job.attempt.number + 1} cannot be started: {error.strerror}. Raise the limit (ulimit -n), or "

@@ -19,17 +19,16 @@ import selectors
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from phalanx.launch.protocol import Event, Order, encode
-from phalanx.system.interfaces import listening_address
 from phalanx.wire.acknowledged import unanswered_s
-from phalanx.wire.dial import dial
-from phalanx.wire.door import Arrival, Door
 from phalanx.wire.framing import PREFIX_BYTES, Malformed, end_of_frame, frame
-from phalanx.wire.key import Key, new_key
-from phalanx.wire.proof import NoProof, WrongKey
 from phalanx.wire.session import TAG_BYTES, Session
 from phalanx.wire.sockets import KeepAlive, listen
+
+if TYPE_CHECKING:
+    from phalanx.wire.door import Door
 
 __all__ = ["ERR", "IN", "MESSAGE", "OUT", "ROLE", "Link", "Lost", "join", "link_pair", "open_door", "split_rank"]
 
@@ -201,6 +200,11 @@ def open_door(
     Raises:
         OSError: the address is not this host's.
     """
+    # Not imported at the top, as in join(): a job on one host needs no network.
+    from phalanx.system.interfaces import listening_address
+    from phalanx.wire.door import Arrival, Door
+    from phalanx.wire.key import Key, new_key
+
     secret = secret or new_key()
     listener = listen(listening_address(addresses), 0)
     port = listener.getsockname()[1]
@@ -224,6 +228,10 @@ def join(invitation: str, patience_s: float = JOIN_S) -> Link:
     Raises:
         OSError: nothing listens there, the launcher has ended, or what listens there does not know the job's key.
     """
+    from phalanx.wire.dial import dial
+    from phalanx.wire.key import Key
+    from phalanx.wire.proof import NoProof, WrongKey
+
     addresses, port, secret = invitation.rsplit(":", 2)
     key = Key(secret.encode(), "phalanx run")
 

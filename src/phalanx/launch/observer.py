@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.protocol import Examine, Examined, Waits
@@ -19,7 +19,9 @@ from phalanx.launch.rank.operations import last_recording
 from phalanx.launch.rank.trace import Trace
 from phalanx.system import processes
 from phalanx.watch.glance import Glance, glance
-from phalanx.watch.records import Recording
+
+if TYPE_CHECKING:
+    from phalanx.watch.records import Recording
 
 __all__ = ["Observer", "within"]
 

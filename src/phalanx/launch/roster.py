@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from phalanx.launch.link import Link
 from phalanx.launch.output.failure import End
@@ -13,7 +14,9 @@ from phalanx.launch.output.report import Report
 from phalanx.launch.output.streams import RankStream
 from phalanx.launch.protocol import Here
 from phalanx.launch.rank.trace import Stage
-from phalanx.watch.records import Recording
+
+if TYPE_CHECKING:
+    from phalanx.watch.records import Recording
 
 __all__ = ["AgentState", "RankState"]
 

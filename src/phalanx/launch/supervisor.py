@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 
 from phalanx.errors import OUT_OF_MEMORY_HINT, LaunchError
-from phalanx.launch.agent import Inheritance
 from phalanx.launch.conclusion import Ended, HandOver, conclude, conclude_attempt, failed, why_it_ends
 from phalanx.launch.examination import Examiner, received_recording
 from phalanx.launch.failed_calls import parted
@@ -73,7 +72,6 @@ from phalanx.launch.protocol import (
     decode_event,
 )
 from phalanx.launch.rank.descriptors import release_input
-from phalanx.launch.rank.start import RankStart
 from phalanx.launch.rank.trace import Stage
 from phalanx.launch.roster import AgentState, RankState
 from phalanx.launch.running.jobs import Description
@@ -115,6 +113,7 @@ class Supervisor:
         listener: the listening socket of this attempt's store.
         logs: the ranks' files of this attempt.
         starter: makes what starts the agents.
+        strangers: children of this process that are not the job's.
         before: the supervisor of the attempt before; None in the first.
 
     Attributes:
@@ -131,13 +130,13 @@ class Supervisor:
         listener: socket.socket,
         logs: LogFiles,
         starter: Callable[[Supervisor], Starter],
+        strangers: Sequence[int],
         before: Supervisor | None = None,
     ) -> None:
         self.job, self.logs, self.listener = job, logs, listener
         self.port: int = listener.getsockname()[1]
         self.description: Description = before.description if before is not None else Description(job)
-        # A program that became the launcher by exec may have had children before; they are not this job's.
-        self.strangers: list[int] = before.strangers if before is not None else processes.children_of(os.getpid())
+        self.strangers = strangers
         self.console: Console = (
             before.console if before is not None else Console(Sink(1, os.environ), Sink(2, os.environ))
         )
@@ -206,19 +205,15 @@ class Supervisor:
             if agent.link is not None:
                 agent.link.close()
 
-    def begin(self, inheritance: Inheritance) -> RankStart | None:
-        """Start the agents, or order those that are there to start ranks. Returns in each rank its start."""
+    def begin(self) -> None:
+        """Start the agents, or order those that are there to start ranks."""
         job = self.job
-        if self.over:
-            return None
         self.selector.register(self.wakeup[0], selectors.EVENT_READ, self._on_wakeup)
         try:
-            start = self.starter.begin(inheritance)
+            self.starter.begin()
         except Refusal as refusal:
             self.refuse(refusal)
-            return None
-        if start is not None:
-            return start
+            return
         if job.target.is_python or not job.is_local:
             look_up = self._look_up if not job.is_local else None
             self.store = StoreOnDemand(self.listener, self.selector, look_up, self._on_store_lost, self.forget)
@@ -229,7 +224,6 @@ class Supervisor:
         if job.is_local:
             self._introduce()
             self._start_ranks()
-        return None
 
     def run(self, hand_over: HandOver | None) -> int | None:
         """Watch this attempt to its end.

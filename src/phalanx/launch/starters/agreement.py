@@ -14,10 +14,10 @@ from phalanx.errors import InitializationError, LaunchError
 from phalanx.launch.job.binding import bind_ranks_here
 from phalanx.launch.protocol import Here
 from phalanx.launch.starters.invitation import Invitation
-from phalanx.topology.device_files import device_names
 from phalanx.system.host import machine_name, this_host
 from phalanx.system.interfaces import chosen_interface
 from phalanx.system.limits import check_limits, machine_limits, usable_cores
+from phalanx.topology.device_files import device_names
 from phalanx.words import format_list
 
 __all__ = ["find_differences", "look_around"]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from phalanx.launch.agent import Inheritance
-from phalanx.launch.output.failure import Failure
-from phalanx.launch.protocol import Printed, Unstarted
-from phalanx.launch.rank.start import RankStart
-from phalanx.launch.roster import AgentState
+if TYPE_CHECKING:
+    from phalanx.launch.output.failure import Failure
+    from phalanx.launch.protocol import Printed, Unstarted
+    from phalanx.launch.roster import AgentState
 
 __all__ = ["Starter"]
 
@@ -27,8 +25,8 @@ class Starter:
 
     agents: Sequence[AgentState]
 
-    def begin(self, inheritance: Inheritance) -> RankStart | None:
-        """Start the agents. Returns in each rank that is a fork of this process its start.
+    def begin(self) -> None:
+        """Start the agents.
 
         Raises:
             Refusal: they cannot be started.
@@ -92,16 +90,3 @@ class Starter:
     def kill(self) -> None:
         """The user wants no more waiting: kill all programs."""
         raise NotImplementedError
-
-
-def stand_apart(handlers: dict[int, object], name: str) -> None:
-    """In a fork that becomes an agent: leave the terminal's foreground group, in which Ctrl-C is the supervisor's."""
-    from phalanx.system import processes
-
-    # It sees the supervisor's end as the end of the link, unless it has been stopped.
-    processes.wake_with_parent()
-    os.setsid()
-    processes.set_name(name)
-    processes.adopt_orphans()
-    for signum in handlers:
-        signal.signal(signum, signal.SIG_DFL)

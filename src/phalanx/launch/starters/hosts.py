@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from phalanx import settings
 from phalanx.errors import LaunchError
-from phalanx.launch.agent import Inheritance
 from phalanx.launch.job.binding import cores_per_rank
 from phalanx.launch.job.reach import is_here
 from phalanx.launch.job.target import Refusal
@@ -230,7 +229,7 @@ class HostsStarter(JoiningStarter):
         self._leaving: set[Program] = set()
         self._swept_until = 0.0
 
-    def begin(self, inheritance: Inheritance) -> None:
+    def begin(self) -> None:
         """Start the agents, but for those that other agents will start."""
         for agent in self.agents:
             parent = starting_host(agent.number)

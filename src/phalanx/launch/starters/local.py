@@ -1,87 +1,105 @@
-"""The agent of this host: a fork of the supervisor, which stays for all attempts."""
+"""The agent of this host: a fork of ``phalanx run``, which stays for all attempts.
+
+It is forked before the supervisor is made, so that it imports torch meanwhile and inherits nothing of the supervisor's.
+"""
 
 from __future__ import annotations
 
 import os
 import selectors
 import signal
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from phalanx.errors import PROCESS_LIMIT_HINT
+from phalanx.errors import PROCESS_LIMIT_HINT, LaunchError
 from phalanx.launch.agent import Agent, Inheritance
-from phalanx.launch.job.target import Refusal
-from phalanx.launch.link import link_pair
-from phalanx.launch.output.failure import describe_lost_agent
+from phalanx.launch.job.job import Job
+from phalanx.launch.link import Link, link_pair
 from phalanx.launch.rank.start import RankStart
-from phalanx.launch.roster import AgentState
-from phalanx.launch.starters.contract import Starter, stand_apart
+from phalanx.launch.starters.contract import Starter
 from phalanx.system import processes
 
 if TYPE_CHECKING:
+    from phalanx.launch.roster import AgentState
     from phalanx.launch.supervisor import Supervisor
 
-__all__ = ["LocalStarter"]
+__all__ = ["LocalAgent", "LocalStarter", "fork_agent"]
 
 # How long the agent may take to leave.
 _LEAVE_S = 3.0
 
 
+@dataclass
+class LocalAgent:
+    """The agent, as its parent holds it: its process, a pidfd, and the link to it."""
+
+    pid: int
+    handle: int
+    link: Link
+    status: int | None = None
+
+
+def fork_agent(job: Job, inheritance: Inheritance) -> LocalAgent | RankStart:
+    """Fork the agent. Returns in each rank its start.
+
+    Raises:
+        LaunchError: the system refuses another process.
+    """
+    link, theirs = link_pair()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()  # what is in the buffers would be copied by the fork, and printed twice
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        pid = os.fork()
+    except OSError as error:
+        raise LaunchError(f"cannot fork: {error.strerror}; {PROCESS_LIMIT_HINT}, or free memory") from error
+    finally:
+        if "pid" not in locals() or pid:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if pid == 0:
+        link.close()
+        # It sees the supervisor's end as the end of the link, unless it has been stopped.
+        processes.wake_with_parent()
+        os.setsid()  # out of the terminal's foreground group, in which Ctrl-C is the supervisor's
+        processes.set_name("phalanx-agent")
+        processes.adopt_orphans()
+        before_import = {"OMP_NUM_THREADS": job.threads, **job.before_torch()}
+        return Agent(theirs, inheritance, job.host).run(job.target, before_import if job.preload else None)
+    theirs.close()
+    return LocalAgent(pid, os.pidfd_open(pid), link)
+
+
 class LocalStarter(Starter):
-    """Forks the agent, or goes on with that of the attempt before.
+    """Goes on with the agent that was forked.
 
     Args:
         supervisor: that of the attempt.
-        before: the starter of the attempt before; None in the first.
+        agent: the agent.
     """
 
-    def __init__(self, supervisor: Supervisor, before: Starter | None = None) -> None:
-        self._supervisor = supervisor
-        self._before = before
-        self._pid = self._handle = 0
-        self._status: int | None = None
+    def __init__(self, supervisor: Supervisor, agent: LocalAgent) -> None:
+        from phalanx.launch.roster import AgentState
+
+        self._supervisor, self.agent = supervisor, agent
         self._until: float | None = None
         self.agents = [AgentState(0, supervisor.job.host, supervisor.ranks)]
 
-    def begin(self, inheritance: Inheritance) -> RankStart | None:
-        """Fork, unless there is an agent."""
-        [agent] = self.agents
-        if isinstance(self._before, LocalStarter):
-            self._pid, self._handle = self._before._pid, self._before._handle
-            link = self._before.agents[0].link
-            assert link is not None
-        else:
-            link, theirs = link_pair()
-            supervisor = self._supervisor
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-            try:
-                self._pid = os.fork()
-            except OSError as error:
-                raise Refusal(
-                    f"phalanx: no process can be started: {error.strerror}; {PROCESS_LIMIT_HINT}", 1
-                ) from error
-            if self._pid == 0:
-                signal.set_wakeup_fd(-1)
-                supervisor.forget()
-                link.close()
-                supervisor.listener.close()
-                stand_apart(inheritance.handlers, "phalanx-agent")
-                return Agent(theirs, inheritance, supervisor.job.host).run()
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            theirs.close()
-            self._handle = os.pidfd_open(self._pid)
-        self._supervisor.selector.register(self._handle, selectors.EVENT_READ, self._reap)
-        self._supervisor.admit(agent, link)
-        return None
+    def begin(self) -> None:
+        """See :class:`Starter`."""
+        self._supervisor.selector.register(self.agent.handle, selectors.EVENT_READ, self._reap)
+        self._supervisor.admit(self.agents[0], self.agent.link)
 
     def _reap(self) -> None:
         """The agent has ended."""
-        if self._status is None:
-            self._supervisor.selector.unregister(self._handle)
-            os.close(self._handle)
-            _, status = os.waitpid(self._pid, 0)
-            self._status = os.waitstatus_to_exitcode(status)
+        if self.agent.status is None:
+            self._supervisor.selector.unregister(self.agent.handle)
+            os.close(self.agent.handle)
+            _, status = os.waitpid(self.agent.pid, 0)
+            self.agent.status = os.waitstatus_to_exitcode(status)
 
     def due_at(self) -> float | None:
         """When to stop waiting for the agent."""
@@ -89,15 +107,16 @@ class LocalStarter(Starter):
 
     def has_ranks(self) -> bool:
         """Whether the agent has forked."""
-        return self._pid > 0 and self._status is None and bool(processes.children_of(self._pid))
+        return self.agent.status is None and bool(processes.children_of(self.agent.pid))
 
     def describe_lost(self, agent: AgentState, *, silent: bool) -> tuple[str, int]:
         """How the agent has ended, which it does not by itself."""
-        if self._status is None:
-            self._reap()
+        from phalanx.launch.output.failure import describe_lost_agent
+
+        self._reap()
         # Processes that the agent could not end have become children of this one, which is a subreaper.
         processes.end_descendants(but=self._supervisor.strangers)
-        return describe_lost_agent(self._status or 0, self._pid, self._supervisor.job.host)
+        return describe_lost_agent(self.agent.status or 0, self.agent.pid, self._supervisor.job.host)
 
     def give_up(self, agent: AgentState) -> None:
         """Kill the agent: it is stopped, or hangs. Without it the kernel ends the ranks."""
@@ -106,7 +125,7 @@ class LocalStarter(Starter):
     def dismiss(self, turn: Callable[[], None]) -> None:
         """Wait for the end of the agent."""
         self._until = time.monotonic() + _LEAVE_S
-        while self._pid and self._status is None:
+        while self.agent.status is None:
             if self._until is not None and time.monotonic() >= self._until:
                 self._until = None
                 self.kill()
@@ -115,5 +134,5 @@ class LocalStarter(Starter):
 
     def kill(self) -> None:
         """Kill the agent."""
-        if self._pid and self._status is None:
-            os.kill(self._pid, signal.SIGKILL)
+        if self.agent.status is None:
+            os.kill(self.agent.pid, signal.SIGKILL)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from phalanx import settings
 from phalanx.errors import LaunchError
-from phalanx.launch.agent import Inheritance
 from phalanx.launch.job.target import Refusal
 from phalanx.launch.output.failure import Failure, signal_name
 from phalanx.launch.protocol import Here
@@ -51,7 +50,7 @@ class MpiStarter(JoiningStarter):
         self._notices_at: float | None = self.began + _NAMED_S
         self.agents = [AgentState(rank.number, self.job.host, [rank]) for rank in supervisor.ranks]
 
-    def begin(self, inheritance: Inheritance) -> None:
+    def begin(self) -> None:
         """Start the MPI launcher."""
         job = self.job
         # A file without a name: nothing to remove, however this ends.

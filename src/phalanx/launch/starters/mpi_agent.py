@@ -25,11 +25,10 @@ from phalanx import settings
 from phalanx.errors import LaunchError
 from phalanx.launch.agent import Agent, Inheritance, Rank
 from phalanx.launch.job.mpi_launcher import carried_environment, find_abort, place_of
-from phalanx.launch.job.target import Refusal
 from phalanx.launch.link import join
 from phalanx.launch.output.failure import signal_name
 from phalanx.launch.output.report import Report
-from phalanx.launch.protocol import Exited, Here, RankPlan, Reported, Start
+from phalanx.launch.protocol import Exited, Here, RankPlan, Refused, Reported, Start
 from phalanx.launch.rank.start import RankStart
 from phalanx.launch.rank.trace import Stage
 from phalanx.launch.starters.leftovers import remove_unused
@@ -158,13 +157,6 @@ class MpiAgent(Agent):
 
     # The rank.
 
-    def _prepare(self, order: Start) -> Any:
-        try:
-            os.chdir(order.directory)
-            return super()._prepare(order)
-        except OSError as error:
-            raise Refusal(f"phalanx: {error} (on {self.name})", 2) from error
-
     def _fork_all(self, order: Start) -> RankStart | None:
         start = super()._fork_all(order)
         if start is None:
@@ -184,6 +176,14 @@ class MpiAgent(Agent):
             if int(name) > 2 and int(name) not in own:
                 with contextlib.suppress(OSError):
                     os.close(int(name))
+
+    def _start(self, order: Start) -> RankStart | None:
+        try:
+            os.chdir(order.directory)
+        except OSError as error:
+            self.say(Refused(text=f"phalanx: {error} (on {self.name})\n", code=2))
+            return None
+        return super()._start(order)
 
     def environment_of(self, order: Start, plan: RankPlan) -> dict[str, str]:
         """See :class:`Agent`. What MPI needs stays."""
