@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from phalanx.commands.run import run
 from phalanx.launch.hang_watch import HangWatch
-from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.job import Job
+from phalanx.launch.job.options import Diagnosis
 from phalanx.launch.sight import Pace
 
 REPORTS = ["--report-dir", "reports"]

@@ -17,8 +17,7 @@ from phalanx.doctor.hosts import Examination, examine_devices, examine_hosts
 from phalanx.doctor.local import examine
 from phalanx.doctor.pair_table import pairs_as_json, pairs_as_text
 from phalanx.doctor.report import as_json, as_text
-from phalanx.launch.job.allocation import find_allocation
-from phalanx.launch.job.host_slots import HostSlots, parse_hosts, read_hostfile
+from phalanx.launch.job.hosts import HostSlots, find_allocation, parse_hosts, read_hostfile
 from phalanx.words import format_list
 
 __all__ = ["doctor"]

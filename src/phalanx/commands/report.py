@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.errors import LaunchError
-from phalanx.launch.job.output_options import FAILURE_FILE
+from phalanx.launch.job.options import FAILURE_FILE
 from phalanx.words import format_bytes
 
 if TYPE_CHECKING:

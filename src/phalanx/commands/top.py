@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from phalanx.launch.job.seconds import Seconds
+from phalanx.commands import Seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable

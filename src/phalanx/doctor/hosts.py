@@ -18,7 +18,7 @@ from phalanx.doctor.device_records import DeviceRecord, device_findings
 from phalanx.doctor.finding import Finding, Level
 from phalanx.doctor.probe import Reach
 from phalanx.doctor.rounds import rounds
-from phalanx.launch.job.reach import is_here
+from phalanx.launch.job.hosts import is_here
 from phalanx.launch.remote.helpers import Helper, Unanswered
 
 __all__ = ["Examination", "examine_devices", "examine_hosts"]

@@ -24,8 +24,7 @@ from typing import Any
 
 from phalanx.errors import LaunchError
 from phalanx.launch.conclusion import HandOver
-from phalanx.launch.job.job import Job, next_attempt
-from phalanx.launch.job.share import Share
+from phalanx.launch.job.job import Job, Share, next_attempt
 from phalanx.launch.output.log_files import LogFiles
 from phalanx.launch.rank.descriptors import open_descriptors, open_store
 from phalanx.launch.rank.start import RankStart

@@ -35,8 +35,7 @@ from typing import Any
 
 from phalanx import settings
 from phalanx.errors import PROCESS_LIMIT_HINT
-from phalanx.launch.job.job import Job, next_attempt
-from phalanx.launch.job.share import Share
+from phalanx.launch.job.job import Job, Share, next_attempt
 from phalanx.launch.job.target import Refusal, prepare_target
 from phalanx.launch.rank.descriptors import (
     Control,

@@ -19,7 +19,7 @@ from typing import Any
 
 from phalanx import settings
 from phalanx.errors import LauncherEnvironmentError, LaunchError
-from phalanx.launch.job.host_slots import HostSlots
+from phalanx.launch.job.hosts import HostSlots
 from phalanx.place.launcher import Launcher
 from phalanx.place.launchers import MPICH, OPENMPI, SLURM
 

@@ -1,10 +1,9 @@
 """``--rehearse``: ranks placed as if on several hosts, all of them on this one.
 
-A rank gets the variables that a launcher on such a cluster sets (node rank, local rank, ranks on its host), and reports
-the rehearsed host as its own (PHALANX_HOST). So nodes, groups and the table are those that the cluster will have. Three
-things cannot be rehearsed, and the launcher prints so. Devices are the CPU. Groups that span hosts share memory
-instead of a network, because Gloo among hundreds of ranks on a few cores would measure the rehearsal, not the program.
-And the name that a script asks of the machine itself (``socket.gethostname()``) is this machine's.
+A rank gets the variables that a launcher on such a cluster sets, and reports the rehearsed host as its own
+(PHALANX_HOST), so nodes, groups and the table are those of the cluster. What cannot be rehearsed is printed: devices
+are the CPU, and groups that span hosts share memory, because Gloo among hundreds of ranks on a few cores would measure
+the rehearsal and not the program.
 """
 
 from __future__ import annotations
@@ -18,19 +17,10 @@ from phalanx import settings
 from phalanx.errors import LaunchError
 from phalanx.words import format_count
 
-__all__ = ["Placement", "Rehearsal", "RehearsedRank", "parse_rehearsal"]
+__all__ = ["Placement", "Rehearsal", "parse_rehearsal"]
 
 Placement = Literal["block", "cyclic"]
-
 _HOW = "Write --rehearse 2x4 for two hosts with four ranks each, or --rehearse 1,3,2 for unequal hosts"
-
-
-@dataclass(frozen=True)
-class RehearsedRank:
-    """Where one rank is placed: its node rank, and its local rank there."""
-
-    node_rank: int
-    local_rank: int
 
 
 @dataclass(frozen=True)
@@ -39,8 +29,7 @@ class Rehearsal:
 
     Attributes:
         hosts: how many ranks each takes, by node rank.
-        placement: ``block`` fills one host after the other; ``cyclic`` gives each host one rank in turn, until it is
-            full.
+        placement: ``block`` fills one host after the other; ``cyclic`` gives each host one rank in turn.
         given: what the user wrote.
     """
 
@@ -57,17 +46,15 @@ class Rehearsal:
         """The name of a rehearsed host."""
         return f"node{node_rank}"
 
-    def placed(self) -> list[RehearsedRank]:
-        """Where each rank is placed, in rank order."""
-        if self.placement == "block":
-            return [RehearsedRank(node, local) for node, count in enumerate(self.hosts) for local in range(count)]
-        rounds = range(max(self.hosts))
-        return [RehearsedRank(node, turn) for turn in rounds for node, count in enumerate(self.hosts) if turn < count]
+    def placed(self) -> list[tuple[int, int]]:
+        """The node rank and the local rank of each rank."""
+        placed = [(node, local) for node, count in enumerate(self.hosts) for local in range(count)]
+        return placed if self.placement == "block" else sorted(placed, key=lambda place: (place[1], place[0]))
 
     def environment(self, node_rank: int) -> dict[str, str]:
         """Variables that a rank on this host gets beside those that every launcher sets."""
-        # torch's store asks the name server for the name of 127.0.0.1, for a line in its log. Hundreds of ranks ask at
-        # once, and a rank whose question is dropped would wait 5 s before it asks again.
+        # torch's store asks the name server for the name of 127.0.0.1. Hundreds of ranks ask at once, and a rank whose
+        # question is dropped would wait 5 s before it asks again.
         patience = {} if "RES_OPTIONS" in os.environ else {"RES_OPTIONS": "timeout:1 attempts:5"}
         return {
             **patience,
@@ -80,8 +67,7 @@ class Rehearsal:
 
     def title(self, host: str) -> str:
         """The rehearsal in the title of the rank table."""
-        hosts = format_count(len(self.hosts), "host")
-        return f"rehearsed: {hosts} on {host}"
+        return f"rehearsed: {format_count(len(self.hosts), 'host')} on {host}"
 
     def note(self) -> str:
         """The differences from the cluster, in one line."""
@@ -90,15 +76,9 @@ class Rehearsal:
 
 
 def parse_rehearsal(text: str, placement: Placement = "block") -> Rehearsal:
-    """Read ``NODESxRANKS``, or the ranks of each host separated by commas.
-
-    Raises:
-        LaunchError: it is neither, or there would be no host, or one without ranks; the message says how to write it.
-    """
-    numbers: tuple[int, ...]
+    """Read ``NODESxRANKS``, or the ranks of each host separated by commas."""
     if match := re.fullmatch(r"\s*(\d+)\s*x\s*(\d+)\s*", text):
-        nodes, ranks = int(match[1]), int(match[2])
-        numbers = (ranks,) * nodes
+        numbers = (int(match[2]),) * int(match[1])
     elif re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)+", text):
         numbers = tuple(int(part) for part in text.split(","))
     else:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.launch.job.diagnosis import Diagnosis
+from phalanx.launch.job.options import Diagnosis
 from phalanx.launch.mpi.streams import Streams
 from phalanx.launch.output.failure import signal_name
 from phalanx.launch.rank.operations import last_operation

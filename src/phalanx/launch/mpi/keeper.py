@@ -32,8 +32,8 @@ from typing import Any, NoReturn
 
 from phalanx import settings
 from phalanx.errors import LaunchError
-from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.mpi_launcher import carried_environment, find_abort, place_of
+from phalanx.launch.job.options import Diagnosis
 from phalanx.launch.job.target import Target, compile_target
 from phalanx.launch.mpi.child import Child
 from phalanx.launch.mpi.leftovers import remove_unused

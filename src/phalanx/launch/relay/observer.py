@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from phalanx.errors import PhalanxError
-from phalanx.launch.job.diagnosis import Diagnosis
+from phalanx.launch.job.options import Diagnosis
 from phalanx.launch.rank.progress import Progress
 from phalanx.launch.rank.trace import Trace
 from phalanx.system import processes

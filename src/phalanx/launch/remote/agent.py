@@ -20,7 +20,7 @@ import traceback
 from typing import Any, NoReturn
 
 from phalanx import settings
-from phalanx.launch.job.share import Share
+from phalanx.launch.job.job import Share
 from phalanx.launch.output.failure import signal_name
 from phalanx.launch.rank.descriptors import open_descriptors
 from phalanx.launch.rank.start import RankStart

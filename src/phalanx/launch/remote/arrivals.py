@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 
 from phalanx import settings
+from phalanx.launch.job.hosts import is_here
 from phalanx.launch.job.job import Job
-from phalanx.launch.job.reach import is_here
 from phalanx.launch.job.target import Refusal
 from phalanx.launch.remote.environment import carried_variables
 from phalanx.launch.remote.host import Host

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.launch.job.binding import cores_per_rank
-from phalanx.launch.job.host_slots import HostSlots
+from phalanx.launch.job.hosts import HostSlots
 from phalanx.launch.job.job import Job
 from phalanx.launch.relay.channel import Channel
 from phalanx.launch.relay.crew import Member, Pipe

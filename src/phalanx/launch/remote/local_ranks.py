@@ -14,8 +14,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.launch.job.diagnosis import Diagnosis
-from phalanx.launch.job.share import Share
+from phalanx.launch.job.job import Share
+from phalanx.launch.job.options import Diagnosis
 from phalanx.launch.output.failure import describe_lost_zygote
 from phalanx.launch.rank.descriptors import Descriptors
 from phalanx.launch.rank.operations import last_call, last_operation, last_recording

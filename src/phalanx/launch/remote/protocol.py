@@ -58,11 +58,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from phalanx import settings
-from phalanx.launch.job.attempt import Attempt
 from phalanx.launch.job.binding import Bind
-from phalanx.launch.job.diagnosis import Diagnosis
-from phalanx.launch.job.host_slots import HostSlots
+from phalanx.launch.job.hosts import HostSlots
 from phalanx.launch.job.job import Job
+from phalanx.launch.job.options import Attempt, Diagnosis
 from phalanx.launch.job.target import Target
 
 __all__ = [

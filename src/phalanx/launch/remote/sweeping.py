@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from phalanx import settings
 from phalanx.errors import LaunchError
-from phalanx.launch.job.reach import is_here
+from phalanx.launch.job.hosts import is_here
 from phalanx.launch.relay.program import Program
 from phalanx.launch.remote.starter import command_for
 

@@ -1,0 +1,225 @@
+"""The hosts of a job: as the user writes them, as a batch system has allotted them, and how they reach this one.
+
+Every MPI launcher places ranks on a list of hosts by a rule of its own. Here each host is filled before the next, in
+the order in which they are written, and every launcher gets the exact counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from phalanx import settings
+from phalanx.errors import LauncherEnvironmentError, LaunchError
+from phalanx.place.allocated import read_allocated
+from phalanx.system import interfaces
+
+if TYPE_CHECKING:
+    from phalanx.launch.job.mpi_launcher import MpiLauncher
+
+__all__ = [
+    "Allocation",
+    "HostSlots",
+    "fill_hosts",
+    "find_allocation",
+    "is_here",
+    "launcher_addresses",
+    "parse_address",
+    "parse_hosts",
+    "read_hostfile",
+]
+
+# One task on one node, beside whatever runs there, with all that the job has there. ``srun`` hands its standard input
+# on. Ranks must not take the variables of its process manager for theirs.
+_SRUN = (
+    "srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap --cpu-bind=none --kill-on-bad-exit=0 --export=ALL "
+    "--mpi=none --quiet -w"
+)
+# How processes are started on the nodes of an allocation, by the batch system's own program. Without one: by ssh.
+_STARTERS = {"": (), "srun": tuple(_SRUN.split()), "blaunch": ("blaunch",)}
+
+
+@dataclass(frozen=True)
+class HostSlots:
+    """A host, by name or address, and how many ranks it takes; None if the user did not say."""
+
+    name: str
+    slots: int | None = None
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What a batch system has allotted: its title for people, the hosts, and how processes are started there."""
+
+    title: str
+    hosts: tuple[HostSlots, ...]
+    starter: tuple[str, ...]
+
+
+def parse_hosts(text: str) -> list[HostSlots]:
+    """Read ``--hosts``: names separated by commas, each with the number of its ranks after a colon."""
+    where = f"--hosts {text}"
+    return _add_up((_entry(part.strip(), where) for part in text.split(",")), where)
+
+
+def read_hostfile(path: str) -> list[HostSlots]:
+    """Read ``--hostfile``: one host a line, as ``h1``, ``h1:4`` or ``h1 slots=4``; # begins a comment.
+
+    These are the forms of MPICH, Intel MPI, Open MPI (whose ``max_slots`` says nothing here), DeepSpeed and PBS.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"--hostfile {path}: cannot be read: {error}") from error
+    hosts = []
+    for number, line in enumerate(lines, 1):
+        text = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).strip()
+        if not text:
+            continue
+        where = f"{path}, line {number}"
+        found = re.fullmatch(r"(\S+)(?:\s+(?:slots=(\S+)|max[_-]slots=\S+))*", text)
+        if found is None:
+            raise LaunchError(f"{where}: {text!r} is not understood; write h1, h1:4 or h1 slots=4")
+        host = _entry(found[1], where)
+        hosts.append(_entry(f"{host.name}:{found[2]}", where) if found[2] else host)
+    if not hosts:
+        raise LaunchError(f"--hostfile {path}: names no host")
+    return _add_up(hosts, f"--hostfile {path}")
+
+
+def _entry(text: str, where: str) -> HostSlots:
+    name, colon, count = text.rpartition(":") if text.count(":") == 1 else (text, "", "")
+    if not name or any(letter.isspace() for letter in name):
+        raise LaunchError(f"{where}: {text!r} names no host; write h1:4,h2:4")
+    if colon and (not count.isdecimal() or int(count) < 1):
+        raise LaunchError(f"{where}: {text!r}: the number after the colon is how many ranks the host takes, at least 1")
+    return HostSlots(name, int(count) if colon else None)
+
+
+def _add_up(entries: Iterable[HostSlots], where: str) -> list[HostSlots]:
+    """Add up neighbours of the same name, as batch systems write a line for each slot; refuse any other repetition."""
+    hosts: list[HostSlots] = []
+    for host in entries:
+        if hosts and hosts[-1].name == host.name:
+            host = HostSlots(host.name, (hosts.pop().slots or 1) + (host.slots or 1))
+        if any(other.name == host.name for other in hosts):
+            raise LaunchError(
+                f"{where}: {host.name} is listed twice; list each host once, with the number of its ranks"
+            )
+        hosts.append(host)
+    return hosts
+
+
+def fill_hosts(hosts: Sequence[HostSlots], ranks: int | None, ppn: int | None = None) -> list[HostSlots]:
+    """Distribute the ranks: each host is filled before the next one.
+
+    Args:
+        hosts: where ranks may run.
+        ranks: how many; None for as many as there are slots.
+        ppn: the most ranks that a host may take, and how many it takes if the user did not say.
+
+    Returns:
+        The hosts that get a rank, each with the number it gets.
+    """
+    slots = [min((count for count in (host.slots, ppn) if count), default=1) for host in hosts]
+    left = sum(slots) if ranks is None else ranks
+    if left > sum(slots):
+        room = ", ".join(f"{host.name}:{count}" for host, count in zip(hosts, slots, strict=True))
+        raise LaunchError(
+            f"-n {ranks}: the hosts take {sum(slots)} ranks ({room}); write how many each takes, as in "
+            f"--hosts {hosts[0].name}:{-(-left // len(hosts))}, or give --ppn"
+        )
+    filled = []
+    for host, count in zip(hosts, slots, strict=True):
+        if left > 0:
+            filled.append(HostSlots(host.name, min(count, left)))
+        left -= count
+    return filled
+
+
+def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
+    """Find the allocation that this process may use as a whole; None if there is none, or it is this host alone.
+
+    A process that a launcher has started is a rank, or starts ranks for itself alone, so it has none.
+    """
+    try:
+        read = read_allocated(environment)
+    except LauncherEnvironmentError as error:
+        raise LaunchError(f"{error}; name the nodes: -H h1:4,h2:4") from None
+    if read is None:
+        return None
+    hosts = tuple(HostSlots(name, count) for name, count in read.nodes) or tuple(read_hostfile(read.file))
+    if len(hosts) == 1 and interfaces.is_own_name(hosts[0].name):
+        return None
+    return Allocation(read.title, hosts, _STARTERS[read.program])
+
+
+def is_here(name: str, *, starter: bool = False) -> bool:
+    """Whether a name that the user wrote means this host, so that nothing has to be reached.
+
+    Args:
+        name: the name or address.
+        starter: whether a starter of the user's takes the names. They may then be a cluster's own, such as those of
+            pods or containers, so they are not resolved.
+
+    Raises:
+        LaunchError: the name is another host's, and it resolves to loopback.
+    """
+    plain = name.rpartition("@")[2]
+    if plain == "localhost" or interfaces.is_loopback(plain) or interfaces.is_own_name(plain):
+        return True
+    if starter:
+        return False
+    try:
+        addresses = interfaces.resolve(plain)
+    except OSError:
+        return False  # ssh's configuration may know it
+    if all(map(interfaces.is_loopback, addresses)):
+        raise LaunchError(
+            f"{name} resolves to {addresses[0]}, which is this host's loopback and not {name}; correct its line in "
+            f"/etc/hosts, or write localhost if you mean this host"
+        )
+    return not interfaces.is_other_host(plain)
+
+
+def parse_address(text: str) -> str:
+    """Read ``--address``: an address of this host, IPv6 with brackets or without, or a name for one."""
+    plain = text.removeprefix("[").removesuffix("]")
+    if interfaces.is_other_host(plain):
+        own = interfaces.describe_interfaces()
+        raise LaunchError(f"--address {text}: is not an address of this host, whose interfaces are {own}")
+    return plain
+
+
+def launcher_addresses(
+    mpi: MpiLauncher | None, hosts: Sequence[HostSlots], interface: str, environment: Mapping[str, str]
+) -> list[str]:
+    """Find where the ranks reach the launcher: loopback if all are on this host, so that no other host can connect.
+
+    Of several addresses, as a login node has, the hosts take the first that answers. Ranks of MPI are given one.
+
+    Args:
+        mpi: the MPI launcher; None without one.
+        hosts: the hosts of the ranks; without an MPI launcher, empty if they all run here.
+        interface: the interface that the user chose; empty for none.
+        environment: where the user's settings are read.
+    """
+    elsewhere = [name for host in hosts if interfaces.is_other_host(name := host.name.rpartition("@")[2])]
+    leaves_host = bool(hosts) if mpi is None else elsewhere or (not hosts and mpi.may_leave_this_host(environment))
+    if not leaves_host:
+        return [interfaces.LOOPBACK]
+    # The ranks' interface need not exist on the host that starts them, such as a login node.
+    chosen = interface or environment.get(settings.INTERFACE, "")
+    own = {settings.INTERFACE: chosen} if interfaces.interface_addresses().get(chosen) else {}
+    addresses = interfaces.outward_addresses(elsewhere, own)
+    if mpi is not None:
+        return addresses[:1]
+    if interfaces.is_loopback(addresses[0]):
+        raise LaunchError(
+            f"other hosts cannot reach this one, whose interfaces are {interfaces.describe_interfaces()}; if one of "
+            f"them leads there, name it: --interface, or --address"
+        )
+    return addresses
