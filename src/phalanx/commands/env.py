@@ -63,10 +63,7 @@ def env(as_json: bool, svg: str | None, local_rank: str | None) -> None:
         "rank": ("{rank} of {world_size}", ["rank", "world_size"]),
         "local rank": ("{local_rank} of {local_world_size}", ["local_rank", "local_world_size"]),
         "node": ("{node_rank} of {num_nodes}", ["node_rank", "num_nodes"]),
-        "master": (
-            "{master_addr}:{master_port}" if shown.values["master_addr"] else "?",
-            ["master_addr", "master_port"],
-        ),
+        "master": (master, ["master_addr", "master_port"]),
         "device": ("{device}", ["device"]),
         "backend": ("{backend}", ["backend"]),
     }

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, TypeVar, get_args
 
 import click
 from click.core import ParameterSource
@@ -32,20 +31,88 @@ from phalanx.system.limits import check_limits, machine_limits, raise_file_limit
 from phalanx.topology.table import format_rank_table
 from phalanx.words import format_count, printable, tell
 
-if TYPE_CHECKING:
-    from phalanx.launch.job.mpi_launcher import MpiLauncher
-
 __all__ = ["run"]
 
-# The options in the order of --help; those that no group names come first.
-_GROUPS = {
-    "What each rank gets": "device bind memory_mode variables replace interface no_preload pass_local_rank",
-    "The terminal, and files": "reader debugged quiet no_prefix only log_dir tee grace_s restarts config save_config "
-    "svg",
-    "When ranks hang": "warn_after report_dir report_after strict",
-    "Other hosts": "hosts hostfile ppn starter mpi address",
-    "Without running it": "rehearse placement dry_run as_json",
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+# The options of each section of --help, in its order.
+_HELP = {
+    "Options": {
+        "-n": "How many ranks (processes): a number, or gpu (one for each accelerator), cpu (one for each core), auto "
+        "(gpu, or cpu without one).  [default: 1, or as many as the hosts take]",
+        "-m": "TARGET is a module, as with python -m.",
+    },
+    "What each rank gets": {
+        "--device": "Where ranks compute: cpu, cuda, xpu, npu, … (PHALANX_DEVICE); phalanx.init(device=...) overrides "
+        "it.  [default: the accelerator of each local rank, or cpu]",
+        "--bind": "Bind each rank to its own share of the cores (core), or to the cores of one NUMA node (numa). Only "
+        "for a job that has the machine to itself: two jobs that bind crowd onto the same cores.",
+        "--memory": "On the CPU: large tensors in huge pages (huge), freed memory kept for the next step as well "
+        "(keep), or neither (return).",
+        "-x": "Set a variable for all ranks. They get all other variables of this shell anyway; on other hosts not "
+        "those of a login or a machine (HOME, TMPDIR, SSH_…) unless you name them: -x NAME.",
+        "--replace": "Give scripts that ask for this backend (gloo, mpi) the backend phalanx in its place; rpc: "
+        "torch's RPC.",
+        "--interface": "The network interface, on every host, over which ranks talk (ib0), if phalanx would choose "
+        "another one.",
+        "--no-preload": "Let each rank import torch for itself, a second or two later. Needed by a script that sets "
+        "variables which torch reads only while it is imported; a note names them.",
+        "--pass-local-rank": "Give TARGET --local_rank=R before its arguments, as torch.distributed.launch did.",
+    },
+    "The terminal, and files": {
+        "--stdin": "The rank that reads standard input, also from a terminal.  [default: 0 reads a pipe or a file; a "
+        "terminal is read only with -n 1]",
+        "--debug": "Hand the terminal to this rank, for breakpoint(), pdb or input(). With -n 1 it has it anyway.",
+        "-q": "Print no rank table, no notes, and at Ctrl-C not where the ranks were; errors are still printed.",
+        "--no-prefix": "Do not write '[rank 3]' before each line of output.",
+        "--only": "Show only these ranks: 0,2-3. The others' output is in --log-dir, or dropped.",
+        "--log-dir": "Write all output of each rank to a file DIR/rank-0.log, DIR/rank-1.log, …, each line with its "
+        "time, in place of showing it. When the job has ended, phalanx timeline DIR reads there what each rank did.",
+        "--tee": "With --log-dir: show the output as well.",
+        "--grace": "How long ranks may take to end after they were asked to, before they are killed.  [default: 1 "
+        "after Ctrl-C, 30 after SIGTERM or SIGHUP, 5 after another rank's failure]",
+        "--restarts": "After the failure of a rank, end all and start all again, up to K times; world.attempt counts "
+        "them. The script goes on from a checkpoint of its own.",
+        "--config": "Read options from this TOML file, by their long names (ranks = 4), and TARGET; an option that is "
+        "typed overrides the file.",
+        "--save-config": "Write the options of this call, and TARGET, for --config.",
+        "--svg": "Draw where the ranks run (hosts, ranks, local ranks, devices) to this SVG file.",
+    },
+    "When ranks hang": {
+        "--warn-after": "Say which rank the others wait for, and where it is, once one has waited for so long; a rank "
+        "that is stopped is named sooner. No report is written earlier. 0: say and report nothing.",
+        "--report-dir": "If the job stands still, write a report with every rank's stack and operations into this "
+        "directory; phalanx report DIR prints it.  [default: that of --log-dir]",
+        "--report-after": "Write the report after no rank has begun or ended an operation for so long.",
+        "--strict": "Make it an error, and not a warning, if two ranks call the same lines in different orders: "
+        "PHALANX_CALL_SITES=error. It holds for Phalanx's own backends (--replace gloo).",
+    },
+    "Other hosts": {
+        "-H": "The hosts, and how many ranks each takes (without N: 1, or --ppn), in rank order. They are reached "
+        "by ssh, or by --starter or --mpi.",
+        "--hostfile": "The hosts from a file, one a line (h1:4, or h1 slots=4).",
+        "--ppn": "With --hosts or --hostfile, or in an allocation: the most ranks a host takes.",
+        "--starter": "In place of ssh: start processes on other hosts by this program, called as COMMAND HOST PROGRAM "
+        "ARGS...; it hands its standard input on: --starter 'docker exec -i'.",
+        "--mpi": "Let this MPI launcher start the ranks: mpiexec, mpirun, srun, or a path to one; with its own options "
+        "in quotes: --mpi 'mpiexec -iface ib0'.",
+        "--address": "With other hosts: the address, IPv4 or IPv6, by which they reach this one.  [default: its first "
+        "that answers them]",
+    },
+    "Without running it": {
+        "--rehearse": "Run all ranks here, on the CPU, as if on that many hosts with that many ranks each (2x4), or on "
+        "hosts with 1,3,2 ranks.",
+        "--placement": "With --rehearse: fill one host after the other (block), or give each host one rank in turn "
+        "(cyclic).  [default: block]",
+        "--dry-run": "Print the rank table, and start nothing.",
+        "--json": "With --dry-run: print one JSON object in place of the table.",
+    },
 }
+
+
+def _option(*names: str, **how: Any) -> Callable[[_Command], _Command]:
+    helps = {option: text for section in _HELP.values() for option, text in section.items()}
+    return click.option(*names, help=next(helps[name] for name in names if name in helps), **how)
 
 
 class _Run(click.Command):
@@ -71,16 +138,10 @@ class _Run(click.Command):
         return super().parse_args(ctx, words)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        options = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]
-        grouped = " ".join(_GROUPS.values()).split()
-        ungrouped = " ".join(option.name or "" for option in options if option.name not in grouped)
-        for title, names in {"Options": ungrouped, **_GROUPS}.items():
-            records = [option.get_help_record(ctx) for option in options if option.name in names.split()]
+        records = {option: each.get_help_record(ctx) for each in self.get_params(ctx) for option in each.opts}
+        for title, names in {**_HELP, "Help": ["--help"]}.items():
             with formatter.section(title):
-                formatter.write_dl([record for record in records if record is not None])
-
-
-_flag = partial(click.option, is_flag=True)
+                formatter.write_dl([record for name in names if (record := records[name]) is not None])
 
 
 # The target ends the options: all arguments after it are its own, as with python and python -m.
@@ -89,181 +150,42 @@ _flag = partial(click.option, is_flag=True)
     context_settings={"allow_interspersed_args": False},
     short_help="Start a program as ranks that work together.",
 )
-@click.option(
-    "-n",
-    "--ranks",
-    metavar="N",
-    help="How many ranks (processes): a number, or gpu (one for each accelerator), cpu (one for each core), auto (gpu, "
-    "or cpu without one).  [default: 1, or as many as the hosts take]",
-)
-@_flag("-m", "module", help="TARGET is a module, as with python -m.")
-@click.option(
-    "--device",
-    metavar="DEVICE",
-    help="Where ranks compute: cpu, cuda, xpu, npu, … (PHALANX_DEVICE); phalanx.init(device=...) overrides it.  "
-    "[default: the accelerator of each local rank, or cpu]",
-)
-@click.option(
-    "--bind",
-    type=click.Choice(get_args(Bind)),
-    default="none",
-    show_default=True,
-    help="Bind each rank to its own share of the cores (core), or to the cores of one NUMA node (numa). Only for a job "
-    "that has the machine to itself: two jobs that bind crowd onto the same cores.",
-)
-@click.option(
-    "--memory",
-    "memory_mode",
-    type=click.Choice(get_args(Mode)),
-    default="huge",
-    show_default=True,
-    help="On the CPU: large tensors in huge pages (huge), freed memory kept for the next step as well (keep), or "
-    "neither (return).",
-)
-@click.option(
-    "-x",
-    "variables",
-    metavar="NAME[=VALUE]",
-    multiple=True,
-    help="Set a variable for all ranks. They get all other variables of this shell anyway; on other hosts not those of "
-    "a login or a machine (HOME, TMPDIR, SSH_…) unless you name them: -x NAME.",
-)
-@click.option(
-    "--replace",
-    metavar="NAME,...",
-    default=lambda: os.environ.get(settings.REPLACE),
-    help="Give scripts that ask for this backend (gloo, mpi) the backend phalanx in its place; rpc: torch's RPC.",
-)
-@click.option(
-    "--interface",
-    default="",
-    metavar="NAME",
-    help="The network interface, on every host, over which ranks talk (ib0), if phalanx would choose another one.",
-)
-@_flag(
-    "--no-preload",
-    help="Let each rank import torch for itself, a second or two later. Needed by a script that sets variables which "
-    "torch reads only while it is imported; a note names them.",
-)
-@_flag("--pass-local-rank", help="Give TARGET --local_rank=R first, as torch.distributed.launch did.")
-@click.option(
-    "--stdin",
-    "reader",
-    type=int,
-    metavar="RANK",
-    help="The rank that reads standard input, also from a terminal.  [default: 0 reads a pipe or a file; a terminal is "
-    "read only with -n 1]",
-)
-@click.option(
-    "--debug",
-    "debugged",
-    type=int,
-    metavar="RANK",
-    help="Hand the terminal to this rank, for breakpoint(), pdb or input(). With -n 1 it has it anyway.",
-)
-@_flag("-q", "--quiet", help="Print no rank table, no notes, and at Ctrl-C not where the ranks were; only errors.")
-@_flag("--no-prefix", help="Do not write '[rank 3]' before each line of output.")
-@click.option("--only", metavar="RANKS", help="Show only these ranks: 0,2-3. --log-dir has the others' output too.")
-@click.option(
-    "--log-dir",
-    metavar="DIR",
-    help="Write the output of each rank to a file DIR/rank-0.log, …, each line with its time, in place of showing it. "
-    "When the job has ended, phalanx timeline DIR reads there what each rank did when.",
-)
-@_flag("--tee", help="With --log-dir: show the output as well.")
-@click.option(
-    "--grace",
-    "grace_s",
-    type=Seconds(),
-    metavar="SECONDS",
-    help="How long ranks may take to end before they are killed.  [default: 1 after Ctrl-C, 30 after SIGTERM or "
-    "SIGHUP, 5 after another rank's failure]",
-)
-@click.option(
-    "--restarts",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    metavar="K",
-    help="After the failure of a rank, end all and start all again, up to K times; world.attempt counts them.",
-)
-@click.option(
-    "--config",
-    metavar="FILE",
-    help="Read options from this TOML file, by their long names (ranks = 4), and TARGET. What is typed overrides it.",
-)
-@click.option("--save-config", metavar="FILE", help="Write the options of this call, and TARGET, for --config.")
-@click.option("--svg", default="", metavar="FILE", help="Draw which rank runs where to this SVG file.")
-@click.option(
-    "--warn-after",
-    type=Seconds(),
-    default=Diagnosis().warn_after_s,
-    show_default=True,
-    metavar="SECONDS",
-    help="Say which rank the others wait for, and where it is, once one has waited for so long; a rank that is stopped "
-    "is named sooner. No report is written earlier. 0: say and report nothing.",
-)
-@click.option(
-    "--report-dir",
-    default="",
-    metavar="DIR",
-    help="If the job stands still, write a report with every rank's stack and operations into this directory; phalanx "
-    "report DIR prints it.  [default: that of --log-dir]",
-)
-@click.option(
-    "--report-after",
-    type=Seconds(0.1),
-    default=Diagnosis().report_after_s,
-    show_default=True,
-    metavar="SECONDS",
-    help="Write the report after no rank has begun or ended an operation for so long.",
-)
-@_flag(
-    "--strict",
-    help="Make it an error, and not a warning, if two ranks call the same lines in different orders: "
-    "PHALANX_CALL_SITES=error. It holds for Phalanx's own backends (--replace gloo).",
-)
-@click.option(
-    "-H",
-    "--hosts",
-    metavar="HOST:N,...",
-    help="The hosts, and how many ranks each takes (without N: 1, or --ppn), in rank order. They are reached by ssh, "
-    "or by --starter or --mpi.",
-)
-@click.option("--hostfile", metavar="FILE", help="The hosts from a file, one a line (h1:4, or h1 slots=4).")
-@click.option("--ppn", type=int, metavar="N", help="With hosts, or in an allocation: the most ranks a host takes.")
-@click.option(
-    "--starter",
-    metavar="COMMAND",
-    help="In place of ssh: start processes on other hosts by this program, called as COMMAND HOST PROGRAM ARGS...; it "
-    "hands its standard input on: --starter 'docker exec -i'.",
-)
-@click.option(
-    "--mpi",
-    metavar="COMMAND",
-    help="Let this MPI launcher start the ranks: mpiexec, mpirun, srun, or a path to one; with its own options in "
-    "quotes: --mpi 'mpiexec -iface ib0'.",
-)
-@click.option(
-    "--address",
-    metavar="ADDR",
-    help="With other hosts: the address, IPv4 or IPv6, by which they reach this one.  [default: the first that "
-    "answers]",
-)
-@click.option(
-    "--rehearse",
-    metavar="NODESxRANKS",
-    help="Run all ranks here, on the CPU, as if on that many hosts with that many ranks each (2x4), or on hosts with "
-    "1,3,2 ranks.",
-)
-@click.option(
-    "--placement",
-    type=click.Choice(get_args(Placement)),
-    help="With --rehearse: fill one host after the other (block), or give each host one rank in turn (cyclic).  "
-    "[default: block]",
-)
-@_flag("--dry-run", help="Print the rank table, and start nothing.")
-@_flag("--json", "as_json", help="With --dry-run: print one JSON object in place of the table.")
+@_option("-n", "--ranks", metavar="N")
+@_option("-m", "module", is_flag=True)
+@_option("--device", metavar="DEVICE")
+@_option("--bind", type=click.Choice(get_args(Bind)), default="none", show_default=True)
+@_option("--memory", "memory_mode", type=click.Choice(get_args(Mode)), default="huge", show_default=True)
+@_option("-x", "variables", metavar="NAME[=VALUE]", multiple=True)
+@_option("--replace", metavar="NAME,...", default=lambda: os.environ.get(settings.REPLACE))
+@_option("--interface", metavar="NAME", default="")
+@_option("--no-preload", is_flag=True)
+@_option("--pass-local-rank", is_flag=True)
+@_option("--stdin", "reader", metavar="RANK", type=int)
+@_option("--debug", "debugged", metavar="RANK", type=int)
+@_option("-q", "--quiet", is_flag=True)
+@_option("--no-prefix", is_flag=True)
+@_option("--only", metavar="RANKS")
+@_option("--log-dir", metavar="DIR")
+@_option("--tee", is_flag=True)
+@_option("--grace", "grace_s", metavar="SECONDS", type=Seconds())
+@_option("--restarts", metavar="K", type=click.IntRange(min=0), default=0, show_default=True)
+@_option("--config", metavar="FILE")
+@_option("--save-config", metavar="FILE")
+@_option("--svg", metavar="FILE", default="")
+@_option("--warn-after", metavar="SECONDS", type=Seconds(), default=Diagnosis().warn_after_s, show_default=True)
+@_option("--report-dir", metavar="DIR", default="")
+@_option("--report-after", metavar="SECONDS", type=Seconds(0.1), default=Diagnosis().report_after_s, show_default=True)
+@_option("--strict", is_flag=True)
+@_option("-H", "--hosts", metavar="HOST:N,...")
+@_option("--hostfile", metavar="FILE")
+@_option("--ppn", metavar="N", type=int)
+@_option("--starter", metavar="COMMAND")
+@_option("--mpi", metavar="COMMAND")
+@_option("--address", metavar="ADDR")
+@_option("--rehearse", metavar="NODESxRANKS")
+@_option("--placement", type=click.Choice(get_args(Placement)))
+@_option("--dry-run", is_flag=True)
+@_option("--json", "as_json", is_flag=True)
 @click.argument("target", metavar="TARGET")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
 def run(target: str, arguments: tuple[str, ...], module: bool, **given: Any) -> Job | None:
@@ -355,7 +277,6 @@ def _read_options(ctx: click.Context, given: Mapping[str, Any], notes: list[str]
         "ranks": count_ranks(given["ranks"]) if given["ranks"] is not None else None,
         "hosts": _read_hosts(given["hosts"], given["hostfile"]),
         "starter": tuple(parse_starter(given["starter"])),
-        "mpi": _find_mpi_launcher(given["mpi"]),
         "rehearsal": _read_rehearsal(given["rehearse"], given["placement"]),
         "addresses": () if given["address"] is None else (parse_address(given["address"]),),
         "named": tuple(variable.partition("=")[0] for variable in given["variables"]),
@@ -365,12 +286,17 @@ def _read_options(ctx: click.Context, given: Mapping[str, Any], notes: list[str]
         "output": decide_output(given["log_dir"], tee=given["tee"], only=given["only"]),
         "attempt": Attempt(restarts=given["restarts"]),
     }
+    if given["mpi"] is not None:
+        # Not imported at the top, because the rows of all launchers would take a quarter of the command's start.
+        from phalanx.launch.job.mpi_launcher import find_mpi_launcher
+
+        read["mpi"] = find_mpi_launcher(given["mpi"])
     if read["hosts"] and counted_here:
         raise LaunchError(
             f"-n {given['ranks']}: counts what this host has; say how many ranks each host takes: -H h1:4,h2:4, or "
             "--ppn 4"
         )
-    if not (read["hosts"] or read["starter"] or read["mpi"] or read["rehearsal"]):
+    if not (read["hosts"] or read["starter"] or given["mpi"] or read["rehearsal"]):
         allocation = find_allocation(os.environ) if given["debugged"] is None else None
         if allocation is not None:
             asked = None if counted_here else read["ranks"]
@@ -402,15 +328,6 @@ def _read_hosts(hosts: str | None, hostfile: str | None) -> tuple[HostSlots, ...
     if hosts is not None:
         return tuple(parse_hosts(hosts))
     return tuple(read_hostfile(hostfile)) if hostfile is not None else ()
-
-
-def _find_mpi_launcher(command: str | None) -> MpiLauncher | None:
-    if command is None:
-        return None
-    # Imported here, because it brings the rows of all launchers, which would take a quarter of the command's start.
-    from phalanx.launch.job.mpi_launcher import find_mpi_launcher
-
-    return find_mpi_launcher(command)
 
 
 def _read_rehearsal(rehearse: str | None, placement: Placement | None) -> Rehearsal | None:
