@@ -163,7 +163,7 @@ def offered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def chosen(mode: memory.Mode, **environment: str) -> dict[str, str]:
-    return memory.variables(mode, ranks=4, memory_nbytes=1600 * MIB, environment=environment)
+    return memory.variables(mode, 4, 1600 * MIB, environment)
 
 
 @pytest.mark.usefixtures("offered")

@@ -49,12 +49,8 @@ def bind_ranks_here(
 ) -> list[tuple[int, ...]]:
     """List the logical cores of each rank of this host; none if ranks are not bound.
 
-    Args:
-        bind: as in :func:`bind_ranks`, or ``none``.
-        ranks: how many ranks share this host.
-        most: how many cores may be busy at a time.
-        device: the device that the user has asked for, as ``cuda`` or ``cuda:1``; None for none.
-        environment: has the variables that hide devices.
+    ``most`` is how many cores may be busy at a time, ``device`` what the user has asked for (``cuda``, ``cuda:1``), and
+    ``environment`` has the variables that hide devices.
     """
     if bind == "none":
         return []
@@ -64,20 +60,13 @@ def bind_ranks_here(
 def cores_per_rank(ranks: int, cores: int, cpus: Sequence[tuple[int, ...]]) -> int:
     """Count the cores that every rank of a host has without taking another's, at least 1.
 
-    Args:
-        ranks: how many ranks share the host.
-        cores: how many cores may be busy there at a time.
-        cpus: the cores of each rank, if ranks are bound.
+    ``cores`` is how many may be busy there at a time, ``cpus`` has those of each rank, if ranks are bound.
     """
     return max(1, min([cores // ranks, *(len(own) // sharing for own, sharing in Counter(cpus).items())]))
 
 
 def usable_cpus(system: str = "/sys/devices/system") -> list[Core]:
-    """List the logical cores that this process may run on, sorted.
-
-    What is missing in the kernel's description of the machine (``system``) counts as one NUMA node, or as a physical
-    core for each logical one.
-    """
+    """List the logical cores that this process may run on, sorted, as the kernel describes them in ``system``."""
     node_of: dict[int, int] = {}
     for directory in Path(system, "node").glob("node[0-9]*"):
         for cpu in parse_cpu_list(read_text(directory / "cpulist")):
@@ -90,10 +79,7 @@ def usable_cpus(system: str = "/sys/devices/system") -> list[Core]:
 
 
 def cpus_near(devices: Sequence[FoundDevice], pci: str = "/sys/bus/pci/devices") -> list[frozenset[int]]:
-    """List for each rank the logical cores next to its device; empty where that is not known of all.
-
-    Firmware that does not know says that all cores are (and that the NUMA node is -1).
-    """
+    """List for each rank the logical cores next to its device; empty where that is not known of all."""
     lists = [read_text(Path(pci, device.pci.lower(), "local_cpulist")) for device in devices if device.pci]
     near = [frozenset(parse_cpu_list(text)) for text in lists]
     return near if len(near) == len(devices) and all(near) else []
@@ -111,14 +97,9 @@ def bind_ranks(
     Args:
         bind: ``core`` divides the cores among the ranks, and no core is given to two. ``numa`` gives a rank all usable
             cores of one NUMA node, and each node as many ranks as its share of the cores.
-        ranks: how many ranks share this host.
-        cores: those that the ranks may use.
         most: how many of them may be busy at a time, if a cgroup allows fewer than all.
         near: for each rank the cores next to its device (:func:`cpus_near`). Ranks with the same ones share these. It
             is ignored if some overlap, as where firmware knows the place of some devices only, or if too few are near.
-
-    Raises:
-        LaunchError: ``bind`` is ``core``, and there are fewer cores than ranks.
     """
     cores = sorted(cores)
     available = min(len(cores), most or len(cores))

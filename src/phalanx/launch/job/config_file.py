@@ -59,14 +59,9 @@ def _keys(options: Sequence[click.Parameter]) -> dict[str, click.Parameter]:
 
 
 def read_config(path: str, options: Sequence[click.Parameter]) -> dict[str, Any]:
-    """Read a file, and check that each key is an option and has a value of its kind.
+    """Read a file, and check that each key is one of the options and has a value of its kind.
 
-    Args:
-        path: the file. Paths in it are relative to the working directory, as on the command line.
-        options: the parameters of ``phalanx run``.
-
-    Raises:
-        LaunchError: the file cannot be read, a key is unknown, or a value is of another kind. The message names it.
+    Paths in it are relative to the working directory, as on the command line.
     """
     try:
         with open(path, "rb") as file:
@@ -113,13 +108,7 @@ def _wanted(option: click.Parameter, value: Any) -> str:
 def as_defaults(
     config: Mapping[str, Any], options: Sequence[click.Parameter], typed: Collection[str]
 ) -> dict[str, Any]:
-    """A file's content as click's ``default_map``, without what the typed options replace.
-
-    Args:
-        config: what :func:`read_config` has returned.
-        options: the parameters of ``phalanx run``.
-        typed: the names, in Python, of those that the user has typed.
-    """
+    """Make a file's content click's ``default_map``, without what the options named in ``typed`` replace."""
     keys = _keys(options)
     replaced = {key for key, option in keys.items() if option.name in typed and not option.multiple}
     for group in _INSTEAD:

@@ -114,15 +114,10 @@ def _add_up(entries: Iterable[HostSlots], where: str) -> list[HostSlots]:
 
 
 def fill_hosts(hosts: Sequence[HostSlots], ranks: int | None, ppn: int | None = None) -> list[HostSlots]:
-    """Distribute the ranks: each host is filled before the next one.
+    """Fill each host before the next one; return those that get a rank, each with the number it gets.
 
-    Args:
-        hosts: where ranks may run.
-        ranks: how many; None for as many as there are slots.
-        ppn: the most ranks that a host may take, and how many it takes if the user did not say.
-
-    Returns:
-        The hosts that get a rank, each with the number it gets.
+    ``ranks``: None for as many as there are slots. ``ppn``: the most ranks that a host may take, and how many it takes
+    if the user did not say.
     """
     slots = [min((count for count in (host.slots, ppn) if count), default=1) for host in hosts]
     left = sum(slots) if ranks is None else ranks
@@ -160,10 +155,7 @@ def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
 def is_here(name: str, *, starter: bool = False) -> bool:
     """Whether a name that the user wrote means this host, so that nothing has to be reached.
 
-    Args:
-        name: the name or address.
-        starter: whether a starter of the user's takes the names. They may then be a cluster's own, such as those of
-            pods or containers, so they are not resolved.
+    If a ``starter`` of the user's takes the names, they may be those of pods or containers, and are not resolved.
 
     Raises:
         LaunchError: the name is another host's, and it resolves to loopback.
@@ -200,12 +192,7 @@ def launcher_addresses(
     """Find where the ranks reach the launcher: loopback if all are on this host, so that no other host can connect.
 
     Of several addresses, as a login node has, the hosts take the first that answers. Ranks of MPI are given one.
-
-    Args:
-        mpi: the MPI launcher; None without one.
-        hosts: the hosts of the ranks; without an MPI launcher, empty if they all run here.
-        interface: the interface that the user chose; empty for none.
-        environment: where the user's settings are read.
+    Without an MPI launcher, no ``hosts`` means that all ranks run here.
     """
     elsewhere = [name for host in hosts if interfaces.is_other_host(name := host.name.rpartition("@")[2])]
     leaves_host = bool(hosts) if mpi is None else elsewhere or (not hosts and mpi.may_leave_this_host(environment))

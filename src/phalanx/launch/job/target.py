@@ -68,12 +68,7 @@ class Target:
 
 
 def find_target(name: str, arguments: tuple[str, ...] = (), *, module: bool = False) -> Target:
-    """Decide what ``name`` is.
-
-    Args:
-        name: a file, a directory, a program on PATH; or a module's dotted name.
-        arguments: the target's own arguments, untouched.
-        module: search for a module, as ``python -m`` does.
+    """Decide what ``name`` is: a file, a directory, a program on PATH, or with ``module`` one, as for ``python -m``.
 
     Raises:
         LaunchError: nothing of that name can be run. The message says what was searched, and where.
@@ -247,11 +242,7 @@ def compile_target(target: Target) -> tuple[CodeType | None, ModuleSpec | None]:
 
 
 def prepare_target(target: Target) -> tuple[CodeType | None, ModuleSpec | None]:
-    """As :func:`compile_target`, for the process that starts the ranks, which reports a mistake once for all of them.
-
-    Raises:
-        Refusal: no rank could run the target.
-    """
+    """As :func:`compile_target`, but what no rank could run is refused, once for all of them."""
     try:
         return compile_target(target)
     except SyntaxError as error:
