@@ -16,6 +16,7 @@ from phalanx.rendezvous.meeting_point import meeting_point
 from phalanx.system.device_files import accelerator_files
 from phalanx.system.host import this_host
 from phalanx.topology.table import RankRow
+from phalanx.words import tell
 
 __all__ = ["env"]
 
@@ -49,16 +50,23 @@ other), with the reason on standard error.
 @click.option("--local_rank", "--local-rank", "local_rank", metavar="N", help="What an older launcher gives a script.")
 def env(as_json: bool, svg: str | None, local_rank: str | None) -> None:
     """The command itself; ``--help`` prints ``_HELP``."""
-    shown = view(read_environment(arguments=[] if local_rank is None else ["--local_rank", local_rank]))
+    facts, notes = view(read_environment(arguments=[] if local_rank is None else ["--local_rank", local_rank]))
+    values = {name: value for name, (value, _) in facts.items()}
     if svg is not None:
-        _draw(shown, svg)
+        from phalanx.topology.placement import write_placement
+
+        rank, own = values["rank"], values["local_rank"]
+        if rank is None or own is None:
+            raise LaunchError("--svg: no variable says the rank and its local rank; phalanx run --svg draws a job")
+        row = RankRow(int(rank), 0, this_host().name, int(own), str(values["device"] or "?"), None, None, None)
+        write_placement(svg, [row], title=f"rank {rank} of {values['world_size'] or '?'}, as phalanx env sees it")
     if as_json:
-        click.echo(json.dumps(shown.values))
-        for note in shown.notes:
-            click.echo(f"phalanx: note: {note}", err=True)
+        click.echo(json.dumps(values))
+        for note in notes:
+            tell(f"note: {note}")
         return
-    master = "{master_addr}:{master_port}" if shown.values["master_addr"] else "?"
-    facts = {
+    master = "{master_addr}:{master_port}" if values["master_addr"] else "?"
+    forms = {
         "launcher": ("{launcher}", ["launcher"]),
         "rank": ("{rank} of {world_size}", ["rank", "world_size"]),
         "local rank": ("{local_rank} of {local_world_size}", ["local_rank", "local_world_size"]),
@@ -67,31 +75,20 @@ def env(as_json: bool, svg: str | None, local_rank: str | None) -> None:
         "device": ("{device}", ["device"]),
         "backend": ("{backend}", ["backend"]),
     }
-    values = {name: "?" if value is None else value for name, value in shown.values.items()}
-    texts = {fact: form.format(**values) for fact, (form, _) in facts.items()}
+    known = {name: "?" if value is None else value for name, value in values.items()}
+    texts = {title: form.format(**known) for title, (form, _) in forms.items()}
     width = max(map(len, texts.values()))
-    for fact, (_, names) in facts.items():
-        sources = ", ".join(dict.fromkeys(shown.sources[name] for name in names if shown.sources[name]))
-        click.echo(f"{fact:<12}{texts[fact]:<{width}}  {sources}".rstrip())
-    for note in shown.notes:
+    for title, (_, names) in forms.items():
+        sources = dict.fromkeys(source for name in names if (source := facts[name][1]))
+        click.echo(f"{title:<12}{texts[title]:<{width}}  {', '.join(sources)}".rstrip())
+    for note in notes:
         click.echo(f"note: {note}")
 
 
-def _draw(shown: View, path: str) -> None:
-    from phalanx.topology.placement import write_placement
-
-    rank, local_rank, device = (shown.values[name] for name in ("rank", "local_rank", "device"))
-    if rank is None or local_rank is None:
-        raise LaunchError("--svg: no variable says the rank and its local rank; phalanx run --svg draws a whole job")
-    row = RankRow(int(rank), 0, this_host().name, int(local_rank), str(device or "?"), None, None, None)
-    write_placement(path, [row], title=f"rank {rank} of {shown.values['world_size'] or '?'}, as phalanx env sees it")
-
-
 class View(NamedTuple):
-    """What is known before any rank has met another: values (None for what is not), their sources, and notes."""
+    """What is known before any rank has met another: each value (None if it is not), its source, and notes."""
 
-    values: dict[str, _Value]
-    sources: dict[str, str]
+    facts: dict[str, tuple[_Value, str]]
     notes: list[str]
 
 
@@ -115,8 +112,7 @@ def view(reading: Reading) -> View:
     entry = quick_entry()
     if isinstance(entry, str):
         notes.append(f"every call goes by ctypes, which costs small ones some microseconds: {entry}")
-    values, sources = ({name: fact[part] for name, fact in facts.items()} for part in (0, 1))
-    return View(values, sources, notes)  # type: ignore[arg-type]
+    return View(facts, notes)
 
 
 def _device(reading: Reading) -> tuple[tuple[_Value, str], tuple[_Value, str]]:

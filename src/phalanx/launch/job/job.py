@@ -89,7 +89,7 @@ class Job(LaunchOptions):
         command = "phalanx.launch" if self.target.kind == "function" else "phalanx run"
         parts = [f"{command}: {format_count(self.ranks, 'rank')} of {self.target.name}"]
         if self.rehearsal is not None:
-            parts.append(self.rehearsal.title(self.host))
+            parts.append(f"rehearsed: {format_count(len(self.rehearsal.hosts), 'host')} on {self.host}")
         if self.replace:
             parts.append(f"{settings.BACKEND} in place of {' and '.join(self.replace)}")
         if rank_memory.MMAP_MAX in self.memory:

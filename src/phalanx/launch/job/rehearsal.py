@@ -15,7 +15,6 @@ from typing import Literal
 
 from phalanx import settings
 from phalanx.errors import LaunchError
-from phalanx.words import format_count
 
 __all__ = ["Placement", "Rehearsal", "parse_rehearsal"]
 
@@ -65,10 +64,6 @@ class Rehearsal:
             "CUDA_VISIBLE_DEVICES": "",
         }
 
-    def title(self, host: str) -> str:
-        """The rehearsal in the title of the rank table."""
-        return f"rehearsed: {format_count(len(self.hosts), 'host')} on {host}"
-
     def note(self) -> str:
         """The differences from the cluster, in one line."""
         between = ", groups that span hosts use shared memory in place of the network" if len(self.hosts) > 1 else ""
@@ -84,7 +79,5 @@ def parse_rehearsal(text: str, placement: Placement = "block") -> Rehearsal:
     else:
         raise LaunchError(f"--rehearse {text}: is neither NODESxRANKS nor a list of ranks for each host. {_HOW}")
     if not numbers or min(numbers) < 1:
-        raise LaunchError(
-            f"--rehearse {text}: every host has at least one rank, and there is at least one host. {_HOW}"
-        )
+        raise LaunchError(f"--rehearse {text}: there is at least one host, and each has at least one rank. {_HOW}")
     return Rehearsal(numbers, placement, text.replace(" ", ""))

@@ -17,10 +17,8 @@ import marshal
 import os
 import re
 import shutil
-import stat
 import sys
 import traceback
-import zipfile
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from types import CodeType, ModuleType
@@ -114,23 +112,23 @@ def _classify(name: str, path: str, arguments: tuple[str, ...]) -> Target:
     argv = (path, *arguments)
     # As with `python script`, a script that is a link imports its neighbours from the folder of the real file.
     beside = os.path.dirname(os.path.realpath(path))
-    if os.path.isdir(path):
-        if not os.path.isfile(os.path.join(path, "__main__.py")):
-            raise LaunchError(f"{name}: is a directory without a __main__.py, so there is nothing to run in it")
-        return Target("archive", name, absolute, argv, absolute)
     if not os.access(path, os.R_OK) and not os.access(path, os.X_OK):
         raise LaunchError(f"{name}: permission denied; it can be neither read nor executed")
+    if os.path.isdir(path):
+        if PathFinder.find_spec("__main__", [absolute]) is None:
+            raise LaunchError(f"{name}: is a directory without a __main__.py, so there is nothing to run in it")
+        return Target("archive", name, absolute, argv, absolute)
     if path.endswith((".py", ".pyw")):
         return Target("script", name, absolute, argv, beside)
     if path.endswith(".pyc"):
         return Target("bytecode", name, absolute, argv, beside)
     # A file that is executable but not readable is a program.
-    if stat.S_ISREG(os.stat(path).st_mode) and os.access(path, os.R_OK):
+    if os.path.isfile(path) and os.access(path, os.R_OK):
         with open(path, "rb") as file:
             first_line = file.readline(512)
         if _names_this_python(first_line):
             return Target("script", name, absolute, argv, beside)
-        if not first_line.startswith(b"\x7fELF") and zipfile.is_zipfile(path) and _has_main(path):
+        if not first_line.startswith(b"\x7fELF") and PathFinder.find_spec("__main__", [absolute]) is not None:
             return Target("archive", name, absolute, argv, absolute)
     if not os.access(path, os.X_OK):
         raise LaunchError(
@@ -154,11 +152,6 @@ def _is_this_python(interpreter: str) -> bool:
     # Virtual environments are links to one interpreter, so the folders of the links are compared, not their targets.
     directory = os.path.dirname(interpreter)
     return os.path.realpath(directory) == os.path.realpath(os.path.dirname(sys.executable))
-
-
-def _has_main(path: str) -> bool:
-    with zipfile.ZipFile(path) as archive:
-        return any(name in ("__main__.py", "__main__.pyc") for name in archive.namelist())
 
 
 def _current_folder() -> str:
