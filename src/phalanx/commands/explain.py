@@ -123,7 +123,7 @@ def _explained(operation: str, ranks: int | None, hosts: str | None, nbytes: str
     from phalanx.bench.cases import parse_sizes
     from phalanx.explain.ranks import Plan
     from phalanx.explain.steps import explain_collective
-    from phalanx.launch.job.rehearsal import parse_rehearsal
+    from phalanx.launch.job.hosts import parse_rehearsal
 
     counts: tuple[int, ...] = (ranks or 4,)
     try:

@@ -18,11 +18,19 @@ from phalanx.c10d.replace import names_to_replace
 from phalanx.commands import Seconds
 from phalanx.errors import LaunchError
 from phalanx.launch.job.binding import Bind
-from phalanx.launch.job.hosts import HostSlots, find_allocation, parse_address, parse_hosts, read_hostfile
+from phalanx.launch.job.hosts import (
+    HostSlots,
+    Placement,
+    Rehearsal,
+    find_allocation,
+    parse_address,
+    parse_hosts,
+    parse_rehearsal,
+    read_hostfile,
+)
 from phalanx.launch.job.job import Job, make_job
 from phalanx.launch.job.memory import Mode
 from phalanx.launch.job.options import COUNTED_HERE, Attempt, Diagnosis, LaunchOptions, count_ranks, decide_output
-from phalanx.launch.job.rehearsal import Placement, Rehearsal, parse_rehearsal
 from phalanx.launch.job.spellings import translate
 from phalanx.launch.job.target import find_target
 from phalanx.launch.remote.starter import parse_starter

@@ -1,4 +1,4 @@
-"""The hosts of a job: as the user writes them, as a batch system has allotted them, and how they reach this one.
+"""The hosts of a job, as written, allotted by a batch system, or rehearsed, and how they reach this one.
 
 Every MPI launcher places ranks on a list of hosts by a rule of its own. Here each host is filled before the next, in
 the order in which they are written, and every launcher gets the exact counts.
@@ -6,10 +6,11 @@ the order in which they are written, and every launcher gets the exact counts.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from phalanx import settings
 from phalanx.errors import LauncherEnvironmentError, LaunchError
@@ -22,15 +23,19 @@ if TYPE_CHECKING:
 __all__ = [
     "Allocation",
     "HostSlots",
+    "Placement",
+    "Rehearsal",
     "fill_hosts",
     "find_allocation",
     "is_here",
     "launcher_addresses",
     "parse_address",
     "parse_hosts",
+    "parse_rehearsal",
     "read_hostfile",
 ]
 
+Placement = Literal["block", "cyclic"]
 # One task on one node, beside whatever runs there, with all that the job has there. ``srun`` hands its standard input
 # on. Ranks must not take the variables of its process manager for theirs.
 _SRUN = (
@@ -170,10 +175,8 @@ def is_here(name: str, *, starter: bool = False) -> bool:
     except OSError:
         return False  # ssh's configuration may know it
     if all(map(interfaces.is_loopback, addresses)):
-        raise LaunchError(
-            f"{name} resolves to {addresses[0]}, which is this host's loopback and not {name}; correct its line in "
-            f"/etc/hosts, or write localhost if you mean this host"
-        )
+        meant = "correct its line in /etc/hosts, or write localhost if you mean this host"
+        raise LaunchError(f"{name} resolves to {addresses[0]}, which is this host's loopback; {meant}")
     return not interfaces.is_other_host(plain)
 
 
@@ -205,8 +208,67 @@ def launcher_addresses(
     if mpi is not None:
         return addresses[:1]
     if interfaces.is_loopback(addresses[0]):
+        there = interfaces.describe_interfaces()
         raise LaunchError(
-            f"other hosts cannot reach this one, whose interfaces are {interfaces.describe_interfaces()}; if one of "
-            f"them leads there, name it: --interface, or --address"
+            f"other hosts cannot reach this one; name the way there by --interface, or --address: {there}"
         )
     return addresses
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Hosts that do not exist: all ranks run here, with the variables that a launcher sets on such hosts.
+
+    Devices are the CPU, and groups that span hosts share memory, because Gloo among hundreds of ranks on a few cores
+    would measure the rehearsal and not the program. ``hosts`` are the counts of ranks, by node rank, and ``given`` is
+    what the user wrote.
+    """
+
+    hosts: tuple[int, ...]
+    placement: Placement = "block"
+    given: str = ""
+
+    @property
+    def ranks(self) -> int:
+        return sum(self.hosts)
+
+    def host(self, node_rank: int) -> str:
+        return f"node{node_rank}"
+
+    def placed(self) -> list[tuple[int, int]]:
+        """The node rank and the local rank of each rank."""
+        placed = [(node, local) for node, count in enumerate(self.hosts) for local in range(count)]
+        return placed if self.placement == "block" else sorted(placed, key=lambda place: (place[1], place[0]))
+
+    def environment(self, node_rank: int) -> dict[str, str]:
+        """Variables that a rank on this host gets beside those that every launcher sets."""
+        # torch's store asks the name server for the name of 127.0.0.1. Hundreds of ranks ask at once, and a rank whose
+        # question is dropped would wait 5 s before it asks again.
+        patience = {} if "RES_OPTIONS" in os.environ else {"RES_OPTIONS": "timeout:1 attempts:5"}
+        return {
+            **patience,
+            settings.HOST: self.host(node_rank),
+            settings.REHEARSAL: self.given,
+            settings.DEVICE: "cpu",
+            # For scripts that ask torch themselves: CUDA and ROCm show no device then.
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+
+    def note(self) -> str:
+        """The differences from the cluster, in one line."""
+        between = ", groups that span hosts use shared memory in place of the network" if len(self.hosts) > 1 else ""
+        return f"a rehearsal: ranks compute on the CPU{between}, and all share this machine's cores and memory"
+
+
+def parse_rehearsal(text: str, placement: Placement = "block") -> Rehearsal:
+    """Read ``NODESxRANKS``, or the ranks of each host separated by commas."""
+    how = "Write --rehearse 2x4 for two hosts with four ranks each, or --rehearse 1,3,2 for unequal hosts"
+    if match := re.fullmatch(r"\s*(\d+)\s*x\s*(\d+)\s*", text):
+        numbers = (int(match[2]),) * int(match[1])
+    elif re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)+", text):
+        numbers = tuple(int(part) for part in text.split(","))
+    else:
+        raise LaunchError(f"--rehearse {text}: is neither NODESxRANKS nor a list of ranks for each host. {how}")
+    if not numbers or min(numbers) < 1:
+        raise LaunchError(f"--rehearse {text}: there is at least one host, and each has at least one rank. {how}")
+    return Rehearsal(numbers, placement, text.replace(" ", ""))

@@ -42,13 +42,12 @@ class Job(LaunchOptions):
     Attributes:
         run_id: a name that no other job has; ``PHALANX_RUN_ID`` in the ranks.
         host: this machine's name.
-        cores: the number of cores that all ranks together may use.
-        threads: ``OMP_NUM_THREADS`` of each rank; empty if it depends on the cores of the rank's host, which are not
-            known yet.
+        cores: how many all ranks together may use.
+        threads: ``OMP_NUM_THREADS`` of each rank; empty if that depends on the cores of other hosts.
         addresses: those at which ranks may reach the launcher, and the store; an agent knows which one they can.
         cpus: the logical cores of each rank; empty if they are not bound.
-        device: ``PHALANX_DEVICE`` of the ranks; None to leave the user's environment, or else the machine, to decide.
-        memory: variables that say how the ranks' allocator gets memory, and whether it gives it back.
+        device: ``PHALANX_DEVICE`` of the ranks; None if nobody has chosen one.
+        memory: variables of the ranks' allocator.
         key: a secret, by which a process proves that it is one of this job's ranks.
         counted: whether somebody chose the number of ranks.
     """
@@ -71,7 +70,7 @@ class Job(LaunchOptions):
         return self.mpi is None and not self.hosts
 
     def patience_s(self, signum: int | None) -> float:
-        """How long ranks may take to end after this signal, or after the failure of another rank if it is None."""
+        """How long ranks may take to end after this signal, or after the failure of a rank (None)."""
         return self.grace_s if self.grace_s is not None else _GRACE_S.get(signum, 0.0)
 
     def reads(self, rank: int, *, terminal: bool) -> bool:
@@ -85,7 +84,6 @@ class Job(LaunchOptions):
         return rank == self.debugged or alone
 
     def title(self) -> str:
-        """The line above the rank table."""
         command = "phalanx.launch" if self.target.kind == "function" else "phalanx run"
         parts = [f"{command}: {format_count(self.ranks, 'rank')} of {self.target.name}"]
         if self.rehearsal is not None:
@@ -99,7 +97,6 @@ class Job(LaunchOptions):
         return ", ".join(parts)
 
     def target_of(self, local_rank: int) -> Target:
-        """The target of the rank with this local rank."""
         if not self.pass_local_rank:
             return self.target
         first, *own = self.target.argv
@@ -318,16 +315,13 @@ def _check_alone(options: LaunchOptions, environment: Mapping[str, str]) -> None
             given = f"--rehearse {rehearsal.given}, which is {rehearsal.ranks} ranks"
             raise LaunchError(f"-n {ranks} contradicts {given}; leave -n out")
         if options.device not in (None, "cpu"):
-            raise LaunchError(
-                f"--device {options.device}: a rehearsal computes on the CPU in place of devices; leave --device or "
-                f"--rehearse out"
-            )
+            computes = "a rehearsal computes on the CPU; leave --device or --rehearse out"
+            raise LaunchError(f"--device {options.device}: {computes}")
     if ranks is not None and ranks < 1:
         raise LaunchError(f"-n {ranks}: a job has at least one rank")
     if ppn is not None and (ppn < 1 or not options.hosts):
-        raise LaunchError(
-            f"--ppn {ppn}: is the most ranks a host takes, at least 1; name the hosts, as in -H h1,h2, or leave it out"
-        )
+        how = "at least 1; name the hosts, as in -H h1,h2, or leave it out"
+        raise LaunchError(f"--ppn {ppn}: is the most ranks a host takes, {how}")
 
 
 def _check_hosts(options: LaunchOptions, here: Sequence[str], *, elsewhere: bool) -> None:

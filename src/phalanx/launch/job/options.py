@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from phalanx.errors import LaunchError
 from phalanx.launch.job.binding import Bind
-from phalanx.launch.job.hosts import HostSlots
+from phalanx.launch.job.hosts import HostSlots, Rehearsal
 from phalanx.launch.job.memory import Mode
-from phalanx.launch.job.rehearsal import Rehearsal
 from phalanx.system.device_files import accelerator_files
 from phalanx.system.limits import usable_cores
 from phalanx.words import format_count
@@ -47,12 +46,10 @@ class Attempt:
 
     @property
     def is_last(self) -> bool:
-        """Whether a failure of this attempt is the job's."""
         return self.number >= self.restarts
 
     @property
     def title(self) -> str:
-        """For people, who count from 1: ``attempt 2 of 4``."""
         return f"attempt {self.number + 1} of {self.restarts + 1}"
 
     @property
@@ -61,19 +58,14 @@ class Attempt:
         return f"attempt-{self.number}" if self.restarts else ""
 
     def next(self) -> Attempt:
-        """The one after it."""
         return Attempt(self.number + 1, self.restarts)
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """When the launcher says that ranks wait, and for whom.
+    """When the launcher says that ranks wait, and writes a report; as the options of these names.
 
-    Attributes:
-        warn_after_s: how long a rank has waited when a line says so; 0 for never, and then there are no reports.
-        report_after_s: how long no rank has moved when a report is written, if there is a folder for it.
-        report_dir: the folder of the reports; empty for none.
-        strict: ranks that call the same lines in different orders get an error, and not a warning.
+    With ``warn_after_s`` 0 it says nothing, and there are no reports; without ``report_dir`` there are none either.
     """
 
     warn_after_s: float = 5.0
@@ -83,12 +75,11 @@ class Diagnosis:
 
     @property
     def ask_after_s(self) -> float:
-        """After which wait the launcher begins to find out what the line has to say."""
+        # The launcher finds out what the line has to say before it is due.
         return self.warn_after_s - min(0.25, self.warn_after_s / 20)
 
     @property
     def look_every_s(self) -> float:
-        """How often the launcher looks at the ranks: a few times between two warnings."""
         return min(1.0, self.warn_after_s / 4)
 
     def look_again_in_s(self, *left_s: float) -> float:
@@ -122,25 +113,20 @@ class OutputOptions:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all output is shown, and nothing else happens to it."""
         return not self.log_dir and self.shown is None
 
     def shows(self, rank: int) -> bool:
-        """Whether the output of a rank is shown."""
         return self.shown is None or any(first <= rank <= last for first, last in self.shown)
 
     def log_of(self, rank: int) -> str:
-        """The path of a rank's file; empty if there is none."""
         return os.path.join(self.log_dir, self.part, f"rank-{rank}.log") if self.log_dir else ""
 
     def check(self, ranks: int) -> None:
         """Refuse ``--only`` of a rank that a job of so many ranks does not have."""
         for _, last in self.shown or ():
             if last >= ranks:
-                raise LaunchError(
-                    f"--only {self.only}: there is no rank {last}; the job has {format_count(ranks, 'rank')}, which "
-                    "count from 0"
-                )
+                job = f"the job has {format_count(ranks, 'rank')}, which count from 0"
+                raise LaunchError(f"--only {self.only}: there is no rank {last}; {job}")
 
     def note(self, ranks: int) -> str:
         """What the user is told before the ranks run, if no output is shown; else empty."""
@@ -175,17 +161,13 @@ class LaunchOptions:
     """What the user chose: click makes it of the command line, ``phalanx.launch()`` of its arguments.
 
     Attributes:
-        ranks: how many ranks; None for one, or for as many as the hosts take.
+        ranks: how many; None for one, or for as many as the hosts take.
         hosts: where they may run; empty for this host, or for those that the MPI launcher chooses.
         starter: the program that starts a command on another host, and its arguments; empty for ssh.
-        named: the variables that the user has named, which go to other hosts whatever they are.
         addresses: those at which ranks on other hosts reach this one; empty to find them out.
-        interface: the network interface that ranks use; empty for the one that routes to the others.
-        replace: the backends that the backend ``phalanx`` replaces.
-        reader: the rank that reads the launcher's standard input, a terminal included; None if the user named none.
-        debugged: the rank that gets the launcher's terminal for itself.
-        grace_s: how long a rank may take to end before it is killed; None for the defaults of ``Job.patience_s``.
-        svg: the file for a picture of where the ranks run; empty for none.
+        named: the variables of -x, which go to other hosts whatever they are.
+        reader: the rank of --stdin.
+        debugged: the rank of --debug.
     """
 
     ranks: int | None = None
