@@ -49,7 +49,7 @@ other), with the reason on standard error.
 @click.option("--svg", metavar="FILE", help="Draw this rank on its host to this SVG file.")
 @click.option("--local_rank", "--local-rank", "local_rank", metavar="N", help="What an older launcher gives a script.")
 def env(as_json: bool, svg: str | None, local_rank: str | None) -> None:
-    """The command itself; ``--help`` prints ``_HELP``."""
+    """Print the view; ``--help`` prints ``_HELP``."""
     facts, notes = view(read_environment(arguments=[] if local_rank is None else ["--local_rank", local_rank]))
     values = {name: value for name, (value, _) in facts.items()}
     if svg is not None:
@@ -93,7 +93,7 @@ class View(NamedTuple):
 
 
 def view(reading: Reading) -> View:
-    """The facts that are known before this process joins. Imports torch only if there is a device file."""
+    """Find what is known before this process joins. Imports torch only if there is a device file."""
     launcher = reading.launcher
     said = f"{launcher.title}, by {reading.signs}" if launcher is not None else "no variable of a launcher is set"
     facts: dict[str, tuple[_Value, str]] = {"launcher": (reading.name, said)}

@@ -1,4 +1,4 @@
-"""The command line ``phalanx``: it finds a command's file, calls the command, and acts on what it returns.
+"""Run the command line ``phalanx``: find a command's file, call the command, and act on what it returns.
 
 A command is a file in this folder with a function of the same name, and its name in ``COMMANDS``. The function returns
 an exit code, or None for 0; ``run`` returns a job, which is launched here.
@@ -24,7 +24,7 @@ COMMANDS = ("bench", "doctor", "env", "explain", "list", "report", "run", "stop"
 
 
 class _Commands(click.Group):
-    """Loads a command's file only when it is called, so that ``phalanx run`` does not import what ``bench`` needs."""
+    """Load a command's file only when it is called, so that ``phalanx run`` does not import what ``bench`` needs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(COMMANDS)

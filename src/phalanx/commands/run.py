@@ -124,7 +124,7 @@ def _option(*names: str, **how: Any) -> Callable[[_Command], _Command]:
 
 
 class _Run(click.Command):
-    """Takes options of other launchers and of a file too, and shows its own in groups."""
+    """Take options of other launchers and of a file too, and shows its own in groups."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         parameters = self.get_params(ctx)

@@ -1,4 +1,4 @@
-"""A job, decided before a process is started. No module here imports torch.
+"""Decide a job before any process is started. No module here imports torch.
 
 ``options.py`` has what the user chose, ``job.py`` what follows from that: begin there. ``hosts.py``, ``binding.py``,
 ``memory.py``, ``mpi_launcher.py`` and ``target.py`` each read one kind of option. ``spellings.py`` and

@@ -1,4 +1,4 @@
-"""``--bind``: which cores each rank may run on.
+"""Bind ranks to cores (``--bind``).
 
 By default ranks are not bound, as under torchrun, Hydra and srun. Open MPI and Intel MPI bind by default: two jobs on
 one machine are then bound to the same cores while others idle, and the workers of a data loader crowd onto the cores of
@@ -128,7 +128,7 @@ def bind_ranks(
 
 
 def parse_cpu_list(text: str) -> list[int]:
-    """The numbers in a list as the kernel writes it: ``0-3,8`` is 0, 1, 2, 3, 8."""
+    """Read a list of numbers as the kernel writes it: ``0-3,8`` is 0, 1, 2, 3, 8."""
     numbers: list[int] = []
     for part in text.strip().split(","):
         low, _, high = part.partition("-")

@@ -1,4 +1,4 @@
-"""``--config FILE`` and ``--save-config FILE``: the options of ``phalanx run`` in a TOML file.
+"""Read and write options of ``phalanx run`` as a TOML file (``--config``, ``--save-config``).
 
 A key is the long name of an option, and ``target`` and ``arguments`` are what follows the options::
 
@@ -50,7 +50,7 @@ _INSTEAD = (
 
 
 def _keys(options: Sequence[click.Parameter]) -> dict[str, click.Parameter]:
-    """What may stand in a file, by the key: an option's long name, or what its value is if it has none (-x, -m)."""
+    """Map keys of a file to options: a key is the long name, or what the value is if there is none (-x, -m)."""
     keys = {}
     for option in options:
         long = [name for name in option.opts if name.startswith("--")]
@@ -95,7 +95,7 @@ def _hint(key: str, keys: Mapping[str, click.Parameter]) -> str:
 
 
 def _wanted(option: click.Parameter, value: Any) -> str:
-    """What a value should be, if it is something else; empty if it is right."""
+    """Say what a value should be, if it is something else."""
     if isinstance(option, click.Option) and option.is_flag:
         return "" if isinstance(value, bool) else "true or false"
     if option.multiple or option.nargs == -1:
@@ -118,7 +118,7 @@ def as_defaults(
 
 
 def format_config(ctx: click.Context) -> str:
-    """The options of a call as the content of a file, which ``--config`` reads; those left out keep their defaults."""
+    """Format the options of a call as a file for ``--config``; those left out keep their defaults."""
     lines = ["# phalanx run --config THIS_FILE\n"]
     for key, option in _keys(ctx.command.params).items():
         value, source = ctx.params[option.name or ""], ctx.get_parameter_source(option.name or "")

@@ -1,4 +1,4 @@
-"""The hosts of a job, as written, allotted by a batch system, or rehearsed, and how they reach this one.
+"""Read the hosts of a job, as written, allotted by a batch system, or rehearsed.
 
 Every MPI launcher places ranks on a list of hosts by a rule of its own. Here each host is filled before the next, in
 the order in which they are written, and every launcher gets the exact counts.
@@ -241,7 +241,7 @@ class Rehearsal:
         return placed if self.placement == "block" else sorted(placed, key=lambda place: (place[1], place[0]))
 
     def environment(self, node_rank: int) -> dict[str, str]:
-        """Variables that a rank on this host gets beside those that every launcher sets."""
+        """The variables that a rank on this host gets beside those that every launcher sets."""
         # torch's store asks the name server for the name of 127.0.0.1. Hundreds of ranks ask at once, and a rank whose
         # question is dropped would wait 5 s before it asks again.
         patience = {} if "RES_OPTIONS" in os.environ else {"RES_OPTIONS": "timeout:1 attempts:5"}

@@ -1,4 +1,4 @@
-"""The job: everything that is decided before a process is started, as plain values, so that a dry run can print it."""
+"""Decide everything about a job before a process is started, as plain values, so that a dry run can print it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Job(LaunchOptions):
         return dataclasses.replace(self.target, argv=(first, f"--local_rank={local_rank}", *own))
 
     def rows(self) -> list[RankRow]:
-        """The rank table of this job, as far as it is known before a rank has been started."""
+        """Return the rank table, as far as it is known before a rank has been started."""
         threads, devices = int(self.threads.partition(",")[0]) if self.threads else None, device_names(os.environ)
         if self.rehearsal is not None:
             placed = [(node, self.rehearsal.host(node), local) for node, local in self.rehearsal.placed()]
@@ -119,11 +119,11 @@ class Job(LaunchOptions):
         return rows
 
     def device_of(self, local_rank: int) -> str:
-        """The device of the rank on this host, as far as it can be known without torch; ``?`` if it cannot."""
+        """Name the device of the rank on this host, as far as it can be known without torch; ``?`` if it cannot."""
         return device_of_rank(local_rank, self.device, device_names(os.environ))
 
     def environment(self, rank: int, *, port: int, rows: Sequence[RankRow] | None = None) -> dict[str, str]:
-        """The variables added to the environment of ``rank``: all those that torchrun sets, and Phalanx's own.
+        """Return the variables added to the environment of ``rank``: all those that torchrun sets, and Phalanx's own.
 
         ``port`` is that of the store; if the target is not Python, there is none, and rank 0 may listen there.
         """
@@ -181,11 +181,11 @@ class Job(LaunchOptions):
         return {name: str(value) for name, value in variables.items()} | self.before_torch()
 
     def before_torch(self) -> dict[str, str]:
-        """The variables that must be set when torch is imported, which may be before there are ranks."""
+        """Return the variables that must be set when torch is imported, which may be before there are ranks."""
         return {**self.memory, **({settings.REPLACE: ",".join(self.replace)} if self.replace else {})}
 
     def warnings(self) -> list[str]:
-        """Notes for the user before the job runs, one line each."""
+        """Return notes for the user before the job runs, one line each."""
         warnings = [] if self.rehearsal is None else [self.rehearsal.note()]
         if self.is_local and self.ranks > self.cores:
             warnings.append(
@@ -346,7 +346,7 @@ def _check_hosts(options: LaunchOptions, here: Sequence[str], *, elsewhere: bool
 
 
 def next_attempt(job: Job, key: str) -> Job:
-    """The job once more, after an attempt that has failed, with a key of its own: no process of before can join."""
+    """Return the job once more, after a failed attempt, with a key of its own: no process of before can join."""
     attempt = job.attempt.next()
     output = dataclasses.replace(job.output, part=attempt.folder)
     return dataclasses.replace(job, attempt=attempt, output=output, key=key)

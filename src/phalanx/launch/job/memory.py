@@ -1,4 +1,4 @@
-"""How ranks that compute on the CPU get memory, and whether they give back what they free.
+"""Choose how ranks that compute on the CPU get memory, and whether they give back what they free.
 
 A training step frees and allocates the same large tensors again and again. glibc returns each block above 32 MiB to the
 kernel, so the next step pays for every page of it anew; on virtual machines that costs several times what copying the

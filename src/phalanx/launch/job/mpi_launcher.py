@@ -1,4 +1,4 @@
-"""The MPI launchers that can start Phalanx's ranks: a row each, with everything in which they differ.
+"""Know the MPI launchers that can start Phalanx's ranks: a row each, with everything in which they differ.
 
 Every MPI calls its launcher ``mpiexec``, so the program is asked for its version instead of being known by its name. A
 launcher's own defaults stay as they are where the user may have configured them (binding, network, how it reaches other
@@ -195,7 +195,7 @@ class MpiLauncher:
         )
 
     def command(self, ranks: int, hosts: Sequence[HostSlots], program: Sequence[str], host_list: str = "") -> list[str]:
-        """The command that starts ``ranks`` processes of ``program``, in rank order on the hosts in their order.
+        """Return the command that starts ``ranks`` processes of ``program``, in rank order on the hosts in their order.
 
         No ``hosts``: the launcher chooses. ``host_list`` is the path of a file with a line ``name:count`` for each.
         """
@@ -204,7 +204,7 @@ class MpiLauncher:
         return [self.path, *self.options, *row.always(), *place, "-n", str(ranks), *program]
 
     def environment(self) -> dict[str, str]:
-        """Variables that are added to the launcher's own environment, unless the user has set them otherwise."""
+        """Return what is added to the launcher's own environment, unless the user has set them otherwise."""
         return _ROWS[self.kind].environment()
 
 
@@ -254,7 +254,7 @@ def find_mpi_launcher(command: str) -> MpiLauncher:
 
 
 def place_of(kind: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    """The place that an MPI launcher gave to a process: ``rank``, ``size``, ``beside``.
+    """Read the place that an MPI launcher gave to a process: ``rank``, ``size``, ``beside``.
 
     ``beside`` is the number of ranks on the process's host; 0 if the launcher does not say.
 
@@ -294,12 +294,12 @@ def find_abort(kind: str, printed: bytes) -> Abort | None:
 
 
 def how_to_bind(units: str) -> str:
-    """How the user has MPI launchers bind ranks to ``units`` (core, numa), in words."""
+    """Say how the user has MPI launchers bind ranks to ``units`` (core, numa)."""
     return ", ".join(row.bind.format(units) for row in _ROWS.values() if row.bind)
 
 
 def unbound_environment() -> dict[str, str]:
-    """Variables with which any of the MPI launchers starts its ranks unbound, and as many as it is asked for."""
+    """Return variables with which any MPI launcher starts its ranks unbound, and as many as it is asked for."""
     found: dict[str, str] = {}
     for row in _ROWS.values():
         found |= {**row.environment(), **row.unbound}
@@ -307,7 +307,7 @@ def unbound_environment() -> dict[str, str]:
 
 
 def carried_environment(user: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
-    """The variables that make the environment which MPI gave a process, ``here``, that of ``phalanx run``, ``user``."""
+    """Return what makes the environment that MPI gave a process, ``here``, that of ``phalanx run``, ``user``."""
     return {
         name: value
         for name, value in user.items()

@@ -1,4 +1,4 @@
-"""The options of ``phalanx run`` as values; its ``--help`` explains them."""
+"""Hold the options of ``phalanx run`` as values; its ``--help`` explains them."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ class Diagnosis:
         return min(1.0, self.warn_after_s / 4)
 
     def look_again_in_s(self, *left_s: float) -> float:
-        """When to look again: as often as always, and when something is due in ``left_s`` seconds (negative: over)."""
+        """Say when to look again: as often as always, and when something is due in ``left_s`` seconds (negative: over)."""
         return min([self.look_every_s, *(due_in_s for due_in_s in left_s if due_in_s > 0)])
 
     def why_unwatched(self, *, is_python: bool, ranks: int) -> str:
-        """Why the launcher does not watch the ranks of a job, as a clause; empty if it does."""
+        """Say why the launcher does not watch the ranks of a job, as a clause; empty if it does."""
         if not is_python:
             return "only ranks of a Python script or module are watched"
         if ranks == 1:
@@ -129,7 +129,7 @@ class OutputOptions:
                 raise LaunchError(f"--only {self.only}: there is no rank {last}; {job}")
 
     def note(self, ranks: int) -> str:
-        """What the user is told before the ranks run, if no output is shown; else empty."""
+        """Tell where the output is, if none is shown; else empty."""
         if not self.log_dir or self.shown != ():
             return ""
         files = f"{self.log_of(0)} to {os.path.basename(self.log_of(ranks - 1))}" if ranks > 1 else self.log_of(0)

@@ -1,4 +1,4 @@
-"""The options of torchrun, mpiexec, accelerate and horovodrun, as ``phalanx run`` understands them.
+"""Translate options of torchrun, mpiexec, accelerate and horovodrun into those of ``phalanx run``.
 
 Users come with a command line for another launcher. An option of it that means the same here is accepted; one that asks
 for what happens anyway is accepted and ignored; for every other one the error says how the same is done here. Only the
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 def _by_name(rows: Mapping[str, _T]) -> dict[str, _T]:
-    """A table whose rows are each for several names."""
+    """Spread a table whose rows are each for several names."""
     return {name: row for names, row in rows.items() for name in names.split()}
 
 
@@ -212,6 +212,6 @@ def translate(words: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str],
 
 
 def count_after_target(arguments: Sequence[str]) -> str:
-    """The first option for the number of ranks among a target's own arguments, as ``-n 2``; empty if there is none."""
+    """Find an option for the number of ranks among a target's own arguments, as ``-n 2``; empty if there is none."""
     names = "|".join(("n", "ranks", *_RANKS.split())).replace("-", "[-_]")
     return next(iter(re.findall(rf"(?<!\S)--?(?:{names})[ =]\d+(?!\S)", " ".join(arguments))), "")

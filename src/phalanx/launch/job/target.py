@@ -1,4 +1,4 @@
-"""The target of a job: a Python script, a Python module, or any other program.
+"""Find and compile the target of a job: a Python script, a Python module, or any other program.
 
 The launcher must know which before it starts anything: a Python target is compiled once and run in processes that have
 imported torch already, any other program is exec'd; and a mistyped name should cost the user one line, not one
