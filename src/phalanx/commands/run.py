@@ -59,8 +59,8 @@ _HELP = {
         "(keep), or neither (return).",
         "-x": "Set a variable for all ranks. They get all other variables of this shell anyway; on other hosts not "
         "those of a login or a machine (HOME, TMPDIR, SSH_…) unless you name them: -x NAME.",
-        "--replace": "Give scripts that ask for this backend (gloo, mpi) the backend phalanx in its place; rpc: "
-        "torch's RPC.",
+        "--replace": "Give programs that ask torch for this backend (gloo, mpi) Phalanx's, without a change, as by "
+        "PHALANX_REPLACE=gloo in the environment; nccl cannot be replaced. rpc: torch.distributed.rpc over Phalanx.",
         "--interface": "The network interface, on every host, over which ranks talk (ib0), if phalanx would choose "
         "another one.",
         "--no-preload": "Let each rank import torch for itself, a second or two later. Needed by a script that sets "
@@ -80,7 +80,8 @@ _HELP = {
         "--grace": "How long ranks may take to end after they were asked to, before they are killed.  [default: 1 "
         "after Ctrl-C, 30 after SIGTERM or SIGHUP, 5 after another rank's failure]",
         "--restarts": "After the failure of a rank, end all and start all again, up to K times; world.attempt counts "
-        "them. The script goes on from a checkpoint of its own.",
+        "them. The script goes on from a checkpoint of its own. Each attempt has its own files: DIR/attempt-1 of "
+        "--log-dir.",
         "--config": "Read options from this TOML file, by their long names (ranks = 4), and TARGET; an option that is "
         "typed overrides the file.",
         "--save-config": "Write the options of this call, and TARGET, for --config.",
@@ -124,7 +125,7 @@ def _option(*names: str, **how: Any) -> Callable[[_Command], _Command]:
 
 
 class _Run(click.Command):
-    """Take options of other launchers and of a file too, and shows its own in groups."""
+    """Take options of other launchers and of a file too, and show ours in groups."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         parameters = self.get_params(ctx)
@@ -225,21 +226,10 @@ def run(target: str, arguments: tuple[str, ...], module: bool, **given: Any) -> 
     are ended. Ctrl-C ends the job and says where each rank was; a second one kills at once. Ctrl-\\ only prints the
     ranks' stacks. SIGUSR1 and SIGUSR2 are passed on to the ranks.
 
-    -H, --hostfile: the ranks are started on these hosts by ssh, which must log in there without a question, or by
-    --starter. Everything is as on one host. Every host needs the same Python, torch and Phalanx in the same place, and
-    the same script in the same directory. Inside an allocation of several hosts, of Slurm, PBS or LSF, none need be
-    named. docs/clusters.md has examples.
-
-    --mpi: the mpiexec of MPICH, Intel MPI or Open MPI, or srun, starts the ranks, which can then use MPI
-    (init_process_group("mpi"), mpi4py). Each of them imports torch for itself.
-
-    --replace gloo: a program that asks torch for gloo gets Phalanx's shared memory, without a change of the program, as
-    by PHALANX_REPLACE=gloo in the environment. --replace rpc: torch.distributed.rpc runs over Phalanx. nccl cannot be
-    replaced.
-
-    --restarts K: every attempt has a port, a key and a store of its own, and its files in a folder of its own
-    (DIR/attempt-1 of --log-dir). The script goes on from a checkpoint of its own. The exit code is that of the last
-    attempt.
+    Ranks on other hosts (-H, --hostfile, or an allocation of Slurm, PBS or LSF) run as on one. ssh must log in there
+    without a question, and every host needs the same Python, torch and Phalanx in the same place, and the same script
+    in the same directory. docs/clusters.md has examples. Ranks that an MPI launcher starts (--mpi) can use MPI, as by
+    init_process_group("mpi") or mpi4py, and import torch each for itself.
 
     Exit codes: 0 if every rank ends well; otherwise that of the rank that failed first (128 + signal if it was killed);
     1 if --strict ended the job, or a host is lost or cannot be reached; 2 for a mistake on the command line; 74 if

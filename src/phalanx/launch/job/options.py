@@ -83,7 +83,7 @@ class Diagnosis:
         return min(1.0, self.warn_after_s / 4)
 
     def look_again_in_s(self, *left_s: float) -> float:
-        """Say when to look again: as often as always, and when something is due in ``left_s`` seconds (negative: over)."""
+        """Say when to look again: as always, and when something is due in ``left_s`` seconds (negative: over)."""
         return min([self.look_every_s, *(due_in_s for due_in_s in left_s if due_in_s > 0)])
 
     def why_unwatched(self, *, is_python: bool, ranks: int) -> str:
