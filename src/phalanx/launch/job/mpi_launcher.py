@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from phalanx import settings
@@ -35,9 +35,18 @@ __all__ = [
 ]
 
 _VERSION_S = 30.0
-# The variables of batch systems that have allotted hosts, which MPI launchers then find by themselves.
-_ALLOTMENTS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE", "COBALT_NODEFILE", "LOADL_HOSTFILE")
-# What MPICH's library prints in a process that calls MPI_Abort, or that its own errors end.
+# Variables of batch systems that have allotted hosts, and those that name a file of hosts: MPI launchers read them.
+_HOSTS_NAMED_BY = (
+    *("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE", "COBALT_NODEFILE", "LOADL_HOSTFILE"),
+    *("I_MPI_HYDRA_HOST_FILE", "HYDRA_HOST_FILE"),
+    *("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile"),
+)
+# What a process has from its MPI launcher or its host; the user's values must not replace it.
+_OWN_TO_PROCESS = re.compile(
+    "I_MPI_(HYDRA|INFO|PIN_INFO|PIN_MAPPING)|PMI_|HYDRA_|HYDI_|MPI_|MPIR_|MPIEXEC_|MV2_|PMIX_|OMPI_|PRTE_|SLURM_|PALS_|"
+    "SSH_|(HOSTNAME|HOST|PWD|OLDPWD|SHLVL|_|XDG_RUNTIME_DIR|XDG_SESSION_ID|DISPLAY|KMP_AFFINITY)$"
+)
+# What MPICH's library prints in a process that ends the job: the exit code, and a word if it was an error of its own.
 _HYDRA_ABORT = re.compile(rb"^Abort\((-?\d+)\)(?: on node \d+[^\n:]*: (Fatal error in )?)?[^\n]*", re.MULTILINE)
 # Open MPI passes only its own variables on to other hosts; these are needed before the launcher's environment arrives.
 _CARRIED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
@@ -87,14 +96,6 @@ class _Row:
         row: its row in the table of launchers, which reads a process's rank from the variables that it sets.
         on_hosts: the options that start ranks on these hosts; the second argument is the path of a file of hosts.
         always: options that it always needs.
-        environment: variables that it needs itself, unless the user has set them otherwise.
-        unbound: further variables that keep it from binding ranks to cores.
-        host_files: variables that may name a file of hosts.
-        allots: whether it finds the hosts of the ranks by itself.
-        own: how the names of the variables that it sets for each process begin (regular expressions).
-        bind: how the user has it bind ranks to ``{}`` (core, numa).
-        abort: what the library prints in a process that ends the job; the first group is the exit code, and the second
-            is there only for the library's own errors.
     """
 
     answer: str
@@ -103,13 +104,6 @@ class _Row:
     row: Launcher
     on_hosts: Callable[[Sequence[HostSlots], str], list[str]]
     always: Callable[[], list[str]] = list
-    environment: Callable[[], dict[str, str]] = dict
-    unbound: Mapping[str, str] = field(default_factory=dict)
-    host_files: tuple[str, ...] = ()
-    allots: bool = False
-    own: tuple[str, ...] = ()
-    bind: str = ""
-    abort: re.Pattern[bytes] | None = None
 
 
 # The rows are tried in this order; Intel MPI comes before MPICH because its mpiexec is a Hydra too.
@@ -121,11 +115,6 @@ _ROWS = {
         row=MPICH,
         # Not -hosts, because it applies the counts to the hosts in another order than they are written in.
         on_hosts=lambda _, host_list: ["-machinefile", host_list],
-        unbound={"I_MPI_PIN": "0"},
-        host_files=("I_MPI_HYDRA_HOST_FILE",),
-        own=("I_MPI_(HYDRA|INFO|PIN_INFO|PIN_MAPPING)",),
-        bind="I_MPI_PIN_DOMAIN={} for Intel MPI",
-        abort=_HYDRA_ABORT,
     ),
     "mpich": _Row(
         answer=r"HYDRA build details.*?Version:\s+(\S+)",
@@ -133,10 +122,6 @@ _ROWS = {
         supported="the mpiexec of MPICH and MVAPICH (Hydra)",
         row=MPICH,
         on_hosts=lambda hosts, _: ["-hosts", _counts(hosts)],
-        host_files=("HYDRA_HOST_FILE",),
-        own=("PMI_", "HYDRA_", "HYDI_", "MPI_", "MPIR_", "MPIEXEC_", "MV2_"),
-        bind="--mpi 'mpiexec -bind-to {}' for MPICH",
-        abort=_HYDRA_ABORT,
     ),
     "openmpi": _Row(
         answer=r"\(Open MPI\) (([4-9]|\d\d)\S*)",
@@ -146,11 +131,6 @@ _ROWS = {
         # By slot, because its default for more than two ranks deals them out over sockets first.
         on_hosts=lambda hosts, _: ["--host", _counts(hosts), "--map-by", "slot:OVERSUBSCRIBE"],
         always=_carry,
-        environment=_open_mpi_environment,
-        unbound=dict.fromkeys(("PRTE_MCA_hwloc_default_binding_policy", "OMPI_MCA_hwloc_base_binding_policy"), "none"),
-        host_files=("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile"),
-        own=("PMIX_", "OMPI_", "PRTE_"),
-        bind="--mpi 'mpirun --bind-to {}' for Open MPI",
     ),
     "slurm": _Row(
         answer=r"^(slurm(?:-wlm)? \d\S*)",
@@ -159,16 +139,8 @@ _ROWS = {
         row=SLURM,
         on_hosts=_slurm_hosts,
         always=lambda: ["--export=ALL", "--kill-on-bad-exit=0"],
-        allots=True,
-        own=("SLURM_",),
-        abort=_HYDRA_ABORT,  # srun starts ranks of any MPI library, and those of MPICH print this
     ),
 }
-# The variables that a process has from its MPI launcher or its host; the user's values must not replace them.
-_OWN_TO_PROCESS = re.compile(
-    "|".join(name for row in _ROWS.values() for name in row.own)
-    + r"|PALS_|SSH_|(HOSTNAME|HOST|PWD|OLDPWD|SHLVL|_|XDG_RUNTIME_DIR|XDG_SESSION_ID|DISPLAY|KMP_AFFINITY)$"
-)
 
 
 @dataclass(frozen=True)
@@ -187,10 +159,9 @@ class MpiLauncher:
 
     def may_leave_this_host(self, environment: Mapping[str, str]) -> bool:
         """Whether it may start ranks on other hosts although Phalanx named none, because other settings name them."""
-        host_files = (name for row in _ROWS.values() for name in row.host_files)
         return (
-            _ROWS[self.kind].allots
-            or any(name in environment for name in (*_ALLOTMENTS, *host_files))
+            self.kind == "slurm"
+            or any(name in environment for name in _HOSTS_NAMED_BY)
             or any(re.fullmatch(r"-.*host.*|-f|.*machinefile", word) for word in self.options)
         )
 
@@ -205,7 +176,7 @@ class MpiLauncher:
 
     def environment(self) -> dict[str, str]:
         """Return what is added to the launcher's own environment, unless the user has set them otherwise."""
-        return _ROWS[self.kind].environment()
+        return _open_mpi_environment() if self.kind == "openmpi" else {}
 
 
 def find_mpi_launcher(command: str) -> MpiLauncher:
@@ -286,8 +257,8 @@ class Abort:
 
 def find_abort(kind: str, printed: bytes) -> Abort | None:
     """Find what a process printed, on standard error, when it called MPI_Abort, or when MPI ended it."""
-    pattern = _ROWS[kind].abort
-    found = pattern.search(printed) if pattern is not None else None
+    # srun starts ranks of any MPI library; those of Open MPI print something else.
+    found = _HYDRA_ABORT.search(printed) if kind != "openmpi" else None
     if found is None:
         return None
     return Abort(found[0].decode(errors="replace"), int(found[1]) & 0xFF or 1, by_mpi=found[2] is not None)
@@ -295,15 +266,16 @@ def find_abort(kind: str, printed: bytes) -> Abort | None:
 
 def how_to_bind(units: str) -> str:
     """Say how the user has MPI launchers bind ranks to ``units`` (core, numa)."""
-    return ", ".join(row.bind.format(units) for row in _ROWS.values() if row.bind)
+    return (
+        f"I_MPI_PIN_DOMAIN={units} for Intel MPI, --mpi 'mpiexec -bind-to {units}' for MPICH, --mpi 'mpirun --bind-to "
+        f"{units}' for Open MPI"
+    )
 
 
 def unbound_environment() -> dict[str, str]:
     """Return variables with which any MPI launcher starts its ranks unbound, and as many as it is asked for."""
-    found: dict[str, str] = {}
-    for row in _ROWS.values():
-        found |= {**row.environment(), **row.unbound}
-    return found
+    policies = ("PRTE_MCA_hwloc_default_binding_policy", "OMPI_MCA_hwloc_base_binding_policy")
+    return {**_open_mpi_environment(), **dict.fromkeys(policies, "none"), "I_MPI_PIN": "0"}
 
 
 def carried_environment(user: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
