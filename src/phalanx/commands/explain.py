@@ -17,7 +17,14 @@ if TYPE_CHECKING:
 __all__ = ["explain"]
 
 _COLLECTIVES = (
-    *("all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"),
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
     "barrier",
 )
 _MOST_RANKS = 16

@@ -13,14 +13,13 @@ traceback from each rank. These count as Python:
 from __future__ import annotations
 
 import importlib.util
-import marshal
 import os
 import re
 import shutil
 import sys
 import traceback
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourcelessFileLoader
 from types import CodeType, ModuleType
 from typing import Literal
 
@@ -217,11 +216,10 @@ def compile_target(target: Target) -> tuple[CodeType | None, ModuleSpec | None]:
         with open(target.path, "rb") as file:
             return compile(file.read(), target.path, "exec", dont_inherit=True), None
     if target.kind == "bytecode":
-        with open(target.path, "rb") as file:
-            header, body = file.read(16), file.read()
-        if header[:4] != importlib.util.MAGIC_NUMBER:
-            raise LaunchError(f"{target.name}: was compiled by another version of Python; run its source instead")
-        return marshal.loads(body), None
+        try:
+            return SourcelessFileLoader("__main__", target.path).get_code("__main__"), None
+        except ImportError:
+            raise LaunchError(f"{target.name}: was compiled by another version of Python; run its source") from None
     if target.kind == "archive":
         spec = PathFinder.find_spec("__main__", [target.path])
     else:
