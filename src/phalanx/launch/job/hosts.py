@@ -198,8 +198,9 @@ def launcher_addresses(
     Without an MPI launcher, no ``hosts`` means that all ranks run here.
     """
     elsewhere = [name for host in hosts if interfaces.is_other_host(name := host.name.rpartition("@")[2])]
-    leaves_host = bool(hosts) if mpi is None else elsewhere or (not hosts and mpi.may_leave_this_host(environment))
-    if not leaves_host:
+    if mpi is None and not hosts:
+        return [interfaces.LOOPBACK]
+    if mpi is not None and not elsewhere and (hosts or not mpi.may_leave_this_host(environment)):
         return [interfaces.LOOPBACK]
     # The ranks' interface need not exist on the host that starts them, such as a login node.
     chosen = interface or environment.get(settings.INTERFACE, "")
