@@ -11,15 +11,7 @@ from typing import Any
 import pytest
 
 from phalanx.errors import InitializationError, LaunchError
-from phalanx.launch.job.hosts import (
-    HostSlots,
-    fill_hosts,
-    find_allocation,
-    is_here,
-    parse_address,
-    parse_hosts,
-    read_hostfile,
-)
+from phalanx.launch.job.hosts import HostSlots, fill_hosts, find_allocation, is_here, parse_hosts, read_hostfile
 from phalanx.launch.job.job import make_job
 from phalanx.launch.job.mpi_launcher import MpiLauncher
 from phalanx.launch.job.options import LaunchOptions
@@ -156,14 +148,8 @@ def test_launcher_is_reached_by_the_same_address_and_knows_other_hosts() -> None
         options = LaunchOptions(ranks=None if hosts else 2, mpi=HYDRA, hosts=listed, interface=interface or "")
         job = make_job(options, TARGET, environment)
         assert job.addresses == (address,), (hosts, interface)
-    assert [*map(parse_address, ("fd00::3", "[fd00::3]", "10.0.0.3"))] == ["fd00::3", "fd00::3", "10.0.0.3"]
-    with pytest.raises(LaunchError, match=r"--address 10\.0\.0\.4: is not an address of this host"):
-        parse_address("10.0.0.4")
     assert is_other_host("other")
     assert not any(map(is_other_host, ("alias", machine_name(), "127.0.0.1", "no-such-name")))
-
-
-SCRIPT = str(Path(__file__))
 
 
 def test_this_host_by_any_of_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
