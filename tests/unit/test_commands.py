@@ -66,6 +66,7 @@ MISTAKES = {
     "run --placement cyclic plain.py": "add --rehearse 2x4",
     "run --rehearse 2x2 -H a:2,b:2 plain.py": "leave --rehearse or the hosts out",
     "run --rehearse 9999x9999 plain.py": "99980001 ranks need about",
+    "run --address [2001:db8::9] plain.py": "--address [2001:db8::9]: is not an address of this host",
     "run --mpi -np 2 plain.py": "--mpi mpiexec",
     "run --mpi mpiexec --starter true --hosts a:2 true": "give one of them",
     "run --mpi no-such-mpiexec true": "no such program",

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from phalanx.commands.run import run
 from phalanx.launch.examination import Pace
 from phalanx.launch.hang_watch import HangWatch
-from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.job import Job
+from phalanx.launch.job.options import Diagnosis
 
 REPORTS = ["--report-dir", "reports"]
 AFTER = ["--report-after", "9"]

@@ -11,8 +11,8 @@ from tests.support.reports import operation
 
 from phalanx.launch.examination import Examination, Examiner, Pace
 from phalanx.launch.hang_watch import HangWatch
-from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.job import Job
+from phalanx.launch.job.options import Diagnosis
 from phalanx.launch.job.target import Target
 from phalanx.launch.stopped_ranks import StoppedRanks
 from phalanx.watch.hang_report import latest_report, read_report
@@ -54,7 +54,8 @@ class Watch:
     def __init__(self, **diagnosis: Any) -> None:
         self.ranks, self.said = Ranks(), list[str]()
         target = Target("script", "train.py", "/job/train.py", ("train.py",))
-        job = Job(2, target, "run", "here", 2, "1", diagnosis=Diagnosis(**diagnosis))
+        diagnosed = Diagnosis(**diagnosis)
+        job = Job(ranks=2, target=target, run_id="run", host="here", cores=2, threads="1", diagnosis=diagnosed)
         self._watch = HangWatch(job, self.said.append, lambda: self.ranks.now)
         self._watch.examiner = cast(Examiner, self.ranks)
         self.ranks.done = self._watch.examined

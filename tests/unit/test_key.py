@@ -9,6 +9,7 @@ import pytest
 
 from phalanx.errors import InitializationError
 from phalanx.launch.job.job import make_job
+from phalanx.launch.job.options import LaunchOptions
 from phalanx.launch.job.target import Target
 from phalanx.wire.key import job_key
 
@@ -32,7 +33,7 @@ def test_users_file_comes_before_the_launchers_key_and_that_before_none(tmp_path
 
 
 def test_every_job_has_a_key_of_its_own_which_is_never_printed(tmp_path: Path) -> None:
-    jobs = [make_job(2, Target("program", "true", "/bin/true", ("true",))) for _ in range(2)]
+    jobs = [make_job(LaunchOptions(ranks=2), Target("program", "true", "/bin/true", ("true",))) for _ in range(2)]
     keys = [{job.environment(rank, port=1)["PHALANX_KEY"] for rank in range(2)} for job in jobs]
     assert [len(same) for same in keys] == [1, 1]
     assert keys[0] != keys[1]

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import InitializationError, LaunchError
-from phalanx.launch.job.allocation import find_allocation
-from phalanx.launch.job.host_slots import HostSlots, fill_hosts, parse_hosts, read_hostfile
+from phalanx.launch.job.hosts import HostSlots, fill_hosts, find_allocation, is_here, parse_hosts, read_hostfile
 from phalanx.launch.job.job import make_job
 from phalanx.launch.job.mpi_launcher import MpiLauncher
-from phalanx.launch.job.reach import is_here
+from phalanx.launch.job.options import LaunchOptions
 from phalanx.launch.job.target import Target
 from phalanx.launch.protocol import Here
 from phalanx.launch.starters.agreement import find_differences
@@ -69,7 +68,7 @@ def test_hostfiles_of_all_launchers(tmp_path: Path, text: str) -> None:
 
 def test_hostfiles_that_make_no_sense(tmp_path: Path) -> None:
     for text, said in (
-        ("h1 4\n", "line 1: '4' is not understood"),
+        ("h1 4\n", "line 1: 'h1 4' is not understood"),
         ("h1\nh2 slots=none\n", "line 2"),
         ("# nothing\n", "names no host"),
         ("h1\nh2\nh1\n", "h1 is listed twice"),
@@ -145,15 +144,12 @@ def test_launcher_is_reached_by_the_same_address_and_knows_other_hosts() -> None
         ("", "ib0", slurm, "10.1.0.3"),
     ]
     for hosts, interface, environment, address in cases:
-        listed = parse_hosts(hosts) if hosts else ()
-        ranks = None if hosts else 2
-        job = make_job(ranks, TARGET, mpi=HYDRA, hosts=listed, interface=interface, environment=environment)
+        listed = tuple(parse_hosts(hosts)) if hosts else ()
+        options = LaunchOptions(ranks=None if hosts else 2, mpi=HYDRA, hosts=listed, interface=interface or "")
+        job = make_job(options, TARGET, environment)
         assert job.addresses == (address,), (hosts, interface)
     assert is_other_host("other")
     assert not any(map(is_other_host, ("alias", machine_name(), "127.0.0.1", "no-such-name")))
-
-
-SCRIPT = str(Path(__file__))
 
 
 def test_this_host_by_any_of_its_names(monkeypatch: pytest.MonkeyPatch) -> None:

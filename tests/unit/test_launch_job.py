@@ -12,6 +12,7 @@ import pytest
 
 from phalanx.errors import LaunchError
 from phalanx.launch.job.job import make_job
+from phalanx.launch.job.options import LaunchOptions
 from phalanx.launch.job.target import Target, compile_target, find_target
 from phalanx.system.limits import Limit, Resource, check_limits, usable_cores
 from phalanx.topology.table import RankRow, format_rank_table
@@ -91,7 +92,7 @@ TARGET = Target("script", "t", "/t", ("t",))
 
 def test_threads_are_the_ranks_share_of_the_cores_or_what_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
     def threads(ranks: int, **environment: str) -> str:
-        return make_job(ranks, TARGET, environment=environment).threads
+        return make_job(LaunchOptions(ranks=ranks), TARGET, environment).threads
 
     monkeypatch.setattr("phalanx.launch.job.job.usable_cores", lambda: 8)
     assert [threads(3), threads(64), threads(3, OMP_NUM_THREADS="3")] == ["2", "1", "3"]
@@ -105,22 +106,22 @@ def test_interfaces_devices_and_cores_that_are_not_there_are_said(monkeypatch: p
     with pytest.raises(
         LaunchError, match=r"^--interface sets PHALANX_INTERFACE=none0: .* no interface .* are .*lo 127"
     ):
-        make_job(1, TARGET, interface="none0")
-    assert make_job(1, TARGET, interface="lo").environment(0, port=1)["PHALANX_INTERFACE"] == "lo"
+        make_job(LaunchOptions(interface="none0"), TARGET)
+    assert make_job(LaunchOptions(interface="lo"), TARGET).environment(0, port=1)["PHALANX_INTERFACE"] == "lo"
     for device in ("gpu:1", "tpu"):
         with pytest.raises(LaunchError, match=f"{device}: torch calls such a device"):
-            make_job(1, TARGET, device=device, environment={})
+            make_job(LaunchOptions(device=device), TARGET, {})
         with pytest.raises(LaunchError, match=f"{device}: torch calls such a device"):
-            make_job(1, TARGET, environment={"PHALANX_DEVICE": device})
+            make_job(LaunchOptions(), TARGET, {"PHALANX_DEVICE": device})
     cores = usable_cores()
-    assert make_job(cores, TARGET).warnings() == []
-    (warning,) = make_job(cores + 1, TARGET).warnings()
+    assert make_job(LaunchOptions(ranks=cores), TARGET).warnings() == []
+    (warning,) = make_job(LaunchOptions(ranks=cores + 1), TARGET).warnings()
     assert f"{cores + 1} ranks share {cores} cores" in warning
     monkeypatch.setattr("phalanx.launch.job.job.count_devices", lambda: 8)
     monkeypatch.setattr("phalanx.launch.job.job.device_names", lambda environment: None)
-    (note,) = make_job(None, TARGET, environment={}).warnings()
+    (note,) = make_job(LaunchOptions(), TARGET, {}).warnings()
     assert note == "this machine has 8 accelerators, and one rank uses one of them: phalanx run -n 8 …"
-    assert make_job(1, TARGET, environment={}).warnings() == []
+    assert make_job(LaunchOptions(ranks=1), TARGET, {}).warnings() == []
 
 
 def test_limit_says_how_many_would_fit() -> None:

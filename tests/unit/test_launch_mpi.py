@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import LaunchError
-from phalanx.launch.job.host_slots import HostSlots
+from phalanx.launch.job.hosts import HostSlots
 from phalanx.launch.job.job import Job, make_job
 from phalanx.launch.job.mpi_launcher import (
     Abort,
@@ -22,6 +22,7 @@ from phalanx.launch.job.mpi_launcher import (
     place_of,
     unbound_environment,
 )
+from phalanx.launch.job.options import LaunchOptions
 from phalanx.launch.job.target import Target
 from phalanx.launch.protocol import Here
 from phalanx.launch.starters import shim
@@ -137,7 +138,7 @@ def test_shim_finds_the_package_by_its_own_path(tmp_path: Path) -> None:
 
 
 def job(ranks: int, **changes: object) -> Job:
-    made = make_job(ranks, TARGET, mpi=MpiLauncher("mpich", "Hydra", "/bin/mpiexec"), environment={})
+    made = make_job(LaunchOptions(ranks=ranks, mpi=MpiLauncher("mpich", "Hydra", "/bin/mpiexec")), TARGET, {})
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from phalanx.launch.job import memory
 from phalanx.launch.job.binding import Core, bind_ranks, parse_cpu_list, usable_cpus
 from phalanx.launch.job.job import make_job
 from phalanx.launch.job.mpi_launcher import MpiLauncher
-from phalanx.launch.job.output_options import decide_output
-from phalanx.launch.job.target import Target, find_target
+from phalanx.launch.job.options import LaunchOptions, decide_output
+from phalanx.launch.job.target import Target
 
 # -- outputs and times ---------------------------------------------------------------------------------
 
@@ -56,8 +55,6 @@ def test_times_that_cannot_be_waited_for_are_refused(option: str) -> None:
         done = CliRunner().invoke(run, ["-n", "2", option, given, "true"])
         assert done.exit_code == 2
         assert f"Invalid value for '{option}'" in done.output
-    with pytest.raises(LaunchError, match="grace_s"):
-        make_job(2, find_target("true"), grace_s=math.nan)
 
 
 # -- rehearsed hosts and devices -----------------------------------------------------------------------
@@ -67,7 +64,7 @@ SCRIPT = Target("script", "train.py", "/train.py", ("train.py", "--lr", "1"))
 
 def test_the_device_of_each_rank() -> None:
     def devices(device: str | None, **environment: str) -> list[str]:
-        job = make_job(2, SCRIPT, device=device, environment=environment)
+        job = make_job(LaunchOptions(ranks=2, device=device), SCRIPT, environment)
         told = {job.environment(rank, port=1).get("PHALANX_DEVICE") for rank in range(2)}
         assert told == {device or environment.get("PHALANX_DEVICE")}
         return [row.device for row in job.rows()]
@@ -106,7 +103,7 @@ def test_too_few_cores_is_an_error_with_both_remedies() -> None:
         bind_ranks("core", 3, TWO_SOCKETS, most=2)
     hydra = MpiLauncher("mpich", "MPICH", "/opt/mpiexec")
     with pytest.raises(LaunchError, match="--mpi 'mpiexec -bind-to core' for MPICH"):  # it binds itself
-        make_job(2, SCRIPT, mpi=hydra, bind="core", environment={})
+        make_job(LaunchOptions(ranks=2, mpi=hydra, bind="core"), SCRIPT, {})
 
 
 def test_the_machine_is_read_from_the_kernel(tmp_path: Path) -> None:
@@ -127,7 +124,7 @@ def test_only_cores_that_the_launcher_may_use(bind: str) -> None:
     all_of_them = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {max(all_of_them)})
-        job = make_job(1, SCRIPT, bind=bind, environment={})  # type: ignore[arg-type]
+        job = make_job(LaunchOptions(ranks=1, bind=bind), SCRIPT, {})  # type: ignore[arg-type]
     finally:
         os.sched_setaffinity(0, all_of_them)
     assert job.cpus == ((max(all_of_them),),)
@@ -139,7 +136,7 @@ def test_threads_are_a_ranks_share_of_the_cores_it_is_bound_to(monkeypatch: pyte
     monkeypatch.setattr("phalanx.launch.job.job.usable_cores", lambda: 8)
 
     def table(ranks: int, bind: str, **environment: str) -> list[tuple[int | None, int | None]]:
-        job = make_job(ranks, SCRIPT, bind=bind, environment=environment)  # type: ignore[arg-type]
+        job = make_job(LaunchOptions(ranks=ranks, bind=bind), SCRIPT, environment)  # type: ignore[arg-type]
         return [(row.cores, row.threads) for row in job.rows()]
 
     assert table(2, "none") == [(8, 4)] * 2
@@ -165,8 +162,8 @@ def offered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return file
 
 
-def chosen(mode: memory.Memory, **environment: str) -> dict[str, str]:
-    return memory.variables(mode, ranks=4, memory_nbytes=1600 * MIB, environment=environment)
+def chosen(mode: memory.Mode, **environment: str) -> dict[str, str]:
+    return memory.variables(mode, 4, 1600 * MIB, environment)
 
 
 @pytest.mark.usefixtures("offered")
@@ -189,7 +186,7 @@ def test_kernel_without_huge_pages_is_not_asked_for_them(offered: Path) -> None:
 
 
 def test_ranks_on_an_accelerator_and_other_programs_get_none_of_them() -> None:
-    assert make_job(2, SCRIPT, device="cuda", memory="keep", environment={}).memory == {}
+    assert make_job(LaunchOptions(ranks=2, device="cuda", memory_mode="keep"), SCRIPT, {}).memory == {}
     program = Target("program", "true", "/bin/true", ("true",))
-    assert make_job(2, program, device="cpu", memory="keep", environment={}).memory == {}
-    assert make_job(2, SCRIPT, device="cpu", memory="keep", environment={}).memory[memory.MMAP_MAX] == "0"
+    assert make_job(LaunchOptions(ranks=2, device="cpu", memory_mode="keep"), program, {}).memory == {}
+    assert make_job(LaunchOptions(ranks=2, device="cpu", memory_mode="keep"), SCRIPT, {}).memory[memory.MMAP_MAX] == "0"

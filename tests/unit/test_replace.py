@@ -22,6 +22,7 @@ from phalanx.c10d.replace import names_to_replace, replaces
 from phalanx.commands.run import run
 from phalanx.errors import ArgumentError, DeviceMismatch
 from phalanx.launch.job.job import make_job
+from phalanx.launch.job.options import LaunchOptions
 from phalanx.launch.job.target import Target
 
 TARGET = Target("program", "true", "/bin/true", ("true",))
@@ -42,9 +43,9 @@ def test_names_are_listed_with_commas_and_others_are_refused_in_words() -> None:
 
 
 def test_ranks_get_the_variable() -> None:
-    environment = make_job(2, TARGET, replace=("gloo", "mpi"), environment={}).environment(1, port=1)
+    environment = make_job(LaunchOptions(ranks=2, replace=("gloo", "mpi")), TARGET, {}).environment(1, port=1)
     assert environment[settings.REPLACE] == "gloo,mpi"
-    assert settings.REPLACE not in make_job(2, TARGET, environment={}).environment(1, port=1)
+    assert settings.REPLACE not in make_job(LaunchOptions(ranks=2), TARGET, {}).environment(1, port=1)
 
 
 @pytest.mark.parametrize(

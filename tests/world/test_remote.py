@@ -128,7 +128,7 @@ def test_hosts_that_differ_are_refused_and_reach_it_by_an_address(
     job = remote.run("-q", "-H", "h0", "--address", "192.168.99.1", *show)
     assert "it could not reach phalanx run at 192.168.99.1:" in job.err, job.said()
     hosts.add_login_address(f"{(own := hosts.address6(253))}/64", "sw")
-    job = remote.run("-q", "-H", "h0,h1", "--address", own, *show)
+    job = remote.run("-q", "-H", "h0,h1", "--address", f"[{own}]", *show)
     assert lines(job.out) == [f"[rank 0] {own}", f"[rank 1] {own}"], job.said()
 
 

@@ -14,8 +14,7 @@ from phalanx.doctor.accelerators import devices_as_text
 from phalanx.doctor.finding import Finding, Level, as_json, as_text, worst
 from phalanx.doctor.host import examine
 from phalanx.doctor.hosts import examine_devices, examine_hosts, pairs_as_json, pairs_as_text
-from phalanx.launch.job.allocation import find_allocation
-from phalanx.launch.job.host_slots import HostSlots, parse_hosts, read_hostfile
+from phalanx.launch.job.hosts import HostSlots, find_allocation, parse_hosts, read_hostfile
 from phalanx.words import format_list, tell_progress
 
 __all__ = ["doctor"]

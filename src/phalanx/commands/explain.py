@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from phalanx.errors import ArgumentError, LaunchError
 from phalanx.words import did_you_mean
 
 if TYPE_CHECKING:
-    from phalanx.explain.ranks import Plan
+    from phalanx.explain.steps import Explained
 
 __all__ = ["explain"]
 
@@ -35,10 +34,10 @@ _MOST_BYTES = 64 << 20
 @click.command(short_help="Show how a collective works, or what an error means.")
 @click.argument("name", required=False)
 @click.option(
-    "-n", "ranks", type=click.IntRange(2, _MOST_RANKS), metavar="N", help="How many ranks: 2 to 16; 4 by default."
+    "-n", "ranks", type=click.IntRange(2, _MOST_RANKS), metavar="N", help="How many ranks: 2 to 16.  [default: 4]"
 )
 @click.option(
-    "--hosts", metavar="HxN", help="As if on several hosts: 2x2 is two hosts of two ranks; 1,3 is one and three ranks."
+    "--hosts", metavar="HxN", help="As if on several hosts: 2x2 is two of two ranks; 1,3 one and three ranks."
 )
 @click.option(
     "--bytes",
@@ -48,8 +47,8 @@ _MOST_BYTES = 64 << 20
     metavar="SIZE",
     help="How large the tensor is: 4K, 1M. Where ranks have blocks, as in all_gather, it is all blocks of a rank.",
 )
-@click.option("--svg", "svg_file", metavar="FILE", help="Draw all steps into a file, one below the other.")
-@click.option("--html", "html_file", metavar="FILE", help="Write a page on which a slider shows one step at a time.")
+@click.option("--svg", metavar="FILE", help="Draw all steps into a file, one below the other.")
+@click.option("--html", metavar="FILE", help="Write a page on which a slider shows one step at a time.")
 @click.option("--json", "as_json", is_flag=True, help="Print the steps as JSON.")
 @click.option("--list", "listed", is_flag=True, help="List all names that can be explained.")
 def explain(
@@ -57,8 +56,8 @@ def explain(
     ranks: int | None,
     hosts: str | None,
     nbytes: str,
-    svg_file: str | None,
-    html_file: str | None,
+    svg: str | None,
+    html: str | None,
     as_json: bool,
     listed: bool,
 ) -> None:
@@ -70,16 +69,12 @@ def explain(
       phalanx explain all_reduce                   four ranks of one host
       phalanx explain all_reduce --hosts 2x2       four ranks, as if on two hosts
       phalanx explain all_gather -n 8 --html x.html
-      phalanx explain broadcast --svg broadcast.svg
       phalanx explain PeerLost                     what the error means, and what to do
-      phalanx explain --list                       all names
 
-    A collective is run once, on ranks that are started for it. They note what they copy, read, add and send, and the
-    steps are made from these notes. So what is shown is what Phalanx does with this size, on so many ranks. What is
-    done in one step does not wait for anything else in that step. Rank 0 is the root.
-
-    With --hosts the ranks of one host share memory, and ranks of different hosts send each other messages, as on a
-    cluster. All of them run on this machine.
+    A collective is run once, on ranks that are started for it on this machine. They note what they copy, read, add and
+    send, so what is shown is what Phalanx does with this size, on so many ranks. What is done in one step does not wait
+    for anything else in that step. Rank 0 is the root. With --hosts the ranks of one host share memory, and ranks of
+    different hosts send each other messages.
 
     \b
     B[0]      block B of the tensor of rank 0
@@ -91,11 +86,16 @@ def explain(
 
     Exit codes: 0; 2 for a name that is not known.
     """
-    from phalanx.explain.errors import error_as_json, error_as_text, error_classes
+    from phalanx.explain.errors import error_as_json, error_as_text, error_classes, summary
 
     errors = error_classes()
     if listed or name is None:
-        _list(as_json, errors)
+        if as_json:
+            click.echo(json.dumps({"collectives": _COLLECTIVES, "errors": sorted(errors)}))
+            return
+        click.echo("\n  ".join(["collectives: how they work, step by step", *_COLLECTIVES]))
+        lines = (f"{each:<26}{summary(error)}" for each, error in sorted(errors.items()))
+        click.echo("\n  ".join(["errors: what they mean, and what to do", *lines]))
         return
     known = {each.lower(): each for each in (*_COLLECTIVES, *errors)}
     found = known.get(name.lower().rpartition(".")[2])
@@ -104,74 +104,55 @@ def explain(
             f"nothing is known about {name}; {did_you_mean(name, known.values())}phalanx explain --list has all names"
         )
     if found in errors:
-        _refuse_for_error(name, ranks, hosts, svg_file, html_file)
+        for option, value in {"-n": ranks, "--hosts": hosts, "--svg": svg, "--html": html}.items():
+            if value is not None:
+                raise ArgumentError(f"{option} belongs to a collective, and {name} is an error; leave it out")
         click.echo(json.dumps(error_as_json(found)) if as_json else error_as_text(found), nl=as_json)
         return
-    _collective(_plan(found, ranks, hosts, nbytes), svg_file, html_file, as_json)
+    explained = _explained(found, ranks, hosts, nbytes)
+    if svg is not None:
+        from phalanx.explain.drawn import explained_svg
 
+        _write("--svg", svg, explained_svg(explained))
+    if html is not None:
+        from phalanx.explain.page import explained_page
 
-def _list(as_json: bool, errors: dict[str, type[BaseException]]) -> None:
-    from phalanx.explain.errors import summary
-
+        _write("--html", html, explained_page(explained))
     if as_json:
-        click.echo(json.dumps({"collectives": _COLLECTIVES, "errors": sorted(errors)}))
-        return
-    click.echo("collectives: how they work, step by step")
-    for name in _COLLECTIVES:
-        click.echo(f"  {name}")
-    click.echo("errors: what they mean, and what to do")
-    for name, error in sorted(errors.items()):
-        click.echo(f"  {name:<26}{summary(error)}")
+        click.echo(json.dumps(explained.to_json()))
+    elif svg is None and html is None:
+        from phalanx.explain.text import as_text
+
+        click.echo(as_text(explained), nl=False)
 
 
-def _refuse_for_error(name: str, *options: object) -> None:
-    for option, value in zip(("-n", "--hosts", "--svg", "--html"), options, strict=True):
-        if value is not None:
-            raise ArgumentError(f"{option} belongs to a collective, and {name} is an error; leave it out")
-
-
-def _plan(operation: str, ranks: int | None, hosts: str | None, nbytes: str) -> Plan:
+def _explained(operation: str, ranks: int | None, hosts: str | None, nbytes: str) -> Explained:
     from phalanx.bench.cases import parse_sizes
     from phalanx.explain.ranks import Plan
-    from phalanx.launch.job.rehearsal import parse_rehearsal
+    from phalanx.explain.steps import explain_collective
+    from phalanx.launch.job.hosts import parse_rehearsal
 
     counts: tuple[int, ...] = (ranks or 4,)
-    if hosts is not None:
-        try:
+    try:
+        if hosts is not None:
             counts = parse_rehearsal(hosts).hosts
-        except LaunchError as error:
-            raise ArgumentError(str(error).replace("--rehearse", "--hosts")) from None
+        size, *more = parse_sizes(nbytes)
+    except LaunchError as error:
+        raise ArgumentError(str(error).replace("--rehearse", "--hosts")) from None
+    except ValueError as error:
+        raise ArgumentError(f"--bytes {nbytes}: {error}") from None
     total = sum(counts)
     if not 2 <= total <= _MOST_RANKS:
         raise ArgumentError(f"--hosts {hosts}: is {total} ranks; from 2 to {_MOST_RANKS} can be shown")
     if ranks not in (None, total):
         raise ArgumentError(f"-n {ranks} contradicts --hosts {hosts}, which is {total} ranks; leave -n out")
-    try:
-        size, *more = parse_sizes(nbytes)
-    except ValueError as error:
-        raise ArgumentError(f"--bytes {nbytes}: {error}") from None
     if more or not 8 * total <= size <= _MOST_BYTES:
         raise ArgumentError(f"--bytes {nbytes}: give from {8 * total} bytes, 8 for each rank, to 64M")
-    return Plan(operation, counts, size // 8 * 8)
+    return explain_collective(Plan(operation, counts, size // 8 * 8))
 
 
-def _collective(plan: Plan, svg_file: str | None, html_file: str | None, as_json: bool) -> None:
-    from phalanx.explain.steps import explain_collective
-    from phalanx.explain.text import as_text
-
-    explained = explain_collective(plan)
-    for option, file in (("--svg", svg_file), ("--html", html_file)):
-        if file is None:
-            continue
-        if option == "--svg":
-            from phalanx.explain.drawn import explained_svg as drawn
-        else:
-            from phalanx.explain.page import explained_page as drawn
-        try:
-            Path(file).write_text(drawn(explained), encoding="utf-8")
-        except OSError as error:
-            raise LaunchError(f"{option} {file}: cannot be written: {error.strerror}") from None
-    if as_json:
-        click.echo(json.dumps(explained.to_json()))
-    elif svg_file is None and html_file is None:
-        sys.stdout.write(as_text(explained))
+def _write(option: str, file: str, text: str) -> None:
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"{option} {file}: cannot be written: {error.strerror}") from None

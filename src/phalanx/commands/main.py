@@ -1,4 +1,4 @@
-"""The command line ``phalanx``: it finds a command's file, calls the command, and acts on what it returns.
+"""Run the command line ``phalanx``: find a command's file, call the command, and act on what it returns.
 
 A command is a file in this folder with a function of the same name, and its name in ``COMMANDS``. The function returns
 an exit code, or None for 0; ``run`` returns a job, which is launched here.
@@ -16,10 +16,6 @@ import click
 
 from phalanx import settings
 from phalanx.errors import ArgumentError, LauncherEnvironmentError, LaunchError
-from phalanx.launch.attempts import launch
-from phalanx.launch.conclusion import UNWRITABLE
-from phalanx.launch.job.job import Job
-from phalanx.launch.rank.start import RankStart, become
 from phalanx.words import did_you_mean, tell
 
 __all__ = ["main"]
@@ -28,7 +24,7 @@ COMMANDS = ("bench", "doctor", "env", "explain", "list", "report", "run", "stop"
 
 
 class _Commands(click.Group):
-    """Loads a command's file only when it is called, so that ``phalanx run`` does not import what ``bench`` needs."""
+    """Load a command's file only when it is called, so that ``phalanx run`` does not import what ``bench`` needs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(COMMANDS)
@@ -50,37 +46,13 @@ def command() -> None:
 
     \b
       phalanx run -n 4 train.py --lr 0.1      four ranks on this machine
-      phalanx run --help                      every option of it
-      phalanx env                             this process's place in the world, and why
       phalanx doctor                          what stands in the way of a job here
-      phalanx bench                           how long collectives take here
       phalanx list                            your jobs that run on this machine
-      phalanx top                             how the ranks of a running job are getting on
-      phalanx stop JOB                        end a running job
       phalanx report DIR                      why a job hung that ran with --report-dir or --log-dir DIR
       phalanx timeline DIR                    for which rank the others waited in a job that ran with --log-dir DIR
       phalanx explain all_reduce              how a collective works, step by step
       phalanx explain PeerLost                what an error means, and what to do
     """
-
-
-def _with_command(words: list[str]) -> list[str]:
-    """The command line, with ``run`` put in where users of torchrun leave it out: ``phalanx -n 4 train.py``."""
-    own = (*COMMANDS, "-h", "--help", "--version")
-    if words and words[0] not in own and (words[0].startswith("-") or words[0].endswith(".py") or os.sep in words[0]):
-        return ["run", *words]
-    return words
-
-
-def _in_one_line(error: click.ClickException) -> str:
-    """Word an error of click's as ours are."""
-    context = getattr(error, "ctx", None)
-    path = context.command_path if context is not None else "phalanx"
-    if isinstance(error, click.NoSuchOption):
-        meant = did_you_mean(error.option_name, error.possibilities or ())
-        return f"no such option {error.option_name}; {meant}{path} --help lists all"
-    text = error.format_message().rstrip(".")
-    return f"{text[:1].lower()}{text[1:]}; {path} --help says more"
 
 
 def main() -> int | None:
@@ -92,10 +64,19 @@ def main() -> int | None:
     Returns:
         The exit code; in a rank that of its script.
     """
+    words = sys.argv[1:] or ["--help"]
+    own = (*COMMANDS, "-h", "--help", "--version")
+    if words[0] not in own and (words[0].startswith("-") or words[0].endswith(".py") or os.sep in words[0]):
+        words = ["run", *words]  # users of torchrun leave it out: phalanx -n 4 train.py
     try:
-        outcome = command(_with_command(sys.argv[1:] or ["--help"]), prog_name="phalanx", standalone_mode=False)
-        if isinstance(outcome, Job):
-            outcome = launch(outcome)
+        outcome = command(words, prog_name="phalanx", standalone_mode=False)
+        if outcome is None or isinstance(outcome, int):
+            return outcome or 0
+        # Not imported at the top, because only `run` needs it.
+        from phalanx.launch.attempts import launch
+        from phalanx.launch.rank.start import become
+
+        started = launch(outcome)
     except (ArgumentError, LaunchError, LauncherEnvironmentError) as error:
         tell(str(error))
         return 2
@@ -108,8 +89,19 @@ def main() -> int | None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
         tell(f"the output cannot be written: {error.strerror}")
-        return UNWRITABLE
-    if isinstance(outcome, RankStart):
-        become(outcome)
-        return None
-    return outcome if isinstance(outcome, int) else 0
+        return os.EX_IOERR
+    if isinstance(started, int):
+        return started
+    become(started)
+    return None
+
+
+def _in_one_line(error: click.ClickException) -> str:
+    """Word an error of click's as ours are."""
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "phalanx"
+    if isinstance(error, click.NoSuchOption):
+        meant = did_you_mean(error.option_name, error.possibilities or ())
+        return f"no such option {error.option_name}; {meant}{path} --help lists all"
+    text = error.format_message().rstrip(".")
+    return f"{text[:1].lower()}{text[1:]}; {path} --help says more"

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from phalanx.errors import LaunchError
-from phalanx.launch.job.output_options import FAILURE_FILE
+from phalanx.launch.job.options import FAILURE_FILE
 from phalanx.words import format_bytes
-
-if TYPE_CHECKING:
-    from phalanx.watch.hang_report import HangReport
 
 __all__ = ["report"]
 
@@ -23,21 +18,14 @@ __all__ = ["report"]
 @click.command(short_help="Print why a job hung: its newest report.")
 @click.argument("path", metavar="DIR")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-@click.option(
-    "--html",
-    "html_file",
-    metavar="FILE",
-    help="Write the report as one page of HTML that needs no other file: a timeline of all ranks, their states, stacks "
-    "and operations. - writes it to standard output.",
-)
+@click.option("--html", "html_file", metavar="FILE", help="Write it as one page of HTML; - is standard output.")
 def report(path: str, as_json: bool, html_file: str | None) -> None:
     """Print the newest report that phalanx run has written into DIR, its --report-dir or --log-dir, or that of a file.
 
     Before it stands what was said when a job of that --log-dir failed last. The report's first sentence says who keeps
-    the job from going on, and which branch or loop to look at, if that is clear.
-    Then come every rank's state, stack and last operations. --html FILE writes the same as a page with a timeline.
-    Beside each hang-N.json is a folder hang-N-torch, with all recorded operations as torch's flight recorder writes
-    them, for torchfrtrace --prefix rank_.
+    the job from going on, and which branch or loop to look at, if that is clear. Then come every rank's state, stack
+    and last operations. The page of --html has a timeline of all ranks too. Beside each hang-N.json is a folder
+    hang-N-torch, with all recorded operations as torch's flight recorder writes them, for torchfrtrace --prefix rank_.
     """
     from phalanx.watch.hang_report import latest_report, read_report
 
@@ -63,21 +51,16 @@ def report(path: str, as_json: bool, html_file: str | None) -> None:
         raise LaunchError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise LaunchError(f"{found} cannot be read: {error}") from None
-    if html_file is not None:
-        _write_page(read, html_file)
+    if html_file is None:
+        click.echo(json.dumps(read.to_json(), indent=1) if as_json else read.text(), nl=as_json)
         return
-    click.echo(json.dumps(read.to_json(), indent=1) if as_json else read.text(), nl=as_json)
-
-
-def _write_page(report: HangReport, html_file: str) -> None:
     from phalanx.watch.html_page import page
 
-    text = page(report).encode()
-    if html_file == "-":
-        sys.stdout.buffer.write(text)
-        return
+    text = page(read).encode()
     try:
-        Path(html_file).write_bytes(text)
+        with click.open_file(html_file, "wb") as file:
+            file.write(text)
     except OSError as error:
         raise LaunchError(f"{html_file} cannot be written: {error.strerror}") from None
-    click.echo(f"phalanx report: wrote {html_file} ({format_bytes(len(text))})")
+    if html_file != "-":
+        click.echo(f"phalanx report: wrote {html_file} ({format_bytes(len(text))})")

@@ -66,17 +66,17 @@ def timeline(path: str, html: TextIO | None, svg: TextIO | None, trace: TextIO |
             f"{path} has no operations. phalanx run --log-dir {path} leaves them there when the job ends, if its ranks "
             f"have called any"
         )
-    files = [file for file in (html, svg, trace) if file is not None]
-    for file in files:
-        if file is trace:
-            json.dump(chrome_trace(found), file)
-        else:
-            file.write(timeline_page(found) if file is html else timeline_svg(found))
-    if not any(file.name == "-" for file in files):
-        click.echo(json.dumps(found.to_json()) if as_json else "\n".join(_summary(found)))
+    if trace is not None:
+        json.dump(chrome_trace(found), trace)
+    if html is not None:
+        html.write(timeline_page(found))
+    if svg is not None:
+        svg.write(timeline_svg(found))
+    if not any(file is not None and file.name == "-" for file in (html, svg, trace)):
+        click.echo(json.dumps(found.to_json()) if as_json else _summary(found))
 
 
-def _summary(found: Timeline) -> list[str]:
+def _summary(found: Timeline) -> str:
     from phalanx.topology.table import format_table
     from phalanx.watch.hang_report import printable_line
     from phalanx.watch.html_text import duration
@@ -90,6 +90,6 @@ def _summary(found: Timeline) -> list[str]:
         rows.append({**row, "operations": f"{len(lane.spans):,}"})
     whole = duration(found.end_ns - found.begin_ns)
     title = f"{found.report.job.partition(';')[0]}, the last {whole}, ended {found.report.when}"
-    lines = [format_table(rows, title=title, text_columns=("host",)).rstrip("\n"), f"{found.verdict}; the longest:"]
-    lines += [f"  {wait.text()}, by {format_named('rank', wait.waiting)}" for wait in found.waits[:_SHOWN]]
-    return [printable_line(line) for text in lines for line in text.splitlines()]
+    text = f"{format_table(rows, title=title, text_columns=('host',))}{found.verdict}; the longest:"
+    waits = [f"  {wait.text()}, by {format_named('rank', wait.waiting)}" for wait in found.waits[:_SHOWN]]
+    return "\n".join(map(printable_line, [*text.splitlines(), *waits]))

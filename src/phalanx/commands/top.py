@@ -8,15 +8,14 @@ import os
 import shutil
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
 
-from phalanx.launch.job.seconds import Seconds
+from phalanx.commands import Seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from phalanx.launch.running.other_host import WatcherElsewhere
     from phalanx.launch.running.watching import Look, Watcher
 
@@ -27,8 +26,6 @@ _FIRST_S = 0.5
 # For how long other hosts' answers are waited for: by one look among many, and by the only one. A host that is off
 # answers after eight seconds that it cannot be reached.
 _PATIENCE_S, _PATIENCE_ONCE_S = 1.0, 12.0
-# Two lines about a host that does not answer are of two silences if so much time is between them.
-_SILENCE_S = 2.5
 
 
 @click.command()
@@ -40,26 +37,15 @@ _SILENCE_S = 2.5
     default=1.0,
     show_default=True,
     metavar="S",
-    help="The time between two looks, over which rates are measured. It grows if looking would need more than 0.25 % "
-    "of a host's cores.",
+    help="The time between two looks. It grows if looking would need more than 0.25 % of a host's cores.",
 )
 @click.option("--once", is_flag=True, help="Look for one interval, print that, and end.")
 @click.option("-H", "--host", metavar="HOST", help="The host on which phalanx run was called, if that is not this one.")
-@click.option(
-    "--starter",
-    metavar="COMMAND",
-    help="With -H, in place of ssh: start a program on that host by this one, called as COMMAND HOST PROGRAM ARGS...",
-)
+@click.option("--starter", metavar="COMMAND", help="With -H, in place of ssh, as of phalanx run.")
 @click.option("--here", is_flag=True, help="Show only the ranks of the host of phalanx run; start nothing on others.")
 @click.option("--json", "as_json", is_flag=True, help="Print each look as a JSON object on a line of its own.")
 def top(
-    job: str | None,
-    interval_s: float,
-    once: bool,
-    host: str | None,
-    starter: str | None,
-    here: bool,
-    as_json: bool,
+    job: str | None, interval_s: float, once: bool, host: str | None, starter: str | None, here: bool, as_json: bool
 ) -> None:
     """Show live how each rank of a running job is getting on. Ctrl-C ends this, and not the job.
 
@@ -102,8 +88,11 @@ def top(
 
     It ends when the job does. Exit codes: 0; 2 if there is no such job, or JOB fits several.
     """
+    from phalanx.system.limits import raise_file_limit
+
     if starter is not None and host is None:
         raise click.UsageError("--starter says how another host is reached; name that with -H")
+    raise_file_limit()  # each host takes three descriptors
     with contextlib.suppress(OSError):
         os.nice(10)  # where cores are scarce they are the ranks'
     with contextlib.suppress(KeyboardInterrupt), _watcher(job, host, starter, here) as watcher:
@@ -113,7 +102,7 @@ def top(
                 time.sleep(interval_s)
                 look = watcher.look(_PATIENCE_ONCE_S)
                 if look is not None:
-                    _print(look, as_json)
+                    _print(as_json, look)
                     return
             else:
                 _watch(watcher, interval_s, as_json)
@@ -123,32 +112,29 @@ def top(
 
 
 def _watcher(job: str | None, host: str | None, starter: str | None, here: bool) -> Watcher | WatcherElsewhere:
-    from phalanx.launch.running.jobs import find_job
-    from phalanx.launch.running.other_host import WatcherElsewhere
-    from phalanx.launch.running.watching import Watcher
-    from phalanx.launch.starters.ssh import parse_starter
-    from phalanx.system.limits import raise_file_limit
+    if host is None:
+        from phalanx.launch.running.jobs import find_job
+        from phalanx.launch.running.watching import Watcher
 
-    raise_file_limit()  # each host takes three descriptors
-    if host is not None:
-        return WatcherElsewhere(host, parse_starter(starter), job, here=here, say=_say_once())
-    return Watcher(find_job(job), here=here)
+        return Watcher(find_job(job), here=here)
+    from phalanx.launch.running.other_host import WatcherElsewhere
+    from phalanx.launch.starters.ssh import parse_starter
+
+    return WatcherElsewhere(host, parse_starter(starter), job, here=here, say=partial(click.echo, err=True))
 
 
 def _watch(watcher: Watcher | WatcherElsewhere, interval_s: float, as_json: bool) -> None:
-    """Look at a job until it has ended."""
+    """Look at a job until it has ended, on the terminal's other page if there is one."""
     from phalanx.launch.running.looking import pause_after_s
-    from phalanx.launch.running.other_host import WatcherElsewhere
 
     screen = sys.stdout.isatty() and not as_json and os.environ.get("TERM", "dumb") != "dumb"
-    if screen and isinstance(watcher, WatcherElsewhere):
-        watcher.say = _show_above
-    show = _show if screen else lambda look: _print(look, as_json)
+    if screen and hasattr(watcher, "say"):  # over the first line of the look before, which shows nothing of now
+        watcher.say = lambda line: click.echo(f"\x1b[H{line}\x1b[K", nl=False)
     last: Look | None = None
     pause_s = min(interval_s, _FIRST_S)
     watcher.look()
     if screen:
-        sys.stdout.write("\x1b[?1049h\x1b[?25l")  # the terminal's other page, without a cursor
+        sys.stdout.write("\x1b[?1049h\x1b[?25l")
     try:
         while True:
             time.sleep(pause_s)
@@ -157,52 +143,26 @@ def _watch(watcher: Watcher | WatcherElsewhere, interval_s: float, as_json: bool
             if look is None:
                 return
             last = look
-            show(look)
+            _print(as_json, look, screen=screen)
             used_s = time.process_time() - used_s
             pause_s = max(interval_s, pause_after_s(used_s), watcher.pause_s)
     finally:
         if screen:
             sys.stdout.write("\x1b[?25h\x1b[?1049l")
             if last is not None:
-                _print(last, as_json)
+                _print(as_json, last)
 
 
-def _say_once() -> Callable[[str], None]:
-    """What prints the first line of each silence on standard error."""
-    said_at = float("-inf")
-
-    def say(line: str) -> None:
-        nonlocal said_at
-        now = time.monotonic()
-        if now - said_at > _SILENCE_S:
-            click.echo(line, err=True)
-        said_at = now
-
-    return say
-
-
-def _show_above(line: str) -> None:
-    """Draw a line over the first one of the look before, which shows nothing of now."""
-    sys.stdout.write(f"\x1b[H{line}\x1b[K")
-    sys.stdout.flush()
-
-
-def _show(look: Look) -> None:
-    """Draw a look over the one before."""
-    from phalanx.launch.running.table import format_look
-
-    size = shutil.get_terminal_size()
-    text = format_look(look, width=size.columns, height=size.lines, color="NO_COLOR" not in os.environ)
-    # Each line is cleared behind its end, and the page below the last one.
-    sys.stdout.write("\x1b[H" + text.replace("\n", "\x1b[K\n") + "\x1b[J")
-    sys.stdout.flush()
-
-
-def _print(look: Look, as_json: bool) -> None:
+def _print(as_json: bool, look: Look, *, screen: bool = False) -> None:
     from phalanx.launch.running.table import format_look, look_values
 
+    size = shutil.get_terminal_size()
     if as_json:
         click.echo(json.dumps(look_values(look)))
-        return
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    click.echo(format_look(look, width=width), nl=False)
+    elif screen:
+        text = format_look(look, width=size.columns, height=size.lines, color="NO_COLOR" not in os.environ)
+        # Each line is cleared behind its end, and the page below the last one.
+        sys.stdout.write("\x1b[H" + text.replace("\n", "\x1b[K\n") + "\x1b[J")
+        sys.stdout.flush()
+    else:
+        click.echo(format_look(look, width=size.columns if sys.stdout.isatty() else None), nl=False)

@@ -19,7 +19,7 @@ from phalanx import settings
 from phalanx.doctor.accelerators import DEVICES_S, DeviceRecord, device_findings, probe_devices
 from phalanx.doctor.finding import Finding, Level, failure, warning
 from phalanx.doctor.probe import Reach
-from phalanx.launch.job.reach import is_here
+from phalanx.launch.job.hosts import is_here
 from phalanx.launch.starters.helpers import Helper, Unanswered
 from phalanx.system.interfaces import is_loopback
 from phalanx.topology.table import format_table

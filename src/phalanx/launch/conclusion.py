@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.launch.job.job import Job
-from phalanx.launch.job.output_options import FAILURE_FILE
+from phalanx.launch.job.options import FAILURE_FILE
 from phalanx.launch.output.failure import End, Failure, failure_in_short, find_cause, format_failure, signal_name
 from phalanx.launch.output.logs import Console
 from phalanx.launch.output.stacks import format_places

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from phalanx.launch.job.diagnosis import Diagnosis
+from phalanx.launch.job.options import Diagnosis
 from phalanx.launch.protocol import Examine, Examined, Waits
 from phalanx.launch.rank.operations import last_recording
 from phalanx.launch.rank.trace import Trace

@@ -26,7 +26,7 @@ from phalanx.launch.function.forking import fork_apart, why_not
 from phalanx.launch.function.spawning import Start, pickle_call, spawn
 from phalanx.launch.function.supervising import supervise
 from phalanx.launch.job.job import Job, make_job
-from phalanx.launch.job.rank_count import COUNTED_HERE, count_ranks
+from phalanx.launch.job.options import COUNTED_HERE, LaunchOptions, count_ranks
 from phalanx.launch.job.target import Target
 from phalanx.launch.output.failure import describe_status
 from phalanx.launch.rank.forked import forget_interpreter
@@ -101,9 +101,8 @@ def launch(
         raise ArgumentError(f"start_method={start_method!r} is neither 'fork' nor 'spawn'; leave it out for the best")
     _refuse_in_rank()
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    job = make_job(
-        _count(n), Target("function", name, "", (name,)), quiet=quiet, prefix=prefix, device=device, reader=None
-    )
+    options = LaunchOptions(ranks=_count(n), quiet=quiet, prefix=prefix, device=device)
+    job = make_job(options, Target("function", name, "", (name,)))
     call = (function, tuple(args), dict(kwargs or {}))
     reason = why_not() if start_method != "spawn" else "a fresh interpreter was asked for"
     if reason and start_method == "fork":

@@ -1,14 +1,11 @@
-"""``--bind``: which cores each rank may run on.
+"""Bind ranks to cores (``--bind``).
 
-By default ranks are not bound, as with torchrun, Hydra and srun. Open MPI and Intel MPI do bind by default, with two
-surprises for their users: two jobs on one machine are bound to the same cores while others idle, and the workers of a
-data loader, which inherit the binding, crowd onto the cores of their rank. A user who has the machine alone can bind:
-the threads of a rank then stay near their caches and the rank's memory.
+By default ranks are not bound, as under torchrun, Hydra and srun. Open MPI and Intel MPI bind by default: two jobs on
+one machine are then bound to the same cores while others idle, and the workers of a data loader crowd onto the cores of
+their rank. A user who has the machine alone can bind, so that threads stay near their caches and the rank's memory.
 
-Cores are the logical ones that this process may use (its affinity, and with it the cpuset). Ranks get whole physical
-cores as long as there are enough of them. Neighbouring ranks get neighbouring cores, NUMA node by NUMA node; ranks that
-compute on an accelerator get cores next to it, where the kernel says which these are. Memory comes from the NUMA node
-on which a thread runs, and from another one when that is full: ``MPOL_BIND`` would have the rank killed.
+Ranks get whole physical cores as long as there are enough of them. Neighbouring ranks get neighbouring cores, NUMA node
+by NUMA node; ranks that compute on an accelerator get cores next to it, where the kernel says which these are.
 """
 
 from __future__ import annotations
@@ -30,9 +27,6 @@ __all__ = [
     "bind_ranks",
     "bind_ranks_here",
     "cores_per_rank",
-    "cpus_near",
-    "parse_cpu_list",
-    "usable_cpus",
 ]
 
 Bind = Literal["none", "core", "numa"]
@@ -42,10 +36,7 @@ Bind = Literal["none", "core", "numa"]
 class Core:
     """One logical core. In sorted order, cores that share a NUMA node or a physical core are neighbours.
 
-    Attributes:
-        numa_node: the NUMA node whose memory is near.
-        physical: the number of the first logical core of the same physical core.
-        cpu: its own number.
+    ``physical`` is the number of the first logical core of the same physical core, ``cpu`` its own number.
     """
 
     numa_node: int
@@ -58,12 +49,8 @@ def bind_ranks_here(
 ) -> list[tuple[int, ...]]:
     """List the logical cores of each rank of this host; none if ranks are not bound.
 
-    Args:
-        bind: as in :func:`bind_ranks`, which raises the same; or ``none``.
-        ranks: how many ranks share this host.
-        most: how many cores may be busy at a time.
-        device: the device that the user has asked for, as ``cuda`` or ``cuda:1``; None for none.
-        environment: has the variables that hide devices.
+    ``most`` is how many cores may be busy at a time, ``device`` what the user has asked for (``cuda``, ``cuda:1``), and
+    ``environment`` has the variables that hide devices.
     """
     if bind == "none":
         return []
@@ -73,21 +60,13 @@ def bind_ranks_here(
 def cores_per_rank(ranks: int, cores: int, cpus: Sequence[tuple[int, ...]]) -> int:
     """Count the cores that every rank of a host has without taking another's, at least 1.
 
-    Args:
-        ranks: how many ranks share the host.
-        cores: how many cores may be busy there at a time.
-        cpus: the cores of each rank, if ranks are bound.
+    ``cores`` is how many may be busy there at a time, ``cpus`` has those of each rank, if ranks are bound.
     """
     return max(1, min([cores // ranks, *(len(own) // sharing for own, sharing in Counter(cpus).items())]))
 
 
 def usable_cpus(system: str = "/sys/devices/system") -> list[Core]:
-    """The logical cores that this process may run on.
-
-    Args:
-        system: the folder in which the kernel describes the machine. If something is missing there, all cores count
-            as one NUMA node, and each logical core as a physical one.
-    """
+    """List the logical cores that this process may run on, sorted, as the kernel describes them in ``system``."""
     node_of: dict[int, int] = {}
     for directory in Path(system, "node").glob("node[0-9]*"):
         for cpu in parse_cpu_list(read_text(directory / "cpulist")):
@@ -100,14 +79,7 @@ def usable_cpus(system: str = "/sys/devices/system") -> list[Core]:
 
 
 def cpus_near(devices: Sequence[FoundDevice], pci: str = "/sys/bus/pci/devices") -> list[frozenset[int]]:
-    """List for each rank the logical cores next to its device; empty where that is not known of all.
-
-    Firmware that does not know says that all are (and that the NUMA node is -1).
-
-    Args:
-        devices: the accelerator of each rank of this host.
-        pci: the folder in which the kernel describes the devices of the PCI bus.
-    """
+    """List for each rank the logical cores next to its device; empty where that is not known of all."""
     lists = [read_text(Path(pci, device.pci.lower(), "local_cpulist")) for device in devices if device.pci]
     near = [frozenset(parse_cpu_list(text)) for text in lists]
     return near if len(near) == len(devices) and all(near) else []
@@ -120,20 +92,14 @@ def bind_ranks(
     most: int | None = None,
     near: Sequence[frozenset[int]] = (),
 ) -> list[tuple[int, ...]]:
-    """The logical cores of each rank.
+    """List the logical cores of each rank.
 
     Args:
         bind: ``core`` divides the cores among the ranks, and no core is given to two. ``numa`` gives a rank all usable
             cores of one NUMA node, and each node as many ranks as its share of the cores.
-        ranks: how many ranks share this host.
-        cores: those that the ranks may use.
-        most: how many of them may be busy at a time, if a cgroup allows fewer than all; None for all.
-        near: for each rank the cores next to its device, if that is known (:func:`cpus_near`). Ranks with the same
-            ones share these. It is ignored if some overlap, as where firmware knows the place of some devices only, or
-            if too few cores are near.
-
-    Raises:
-        LaunchError: ``bind`` is ``core``, and there are fewer cores than ranks.
+        most: how many of them may be busy at a time, if a cgroup allows fewer than all.
+        near: for each rank the cores next to its device (:func:`cpus_near`). Ranks with the same ones share these. It
+            is ignored if some overlap, as where firmware knows the place of some devices only, or if too few are near.
     """
     cores = sorted(cores)
     available = min(len(cores), most or len(cores))
@@ -142,15 +108,13 @@ def bind_ranks(
             f"--bind core: {ranks} ranks need a core each, and this process may use {available} (its affinity and its "
             f"cgroup say so). Start at most {available} ranks, or let them share: --bind none"
         )
-    together = {own: [rank for rank in range(ranks) if near[rank] == own] for own in near}
-    usable = {own: [core for core in cores if core.cpu in own] for own in near}
+    sharing = Counter(near)
+    usable = {own: [core for core in cores if core.cpu in own] for own in sharing}
     apart = len({core for found in usable.values() for core in found}) == sum(map(len, usable.values()))
-    enough = all(len(usable[own]) >= (len(members) if bind == "core" else 1) for own, members in together.items())
+    enough = all(len(usable[own]) >= (count if bind == "core" else 1) for own, count in sharing.items())
     if near and apart and enough:
-        found: dict[int, tuple[int, ...]] = {}
-        for own, members in together.items():
-            found.update(zip(members, bind_ranks(bind, len(members), usable[own]), strict=True))
-        return [found[rank] for rank in range(ranks)]
+        shares = {own: iter(bind_ranks(bind, count, usable[own])) for own, count in sharing.items()}
+        return [next(shares[own]) for own in near]
     if bind == "numa":
         # The node in which the middle of the rank's share lies.
         homes = [cores[(2 * rank + 1) * len(cores) // (2 * ranks)].numa_node for rank in range(ranks)]
@@ -164,7 +128,7 @@ def bind_ranks(
 
 
 def parse_cpu_list(text: str) -> list[int]:
-    """The numbers in a list as the kernel writes it: ``0-3,8`` is 0, 1, 2, 3, 8."""
+    """Read a list of numbers as the kernel writes it: ``0-3,8`` is 0, 1, 2, 3, 8."""
     numbers: list[int] = []
     for part in text.strip().split(","):
         low, _, high = part.partition("-")

@@ -1,8 +1,6 @@
-"""``--config FILE`` and ``--save-config FILE``: the options of ``phalanx run`` in a TOML file.
+"""Read and write options of ``phalanx run`` as a TOML file (``--config``, ``--save-config``).
 
-TOML, because people write and comment such files, and because Python reads it: by itself since 3.11, before that by
-``tomli``, from which its own reader comes. A key is the long name of an option, and ``target`` and ``arguments`` are
-what follows the options::
+A key is the long name of an option, and ``target`` and ``arguments`` are what follows the options::
 
     ranks = 4
     log-dir = "logs"
@@ -11,8 +9,8 @@ what follows the options::
     target = "train.py"
     arguments = ["--lr", "0.1"]
 
-The file becomes words of a command line, and those that the user has typed come after them. So an option that was
-typed replaces that of the file, by click's own rule that the last one counts; ``-x`` adds to those of the file.
+The file's values become click's ``default_map``: an option that is typed replaces that of the file, which replaces the
+environment; ``-x`` adds to those of the file.
 """
 
 from __future__ import annotations
@@ -20,13 +18,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from phalanx.errors import LaunchError
-from phalanx.launch.job.hang_options import KEPT
 from phalanx.words import did_you_mean
 
 if sys.version_info >= (3, 11):
@@ -34,7 +33,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["format_config", "read_config", "words_of_config"]
+__all__ = ["as_defaults", "format_config", "read_config", "save_config"]
 
 # Those that say what this one call is to do. A file is for what every call is to do.
 _NOT_IN_FILES = ("config", "save-config", "dry-run", "json")
@@ -51,25 +50,18 @@ _INSTEAD = (
 
 
 def _keys(options: Sequence[click.Parameter]) -> dict[str, click.Parameter]:
-    """What may stand in a file, by the key: an option's long name, or what its value is if it has none (-x, -m)."""
+    """Map keys of a file to options: a key is the long name, or what the value is if there is none (-x, -m)."""
     keys = {}
     for option in options:
         long = [name for name in option.opts if name.startswith("--")]
-        key = (long[-1].removeprefix("--") if long else option.name or "").replace("_", "-")
-        if key not in _NOT_IN_FILES:
-            keys[key] = option
-    return keys
+        keys[(long[-1].removeprefix("--") if long else option.name or "").replace("_", "-")] = option
+    return {key: option for key, option in keys.items() if key not in _NOT_IN_FILES}
 
 
 def read_config(path: str, options: Sequence[click.Parameter]) -> dict[str, Any]:
-    """Read a file, and check that each key is an option and has a value of its kind.
+    """Read a file, and check that each key is one of the options and has a value of its kind.
 
-    Args:
-        path: the file. Paths in it are relative to the working directory, as on the command line.
-        options: the parameters of ``phalanx run``.
-
-    Raises:
-        LaunchError: the file cannot be read, a key is unknown, or a value is of another kind. The message names it.
+    Paths in it are relative to the working directory, as on the command line.
     """
     try:
         with open(path, "rb") as file:
@@ -84,8 +76,7 @@ def read_config(path: str, options: Sequence[click.Parameter]) -> dict[str, Any]
         key = written.replace("_", "-")
         if key not in keys:
             raise LaunchError(f"--config {path}: there is no option {written!r}; {_hint(key, keys)}")
-        wanted = _wanted(keys[key], value)
-        if wanted:
+        if wanted := _wanted(keys[key], value):
             raise LaunchError(f"--config {path}: {written} = {value!r}: is not {wanted}")
         checked[key] = value
     if "arguments" in checked and "target" not in checked:
@@ -104,7 +95,7 @@ def _hint(key: str, keys: Mapping[str, click.Parameter]) -> str:
 
 
 def _wanted(option: click.Parameter, value: Any) -> str:
-    """What a value should be, if it is something else; empty if it is right."""
+    """Say what a value should be, if it is something else."""
     if isinstance(option, click.Option) and option.is_flag:
         return "" if isinstance(value, bool) else "true or false"
     if option.multiple or option.nargs == -1:
@@ -114,54 +105,35 @@ def _wanted(option: click.Parameter, value: Any) -> str:
     return "" if number_or_text else "a text or a number"
 
 
-def words_of_config(
-    config: Mapping[str, Any], options: Sequence[click.Parameter], typed: set[str]
-) -> tuple[list[str], list[str]]:
-    """A file's content as words of a command line.
-
-    Args:
-        config: what :func:`read_config` has returned.
-        options: the parameters of ``phalanx run``.
-        typed: the names, in Python, of those that the user has typed.
-
-    Returns:
-        The words that come before what the user has typed, and those that come after it: the target.
-    """
+def as_defaults(
+    config: Mapping[str, Any], options: Sequence[click.Parameter], typed: Collection[str]
+) -> dict[str, Any]:
+    """Make a file's content click's ``default_map``, without what the options named in ``typed`` replace."""
     keys = _keys(options)
     replaced = {key for key, option in keys.items() if option.name in typed and not option.multiple}
     for group in _INSTEAD:
         if replaced.intersection(group):
             replaced = replaced.union(group)
-    before: list[str] = []
-    for key, value in config.items():
-        option = keys[key]
-        if key in replaced or not isinstance(option, click.Option) or value is False:
-            continue
-        if value is True:
-            before.append(option.opts[0])
-        elif isinstance(value, list):
-            before += [word for each in value for word in (option.opts[0], each)]
-        else:
-            before += [option.opts[0], str(value)]
-    if "target" in replaced or "target" not in config:
-        return before, []
-    return before, ["--", str(config["target"]), *config.get("arguments", [])]
+    return {keys[key].name or "": value for key, value in config.items() if key not in replaced}
 
 
 def format_config(ctx: click.Context) -> str:
-    """The options of a call as the content of a file, which ``--config`` reads; those left out keep their defaults.
-
-    Raises:
-        LaunchError: a word is not text that TOML can hold.
-    """
-    lines = []
-    values = {**ctx.params, **ctx.meta.get(KEPT, {})}
+    """Format the options of a call as a file for ``--config``; those left out keep their defaults."""
+    lines = ["# phalanx run --config THIS_FILE\n"]
     for key, option in _keys(ctx.command.params).items():
-        value = values[option.name or ""]
-        source = ctx.get_parameter_source(option.name or "")
-        if source is click.core.ParameterSource.COMMANDLINE and value != () and value is not None:
+        value, source = ctx.params[option.name or ""], ctx.get_parameter_source(option.name or "")
+        if source in (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP) and value != () and value is not None:
             lines.append(f"{key} = {_toml(value)}\n")
-    return "".join(["# phalanx run --config THIS_FILE\n", *lines])
+    return "".join(lines)
+
+
+def save_config(path: str, ctx: click.Context) -> None:
+    """Write the options of a call to a file; see :func:`format_config`."""
+    content = format_config(ctx)
+    try:
+        Path(path).write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"--save-config {path}: cannot be written: {error.strerror}") from error
 
 
 def _toml(value: Any) -> str:

@@ -1,26 +1,22 @@
-"""The job: everything that is decided before a process is started, as plain values, so that a dry run can print it."""
+"""Decide everything about a job before a process is started, as plain values, so that a dry run can print it."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import secrets
 import signal
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from phalanx import settings
-from phalanx.errors import InitializationError, LaunchError
+from phalanx.errors import DeviceError, InitializationError, LaunchError
 from phalanx.launch.job import memory as rank_memory
-from phalanx.launch.job.attempt import Attempt
-from phalanx.launch.job.binding import Bind, bind_ranks_here, cores_per_rank
-from phalanx.launch.job.contradictions import check_together
-from phalanx.launch.job.diagnosis import Diagnosis
-from phalanx.launch.job.host_slots import HostSlots, fill_hosts
-from phalanx.launch.job.output_options import PLAIN_OUTPUT, OutputOptions
-from phalanx.launch.job.reach import LOOPBACK, check_hosts, launcher_addresses, reach_other_hosts
-from phalanx.launch.job.rehearsal import Rehearsal
+from phalanx.launch.job.binding import bind_ranks_here, cores_per_rank
+from phalanx.launch.job.hosts import HostSlots, fill_hosts, is_here, launcher_addresses
+from phalanx.launch.job.options import LaunchOptions
 from phalanx.launch.job.spellings import count_after_target
 from phalanx.launch.job.target import Target
 from phalanx.system import interfaces
@@ -32,57 +28,28 @@ from phalanx.topology.table import RankRow
 from phalanx.wire.key import new_key
 from phalanx.words import format_count
 
-if TYPE_CHECKING:
-    from phalanx.launch.job.mpi_launcher import MpiLauncher
+__all__ = ["Job", "Share", "make_job", "next_attempt"]
 
-__all__ = ["MOST_S", "Job", "make_job", "next_attempt"]
-
-# See Job.patience_s.
-GRACE_S: dict[int, float] = {signal.SIGINT: 1.0, signal.SIGTERM: 30.0, signal.SIGHUP: 30.0}
-GRACE_AFTER_FAILURE_S = 5.0
-# The longest time that may be given for something: poll() takes milliseconds as an int, so it knows no 25 days.
-MOST_S = 1_000_000.0
+# After Ctrl-C somebody waits at the terminal. After SIGTERM or SIGHUP a batch system ends the job, and ranks may be
+# writing a checkpoint. After a failure (None) the ranks are out of step, and most of them can only fail too.
+_GRACE_S: dict[int | None, float] = {signal.SIGINT: 1.0, signal.SIGTERM: 30.0, signal.SIGHUP: 30.0, None: 5.0}
 
 
-@dataclass(frozen=True)
-class Job:
-    """A job: on this host, on hosts that the launcher reaches by ssh or another starter, or started by MPI.
+@dataclass(frozen=True, kw_only=True)
+class Job(LaunchOptions):
+    """What the user chose, and what follows from it. ``hosts`` are those that get a rank, with the number they get.
 
     Attributes:
-        ranks: the number of processes to start.
-        target: the script, module or program that each of them runs.
         run_id: a name that no other job has; ``PHALANX_RUN_ID`` in the ranks.
         host: this machine's name.
-        cores: the number of cores that all ranks together may use.
-        threads: ``OMP_NUM_THREADS`` of each rank. It is empty if it depends on the cores of the rank's host, which are
-            not known yet.
-        grace_s: how many seconds a rank that was asked to end may take before it is killed; None for the defaults of
-            :meth:`patience_s`.
-        quiet: print neither the rank table nor notes.
-        prefix: write ``[rank 3]`` before each line of output.
-        svg: the file for a picture of where the ranks run; empty for none.
-        output: which ranks' output goes to files, and which is shown.
-        mpi: the MPI launcher that starts the ranks; None for the built-in launcher.
-        hosts: the hosts of the ranks, each with its number of ranks; empty if all run here, or if the MPI launcher
-            chooses.
-        starter: the program that starts a command on another host, and its arguments; empty for ssh.
-        named: the variables that the user has named, which go to other hosts whatever they are.
+        cores: how many all ranks together may use.
+        threads: ``OMP_NUM_THREADS`` of each rank; empty if that depends on the cores of other hosts.
         addresses: those at which ranks may reach the launcher, and the store; an agent knows which one they can.
-        rehearsal: the hosts that the ranks report in place of their real one; None if they report that.
-        bind: how ranks are bound to cores.
         cpus: the logical cores of each rank; empty if they are not bound.
-        device: ``PHALANX_DEVICE`` of the ranks; None to leave the user's environment, or else the machine, to decide.
-        pass_local_rank: give the target ``--local_rank``, before its own arguments.
-        replace: the backends that the backend ``phalanx`` replaces.
-        interface: the network interface that ranks use; empty for the one that routes to the others.
-        memory: variables that say how the ranks' allocator gets memory, and whether it gives it back.
+        device: ``PHALANX_DEVICE`` of the ranks; None if nobody has chosen one.
+        memory: variables of the ranks' allocator.
         key: a secret, by which a process proves that it is one of this job's ranks.
-        preload: import torch once, before the ranks are forked.
-        reader: the rank that reads the launcher's standard input, a terminal included; None if the user named none.
-        debugged: the rank that gets the launcher's terminal for itself; None for none.
         counted: whether somebody chose the number of ranks.
-        diagnosis: what is said of ranks that wait for each other for long.
-        attempt: which attempt at the job this is, and how many there may be.
     """
 
     ranks: int
@@ -91,31 +58,11 @@ class Job:
     host: str
     cores: int
     threads: str
-    grace_s: float | None = None
-    quiet: bool = False
-    prefix: bool = True
-    svg: str = ""
-    output: OutputOptions = PLAIN_OUTPUT
-    mpi: MpiLauncher | None = None
-    hosts: tuple[HostSlots, ...] = ()
-    starter: tuple[str, ...] = ()
-    named: tuple[str, ...] = ()
-    addresses: tuple[str, ...] = (LOOPBACK,)
-    rehearsal: Rehearsal | None = None
-    bind: Bind = "none"
+    addresses: tuple[str, ...] = (interfaces.LOOPBACK,)
     cpus: tuple[tuple[int, ...], ...] = ()
-    device: str | None = None
-    pass_local_rank: bool = False
-    replace: tuple[str, ...] = ()
-    interface: str = ""
     memory: Mapping[str, str] = field(default_factory=dict)
     key: str = field(default="", repr=False)
-    preload: bool = True
-    reader: int | None = None
-    debugged: int | None = None
     counted: bool = True
-    diagnosis: Diagnosis = field(default_factory=Diagnosis)
-    attempt: Attempt = field(default_factory=Attempt)
 
     @property
     def is_local(self) -> bool:
@@ -123,14 +70,8 @@ class Job:
         return self.mpi is None and not self.hosts
 
     def patience_s(self, signum: int | None) -> float:
-        """How long ranks may take to end after this signal, or after the failure of another rank if it is None.
-
-        After Ctrl-C somebody waits at the terminal. After SIGTERM or SIGHUP a batch system ends the job, and ranks may
-        be writing a checkpoint. After a failure the ranks are out of step, and most of them can only fail too.
-        """
-        if self.grace_s is not None:
-            return self.grace_s
-        return GRACE_AFTER_FAILURE_S if signum is None else GRACE_S.get(signum, 0.0)
+        """How long ranks may take to end after this signal, or after the failure of a rank (None)."""
+        return self.grace_s if self.grace_s is not None else _GRACE_S.get(signum, 0.0)
 
     def reads(self, rank: int, *, terminal: bool) -> bool:
         """Whether a rank gets the launcher's standard input; ``terminal`` says whether that is a terminal."""
@@ -143,11 +84,10 @@ class Job:
         return rank == self.debugged or alone
 
     def title(self) -> str:
-        """The line above the rank table."""
         command = "phalanx.launch" if self.target.kind == "function" else "phalanx run"
         parts = [f"{command}: {format_count(self.ranks, 'rank')} of {self.target.name}"]
         if self.rehearsal is not None:
-            parts.append(self.rehearsal.title(self.host))
+            parts.append(f"rehearsed: {format_count(len(self.rehearsal.hosts), 'host')} on {self.host}")
         if self.replace:
             parts.append(f"{settings.BACKEND} in place of {' and '.join(self.replace)}")
         if rank_memory.MMAP_MAX in self.memory:
@@ -157,97 +97,63 @@ class Job:
         return ", ".join(parts)
 
     def target_of(self, local_rank: int) -> Target:
-        """The target of the rank with this local rank."""
         if not self.pass_local_rank:
             return self.target
         first, *own = self.target.argv
         return dataclasses.replace(self.target, argv=(first, f"--local_rank={local_rank}", *own))
 
     def rows(self) -> list[RankRow]:
-        """The rank table of this job, as far as it is known before a rank has been started."""
+        """Return the rank table, as far as it is known before a rank has been started."""
         threads, devices = int(self.threads.partition(",")[0]) if self.threads else None, device_names(os.environ)
-        if not self.is_local:
-            placed_ranks = [
-                (node, host.name, local)
-                for node, host in enumerate(self.hosts or [HostSlots(self.host, self.ranks)])
-                for local in range(host.slots or 0)
-            ]
-            return [
-                RankRow(rank, node, name, local, device_of_rank(local, self.device, devices), None, None, threads)
-                for rank, (node, name, local) in enumerate(placed_ranks)
-            ]
-        bound = self.cpus or [()] * self.ranks
-        cores = [len(cpus) or self.cores for cpus in bound]
         if self.rehearsal is not None:
-            return [
-                RankRow(
-                    rank,
-                    placed.node_rank,
-                    self.rehearsal.host(placed.node_rank),
-                    placed.local_rank,
-                    "cpu",
-                    None,
-                    cores[rank],
-                    threads,
-                    bound[rank],
-                )
-                for rank, placed in enumerate(self.rehearsal.placed())
-            ]
-        names = [device_of_rank(rank, self.device, devices) for rank in range(self.ranks)]
-        return [
-            RankRow(rank, 0, self.host, rank, names[rank], None, cores[rank], threads, bound[rank])
-            for rank in range(self.ranks)
-        ]
+            placed = [(node, self.rehearsal.host(node), local) for node, local in self.rehearsal.placed()]
+        else:
+            hosts = self.hosts or [HostSlots(self.host, self.ranks)]
+            placed = [(node, host.name, local) for node, host in enumerate(hosts) for local in range(host.slots or 0)]
+        rows = []
+        for rank, (node, host_name, local) in enumerate(placed):
+            cpus = self.cpus[rank] if self.cpus else ()
+            cores = len(cpus) or self.cores if self.is_local else None
+            device = device_of_rank(local, self.device, devices)
+            rows.append(RankRow(rank, node, host_name, local, device, None, cores, threads, cpus))
+        return rows
 
     def device_of(self, local_rank: int) -> str:
-        """The device of the rank on this host, as far as it can be known without torch; ``?`` if it cannot."""
+        """Name the device of the rank on this host, as far as it can be known without torch; ``?`` if it cannot."""
         return device_of_rank(local_rank, self.device, device_names(os.environ))
 
     def environment(self, rank: int, *, port: int, rows: Sequence[RankRow] | None = None) -> dict[str, str]:
-        """The variables added to the environment of ``rank``: all those that torchrun sets, and Phalanx's own.
+        """Return the variables added to the environment of ``rank``: all those that torchrun sets, and Phalanx's own.
 
-        Args:
-            rank: the process, from 0 to ``ranks - 1``.
-            port: the port of the store. If the target is not Python, there is no store, and rank 0 may listen there.
-            rows: the rank table; by default that of :meth:`rows`.
+        ``port`` is that of the store; if the target is not Python, there is none, and rank 0 may listen there.
         """
         if rows is None and self.is_local:
             rows = self.rows()
-        world = str(self.ranks)
         local_rank, node_rank, beside, nodes, threads = rank, 0, self.ranks, 1, self.threads
         if rows is not None:
             local_rank, node_rank = rows[rank].local_rank, rows[rank].node_rank
             beside = sum(row.node_rank == node_rank for row in rows)
             nodes = 1 + max(row.node_rank for row in rows)
             threads = self.threads or str(rows[rank].threads or 1)
-        # A Python target's streams are set to line buffering directly; its own children are left alone.
-        unbuffered = {} if self.target.is_python else {"PYTHONUNBUFFERED": "1"}
         keeps_store = self.target.is_python or not self.is_local
-        own: dict[str, str] = {}
-        if self.interface:
-            own[settings.INTERFACE] = self.interface
-            own["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME") or self.interface
-        if self.key:
-            own[settings.KEY] = self.key
-        return {
-            **unbuffered,
-            **own,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": world,
-            "LOCAL_WORLD_SIZE": str(beside),
-            "GROUP_RANK": str(node_rank),
-            "GROUP_WORLD_SIZE": str(nodes),
-            "ROLE_RANK": str(rank),
+        variables = {
+            "RANK": rank,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": self.ranks,
+            "LOCAL_WORLD_SIZE": beside,
+            "GROUP_RANK": node_rank,
+            "GROUP_WORLD_SIZE": nodes,
+            "ROLE_RANK": rank,
             "ROLE_NAME": "default",
-            "ROLE_WORLD_SIZE": world,
+            "ROLE_WORLD_SIZE": self.ranks,
             "MASTER_ADDR": self.addresses[0],
-            "MASTER_PORT": str(port),
-            **self.attempt.environment(),
+            "MASTER_PORT": port,
+            settings.ATTEMPT: self.attempt.number,
+            "TORCHELASTIC_RESTART_COUNT": self.attempt.number,
+            "TORCHELASTIC_MAX_RESTARTS": self.attempt.restarts,
             "TORCHELASTIC_RUN_ID": self.run_id,
             # If the launcher hosts the store, every rank is a client of it, and rank 0 may end first.
-            "TORCHELASTIC_USE_AGENT_STORE": str(keeps_store),
-            **({settings.STORE_PORT: str(port)} if keeps_store else {}),
+            "TORCHELASTIC_USE_AGENT_STORE": keeps_store,
             "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             "OMP_NUM_THREADS": threads,
@@ -255,23 +161,36 @@ class Job:
             settings.DIRECTORY: own_folder(),
             # With this variable phalanx.init() does not print the table a second time.
             settings.TABLE_SHOWN: "1",
-            **({settings.CALL_SITES: "error"} if self.diagnosis.strict else {}),
-            **({} if self.device is None else {settings.DEVICE: self.device}),
-            **({} if self.rehearsal is None else self.rehearsal.environment(node_rank)),
-            **self.before_torch(),
         }
+        if keeps_store:
+            variables[settings.STORE_PORT] = port
+        if not self.target.is_python:
+            # A Python target's streams are set to line buffering directly; its own children are left alone.
+            variables["PYTHONUNBUFFERED"] = "1"
+        if self.interface:
+            variables[settings.INTERFACE] = self.interface
+            variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME") or self.interface
+        if self.key:
+            variables[settings.KEY] = self.key
+        if self.diagnosis.strict:
+            variables[settings.CALL_SITES] = "error"
+        if self.device is not None:
+            variables[settings.DEVICE] = self.device
+        if self.rehearsal is not None:
+            variables.update(self.rehearsal.environment(node_rank))
+        return {name: str(value) for name, value in variables.items()} | self.before_torch()
 
     def before_torch(self) -> dict[str, str]:
-        """The variables that must be set when torch is imported, which may be before there are ranks."""
+        """Return the variables that must be set when torch is imported, which may be before there are ranks."""
         return {**self.memory, **({settings.REPLACE: ",".join(self.replace)} if self.replace else {})}
 
     def warnings(self) -> list[str]:
-        """Notes for the user before the job runs, one line each."""
+        """Return notes for the user before the job runs, one line each."""
         warnings = [] if self.rehearsal is None else [self.rehearsal.note()]
         if self.is_local and self.ranks > self.cores:
             warnings.append(
-                f"{self.ranks} ranks share {self.cores} cores; they will take turns, "
-                f"and a timing says little about a machine with a core for each"
+                f"{self.ranks} ranks share {self.cores} cores; they will take turns, and a timing says little about a "
+                f"machine with a core for each"
             )
         warnings += filter(None, [self.output.note(self.ranks)])
         if (misplaced := count_after_target(self.target.argv[1:])) and not self.counted:
@@ -285,159 +204,149 @@ class Job:
         return warnings
 
 
-def _threads_per_rank(cores: int, environment: Mapping[str, str]) -> str:
-    """``OMP_NUM_THREADS`` for each rank: the user's own value, or as many as the rank has cores.
+@dataclass(frozen=True)
+class Share:
+    """What a zygote has to know beside the job.
+
+    Attributes:
+        ranks: those that it forks: all, or those of its host. Its messages and its files count them from 0.
+        rows: the rank table of the whole world.
+        port: the port of the job's store.
+        listener: the listening socket of the store, if this zygote starts the process that serves it.
+        terminal: whether the launcher's standard input is a terminal.
+    """
+
+    ranks: range
+    rows: Sequence[RankRow]
+    port: int
+    listener: socket.socket | None
+    terminal: bool
+
+
+def make_job(options: LaunchOptions, target: Target, environment: Mapping[str, str] = os.environ) -> Job:
+    """Decide everything about a job; the user's own settings are read in ``environment``.
 
     Raises:
-        LaunchError: the user's value is not a number of threads, or a list of such numbers.
+        LaunchError: something that was asked for is not possible here, or two options contradict each other.
     """
-    own = environment.get("OMP_NUM_THREADS", "")
-    if not own:
-        return str(cores)
-    if not all(part.strip().isdigit() and int(part) > 0 for part in own.split(",")):
-        raise LaunchError(f"OMP_NUM_THREADS={own!r} is not a number of threads; correct or unset it")
-    return own
+    _check_alone(options, environment)
+    hosts = tuple(fill_hosts(options.hosts, options.ranks, options.ppn)) if options.hosts else ()
+    here: list[str] = []
+    if options.mpi is None:
+        here = [host.name for host in hosts if is_here(host.name, starter=bool(options.starter))]
+    elsewhere = options.mpi is not None or len(here) < len(hosts)
+    _check_hosts(options, here, elsewhere=elsewhere)
+    rehearsal, ranks = options.rehearsal, options.ranks or 1
+    if rehearsal is not None:
+        ranks = rehearsal.ranks
+    elif hosts:
+        ranks = sum(host.slots or 0 for host in hosts)
+    for option, rank in (("--stdin", options.reader), ("--debug", options.debugged)):
+        if rank is not None and not 0 <= rank < ranks:
+            raise LaunchError(f"{option} {rank}: is not one of the {format_count(ranks, 'rank')}, which count from 0")
+    options.output.check(ranks)
+    cores = usable_cores()
+    device = "cpu" if rehearsal else options.device or environment.get(settings.DEVICE) or None
+    # On other hosts ranks are bound there, to the cores of those hosts.
+    cpus = [] if elsewhere else bind_ranks_here(options.bind, ranks, cores, device, environment)
+    threads = environment.get("OMP_NUM_THREADS", "")
+    if threads and not all(part.strip().isdigit() and int(part) > 0 for part in threads.split(",")):
+        raise LaunchError(f"OMP_NUM_THREADS={threads!r} is not a number of threads; correct or unset it")
+    if not threads and not elsewhere:
+        threads = str(cores_per_rank(ranks, cores, cpus))
+    hosts = hosts if elsewhere else ()
+    addresses = options.addresses or launcher_addresses(options.mpi, hosts, options.interface, environment)
+    memory = {}
+    if target.is_python and device_of_rank(0, device, device_names(os.environ)) == "cpu":
+        memory = rank_memory.variables(options.memory_mode, ranks, memory_left(), environment)
+    decided = {
+        "ranks": ranks,
+        "target": target,
+        "run_id": f"phalanx-{secrets.token_hex(6)}",
+        "host": machine_name(),
+        "cores": cores,
+        "threads": threads,
+        "output": dataclasses.replace(options.output, part=options.attempt.folder),
+        "hosts": hosts,
+        "addresses": tuple(addresses),
+        "cpus": tuple(cpus),
+        "device": device,
+        "memory": memory,
+        "key": new_key(),
+        "counted": options.ranks is not None or bool(options.hosts) or rehearsal is not None,
+    }
+    return Job(**{**vars(options), **decided})
 
 
-def make_job(
-    ranks: int | None,
-    target: Target,
-    *,
-    grace_s: float | None = None,
-    quiet: bool = False,
-    prefix: bool = True,
-    output: OutputOptions = PLAIN_OUTPUT,
-    mpi: MpiLauncher | None = None,
-    hosts: Sequence[HostSlots] = (),
-    ppn: int | None = None,
-    starter: Sequence[str] = (),
-    named: Sequence[str] = (),
-    address: str | None = None,
-    rehearsal: Rehearsal | None = None,
-    bind: Bind = "none",
-    device: str | None = None,
-    pass_local_rank: bool = False,
-    replace: Sequence[str] = (),
-    interface: str | None = None,
-    preload: bool = True,
-    reader: int | None = None,
-    debugged: int | None = None,
-    memory: rank_memory.Memory = "huge",
-    restarts: int = 0,
-    environment: Mapping[str, str] | None = None,
-) -> Job:
-    """Decide everything about a job of ``ranks`` processes.
+# What people call devices for which torch has another name.
+_OTHER_DEVICE_NAMES = {
+    "gpu": "cuda (NVIDIA and AMD), xpu (Intel), mps (Apple), or by its vendor's own name, such as npu",
+    "nvidia": "cuda",
+    **dict.fromkeys(("amd", "rocm", "hip"), "cuda, too"),
+    "intel": "xpu",
+    "ascend": "npu",
+    "tpu": "xla",
+}
 
-    Args:
-        ranks: the number of ranks, at least 1. None for one, or for as many as the hosts take.
-        target: the script, module or program that each rank runs.
-        grace_s: how many seconds a rank that was asked to end may take before it is killed; by default 1 after Ctrl-C,
-            30 after SIGTERM and SIGHUP, 5 after the failure of another rank.
-        quiet: print neither the rank table nor notes.
-        prefix: write ``[rank 3]`` before each line of output.
-        output: which ranks' output goes to files, and which is shown.
-        mpi: the MPI launcher that starts them; None for the built-in launcher, on this host.
-        hosts: the hosts on which they may run; empty for this one, or for those that the MPI launcher chooses.
-        ppn: the most ranks that a host takes.
-        starter: the program that starts a command on another host, and its arguments; by default ssh.
-        named: the variables that the user has named, which go to other hosts whatever they are.
-        address: the address at which ranks on other hosts reach this one; by default it is found out.
-        rehearsal: the hosts that the ranks report in place of their real one. The number of ranks follows from it.
-        bind: how ranks are bound to cores.
-        device: the device on which they compute: ``cpu``, ``cuda``, ``cuda:1``, …
-        pass_local_rank: give the target ``--local_rank``.
-        replace: the backends that the backend ``phalanx`` replaces.
-        interface: the network interface that ranks use; by default the one that routes to the others.
-        preload: import torch once, before the ranks are forked.
-        reader: the rank that reads the launcher's standard input; by default rank 0, if that is not a terminal.
-        debugged: the rank that gets the launcher's terminal for itself.
-        memory: ``huge`` (pages), ``keep`` what is freed, or ``return`` it, as ``phalanx.launch.job.memory`` explains.
-            It changes nothing for ranks that compute on an accelerator, and for programs that are not Python.
-        restarts: how often all ranks are started again after the failure of one.
-        environment: the variables in which the user's own settings are read; ``os.environ`` by default.
 
-    Raises:
-        LaunchError: the number of ranks or of threads is not possible, the hosts do not take so many ranks, there are
-            fewer cores than ranks to bind, or two options contradict each other.
-    """
-    if environment is None:
-        environment = os.environ
-    check_together(ranks, mpi, hosts, rehearsal, bind, device, environment)
+def _check_alone(options: LaunchOptions, environment: Mapping[str, str]) -> None:
+    """Refuse options that cannot be carried out, whatever the hosts are."""
+    ranks, rehearsal, ppn = options.ranks, options.rehearsal, options.ppn
+    device, said = options.device, f"--device {options.device}"
+    if device is None:
+        device = environment.get(settings.DEVICE) or None
+        said = f"{settings.DEVICE}={device}"
+    if device is not None and not re.fullmatch(r"[a-z]+[0-9]?(:[0-9]+)?", device):
+        raise LaunchError(DeviceError.not_a_device(said))
+    if device is not None and (other := _OTHER_DEVICE_NAMES.get(device.partition(":")[0])):
+        raise LaunchError(f"{said}: torch calls such a device {other}; write that")
+    if options.mpi is not None and options.bind != "none":
+        from phalanx.launch.job.mpi_launcher import how_to_bind
+
+        how = how_to_bind(options.bind)
+        raise LaunchError(f"--bind {options.bind}: an MPI launcher binds its ranks by options of its own: {how}")
+    if rehearsal is not None:
+        unreal = "--rehearse places ranks on hosts that do not exist"
+        if options.hosts:
+            raise LaunchError(f"{unreal}; leave --rehearse or the hosts out")
+        if options.mpi is not None:
+            raise LaunchError(f"{unreal}, which an MPI launcher cannot do; leave --rehearse or --mpi out")
+        if ranks not in (None, rehearsal.ranks):
+            given = f"--rehearse {rehearsal.given}, which is {rehearsal.ranks} ranks"
+            raise LaunchError(f"-n {ranks} contradicts {given}; leave -n out")
+        if options.device not in (None, "cpu"):
+            computes = "a rehearsal computes on the CPU; leave --device or --rehearse out"
+            raise LaunchError(f"--device {options.device}: {computes}")
     if ranks is not None and ranks < 1:
         raise LaunchError(f"-n {ranks}: a job has at least one rank")
-    if ppn is not None and (ppn < 1 or not hosts):
-        raise LaunchError(
-            f"--ppn {ppn}: is the most ranks a host takes, at least 1; name the hosts, as in -H h1,h2, or leave it out"
-        )
-    filled = tuple(fill_hosts(hosts, ranks, ppn)) if hosts else ()
-    elsewhere = mpi is not None or reach_other_hosts(filled, starter)
-    check_hosts(hosts, filled, starter, mpi, elsewhere=elsewhere, address=address, debugged=debugged)
+    if ppn is not None and (ppn < 1 or not options.hosts):
+        how = "at least 1; name the hosts, as in -H h1,h2, or leave it out"
+        raise LaunchError(f"--ppn {ppn}: is the most ranks a host takes, {how}")
+
+
+def _check_hosts(options: LaunchOptions, here: Sequence[str], *, elsewhere: bool) -> None:
+    """Refuse options about other hosts that cannot be carried out; ``here`` lists the names of this host."""
+    if elsewhere and options.debugged is not None:
+        where = "of an MPI launcher" if options.mpi is not None else "on other hosts"
+        raise LaunchError(f"--debug hands over this terminal, which ranks {where} do not have; leave it out")
+    if options.starter and options.mpi is not None:
+        raise LaunchError("--starter and --mpi both start processes on other hosts; give one of them")
+    if options.starter and not options.hosts:
+        raise LaunchError("--starter needs the hosts on which it is to start ranks: -H h1:4,h2:4")
+    if options.addresses and not elsewhere:
+        raise LaunchError("--address is for ranks on other hosts, and there are none; leave it out")
+    if len(here) > 1:
+        raise LaunchError(f"{' and '.join(here)} are one host, this one; list it once, with the number of its ranks")
     # This host need not have the interface if all ranks may be on other hosts.
-    if interface is not None and not elsewhere:
+    if options.interface and not elsewhere:
         try:
-            interfaces.chosen_interface({settings.INTERFACE: interface})
+            interfaces.chosen_interface({settings.INTERFACE: options.interface})
         except InitializationError as error:
             raise LaunchError(f"--interface sets {error}") from None
-    if grace_s is not None and not 0.0 <= grace_s <= MOST_S:
-        raise LaunchError(f"grace_s={grace_s}: give a number of seconds from 0 to {MOST_S:,.0f}, which is 11 days")
-    count = sum(host.slots or 0 for host in filled) if filled else ranks or 1
-    count = count if rehearsal is None else rehearsal.ranks
-    for option, rank in (("--stdin", reader), ("--debug", debugged)):
-        if rank is not None and not 0 <= rank < count:
-            raise LaunchError(f"{option} {rank}: is not one of the {format_count(count, 'rank')}, which count from 0")
-    output.check(count)
-    cores = usable_cores()
-    computes_on = device or ("cpu" if rehearsal is not None else environment.get(settings.DEVICE) or None)
-    # On other hosts ranks are bound there, to the cores of those hosts.
-    cpus = [] if elsewhere else bind_ranks_here(bind, count, cores, computes_on, environment)
-    threads = _threads_per_rank(cores_per_rank(count, cores, cpus), environment)
-    if elsewhere and not environment.get("OMP_NUM_THREADS"):
-        threads = ""
-    found = [address] if address else launcher_addresses(mpi, filled if elsewhere else (), interface, environment)
-    attempt = Attempt(restarts=restarts)
-    job = Job(
-        ranks=count,
-        target=target,
-        run_id=f"phalanx-{secrets.token_hex(6)}",
-        host=machine_name(),
-        cores=cores,
-        threads=threads,
-        grace_s=grace_s,
-        quiet=quiet,
-        prefix=prefix,
-        output=dataclasses.replace(output, part=attempt.folder),
-        mpi=mpi,
-        hosts=filled if elsewhere else (),
-        starter=tuple(starter),
-        named=tuple(named),
-        addresses=tuple(found),
-        rehearsal=rehearsal,
-        bind=bind,
-        cpus=tuple(cpus),
-        device=computes_on,
-        pass_local_rank=pass_local_rank,
-        replace=tuple(replace),
-        interface=interface or "",
-        key=new_key(),
-        preload=preload,
-        reader=reader,
-        debugged=debugged,
-        counted=ranks is not None or bool(filled) or rehearsal is not None,
-        attempt=attempt,
-    )
-    if not target.is_python or job.device_of(0) != "cpu":
-        return job
-    chosen = rank_memory.variables(memory, ranks=count, memory_nbytes=memory_left(), environment=environment)
-    return dataclasses.replace(job, memory=chosen)
 
 
 def next_attempt(job: Job, key: str) -> Job:
-    """The job once more, after an attempt that has failed.
-
-    Args:
-        job: the job as it was.
-        key: its key from now on, so that no process of an earlier attempt can join.
-    """
+    """Return the job once more, after a failed attempt, with a key of its own: no process of before can join."""
     attempt = job.attempt.next()
     output = dataclasses.replace(job.output, part=attempt.folder)
     return dataclasses.replace(job, attempt=attempt, output=output, key=key)

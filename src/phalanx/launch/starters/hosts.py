@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from phalanx import settings
 from phalanx.errors import LaunchError
 from phalanx.launch.job.binding import cores_per_rank
-from phalanx.launch.job.reach import is_here
+from phalanx.launch.job.hosts import is_here
 from phalanx.launch.job.target import Refusal
 from phalanx.launch.link import MESSAGE, Link, Lost, open_door
 from phalanx.launch.protocol import Here, Invite, Printed, Unstarted, decode_event

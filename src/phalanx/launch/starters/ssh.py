@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 
 from phalanx.errors import LaunchError
-from phalanx.launch.job.reach import is_here
+from phalanx.launch.job.hosts import is_here
 from phalanx.launch.output.failure import signal_name
 from phalanx.launch.starters.invitation import OTHER_VERSION, UNREACHABLE, Invitation
 from phalanx.launch.starters.program import Program
