@@ -58,7 +58,6 @@ def serve(name: str, thing: Any, methods: Iterable[str]) -> None:
     Raises:
         ArgumentError: there is no such method, a parameter has no annotation or one that cannot be checked, a method is
             a generator, or the name is taken.
-        EncodingError: msgspec is not installed.
     """
     from phalanx.rpc.typed import Signature
 
@@ -100,7 +99,6 @@ def service(to: str | int | Member, name: str, interface: type[T], *, timeout_s:
         the method as :class:`RemoteError`, because its own type would have to be unpickled.
 
     Raises:
-        EncodingError: msgspec is not installed.
     """
     require(service, to, name, interface, timeout_s=timeout_s)  # they are used only when it is called
     return cast(T, _Client(to, name, interface, timeout_s))

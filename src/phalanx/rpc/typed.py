@@ -17,17 +17,13 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from phalanx.errors import ArgumentError, EncodingError
 from phalanx.rpc import rebuilding
 from phalanx.rpc.rebuilding import DTYPE_NAMES, DTYPES, QUANTIZED
 from phalanx.rpc.reducing import elements_of
-
-try:
-    import msgspec
-except ImportError as _missing:
-    raise EncodingError("typed services need msgspec, which is not installed: pip install msgspec") from _missing
 
 __all__ = ["Signature", "decode_call", "encode_call", "typed_decode", "typed_encode"]
 

@@ -234,12 +234,12 @@ def place_of(kind: str, environment: Mapping[str, str]) -> dict[str, Any]:
     row = _ROWS[kind].row
     found = {}
     for name, column in (("rank", "rank"), ("size", "world_size"), ("beside", "local_world_size")):
-        reader = getattr(row, column)
+        reader = row.readers.get(column)
         try:
-            finding = reader(environment)
+            finding = reader(environment) if reader is not None else None
         except LauncherEnvironmentError as error:
             raise LaunchError(f"the MPI launcher set {error}; is it another MPI's?") from None
-        if finding is None and name != "beside":
+        if finding is None and reader is not None and name != "beside":
             raise LaunchError(f"the MPI launcher did not set {reader.names}; is it another MPI's?")
         found[name] = 0 if finding is None else int(finding.value)
     return found

@@ -35,11 +35,12 @@ def main() -> None:
     if home not in sys.path:
         sys.path.append(home)
     from phalanx import settings
-    from phalanx.launch.rank.start import become
-    from phalanx.launch.starters.mpi_agent import ASKED, PASSED_ON, be_agent
 
     if settings.MPI_JOIN not in os.environ:
         sys.exit("phalanx: this program is for `phalanx run --mpi` to start; start your script with that")
+    from phalanx.launch.rank.start import become
+    from phalanx.launch.starters.mpi_agent import ASKED, PASSED_ON, be_agent
+
     watched = {*ASKED, *PASSED_ON, signal.SIGCHLD}
     handlers: dict[int, Any] = {signum: signal.getsignal(signum) or signal.SIG_DFL for signum in watched}
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
