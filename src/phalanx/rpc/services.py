@@ -97,8 +97,6 @@ def service(to: str | int | Member, name: str, interface: type[T], *, timeout_s:
     Returns:
         An object with the public methods of ``interface``. They raise what ``rpc.call`` raises, and an exception of
         the method as :class:`RemoteError`, because its own type would have to be unpickled.
-
-    Raises:
     """
     require(service, to, name, interface, timeout_s=timeout_s)  # they are used only when it is called
     return cast(T, _Client(to, name, interface, timeout_s))
