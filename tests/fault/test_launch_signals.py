@@ -206,7 +206,8 @@ def test_launch_that_has_just_begun_ends_in_order(launcher: Launcher) -> None:
             return any("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in processes.children_of(early.pid))
         return False
 
-    wait_for(imports_torch)  # so the launcher has told it to start
+    wait_for(imports_torch)
+    wait_for(lambda: "poll" in Path(f"/proc/{early.pid}/wchan").read_text())  # the launcher has told it to start
     stop(early.pid)  # before it can read that the ranks have been started
     wait_for(lambda: len(list(place.glob("runs-*"))) == 2)
     early.process.send_signal(signal.SIGINT)
