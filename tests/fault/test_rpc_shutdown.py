@@ -16,8 +16,8 @@ from tests.support.ranks import Member, run_ranks
 from tests.support.waiting import await_end, soon, stop
 
 from phalanx import rpc
+from phalanx.diagnosis import from_outside
 from phalanx.rpc import inquiry, session
-from phalanx.watch import from_outside
 
 LONG_S = 60.0
 TIMEOUT_S = 1.0

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.watch.recorder import MEMORY_NAME
+from phalanx.diagnosis.recorder import MEMORY_NAME
 from tests.support.waiting import soon
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from phalanx.watch.hang_report import HangReport
-from phalanx.watch.records import Group, Record, Recording
-from phalanx.watch.verdict import Seen, Verdict
+from phalanx.diagnosis.hang_report import HangReport
+from phalanx.diagnosis.records import Group, Record, Recording
+from phalanx.diagnosis.verdict import Seen, Verdict
 
 __all__ = ["EVIL", "NOW", "SECOND", "operation", "report"]
 

@@ -16,10 +16,10 @@ from textwrap import dedent
 import pytest
 from tests.support.waiting import stop
 
+from phalanx.diagnosis import from_outside
+from phalanx.diagnosis.from_outside import PLACE_SIGNAL, Place, place_of, place_of_main
+from phalanx.diagnosis.stack_text import frames_of
 from phalanx.launch.rank.trace import Trace, open_trace
-from phalanx.watch import from_outside
-from phalanx.watch.from_outside import PLACE_SIGNAL, Place, place_of, place_of_main
-from phalanx.watch.stack_text import frames_of
 
 LIMIT_S = 60.0
 # With the handler that Python itself has for this, such a process died of one question in a hundred.
@@ -27,7 +27,7 @@ QUESTIONS = 300
 CALLS_FUNCTIONS = """
     import os, sys
     from phalanx.launch.rank.trace import open_own
-    from phalanx.watch.from_outside import Place
+    from phalanx.diagnosis.from_outside import Place
 
     open_own(int(sys.argv[1]), 0)
     place = Place("test-caller")
@@ -84,7 +84,7 @@ def test_a_fault_of_the_program_itself_ends_it_as_before(tmp_path: Path) -> None
     """Also in a child of a process that was asked, and with the program's own handler, here Python's."""
     program = """
         import ctypes, faulthandler, os, signal
-        from phalanx.watch.stack_signal import write_stacks_on
+        from phalanx.diagnosis.stack_signal import write_stacks_on
 
         faulthandler.enable()
         file = os.open("stacks", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -108,7 +108,7 @@ def test_a_fault_of_the_program_itself_ends_it_as_before(tmp_path: Path) -> None
 
 
 SPINS = """
-    from phalanx.watch.from_outside import Place
+    from phalanx.diagnosis.from_outside import Place
 
     place = Place("test-spins")
 

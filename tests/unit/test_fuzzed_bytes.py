@@ -31,6 +31,14 @@ from tests.support.mutations import changed
 from tests.support.ranks import on_ranks
 
 from phalanx.commands.run import run as run_command
+from phalanx.diagnosis import recorder
+from phalanx.diagnosis.hang_report import HangReport, read_report, write_report
+from phalanx.diagnosis.html_page import page
+from phalanx.diagnosis.records import Group, Record, Recording, read_recording
+from phalanx.diagnosis.seen_values import seen_to_json
+from phalanx.diagnosis.stack_text import frames_of
+from phalanx.diagnosis.verdict import Seen, judge
+from phalanx.diagnosis.verdict import Verdict as HangVerdict
 from phalanx.errors import EncodingError, LaunchError
 from phalanx.launch.job.config_file import read_config
 from phalanx.launch.output import report as rank_report
@@ -54,14 +62,6 @@ from phalanx.transports import seat
 from phalanx.transports.hosts.contact import _MESSAGE, Contact
 from phalanx.transports.hosts.inquiry import answer_from
 from phalanx.transports.shm import tuning
-from phalanx.watch import recorder
-from phalanx.watch.hang_report import HangReport, read_report, write_report
-from phalanx.watch.html_page import page
-from phalanx.watch.records import Group, Record, Recording, read_recording
-from phalanx.watch.seen_values import seen_to_json
-from phalanx.watch.stack_text import frames_of
-from phalanx.watch.verdict import Seen, judge
-from phalanx.watch.verdict import Verdict as HangVerdict
 from phalanx.wire.framing import Malformed, frame
 from phalanx.wire.key import Key
 from phalanx.wire.proof import Challenge, NoProof, PassedOn, Response, WrongKey

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tests.support.reports import report
 
-from phalanx.watch import hang_report
-from phalanx.watch.hang_report import latest_report, read_report, write_report
+from phalanx.diagnosis import hang_report
+from phalanx.diagnosis.hang_report import latest_report, read_report, write_report
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

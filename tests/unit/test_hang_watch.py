@@ -9,15 +9,15 @@ from typing import Any
 
 from tests.support.reports import operation
 
+from phalanx.diagnosis.hang_report import latest_report, read_report
+from phalanx.diagnosis.records import Group, Recording
+from phalanx.diagnosis.verdict import Seen, judge
 from phalanx.launch.hang_watch import HangWatch
 from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.target import Target
 from phalanx.launch.sight import Examination, Pace
 from phalanx.launch.stopped_ranks import StoppedRanks
-from phalanx.watch.hang_report import latest_report, read_report
-from phalanx.watch.records import Group, Recording
-from phalanx.watch.verdict import Seen, judge
 
 WORLD = Group("0", "phalanx", (0, 1))
 STACK = 'Stack (most recent call first):\n  File "/job/train.py", line 7 in load\n'

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.support.reports import EVIL, report
 
-from phalanx.watch.html_page import page
+from phalanx.diagnosis.html_page import page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PATH = next((path for name in NAMES if (path := shutil.which(name))), "")

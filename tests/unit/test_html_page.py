@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from tests.support.reports import EVIL, report
 
-from phalanx.watch.hang_report import write_report
-from phalanx.watch.html_page import page
+from phalanx.diagnosis.hang_report import write_report
+from phalanx.diagnosis.html_page import page
 
 LEAF = ("meta", "rect", "path", "br")  # without an end tag, or closed at once
 

@@ -11,10 +11,10 @@ from textwrap import dedent
 
 import pytest
 
-from phalanx.watch.parting import parting
-from phalanx.watch.records import Group, Record, Recording
-from phalanx.watch.stack_text import Frame
-from phalanx.watch.verdict import Seen, judge
+from phalanx.diagnosis.parting import parting
+from phalanx.diagnosis.records import Group, Record, Recording
+from phalanx.diagnosis.stack_text import Frame
+from phalanx.diagnosis.verdict import Seen, judge
 
 # Each: the program, of which the line with the comment HERE is to be named; without one, nothing. ``# A`` marks the
 # lines of the awaited rank's stack and ``# W`` those of a rank that waits for it, in the order of the calls: by default

@@ -12,10 +12,10 @@ from ctypes import addressof
 
 import pytest
 
+from phalanx.diagnosis import recorder
+from phalanx.diagnosis.glance import glance
+from phalanx.diagnosis.records import Recording, read_recording
 from phalanx.native.core import NBYTES_BITS, RECORDER_BYTES, RECORDS, RecordedGroup, library
-from phalanx.watch import recorder
-from phalanx.watch.glance import glance
-from phalanx.watch.records import Recording, read_recording
 
 ALL_REDUCE, BROADCAST, SEND = 1, 2, 10
 FLOAT32 = 1 << 8

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from tests.support.ranks import Member, on_ranks
 
+from phalanx.diagnosis import recorder
+from phalanx.diagnosis.call_site import call_site, raised_at, running_at, shown, text_of
 from phalanx.native.core import quick_entry
 from phalanx.system.folder import beside
-from phalanx.watch import recorder
-from phalanx.watch.call_site import call_site, raised_at, running_at, shown, text_of
 
 JOB = "/home/ada/job"
 

@@ -8,11 +8,11 @@ from xml.etree import ElementTree
 
 from tests.support.reports import EVIL, SECOND, operation, report
 
-from phalanx.watch.hang_report import HangReport
-from phalanx.watch.records import Group, Recording
-from phalanx.watch.timeline import COMMUNICATES, COMPUTES, WAITS, Timeline, chrome_trace, make_timeline
-from phalanx.watch.timeline_picture import timeline_page, timeline_svg
-from phalanx.watch.verdict import Seen, Verdict
+from phalanx.diagnosis.hang_report import HangReport
+from phalanx.diagnosis.records import Group, Recording
+from phalanx.diagnosis.timeline import COMMUNICATES, COMPUTES, WAITS, Timeline, chrome_trace, make_timeline
+from phalanx.diagnosis.timeline_picture import timeline_page, timeline_svg
+from phalanx.diagnosis.verdict import Seen, Verdict
 
 Call = tuple[str, int, float, float]  # its kind, its number in the group, and when it began and ended, in seconds
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.watch.records import Group, Record, Recording
-from phalanx.watch.verdict import Seen, judge
+from phalanx.diagnosis.records import Group, Record, Recording
+from phalanx.diagnosis.verdict import Seen, judge
 
 WORLD = Group("0", "phalanx", (0, 1, 2, 3))
 PAIR = Group("pair", "phalanx", (1, 2))

@@ -12,7 +12,7 @@ from phalanx.errors import LaunchError
 from phalanx.words import format_named
 
 if TYPE_CHECKING:
-    from phalanx.watch.timeline import Timeline
+    from phalanx.diagnosis.timeline import Timeline
 
 __all__ = ["timeline"]
 
@@ -52,9 +52,9 @@ def timeline(path: str, html: TextIO | None, svg: TextIO | None, trace: TextIO |
     if DIR has no operations.
     """
     # Not imported at the top, because the other commands do without.
-    from phalanx.watch.hang_report import read_operations
-    from phalanx.watch.timeline import chrome_trace, make_timeline
-    from phalanx.watch.timeline_picture import timeline_page, timeline_svg
+    from phalanx.diagnosis.hang_report import read_operations
+    from phalanx.diagnosis.timeline import chrome_trace, make_timeline
+    from phalanx.diagnosis.timeline_picture import timeline_page, timeline_svg
 
     try:
         left = read_operations(Path(path))
@@ -77,10 +77,10 @@ def timeline(path: str, html: TextIO | None, svg: TextIO | None, trace: TextIO |
 
 
 def _summary(found: Timeline) -> list[str]:
+    from phalanx.diagnosis.hang_report import printable_line
+    from phalanx.diagnosis.html_text import duration
+    from phalanx.diagnosis.timeline import COMMUNICATES, COMPUTES, WAITS
     from phalanx.topology.table import format_table
-    from phalanx.watch.hang_report import printable_line
-    from phalanx.watch.html_text import duration
-    from phalanx.watch.timeline import COMMUNICATES, COMPUTES, WAITS
 
     rows = []
     for lane in found.lanes:

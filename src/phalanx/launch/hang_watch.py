@@ -24,20 +24,20 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.diagnosis.disagreement import calls_that_differ
+from phalanx.diagnosis.parting import parting
+from phalanx.diagnosis.verdict import Seen, Verdict, judge
 from phalanx.launch.job.job import Job
 from phalanx.launch.output.stacks import format_stack, frames_in, place_in
 from phalanx.launch.sight import Examination, Pace, Sight
 from phalanx.launch.stopped_ranks import StoppedRanks
 from phalanx.settings import VERSION
 from phalanx.system.folder import own_folder
-from phalanx.watch.disagreement import calls_that_differ
-from phalanx.watch.parting import parting
-from phalanx.watch.verdict import Seen, Verdict, judge
 from phalanx.words import format_named
 
 if TYPE_CHECKING:
-    from phalanx.watch.hang_report import HangReport
-    from phalanx.watch.records import Recording
+    from phalanx.diagnosis.hang_report import HangReport
+    from phalanx.diagnosis.records import Recording
 
 __all__ = ["HangWatch"]
 
@@ -233,7 +233,7 @@ class HangWatch:
             self._filled += 1
 
     def _write(self, verdict: Verdict, seen: Sequence[Seen], stacks: Mapping[int, str]) -> Path | None:
-        from phalanx.watch.hang_report import write_report
+        from phalanx.diagnosis.hang_report import write_report
 
         try:
             return write_report(Path(self._wanted.report_dir), self._as_report(verdict, seen, stacks), self._report)
@@ -250,7 +250,7 @@ class HangWatch:
         """
         if not self._wanted.report_dir:
             return
-        from phalanx.watch.hang_report import write_operations
+        from phalanx.diagnosis.hang_report import write_operations
 
         named = hosts if len(set(hosts)) > 1 else [""] * len(hosts)
         nobody = Verdict("", (), (), time.monotonic_ns())
@@ -263,7 +263,7 @@ class HangWatch:
             self._say(f"the ranks' operations could not be written to {self._wanted.report_dir}: {error}")
 
     def _as_report(self, verdict: Verdict, seen: Sequence[Seen], stacks: Mapping[int, str]) -> HangReport:
-        from phalanx.watch.hang_report import HangReport
+        from phalanx.diagnosis.hang_report import HangReport
 
         job = self._job
         versions = f"Phalanx {VERSION}, Python {platform.python_version()}"

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from phalanx.diagnosis.records import Recording, read_recording
+from phalanx.diagnosis.verdict import Seen
 from phalanx.errors import PhalanxError
 from phalanx.launch.output.failure import End
 from phalanx.launch.rank.progress import Progress
 from phalanx.launch.rank.trace import Trace
 from phalanx.system import processes
 from phalanx.system.folder import own_folder
-from phalanx.watch.records import Recording, read_recording
-from phalanx.watch.verdict import Seen
 
 __all__ = ["Examination", "Pace", "Sight", "SightElsewhere", "SightHere", "Watched"]
 

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from phalanx.watch.verdict import Seen, Verdict
+from phalanx.diagnosis.verdict import Seen, Verdict
 
 __all__ = ["StoppedRanks"]
 

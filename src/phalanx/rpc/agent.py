@@ -18,6 +18,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from phalanx.diagnosis.call_site import capture
+from phalanx.diagnosis.from_outside import Place
 from phalanx.errors import CallTimeout, ClosedError, EncodingError, WorkerLost
 from phalanx.rpc import in_transit
 from phalanx.rpc.calls import Call, Calls
@@ -33,8 +35,6 @@ from phalanx.rpc.message import Kind, Message
 from phalanx.rpc.network import EncryptionMismatch
 from phalanx.rpc.serving import CANCEL, RECEIPT, Incoming, Serving
 from phalanx.system.bounded import within
-from phalanx.watch.call_site import capture
-from phalanx.watch.from_outside import Place
 from phalanx.wire.key import Key
 from phalanx.words import tell
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from phalanx.diagnosis.html_text import shown
 from phalanx.errors import LaunchError
 from phalanx.topology.drawing import DARK, GAP, LIGHT, WIDTH, box, picture, style, text_lines
 from phalanx.topology.table import RankRow
-from phalanx.watch.html_text import shown
 from phalanx.words import format_count
 
 __all__ = ["DARK", "LIGHT", "MOST_RANKS", "placement_svg", "write_placement"]

@@ -39,6 +39,7 @@ from typing import NamedTuple
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 
+from phalanx.diagnosis.recorder import is_kept
 from phalanx.errors import BackendError, DeviceError, InitializationError, LauncherEnvironmentError, PhalanxError
 from phalanx.store.client import JobStore, underlying
 from phalanx.system.host import this_host
@@ -46,7 +47,6 @@ from phalanx.system.process_use import has_ended, start_of
 from phalanx.system.sight import own_sight, state_if_stopped
 from phalanx.transports.gone import ENDED, FAILED, Gone
 from phalanx.transports.seat import Seat
-from phalanx.watch.recorder import is_kept
 from phalanx.words import format_named
 
 __all__ = ["Attendance", "attend", "attending"]

@@ -10,11 +10,11 @@ import os
 from dataclasses import dataclass
 
 from phalanx import settings
+from phalanx.diagnosis.call_site import CallSite, shown, text_of
+from phalanx.diagnosis.program_text import are_alternatives, call_text_at
+from phalanx.diagnosis.recorder import place_of
 from phalanx.errors import CollectiveMismatch, InitializationError
 from phalanx.native.core import Crossing
-from phalanx.watch.call_site import CallSite, shown, text_of
-from phalanx.watch.program_text import are_alternatives, call_text_at
-from phalanx.watch.recorder import place_of
 from phalanx.words import tell
 
 __all__ = ["MOST_JUDGED", "CrossedLines", "Judgements", "Wish", "crossed_lines"]

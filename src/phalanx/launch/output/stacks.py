@@ -6,8 +6,8 @@ import linecache
 import os
 from collections.abc import Mapping, Sequence
 
+from phalanx.diagnosis.stack_text import OWN, SCRIPT_ENDED, Frame, asked_in, frames_of, has_ended
 from phalanx.system.folder import beside, own_folder
-from phalanx.watch.stack_text import OWN, SCRIPT_ENDED, Frame, asked_in, frames_of, has_ended
 from phalanx.words import format_named
 
 __all__ = ["format_places", "format_stack", "format_stacks", "frames_in", "place_in"]

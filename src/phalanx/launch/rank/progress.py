@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from phalanx.diagnosis.glance import Glance, glance
 from phalanx.launch.rank.trace import Trace
 from phalanx.system import processes
-from phalanx.watch.glance import Glance, glance
 
 __all__ = ["Progress"]
 

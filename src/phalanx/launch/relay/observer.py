@@ -16,12 +16,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from phalanx.diagnosis.records import Recording, read_recording
 from phalanx.errors import PhalanxError
 from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.rank.progress import Progress
 from phalanx.launch.rank.trace import Trace
 from phalanx.system import processes
-from phalanx.watch.records import Recording, read_recording
 
 __all__ = ["LARGEST_ANSWER", "Observer", "within"]
 

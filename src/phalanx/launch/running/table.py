@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx.diagnosis.records import Record, world_rank
 from phalanx.launch.running.jobs import RunningJob
 from phalanx.launch.running.rank_look import RankLook
 from phalanx.launch.running.watching import Look
 from phalanx.system.folder import beside
 from phalanx.topology.table import format_table
-from phalanx.watch.records import Record, world_rank
 from phalanx.words import format_bytes, format_count, format_named
 
 __all__ = ["described_job", "format_age", "format_jobs", "format_look", "look_values"]

@@ -27,12 +27,12 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from phalanx.diagnosis.seen_values import seen_from_json, seen_to_json
+from phalanx.diagnosis.verdict import Seen
 from phalanx.store.peek import peek
 from phalanx.system.foreign_values import read_json
 from phalanx.transports.hosts.asking import Questions
 from phalanx.transports.hosts.layout import Layout
-from phalanx.watch.seen_values import seen_from_json, seen_to_json
-from phalanx.watch.verdict import Seen
 
 __all__ = ["ASKED", "SEEN", "Inquiry", "answer_from"]
 

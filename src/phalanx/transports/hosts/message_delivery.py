@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 
+from phalanx.diagnosis.ending import script_failed
 from phalanx.system.awake import AwakeClock, wait_awake
 from phalanx.system.exit_order import Stage, at_exit
 from phalanx.system.threads import start
 from phalanx.transports.hosts.lane import Engine, Transfer, TransferFailed
 from phalanx.transports.hosts.message_way import Way
-from phalanx.watch.ending import script_failed
 
 __all__ = ["Delivery"]
 

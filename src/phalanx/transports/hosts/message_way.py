@@ -31,9 +31,9 @@ from typing import Any
 
 import torch
 
+from phalanx.diagnosis import recorder
+from phalanx.diagnosis.call_site import text_of
 from phalanx.transports.hosts.lane import Engine, Transfer, TransferFailed
-from phalanx.watch import recorder
-from phalanx.watch.call_site import text_of
 
 __all__ = ["BROKEN", "DONE", "LARGE", "LEFT", "SMALL", "SMALL_BYTES", "STAGED", "STAGED_BYTES", "Arrival", "Key", "Way"]
 

@@ -1,7 +1,7 @@
 """What the ranks of an MPI job know of each other's processes: where they are, whether they run, what they did last.
 
 The ranks tell each other once, when MPI starts, where their processes and their flight recorders are. Nothing is read
-there before an error needs it, and then a process is also asked where it is (``watch/from_outside.py``).
+there before an error needs it, and then a process is also asked where it is (``diagnosis/from_outside.py``).
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from phalanx.diagnosis.call_site import shown
+from phalanx.diagnosis.from_outside import Place, place_of_main
+from phalanx.diagnosis.last_known import facts_in
+from phalanx.diagnosis.recorder import open_recorder, own_place
+from phalanx.diagnosis.records import read_recording
 from phalanx.lost import rank_of_group
 from phalanx.system.host import machine_name
 from phalanx.system.process_use import has_ended, start_of, state_text
 from phalanx.system.processes import state_of
-from phalanx.watch.call_site import shown
-from phalanx.watch.from_outside import Place, place_of_main
-from phalanx.watch.last_known import facts_in
-from phalanx.watch.recorder import open_recorder, own_place
-from phalanx.watch.records import read_recording
 
 __all__ = ["Peers"]
 

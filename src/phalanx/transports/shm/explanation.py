@@ -9,6 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from phalanx.diagnosis import recorder
+from phalanx.diagnosis.call_site import shown, text_of
+from phalanx.diagnosis.calls import listed
+from phalanx.diagnosis.ends import how_ended
+from phalanx.diagnosis.from_outside import place_of_main
+from phalanx.diagnosis.last_known import facts_in
+from phalanx.diagnosis.records import copy_memory, read_memory
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.lost import rank_of_group
 from phalanx.native.core import NOBODY, TEXT_BYTES, Breakage, Going, Status, library
@@ -16,13 +23,6 @@ from phalanx.system import processes
 from phalanx.system.host import machine_name
 from phalanx.system.process_use import state_text
 from phalanx.transports.shm.unequal_ends import MessageEnd, unequal_ends
-from phalanx.watch import recorder
-from phalanx.watch.call_site import shown, text_of
-from phalanx.watch.calls import listed
-from phalanx.watch.ends import how_ended
-from phalanx.watch.from_outside import place_of_main
-from phalanx.watch.last_known import facts_in
-from phalanx.watch.records import copy_memory, read_memory
 
 __all__ = ["explain", "facts_of", "left_text"]
 

@@ -23,13 +23,13 @@ from functools import partial
 from types import CodeType
 from typing import Any
 
+from phalanx.diagnosis import call_site
+from phalanx.diagnosis.call_site import CallSite
+from phalanx.diagnosis.program_text import identity
+from phalanx.diagnosis.shapes import lengths_that_count, shape_text
 from phalanx.errors import BackendError
 from phalanx.native.core import NBYTES_BITS, RECORDER_BYTES, STRINGS_AT, RecordedGroup, addresses, library, quick_entry
 from phalanx.system.foreign_values import is_number
-from phalanx.watch import call_site
-from phalanx.watch.call_site import CallSite
-from phalanx.watch.program_text import identity
-from phalanx.watch.shapes import lengths_that_count, shape_text
 
 __all__ = [
     "MEMORY_NAME",

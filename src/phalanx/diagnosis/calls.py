@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
-from phalanx.watch.shapes import lengths_that_count, shape_text
+from phalanx.diagnosis.shapes import lengths_that_count, shape_text
 from phalanx.words import first_kinds, format_named
 
 __all__ = ["call_text", "dtype_name", "exchange_text", "listed", "shape_word"]

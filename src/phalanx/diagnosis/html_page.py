@@ -14,13 +14,13 @@ import hashlib
 import re
 from collections.abc import Iterable, Sequence
 
+from phalanx.diagnosis.hang_report import HangReport
+from phalanx.diagnosis.html_style import SCRIPT, STYLE
+from phalanx.diagnosis.html_text import ago, duration, shown
+from phalanx.diagnosis.html_timeline import Axis, kind_class, row
+from phalanx.diagnosis.records import KINDS, Record
+from phalanx.diagnosis.verdict import Seen
 from phalanx.system.process_use import state_text
-from phalanx.watch.hang_report import HangReport
-from phalanx.watch.html_style import SCRIPT, STYLE
-from phalanx.watch.html_text import ago, duration, shown
-from phalanx.watch.html_timeline import Axis, kind_class, row
-from phalanx.watch.records import KINDS, Record
-from phalanx.watch.verdict import Seen
 from phalanx.words import format_bytes, format_named
 
 __all__ = ["cells", "document", "page", "table"]

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from phalanx.diagnosis.records import Record, Recording, world_rank
+from phalanx.diagnosis.stack_text import Frame
 from phalanx.system.process_use import STATES
-from phalanx.watch.records import Record, Recording, world_rank
-from phalanx.watch.stack_text import Frame
 from phalanx.words import format_named
 
 __all__ = ["Seen", "Verdict", "judge"]

@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterable
 from typing import TypeVar
 
+from phalanx.diagnosis import recorder
+from phalanx.diagnosis.records import copy_memory, is_message
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from phalanx.native.core import SeenRecord
-from phalanx.watch import recorder
-from phalanx.watch.records import copy_memory, is_message
 
 __all__ = ["with_own_wait"]
 

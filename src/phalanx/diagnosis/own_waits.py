@@ -22,16 +22,16 @@ from dataclasses import replace
 from typing import Protocol
 
 from phalanx import settings
+from phalanx.diagnosis.call_site import running_at, shown
+from phalanx.diagnosis.from_outside import place_of_main
+from phalanx.diagnosis.glance import Glance, glance
+from phalanx.diagnosis.recorder import is_kept, own_place
+from phalanx.diagnosis.records import read_process, read_recording
+from phalanx.diagnosis.verdict import Seen, Verdict, judge
 from phalanx.errors import PhalanxError
 from phalanx.system.awake import AwakeClock
 from phalanx.system.processes import state_of
 from phalanx.system.threads import start
-from phalanx.watch.call_site import running_at, shown
-from phalanx.watch.from_outside import place_of_main
-from phalanx.watch.glance import Glance, glance
-from phalanx.watch.recorder import is_kept, own_place
-from phalanx.watch.records import read_process, read_recording
-from phalanx.watch.verdict import Seen, Verdict, judge
 from phalanx.words import tell
 
 __all__ = ["AGAIN", "OtherHosts", "OwnWaits", "warn_after_s", "watch_own_waits"]

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from phalanx.diagnosis.verdict import Seen, Verdict
 from phalanx.system.folder import beside
-from phalanx.watch.verdict import Seen, Verdict
 
 __all__ = ["parting"]
 

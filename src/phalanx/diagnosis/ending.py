@@ -25,10 +25,10 @@ from multiprocessing import util
 from types import TracebackType
 from typing import Protocol
 
+from phalanx.diagnosis.call_site import raised_at, shown
 from phalanx.exception import PhalanxError, chain
 from phalanx.native.core import TEXT_BYTES, library
 from phalanx.system.bounded import within
-from phalanx.watch.call_site import raised_at, shown
 from phalanx.words import printable
 
 __all__ = [

@@ -24,10 +24,10 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from phalanx.diagnosis import stack_signal
+from phalanx.diagnosis.stack_text import SCRIPT_ENDED, frames_of, has_ended
 from phalanx.system import processes
 from phalanx.system.process_use import start_of
-from phalanx.watch import stack_signal
-from phalanx.watch.stack_text import SCRIPT_ENDED, frames_of, has_ended
 
 __all__ = ["PLACE_SIGNAL", "Place", "is_there", "place_of", "place_of_main"]
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from phalanx.diagnosis.records import KINDS, Record, RecorderCopy, copy_recorder
 from phalanx.native.core import RECORDS, SeenRecord
-from phalanx.watch.records import KINDS, Record, RecorderCopy, copy_recorder
 
 __all__ = ["GroupKey", "Pace", "PaceOfRank"]
 

@@ -15,12 +15,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from phalanx.diagnosis.records import Record
+from phalanx.diagnosis.seen_values import seen_from_json, seen_to_json
+from phalanx.diagnosis.torch_trace import write_torch_traces
+from phalanx.diagnosis.verdict import Seen, Verdict
 from phalanx.system.foreign_values import checked, is_number, read_json
 from phalanx.system.whole_files import folder_for_a_while, whole_file
-from phalanx.watch.records import Record
-from phalanx.watch.seen_values import seen_from_json, seen_to_json
-from phalanx.watch.torch_trace import write_torch_traces
-from phalanx.watch.verdict import Seen, Verdict
 from phalanx.words import format_named
 
 __all__ = [

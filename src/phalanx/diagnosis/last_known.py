@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from phalanx.diagnosis.records import Recording
 from phalanx.system.folder import beside, jobs_folder
-from phalanx.watch.records import Recording
 
 __all__ = ["facts_in"]
 

@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 from types import TracebackType
 
-from phalanx.watch import call_site, recorder
-from phalanx.watch.records import KINDS
+from phalanx.diagnosis import call_site, recorder
+from phalanx.diagnosis.records import KINDS
 
 __all__ = ["Joining"]
 

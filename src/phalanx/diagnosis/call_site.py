@@ -7,8 +7,8 @@ import sys
 import threading
 from types import CodeType, FrameType, TracebackType
 
+from phalanx.diagnosis.stack_text import is_library
 from phalanx.system.folder import beside, jobs_folder
-from phalanx.watch.stack_text import is_library
 from phalanx.words import printable
 
 __all__ = ["CallSite", "call_site", "capture", "inside", "raised_at", "running", "running_at", "shown", "text_of"]

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.watch.records import Record, Recording
-from phalanx.watch.shapes import lengths_in
+from phalanx.diagnosis.records import Record, Recording
+from phalanx.diagnosis.shapes import lengths_in
 
 __all__ = ["PREFIX", "as_torch_trace", "write_torch_traces"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from phalanx.watch.html_page import cells, document, table
-from phalanx.watch.html_text import duration, shown
-from phalanx.watch.timeline import COMMUNICATES, COMPUTES, WAITS, Lane, Timeline
+from phalanx.diagnosis.html_page import cells, document, table
+from phalanx.diagnosis.html_text import duration, shown
+from phalanx.diagnosis.timeline import COMMUNICATES, COMPUTES, WAITS, Lane, Timeline
 from phalanx.words import format_named
 
 __all__ = ["timeline_page", "timeline_svg"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from phalanx.diagnosis.records import Recording
+from phalanx.diagnosis.verdict import Seen
 from phalanx.system.foreign_values import checked
-from phalanx.watch.records import Recording
-from phalanx.watch.verdict import Seen
 
 __all__ = ["seen_from_json", "seen_to_json"]
 

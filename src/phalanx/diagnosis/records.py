@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from phalanx.diagnosis.recorder import MEMORY_NAME, ranks_in, spans
 from phalanx.native.core import FOUND_LATE, PIECES_AT, RECORDER_BYTES, RECORDS, STRINGS_AT, SeenRecord, library
 from phalanx.system.folder import beside
 from phalanx.system.foreign_values import checked, read_json
-from phalanx.watch.recorder import MEMORY_NAME, ranks_in, spans
 from phalanx.words import format_bytes
 
 __all__ = [

@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import islice
 from types import CodeType
 
-from phalanx.watch.call_site import CallSite
+from phalanx.diagnosis.call_site import CallSite
 
 __all__ = ["are_alternatives", "call_text_at", "identity"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
+from phalanx.diagnosis.records import Record, Recording, world_rank
+from phalanx.diagnosis.shapes import lengths_in, lengths_that_count
 from phalanx.settings import BACKEND
-from phalanx.watch.records import Record, Recording, world_rank
-from phalanx.watch.shapes import lengths_in, lengths_that_count
 from phalanx.words import first_kinds, format_named
 
 __all__ = ["calls_that_differ", "disagreement", "ranks_alike"]
