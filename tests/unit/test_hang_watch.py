@@ -9,9 +9,9 @@ from typing import Any
 
 from tests.support.reports import operation
 
+from phalanx.diagnosis.diagnose import RankSnapshot, diagnose
 from phalanx.diagnosis.hang_report import latest_report, read_report
 from phalanx.diagnosis.records import Group, Recording
-from phalanx.diagnosis.verdict import Seen, judge
 from phalanx.launch.hang_watch import HangWatch
 from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.job import Job
@@ -23,10 +23,10 @@ WORLD = Group("0", "phalanx", (0, 1))
 STACK = 'Stack (most recent call first):\n  File "/job/train.py", line 7 in load\n'
 
 
-def seen(rank: int, *, waits: bool, state: str = "S") -> Seen:
+def seen(rank: int, *, waits: bool, state: str = "S") -> RankSnapshot:
     done = operation(0, world=WORLD)
     records = (done, replace(operation(1, world=WORLD), left_ns=0)) if waits else (done,)
-    return Seen(rank, Recording(100 + rank, rank, 2, -1, "", len(records), records), state)
+    return RankSnapshot(rank, Recording(100 + rank, rank, 2, -1, "", len(records), records), state)
 
 
 class Ranks:
@@ -117,7 +117,7 @@ def test_a_stopped_rank_is_blamed_if_ranks_wait_for_it_in_two_looks() -> None:
         found = []
         for _ in range(3):
             if stopped.ask_for_look([1]):
-                found.append(stopped.are_to_blame(judge(ranks), ranks))
+                found.append(stopped.are_to_blame(diagnose(ranks), ranks))
             now[0] += 0.6
         return found
 

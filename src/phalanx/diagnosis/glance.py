@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from phalanx.native.core import PIECES_AT, RECORDS, RECORDS_AT
 
-__all__ = ["Glance", "glance"]
+__all__ = ["Position", "read_position"]
 
 _NEXT_AT, _GLANCED, _RECORD_BYTES = 64, PIECES_AT + 8, 64  # native/csrc/record.h
 
 
 @dataclass(frozen=True)
-class Glance:
+class Position:
     """How far a process has come, by a look that takes microseconds.
 
     Attributes:
@@ -27,8 +27,8 @@ class Glance:
     pieces: int = 0
 
 
-def glance(file: int, at: int) -> Glance | None:
-    """A :class:`Glance` at the recorder in a file; None if there is none, or if its last record is being written.
+def read_position(file: int, at: int) -> Position | None:
+    """A :class:`Position` at the recorder in a file; None if there is none, or if its last record is being written.
 
     The two words that decide are read whole. Between the reads the process may go on; then the look is an old one.
     """
@@ -37,9 +37,9 @@ def glance(file: int, at: int) -> Glance | None:
         return None
     begun = int.from_bytes(header[_NEXT_AT : _NEXT_AT + 8], "little")
     if not begun:
-        return Glance(0, 0)
+        return Position(0, 0)
     record = os.pread(file, 24, at + RECORDS_AT + (begun - 1) % RECORDS * _RECORD_BYTES)
     word, left, entered = (int.from_bytes(record[i : i + 8], "little") for i in (0, 8, 16))
     if word != 2 * begun:
         return None
-    return Glance(begun, entered if left >> 63 else 0, int.from_bytes(header[PIECES_AT:], "little"))
+    return Position(begun, entered if left >> 63 else 0, int.from_bytes(header[PIECES_AT:], "little"))

@@ -15,10 +15,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from phalanx.diagnosis.diagnose import HangDiagnosis, RankSnapshot
 from phalanx.diagnosis.records import Record
 from phalanx.diagnosis.seen_values import seen_from_json, seen_to_json
 from phalanx.diagnosis.torch_trace import write_torch_traces
-from phalanx.diagnosis.verdict import Seen, Verdict
 from phalanx.system.foreign_values import checked, is_number, read_json
 from phalanx.system.whole_files import folder_for_a_while, whole_file
 from phalanx.words import format_named
@@ -51,7 +51,7 @@ class HangReport:
         host: where the ranks run; several names if they run on several hosts.
         when: the time of day, with its zone.
         now_ns: the same moment on the host's monotonic clock, which the operations' times are of.
-        verdict: who waits for whom.
+        diagnosis: who waits for whom.
         ranks: every rank.
         stacks: their main threads' stacks, by rank, the innermost call last, as lines; without those that did not say.
     """
@@ -60,35 +60,35 @@ class HangReport:
     host: str
     when: str
     now_ns: int
-    verdict: Verdict
-    ranks: Sequence[Seen]
+    diagnosis: HangDiagnosis
+    ranks: Sequence[RankSnapshot]
     stacks: dict[int, list[str]] = field(default_factory=dict)
 
     def to_json(self, *, whole: bool = False) -> dict[str, Any]:
         """Plain values; :func:`read_report` gives them back, with all operations if it is the ``whole`` report."""
         return {
             "version": _VERSION,
-            "verdict": self.verdict.sentence,
-            "hint": self.verdict.hint,
-            "awaited": list(self.verdict.awaited),
-            "waiting": list(self.verdict.waiting),
-            "waited_s": round((self.now_ns - self.verdict.since_ns) / 1e9, 3),
+            "verdict": self.diagnosis.sentence,
+            "hint": self.diagnosis.hint,
+            "awaited": list(self.diagnosis.awaited),
+            "waiting": list(self.diagnosis.waiting),
+            "waited_s": round((self.now_ns - self.diagnosis.since_ns) / 1e9, 3),
             "job": self.job,
             "host": self.host,
             "when": self.when,
             "now_ns": self.now_ns,
-            "since_ns": self.verdict.since_ns,
+            "since_ns": self.diagnosis.since_ns,
             "ranks": [self._rank(seen, whole=whole) for seen in self.ranks],
         }
 
-    def _rank(self, seen: Seen, *, whole: bool) -> dict[str, Any]:
+    def _rank(self, seen: RankSnapshot, *, whole: bool) -> dict[str, Any]:
         kept = min(_MOST_KEPT, max(_FEWEST_KEPT, _KEPT // len(self.ranks)))
         recording = seen.recording.latest(kept) if seen.recording is not None and not whole else seen.recording
         return {**seen_to_json(seen, recording), "stack": self.stacks.get(seen.rank, [])}
 
     def text(self) -> str:
-        """The report for people: the verdict, then each rank's operation, then stacks, then the last operations."""
-        waited_s = (self.now_ns - self.verdict.since_ns) / 1e9
+        """The report for people: the diagnosis, then each rank's operation, then stacks, then the last operations."""
+        waited_s = (self.now_ns - self.diagnosis.since_ns) / 1e9
         lines = [f"{self.headline()}.", "", f"{self.job}, on {self.host}, {self.when}"]
         lines += [f"nobody has moved for a while; the first has been waiting for {waited_s:.1f} s", ""]
         lines += [f"{f'rank {seen.rank}':>9}  {self._state(seen)}" for seen in self.ranks]
@@ -105,9 +105,9 @@ class HangReport:
 
     def headline(self) -> str:
         """The first sentence, without its full stop."""
-        return f"{_capital(self.verdict.sentence)}{self.verdict.advice}"
+        return f"{_capital(self.diagnosis.sentence)}{self.diagnosis.advice}"
 
-    def _state(self, seen: Seen) -> str:
+    def _state(self, seen: RankSnapshot) -> str:
         where = f"on {seen.host}, " if seen.host else ""
         if seen.ended:
             return f"{where}ended: {seen.ended}"
@@ -118,7 +118,7 @@ class HangReport:
         parts = (f"state {seen.state or '?'}", doing, seen.place and f"at {seen.place}")
         return where + ", ".join(part for part in parts if part)
 
-    def _operations(self, seen: Seen) -> list[str]:
+    def _operations(self, seen: RankSnapshot) -> list[str]:
         if seen.recording is None or not seen.recording.records:
             return ["  none"]
         return [f"  {self._line(record)}" for record in seen.recording.records[-_SHOWN:]]
@@ -234,11 +234,11 @@ def read_report(path: Path) -> HangReport:
             raise TypeError("ranks are numbers")
         hint = values.get("hint", "")
         said = {"sentence": values["verdict"], "awaited": who[0], "waiting": who[1], "since_ns": values["since_ns"]}
-        verdict = checked(Verdict, {**said, "hint": hint})
+        diagnosis = checked(HangDiagnosis, {**said, "hint": hint})
         ranks = [seen_from_json(rank) for rank in values["ranks"]]
         stacks = {rank["rank"]: _lines(rank["stack"]) for rank in values["ranks"] if rank["stack"]}
         own = {name: values[name] for name in ("job", "host", "when", "now_ns")}
-        return checked(HangReport, {**own, "verdict": verdict, "ranks": ranks, "stacks": stacks})
+        return checked(HangReport, {**own, "diagnosis": diagnosis, "ranks": ranks, "stacks": stacks})
     except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is not a whole report: {error}") from None
 

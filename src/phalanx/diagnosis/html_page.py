@@ -14,12 +14,12 @@ import hashlib
 import re
 from collections.abc import Iterable, Sequence
 
+from phalanx.diagnosis.diagnose import RankSnapshot
 from phalanx.diagnosis.hang_report import HangReport
 from phalanx.diagnosis.html_style import SCRIPT, STYLE
 from phalanx.diagnosis.html_text import ago, duration, shown
 from phalanx.diagnosis.html_timeline import Axis, kind_class, row
 from phalanx.diagnosis.records import KINDS, Record
-from phalanx.diagnosis.verdict import Seen
 from phalanx.system.process_use import state_text
 from phalanx.words import format_bytes, format_named
 
@@ -41,7 +41,7 @@ def page(report: HangReport) -> str:
     parts = [
         f"<h1>{_code(shown(report.headline(), 4000))}.</h1>",
         f"<p>{shown(report.job, 2000)}; on host {shown(report.host)}, {shown(report.when)}. "
-        f"The first rank has been waiting for {duration(now_ns - report.verdict.since_ns)}.</p>",
+        f"The first rank has been waiting for {duration(now_ns - report.diagnosis.since_ns)}.</p>",
         *_timeline(report, bars),
         *_ranks(report),
         *_stacks(report),
@@ -70,12 +70,12 @@ def _policy() -> str:
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
 
 
-def _share(bounds: tuple[int, int, int], ranks: Sequence[Seen]) -> int:
+def _share(bounds: tuple[int, int, int], ranks: Sequence[RankSnapshot]) -> int:
     together, fewest, most = bounds
     return min(most, max(fewest, together // max(1, len(ranks))))
 
 
-def _latest(seen: Seen, most: int) -> list[Record]:
+def _latest(seen: RankSnapshot, most: int) -> list[Record]:
     """A rank's last operations, the oldest first, and before them those that have been under way for longer."""
     records = seen.recording.records if seen.recording is not None else ()
     before = [record for record in records[:-most] if record.under_way][: most - 1]
@@ -96,7 +96,7 @@ def _timeline(report: HangReport, bars: dict[int, list[Record]]) -> Iterable[str
     yield f'<ul class="legend">{"".join(_legend(records))}</ul>'
     yield '<div class="wide"><div class="ranks" id="timeline">'
     for seen in report.ranks:
-        awaited = seen.rank in report.verdict.awaited
+        awaited = seen.rank in report.diagnosis.awaited
         of_rank = bars[seen.rank]
         drawn = row(seen.rank, of_rank, axis, report.now_ns) if of_rank else '<span class="nothing">none</span>'
         yield (
@@ -153,7 +153,7 @@ def _ranks(report: HangReport) -> Iterable[str]:
     yield from table(columns, (cells(columns, _rank_cells(report, seen)) for seen in report.ranks), "stacked")
 
 
-def _rank_cells(report: HangReport, seen: Seen) -> list[str]:
+def _rank_cells(report: HangReport, seen: RankSnapshot) -> list[str]:
     record = seen.operation
     last = seen.recording.records[-1] if seen.recording is not None and seen.recording.records else None
     if record is not None:
@@ -161,7 +161,7 @@ def _rank_cells(report: HangReport, seen: Seen) -> list[str]:
     else:
         doing = f"none; its last was {shown(last.text(), 300)}" if last is not None else "none yet"
     asked = f"; waits for {shown(seen.asked)}" if seen.asked else ""
-    awaited = "<br><b>awaited</b>" if seen.rank in report.verdict.awaited else ""
+    awaited = "<br><b>awaited</b>" if seen.rank in report.diagnosis.awaited else ""
     return [
         f"{shown(seen.rank)}{awaited}",
         _state(seen),
@@ -173,7 +173,7 @@ def _rank_cells(report: HangReport, seen: Seen) -> list[str]:
     ]
 
 
-def _state(seen: Seen) -> str:
+def _state(seen: RankSnapshot) -> str:
     if seen.ended:
         return f"ended ({shown(seen.ended)})"
     return "its host did not answer" if seen.silent else shown(state_text(seen.state))
@@ -187,12 +187,12 @@ def _stacks(report: HangReport) -> Iterable[str]:
         alike.setdefault(tuple(report.stacks.get(seen.rank, ())), []).append(seen.rank)
     unsaid = alike.pop((), [])
     # Those of the ranks that the others wait for come first.
-    groups = sorted(alike.items(), key=lambda group: (not set(group[1]) & set(report.verdict.awaited), group[1]))
+    groups = sorted(alike.items(), key=lambda group: (not set(group[1]) & set(report.diagnosis.awaited), group[1]))
     for number, (lines, ranks) in enumerate(groups[:_MOST_STACKS]):
         cut = len(lines) - _LONGEST_STACK
         text = "\n".join(shown(line, _LONGEST_LINE) for line in lines[-_LONGEST_STACK:])
         more = f"{cut} outer lines are left out\n" if cut > 0 else ""
-        awaited = " (awaited)" if set(ranks) & set(report.verdict.awaited) else ""
+        awaited = " (awaited)" if set(ranks) & set(report.diagnosis.awaited) else ""
         yield (
             f"<details{' open' if number < _MOST_OPEN else ''}><summary>{shown(format_named('rank', ranks), 2000)}"
             f"{awaited}</summary><pre>{more}{text}</pre></details>"

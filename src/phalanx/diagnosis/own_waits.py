@@ -3,7 +3,7 @@
 Under ``phalanx run`` the launcher sees all ranks and says it (``launch/hang_watch.py``); other launchers do not look.
 So each rank has a thread that looks at its own flight recorder twice a second, which takes microseconds. When an
 operation has lasted for long, the thread reads the recorders of the world's other ranks on this host, and concludes
-from all of them who keeps the others (``verdict.py``). Of the ranks of a host that wait the first says so, and ever
+from all of them who keeps the others (``diagnose.py``). Of the ranks of a host that wait the first says so, and ever
 more seldom.
 
 The recorders of other hosts cannot be read. If it depends on a rank there, that host is asked, where it can be, and one
@@ -23,11 +23,11 @@ from typing import Protocol
 
 from phalanx import settings
 from phalanx.diagnosis.call_site import running_at, shown
+from phalanx.diagnosis.diagnose import HangDiagnosis, RankSnapshot, diagnose
 from phalanx.diagnosis.from_outside import place_of_main
-from phalanx.diagnosis.glance import Glance, glance
+from phalanx.diagnosis.glance import Position, read_position
 from phalanx.diagnosis.recorder import is_kept, own_place
 from phalanx.diagnosis.records import read_process, read_recording
-from phalanx.diagnosis.verdict import Seen, Verdict, judge
 from phalanx.errors import PhalanxError
 from phalanx.system.awake import AwakeClock
 from phalanx.system.processes import state_of
@@ -49,13 +49,13 @@ _ANSWERS_S = 1.0  # other hosts are asked so much sooner, so that the line does 
 class OtherHosts(Protocol):
     """The ranks of other hosts. Each of these may take seconds."""
 
-    def answer(self, seen: Callable[[], Sequence[Seen]]) -> None:
+    def answer(self, seen: Callable[[], Sequence[RankSnapshot]]) -> None:
         """If one of them has asked what the ranks of this host do, tell it; ``seen`` looks at these."""
 
-    def ask(self, seen: Callable[[], Sequence[Seen]], over: Callable[[], bool]) -> list[Seen]:
+    def ask(self, seen: Callable[[], Sequence[RankSnapshot]], over: Callable[[], bool]) -> list[RankSnapshot]:
         """What they do; empty if they cannot be asked. ``seen`` as above; ``over`` says that nobody wants to know."""
 
-    def named(self, seen: Seen) -> Seen:
+    def named(self, seen: RankSnapshot) -> RankSnapshot:
         """The same with the name of its host."""
 
 
@@ -108,7 +108,7 @@ class OwnWaits:
         self._look_s = min(_LOOK_S, after_s / 4)
         self._sooner_s = self._look_s if others is None else self._look_s + min(_ANSWERS_S, after_s / 4)
         self._clock = AwakeClock()  # a job that was suspended has not waited meanwhile
-        self._last: Glance | None = None
+        self._last: Position | None = None
         self._since_s = self._say_at_s = 0.0
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -149,7 +149,7 @@ class OwnWaits:
         Raises:
             OSError, ValueError, PhalanxError: this process's own recorder cannot be read.
         """
-        found, now_s = glance(*own_place()), self._clock.now()
+        found, now_s = read_position(*own_place()), self._clock.now()
         if found is None or not found.under_way_since_ns:
             self._last = None
             return
@@ -164,63 +164,63 @@ class OwnWaits:
         if text and self._over.wait(self._after_s - self._look_s - waited_s):
             return
         waited_s = self._clock.now() - self._since_s
-        if text and found == glance(*own_place()):  # else it has gone on meanwhile
+        if text and found == read_position(*own_place()):  # else it has gone on meanwhile
             self._say(f"{text}, for {waited_s + self._look_s:.0f} s now")
 
     def _concluded(self) -> str:
         """Put into words who keeps this rank. The text is empty if another rank says it, or if nobody can know."""
         seen = self._sight()
-        verdict = judge(seen)
-        if verdict is None or not self._is_first(verdict, seen):
+        diagnosis = diagnose(seen)
+        if diagnosis is None or not self._is_first(diagnosis, seen):
             return ""
-        if self._others is not None and not _are_there(verdict, seen):
+        if self._others is not None and not _are_there(diagnosis, seen):
             seen = [*map(self._others.named, seen), *self._others.ask(self._here, self._over.is_set)]
-            verdict = judge(seen)
-            if verdict is None or not self._is_first(verdict, seen) or self._is_said_there(verdict, seen):
+            diagnosis = diagnose(seen)
+            if diagnosis is None or not self._is_first(diagnosis, seen) or self._is_said_there(diagnosis, seen):
                 return ""
-        if not _are_there(verdict, seen):
+        if not _are_there(diagnosis, seen):
             return ""
-        seen = self._placed(seen, verdict.awaited)
-        verdict = judge(seen)
-        says = verdict is not None and self._is_first(verdict, seen) and _are_there(verdict, seen)
-        return verdict.sentence if verdict is not None and says else ""
+        seen = self._placed(seen, diagnosis.awaited)
+        diagnosis = diagnose(seen)
+        says = diagnosis is not None and self._is_first(diagnosis, seen) and _are_there(diagnosis, seen)
+        return diagnosis.sentence if diagnosis is not None and says else ""
 
-    def _is_first(self, verdict: Verdict, seen: Sequence[Seen]) -> bool:
+    def _is_first(self, diagnosis: HangDiagnosis, seen: Sequence[RankSnapshot]) -> bool:
         """Whether this rank is the first of those that wait, and none of them waits to join."""
         joins = any(each.operation is not None and each.operation.kind == "init" for each in seen)
-        return not joins and min(verdict.waiting, default=-1) == self._rank
+        return not joins and min(diagnosis.waiting, default=-1) == self._rank
 
-    def _is_said_there(self, verdict: Verdict, seen: Sequence[Seen]) -> bool:
+    def _is_said_there(self, diagnosis: HangDiagnosis, seen: Sequence[RankSnapshot]) -> bool:
         """Whether the awaited ranks have others beside them that wait as well, and so say it."""
         host = {each.rank: each.host for each in seen}
-        waits = {host[rank] for rank in verdict.waiting} - {host[self._rank]}
-        return bool(verdict.awaited) and {host.get(rank) for rank in verdict.awaited} <= waits
+        waits = {host[rank] for rank in diagnosis.waiting} - {host[self._rank]}
+        return bool(diagnosis.awaited) and {host.get(rank) for rank in diagnosis.awaited} <= waits
 
     def _answers(self) -> bool:
         """Whether this rank is the first here that is not stopped."""
         before = [pid for rank, pid in sorted(self._pids.items()) if rank < self._rank]
         return all(state_of(pid) in _CANNOT_ANSWER for pid in before)
 
-    def _here(self) -> list[Seen]:
+    def _here(self) -> list[RankSnapshot]:
         """What the ranks of this host do, and where those are that are in no operation."""
         seen = self._sight()
         return self._placed(seen, [each.rank for each in seen if each.operation is None])
 
-    def _sight(self) -> list[Seen]:
+    def _sight(self) -> list[RankSnapshot]:
         return [self._seen(rank, pid) for rank, pid in sorted(self._pids.items())]
 
-    def _placed(self, seen: Sequence[Seen], ranks: Collection[int]) -> list[Seen]:
+    def _placed(self, seen: Sequence[RankSnapshot], ranks: Collection[int]) -> list[RankSnapshot]:
         """The same with the places of these ranks, of the first few that are here."""
         asked = [rank for rank in sorted(ranks) if rank in self._pids][:_MOST_ASKED]
         return [replace(each, place=self._place(each)) if each.rank in asked else each for each in seen]
 
-    def _seen(self, rank: int, pid: int) -> Seen:
+    def _seen(self, rank: int, pid: int) -> RankSnapshot:
         recording = None
         with contextlib.suppress(OSError, ValueError, PhalanxError):  # it has ended, or has begun to
             recording = read_recording(*own_place()) if rank == self._rank else read_process(pid)
-        return Seen(rank, recording, state_of(pid))
+        return RankSnapshot(rank, recording, state_of(pid))
 
-    def _place(self, seen: Seen) -> str:
+    def _place(self, seen: RankSnapshot) -> str:
         if seen.rank == self._rank:
             place = running_at(sys._current_frames().get(threading.main_thread().ident or 0))
         else:
@@ -228,7 +228,7 @@ class OwnWaits:
         return shown(place) if place else ""
 
 
-def _are_there(verdict: Verdict, seen: Sequence[Seen]) -> bool:
+def _are_there(diagnosis: HangDiagnosis, seen: Sequence[RankSnapshot]) -> bool:
     """Whether somebody is waited for, and all of them are seen and there, or their hosts are silent."""
     there = {each.rank for each in seen if each.silent or each.state not in _GONE}
-    return bool(verdict.awaited) and set(verdict.awaited) <= there
+    return bool(diagnosis.awaited) and set(diagnosis.awaited) <= there

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from phalanx.diagnosis.diagnose import RankSnapshot
 from phalanx.diagnosis.records import Recording
-from phalanx.diagnosis.verdict import Seen
 from phalanx.system.foreign_values import checked
 
 __all__ = ["seen_from_json", "seen_to_json"]
 
 
-def seen_to_json(seen: Seen, recording: Recording | None) -> dict[str, Any]:
+def seen_to_json(seen: RankSnapshot, recording: Recording | None) -> dict[str, Any]:
     """Plain values, from which :func:`seen_from_json` makes the same, without stacks.
 
     Args:
@@ -30,7 +30,7 @@ def seen_to_json(seen: Seen, recording: Recording | None) -> dict[str, Any]:
     }
 
 
-def seen_from_json(values: dict[str, Any]) -> Seen:
+def seen_from_json(values: dict[str, Any]) -> RankSnapshot:
     """What :func:`seen_to_json` made plain values of.
 
     Raises:
@@ -40,4 +40,4 @@ def seen_from_json(values: dict[str, Any]) -> Seen:
     own = {name: values[name] for name in ("rank", "state", "ended", "place", "asked")}
     # An earlier Phalanx wrote reports on jobs of one host only.
     more = {"recording": recording, "host": values.get("host", ""), "silent": values.get("silent", False)}
-    return checked(Seen, {**own, **more})
+    return checked(RankSnapshot, {**own, **more})

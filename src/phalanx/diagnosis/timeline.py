@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from phalanx.diagnosis.diagnose import RankSnapshot
 from phalanx.diagnosis.hang_report import HangReport
 from phalanx.diagnosis.html_text import duration
 from phalanx.diagnosis.records import Record, Recording, world_rank
-from phalanx.diagnosis.verdict import Seen
 from phalanx.words import format_count
 
 __all__ = ["COMMUNICATES", "COMPUTES", "WAITS", "Lane", "Span", "Timeline", "Wait", "chrome_trace", "make_timeline"]
@@ -66,7 +66,7 @@ class Lane:
             operation of the one before.
     """
 
-    seen: Seen
+    seen: RankSnapshot
     spans: Sequence[Span]
     parts: Sequence[tuple[int, int, str]]
     marks: Sequence[tuple[int, str]]

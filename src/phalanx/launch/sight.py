@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from phalanx.diagnosis.diagnose import RankSnapshot
 from phalanx.diagnosis.records import Recording, read_recording
-from phalanx.diagnosis.verdict import Seen
 from phalanx.errors import PhalanxError
 from phalanx.launch.output.failure import End
 from phalanx.launch.rank.progress import Progress
@@ -62,7 +62,7 @@ class Examination:
         still_s: for how long no rank has begun or ended an operation.
     """
 
-    ranks: Sequence[Seen]
+    ranks: Sequence[RankSnapshot]
     stacks: Mapping[int, str]
     waited_s: float
     still_s: float
@@ -134,9 +134,9 @@ class SightHere:
         """See :class:`Sight`."""
         return None
 
-    def _seen(self, rank: int, known: Watched) -> Seen:
+    def _seen(self, rank: int, known: Watched) -> RankSnapshot:
         state = processes.state_of(known.pid) if known.pid is not None and known.end is None else ""
-        return Seen(
+        return RankSnapshot(
             rank,
             self._recording(rank),
             state,
@@ -228,13 +228,13 @@ class SightElsewhere:
         return Examination(ranks, stacks, message["waited_s"], message["still_s"])
 
 
-def _sent(rank: int, known: Watched, sent: Mapping[str, Any], host: str, *, silent: bool) -> Seen:
+def _sent(rank: int, known: Watched, sent: Mapping[str, Any], host: str, *, silent: bool) -> RankSnapshot:
     recording = sent.get("recording")
     found = None
     if recording is not None:
         found = Recording.from_json(recording).later(sent["later_ns"]).beside(own_folder())
     ended = _ended(known.end)
-    return Seen(
+    return RankSnapshot(
         rank,
         found,
         sent.get("state", "") if not ended else "",

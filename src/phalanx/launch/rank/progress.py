@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from phalanx.diagnosis.glance import Glance, glance
+from phalanx.diagnosis.glance import Position, read_position
 from phalanx.launch.rank.trace import Trace
 from phalanx.system import processes
 
@@ -27,7 +27,7 @@ class Progress:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._glances: dict[int, Glance] = {}
+        self._glances: dict[int, Position] = {}
         self.waited_s = self.others_waited_s = 0.0
         self.moved_at = time.monotonic()
         self.stopped: tuple[int, ...] = ()
@@ -38,7 +38,7 @@ class Progress:
         self.waited_s = self.others_waited_s = 0.0
         stopped = []
         for part, pid in pids.items():
-            found = glance(self._trace.descriptor, self._trace.place_of_recorder(part))
+            found = read_position(self._trace.descriptor, self._trace.place_of_recorder(part))
             moves = self._glances.get(part) != found
             if not moves and processes.state_of(pid) == "T":
                 stopped.append(part)

@@ -27,8 +27,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from phalanx.diagnosis.diagnose import RankSnapshot
 from phalanx.diagnosis.seen_values import seen_from_json, seen_to_json
-from phalanx.diagnosis.verdict import Seen
 from phalanx.store.peek import peek
 from phalanx.system.foreign_values import read_json
 from phalanx.transports.hosts.asking import Questions
@@ -58,7 +58,7 @@ class Inquiry:
         self._store, self._rank, self._layout, self._questions = store, rank, layout, questions
         self._answered = 0  # up to this number there is an answer of this rank's
 
-    def answer(self, seen: Callable[[], Sequence[Seen]]) -> None:
+    def answer(self, seen: Callable[[], Sequence[RankSnapshot]]) -> None:
         """If somebody has asked since, tell what the ranks of this host do.
 
         Args:
@@ -66,7 +66,7 @@ class Inquiry:
         """
         self._ask_store(lambda: self._answer(seen))
 
-    def ask(self, seen: Callable[[], Sequence[Seen]], over: Callable[[], bool]) -> list[Seen]:
+    def ask(self, seen: Callable[[], Sequence[RankSnapshot]], over: Callable[[], bool]) -> list[RankSnapshot]:
         """What the ranks of the other hosts do, in some seconds at most; those of a host that is silent are, too.
 
         Args:
@@ -76,7 +76,7 @@ class Inquiry:
         Returns:
             Each with the name of its host. Empty if the store cannot be asked.
         """
-        found: dict[int, list[Seen]] = {}
+        found: dict[int, list[RankSnapshot]] = {}
 
         def look() -> None:
             number = self._store.add(ASKED, 1)
@@ -93,16 +93,16 @@ class Inquiry:
                 time.sleep(_LOOK_S)
             for host, ranks in enumerate(self._layout.hosts):
                 if host != self._layout.host and host not in found:
-                    found[host] = [Seen(rank, silent=True) for rank in ranks]
+                    found[host] = [RankSnapshot(rank, silent=True) for rank in ranks]
 
         self._ask_store(look)
         return [self.named(each) for ranks in found.values() for each in ranks]
 
-    def named(self, seen: Seen) -> Seen:
+    def named(self, seen: RankSnapshot) -> RankSnapshot:
         """The same with the name of its host."""
         return replace(seen, host=self._layout.name(seen.rank))
 
-    def _answer(self, seen: Callable[[], Sequence[Seen]]) -> None:
+    def _answer(self, seen: Callable[[], Sequence[RankSnapshot]]) -> None:
         number = int(peek(self._store, ASKED) or 0)
         if number > self._answered:
             ranks = [seen_to_json(each, each.recording and each.recording.excerpt(_RECORDS)) for each in seen()]
@@ -117,7 +117,7 @@ class Inquiry:
                 task()
 
 
-def answer_from(said: bytes, ranks: Sequence[int]) -> tuple[int, list[Seen]]:
+def answer_from(said: bytes, ranks: Sequence[int]) -> tuple[int, list[RankSnapshot]]:
     """The number of the question up to which this is an answer, and what these ranks do.
 
     Raises:

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from phalanx.diagnosis.verdict import Seen, Verdict
+from phalanx.diagnosis.diagnose import HangDiagnosis, RankSnapshot
 from phalanx.system.folder import beside
 
-__all__ = ["parting"]
+__all__ = ["divergence"]
 
 _LARGEST = 1 << 20  # bytes of a file
 _MOST_STACKS = 8  # of each side that differ; with more there is no one statement that parts them
@@ -47,19 +47,19 @@ class _Statement(NamedTuple):
     is_of_rank: bool
 
 
-def parting(verdict: Verdict, ranks: Sequence[Seen], folder: str, unchanged_since: float) -> str:
+def divergence(diagnosis: HangDiagnosis, ranks: Sequence[RankSnapshot], folder: str, unchanged_since: float) -> str:
     """Find the statement that parted the ranks, as "the `if` in line 55"; empty if it cannot be told.
 
     Args:
-        verdict: who waits for whom.
+        diagnosis: who waits for whom.
         ranks: all ranks, with the frames of those that were asked.
         folder: which the sites of operations are relative to.
         unchanged_since: a time of day. Files that have changed since may not be what the ranks run.
     """
     seen = {rank.rank: rank for rank in ranks}
-    awaited = [seen[rank] for rank in verdict.awaited if rank in seen]
-    waiting = [seen[rank] for rank in verdict.waiting if rank in seen and rank not in verdict.awaited]
-    if awaited and {*verdict.awaited} <= {*verdict.waiting}:  # they wait for each other
+    awaited = [seen[rank] for rank in diagnosis.awaited if rank in seen]
+    waiting = [seen[rank] for rank in diagnosis.waiting if rank in seen and rank not in diagnosis.awaited]
+    if awaited and {*diagnosis.awaited} <= {*diagnosis.waiting}:  # they wait for each other
         sites = {rank.rank: rank.operation.site if rank.operation is not None else "" for rank in awaited}
         waiting = [rank for rank in awaited if sites[rank.rank] != sites[awaited[0].rank]]
         awaited = [rank for rank in awaited if rank not in waiting]
@@ -191,7 +191,7 @@ def _statement(node: ast.stmt, file: str) -> _Statement:
     return _Statement(file, word, node.lineno, any(map(_OF_RANK.search, names)))
 
 
-def _steps(rank: Seen, folder: str) -> tuple[_Step, ...]:
+def _steps(rank: RankSnapshot, folder: str) -> tuple[_Step, ...]:
     """The lines of the user's program in a rank's stack, the outermost first, down to the call that it is in."""
     found: list[_Step] = []
     through_library = False

@@ -1,4 +1,4 @@
-"""Who keeps a job from going on: a verdict on what is seen of its ranks.
+"""Who keeps a job from going on: a diagnosis on what is seen of its ranks.
 
 A rank in an operation waits for the members of the group that have not come to it, or for the other end of a message; a
 rank that is stopped, or in no operation, waits for nobody here. So from each rank that waits lead arrows to the ranks
@@ -16,11 +16,11 @@ from phalanx.diagnosis.stack_text import Frame
 from phalanx.system.process_use import STATES
 from phalanx.words import format_named
 
-__all__ = ["Seen", "Verdict", "judge"]
+__all__ = ["HangDiagnosis", "RankSnapshot", "diagnose"]
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankSnapshot:
     """What is seen of one rank from outside.
 
     Attributes:
@@ -58,7 +58,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangDiagnosis:
     """Who waits for whom.
 
     Attributes:
@@ -81,8 +81,8 @@ class Verdict:
         return f"; look at {self.hint}" if self.hint else ""
 
 
-def judge(ranks: Sequence[Seen]) -> Verdict | None:
-    """The verdict on a job in which somebody waits; None if no rank is in an operation."""
+def diagnose(ranks: Sequence[RankSnapshot]) -> HangDiagnosis | None:
+    """The diagnosis on a job in which somebody waits; None if no rank is in an operation."""
     seen = {rank.rank: rank for rank in ranks}
     operations = {rank.rank: rank.operation for rank in ranks}
     waiting = {rank: record for rank, record in operations.items() if record is not None}
@@ -95,19 +95,19 @@ def judge(ranks: Sequence[Seen]) -> Verdict | None:
     if ends:
         others = {rank: record for rank, record in waiting.items() if rank not in ends and reached[rank] & ends}
         sentence = _sentence([seen[rank] for rank in sorted(ends) if rank in seen], others)
-        return Verdict(sentence, tuple(sorted(ends)), tuple(sorted(others)), since_ns)
+        return HangDiagnosis(sentence, tuple(sorted(ends)), tuple(sorted(others)), since_ns)
     circle = sorted(rank for rank in waiting if rank in reached[rank])
     if circle:
         doing = _whereabouts({r: waiting[r] for r in circle}, seen)
         sentence = f"{format_named('rank', circle)} wait for each other: {doing}"
-        return Verdict(sentence, tuple(circle), tuple(sorted(waiting)), since_ns)
+        return HangDiagnosis(sentence, tuple(circle), tuple(sorted(waiting)), since_ns)
     text = _whereabouts(waiting, seen)
     done = max(found.done for rank in waiting if (found := seen[rank].recording) is not None)
     far = f"{done} % of it is done" if done >= 0 else "it is not over"
-    return Verdict(f"{text}: all have come, and {far}", (), tuple(sorted(waiting)), since_ns)
+    return HangDiagnosis(f"{text}: all have come, and {far}", (), tuple(sorted(waiting)), since_ns)
 
 
-def _awaited(rank: int, record: Record, seen: Mapping[int, Seen]) -> set[int]:
+def _awaited(rank: int, record: Record, seen: Mapping[int, RankSnapshot]) -> set[int]:
     """The ranks that this one waits for."""
     own = seen[rank]
     if own.state in ("T", "t"):
@@ -128,7 +128,7 @@ def _awaited(rank: int, record: Record, seen: Mapping[int, Seen]) -> set[int]:
     return {named} - {rank} if named in seen and seen[named].operation is None else set()
 
 
-def _has_come(other: Seen, record: Record) -> bool:
+def _has_come(other: RankSnapshot, record: Record) -> bool:
     """Whether a rank is in this collective of the group, or has been."""
     if other.recording is None:
         return False
@@ -154,9 +154,9 @@ def _reach(rank: int, arrows: Mapping[int, set[int]]) -> set[int]:
     return found
 
 
-def _sentence(awaited: Sequence[Seen], waiting: Mapping[int, Record]) -> str:
+def _sentence(awaited: Sequence[RankSnapshot], waiting: Mapping[int, Record]) -> str:
     """``rank 3 is in no operation, at train.py:42; ranks 0-2 wait for it in broadcast #118 at train.py:57``."""
-    alike: dict[tuple[str, str], list[Seen]] = {}
+    alike: dict[tuple[str, str], list[RankSnapshot]] = {}
     for rank in awaited:
         alike.setdefault((rank.host, _doing(rank)), []).append(rank)
     joining = bool(waiting) and all(record.kind == "init" for record in waiting.values())
@@ -185,7 +185,7 @@ def _agree(text: str, verb: str) -> str:
     return f"{verb} {text}"
 
 
-def _doing(rank: Seen) -> str:
+def _doing(rank: RankSnapshot) -> str:
     """What a rank that others wait for is doing, after "is"."""
     if rank.ended:
         return f"has ended ({rank.ended})"
@@ -216,7 +216,7 @@ def _operations(waiting: Mapping[int, Record]) -> str:
     return " and ".join(texts)
 
 
-def _whereabouts(waiting: Mapping[int, Record], seen: Mapping[int, Seen]) -> str:
+def _whereabouts(waiting: Mapping[int, Record], seen: Mapping[int, RankSnapshot]) -> str:
     alike: dict[tuple[str, str], list[int]] = {}
     for rank, record in sorted(waiting.items()):
         alike.setdefault((seen[rank].host, f"{record.name()}{_at(record)}"), []).append(rank)
