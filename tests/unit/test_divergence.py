@@ -14,7 +14,7 @@ import pytest
 from phalanx.diagnosis.diagnose import RankSnapshot, diagnose
 from phalanx.diagnosis.divergence import divergence
 from phalanx.diagnosis.records import Group, Record, Recording
-from phalanx.diagnosis.stack_text import Frame
+from phalanx.diagnosis.stacks import Frame
 
 # Each: the program, of which the line with the comment HERE is to be named; without one, nothing. ``# A`` marks the
 # lines of the awaited rank's stack and ``# W`` those of a rank that waits for it, in the order of the calls: by default

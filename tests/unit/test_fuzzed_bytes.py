@@ -37,7 +37,7 @@ from phalanx.diagnosis.hang_report import HangReport, read_report, write_report
 from phalanx.diagnosis.html_page import page
 from phalanx.diagnosis.records import Group, Record, Recording, read_recording
 from phalanx.diagnosis.seen_values import seen_to_json
-from phalanx.diagnosis.stack_text import frames_of
+from phalanx.diagnosis.stacks import frames_of
 from phalanx.errors import EncodingError, LaunchError
 from phalanx.launch.job.config_file import read_config
 from phalanx.launch.output import report as rank_report

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from tests.support.golden import MOST_LINES, without_frames
 
-from phalanx.diagnosis.calls import listed
+from phalanx.diagnosis.call_site import listed
 from phalanx.errors import CollectiveMismatch
 from phalanx.launch.output.failure import Failure, find_cause, format_failure, signal_name
 from phalanx.launch.output.logs import LONGEST_LINE, Console, LineAssembler, Sink, fit, make_prefixes

@@ -24,8 +24,7 @@ from torch.utils import _python_dispatch
 
 from phalanx.c10d.hooked import HookedProcessGroup
 from phalanx.c10d.messages import DoneWork
-from phalanx.diagnosis.call_site import inside
-from phalanx.diagnosis.calls import shape_word
+from phalanx.diagnosis.call_site import inside, shape_word
 from phalanx.native.core import addresses, quick_entry
 from phalanx.transports.reductions import OP_NAMES, reducible
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from phalanx.diagnosis import call_site, recorder
-from phalanx.diagnosis.calls import dtype_name
+from phalanx.diagnosis.call_site import dtype_name
 from phalanx.diagnosis.records import KINDS
 from phalanx.native.core import RecordedGroup, quick_entry
 from phalanx.transports.contract import SENT, Communicator, Message

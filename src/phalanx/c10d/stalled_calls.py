@@ -24,7 +24,7 @@ import torch
 
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.records import KINDS
-from phalanx.diagnosis.stack_text import Frame
+from phalanx.diagnosis.stacks import Frame
 from phalanx.native.core import FOUND_LATE, RecordedGroup
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.diagnosis.records import Record, Recording, world_rank
-from phalanx.diagnosis.stack_text import Frame
+from phalanx.diagnosis.stacks import Frame
 from phalanx.system.process_use import STATES
 from phalanx.words import format_named
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
+from phalanx.diagnosis.call_site import lengths_that_count
 from phalanx.diagnosis.records import Record, Recording, world_rank
-from phalanx.diagnosis.shapes import lengths_in, lengths_that_count
+from phalanx.diagnosis.shapes import lengths_in
 from phalanx.settings import BACKEND
 from phalanx.words import first_kinds, format_named
 

@@ -24,9 +24,9 @@ from types import CodeType
 from typing import Any
 
 from phalanx.diagnosis import call_site
-from phalanx.diagnosis.call_site import CallSite
+from phalanx.diagnosis.call_site import CallSite, lengths_that_count
 from phalanx.diagnosis.program_text import identity
-from phalanx.diagnosis.shapes import lengths_that_count, shape_text
+from phalanx.diagnosis.shapes import shape_text
 from phalanx.errors import BackendError
 from phalanx.native.core import NBYTES_BITS, RECORDER_BYTES, STRINGS_AT, RecordedGroup, addresses, library, quick_entry
 from phalanx.system.foreign_values import is_number

@@ -19,7 +19,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from phalanx.diagnosis.call_site import capture
-from phalanx.diagnosis.from_outside import Place
+from phalanx.diagnosis.stacks import Mark, be_seen
 from phalanx.errors import CallTimeout, ClosedError, EncodingError, WorkerLost
 from phalanx.rpc import in_transit
 from phalanx.rpc.calls import Call, Calls
@@ -103,12 +103,13 @@ class Agent:
             raise
         self.inquiries = Inquiries(self._connections, self._members, self.request)
         self._serving.add(NEIGHBOUR, on_neighbour, quick=False, codec=FACTS)
-        self._place: Place | None = None
+        self._mark: Mark | None = None
         try:
             self.me = self._members.new(name, rank, self._pid, address, self._connections.port)
             for register in equip:
                 register(self)
-            self._place = Place(place_name(self.me))
+            be_seen()
+            self._mark = Mark(place_name(self.me))
             self._connections.start(self.me)
             self._members.join(self.me, self._connections.is_there)
         except BaseException:
@@ -334,8 +335,8 @@ class Agent:
         for call in self._calls.take_all():
             call.future.set_exception(self._ended_here(call))
         self.inquiries.close()
-        if self._place is not None:
-            self._place.close()
+        if self._mark is not None:
+            self._mark.close()
         for callback in self._at_end:
             try:
                 callback()

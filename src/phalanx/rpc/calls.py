@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.diagnosis.call_site import CallSite, shown, text_of
-from phalanx.diagnosis.waiting import publish
+from phalanx.diagnosis.stacks import publish
 from phalanx.errors import CallTimeout, ClosedError, WorkerLost
 from phalanx.rpc.codecs import Codec
 from phalanx.rpc.failure import Failure

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.diagnosis import recorder
-from phalanx.diagnosis.calls import dtype_name
+from phalanx.diagnosis.call_site import dtype_name
 from phalanx.errors import ClosedError
 from phalanx.transports.layout import even_pieces, pieces
 

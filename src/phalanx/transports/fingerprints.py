@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from phalanx.diagnosis.calls import shape_word
+from phalanx.diagnosis.call_site import shape_word
 from phalanx.transports.contract import COLLECTIVES
 from phalanx.transports.layout import DTYPES
 

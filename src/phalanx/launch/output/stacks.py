@@ -6,7 +6,8 @@ import linecache
 import os
 from collections.abc import Mapping, Sequence
 
-from phalanx.diagnosis.stack_text import OWN, SCRIPT_ENDED, Frame, asked_in, frames_of, has_ended
+from phalanx.diagnosis.call_site import OWN
+from phalanx.diagnosis.stacks import SCRIPT_ENDED, Frame, asked_in, frames_of, has_ended
 from phalanx.system.folder import beside, own_folder
 from phalanx.words import format_named
 

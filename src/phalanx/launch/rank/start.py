@@ -33,7 +33,7 @@ from typing import Any, TextIO, cast
 from phalanx import settings
 from phalanx.diagnosis.ends import learn_by, learn_elsewhere_by
 from phalanx.diagnosis.recorder import keep_in
-from phalanx.diagnosis.waiting import publish_by
+from phalanx.diagnosis.stacks import publish_by
 from phalanx.errors import PhalanxError
 from phalanx.launch.job.memory import apply_to_this_process
 from phalanx.launch.job.target import Target

@@ -1,7 +1,7 @@
 """What a rank leaves for the launcher to read while it runs: its Python stack on demand, and how far it has come.
 
 A rank that hangs in C code runs no Python, so it cannot be asked by Python's own signal handlers. A handler in C
-writes the stack instead (``stack_signal.py``), into a file in memory that all ranks of a host share. Each rank
+writes the stack instead (``stacks.py``), into a file in memory that all ranks of a host share. Each rank
 has a part of it, so far from the next one's that it never gets there; the file takes memory only where something was
 written.
 
@@ -36,8 +36,8 @@ import signal
 import time
 from collections.abc import Collection, Mapping
 
-from phalanx.diagnosis import stack_signal
-from phalanx.diagnosis.stack_text import ASKED
+from phalanx.diagnosis import stacks as stack_signal
+from phalanx.diagnosis.stacks import ASKED
 from phalanx.native.core import RECORDER_BYTES
 from phalanx.system import processes
 from phalanx.system.limits import TRACE_BYTES_PER_RANK

@@ -421,7 +421,7 @@ PHX_API const char *phx_recorder_of(const phx_comm *comm, uint32_t rank);
  * begun. */
 PHX_API uint32_t phx_records_read(const char *memory, uint64_t first, struct phx_record_seen *out, uint64_t *next);
 
-/* Stacks on demand (stack_signal.py). */
+/* Stacks on demand (stacks.py). */
 
 /* What stands behind the beginning of a stack that could not be written, as a rule because it was being changed. */
 #define PHX_STACK_CHANGED "  (it was being changed)"

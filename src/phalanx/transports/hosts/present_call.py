@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from phalanx.diagnosis.call_site import CallSite, call_site, capture
-from phalanx.diagnosis.calls import exchange_text
+from phalanx.diagnosis.call_site import CallSite, call_site, capture, exchange_text
 from phalanx.errors import PeerLost, PhalanxError
 from phalanx.transports.contract import Communicator
 from phalanx.transports.fingerprints import fingerprint

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from phalanx.diagnosis.calls import listed
+from phalanx.diagnosis.call_site import listed
 from phalanx.diagnosis.ends import ended_elsewhere
 from phalanx.errors import CollectiveMismatch
 from phalanx.store.peek import peek

@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from phalanx.diagnosis.call_site import call_site
-from phalanx.diagnosis.calls import call_text, exchange_text, listed
+from phalanx.diagnosis.call_site import call_site, call_text, exchange_text, listed
 from phalanx.diagnosis.ends import how_ended
 from phalanx.diagnosis.own_wait import with_own_wait
 from phalanx.errors import BackendError, CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError

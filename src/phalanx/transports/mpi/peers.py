@@ -1,7 +1,7 @@
 """What the ranks of an MPI job know of each other's processes: where they are, whether they run, what they did last.
 
 The ranks tell each other once, when MPI starts, where their processes and their flight recorders are. Nothing is read
-there before an error needs it, and then a process is also asked where it is (``diagnosis/from_outside.py``).
+there before an error needs it, and then a process is also asked where it is (``diagnosis/stacks.py``).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from phalanx.diagnosis.call_site import shown
-from phalanx.diagnosis.from_outside import Place, place_of_main
 from phalanx.diagnosis.last_known import facts_in
 from phalanx.diagnosis.recorder import open_recorder, own_place
 from phalanx.diagnosis.records import read_recording
+from phalanx.diagnosis.stacks import be_seen, place_of_main
 from phalanx.lost import rank_of_group
 from phalanx.system.host import machine_name
 from phalanx.system.process_use import has_ended, start_of, state_text
@@ -58,7 +58,7 @@ class Peers:
         own = (os.getpid(), start_of(os.getpid()), namespace, machine_name(), *own_place())
         self._peers = [_Peer(*said) for said in world.allgather(own)]
         self._own, self._is_beside = self._peers[world.rank], is_beside
-        self._place = Place()  # until the process ends, as MPI's world does
+        be_seen()
 
     def beside(self) -> dict[int, int]:
         """The process ids of the world's ranks that this one can look at, by rank; itself among them."""

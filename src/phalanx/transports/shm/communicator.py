@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from phalanx.diagnosis.call_site import CallSite, call_site, capture, shown, text_of
-from phalanx.diagnosis.calls import shape_word
+from phalanx.diagnosis.call_site import CallSite, call_site, capture, shape_word, shown, text_of
 from phalanx.diagnosis.ending import tell_how_the_script_ends, who_left
-from phalanx.diagnosis.from_outside import Place
 from phalanx.diagnosis.own_wait import with_own_wait
+from phalanx.diagnosis.stacks import be_seen
 from phalanx.errors import BackendError, ClosedError, PhalanxError
 from phalanx.native.core import BROKEN_FROM, TEXT_BYTES, Breakage, Going, Status, library
 from phalanx.native.signals import SignalPoll
@@ -96,7 +95,7 @@ class SharedMemoryCommunicator(Communicator):
         self._mailbox = Mailbox(self._comm, self._signals, self._explain_message, self._names)
         self.set_timeout(timeout)
         tell_how_the_script_ends()
-        self._place = Place()
+        be_seen()
         self.crossed = ""
         self.part_of: Callable[[], str] | None = None
         self.outer_error: Callable[[PhalanxError, str], PhalanxError] | None = None
@@ -382,7 +381,6 @@ class SharedMemoryCommunicator(Communicator):
         if not (comm := self._mailbox.take()):
             return
         self._comm = 0
-        self._place.close()
         if self._mailbox.close():  # else the memory stays mapped until the process ends
             self._core.phx_close(comm)
 

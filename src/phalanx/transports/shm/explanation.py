@@ -10,12 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.diagnosis import recorder
-from phalanx.diagnosis.call_site import shown, text_of
-from phalanx.diagnosis.calls import listed
+from phalanx.diagnosis.call_site import listed, shown, text_of
 from phalanx.diagnosis.ends import how_ended
-from phalanx.diagnosis.from_outside import place_of_main
 from phalanx.diagnosis.last_known import facts_in
 from phalanx.diagnosis.records import copy_memory, read_memory
+from phalanx.diagnosis.stacks import place_of_main
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.lost import rank_of_group
 from phalanx.native.core import NOBODY, TEXT_BYTES, Breakage, Going, Status, library

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from phalanx.diagnosis.call_site import shown
-from phalanx.diagnosis.calls import dtype_name
+from phalanx.diagnosis.call_site import dtype_name, shown
 from phalanx.errors import CollectiveMismatch
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from phalanx.diagnosis.calls import call_text, exchange_text
+from phalanx.diagnosis.call_site import call_text, exchange_text
 from phalanx.transports.contract import COLLECTIVES
 
 __all__ = ["exchanged", "text_of_call"]
