@@ -18,7 +18,7 @@ from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.register import forget_failed_groups, register
 from phalanx.c10d.replace import replaces
 from phalanx.c10d.torch_versions import new_group
-from phalanx.diagnosis.joining import Joining
+from phalanx.diagnosis.recorder import joining
 from phalanx.errors import ArgumentError, ClosedError, DeviceError, InitializationError, PhalanxError
 from phalanx.group import Group, Session
 from phalanx.place.arguments import place_with
@@ -252,7 +252,7 @@ def init(
             meeting_within(clock, timeout_s),
             contextlib.nullcontext() if alone else attend(store, place.rank, place.world_size),
         ):
-            with Joining("", settings.BACKEND, range(place.world_size), place.rank):
+            with joining("", settings.BACKEND, range(place.world_size), place.rank):
                 reports = MeetingStore("topology", store, range(place.world_size), True, place.rank)
                 topology = gather(reports, place, this_host(), time_left(timeout).total_seconds())
             neighbours = topology.node_of(place.rank).ranks

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from phalanx.diagnosis.diagnose import HangDiagnosis, RankSnapshot
+from phalanx.diagnosis.diagnose import HangDiagnosis
 from phalanx.diagnosis.hang_report import HangReport
-from phalanx.diagnosis.records import Group, Record, Recording
+from phalanx.diagnosis.snapshot import Group, RankSnapshot, Record, Recording
 
 __all__ = ["EVIL", "NOW", "SECOND", "operation", "report"]
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.diagnosis.diagnose import RankSnapshot, diagnose
-from phalanx.diagnosis.records import Group, Record, Recording
+from phalanx.diagnosis.diagnose import diagnose
+from phalanx.diagnosis.snapshot import Group, RankSnapshot, Record, Recording
 
 WORLD = Group("0", "phalanx", (0, 1, 2, 3))
 PAIR = Group("pair", "phalanx", (1, 2))

@@ -11,9 +11,9 @@ from textwrap import dedent
 
 import pytest
 
-from phalanx.diagnosis.diagnose import RankSnapshot, diagnose
+from phalanx.diagnosis.diagnose import diagnose
 from phalanx.diagnosis.divergence import divergence
-from phalanx.diagnosis.records import Group, Record, Recording
+from phalanx.diagnosis.snapshot import Group, RankSnapshot, Record, Recording
 from phalanx.diagnosis.stacks import Frame
 
 # Each: the program, of which the line with the comment HERE is to be named; without one, nothing. ``# A`` marks the

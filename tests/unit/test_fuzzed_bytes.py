@@ -32,11 +32,11 @@ from tests.support.ranks import on_ranks
 
 from phalanx.commands.run import run as run_command
 from phalanx.diagnosis import recorder
-from phalanx.diagnosis.diagnose import HangDiagnosis, RankSnapshot, diagnose
+from phalanx.diagnosis.diagnose import HangDiagnosis, diagnose
 from phalanx.diagnosis.hang_report import HangReport, read_report, write_report
 from phalanx.diagnosis.html_page import page
-from phalanx.diagnosis.records import Group, Record, Recording, read_recording
-from phalanx.diagnosis.seen_values import seen_to_json
+from phalanx.diagnosis.reading import read_recording
+from phalanx.diagnosis.snapshot import Group, RankSnapshot, Record, Recording
 from phalanx.diagnosis.stacks import frames_of
 from phalanx.errors import EncodingError, LaunchError
 from phalanx.launch.job.config_file import read_config
@@ -216,7 +216,7 @@ def of_ranks() -> Iterator[Parser]:
         diagnose([waiting, *ranks])
         return ranks
 
-    answer = as_bytes(number=3, ranks=[seen_to_json(each, each.recording) for each in seen])
+    answer = as_bytes(number=3, ranks=[each.to_json() for each in seen])
     yield Parser("what the ranks of another host do", [answer], of_host, (ValueError,))
 
 

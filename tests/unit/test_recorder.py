@@ -13,8 +13,8 @@ from ctypes import addressof
 import pytest
 
 from phalanx.diagnosis import recorder
-from phalanx.diagnosis.glance import read_position
-from phalanx.diagnosis.records import Recording, read_recording
+from phalanx.diagnosis.reading import read_position, read_recording
+from phalanx.diagnosis.snapshot import Recording
 from phalanx.native.core import NBYTES_BITS, RECORDER_BYTES, RECORDS, RecordedGroup, library
 
 ALL_REDUCE, BROADCAST, SEND = 1, 2, 10

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 
 from tests.support.reports import EVIL, SECOND, operation, report
 
-from phalanx.diagnosis.diagnose import HangDiagnosis, RankSnapshot
+from phalanx.diagnosis.diagnose import HangDiagnosis
 from phalanx.diagnosis.hang_report import HangReport
-from phalanx.diagnosis.records import Group, Recording
+from phalanx.diagnosis.snapshot import Group, RankSnapshot, Recording
 from phalanx.diagnosis.timeline import COMMUNICATES, COMPUTES, WAITS, Timeline, chrome_trace, make_timeline
 from phalanx.diagnosis.timeline_picture import timeline_page, timeline_svg
 

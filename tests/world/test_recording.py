@@ -14,7 +14,8 @@ import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks
 
 import phalanx
-from phalanx.diagnosis.records import Recording, read_process
+from phalanx.diagnosis.reading import read_process
+from phalanx.diagnosis.snapshot import Recording
 from phalanx.diagnosis.torch_trace import write_torch_traces
 from phalanx.errors import ArgumentError
 

@@ -15,7 +15,7 @@ import torch
 
 from phalanx.diagnosis import call_site, recorder
 from phalanx.diagnosis.call_site import dtype_name
-from phalanx.diagnosis.records import KINDS
+from phalanx.diagnosis.snapshot import KINDS
 from phalanx.native.core import RecordedGroup, quick_entry
 from phalanx.transports.contract import SENT, Communicator, Message
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS

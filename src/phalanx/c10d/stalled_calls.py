@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from phalanx.diagnosis import recorder
-from phalanx.diagnosis.records import KINDS
+from phalanx.diagnosis.snapshot import KINDS
 from phalanx.diagnosis.stacks import Frame
 from phalanx.native.core import FOUND_LATE, RecordedGroup
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS

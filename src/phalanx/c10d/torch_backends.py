@@ -39,7 +39,7 @@ from phalanx.c10d.base import BaseProcessGroup
 from phalanx.c10d.shared_device import note_device, refused_by_nccl, tell_if_shared
 from phalanx.c10d.stalled_calls import StalledCalls
 from phalanx.diagnosis import recorder
-from phalanx.diagnosis.records import KINDS
+from phalanx.diagnosis.snapshot import KINDS
 from phalanx.errors import DeviceError
 from phalanx.native.core import RecordedGroup
 from phalanx.system.threads import start

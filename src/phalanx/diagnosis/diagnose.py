@@ -1,60 +1,28 @@
-"""Who keeps a job from going on: a diagnosis on what is seen of its ranks.
+"""Conclude from snapshots of a job's ranks who keeps it from going on, and in which collective their calls differ.
 
 A rank in an operation waits for the members of the group that have not come to it, or for the other end of a message; a
-rank that is stopped, or in no operation, waits for nobody here. So from each rank that waits lead arrows to the ranks
-that it waits for, and where they end are the ranks that the others wait for. Where they end nowhere, ranks wait for
-each other in a circle.
+rank that is stopped, or in no operation, waits for nobody here. The ranks that the others wait for are where the paths
+of this wait-for graph end. Where they end nowhere, ranks wait for each other in a circle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.diagnosis.records import Record, Recording, world_rank
-from phalanx.diagnosis.stacks import Frame
+from phalanx.diagnosis.call_site import lengths_that_count
+from phalanx.diagnosis.snapshot import RankSnapshot, Record, Recording, lengths_in, world_rank
+from phalanx.settings import BACKEND
 from phalanx.system.process_use import STATES
-from phalanx.words import format_named
+from phalanx.words import first_kinds, format_named
 
-__all__ = ["HangDiagnosis", "RankSnapshot", "diagnose"]
+__all__ = ["HangDiagnosis", "calls_that_differ", "diagnose", "disagreement"]
 
-
-@dataclass(frozen=True)
-class RankSnapshot:
-    """What is seen of one rank from outside.
-
-    Attributes:
-        rank: its rank in the world.
-        recording: its flight recorder; None if it has none, or has no group yet.
-        state: of its main thread, as /proc says it: ``R``, ``S``, ``D``, ``T``; empty if that is not known.
-        ended: how it has ended, as ``exit code 0``; empty if it runs.
-        place: the line of the program where its main thread is, with the line's text; empty if it did not say.
-        asked: what it has asked another process for, and waits for.
-        host: where it runs; empty if all ranks of the job are on one host.
-        silent: its host did not answer in time, so that nothing else of this is known.
-        ended_well: whether it has ended without a failure.
-        local_rank: its number among the ranks of its host, where they are on several.
-        frames: its main thread's stack, the innermost call first, without those of the launcher; empty if it did not
-            say.
-    """
-
-    rank: int
-    recording: Recording | None = None
-    state: str = ""
-    ended: str = ""
-    place: str = ""
-    asked: str = ""
-    host: str = ""
-    silent: bool = False
-    ended_well: bool = False
-    local_rank: int = 0
-    frames: tuple[Frame, ...] = ()
-
-    @property
-    def operation(self) -> Record | None:
-        """The operation that it is in."""
-        last = self.recording.last if self.recording is not None else None
-        return last if last is not None and last.under_way and not self.ended else None
+_RECENT = 64  # calls that ranks have done together are compared, the last of them only
+# Each rank may bring its own number of bytes in these. Backends of devices also gather parts of different sizes, which
+# Gloo refuses; in a gather or scatter no backend of torch's does.
+_OWN_SIZES = ("all_to_all", "reduce_scatter")
+_OWN_SIZES_BUT_IN_GLOO = (*_OWN_SIZES, "all_gather")
 
 
 @dataclass(frozen=True)
@@ -82,7 +50,7 @@ class HangDiagnosis:
 
 
 def diagnose(ranks: Sequence[RankSnapshot]) -> HangDiagnosis | None:
-    """The diagnosis on a job in which somebody waits; None if no rank is in an operation."""
+    """Analyse the wait-for graph of a job; None if no rank is in an operation."""
     seen = {rank.rank: rank for rank in ranks}
     operations = {rank.rank: rank.operation for rank in ranks}
     waiting = {rank: record for rank, record in operations.items() if record is not None}
@@ -110,7 +78,7 @@ def diagnose(ranks: Sequence[RankSnapshot]) -> HangDiagnosis | None:
 def _awaited(rank: int, record: Record, seen: Mapping[int, RankSnapshot]) -> set[int]:
     """The ranks that this one waits for."""
     own = seen[rank]
-    if own.state in ("T", "t"):
+    if own.is_stopped:
         return set()  # whatever it waits for, it would not go on
     if record.is_message:
         if record.peer >= 0:
@@ -121,7 +89,7 @@ def _awaited(rank: int, record: Record, seen: Mapping[int, RankSnapshot]) -> set
     if missing:
         return missing
     # All have come. One that is stopped keeps the others there; else the rank itself says whom it waits for.
-    stopped = {other.rank for other in others if other.state in ("T", "t") and other.operation is not None}
+    stopped = {other.rank for other in others if other.is_stopped and other.operation is not None}
     if stopped or record.awaits < 0:
         return stopped
     named = world_rank(record.group, record.awaits)
@@ -162,16 +130,19 @@ def _sentence(awaited: Sequence[RankSnapshot], waiting: Mapping[int, Record]) ->
     joining = bool(waiting) and all(record.kind == "init" for record in waiting.values())
     parts = []
     for (host, text), ranks in alike.items():
-        verb = "is" if len(ranks) == 1 else "are"
+        does = f"is {text}" if len(ranks) == 1 else f"are {text}"
+        if text.startswith("has "):
+            does = text if len(ranks) == 1 else f"have {text[4:]}"
         # Of a rank that has never come its user may not know where it should be.
         local = f" ({format_named('local rank', [rank.local_rank for rank in ranks])})" if joining and host else ""
-        parts.append(f"{_named([rank.rank for rank in ranks], host)}{local} {_agree(text, verb)}")
+        parts.append(f"{_named([rank.rank for rank in ranks], host)}{local} {does}")
     whom = "it" if len(awaited) == 1 else "them"
     who = " and ".join(parts)
     if not waiting:
         return who
     waits = "waits" if len(waiting) == 1 else "wait"
-    return f"{who}; {format_named('rank', sorted(waiting))} {waits} for {whom} in {_operations(waiting)}"
+    operations = " and ".join(dict.fromkeys(_called(record) for _, record in sorted(waiting.items())))
+    return f"{who}; {format_named('rank', sorted(waiting))} {waits} for {whom} in {operations}"
 
 
 def _named(ranks: Sequence[int], host: str) -> str:
@@ -179,10 +150,9 @@ def _named(ranks: Sequence[int], host: str) -> str:
     return f"{format_named('rank', ranks)}{f' on {host}' if host else ''}"
 
 
-def _agree(text: str, verb: str) -> str:
-    if text.startswith("has "):
-        return text if verb == "is" else f"have {text[4:]}"
-    return f"{verb} {text}"
+def _called(record: Record) -> str:
+    """``broadcast #118 at train.py:57``."""
+    return f"{record.name()}{f' at {record.site}' if record.site else ''}"
 
 
 def _doing(rank: RankSnapshot) -> str:
@@ -193,37 +163,120 @@ def _doing(rank: RankSnapshot) -> str:
         return "out of sight: the host does not answer"
     record = rank.operation
     place = f"at {rank.place}" if rank.place else ""
-    how = STATES.get(rank.state, "")
-    if rank.state in ("T", "t", "D") and record is None:
-        last = rank.recording.last if rank.recording is not None else None
-        after = f", after {last.name()}{_at(last)}" if last is not None and not place else ""
-        return f"{how}{f' {place}' if place else ''}{after}"
+    how = STATES.get(rank.state, "") if rank.is_stopped or rank.state == "D" else ""
     if record is not None:
-        inside = f"in {record.name()}{_at(record)}"
-        return f"{how}, {inside}" if rank.state in ("T", "t", "D") else inside
+        return f"{how}, in {_called(record)}" if how else f"in {_called(record)}"
+    last = rank.recording.last if rank.recording is not None else None
+    if how:
+        return f"{how} {place}" if place else f"{how}, after {_called(last)}" if last is not None else how
     if rank.asked:
         place = f"{place + ', ' if place else ''}waiting for {rank.asked}"
-    if rank.recording is None or not rank.recording.records:
+    if last is None:
         return f"{place + ', ' if place else ''}in no operation yet"
-    if not place:
-        last = rank.recording.records[-1]
-        return f"in no operation; its last was {last.name()}{_at(last)}"
-    return f"{place}, in no operation"
-
-
-def _operations(waiting: Mapping[int, Record]) -> str:
-    texts: dict[str, None] = dict.fromkeys(f"{record.name()}{_at(record)}" for _, record in sorted(waiting.items()))
-    return " and ".join(texts)
+    return f"{place}, in no operation" if place else f"in no operation; its last was {_called(last)}"
 
 
 def _whereabouts(waiting: Mapping[int, Record], seen: Mapping[int, RankSnapshot]) -> str:
     alike: dict[tuple[str, str], list[int]] = {}
     for rank, record in sorted(waiting.items()):
-        alike.setdefault((seen[rank].host, f"{record.name()}{_at(record)}"), []).append(rank)
+        alike.setdefault((seen[rank].host, _called(record)), []).append(rank)
     return ", ".join(
         f"{_named(ranks, host)} {'is' if len(ranks) == 1 else 'are'} in {text}" for (host, text), ranks in alike.items()
     )
 
 
-def _at(record: Record) -> str:
-    return f" at {record.site}" if record.site else ""
+def disagreement(
+    recordings: Mapping[int, Recording],
+    rank: int,
+    at_ns: float,
+    stopped: Collection[int] = (),
+    ended: Collection[int] = (),
+) -> list[str]:
+    """Lines that say which calls differed, or who had not come, when an operation of a rank failed; none if neither.
+
+    Args:
+        recordings: by rank; those that are not known are left out.
+        rank: the rank whose operation failed, or that ended in it.
+        at_ns: when, on the host's monotonic clock.
+        stopped: the ranks that were stopped then (state T).
+        ended: those that ended by themselves, with exit code 0.
+    """
+    last = _last(recordings, rank)
+    if last is None:
+        return []
+    how = dict.fromkeys(stopped, ", which was stopped (state T),")
+    how |= dict.fromkeys(ended, ", which ended (exit code 0),")
+    if last.is_message:
+        ends = last.group.ranks if last.peer < 0 else (world_rank(last.group, last.peer),)
+        known = {r: recordings[r].records for r in ends if r in recordings and (last.peer >= 0 or r in how)}
+        about = f"is the other end of {last.text()}"
+        return [f"rank {r}{how.get(r, '')} {about}{_last_of(records)}" for r, records in known.items()]
+    calls = _calls(recordings, last, at_ns)
+    late = [other for other, records in calls.items() if max(records, default=0) < last.in_group]
+    # A rank that came to such a collective a moment ago has no record of it yet.
+    come = "was not seen in" if last.found_late else "had not come to"
+    return _differing(calls, last) or [
+        f"rank {other}{how.get(other, '')} {come} {last.name()}{last.where()}{_last_of(list(calls[other].values()))}"
+        for other in late[:4]
+    ]
+
+
+def calls_that_differ(recordings: Mapping[int, Recording], rank: int, at_ns: float) -> list[str]:
+    """The first of these, also of a rank that is still in its operation. The arguments are the same."""
+    last = _last(recordings, rank)
+    return [] if last is None or last.is_message else _differing(_calls(recordings, last, at_ns), last)
+
+
+def _last(recordings: Mapping[int, Recording], rank: int) -> Record | None:
+    """The operation of another backend that a rank is in, or that has failed."""
+    last = recordings[rank].last if rank in recordings else None
+    if last is None or last.group.backend == BACKEND or not (last.failed or last.under_way):
+        return None
+    return last
+
+
+def _calls(recordings: Mapping[int, Recording], last: Record, at_ns: float) -> dict[int, dict[int, Record]]:
+    """The collectives of the group by rank and number."""
+    return {
+        other: {record.in_group: record for record in recordings[other].records if _counts(record, last, at_ns)}
+        for other in last.group.ranks
+        if other in recordings
+    }
+
+
+def _differing(calls: Mapping[int, Mapping[int, Record]], last: Record) -> list[str]:
+    for number in range(max(1, last.in_group - _RECENT), last.in_group + 1):
+        of_ranks = {other: records[number] for other, records in calls.items() if number in records}
+        alike = _ranks_alike(last.group.backend, of_ranks)
+        if len(alike) > 1:
+            kinds = [f"  {format_named('rank', ranks)}: {of_ranks[ranks[0]].text(with_shape=True)}" for ranks in alike]
+            return ["the ranks called different operations:", *first_kinds(kinds)]
+    return []
+
+
+def _ranks_alike(backend: str, calls: Mapping[int, Record]) -> list[list[int]]:
+    """The ranks whose calls of one collective are alike; more than one list if the calls do not belong together."""
+    own_size = _OWN_SIZES if backend == "gloo" else _OWN_SIZES_BUT_IN_GLOO
+    lengths = {
+        rank: () if call.kind in own_size else lengths_that_count(lengths_in(call.shape))
+        for rank, call in calls.items()
+    }
+    # One that goes with any shape of its size is alike to all others, if these are alike.
+    apart = len({each for each in lengths.values() if each}) > 1
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for rank, call in calls.items():
+        size = 0 if call.kind in own_size else call.nbytes
+        root = -1 if call.kind == "barrier" else call.peer
+        facts = call.kind, call.dtype, call.op, root, size, lengths[rank] if apart else ()
+        alike.setdefault(facts, []).append(rank)
+    return list(alike.values())
+
+
+def _counts(record: Record, failed: Record, at_ns: float) -> bool:
+    """Whether a record is of a collective of the group that had begun when the other one failed."""
+    is_groups = record.group.name == failed.group.name and record.group.ranks == failed.group.ranks
+    return is_groups and not record.is_message and record.entered_ns <= at_ns
+
+
+def _last_of(records: Sequence[Record]) -> str:
+    return f"; its last operation was {records[-1].text()}" if records else ""

@@ -15,9 +15,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from phalanx.diagnosis.diagnose import HangDiagnosis, RankSnapshot
-from phalanx.diagnosis.records import Record
-from phalanx.diagnosis.seen_values import seen_from_json, seen_to_json
+from phalanx.diagnosis.diagnose import HangDiagnosis
+from phalanx.diagnosis.snapshot import RankSnapshot, Record
 from phalanx.diagnosis.torch_trace import write_torch_traces
 from phalanx.system.foreign_values import checked, is_number, read_json
 from phalanx.system.whole_files import folder_for_a_while, whole_file
@@ -83,8 +82,7 @@ class HangReport:
 
     def _rank(self, seen: RankSnapshot, *, whole: bool) -> dict[str, Any]:
         kept = min(_MOST_KEPT, max(_FEWEST_KEPT, _KEPT // len(self.ranks)))
-        recording = seen.recording.latest(kept) if seen.recording is not None and not whole else seen.recording
-        return {**seen_to_json(seen, recording), "stack": self.stacks.get(seen.rank, [])}
+        return {**seen.to_json(None if whole else kept), "stack": self.stacks.get(seen.rank, [])}
 
     def text(self) -> str:
         """The report for people: the diagnosis, then each rank's operation, then stacks, then the last operations."""
@@ -235,7 +233,7 @@ def read_report(path: Path) -> HangReport:
         hint = values.get("hint", "")
         said = {"sentence": values["verdict"], "awaited": who[0], "waiting": who[1], "since_ns": values["since_ns"]}
         diagnosis = checked(HangDiagnosis, {**said, "hint": hint})
-        ranks = [seen_from_json(rank) for rank in values["ranks"]]
+        ranks = [RankSnapshot.from_json(rank) for rank in values["ranks"]]
         stacks = {rank["rank"]: _lines(rank["stack"]) for rank in values["ranks"] if rank["stack"]}
         own = {name: values[name] for name in ("job", "host", "when", "now_ns")}
         return checked(HangReport, {**own, "diagnosis": diagnosis, "ranks": ranks, "stacks": stacks})

@@ -14,12 +14,11 @@ import hashlib
 import re
 from collections.abc import Iterable, Sequence
 
-from phalanx.diagnosis.diagnose import RankSnapshot
 from phalanx.diagnosis.hang_report import HangReport
 from phalanx.diagnosis.html_style import SCRIPT, STYLE
 from phalanx.diagnosis.html_text import ago, duration, shown
 from phalanx.diagnosis.html_timeline import Axis, kind_class, row
-from phalanx.diagnosis.records import KINDS, Record
+from phalanx.diagnosis.snapshot import KINDS, RankSnapshot, Record
 from phalanx.system.process_use import state_text
 from phalanx.words import format_bytes, format_named
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.diagnosis.html_text import ago, duration, shown
-from phalanx.diagnosis.records import KINDS, Record
+from phalanx.diagnosis.snapshot import KINDS, Record
 from phalanx.words import format_bytes
 
 __all__ = ["Axis", "bar_text", "kind_class", "row"]

@@ -23,10 +23,10 @@ from typing import Protocol
 
 from phalanx import settings
 from phalanx.diagnosis.call_site import running_at, shown
-from phalanx.diagnosis.diagnose import HangDiagnosis, RankSnapshot, diagnose
-from phalanx.diagnosis.glance import Position, read_position
+from phalanx.diagnosis.diagnose import HangDiagnosis, diagnose
+from phalanx.diagnosis.reading import Position, read_position, read_process, read_recording
 from phalanx.diagnosis.recorder import is_kept, own_place
-from phalanx.diagnosis.records import read_process, read_recording
+from phalanx.diagnosis.snapshot import RankSnapshot
 from phalanx.diagnosis.stacks import place_of_main
 from phalanx.errors import PhalanxError
 from phalanx.system.awake import AwakeClock

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.diagnosis.records import KINDS, Record, RecorderCopy, copy_recorder
+from phalanx.diagnosis.reading import RecorderCopy, copy_recorder
+from phalanx.diagnosis.snapshot import KINDS, Record
 from phalanx.native.core import RECORDS, SeenRecord
 
 __all__ = ["GroupKey", "Pace", "PaceOfRank"]

@@ -1,11 +1,11 @@
 """The flight recorder of this process: its last 4,096 operations, in memory that outlives it.
 
 The core writes the records (``native/csrc/record.h`` has their protocol); this module opens the memory and keeps its
-texts: the names of groups, and the lines of the program from which operations are called. A place is the code and the
-instruction in it, which a call finds quickly; its text is looked up once, and from then on it is a number.
+texts: the names of groups, and the lines of the program from which operations are called. The text of a call site is
+looked up once, and from then on it is a number.
 
 The memory belongs to the launcher, if there is one that keeps it (``keep_in``); else it is a file of this process,
-which others find by its name under /proc (``records.py``). It begins with the process's first group.
+which others find by its name under /proc (``reading.py``). It begins with the process's first group.
 
 A lock guards the texts. It is reentrant, because a signal handler that interrupts its holder may call an operation too:
 room is taken before anything is written to it.
@@ -18,18 +18,17 @@ import ctypes
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
-from functools import partial
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
 from phalanx.diagnosis import call_site
 from phalanx.diagnosis.call_site import CallSite, lengths_that_count
-from phalanx.diagnosis.program_text import identity
-from phalanx.diagnosis.shapes import shape_text
+from phalanx.diagnosis.snapshot import KINDS, spans
 from phalanx.errors import BackendError
 from phalanx.native.core import NBYTES_BITS, RECORDER_BYTES, STRINGS_AT, RecordedGroup, addresses, library, quick_entry
-from phalanx.system.foreign_values import is_number
 
 __all__ = [
     "MEMORY_NAME",
@@ -40,32 +39,34 @@ __all__ = [
     "end",
     "group",
     "is_kept",
+    "joining",
     "keep_in",
     "label_now",
     "mark",
+    "number_here",
+    "number_of",
     "open_recorder",
     "own_memory",
     "own_place",
     "place_of",
-    "ranks_in",
     "shaped",
-    "spans",
     "writers",
 ]
 
 MEMORY_NAME = "phalanx-recorder"
 _LONGEST_TEXT = 2048
-_MOST_RANKS = 1 << 20
-# Up to which share of the room there may be labels: a script may make a new one for each batch, and the groups and
-# lines that come later need room too.
-_LABELS = 0.5
-# The same for shapes, of which a program whose batches have all lengths may have thousands.
-_SHAPES = 0.25
+# Up to which share of the room there may be labels, and shapes: a script may make new ones for each batch, and the
+# groups and lines that come later need room too.
+_LABELS, _SHAPES = 0.5, 0.25
 _MOST_SHAPES = 4096
+_GROUP = ctypes.POINTER(RecordedGroup)
+_JOIN = next(number for number, kind in KINDS.items() if kind == "init")
 
 _keeper: tuple[int, Callable[[], tuple[int, int]]] | None = None  # whose memory it is, and what makes it
-_state: _State | None = None
+_state: _Recorder | None = None
 _opening = threading.Lock()
+_dtypes: dict[int, str] = {}
+_label = ""
 
 
 def keep_in(where: Callable[[], tuple[int, int]]) -> None:
@@ -82,26 +83,24 @@ def is_kept() -> bool:
     return _keeper is not None and _keeper[0] == os.getpid()
 
 
-class _State:
+class _Recorder:
     """The open recorder of one process."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.core = library()
         # A child that the script forks is not the rank.
-        own, offset = _keeper[1]() if _keeper is not None and is_kept() else (_own_file(), 0)
-        self.place = own, offset
-        memory = self.core.phx_recorder_open(own, offset, self.pid, -1, 0)
+        self.place = _keeper[1]() if _keeper is not None and is_kept() else (_own_file(), 0)
+        memory = self.core.phx_recorder_open(*self.place, self.pid, -1, 0)
         if not memory:
             raise OSError(ctypes.get_errno(), "the recorder's memory cannot be mapped")
         self.memory: int = memory
         texts = (ctypes.c_char * (RECORDER_BYTES - STRINGS_AT)).from_address(memory + STRINGS_AT)
         self._strings = memoryview(texts).cast("B")
         self._used = 4  # 0 is no text
-        self._known: dict[tuple[str, int], int] = {}
+        self._known: dict[str, int] = {}
         self._shapes: dict[tuple[int, ...], int] = {}
         self._sites: dict[tuple[int, int], tuple[CodeType, int]] = {}  # the code is held: its id stays its own
-        self.places: dict[int, CallSite] = {}  # the last one of each number
         self._lock = threading.RLock()
         self.step, self.label = -1, 0
         # So that this thread has the attribute: to find that there is none takes longer than to record.
@@ -115,36 +114,35 @@ class _State:
             entry.set_recorder(addresses(("record_begin", "record_end")), call_site.inside, self.number_of)
             self.begin, self.end, self.site = entry.record_begin, entry.record_end, entry.site_number
 
-    def text(self, text: str, *, share: float = 1.0, identity: int = 0) -> int:
-        """The number of a text, which is written when it is first asked for; 0 if there is no room.
+    def text(self, text: str, *, share: float = 1.0) -> int:
+        """The number of a text, which is written when it is first asked for; 0 if that share of the room is used up.
 
-        Args:
-            text: the text.
-            share: of the room, which it may fill up to there.
-            identity: of the place in the program that the text names; 0 if it names none.
+        In front of it stands a hash, by which ranks compare the lines of their calls. Code that was generated has none:
+        the name of its file differs between ranks.
         """
-        key = text, identity
-        found = self._known.get(key)
+        found = self._known.get(text)
         if found is not None:
             return found
         with self._lock:
-            found = self._known.get(key)
-            if found is not None:
-                return found
             data = text.encode(errors="replace")[:_LONGEST_TEXT]
             at, after = self._used + 4, self._used + 8 + len(data)
             if after > share * len(self._strings):
                 return 0
             self._used = after  # first: a signal handler may come here too
+            identity = 0 if text.startswith("<") else zlib.crc32(data) or 1
             self._strings[at - 4 : after] = identity.to_bytes(4, "little") + len(data).to_bytes(4, "little") + data
-            self._known[key] = at
-            return at
+            return self._known.setdefault(text, at)
+
+    def text_at(self, number: int) -> str:
+        """The text that has this number; empty for 0."""
+        length = int.from_bytes(self._strings[number : number + 4], "little") if number else 0
+        return bytes(self._strings[number + 4 : number + 4 + length]).decode(errors="replace")
 
     def shape(self, shape: tuple[int, ...]) -> int:
         """The number of a shape; 0 if it goes with every other of as many elements, or has no room."""
         number = self._shapes.get(shape)
         if number is None:
-            number = self.text(shape_text(shape), share=_SHAPES) if lengths_that_count(shape) else 0
+            number = self.text(str(list(shape)), share=_SHAPES) if lengths_that_count(shape) else 0
             if len(self._shapes) >= _MOST_SHAPES:
                 self._shapes.clear()
             self._shapes[shape] = number
@@ -156,15 +154,11 @@ class _State:
         return self.site() if queued is None else self.number_of(*queued)
 
     def number_of(self, code: CodeType, instruction: int) -> int:
-        """The number of a place in a program."""
+        """The number of a call site's text."""
         key = id(code), instruction
         known = self._sites.get(key)
         if known is None:
-            site = code, instruction
-            known = code, self.text(call_site.text_of(site), identity=identity(site))
-            if known[1]:
-                self.places[known[1]] = site  # first: another thread that finds the number may ask for the place
-            self._sites[key] = known
+            known = self._sites[key] = code, self.text(call_site.text_of((code, instruction)))
         return known[1]
 
     def _site_by_frames(self) -> int:
@@ -176,25 +170,11 @@ class _State:
         return ticket
 
 
-_GROUP = ctypes.POINTER(RecordedGroup)
-
-
 def _own_file() -> int:
     """A file for a process whose launcher keeps none. Its descriptor stays open, since others find it by that."""
     file = os.memfd_create(MEMORY_NAME)
     os.ftruncate(file, RECORDER_BYTES)
-    # A child that kept it would be taken for a process with these operations.
-    os.register_at_fork(after_in_child=partial(_close_once, [file]))
     return file
-
-
-def _close_once(files: list[int]) -> None:
-    """Close the file in the list and empty it: the child's own children have the hook too, and other files."""
-    while files:
-        file = files.pop()
-        with contextlib.suppress(OSError):  # the program may have closed it
-            if os.readlink(f"/proc/self/fd/{file}").startswith(f"/memfd:{MEMORY_NAME} "):
-                os.close(file)
 
 
 def open_recorder(rank: int = -1, size: int = 0) -> bool:
@@ -204,19 +184,21 @@ def open_recorder(rank: int = -1, size: int = 0) -> bool:
         rank, size: this process's place in the world, if it is known by now.
     """
     global _state
-    if _state is None or _state.pid != os.getpid():
+    if _own() is None:
         with _opening:
-            if _state is None or _state.pid != os.getpid():
+            if _own() is None:
                 try:
-                    _state = _State()
+                    _state = _Recorder()
                 except (OSError, BackendError):  # no memory, no descriptor, no core: a job runs as well without
                     return False
-    if size:
+    if size and _state is not None:
         _state.core.phx_recorder_names(_state.text(json.dumps(_dtypes)) if _dtypes else 0, rank, size)
     return True
 
 
-_dtypes: dict[int, str] = {}
+def _own() -> _Recorder | None:
+    """The recorder of this process, and not of one that has forked it."""
+    return _state if _state is not None and _state.pid == os.getpid() else None
 
 
 def describe_dtypes(names: dict[int, str]) -> None:
@@ -233,36 +215,12 @@ def group(name: str, backend: str, ranks: Sequence[int], own: int) -> RecordedGr
         ranks: the members' ranks in the world.
         own: this process's rank in the group.
     """
-    if _state is None or _state.pid != os.getpid():
+    state = _own()
+    if state is None:
         return None
-    text = json.dumps({"name": name, "backend": backend, "ranks": spans(ranks), "own": own})
-    return RecordedGroup(name=_state.text(text))
-
-
-def spans(ranks: Sequence[int]) -> list[list[int]]:
-    """Ranks as ``[first, how many, step]``: a large world must not need a long text."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][1] == 1:
-            spans[-1][1:] = [2, rank - spans[-1][0]]
-        elif spans and rank == spans[-1][0] + spans[-1][1] * spans[-1][2]:
-            spans[-1][1] += 1
-        else:
-            spans.append([rank, 1, 1])
-    return spans
-
-
-def ranks_in(parts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The ranks that :func:`spans` has shortened.
-
-    Raises:
-        ValueError, TypeError: it has not; a few bytes must not become a list that fills the memory.
-    """
-    if not all(is_number(number) for part in parts for number in part):
-        raise TypeError("spans are numbers")
-    if sum(max(0, count) for _, count, _ in parts) > _MOST_RANKS:
-        raise ValueError("no job has so many ranks")
-    return tuple(first + i * step for first, count, step in parts for i in range(count))
+    return RecordedGroup(
+        name=state.text(json.dumps({"name": name, "backend": backend, "ranks": spans(ranks), "own": own}))
+    )
 
 
 def writers() -> tuple[Callable[[int, int, int, int, int], int], Callable[[int, bool], None], Callable[[], int]]:
@@ -271,39 +229,40 @@ def writers() -> tuple[Callable[[int, int, int, int, int], int], Callable[[int, 
     They are: begin(group, what, nbytes, site, peer), end(ticket, failed), and here(), the site.
     A forked child may call them, and records nothing.
     """
-    state = _state
-    assert state is not None, "a group is recorded only in a process with a recorder"
-    return state.begin, state.end, state.here
+    assert _state is not None, "a group is recorded only in a process with a recorder"
+    return _state.begin, _state.end, _state.here
 
 
 def own_memory() -> int:
     """Where this process's recorder is mapped; 0 if it has none."""
-    return 0 if _state is None or _state.pid != os.getpid() else _state.memory
+    state = _own()
+    return 0 if state is None else state.memory
 
 
 def own_place() -> tuple[int, int]:
-    """Where this process's recorder is: the descriptor of its file, and where in that; the former is -1 without one.
+    """The descriptor of the file with this process's recorder, or -1, and where in that it is.
 
     The program may have closed the descriptor. Then something else may be there by now.
     """
-    return (-1, 0) if _state is None or _state.pid != os.getpid() else _state.place
+    state = _own()
+    return (-1, 0) if state is None else state.place
 
 
-def place_of(number: int) -> CallSite | None:
-    """The place in the program that has this number; None if there is none, and for 0."""
-    return None if _state is None else _state.places.get(number)
+def place_of(number: int) -> str:
+    """The line of the program that has this number, as ``file:line``; empty if there is none, and for 0."""
+    return "" if _state is None else _state.text_at(number)
 
 
 def number_here() -> int:
     """The number of the line of the program that called the operation of this thread; 0 if it is not known."""
-    state = _state
-    return 0 if state is None or state.pid != os.getpid() else state.here()
+    state = _own()
+    return 0 if state is None else state.here()
 
 
 def number_of(site: CallSite | None) -> int:
-    """The number of a place in the program; 0 for None, and without a recorder."""
-    state = _state
-    return 0 if site is None or state is None or state.pid != os.getpid() else state.number_of(*site)
+    """The number of a call site; 0 for None, and without a recorder."""
+    state = _own()
+    return 0 if site is None or state is None else state.number_of(*site)
 
 
 def begin(group: int, what: int, nbytes: int, peer: int) -> int:
@@ -332,17 +291,11 @@ def shaped(nbytes: int, shape: tuple[int, ...]) -> int:
 def begin_at(group: RecordedGroup, what: int, nbytes: int, *, line: str, entered_ns: int) -> int:
     """Record a collective without a root that has begun before, on another thread; the ticket is for :func:`drop`.
 
-    It is not counted: it gets the number of the group's next collective.
-
-    Args:
-        group: its group.
-        what: its kind, dtype and operation, as ``phx_record_begin`` takes them.
-        nbytes: of this rank's tensor.
-        line: the line that called it, as ``file:line``; empty if it is not known.
-        entered_ns: when it began, by ``time.monotonic_ns``.
+    It is not counted: it gets the number of the group's next collective. The arguments are those of :func:`begin`, with
+    the line that called it, as ``file:line`` or empty, and when it began, by ``time.monotonic_ns``.
     """
-    state = _state
-    if state is None or state.pid != os.getpid():
+    state = _own()
+    if state is None:
         return 0
     site = state.text(line) if line else 0
     ticket: int = state.core.phx_record_begin_at(ctypes.byref(group), what, nbytes, site, -1, entered_ns)
@@ -351,16 +304,44 @@ def begin_at(group: RecordedGroup, what: int, nbytes: int, *, line: str, entered
 
 def drop(ticket: int) -> None:
     """Take back a record, on the thread that has begun it."""
-    state = _state
-    if state is not None and state.pid == os.getpid():
+    state = _own()
+    if state is not None:
         state.core.phx_record_drop(ticket)
 
 
 def end(ticket: int, failed: bool) -> None:
     """Record that an operation has ended. Any thread may; only the first time counts."""
-    state = _state
-    if state is not None:
-        state.end(ticket, failed)
+    if _state is not None:
+        _state.end(ticket, failed)
+
+
+def joining(name: str, backend: str, ranks: Sequence[int], own: int) -> contextlib.AbstractContextManager[None]:
+    """Record that this process waits for all of these ranks to join the world or a group, while the body runs.
+
+    A rank that does not come keeps the others in the job's store, or in a library that says nothing; by the record
+    ``phalanx run`` sees it. The record is taken back when all have come; else it is the rank's last operation.
+
+    Args:
+        name, backend, ranks, own: as in :func:`group`; an empty name for the world.
+    """
+    ticket = 0
+    if is_kept() and len(ranks) > 1:
+        with contextlib.suppress(Exception):  # a job runs as well without
+            made = group(name, backend, ranks, own) if open_recorder() else None
+            if made is not None:
+                line = call_site.text_of(call_site.capture())
+                ticket = begin_at(made, _JOIN, 0, line=line, entered_ns=time.monotonic_ns())
+    return _joined(ticket)
+
+
+@contextlib.contextmanager
+def _joined(ticket: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        end(ticket, True)
+        raise
+    drop(ticket)
 
 
 def mark(step: int | None = None, label: str | None = None) -> None:
@@ -379,9 +360,6 @@ def mark(step: int | None = None, label: str | None = None) -> None:
         _label = label
         state.label = state.text(label, share=_LABELS) if label else 0
     state.core.phx_recorder_mark(state.step, state.label)
-
-
-_label = ""
 
 
 def label_now() -> str:

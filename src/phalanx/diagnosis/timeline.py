@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from phalanx.diagnosis.diagnose import RankSnapshot
 from phalanx.diagnosis.hang_report import HangReport
 from phalanx.diagnosis.html_text import duration
-from phalanx.diagnosis.records import Record, Recording, world_rank
+from phalanx.diagnosis.snapshot import RankSnapshot, Record, Recording, world_rank
 from phalanx.words import format_count
 
 __all__ = ["COMMUNICATES", "COMPUTES", "WAITS", "Lane", "Span", "Timeline", "Wait", "chrome_trace", "make_timeline"]

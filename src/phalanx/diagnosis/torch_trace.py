@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.diagnosis.records import Record, Recording
-from phalanx.diagnosis.shapes import lengths_in
+from phalanx.diagnosis.snapshot import Record, Recording, lengths_in
 
 __all__ = ["PREFIX", "as_torch_trace", "write_torch_traces"]
 

@@ -10,8 +10,8 @@ import contextlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from phalanx.diagnosis.disagreement import calls_that_differ, disagreement
-from phalanx.diagnosis.records import Recording
+from phalanx.diagnosis.diagnose import calls_that_differ, disagreement
+from phalanx.diagnosis.snapshot import Recording
 from phalanx.launch.job.job import Job
 from phalanx.launch.rank.operations import last_recording, parted
 from phalanx.launch.rank.trace import Trace
@@ -41,7 +41,7 @@ class FailedCalls:
             self._recordings[message["rank"]] = found.beside(own_folder())
 
     def parted(self, rank: int, at: float, stopped: Collection[int] = (), ended: Collection[int] = ()) -> list[str]:
-        """Lines on how the calls of ranks differed when one failed; see ``diagnosis/disagreement.py``.
+        """Lines on how the calls of ranks differed when one failed; see ``diagnosis/diagnose.py``.
 
         Args:
             rank: the one that failed.

@@ -24,9 +24,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.diagnosis.diagnose import HangDiagnosis, RankSnapshot, diagnose
-from phalanx.diagnosis.disagreement import calls_that_differ
+from phalanx.diagnosis.diagnose import HangDiagnosis, calls_that_differ, diagnose
 from phalanx.diagnosis.divergence import divergence
+from phalanx.diagnosis.snapshot import RankSnapshot
 from phalanx.launch.job.job import Job
 from phalanx.launch.output.stacks import format_stack, frames_in, place_in
 from phalanx.launch.sight import Examination, Pace, Sight
@@ -37,7 +37,7 @@ from phalanx.words import format_named
 
 if TYPE_CHECKING:
     from phalanx.diagnosis.hang_report import HangReport
-    from phalanx.diagnosis.records import Recording
+    from phalanx.diagnosis.snapshot import Recording
 
 __all__ = ["HangWatch"]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from phalanx.diagnosis.diagnose import RankSnapshot
-from phalanx.diagnosis.records import Recording, read_recording
+from phalanx.diagnosis.reading import read_recording
+from phalanx.diagnosis.snapshot import RankSnapshot, Recording
 from phalanx.errors import PhalanxError
 from phalanx.launch.output.failure import End
 from phalanx.launch.rank.progress import Progress

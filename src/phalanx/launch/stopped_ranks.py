@@ -13,7 +13,8 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from phalanx.diagnosis.diagnose import HangDiagnosis, RankSnapshot
+from phalanx.diagnosis.diagnose import HangDiagnosis
+from phalanx.diagnosis.snapshot import RankSnapshot
 
 __all__ = ["StoppedRanks"]
 

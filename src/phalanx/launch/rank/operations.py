@@ -12,7 +12,7 @@ from phalanx.launch.rank.trace import Trace
 from phalanx.system.folder import beside, own_folder
 
 if TYPE_CHECKING:
-    from phalanx.diagnosis.records import Recording
+    from phalanx.diagnosis.snapshot import Recording
 
 __all__ = ["last_call", "last_operation", "last_recording", "parted"]
 
@@ -58,7 +58,7 @@ def last_call(trace: Trace, part: int) -> dict[str, Any]:
 def parted(
     trace: Trace, ranks: int, rank: int, at: float, stopped: Collection[int] = (), ended: Collection[int] = ()
 ) -> list[str]:
-    """Lines on how the calls of ranks of this host differed when a rank failed; see ``diagnosis/disagreement.py``.
+    """Lines on how the calls of ranks of this host differed when a rank failed; see ``diagnosis/diagnose.py``.
 
     Args:
         trace: the ranks' trace.
@@ -70,8 +70,8 @@ def parted(
     """
     if last_recording(trace, rank) is None:
         return []
-    from phalanx.diagnosis.disagreement import disagreement
-    from phalanx.diagnosis.records import Recording
+    from phalanx.diagnosis.diagnose import disagreement
+    from phalanx.diagnosis.snapshot import Recording
 
     nothing = Recording(0, -1, 0, -1, "", 0, ())  # of a rank that has not come to a group so far
     found = {part: (last_recording(trace, part) or nothing).beside(own_folder()) for part in range(ranks)}
@@ -81,7 +81,7 @@ def parted(
 def last_recording(trace: Trace, part: int, count: int = 0) -> Recording | None:
     """Read what a rank has recorded, the last ``count`` operations, by default all; None if it cannot be read."""
     # The job may have been one without Phalanx, so what reads it is not imported before.
-    from phalanx.diagnosis.records import copy_recorder, in_words
+    from phalanx.diagnosis.reading import copy_recorder, in_words
 
     try:
         copy = copy_recorder(trace.descriptor, trace.place_of_recorder(part))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from phalanx.diagnosis.glance import Position, read_position
+from phalanx.diagnosis.reading import Position, read_position
 from phalanx.launch.rank.trace import Trace
 from phalanx.system import processes
 

@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from phalanx.diagnosis.records import Recording, read_recording
+from phalanx.diagnosis.reading import read_recording
+from phalanx.diagnosis.snapshot import Recording
 from phalanx.errors import PhalanxError
 from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.rank.progress import Progress

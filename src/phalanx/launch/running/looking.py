@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from phalanx import settings
 from phalanx.diagnosis.pace import Pace, PaceOfRank
-from phalanx.diagnosis.records import open_own_recorder
+from phalanx.diagnosis.reading import open_own_recorder
 from phalanx.launch.rank.trace import Trace, trace_name
 from phalanx.launch.running.jobs import RankProcess
 from phalanx.launch.running.rank_look import RankLook

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.diagnosis.pace import Pace
-from phalanx.diagnosis.recorder import ranks_in, spans
-from phalanx.diagnosis.records import Recording
+from phalanx.diagnosis.snapshot import Recording, ranks_in, spans
 from phalanx.system.foreign_values import checked
 
 __all__ = ["RankLook"]

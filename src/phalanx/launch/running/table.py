@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.diagnosis.records import Record, world_rank
+from phalanx.diagnosis.snapshot import Record, world_rank
 from phalanx.launch.running.jobs import RunningJob
 from phalanx.launch.running.rank_look import RankLook
 from phalanx.launch.running.watching import Look

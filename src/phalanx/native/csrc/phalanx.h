@@ -46,7 +46,7 @@ enum phx_kind {
     PHX_ALL_TO_ALL,
     PHX_SEND, /* the messages come last: only the recorder distinguishes these */
     PHX_RECV,
-    PHX_INIT, /* the wait for ranks that have not joined (joining.py) */
+    PHX_INIT, /* the wait for ranks that have not joined (recorder.py) */
 };
 
 enum phx_dtype {

@@ -27,8 +27,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from phalanx.diagnosis.diagnose import RankSnapshot
-from phalanx.diagnosis.seen_values import seen_from_json, seen_to_json
+from phalanx.diagnosis.snapshot import RankSnapshot
 from phalanx.store.peek import peek
 from phalanx.system.foreign_values import read_json
 from phalanx.transports.hosts.asking import Questions
@@ -105,7 +104,7 @@ class Inquiry:
     def _answer(self, seen: Callable[[], Sequence[RankSnapshot]]) -> None:
         number = int(peek(self._store, ASKED) or 0)
         if number > self._answered:
-            ranks = [seen_to_json(each, each.recording and each.recording.excerpt(_RECORDS)) for each in seen()]
+            ranks = [each.to_json(_RECORDS) for each in seen()]
             self._store.set(f"{SEEN}/{self._layout.here[0]}", json.dumps({"number": number, "ranks": ranks}))
             self._answered = number
 
@@ -127,7 +126,7 @@ def answer_from(said: bytes, ranks: Sequence[int]) -> tuple[int, list[RankSnapsh
         raise ValueError("too long")
     values: Any = read_json(said)
     try:
-        number, seen = values["number"], [seen_from_json(each) for each in values["ranks"]]
+        number, seen = values["number"], [RankSnapshot.from_json(each) for each in values["ranks"]]
     except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is not an answer: {error}") from None
     if type(number) is not int or {each.rank for each in seen} != set(ranks):

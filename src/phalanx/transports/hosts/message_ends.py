@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection
 
 from phalanx.diagnosis.ending import note_left
-from phalanx.diagnosis.own_wait import with_own_wait
+from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import BackendError, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.system.awake import wait_awake
 from phalanx.transports.hosts.lane import TransferFailed, TransferLate

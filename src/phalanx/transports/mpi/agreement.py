@@ -26,7 +26,7 @@ import torch
 
 from phalanx.diagnosis.call_site import call_site, call_text, exchange_text, listed
 from phalanx.diagnosis.ends import how_ended
-from phalanx.diagnosis.own_wait import with_own_wait
+from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import BackendError, CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.native.core import Status
 from phalanx.transports.contract import COLLECTIVES

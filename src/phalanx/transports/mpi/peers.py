@@ -12,9 +12,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from phalanx.diagnosis.call_site import shown
-from phalanx.diagnosis.last_known import facts_in
+from phalanx.diagnosis.reading import facts_in, read_recording
 from phalanx.diagnosis.recorder import open_recorder, own_place
-from phalanx.diagnosis.records import read_recording
 from phalanx.diagnosis.stacks import be_seen, place_of_main
 from phalanx.lost import rank_of_group
 from phalanx.system.host import machine_name

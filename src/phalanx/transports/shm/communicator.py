@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.diagnosis.call_site import CallSite, call_site, capture, shape_word, shown, text_of
 from phalanx.diagnosis.ending import tell_how_the_script_ends, who_left
-from phalanx.diagnosis.own_wait import with_own_wait
+from phalanx.diagnosis.reading import with_own_wait
 from phalanx.diagnosis.stacks import be_seen
 from phalanx.errors import BackendError, ClosedError, PhalanxError
 from phalanx.native.core import BROKEN_FROM, TEXT_BYTES, Breakage, Going, Status, library

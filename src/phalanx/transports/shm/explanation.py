@@ -10,10 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.diagnosis import recorder
-from phalanx.diagnosis.call_site import listed, shown, text_of
+from phalanx.diagnosis.call_site import listed, shown
 from phalanx.diagnosis.ends import how_ended
-from phalanx.diagnosis.last_known import facts_in
-from phalanx.diagnosis.records import copy_memory, read_memory
+from phalanx.diagnosis.reading import copy_memory, facts_in, read_memory
 from phalanx.diagnosis.stacks import place_of_main
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.lost import rank_of_group
@@ -154,7 +153,7 @@ def facts_of(comm: int, peer: int) -> dict[str, Any]:
     """What is known of a rank from its flight recorder."""
     facts: dict[str, Any] = {"host": machine_name()}
     memory = library().phx_recorder_of(comm, peer)
-    recording = read_memory(memory) if memory else None
+    recording = read_memory(memory)
     if recording is not None:
         facts |= facts_in(recording)
     return facts
@@ -163,14 +162,14 @@ def facts_of(comm: int, peer: int) -> dict[str, Any]:
 def _pid_of(comm: int, name: int, names: Sequence[int]) -> int:
     """The process id of a rank of this host, by its flight recorder; 0 if it is not known."""
     memory = library().phx_recorder_of(comm, names.index(name)) if name in names else 0
-    recording = read_memory(memory) if memory else None
+    recording = read_memory(memory)
     return recording.pid if recording is not None else 0
 
 
 def _line(comm: int, rank: int, number: int, *, is_own: bool) -> str:
     """The line of a rank's program that has this number in its flight recorder; empty if it is not known."""
     if is_own:
-        return text_of(recorder.place_of(number))
+        return recorder.place_of(number)
     memory = library().phx_recorder_of(comm, rank) if number else 0
     copy = copy_memory(memory) if memory else None
     return copy.place(number) if copy is not None else ""
@@ -179,7 +178,7 @@ def _line(comm: int, rank: int, number: int, *, is_own: bool) -> str:
 def _is_about_to_say(comm: int, rank: int) -> bool:
     """Whether a rank that runs is in a call of the group, or was when the group broke, by its flight recorder."""
     memory = library().phx_recorder_of(comm, rank)
-    recording = read_memory(memory) if memory else None
+    recording = read_memory(memory)
     last = recording.last if recording is not None else None
     if recording is None or last is None or not (last.under_way or last.failed) or last.group.own != rank:
         return False
@@ -195,7 +194,7 @@ def _recorded_calls(comm: int, rank: int, call: str, silent: Sequence[int]) -> d
         call: what it was doing.
         silent: the others' ranks in the group.
     """
-    own = read_memory(recorder.own_memory()) if silent and recorder.own_memory() else None
+    own = read_memory(recorder.own_memory()) if silent else None
     last = own.last if own is not None else None
     if last is None or last.is_message or not last.site:
         return {}
@@ -204,7 +203,7 @@ def _recorded_calls(comm: int, rank: int, call: str, silent: Sequence[int]) -> d
     found = {}
     for each in silent[:_MOST_READ]:
         memory = library().phx_recorder_of(comm, each)
-        recording = read_memory(memory) if memory else None
+        recording = read_memory(memory)
         for record in recording.records if recording is not None else ():
             if (record.group.name, record.in_group) == (last.group.name, last.in_group) and not record.is_message:
                 found[each] = replace(record, site=shown(record.site)).text()
