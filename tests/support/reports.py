@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.diagnosis.diagnose import HangDiagnosis
-from phalanx.diagnosis.hang_report import HangReport
+from phalanx.diagnosis.report import HangReport
 from phalanx.diagnosis.snapshot import Group, RankSnapshot, Record, Recording
 
 __all__ = ["EVIL", "NOW", "SECOND", "operation", "report"]

@@ -10,7 +10,7 @@ from typing import Any
 from tests.support.reports import operation
 
 from phalanx.diagnosis.diagnose import diagnose
-from phalanx.diagnosis.hang_report import latest_report, read_report
+from phalanx.diagnosis.report import latest_report, read_report
 from phalanx.diagnosis.snapshot import Group, RankSnapshot, Recording
 from phalanx.launch.hang_watch import HangWatch
 from phalanx.launch.job.diagnosis import Diagnosis

@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 from tests.support.reports import EVIL, SECOND, operation, report
 
 from phalanx.diagnosis.diagnose import HangDiagnosis
-from phalanx.diagnosis.hang_report import HangReport
+from phalanx.diagnosis.html import timeline_page, timeline_svg
+from phalanx.diagnosis.report import HangReport
 from phalanx.diagnosis.snapshot import Group, RankSnapshot, Recording
 from phalanx.diagnosis.timeline import COMMUNICATES, COMPUTES, WAITS, Timeline, chrome_trace, make_timeline
-from phalanx.diagnosis.timeline_picture import timeline_page, timeline_svg
 
 Call = tuple[str, int, float, float]  # its kind, its number in the group, and when it began and ended, in seconds
 

@@ -15,7 +15,7 @@ from phalanx.launch.job.output_options import FAILURE_FILE
 from phalanx.words import format_bytes
 
 if TYPE_CHECKING:
-    from phalanx.diagnosis.hang_report import HangReport
+    from phalanx.diagnosis.report import HangReport
 
 __all__ = ["report"]
 
@@ -39,7 +39,7 @@ def report(path: str, as_json: bool, html_file: str | None) -> None:
     Beside each hang-N.json is a folder hang-N-torch, with all recorded operations as torch's flight recorder writes
     them, for torchfrtrace --prefix rank_.
     """
-    from phalanx.diagnosis.hang_report import latest_report, read_report
+    from phalanx.diagnosis.report import latest_report, read_report
 
     if as_json and html_file is not None:
         raise click.UsageError("--json and --html are two ways to show a report: give one of them")
@@ -70,9 +70,9 @@ def report(path: str, as_json: bool, html_file: str | None) -> None:
 
 
 def _write_page(report: HangReport, html_file: str) -> None:
-    from phalanx.diagnosis.html_page import page
+    from phalanx.diagnosis.html import report_page
 
-    text = page(report).encode()
+    text = report_page(report).encode()
     if html_file == "-":
         sys.stdout.buffer.write(text)
         return

@@ -52,9 +52,9 @@ def timeline(path: str, html: TextIO | None, svg: TextIO | None, trace: TextIO |
     if DIR has no operations.
     """
     # Not imported at the top, because the other commands do without.
-    from phalanx.diagnosis.hang_report import read_operations
+    from phalanx.diagnosis.html import timeline_page, timeline_svg
+    from phalanx.diagnosis.report import read_operations
     from phalanx.diagnosis.timeline import chrome_trace, make_timeline
-    from phalanx.diagnosis.timeline_picture import timeline_page, timeline_svg
 
     try:
         left = read_operations(Path(path))
@@ -77,8 +77,8 @@ def timeline(path: str, html: TextIO | None, svg: TextIO | None, trace: TextIO |
 
 
 def _summary(found: Timeline) -> list[str]:
-    from phalanx.diagnosis.hang_report import printable_line
-    from phalanx.diagnosis.html_text import duration
+    from phalanx.diagnosis.html import duration
+    from phalanx.diagnosis.report import printable_line
     from phalanx.diagnosis.timeline import COMMUNICATES, COMPUTES, WAITS
     from phalanx.topology.table import format_table
 

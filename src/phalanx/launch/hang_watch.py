@@ -36,7 +36,7 @@ from phalanx.system.folder import own_folder
 from phalanx.words import format_named
 
 if TYPE_CHECKING:
-    from phalanx.diagnosis.hang_report import HangReport
+    from phalanx.diagnosis.report import HangReport
     from phalanx.diagnosis.snapshot import Recording
 
 __all__ = ["HangWatch"]
@@ -233,7 +233,7 @@ class HangWatch:
             self._filled += 1
 
     def _write(self, verdict: HangDiagnosis, seen: Sequence[RankSnapshot], stacks: Mapping[int, str]) -> Path | None:
-        from phalanx.diagnosis.hang_report import write_report
+        from phalanx.diagnosis.report import write_report
 
         try:
             return write_report(Path(self._wanted.report_dir), self._as_report(verdict, seen, stacks), self._report)
@@ -250,7 +250,7 @@ class HangWatch:
         """
         if not self._wanted.report_dir:
             return
-        from phalanx.diagnosis.hang_report import write_operations
+        from phalanx.diagnosis.report import write_operations
 
         named = hosts if len(set(hosts)) > 1 else [""] * len(hosts)
         nobody = HangDiagnosis("", (), (), time.monotonic_ns())
@@ -263,7 +263,7 @@ class HangWatch:
             self._say(f"the ranks' operations could not be written to {self._wanted.report_dir}: {error}")
 
     def _as_report(self, verdict: HangDiagnosis, seen: Sequence[RankSnapshot], stacks: Mapping[int, str]) -> HangReport:
-        from phalanx.diagnosis.hang_report import HangReport
+        from phalanx.diagnosis.report import HangReport
 
         job = self._job
         versions = f"Phalanx {VERSION}, Python {platform.python_version()}"
