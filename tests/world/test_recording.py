@@ -15,8 +15,8 @@ from tests.support.ranks import Member, on_ranks
 
 import phalanx
 from phalanx.diagnosis.reading import read_process
+from phalanx.diagnosis.report import write_torch_traces
 from phalanx.diagnosis.snapshot import Recording
-from phalanx.diagnosis.torch_trace import write_torch_traces
 from phalanx.errors import ArgumentError
 
 

@@ -8,16 +8,16 @@ another file of this format when it ends, ``operations.json``, in which nobody w
 from __future__ import annotations
 
 import json
+import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from phalanx.diagnosis.diagnose import HangDiagnosis
-from phalanx.diagnosis.snapshot import RankSnapshot, Record
-from phalanx.diagnosis.torch_trace import write_torch_traces
+from phalanx.diagnosis.snapshot import RankSnapshot, Record, Recording, lengths_in
 from phalanx.system.foreign_values import checked, is_number, read_json
 from phalanx.system.whole_files import folder_for_a_while, whole_file
 from phalanx.words import format_named
@@ -30,6 +30,7 @@ __all__ = [
     "read_report",
     "write_operations",
     "write_report",
+    "write_torch_traces",
 ]
 
 _OPERATIONS = "operations.json"
@@ -86,7 +87,7 @@ class HangReport:
 
     def text(self) -> str:
         """The report for people: the diagnosis, then each rank's operation, then stacks, then the last operations."""
-        waited_s = (self.now_ns - self.diagnosis.since_ns) / 1e9
+        waited_s = self._before_s(self.diagnosis.since_ns)
         lines = [f"{self.headline()}.", "", f"{self.job}, on {self.host}, {self.when}"]
         lines += [f"nobody has moved for a while; the first has been waiting for {waited_s:.1f} s", ""]
         lines += [f"{f'rank {seen.rank}':>9}  {self._state(seen)}" for seen in self.ranks]
@@ -98,12 +99,14 @@ class HangReport:
         lines += ["", f"The last {_SHOWN} operations of each rank, with how long before the report each began:"]
         for seen in self.ranks:
             if not seen.silent:
-                lines += [f"rank {seen.rank}", *self._operations(seen)]
+                records = seen.recording.records[-_SHOWN:] if seen.recording is not None else ()
+                lines += [f"rank {seen.rank}", *([f"  {self._line(record)}" for record in records] or ["  none"])]
         return "\n".join(map(printable_line, lines)) + "\n"
 
     def headline(self) -> str:
         """The first sentence, without its full stop."""
-        return f"{_capital(self.diagnosis.sentence)}{self.diagnosis.advice}"
+        sentence = self.diagnosis.sentence
+        return f"{sentence[:1].upper()}{sentence[1:]}{self.diagnosis.advice}"
 
     def _state(self, seen: RankSnapshot) -> str:
         where = f"on {seen.host}, " if seen.host else ""
@@ -113,13 +116,7 @@ class HangReport:
             return f"{where}which did not answer"
         record = seen.operation
         doing = f"in {record.text()}, for {self._before_s(record.entered_ns):.1f} s" if record else "in no operation"
-        parts = (f"state {seen.state or '?'}", doing, seen.place and f"at {seen.place}")
-        return where + ", ".join(part for part in parts if part)
-
-    def _operations(self, seen: RankSnapshot) -> list[str]:
-        if seen.recording is None or not seen.recording.records:
-            return ["  none"]
-        return [f"  {self._line(record)}" for record in seen.recording.records[-_SHOWN:]]
+        return f"{where}state {seen.state or '?'}, {doing}{f', at {seen.place}' if seen.place else ''}"
 
     def _line(self, record: Record) -> str:
         took = "under way"
@@ -230,9 +227,8 @@ def read_report(path: Path) -> HangReport:
         who = tuple(values["awaited"]), tuple(values["waiting"])
         if not all(map(is_number, chain(*who))):
             raise TypeError("ranks are numbers")
-        hint = values.get("hint", "")
-        said = {"sentence": values["verdict"], "awaited": who[0], "waiting": who[1], "since_ns": values["since_ns"]}
-        diagnosis = checked(HangDiagnosis, {**said, "hint": hint})
+        said = {"sentence": values["verdict"], "since_ns": values["since_ns"], "hint": values["hint"]}
+        diagnosis = checked(HangDiagnosis, {**said, "awaited": who[0], "waiting": who[1]})
         ranks = [RankSnapshot.from_json(rank) for rank in values["ranks"]]
         stacks = {rank["rank"]: _lines(rank["stack"]) for rank in values["ranks"] if rank["stack"]}
         own = {name: values[name] for name in ("job", "host", "when", "now_ns")}
@@ -252,5 +248,83 @@ def printable_line(line: str) -> str:
     return "".join(each if each.isprintable() else "\ufffd" for each in line)
 
 
-def _capital(sentence: str) -> str:
-    return sentence[:1].upper() + sentence[1:]
+def write_torch_traces(folder: Path, recordings: Mapping[int, Recording]) -> None:
+    """Write a file for each rank into a folder of its own, for ``torchfrtrace --prefix rank_ FOLDER``.
+
+    The format is that of torch's ``_dump_nccl_trace`` in version 2.10, as far as torch's analyser
+    (``torch.distributed.flight_recorder``, torch 2.13 to 2.15) reads it: a pickled dictionary for each rank. The
+    analyser knows backends by a list of its own, so our operations are called ``gloo:...``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank, recording in recordings.items():
+        (folder / f"rank_{rank}").write_bytes(pickle.dumps(_torch_trace(recording)))
+
+
+def _torch_trace(recording: Recording) -> dict[str, Any]:
+    """One rank's recording as torch's dictionary; without the waits of ranks that join, which torch does not record."""
+    records = [record for record in recording.records if record.kind != "init"]
+    groups = {record.group.name: record.group for record in records}
+    return {
+        "version": "2.10",
+        "pg_config": {
+            name: {"name": name, "desc": _description(name), "ranks": str(list(group.ranks))}
+            for name, group in groups.items()
+        },
+        "entries": [_entry(record) for record in records],
+    }
+
+
+def _description(name: str) -> str:
+    return "default_pg" if name == "0" else "undefined"
+
+
+def _entry(record: Record) -> dict[str, Any]:
+    inputs, outputs = _sizes(record)
+    file, _, line = record.site.rpartition(":")
+    return {
+        "record_id": record.number,
+        "pg_id": 0,
+        "process_group": (record.group.name, _description(record.group.name)),
+        "collective_seq_id": 0 if record.is_message else record.in_group,
+        "p2p_seq_id": record.in_group if record.is_message else 0,
+        "op_id": record.number,
+        "profiling_name": f"gloo:{_name(record)}",
+        "time_created_ns": record.entered_ns,
+        "time_discovered_started_ns": record.entered_ns,
+        "time_discovered_completed_ns": None if record.under_way else record.left_ns,
+        "duration_ms": None if record.under_way else (record.left_ns - record.entered_ns) / 1e6,
+        "input_sizes": inputs,
+        "input_dtypes": [record.dtype] if record.dtype else [],
+        "output_sizes": outputs,
+        "output_dtypes": [record.dtype] if record.dtype else [],
+        "state": "started" if record.under_way else "completed",
+        "retired": not record.under_way,
+        "is_p2p": record.is_message,
+        "timeout_ms": 0,
+        "frames": [{"name": record.label or "script", "filename": file, "line": int(line)}] if line.isdigit() else [],
+    }
+
+
+def _name(record: Record) -> str:
+    """With the ends of a message, by their places among the group's sorted ranks: the analyser takes them for these."""
+    if not record.is_message:
+        return record.kind
+    ranks, ends = record.group.ranks, (record.group.own, record.peer)
+    own, peer = (sorted(ranks).index(ranks[end]) if 0 <= end < len(ranks) else end for end in ends)
+    return f"{record.kind} {own}{'->' if record.kind == 'send' else '<-'}{peer}"
+
+
+def _sizes(record: Record) -> tuple[list[list[int]], list[list[int]]]:
+    """The shapes of inputs and outputs; where a shape is not recorded, that of a vector of as many elements."""
+    if record.kind == "barrier":
+        return [[0]], [[0]]
+    bits = re.search(r"\d+", record.dtype)
+    own = record.nbytes // (max(1, int(bits[0]) // 8) if bits else 1)
+    whole = own * max(1, len(record.group.ranks))
+    shape = [*lengths_in(record.shape)] or [own]
+    return {
+        "all_gather": ([shape], [[whole]]),
+        "gather": ([shape], [[whole]]),
+        "reduce_scatter": ([[whole]], [shape]),
+        "scatter": ([[whole]], [shape]),
+    }.get(record.kind, ([shape], [shape]))
