@@ -31,7 +31,7 @@ from phalanx.c10d.watched import around
 from phalanx.c10d.work import PhalanxWork
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.call_site import call_site
-from phalanx.diagnosis.ending import cause_of_going
+from phalanx.diagnosis.ends import cause_of_going
 from phalanx.diagnosis.own_waits import OtherHosts, OwnWaits, watch_own_waits
 from phalanx.errors import BackendError, PhalanxError
 from phalanx.native.core import RecordedGroup

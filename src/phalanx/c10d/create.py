@@ -17,7 +17,7 @@ from phalanx.c10d.ddp_parameters import name_parameters
 from phalanx.c10d.hooked import group_class
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.quick import quicken, quicken_messages
-from phalanx.diagnosis.ending import tell_of_failure
+from phalanx.diagnosis.ends import tell_of_failure
 from phalanx.diagnosis.recorder import open_recorder
 from phalanx.system.autograd_engine import renew_engine
 from phalanx.transports.attendance import attend

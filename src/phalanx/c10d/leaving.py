@@ -13,7 +13,7 @@ import time
 import weakref
 from typing import Protocol, TypeVar
 
-from phalanx.diagnosis.ending import script_failed
+from phalanx.diagnosis.ends import script_failed
 from phalanx.errors import PhalanxError
 from phalanx.system.exit_order import Stage, at_exit
 from phalanx.words import tell

@@ -2,13 +2,12 @@
 
 Under ``phalanx run`` the launcher sees all ranks and says it (``launch/hang_watch.py``); other launchers do not look.
 So each rank has a thread that looks at its own flight recorder twice a second, which takes microseconds. When an
-operation has lasted for long, the thread reads the recorders of the world's other ranks on this host, and concludes
-from all of them who keeps the others (``diagnose.py``). Of the ranks of a host that wait the first says so, and ever
-more seldom.
+operation has lasted for long, it reads the recorders of the world's other ranks on this host and analyses them
+(``diagnose.py``). Of the ranks of a host that wait the first says it, and ever more seldom.
 
-The recorders of other hosts cannot be read. If it depends on a rank there, that host is asked, where it can be, and one
-of its ranks answers for all of them (``transports/hosts/inquiry.py``). If ranks beside that rank wait for it too, they
-say it themselves. Where nobody can be asked, as over MPI, nothing is said, and the group's timeout names the rank.
+If it depends on a rank of another host, that host is asked, where it can be, and one of its ranks answers for all
+(``transports/hosts/inquiry.py``); ranks beside that rank which wait too say it themselves. Where nobody can be asked,
+as over MPI, nothing is said, and the group's timeout names the rank.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from typing import Protocol
 from phalanx import settings
 from phalanx.diagnosis.call_site import running_at, shown
 from phalanx.diagnosis.diagnose import HangDiagnosis, diagnose
-from phalanx.diagnosis.reading import Position, read_position, read_process, read_recording
-from phalanx.diagnosis.recorder import is_kept, own_place
+from phalanx.diagnosis.reading import Position, read_memory, read_position, read_process
+from phalanx.diagnosis.recorder import is_kept, own_memory, own_place
 from phalanx.diagnosis.snapshot import RankSnapshot
 from phalanx.diagnosis.stacks import place_of_main
 from phalanx.errors import PhalanxError
@@ -83,16 +82,11 @@ def warn_after_s() -> float:
 
 
 class OwnWaits:
-    """The waits of this process. One thread calls :meth:`look`; the state of the waits is that thread's alone.
-
-    Other threads only set ``_over``. The recorders of other processes are read, and nothing is written there, so a
-    process that dies while it is looked at is one that cannot be read.
+    """Watch the waits of this process. One thread calls :meth:`look` and owns the state; others only set ``_over``.
 
     Args:
-        rank: this process's rank in the world.
-        pids: the process ids of the ranks of the world on this host, by rank.
+        rank, pids, others: as in :func:`watch_own_waits`.
         after_s: how long a wait is nothing to speak of.
-        others: as in :func:`watch_own_waits`.
         say: prints a line.
     """
 
@@ -170,25 +164,23 @@ class OwnWaits:
     def _concluded(self) -> str:
         """Put into words who keeps this rank. The text is empty if another rank says it, or if nobody can know."""
         seen = self._sight()
-        diagnosis = diagnose(seen)
-        if diagnosis is None or not self._is_first(diagnosis, seen):
-            return ""
-        if self._others is not None and not _are_there(diagnosis, seen):
+        found = self._diagnosed(seen)
+        if found is not None and self._others is not None and not _are_there(found, seen):
             seen = [*map(self._others.named, seen), *self._others.ask(self._here, self._over.is_set)]
-            diagnosis = diagnose(seen)
-            if diagnosis is None or not self._is_first(diagnosis, seen) or self._is_said_there(diagnosis, seen):
+            found = self._diagnosed(seen)
+            if found is not None and self._is_said_there(found, seen):
                 return ""
-        if not _are_there(diagnosis, seen):
+        if found is None or not _are_there(found, seen):
             return ""
-        seen = self._placed(seen, diagnosis.awaited)
-        diagnosis = diagnose(seen)
-        says = diagnosis is not None and self._is_first(diagnosis, seen) and _are_there(diagnosis, seen)
-        return diagnosis.sentence if diagnosis is not None and says else ""
+        placed = diagnose(self._placed(seen, found.awaited))
+        return placed.sentence if placed is not None else ""
 
-    def _is_first(self, diagnosis: HangDiagnosis, seen: Sequence[RankSnapshot]) -> bool:
-        """Whether this rank is the first of those that wait, and none of them waits to join."""
-        joins = any(each.operation is not None and each.operation.kind == "init" for each in seen)
-        return not joins and min(diagnosis.waiting, default=-1) == self._rank
+    def _diagnosed(self, seen: Sequence[RankSnapshot]) -> HangDiagnosis | None:
+        """The diagnosis, if this rank is the first of those that wait, and none of them waits to join."""
+        if any(each.operation is not None and each.operation.kind == "init" for each in seen):
+            return None
+        found = diagnose(seen)
+        return found if found is not None and min(found.waiting, default=-1) == self._rank else None
 
     def _is_said_there(self, diagnosis: HangDiagnosis, seen: Sequence[RankSnapshot]) -> bool:
         """Whether the awaited ranks have others beside them that wait as well, and so say it."""
@@ -217,7 +209,7 @@ class OwnWaits:
     def _seen(self, rank: int, pid: int) -> RankSnapshot:
         recording = None
         with contextlib.suppress(OSError, ValueError, PhalanxError):  # it has ended, or has begun to
-            recording = read_recording(*own_place()) if rank == self._rank else read_process(pid)
+            recording = read_memory(own_memory()) if rank == self._rank else read_process(pid)
         return RankSnapshot(rank, recording, state_of(pid))
 
     def _place(self, seen: RankSnapshot) -> str:

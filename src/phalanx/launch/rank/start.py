@@ -258,7 +258,7 @@ def reported(start: RankStart) -> Iterator[None]:
 
 def _tell_of_exit(start: RankStart, error: SystemExit) -> None:
     """Tell the other ranks of an exit with another code than 0, if this process has groups."""
-    ending = sys.modules.get("phalanx.diagnosis.ending")
+    ending = sys.modules.get("phalanx.diagnosis.ends")
     code = _code_of(error)
     if code and ending is not None and os.getpid() == start.pid:
         ending.tell_of_exit(error, code)

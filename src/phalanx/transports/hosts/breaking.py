@@ -17,7 +17,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from phalanx.diagnosis.ending import cause_of_going, who_left
+from phalanx.diagnosis.ends import cause_of_going, who_left
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from phalanx.store.peek import peek

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch._C._distributed_c10d import Store
 
-from phalanx.diagnosis.ending import tell_of_failure
+from phalanx.diagnosis.ends import tell_of_failure
 from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.gone import Gone
 from phalanx.transports.hosts.breaking import Reason

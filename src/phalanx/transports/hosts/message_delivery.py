@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 
-from phalanx.diagnosis.ending import script_failed
+from phalanx.diagnosis.ends import script_failed
 from phalanx.system.awake import AwakeClock, wait_awake
 from phalanx.system.exit_order import Stage, at_exit
 from phalanx.system.threads import start

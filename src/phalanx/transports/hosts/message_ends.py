@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 
-from phalanx.diagnosis.ending import note_left
+from phalanx.diagnosis.ends import note_left
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import BackendError, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.system.awake import wait_awake

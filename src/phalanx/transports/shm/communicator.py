@@ -12,7 +12,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from phalanx.diagnosis.call_site import CallSite, call_site, capture, shape_word, shown, text_of
-from phalanx.diagnosis.ending import tell_how_the_script_ends, who_left
+from phalanx.diagnosis.ends import tell_how_the_script_ends, who_left
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.diagnosis.stacks import be_seen
 from phalanx.errors import BackendError, ClosedError, PhalanxError
@@ -153,7 +153,7 @@ class SharedMemoryCommunicator(Communicator):
         return who_left(error, self._mailbox)
 
     def about_to_fail(self, error: BaseException) -> None:
-        """See ``diagnosis/ending.py``: the others are to name the rank that has left, if that is why this one fails."""
+        """See ``diagnosis/ends.py``: the others are to name the rank that has left, if that is why this one fails."""
         if (left := self.who_left(error)) is not None:
             self._mailbox.describe(left_text(*left))
 
@@ -162,7 +162,7 @@ class SharedMemoryCommunicator(Communicator):
         self._mailbox.group_fails(cause)
 
     def script_fails(self, cause: str) -> None:
-        """See ``diagnosis/ending.py``: the core has told the others."""
+        """See ``diagnosis/ends.py``: the core has told the others."""
 
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
         """See ``transports/gone.py``."""

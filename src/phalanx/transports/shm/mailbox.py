@@ -15,7 +15,7 @@ import torch
 
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.call_site import call_site
-from phalanx.diagnosis.ending import note_left
+from phalanx.diagnosis.ends import note_left
 from phalanx.errors import BackendError, ClosedError, PeerLost, PhalanxError
 from phalanx.native.core import ANY_SOURCE, TEXT_BYTES, Breakage, End, Status, library
 from phalanx.native.signals import SignalPoll
