@@ -63,7 +63,7 @@ def descriptors() -> list[str]:
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of the listing itself
             found.append(os.readlink(f"/proc/self/fd/{number}"))
-    return [name for name in found if not name.startswith((f"/memfd:{MEMORY_NAME} ", "/memfd:phalanx-stacks-"))]
+    return [name for name in found if not name.startswith((f"/memfd:{MEMORY_NAME}", "/memfd:phalanx-stacks-"))]
 
 
 def lasts(name: str) -> bool:

@@ -21,26 +21,6 @@ from phalanx.words import first_kinds, format_named, printable
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "OWN",
-    "CallSite",
-    "call_site",
-    "call_text",
-    "capture",
-    "dtype_name",
-    "exchange_text",
-    "inside",
-    "is_library",
-    "lengths_that_count",
-    "listed",
-    "raised_at",
-    "running",
-    "running_at",
-    "shape_word",
-    "shown",
-    "text_of",
-]
-
 CallSite = tuple[CodeType, int]
 
 # The modules in the middle have the wrapper of torch's functions that are marked as deprecated.

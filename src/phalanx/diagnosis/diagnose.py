@@ -16,8 +16,6 @@ from phalanx.settings import BACKEND
 from phalanx.system.process_use import STATES
 from phalanx.words import first_kinds, format_named
 
-__all__ = ["HangDiagnosis", "calls_that_differ", "diagnose", "disagreement"]
-
 _RECENT = 64  # calls that ranks have done together are compared, the last of them only
 # Each rank may bring its own number of bytes in these. Backends of devices also gather parts of different sizes, which
 # Gloo refuses; in a gather or scatter no backend of torch's does.
@@ -27,21 +25,13 @@ _OWN_SIZES_BUT_IN_GLOO = (*_OWN_SIZES, "all_gather")
 
 @dataclass(frozen=True)
 class HangDiagnosis:
-    """Who waits for whom.
+    """Who waits for whom, by ranks in the world."""
 
-    Attributes:
-        sentence: the whole of it, in one sentence without its full stop.
-        awaited: the ranks that the others wait for, in the world; of a circle all of its ranks.
-        waiting: the ranks that wait.
-        since_ns: since when the first of them has been waiting, on the host's monotonic clock.
-        hint: what to look at in the program, as "the `if` in line 55"; empty if that cannot be told.
-    """
-
-    sentence: str
-    awaited: tuple[int, ...]
+    sentence: str  # the whole of it, without its full stop
+    awaited: tuple[int, ...]  # whom the others wait for; of a circle all of its ranks
     waiting: tuple[int, ...]
-    since_ns: int
-    hint: str = ""
+    since_ns: int  # when the first of them began to wait, on the host's monotonic clock
+    hint: str = ""  # what to look at in the program, as "the `if` in line 55"; empty if that cannot be told
 
     @property
     def advice(self) -> str:

@@ -22,8 +22,6 @@ from phalanx.diagnosis.diagnose import HangDiagnosis
 from phalanx.diagnosis.snapshot import RankSnapshot
 from phalanx.system.folder import beside
 
-__all__ = ["are_alternatives", "divergence"]
-
 _LARGEST = 1 << 20  # bytes of a file
 _MOST_STACKS = 8  # of each side that differ; with more there is no one statement that parts them
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
@@ -51,7 +49,7 @@ def divergence(diagnosis: HangDiagnosis, ranks: Sequence[RankSnapshot], folder: 
         diagnosis: who waits for whom.
         ranks: all ranks, with the frames of those that were asked.
         folder: which the sites of operations are relative to.
-        unchanged_since: a time of day. Files that have changed since may not be what the ranks run.
+        unchanged_since: a time of day; files that have changed since may not be what the ranks run.
     """
     seen = {rank.rank: rank for rank in ranks}
     awaited = [seen[rank] for rank in diagnosis.awaited if rank in seen]

@@ -1,14 +1,11 @@
-"""How this process's script ends, told to the other ranks; and how other processes of the job have ended.
+"""Tell other ranks how this process's script ends, and find out how other processes of the job have ended.
 
-A process takes seconds to end once torch is loaded, and the others may wait for it meanwhile. So an exception that
-nobody caught is told from the exception hook, before the interpreter begins to finalise: by the core to the ranks that
-share memory, and by the groups of :func:`tell_of_failure` to those of other hosts. An exit is told by the core, from
-the process's exit code (``native/csrc/life.c``), and earlier by the launcher, if that runs the script
-(:func:`tell_of_exit`). A script that closes its groups on the way of an exception, by ``with`` or ``finally``, has none
-left when the hook runs: each group that is closed then tells its ranks the exception (:func:`cause_of_going`).
-
-Often a script fails because another rank has left the group in order, so that a message for that one cannot be sent.
-The error that reports such a rank is noted when it is made (:func:`note_left`), and that rank is told as the cause.
+A process takes seconds to end once torch is loaded. So an exception that nobody caught is told from the exception hook:
+by the core to the ranks that share memory, and by the groups of :func:`tell_of_failure` to those of other hosts. An
+exit is told by the core, from the exit code (``native/csrc/life.c``), and earlier by the launcher, if that runs the
+script (:func:`tell_of_exit`). A group that is closed on the way of an exception, by ``with`` or ``finally``, tells it
+by itself (:func:`cause_of_going`). If the cause is that another rank has left the group in order, so that a message for
+it could not be sent, that rank is named (:func:`note_left`).
 
 How another process has ended only its parent knows, which is the launcher: it answers :func:`how_ended`.
 """
@@ -33,25 +30,7 @@ from phalanx.system import processes
 from phalanx.system.bounded import within
 from phalanx.words import printable
 
-__all__ = [
-    "AT_ONCE_S",
-    "Ending",
-    "Teller",
-    "cause_of_going",
-    "ended_elsewhere",
-    "how_ended",
-    "learn_by",
-    "learn_elsewhere_by",
-    "note_left",
-    "script_failed",
-    "tell_how_the_script_ends",
-    "tell_of_exit",
-    "tell_of_failure",
-    "who_left",
-]
-
-# The parent says how a process has ended before it reaps it. As long as the process is there, ending or a zombie, its
-# end may still be said. Only a busy machine, or much memory to give back, makes that late.
+# The parent says how a process has ended before it reaps it: while a zombie is there, its end may still be said.
 PATIENCE_S = 2.0
 AT_ONCE_S = 0.1
 _POLL_S = 0.001
@@ -113,18 +92,14 @@ def tell_how_the_script_ends() -> None:
 
 
 def script_failed() -> bool:
-    """Whether an exception that nobody caught, or an exit with a code other than 0, has ended the script.
-
-    The interpreter records an exception before its hook runs.
-    """
+    """Whether an exception that nobody caught, or an exit with a code other than 0, has ended the script."""
     prompts = hasattr(sys, "ps1") or bool(sys.flags.interactive)  # after an exception, and the process goes on
+    # The interpreter records an exception before its hook runs.
     return _exits_badly or (getattr(sys, "last_value", None) is not None and not prompts)
 
 
 def tell_of_exit(error: BaseException, code: int) -> None:
-    """Tell the other ranks that an exit, with a code other than 0, ends the script; called once it is certain.
-
-    Nothing is told without groups, or if the others know already that the script has failed.
+    """Tell the other ranks that an exit with a code other than 0 ends the script, unless they know that it has failed.
 
     Args:
         error: the exit, or an exception that the script was handling when it ended the process.
@@ -147,23 +122,12 @@ def cause_of_going(error: BaseException) -> str:
 
 
 def note_left(error: BaseException, maker: object, group_rank: int) -> None:
-    """Note that an error, new and of this package, says that a rank has left a group in order.
-
-    Args:
-        error: the error.
-        maker: what made it, for one group.
-        group_rank: the rank that left.
-    """
+    """Note that an error, new and of this package, says that a rank has left the group of its maker in order."""
     _left[error] = weakref.ref(maker), group_rank
 
 
 def who_left(error: BaseException | None, maker: object) -> tuple[int, str] | None:
-    """The rank that has left a group, so that an error came about, and the text of the error that says so, or None.
-
-    Args:
-        error: what ends the script, perhaps raised because of another one.
-        maker: what makes errors for the group.
-    """
+    """The rank that has left the group of a maker, so that an error came about, and the text that says so, or None."""
     for each in chain(error):
         noted = _left.get(each) if isinstance(each, PhalanxError) else None  # others cannot be looked up
         if noted is not None and noted[0]() is maker:
@@ -227,14 +191,9 @@ def _worker_ends() -> None:
 
 
 class Ending(NamedTuple):
-    """How a process has ended.
+    """How a process has ended; empty and 0 if that is not known."""
 
-    Attributes:
-        text: as ``with exit code 3`` or ``by signal 9 (SIGKILL)``; empty if that is not known.
-        signal: by which signal; 0 if by none, or if that is not known.
-    """
-
-    text: str = ""
+    text: str = ""  # as ``with exit code 3`` or ``by signal 9 (SIGKILL)``
     signal: int = 0
 
 
@@ -243,29 +202,23 @@ _look_elsewhere: Callable[[str, int], dict[str, Any] | None] | None = None
 
 
 def learn_by(function: Callable[[int], Ending | None]) -> None:
-    """Have ends looked up by ``function``, which takes a pid and gives None for a process that runs.
-
-    The launcher does so in its ranks.
-    """
+    """Have ends looked up by the launcher's ``function``, which takes a pid and gives None for one that runs."""
     global _look
     _look = function
 
 
 def learn_elsewhere_by(function: Callable[[str, int], dict[str, Any] | None]) -> None:
-    """Have ends of processes of other hosts looked up by ``function``, which takes the host's name and the pid.
-
-    The launcher of a job on several hosts does so in its ranks.
-    """
+    """Have ends on other hosts looked up by the launcher's ``function``, which takes the host's name and the pid."""
     global _look_elsewhere
     _look_elsewhere = function
 
 
 def ended_elsewhere(host: str, pid: int) -> dict[str, Any] | None:
-    """What the launcher says of a process of another host that has ended; None if it never says that to this process.
+    """What the launcher says of a process of another host that has ended; None without such a launcher.
 
     Returns:
-        ``how`` it has ended, its ``signal``, its ``last_operation`` and ``last_line``, and whether it ``was_in_it``;
-        empty if nothing has been said so far.
+        ``how`` it has ended, its ``signal``, ``last_operation`` and ``last_line``, and whether it ``was_in_it``; empty
+        if nothing has been said so far.
     """
     return None if _look_elsewhere is None else _look_elsewhere(host, pid) or {}
 

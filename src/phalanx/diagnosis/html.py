@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from phalanx.diagnosis.report import HangReport
     from phalanx.diagnosis.timeline import Lane, Timeline
 
-__all__ = ["duration", "report_page", "shown", "timeline_page", "timeline_svg"]
-
 _TEMPLATES = Path(__file__).with_name("templates")
 # Of all ranks together, the fewest of each, and the most of each.
 _BARS = 8192, 4, 256

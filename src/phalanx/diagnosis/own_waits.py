@@ -33,8 +33,6 @@ from phalanx.system.processes import state_of
 from phalanx.system.threads import start
 from phalanx.words import tell
 
-__all__ = ["AGAIN", "OtherHosts", "OwnWaits", "warn_after_s", "watch_own_waits"]
-
 _WARN_AFTER_S = 5.0
 _LOOK_S = 0.5
 AGAIN = 4  # each line about one wait comes when it has lasted so many times longer than at the last

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from phalanx.diagnosis.recorder import MEMORY_NAME, own_memory
 from phalanx.diagnosis.snapshot import KINDS, Group, Record, Recording, ranks_in
+from phalanx.diagnosis.stacks import memory_file
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from phalanx.native.core import (
     FOUND_LATE,
@@ -30,23 +31,8 @@ from phalanx.native.core import (
 from phalanx.system.folder import beside, jobs_folder
 from phalanx.system.foreign_values import checked, read_json
 
-__all__ = [
-    "Position",
-    "RecorderCopy",
-    "copy_memory",
-    "copy_recorder",
-    "facts_in",
-    "in_words",
-    "open_own_recorder",
-    "read_memory",
-    "read_position",
-    "read_process",
-    "read_recording",
-    "with_own_wait",
-]
-
 _OPS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")  # enum phx_op
-_NEXT_AT, _PID_AT, _RECORD_BYTES = 64, 16, 64  # native/csrc/record.h
+_NEXT_AT, _RECORD_BYTES = 64, 64  # native/csrc/record.h
 _Error = TypeVar("_Error", bound=BaseException)
 
 
@@ -66,12 +52,7 @@ class _Header(ctypes.Structure):
 
 
 class RecorderCopy:
-    """What a recorder held at one moment, as the core copies it: most readers need few of its operations in words.
-
-    Attributes:
-        pid, rank, size, step, label, begun, done: as in :class:`Recording`.
-        seen: its operations, in no order.
-    """
+    """What a recorder held at one moment: its operations as the core copies them, in no order, and its texts."""
 
     def __init__(
         self, header: _Header, seen: ctypes.Array[SeenRecord], begun: int, pieces: bytes, texts: bytes
@@ -154,12 +135,7 @@ def copy_memory(address: int) -> RecorderCopy | None:
 
 
 def copy_recorder(file: int, at: int = 0) -> RecorderCopy | None:
-    """A copy of the recorder in a file; None if there is none.
-
-    Args:
-        file: a descriptor of the file.
-        at: where the recorder begins in it, a multiple of the page size.
-    """
+    """A copy of the recorder that begins at ``at`` in the file of a descriptor; None if there is none."""
     # Only then is it mapped: the kernel would find memory for a hole in the file that is looked at.
     if os.fstat(file).st_size < at + RECORDER_BYTES or not any(os.pread(file, 8, at)):
         return None
@@ -192,10 +168,7 @@ def read_memory(address: int) -> Recording | None:
 
 
 def read_process(pid: int) -> Recording | None:
-    """The recorder of a process of this host and this user that keeps it itself; None if it has none.
-
-    A process of ``phalanx run`` keeps it in the launcher's memory instead.
-    """
+    """The recorder of a process of this host and this user that no launcher keeps; None if it has none."""
     file = open_own_recorder(pid)
     if file is None:
         return None
@@ -208,39 +181,21 @@ def read_process(pid: int) -> Recording | None:
 def open_own_recorder(pid: int) -> int | None:
     """A descriptor of the file in which such a process keeps its recorder; None if it has none."""
     with contextlib.suppress(OSError):
-        for number in os.listdir(f"/proc/{pid}/fd"):
-            path = f"/proc/{pid}/fd/{number}"
-            with contextlib.suppress(OSError):
-                if os.readlink(path).startswith(f"/memfd:{MEMORY_NAME} "):
-                    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                    if int.from_bytes(os.pread(file, 4, _PID_AT), "little") == pid:
-                        return file
-                    os.close(file)  # a forked child has that of its parent, too
+        return os.open(memory_file(pid, f"{MEMORY_NAME}-{pid}"), os.O_RDONLY | os.O_CLOEXEC)
     return None
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far a process has come, by a look that takes microseconds.
+    """How far a process has come, by a look that takes microseconds."""
 
-    Attributes:
-        begun: how many operations have begun.
-        under_way_since_ns: since when the last of them is under way, on the host's monotonic clock; 0 if it is done.
-        pieces: changes when one of several pieces of an operation has moved.
-    """
-
-    begun: int
-    under_way_since_ns: int
-    pieces: int = 0
+    begun: int  # how many operations
+    under_way_since_ns: int  # the last of them, on the host's monotonic clock; 0 if it is done
+    pieces: int = 0  # changes when one of several pieces of an operation has moved
 
 
 def read_position(file: int, at: int) -> Position | None:
-    """Read a process's progress from three words of its recorder in a file.
-
-    Returns:
-        None if there is no recorder, or if its last record is being written. The two words that decide are read whole;
-        between the reads the process may go on, and then the look is an old one.
-    """
+    """Read a process's progress from three words of its recorder; None if there is none, or its last record is half."""
     header = os.pread(file, PIECES_AT + 8, at)
     if len(header) < PIECES_AT + 8 or not any(header[:8]):
         return None

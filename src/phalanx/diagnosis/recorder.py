@@ -1,14 +1,9 @@
 """The flight recorder of this process: its last 4,096 operations, in memory that outlives it.
 
-The core writes the records (``native/csrc/record.h`` has their protocol); this module opens the memory and keeps its
-texts: the names of groups, and the lines of the program from which operations are called. The text of a call site is
-looked up once, and from then on it is a number.
-
-The memory belongs to the launcher, if there is one that keeps it (``keep_in``); else it is a file of this process,
-which others find by its name under /proc (``reading.py``). It begins with the process's first group.
-
-A lock guards the texts. It is reentrant, because a signal handler that interrupts its holder may call an operation too:
-room is taken before anything is written to it.
+The core writes the records (``native/csrc/record.h`` has their protocol). This module opens the memory, with the
+process's first group, and keeps its texts: the names of groups, and the lines from which operations are called. The
+memory belongs to the launcher, if there is one that keeps it (:func:`keep_in`); else it is a file of this process,
+which others find by its name under /proc (``reading.py``).
 """
 
 from __future__ import annotations
@@ -30,33 +25,9 @@ from phalanx.diagnosis.snapshot import KINDS, spans
 from phalanx.errors import BackendError
 from phalanx.native.core import NBYTES_BITS, RECORDER_BYTES, STRINGS_AT, RecordedGroup, addresses, library, quick_entry
 
-__all__ = [
-    "MEMORY_NAME",
-    "begin",
-    "begin_at",
-    "describe_dtypes",
-    "drop",
-    "end",
-    "group",
-    "is_kept",
-    "joining",
-    "keep_in",
-    "label_now",
-    "mark",
-    "number_here",
-    "number_of",
-    "open_recorder",
-    "own_memory",
-    "own_place",
-    "place_of",
-    "shaped",
-    "writers",
-]
-
 MEMORY_NAME = "phalanx-recorder"
 _LONGEST_TEXT = 2048
-# Up to which share of the room there may be labels, and shapes: a script may make new ones for each batch, and the
-# groups and lines that come later need room too.
+# Up to which share of the room there may be labels, and shapes: a script may make new ones for each batch.
 _LABELS, _SHAPES = 0.5, 0.25
 _MOST_SHAPES = 4096
 _GROUP = ctypes.POINTER(RecordedGroup)
@@ -70,10 +41,7 @@ _label = ""
 
 
 def keep_in(where: Callable[[], tuple[int, int]]) -> None:
-    """Have the memory made by ``where``, which gives a descriptor and where the memory begins in that file.
-
-    The launcher does so in its ranks, before they have a group. It may raise OSError.
-    """
+    """Have the memory made by ``where``, as the launcher does: a descriptor, and the place in that file."""
     global _keeper
     _keeper = os.getpid(), where
 
@@ -89,8 +57,11 @@ class _Recorder:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.core = library()
-        # A child that the script forks is not the rank.
-        self.place = _keeper[1]() if _keeper is not None and is_kept() else (_own_file(), 0)
+        if _keeper is not None and is_kept():  # a child that the script forks is not the rank
+            self.place = _keeper[1]()
+        else:  # the descriptor stays open, since others find the file by that
+            self.place = os.memfd_create(f"{MEMORY_NAME}-{self.pid}"), 0
+            os.ftruncate(self.place[0], RECORDER_BYTES)
         memory = self.core.phx_recorder_open(*self.place, self.pid, -1, 0)
         if not memory:
             raise OSError(ctypes.get_errno(), "the recorder's memory cannot be mapped")
@@ -101,7 +72,7 @@ class _Recorder:
         self._known: dict[str, int] = {}
         self._shapes: dict[tuple[int, ...], int] = {}
         self._sites: dict[tuple[int, int], tuple[CodeType, int]] = {}  # the code is held: its id stays its own
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # of the texts: a signal handler that interrupts its holder may come here too
         self.step, self.label = -1, 0
         # So that this thread has the attribute: to find that there is none takes longer than to record.
         call_site.running.site = getattr(call_site.running, "site", None)
@@ -117,8 +88,8 @@ class _Recorder:
     def text(self, text: str, *, share: float = 1.0) -> int:
         """The number of a text, which is written when it is first asked for; 0 if that share of the room is used up.
 
-        In front of it stands a hash, by which ranks compare the lines of their calls. Code that was generated has none:
-        the name of its file differs between ranks.
+        In front of it stands a hash, by which ranks compare the lines of their calls; 0 for generated code, the name of
+        whose file differs between ranks.
         """
         found = self._known.get(text)
         if found is not None:
@@ -128,7 +99,7 @@ class _Recorder:
             at, after = self._used + 4, self._used + 8 + len(data)
             if after > share * len(self._strings):
                 return 0
-            self._used = after  # first: a signal handler may come here too
+            self._used = after  # first, for that handler
             identity = 0 if text.startswith("<") else zlib.crc32(data) or 1
             self._strings[at - 4 : after] = identity.to_bytes(4, "little") + len(data).to_bytes(4, "little") + data
             return self._known.setdefault(text, at)
@@ -170,13 +141,6 @@ class _Recorder:
         return ticket
 
 
-def _own_file() -> int:
-    """A file for a process whose launcher keeps none. Its descriptor stays open, since others find it by that."""
-    file = os.memfd_create(MEMORY_NAME)
-    os.ftruncate(file, RECORDER_BYTES)
-    return file
-
-
 def open_recorder(rank: int = -1, size: int = 0) -> bool:
     """Begin to record, if this process does not yet; whether it does.
 
@@ -210,24 +174,20 @@ def group(name: str, backend: str, ranks: Sequence[int], own: int) -> RecordedGr
     """A group whose operations are recorded; None without a recorder.
 
     Args:
-        name: torch's name of the group, equal on all members.
-        backend: the backend's name.
+        name, backend: torch's names, equal on all members.
         ranks: the members' ranks in the world.
         own: this process's rank in the group.
     """
     state = _own()
-    if state is None:
-        return None
-    return RecordedGroup(
-        name=state.text(json.dumps({"name": name, "backend": backend, "ranks": spans(ranks), "own": own}))
-    )
+    text = json.dumps({"name": name, "backend": backend, "ranks": spans(ranks), "own": own})
+    return None if state is None else RecordedGroup(name=state.text(text))
 
 
 def writers() -> tuple[Callable[[int, int, int, int, int], int], Callable[[int, bool], None], Callable[[], int]]:
     """The parts of :func:`begin` and :func:`end` by themselves, for callers that are called often.
 
-    They are: begin(group, what, nbytes, site, peer), end(ticket, failed), and here(), the site.
-    A forked child may call them, and records nothing.
+    They are: begin(group, what, nbytes, site, peer), end(ticket, failed), and here(), the site. A forked child may call
+    them, and records nothing.
     """
     assert _state is not None, "a group is recorded only in a process with a recorder"
     return _state.begin, _state.end, _state.here
@@ -240,10 +200,7 @@ def own_memory() -> int:
 
 
 def own_place() -> tuple[int, int]:
-    """The descriptor of the file with this process's recorder, or -1, and where in that it is.
-
-    The program may have closed the descriptor. Then something else may be there by now.
-    """
+    """The descriptor of the file with this process's recorder (-1: none; the program may close it), and where it is."""
     state = _own()
     return (-1, 0) if state is None else state.place
 
@@ -291,8 +248,7 @@ def shaped(nbytes: int, shape: tuple[int, ...]) -> int:
 def begin_at(group: RecordedGroup, what: int, nbytes: int, *, line: str, entered_ns: int) -> int:
     """Record a collective without a root that has begun before, on another thread; the ticket is for :func:`drop`.
 
-    It is not counted: it gets the number of the group's next collective. The arguments are those of :func:`begin`, with
-    the line that called it, as ``file:line`` or empty, and when it began, by ``time.monotonic_ns``.
+    It is not counted: it gets the number of the group's next collective. ``line`` is as ``file:line`` or empty.
     """
     state = _own()
     if state is None:
@@ -318,11 +274,8 @@ def end(ticket: int, failed: bool) -> None:
 def joining(name: str, backend: str, ranks: Sequence[int], own: int) -> contextlib.AbstractContextManager[None]:
     """Record that this process waits for all of these ranks to join the world or a group, while the body runs.
 
-    A rank that does not come keeps the others in the job's store, or in a library that says nothing; by the record
-    ``phalanx run`` sees it. The record is taken back when all have come; else it is the rank's last operation.
-
-    Args:
-        name, backend, ranks, own: as in :func:`group`; an empty name for the world.
+    So ``phalanx run`` sees that a rank does not come. The record is taken back when all have come; else it is the
+    rank's last operation. The arguments are those of :func:`group`, with an empty name for the world.
     """
     ticket = 0
     if is_kept() and len(ranks) > 1:

@@ -22,17 +22,6 @@ from phalanx.system.foreign_values import checked, is_number, read_json
 from phalanx.system.whole_files import folder_for_a_while, whole_file
 from phalanx.words import format_named
 
-__all__ = [
-    "HangReport",
-    "latest_report",
-    "printable_line",
-    "read_operations",
-    "read_report",
-    "write_operations",
-    "write_report",
-    "write_torch_traces",
-]
-
 _OPERATIONS = "operations.json"
 _NAME = re.compile(r"hang-(\d+)\.json")
 # How many of each rank's last operations the report has: so many of all ranks together, but neither fewer nor more than
@@ -44,28 +33,20 @@ _VERSION = 2
 
 @dataclass(frozen=True)
 class HangReport:
-    """What was seen of a job that does not go on.
+    """What was seen of a job that does not go on."""
 
-    Attributes:
-        job: the command, for people.
-        host: where the ranks run; several names if they run on several hosts.
-        when: the time of day, with its zone.
-        now_ns: the same moment on the host's monotonic clock, which the operations' times are of.
-        diagnosis: who waits for whom.
-        ranks: every rank.
-        stacks: their main threads' stacks, by rank, the innermost call last, as lines; without those that did not say.
-    """
-
-    job: str
-    host: str
-    when: str
-    now_ns: int
+    job: str  # the command, for people
+    host: str  # where the ranks run; several names if they run on several hosts
+    when: str  # the time of day, with its zone
+    now_ns: int  # the same moment on the host's monotonic clock, which the operations' times are of
     diagnosis: HangDiagnosis
     ranks: Sequence[RankSnapshot]
+    # Of main threads, by rank, as lines, the innermost call last; without those that did not say.
     stacks: dict[int, list[str]] = field(default_factory=dict)
 
     def to_json(self, *, whole: bool = False) -> dict[str, Any]:
         """Plain values; :func:`read_report` gives them back, with all operations if it is the ``whole`` report."""
+        kept = None if whole else min(_MOST_KEPT, max(_FEWEST_KEPT, _KEPT // len(self.ranks)))
         return {
             "version": _VERSION,
             "verdict": self.diagnosis.sentence,
@@ -78,12 +59,8 @@ class HangReport:
             "when": self.when,
             "now_ns": self.now_ns,
             "since_ns": self.diagnosis.since_ns,
-            "ranks": [self._rank(seen, whole=whole) for seen in self.ranks],
+            "ranks": [{**seen.to_json(kept), "stack": self.stacks.get(seen.rank, [])} for seen in self.ranks],
         }
-
-    def _rank(self, seen: RankSnapshot, *, whole: bool) -> dict[str, Any]:
-        kept = min(_MOST_KEPT, max(_FEWEST_KEPT, _KEPT // len(self.ranks)))
-        return {**seen.to_json(None if whole else kept), "stack": self.stacks.get(seen.rank, [])}
 
     def text(self) -> str:
         """The report for people: the diagnosis, then each rank's operation, then stacks, then the last operations."""
@@ -129,18 +106,9 @@ class HangReport:
 
 
 def write_report(folder: Path, report: HangReport, over: Path | None = None) -> Path:
-    """Write a report behind those that the folder has; its path.
+    """Write a report behind those that the folder has, or over an earlier one; its path.
 
-    Its files appear whole: a reader never finds the half of one. If they cannot be written, nothing of them stays, and
-    the earlier report does.
-
-    Args:
-        folder: the folder, which is made if it is not there.
-        report: the report.
-        over: an earlier report of the folder, in whose place it is written.
-
-    Raises:
-        OSError: it cannot be written.
+    Its files appear whole. If they cannot be written (OSError), nothing of them stays, and the earlier report does.
     """
     folder.mkdir(parents=True, exist_ok=True)
     match = _NAME.fullmatch(over.name) if over is not None else None
@@ -161,11 +129,7 @@ def write_report(folder: Path, report: HangReport, over: Path | None = None) -> 
 
 
 def _claim(folder: Path) -> int:
-    """A number for a new report that no other job takes, which may write into the same folder at the same time.
-
-    Who makes the folder of the traces has its number. A job that ends before its report is there leaves that folder,
-    and the number is used no more.
-    """
+    """A number for a new report that no other job takes: who makes the folder of the traces has it."""
     number = 1 + max((number for number, _ in _reports(folder)), default=0)
     while True:
         try:
@@ -182,22 +146,14 @@ def _traces(folder: Path, number: int) -> Path:
 
 
 def write_operations(folder: Path, report: HangReport) -> None:
-    """Write what a job leaves of its ranks' operations when it ends, in the place of what an earlier one has left.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write what a job leaves of its ranks' operations when it ends, in the place of what an earlier one has left."""
     folder.mkdir(parents=True, exist_ok=True)
     with whole_file(folder / _OPERATIONS) as file:
         file.write(json.dumps(report.to_json(whole=True)).encode())
 
 
 def read_operations(path: Path) -> HangReport | None:
-    """Read what a job has left in a folder, or a newer report there, or a file; None if there is nothing.
-
-    Raises:
-        OSError, ValueError: see :func:`read_report`.
-    """
+    """Read what a job has left in a folder, or a newer report there, or a file; None if there is nothing."""
     there = [path]
     if path.is_dir():
         there = [each for each in (path / _OPERATIONS, latest_report(path)) if each is not None and each.exists()]

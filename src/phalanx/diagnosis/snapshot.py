@@ -1,8 +1,4 @@
-"""What is known of a rank: its operations, the recording that holds them, and its state; as values and as JSON.
-
-A recording is read from memory of a process that may have crashed in the middle (``reading.py``), or comes from another
-host or a file: nothing of it is trusted to make sense.
-"""
+"""What is known of a rank: its operations, the recording that holds them, and its state; as values and as JSON."""
 
 from __future__ import annotations
 
@@ -17,23 +13,9 @@ from phalanx.system.folder import beside
 from phalanx.system.foreign_values import checked, is_number
 from phalanx.words import format_bytes
 
-__all__ = ["KINDS", "Group", "RankSnapshot", "Record", "Recording", "lengths_in", "ranks_in", "spans", "world_rank"]
-
 # The core's numbers (enum phx_kind).
-KINDS = {
-    1: "all_reduce",
-    2: "broadcast",
-    3: "all_gather",
-    4: "barrier",
-    5: "reduce",
-    6: "reduce_scatter",
-    7: "gather",
-    8: "scatter",
-    9: "all_to_all",
-    10: "send",
-    11: "recv",
-    12: "init",
-}
+_COLLECTIVES = "all_reduce broadcast all_gather barrier reduce reduce_scatter gather scatter all_to_all"
+KINDS = dict(enumerate((*_COLLECTIVES.split(), "send", "recv", "init"), 1))
 _ROOTS = {"reduce": "dst", "gather": "dst", "broadcast": "src", "scatter": "src"}
 _MOST_RANKS = 1 << 20
 _MOST_EACH = 64
@@ -42,60 +24,37 @@ _SHAPE = re.compile(r"\[\d{1,18}(, \d{1,18})*\]", re.ASCII)
 
 @dataclass(frozen=True)
 class Group:
-    """A group of ranks, as one of its members recorded it.
+    """A group of ranks, as one of its members recorded it."""
 
-    Attributes:
-        name: torch's name of it; the world's is ``0`` in most programs.
-        backend: the backend's name.
-        ranks: its members' ranks in the world, in the group's order.
-        own: the group rank of the member that recorded it; -1 if that is not known.
-    """
-
-    name: str = ""
+    name: str = ""  # torch's; the world's is ``0`` in most programs
     backend: str = ""
-    ranks: tuple[int, ...] = ()
-    own: int = -1
+    ranks: tuple[int, ...] = ()  # in the world, in the group's order
+    own: int = -1  # the group rank of the member that recorded it; -1 if that is not known
 
 
 @dataclass(frozen=True)
 class Record:
-    """One operation.
+    """One operation; times are on the host's monotonic clock."""
 
-    Attributes:
-        number: which of the process's operations, counted from 0.
-        in_group: which collective of the group it is, or which message, counted from 1: equal on all ranks for the
-            collective that they do together.
-        kind: its name, as ``all_reduce``.
-        nbytes: of this rank's tensor.
-        dtype, op: their names; empty if it has none.
-        peer: the group rank of the root, or of the other end of a message; -1 for none, or any.
-        site: the line of the script, as ``train.py:42``; empty if it is not known.
-        label, step: what the script said it was doing; empty, and -1, if nothing.
-        entered_ns, left_ns: on the host's monotonic clock; ``left_ns`` is 0 while it is under way.
-        failed: it has ended with an error.
-        awaits: the group rank that it waits for, or waited for last; -1 if that is not known.
-        found_late: it was called by C++ and recorded only since it lasts (c10d/stalled_calls.py). So another rank may
-            be in the same collective without a record, and ``in_group`` is what the next counted one will have.
-        shape: as ``[2, 3]``; empty for vectors, several tensors, and Phalanx's backends, which compare shapes.
-    """
-
-    number: int
+    number: int  # which of the process's operations, counted from 0
     group: Group
-    in_group: int
+    in_group: int  # which collective or message of the group, counted from 1; for a collective equal on all ranks
     kind: str
-    nbytes: int
+    nbytes: int  # of this rank's tensor
     dtype: str
     op: str
-    peer: int
-    site: str
-    label: str
+    peer: int  # the group rank of the root, or of the other end of a message; -1 for none, or any
+    site: str  # as ``train.py:42``; empty if it is not known
+    label: str  # what the script said it was doing; empty, and a step of -1, if nothing
     step: int
     entered_ns: int
-    left_ns: int
+    left_ns: int  # 0 while it is under way
     failed: bool
-    awaits: int
+    awaits: int  # the group rank that it waits for, or waited for last; -1 if that is not known
+    # It was called by C++ and recorded only since it lasts (c10d/stalled_calls.py). So another rank may be in the same
+    # collective without a record, and ``in_group`` is what the next counted one will have.
     found_late: bool = False
-    shape: str = ""
+    shape: str = ""  # as ``[2, 3]``; empty for vectors, several tensors, and Phalanx's backends, which compare shapes
 
     @property
     def is_message(self) -> bool:
@@ -140,24 +99,16 @@ def world_rank(group: Group, rank: int) -> int:
 
 @dataclass(frozen=True)
 class Recording:
-    """What the recorder of one process holds.
-
-    Attributes:
-        pid, rank, size: the process, and its place in the world; -1 and 0 if it is not known.
-        step, label: what its script said last of what it does; -1 and empty if nothing.
-        begun: how many operations have begun since the process's first.
-        records: the last of them, the oldest first.
-        done: how far the one under way is, in percent; -1 if it has not moved any of several pieces.
-    """
+    """What the recorder of one process holds."""
 
     pid: int
-    rank: int
+    rank: int  # in the world; -1, and a size of 0, if it is not known
     size: int
-    step: int
+    step: int  # what its script said last of what it does; -1 and an empty label if nothing
     label: str
-    begun: int
-    records: tuple[Record, ...] = field(repr=False)
-    done: int = -1
+    begun: int  # how many operations have begun since the process's first
+    records: tuple[Record, ...] = field(repr=False)  # the last of them, the oldest first
+    done: int = -1  # how far the one under way is, in percent; -1 if it has not moved any of several pieces
 
     @cached_property
     def last(self) -> Record | None:
@@ -194,7 +145,7 @@ class Recording:
         return replace(self, records=tuple(replace(each, site=beside(each.site, folder)) for each in self.records))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, from which :meth:`from_json` makes the same recording."""
+        """Plain values, from which :meth:`from_json` makes the same."""
         groups = list(dict.fromkeys(record.group for record in self.records))
         number = {group: index for index, group in enumerate(groups)}
         return {
@@ -226,33 +177,19 @@ _FIELDS = [name for name in Record.__dataclass_fields__ if name != "group"]
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """What is seen of one rank from outside.
+    """What is seen of one rank from outside; place and frames are of its main thread, and empty if it did not say."""
 
-    Attributes:
-        rank: its rank in the world.
-        recording: its flight recorder; None if it has none, or has no group yet.
-        state: of its main thread, as /proc says it: ``R``, ``S``, ``D``, ``T``; empty if that is not known.
-        ended: how it has ended, as ``exit code 0``; empty if it runs.
-        place: the line of the program where its main thread is, with the line's text; empty if it did not say.
-        asked: what it has asked another process for, and waits for.
-        host: where it runs; empty if all ranks of the job are on one host.
-        silent: its host did not answer in time, so that nothing else of this is known.
-        ended_well: whether it has ended without a failure.
-        local_rank: its number among the ranks of its host, where they are on several.
-        frames: its main thread's stack, the innermost call first; empty if it did not say.
-    """
-
-    rank: int
-    recording: Recording | None = None
-    state: str = ""
-    ended: str = ""
-    place: str = ""
-    asked: str = ""
-    host: str = ""
-    silent: bool = False
+    rank: int  # in the world
+    recording: Recording | None = None  # None if it has no group yet
+    state: str = ""  # of its main thread, as /proc says it: ``R``, ``S``, ``D``, ``T``; empty if that is not known
+    ended: str = ""  # how, as ``exit code 0``; empty if it runs
+    place: str = ""  # the line of the program, with its text
+    asked: str = ""  # what it has asked another process for, and waits for
+    host: str = ""  # empty if all ranks of the job are on one host
+    silent: bool = False  # its host did not answer in time, so that nothing else of this is known
     ended_well: bool = False
-    local_rank: int = 0
-    frames: tuple[Frame, ...] = ()
+    local_rank: int = 0  # its number among the ranks of its host, where they are on several
+    frames: tuple[Frame, ...] = ()  # the innermost call first
 
     @property
     def operation(self) -> Record | None:
@@ -274,11 +211,7 @@ class RankSnapshot:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RankSnapshot:
-        """See :meth:`to_json`.
-
-        Raises:
-            ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError: it is something else.
-        """
+        """See :meth:`to_json`; other values raise these, AttributeError or RecursionError."""
         recording = Recording.from_json(values["recording"]) if values["recording"] is not None else None
         return checked(cls, {**{name: values[name] for name in _SAID}, "recording": recording})
 
@@ -300,14 +233,10 @@ def spans(ranks: Sequence[int]) -> list[list[int]]:
 
 
 def ranks_in(parts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The ranks that :func:`spans` has shortened.
-
-    Raises:
-        ValueError, TypeError: it has not; a few bytes must not become a list that fills the memory.
-    """
+    """The ranks that :func:`spans` has shortened; others raise ValueError or TypeError."""
     if not all(is_number(number) for part in parts for number in part):
         raise TypeError("spans are numbers")
-    if sum(max(0, count) for _, count, _ in parts) > _MOST_RANKS:
+    if sum(max(0, count) for _, count, _ in parts) > _MOST_RANKS:  # a few bytes must not become a list without end
         raise ValueError("no job has so many ranks")
     return tuple(first + i * step for first, count, step in parts for i in range(count))
 

@@ -32,25 +32,6 @@ from phalanx.native.core import library
 from phalanx.system import processes
 from phalanx.system.process_use import start_of
 
-__all__ = [
-    "ASKED",
-    "PLACE_SIGNAL",
-    "SCRIPT_ENDED",
-    "Frame",
-    "Mark",
-    "asked_in",
-    "be_seen",
-    "frames_of",
-    "has_ended",
-    "is_there",
-    "place_of",
-    "place_of_main",
-    "publish",
-    "publish_by",
-    "was_changed",
-    "write_stacks_on",
-]
-
 # No library is known to use it. The launcher asks its ranks by the next one (launch/rank/trace.py).
 PLACE_SIGNAL = signal.SIGRTMAX - 4
 # In front of what a rank has asked another process for (:func:`publish`), behind its stack.
@@ -63,8 +44,7 @@ _HEADER = "Stack (most recent call first):\n"  # with which each begins
 _CHANGED = "  (it was being changed)"  # PHX_STACK_CHANGED
 _IGNORE = ctypes.c_void_p(1)  # SIG_IGN
 _LARGEST, _BLOCK = 1 << 20, 1 << 16  # how large the file may be before a reader cuts it, and a stack
-# How long the main thread may take to begin and end its handler, and how long another one. A busy machine delays it,
-# and so does a disk that the thread waits for.
+# How long the main thread may take to write, and another one. A busy machine or a disk delays it.
 _MAIN_S, _WRITTEN_S = 2.0, 0.5
 _LOOK_S = 0.002
 _SILENT = ("", "T", "t", "Z", "X")  # the kernel's letters for a thread that runs no handler: gone, stopped, ended
@@ -111,21 +91,13 @@ def publish_by(function: Callable[[str], None]) -> None:
 
 
 def publish(text: str) -> None:
-    """Let the launcher know what this process has asked another one for, as ``worker1 for add (train.py:12)``.
-
-    It says so of ranks that hang or were killed, which cannot be asked. An empty text: nothing any more.
-    """
+    """Let the launcher know what this process has asked another one for, as ``worker1 for add (train.py:12)``."""
     if _publish is not None:
         _publish(text)
 
 
 def write_stacks_on(number: int, file: int) -> None:
-    """From now on whichever thread gets this signal writes its Python stack, the innermost call first.
-
-    Args:
-        number: the signal. What this process did with it before is forgotten.
-        file: the descriptor to write to.
-    """
+    """From now on whichever thread gets this signal writes its Python stack into a file, the innermost call first."""
     faulthandler.unregister(number)
     _libc.signal(number, _IGNORE)  # which faulthandler puts back
     faulthandler.register(number, file=file, all_threads=False)
@@ -136,7 +108,7 @@ def write_stacks_on(number: int, file: int) -> None:
 
 
 def was_changed(stack: str) -> bool:
-    """Whether a stack could not be read, as a rule because its thread was just entering a function; ask again."""
+    """Whether a stack could not be read, as its thread was just entering a function; ask again."""
     return _CHANGED in stack
 
 
@@ -182,18 +154,15 @@ class Mark:
 
 def is_there(pid: int, name: str) -> bool:
     """Whether the process of this pid is the one with this :class:`Mark`."""
-    return bool(_file_of(pid, name))
+    return bool(memory_file(pid, name))
 
 
 def place_of(pid: int, name: str) -> str:
-    """Where a process is in its user's program: a thread of it that runs, or else its main thread.
-
-    Args:
-        pid: the process.
-        name: of its :class:`Mark`.
+    """Where a thread of a process runs in its user's program, or else its main thread is.
 
     Returns:
-        ``function (file:line)``, or ``SCRIPT_ENDED``; empty if it cannot be found out, as of a process that is stopped.
+        ``function (file:line)``, or ``SCRIPT_ENDED``; empty if it cannot be found out, as of a process that is stopped
+        or has no :class:`Mark` of this name.
     """
     with contextlib.suppress(OSError):  # it has ended
         return _place(pid, _threads(pid), _WRITTEN_S) if is_there(pid, name) else ""
@@ -207,7 +176,7 @@ def place_of_main(pid: int) -> str:
 
 def _place(pid: int, threads: Sequence[int], patience_s: float) -> str:
     start = start_of(pid)
-    path = _file_of(pid, _stacks_of(pid))
+    path = memory_file(pid, _stacks_of(pid))
     with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
         for thread in threads:
             frames = frames_of(_ask(pid, start, thread, file.fileno(), patience_s))
@@ -223,7 +192,8 @@ def _stacks_of(pid: int) -> str:
     return f"phalanx-stacks-{pid}"
 
 
-def _file_of(pid: int, name: str) -> str:
+def memory_file(pid: int, name: str) -> str:
+    """The path of the file in memory of that name that a process has open; empty if it has none."""
     with contextlib.suppress(OSError):
         for number in os.listdir(f"/proc/{pid}/fd"):
             path = f"/proc/{pid}/fd/{number}"
@@ -280,7 +250,7 @@ def _signal(pid: int, start: int, thread: int, file: int) -> int:
 
 
 def _first_whole(file: int, begin: int) -> str:
-    """The first stack that begins at or behind ``begin``, from its first line on; empty if there is none yet.
+    """The first stack that begins at or behind ``begin``; empty if there is none yet.
 
     What comes before it is the end of a stack for which somebody had no patience left.
     """

@@ -19,8 +19,6 @@ from phalanx.diagnosis.report import HangReport
 from phalanx.diagnosis.snapshot import RankSnapshot, Record, Recording, world_rank
 from phalanx.words import format_count
 
-__all__ = ["COMMUNICATES", "COMPUTES", "WAITS", "Lane", "Span", "Timeline", "Wait", "chrome_trace", "make_timeline"]
-
 COMPUTES, COMMUNICATES, WAITS = "computes", "communicates", "waits"
 _Key = tuple[str, str, int, int, int]  # what names an operation on all ranks that take part in it
 
@@ -57,12 +55,11 @@ class Lane:
     """Sum up what one rank did.
 
     Attributes:
-        seen: the rank.
         spans: its operations, in the order in which they began.
         parts: (begin, end, COMPUTES, COMMUNICATES or WAITS), without gaps. Where operations overlap it communicates if
             one of them does.
-        marks: since when it was in which step, or had which label. A step is taken to begin at the end of the last
-            operation of the one before.
+        marks: since when it was in which step, or had which label. A step begins where the last operation of the one
+            before has ended.
     """
 
     seen: RankSnapshot
@@ -116,15 +113,24 @@ class Timeline:
     def to_json(self) -> dict[str, Any]:
         """The shares and the waits as plain values."""
         ranks = [
-            {"rank": lane.seen.rank, "host": lane.seen.host, "operations": len(lane.spans)}
-            | {kind: round(lane.share(kind), 4) for kind in (COMPUTES, COMMUNICATES, WAITS)}
-            | {"waited_for_s": self.awaited_ns(lane.seen.rank) / 1e9}
+            {
+                "rank": lane.seen.rank,
+                "host": lane.seen.host,
+                "operations": len(lane.spans),
+                **{kind: round(lane.share(kind), 4) for kind in (COMPUTES, COMMUNICATES, WAITS)},
+                "waited_for_s": self.awaited_ns(lane.seen.rank) / 1e9,
+            }
             for lane in self.lanes
         ]
         waits = [
-            {"awaited": wait.awaited, "waiting": wait.waiting, "wait_s": wait.wait_ns / 1e9}
-            | {"operation": wait.record.name(), "at_s": (wait.record.entered_ns - self.begin_ns) / 1e9}
-            | {name: getattr(wait.record, name) for name in ("site", "step", "label")}
+            {
+                "awaited": wait.awaited,
+                "waiting": wait.waiting,
+                "wait_s": wait.wait_ns / 1e9,
+                "operation": wait.record.name(),
+                "at_s": (wait.record.entered_ns - self.begin_ns) / 1e9,
+                **{name: getattr(wait.record, name) for name in ("site", "step", "label")},
+            }
             for wait in self.waits
         ]
         whole_s = (self.end_ns - self.begin_ns) / 1e9
