@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.diagnosis.html import shown
+from phalanx.diagnosis.render import shown
 from phalanx.topology.placement import DARK, LIGHT
 
 HERE = Path(__file__).parent

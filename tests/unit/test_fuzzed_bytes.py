@@ -33,8 +33,8 @@ from tests.support.ranks import on_ranks
 from phalanx.commands.run import run as run_command
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.diagnose import HangDiagnosis, diagnose
-from phalanx.diagnosis.html import report_page
 from phalanx.diagnosis.reading import read_recording
+from phalanx.diagnosis.render import report_page, report_text
 from phalanx.diagnosis.report import HangReport, read_report, write_report
 from phalanx.diagnosis.snapshot import Group, RankSnapshot, Record, Recording
 from phalanx.diagnosis.stacks import frames_of
@@ -337,7 +337,7 @@ def of_files(folder: Path) -> Iterator[Parser]:
     def hang(data: bytes) -> object:
         path.write_bytes(data)
         found = read_report(path)
-        return found.text(), report_page(found)
+        return report_text(found), report_page(found)
 
     def configured(data: bytes) -> object:
         config.write_bytes(data)

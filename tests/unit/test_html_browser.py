@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.support.reports import EVIL, report
 
-from phalanx.diagnosis.html import report_page
+from phalanx.diagnosis.render import report_page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PATH = next((path for name in NAMES if (path := shutil.which(name))), "")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.support.reports import EVIL, report
 
-from phalanx.diagnosis.html import report_page
+from phalanx.diagnosis.render import report_page
 from phalanx.diagnosis.report import write_report
 
 LEAF = ("meta", "rect", "path", "br")  # without an end tag, or closed at once

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 from tests.support.reports import EVIL, SECOND, operation, report
 
 from phalanx.diagnosis.diagnose import HangDiagnosis
-from phalanx.diagnosis.html import timeline_page, timeline_svg
+from phalanx.diagnosis.render import timeline_page, timeline_svg
 from phalanx.diagnosis.report import HangReport
 from phalanx.diagnosis.snapshot import Group, RankSnapshot, Recording
 from phalanx.diagnosis.timeline import COMMUNICATES, COMPUTES, WAITS, Timeline, chrome_trace, make_timeline

@@ -65,12 +65,16 @@ def report(path: str, as_json: bool, html_file: str | None) -> None:
         raise LaunchError(f"{found} cannot be read: {error}") from None
     if html_file is not None:
         _write_page(read, html_file)
-        return
-    click.echo(json.dumps(read.to_json(), indent=1) if as_json else read.text(), nl=as_json)
+    elif as_json:
+        click.echo(json.dumps(read.to_json(), indent=1))
+    else:
+        from phalanx.diagnosis.render import report_text
+
+        click.echo(report_text(read), nl=False)
 
 
 def _write_page(report: HangReport, html_file: str) -> None:
-    from phalanx.diagnosis.html import report_page
+    from phalanx.diagnosis.render import report_page
 
     text = report_page(report).encode()
     if html_file == "-":

@@ -52,7 +52,7 @@ def timeline(path: str, html: TextIO | None, svg: TextIO | None, trace: TextIO |
     if DIR has no operations.
     """
     # Not imported at the top, because the other commands do without.
-    from phalanx.diagnosis.html import timeline_page, timeline_svg
+    from phalanx.diagnosis.render import timeline_page, timeline_svg
     from phalanx.diagnosis.report import read_operations
     from phalanx.diagnosis.timeline import chrome_trace, make_timeline
 
@@ -77,8 +77,7 @@ def timeline(path: str, html: TextIO | None, svg: TextIO | None, trace: TextIO |
 
 
 def _summary(found: Timeline) -> list[str]:
-    from phalanx.diagnosis.html import duration
-    from phalanx.diagnosis.report import printable_line
+    from phalanx.diagnosis.render import duration, printable_line
     from phalanx.diagnosis.timeline import COMMUNICATES, COMPUTES, WAITS
     from phalanx.topology.table import format_table
 

@@ -40,7 +40,6 @@ _MOST_ASKED = 2  # of those that others wait for; each may take seconds to say w
 _ENDS_IN_S = 0.3
 _GONE = ("", "Z", "X")  # states of a process
 _CANNOT_ANSWER = (*_GONE, "T", "t")
-_ANSWERS_S = 1.0  # other hosts are asked so much sooner, so that the line does not come later
 
 
 class OtherHosts(Protocol):
@@ -67,9 +66,7 @@ def watch_own_waits(rank: int, pids: Mapping[int, int], others: OtherHosts | Non
     after_s = warn_after_s()
     if is_kept() or (len(pids) < 2 and others is None) or not after_s:
         return None
-    waits = OwnWaits(rank, pids, after_s, others)
-    waits.start()
-    return waits
+    return OwnWaits(rank, pids, others, after_s)
 
 
 def warn_after_s() -> float:
@@ -80,33 +77,16 @@ def warn_after_s() -> float:
 
 
 class OwnWaits:
-    """Watch the waits of this process. One thread calls :meth:`look` and owns the state; others only set ``_over``.
+    """Watch the waits of this process. Its thread owns the state; others only set ``_over``."""
 
-    Args:
-        rank, pids, others: as in :func:`watch_own_waits`.
-        after_s: how long a wait is nothing to speak of.
-        say: prints a line.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        pids: Mapping[int, int],
-        after_s: float,
-        others: OtherHosts | None = None,
-        say: Callable[[str], None] = tell,
-    ) -> None:
-        self._rank, self._pids, self._after_s, self._others, self._say = rank, dict(pids), after_s, others, say
+    def __init__(self, rank: int, pids: Mapping[int, int], others: OtherHosts | None, after_s: float) -> None:
+        self._rank, self._pids, self._others, self._after_s = rank, dict(pids), others, after_s
         self._look_s = min(_LOOK_S, after_s / 4)
-        self._sooner_s = self._look_s if others is None else self._look_s + min(_ANSWERS_S, after_s / 4)
         self._clock = AwakeClock()  # a job that was suspended has not waited meanwhile
         self._last: Position | None = None
         self._since_s = self._say_at_s = 0.0
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Begin to look, if there is a thread for it."""
         thread = threading.Thread(target=self._run, name="phalanx-waits", daemon=True)
         with contextlib.suppress(RuntimeError):  # a job runs as well without
             start(thread)
@@ -129,35 +109,27 @@ class OwnWaits:
     def _run(self) -> None:
         while not self._over.wait(self._look_s):
             try:
-                self.look()
+                self._look()
                 if self._others is not None and self._answers():
                     self._others.answer(self._here)
             except (OSError, ValueError, PhalanxError):  # the program has closed the recorder's file
                 return
 
-    def look(self) -> None:
-        """See whether this rank has waited for long, and say for whom if it is the first that does.
-
-        Raises:
-            OSError, ValueError, PhalanxError: this process's own recorder cannot be read.
-        """
+    def _look(self) -> None:
+        """See whether this rank has waited for long, and say for whom if it is the first that does."""
         found, now_s = read_position(*own_place()), self._clock.now()
         if found is None or not found.under_way_since_ns:
             self._last = None
             return
         if found != self._last:
-            self._last, self._since_s, self._say_at_s = found, now_s, self._after_s - self._sooner_s
-        waited_s = now_s - self._since_s
-        if waited_s < self._say_at_s:
+            self._last, self._since_s, self._say_at_s = found, now_s, self._after_s - self._look_s
+        if now_s - self._since_s < self._say_at_s:
             return
         text = self._concluded()
-        waited_s = self._clock.now() - self._since_s  # others may have taken seconds to say where they are
-        self._say_at_s = max(waited_s, self._after_s) * AGAIN
-        if text and self._over.wait(self._after_s - self._look_s - waited_s):
-            return
-        waited_s = self._clock.now() - self._since_s
+        waited_s = self._clock.now() - self._since_s + self._look_s
+        self._say_at_s = waited_s * AGAIN
         if text and found == read_position(*own_place()):  # else it has gone on meanwhile
-            self._say(f"{text}, for {waited_s + self._look_s:.0f} s now")
+            tell(f"{text}, for {waited_s:.0f} s now")
 
     def _concluded(self) -> str:
         """Put into words who keeps this rank. The text is empty if another rank says it, or if nobody can know."""
@@ -197,25 +169,23 @@ class OwnWaits:
         return self._placed(seen, [each.rank for each in seen if each.operation is None])
 
     def _sight(self) -> list[RankSnapshot]:
-        return [self._seen(rank, pid) for rank, pid in sorted(self._pids.items())]
+        found = []
+        for rank, pid in sorted(self._pids.items()):
+            recording = None
+            with contextlib.suppress(OSError, ValueError, PhalanxError):  # it has ended, or has begun to
+                recording = read_memory(own_memory()) if rank == self._rank else read_process(pid)
+            found.append(RankSnapshot(rank, recording, state_of(pid)))
+        return found
 
     def _placed(self, seen: Sequence[RankSnapshot], ranks: Collection[int]) -> list[RankSnapshot]:
         """The same with the places of these ranks, of the first few that are here."""
         asked = [rank for rank in sorted(ranks) if rank in self._pids][:_MOST_ASKED]
         return [replace(each, place=self._place(each)) if each.rank in asked else each for each in seen]
 
-    def _seen(self, rank: int, pid: int) -> RankSnapshot:
-        recording = None
-        with contextlib.suppress(OSError, ValueError, PhalanxError):  # it has ended, or has begun to
-            recording = read_memory(own_memory()) if rank == self._rank else read_process(pid)
-        return RankSnapshot(rank, recording, state_of(pid))
-
     def _place(self, seen: RankSnapshot) -> str:
         if seen.rank == self._rank:
-            place = running_at(sys._current_frames().get(threading.main_thread().ident or 0))
-        else:
-            place = "" if seen.state in ("T", "t") else place_of_main(self._pids[seen.rank])
-        return shown(place) if place else ""
+            return shown(running_at(sys._current_frames().get(threading.main_thread().ident or 0)))
+        return "" if seen.is_stopped else shown(place_of_main(self._pids[seen.rank]))
 
 
 def _are_there(diagnosis: HangDiagnosis, seen: Sequence[RankSnapshot]) -> bool:

@@ -20,14 +20,12 @@ from phalanx.diagnosis.diagnose import HangDiagnosis
 from phalanx.diagnosis.snapshot import RankSnapshot, Record, Recording, lengths_in
 from phalanx.system.foreign_values import checked, is_number, read_json
 from phalanx.system.whole_files import folder_for_a_while, whole_file
-from phalanx.words import format_named
 
 _OPERATIONS = "operations.json"
 _NAME = re.compile(r"hang-(\d+)\.json")
 # How many of each rank's last operations the report has: so many of all ranks together, but neither fewer nor more than
 # these of each. The folder beside it has all.
 _KEPT, _FEWEST_KEPT, _MOST_KEPT = 16384, 32, 256
-_SHOWN = 5
 _VERSION = 2
 
 
@@ -62,47 +60,10 @@ class HangReport:
             "ranks": [{**seen.to_json(kept), "stack": self.stacks.get(seen.rank, [])} for seen in self.ranks],
         }
 
-    def text(self) -> str:
-        """The report for people: the diagnosis, then each rank's operation, then stacks, then the last operations."""
-        waited_s = self._before_s(self.diagnosis.since_ns)
-        lines = [f"{self.headline()}.", "", f"{self.job}, on {self.host}, {self.when}"]
-        lines += [f"nobody has moved for a while; the first has been waiting for {waited_s:.1f} s", ""]
-        lines += [f"{f'rank {seen.rank}':>9}  {self._state(seen)}" for seen in self.ranks]
-        alike: dict[tuple[str, ...], list[int]] = {}
-        for rank, stack in sorted(self.stacks.items()):
-            alike.setdefault(tuple(stack), []).append(rank)
-        for frames, ranks in alike.items():
-            lines += ["", f"{format_named('rank', ranks)} {'is' if len(ranks) == 1 else 'are'} at", *frames]
-        lines += ["", f"The last {_SHOWN} operations of each rank, with how long before the report each began:"]
-        for seen in self.ranks:
-            if not seen.silent:
-                records = seen.recording.records[-_SHOWN:] if seen.recording is not None else ()
-                lines += [f"rank {seen.rank}", *([f"  {self._line(record)}" for record in records] or ["  none"])]
-        return "\n".join(map(printable_line, lines)) + "\n"
-
     def headline(self) -> str:
         """The first sentence, without its full stop."""
         sentence = self.diagnosis.sentence
         return f"{sentence[:1].upper()}{sentence[1:]}{self.diagnosis.advice}"
-
-    def _state(self, seen: RankSnapshot) -> str:
-        where = f"on {seen.host}, " if seen.host else ""
-        if seen.ended:
-            return f"{where}ended: {seen.ended}"
-        if seen.silent:
-            return f"{where}which did not answer"
-        record = seen.operation
-        doing = f"in {record.text()}, for {self._before_s(record.entered_ns):.1f} s" if record else "in no operation"
-        return f"{where}state {seen.state or '?'}, {doing}{f', at {seen.place}' if seen.place else ''}"
-
-    def _line(self, record: Record) -> str:
-        took = "under way"
-        if not record.under_way:
-            took = f"{'failed after' if record.failed else 'took'} {(record.left_ns - record.entered_ns) / 1e6:.3f} ms"
-        return f"{self._before_s(record.entered_ns):9.3f} s  {record.text()}, {took}"
-
-    def _before_s(self, at_ns: int) -> float:
-        return max(0.0, (self.now_ns - at_ns) / 1e9)
 
 
 def write_report(folder: Path, report: HangReport, over: Path | None = None) -> Path:
@@ -197,11 +158,6 @@ def _lines(stack: Any) -> list[str]:
     if not isinstance(stack, list) or not all(isinstance(line, str) for line in stack):
         raise TypeError("a stack is a list of lines")
     return stack
-
-
-def printable_line(line: str) -> str:
-    """A line for a terminal: what the job has written must not move its cursor, or do worse."""
-    return "".join(each if each.isprintable() else "\ufffd" for each in line)
 
 
 def write_torch_traces(folder: Path, recordings: Mapping[int, Recording]) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from phalanx.diagnosis.html import duration
+from phalanx.diagnosis.render import duration
 from phalanx.diagnosis.report import HangReport
 from phalanx.diagnosis.snapshot import RankSnapshot, Record, Recording, world_rank
 from phalanx.words import format_count

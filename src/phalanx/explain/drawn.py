@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.diagnosis.html import shown
+from phalanx.diagnosis.render import shown
 from phalanx.explain.ranks import BLOCKWISE, Cell, Kept
 from phalanx.explain.steps import Explained, cell_text
 from phalanx.explain.text import did, heading, kept_text, legend, sums, title

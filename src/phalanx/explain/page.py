@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 
-from phalanx.diagnosis.html import shown
+from phalanx.diagnosis.render import shown
 from phalanx.explain.drawn import STYLE, rows_legend, step_svgs
 from phalanx.explain.steps import Explained
 from phalanx.explain.text import sums, title

@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from phalanx.diagnosis.html import shown
+from phalanx.diagnosis.render import shown
 
 __all__ = ["DARK", "FONT", "GAP", "LETTER", "LIGHT", "LINE", "WIDTH", "box", "picture", "style", "text_lines"]
 

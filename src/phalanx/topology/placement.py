@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.diagnosis.html import shown
+from phalanx.diagnosis.render import shown
 from phalanx.errors import LaunchError
 from phalanx.topology.drawing import DARK, GAP, LIGHT, WIDTH, box, picture, style, text_lines
 from phalanx.topology.table import RankRow

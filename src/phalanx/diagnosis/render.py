@@ -1,8 +1,8 @@
-"""Write reports and timelines as pages of HTML that need nothing else, and timelines as pictures (SVG).
+"""Render reports as text and as pages of HTML that need nothing else, and timelines as pages and pictures (SVG).
 
-The templates are in ``templates/``. Everything that comes from the job is foreign text: whatever a template prints has
-passed :func:`shown`, unless it is marked as markup. A policy within a page forbids every script but its own, and
-everything that would have to be loaded, should that ever fail.
+The templates are in ``templates/``. Everything that comes from the job is foreign text: whatever a page prints has
+passed :func:`shown`, unless it is marked as markup, and whatever a text prints :func:`printable_line`. A policy within
+a page forbids every script but its own, and everything that would have to be loaded, should that ever fail.
 
 The size is bounded, however many ranks and operations there are: there are so many bars, rows and stacks of all ranks
 together, each of so many characters. Each rank has some of them.
@@ -62,7 +62,7 @@ def shown(value: object, longest: int = 200, *, keep_end: bool = False) -> str:
     text = str(value)
     if len(text) > longest:
         text = f"…{text[-longest:]}" if keep_end else f"{text[:longest]}…"
-    return html.escape("".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text))
+    return html.escape(printable_line(text))
 
 
 def duration(nanoseconds: float) -> str:
@@ -81,8 +81,13 @@ def ago(nanoseconds: float) -> str:
     return f"{max(0.0, nanoseconds / 1e9):,.4f} s"
 
 
-@lru_cache(maxsize=1)
-def _environment() -> Any:
+def printable_line(line: object) -> str:
+    """A line for a terminal: what the job has written must not move its cursor, or do worse."""
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in str(line))
+
+
+@lru_cache(maxsize=2)
+def _environment(*, pages: bool) -> Any:
     import jinja2  # it takes a tenth of a second, and most commands need no page
     from markupsafe import Markup
 
@@ -93,11 +98,12 @@ def _environment() -> Any:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
-        autoescape=True,
+        autoescape=pages,
         trim_blocks=True,
         lstrip_blocks=True,
+        keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
-        finalize=foreign,
+        finalize=foreign if pages else printable_line,
     )
     made.filters |= {
         "shown": foreign,
@@ -113,8 +119,17 @@ def _environment() -> Any:
 
 
 def _render(template: str, **values: Any) -> str:
-    rendered: str = _environment().get_template(template).render(**values)
-    return rendered + "\n"
+    environment = _environment(pages=not template.endswith(".txt"))
+    rendered: str = environment.get_template(template).render(**values)
+    return rendered
+
+
+def report_text(report: HangReport) -> str:
+    """The report for a terminal: the diagnosis, then each rank's operation, stacks, and the last operations."""
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for rank, stack in sorted(report.stacks.items()):
+        alike.setdefault(tuple(stack), []).append(rank)
+    return _render("report.txt", report=report, stacks=alike.items(), now_ns=report.now_ns)
 
 
 def report_page(report: HangReport) -> str:
