@@ -56,17 +56,14 @@ def inside(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
     if _files.get(name):
         return True
-    found: bool = frame.f_globals.get("__name__", "").startswith(_INSIDE) or _is_made_by_torch(name)
+    if not _folders and (torch := sys.modules.get("torch")) is not None:
+        _folders.append(os.path.join(os.path.dirname(torch.__file__ or ""), ""))
+    # What torch's compiler has made belongs to none of its modules.
+    made = name.startswith(("<eval_with_key>", *_folders))
+    found: bool = made or frame.f_globals.get("__name__", "").startswith(_INSIDE)
     if found and not name.startswith("<"):
         _files[name] = True
     return found
-
-
-def _is_made_by_torch(name: str) -> bool:
-    """Whether torch's compiler has made the code with this file's name, which belongs to none of its modules."""
-    if not _folders and (torch := sys.modules.get("torch")) is not None:
-        _folders.append(os.path.join(os.path.dirname(torch.__file__ or ""), ""))
-    return name.startswith(("<eval_with_key>", *_folders))
 
 
 def is_library(file: str) -> bool:
@@ -86,11 +83,7 @@ def text_of(site: CallSite | None) -> str:
 
 
 def shown(place: str) -> str:
-    """Name a place for people: without the folder of ``phalanx run``, if it is below that.
-
-    Args:
-        place: ``file:line``, or ``function (file:line)`` as :func:`running_at` gives it.
-    """
+    """Name a place, ``file:line`` or ``function (file:line)``, for people: below the folder of ``phalanx run``."""
     function, bracket, line = place.partition(" (") if place.endswith(")") else ("", "", place)
     return printable(f"{function}{bracket}{beside(line, jobs_folder())}")
 
@@ -145,7 +138,7 @@ def call_text(
     Args:
         name: the name of the collective.
         dtype, shape: those of its tensor; None for a call that has no tensor.
-        op: the number of the ``ReduceOp``; None if the call is not a reduction.
+        op: the number of the ``ReduceOp``.
         root: the root rank, by the name of its argument.
     """
     parts = [] if dtype is None else [f"{dtype_name(dtype)}{list(shape)}"]

@@ -226,11 +226,16 @@ def _last(recordings: Mapping[int, Recording], rank: int) -> Record | None:
 
 
 def _calls(recordings: Mapping[int, Recording], last: Record, at_ns: float) -> dict[int, dict[int, Record]]:
-    """The collectives of the group by rank and number."""
+    """The collectives of the group that had begun when this one failed, by rank and number."""
+    group = last.group.name, last.group.ranks
     return {
-        other: {record.in_group: record for record in recordings[other].records if _counts(record, last, at_ns)}
-        for other in last.group.ranks
-        if other in recordings
+        rank: {
+            record.in_group: record
+            for record in recordings[rank].records
+            if (record.group.name, record.group.ranks) == group and not record.is_message and record.entered_ns <= at_ns
+        }
+        for rank in last.group.ranks
+        if rank in recordings
     }
 
 
@@ -260,12 +265,6 @@ def _ranks_alike(backend: str, calls: Mapping[int, Record]) -> list[list[int]]:
         facts = call.kind, call.dtype, call.op, root, size, lengths[rank] if apart else ()
         alike.setdefault(facts, []).append(rank)
     return list(alike.values())
-
-
-def _counts(record: Record, failed: Record, at_ns: float) -> bool:
-    """Whether a record is of a collective of the group that had begun when the other one failed."""
-    is_groups = record.group.name == failed.group.name and record.group.ranks == failed.group.ranks
-    return is_groups and not record.is_message and record.entered_ns <= at_ns
 
 
 def _last_of(records: Sequence[Record]) -> str:

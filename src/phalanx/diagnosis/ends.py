@@ -13,13 +13,11 @@ How another process has ended only its parent knows, which is the launcher: it a
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import sys
 import time
 import weakref
 from collections.abc import Callable
-from multiprocessing import util
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
@@ -54,7 +52,7 @@ _exits_badly = False
 _has_told = False
 # Of errors that say that a rank has left a group in order: what made the error for the group, and the rank there.
 _left: weakref.WeakKeyDictionary[BaseException, tuple[weakref.ref[object], int]] = weakref.WeakKeyDictionary()
-_worker: multiprocessing.process.BaseProcess | None = None
+_worker: object = None  # of multiprocessing, once its end is told
 # By identity: unlike a WeakSet it can be listed in one step, while other threads make groups.
 _tellers: weakref.WeakValueDictionary[int, Teller] = weakref.WeakValueDictionary()
 
@@ -77,18 +75,26 @@ def tell_of_failure(teller: Teller) -> None:
 
 def tell_how_the_script_ends() -> None:
     """Have the groups of this process told of the script's end. Called whenever a group is made."""
+    import multiprocessing.util  # torch has it, but not every script that the launcher runs has torch
+
     global _installed, _worker
     if not _installed:
         _installed = True
-        _wrap_excepthook()
-    if multiprocessing.parent_process() is None:
-        return
+        before = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            # A program may also call the hook by hand, to print an exception that it has caught, and go on.
+            if script_failed() and sys.last_value is error:
+                _tell_failure(error)
+            before(kind, error, trace)
+
+        sys.excepthook = hook
     # A forked worker ends by os._exit, after multiprocessing's finalisers; one that was spawned ends as others do.
     process = multiprocessing.current_process()
     method = getattr(process, "_start_method", None) or multiprocessing.get_start_method(allow_none=True)
-    if method != "spawn" and _worker is not process:
+    if multiprocessing.parent_process() is not None and method != "spawn" and _worker is not process:
         _worker = process
-        util.Finalize(None, _worker_ends, exitpriority=-1000)
+        multiprocessing.util.Finalize(None, _worker_ends, exitpriority=-1000)
 
 
 def script_failed() -> bool:
@@ -133,18 +139,6 @@ def who_left(error: BaseException | None, maker: object) -> tuple[int, str] | No
         if noted is not None and noted[0]() is maker:
             return noted[1], str(each)
     return None
-
-
-def _wrap_excepthook() -> None:
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # A program may also call the hook by hand, to print an exception that it has caught, and go on.
-        if script_failed() and sys.last_value is error:
-            _tell_failure(error)
-        before(kind, error, trace)
-
-    sys.excepthook = hook
 
 
 def _tell_failure(error: BaseException) -> None:

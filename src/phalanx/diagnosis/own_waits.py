@@ -39,7 +39,6 @@ AGAIN = 4  # each line about one wait comes when it has lasted so many times lon
 _MOST_ASKED = 2  # of those that others wait for; each may take seconds to say where it is
 _ENDS_IN_S = 0.3
 _GONE = ("", "Z", "X")  # states of a process
-_CANNOT_ANSWER = (*_GONE, "T", "t")
 
 
 class OtherHosts(Protocol):
@@ -110,7 +109,9 @@ class OwnWaits:
         while not self._over.wait(self._look_s):
             try:
                 self._look()
-                if self._others is not None and self._answers():
+                # The first rank here that is not stopped answers.
+                before = [pid for rank, pid in self._pids.items() if rank < self._rank]
+                if self._others is not None and all(state_of(pid) in (*_GONE, "T", "t") for pid in before):
                     self._others.answer(self._here)
             except (OSError, ValueError, PhalanxError):  # the program has closed the recorder's file
                 return
@@ -158,11 +159,6 @@ class OwnWaits:
         waits = {host[rank] for rank in diagnosis.waiting} - {host[self._rank]}
         return bool(diagnosis.awaited) and {host.get(rank) for rank in diagnosis.awaited} <= waits
 
-    def _answers(self) -> bool:
-        """Whether this rank is the first here that is not stopped."""
-        before = [pid for rank, pid in sorted(self._pids.items()) if rank < self._rank]
-        return all(state_of(pid) in _CANNOT_ANSWER for pid in before)
-
     def _here(self) -> list[RankSnapshot]:
         """What the ranks of this host do, and where those are that are in no operation."""
         seen = self._sight()
@@ -180,12 +176,13 @@ class OwnWaits:
     def _placed(self, seen: Sequence[RankSnapshot], ranks: Collection[int]) -> list[RankSnapshot]:
         """The same with the places of these ranks, of the first few that are here."""
         asked = [rank for rank in sorted(ranks) if rank in self._pids][:_MOST_ASKED]
-        return [replace(each, place=self._place(each)) if each.rank in asked else each for each in seen]
-
-    def _place(self, seen: RankSnapshot) -> str:
-        if seen.rank == self._rank:
-            return shown(running_at(sys._current_frames().get(threading.main_thread().ident or 0)))
-        return "" if seen.is_stopped else shown(place_of_main(self._pids[seen.rank]))
+        places = dict.fromkeys(asked, "")
+        for each in seen:
+            if each.rank == self._rank:
+                places[each.rank] = running_at(sys._current_frames().get(threading.main_thread().ident or 0))
+            elif each.rank in asked and not each.is_stopped:
+                places[each.rank] = place_of_main(self._pids[each.rank])
+        return [replace(each, place=shown(places[each.rank])) if each.rank in asked else each for each in seen]
 
 
 def _are_there(diagnosis: HangDiagnosis, seen: Sequence[RankSnapshot]) -> bool:

@@ -1,7 +1,7 @@
-"""How a rank is getting on: what its flight recorder holds, compared with the look before.
+"""Measure how a rank is getting on: what its flight recorder holds, compared with the look before.
 
-A rank may run hundreds of thousands of operations a second, and who watches it must not slow it down. So a look copies
-the recorder once, counts in numpy, and puts only one operation into words.
+A rank may run hundreds of thousands of operations a second. So a look copies the recorder once, counts in numpy, and
+puts only two operations into words.
 """
 
 from __future__ import annotations

@@ -77,33 +77,19 @@ def write_report(folder: Path, report: HangReport, over: Path | None = None) -> 
     with folder_for_a_while(folder, ".hang-") as parts:
         write_torch_traces(parts / "traces", recordings)
         (parts / "report").write_text(json.dumps(report.to_json()))
-        if match is not None:
-            number = int(match[1])
-            _traces(folder, number).mkdir(exist_ok=True)
-        else:
-            number = _claim(folder)
+        number = int(match[1]) if match is not None else 1 + max((number for number, _ in _reports(folder)), default=0)
+        while True:
+            traces = folder / f"hang-{number}-torch"
+            try:  # who makes the folder has the number: several jobs may write into the folder at the same time
+                traces.mkdir(exist_ok=match is not None)
+                break
+            except FileExistsError:
+                number += 1
         for part in (parts / "traces").iterdir():
-            part.replace(_traces(folder, number) / part.name)
+            part.replace(traces / part.name)
         path = folder / f"hang-{number}.json"
         (parts / "report").replace(path)
     return path
-
-
-def _claim(folder: Path) -> int:
-    """A number for a new report that no other job takes: who makes the folder of the traces has it."""
-    number = 1 + max((number for number, _ in _reports(folder)), default=0)
-    while True:
-        try:
-            _traces(folder, number).mkdir()
-        except FileExistsError:
-            number += 1
-        else:
-            return number
-
-
-def _traces(folder: Path, number: int) -> Path:
-    """Where a report has its ranks' operations as torch's flight recorder writes them."""
-    return folder / f"hang-{number}-torch"
 
 
 def write_operations(folder: Path, report: HangReport) -> None:
@@ -147,17 +133,14 @@ def read_report(path: Path) -> HangReport:
         said = {"sentence": values["verdict"], "since_ns": values["since_ns"], "hint": values["hint"]}
         diagnosis = checked(HangDiagnosis, {**said, "awaited": who[0], "waiting": who[1]})
         ranks = [RankSnapshot.from_json(rank) for rank in values["ranks"]]
-        stacks = {rank["rank"]: _lines(rank["stack"]) for rank in values["ranks"] if rank["stack"]}
+        stacks = {rank["rank"]: rank["stack"] for rank in values["ranks"] if rank["stack"]}
+        for stack in stacks.values():
+            if not isinstance(stack, list) or not all(isinstance(line, str) for line in stack):
+                raise TypeError("a stack is a list of lines")
         own = {name: values[name] for name in ("job", "host", "when", "now_ns")}
         return checked(HangReport, {**own, "diagnosis": diagnosis, "ranks": ranks, "stacks": stacks})
     except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is not a whole report: {error}") from None
-
-
-def _lines(stack: Any) -> list[str]:
-    if not isinstance(stack, list) or not all(isinstance(line, str) for line in stack):
-        raise TypeError("a stack is a list of lines")
-    return stack
 
 
 def write_torch_traces(folder: Path, recordings: Mapping[int, Recording]) -> None:

@@ -1,4 +1,4 @@
-"""When each rank of a job computed, communicated and waited for others, and for which rank the others waited most.
+"""Find out when each rank of a job computed, communicated and waited, and for which rank the others waited most.
 
 A rank waits in a collective until the last rank of its group has come to the same one; from then on it communicates.
 One that leaves before that, as it may leave a broadcast, has waited for the root alone. A rank that receives a message
@@ -52,19 +52,13 @@ class Wait:
 
 @dataclass(frozen=True)
 class Lane:
-    """Sum up what one rank did.
-
-    Attributes:
-        spans: its operations, in the order in which they began.
-        parts: (begin, end, COMPUTES, COMMUNICATES or WAITS), without gaps. Where operations overlap it communicates if
-            one of them does.
-        marks: since when it was in which step, or had which label. A step begins where the last operation of the one
-            before has ended.
-    """
+    """What one rank did."""
 
     seen: RankSnapshot
-    spans: Sequence[Span]
+    spans: Sequence[Span]  # in the order in which they began
+    # (begin, end, what it did), without gaps. Where operations overlap it communicates if one of them does.
     parts: Sequence[tuple[int, int, str]]
+    # Since when it was in which step, or had which label. A step begins where the last operation before it has ended.
     marks: Sequence[tuple[int, str]]
 
     def share(self, kind: str) -> float:
@@ -113,24 +107,15 @@ class Timeline:
     def to_json(self) -> dict[str, Any]:
         """The shares and the waits as plain values."""
         ranks = [
-            {
-                "rank": lane.seen.rank,
-                "host": lane.seen.host,
-                "operations": len(lane.spans),
-                **{kind: round(lane.share(kind), 4) for kind in (COMPUTES, COMMUNICATES, WAITS)},
-                "waited_for_s": self.awaited_ns(lane.seen.rank) / 1e9,
-            }
+            {"rank": lane.seen.rank, "host": lane.seen.host, "operations": len(lane.spans)}
+            | {kind: round(lane.share(kind), 4) for kind in (COMPUTES, COMMUNICATES, WAITS)}
+            | {"waited_for_s": self.awaited_ns(lane.seen.rank) / 1e9}
             for lane in self.lanes
         ]
         waits = [
-            {
-                "awaited": wait.awaited,
-                "waiting": wait.waiting,
-                "wait_s": wait.wait_ns / 1e9,
-                "operation": wait.record.name(),
-                "at_s": (wait.record.entered_ns - self.begin_ns) / 1e9,
-                **{name: getattr(wait.record, name) for name in ("site", "step", "label")},
-            }
+            {"awaited": wait.awaited, "waiting": wait.waiting, "wait_s": wait.wait_ns / 1e9}
+            | {"operation": wait.record.name(), "at_s": (wait.record.entered_ns - self.begin_ns) / 1e9}
+            | {name: getattr(wait.record, name) for name in ("site", "step", "label")}
             for wait in self.waits
         ]
         whole_s = (self.end_ns - self.begin_ns) / 1e9
