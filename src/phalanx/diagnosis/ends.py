@@ -40,11 +40,9 @@ class Teller(Protocol):
 
     def about_to_fail(self, error: BaseException) -> None:
         """An exception is about to end this process's script; called before the core tells so. It must not wait."""
-        ...
 
     def script_fails(self, cause: str) -> None:
         """An exception that nobody caught, or an exit with a code other than 0, ends this process's script."""
-        ...
 
 
 _installed = False

@@ -32,38 +32,25 @@ from phalanx.system.folder import beside, jobs_folder
 from phalanx.system.foreign_values import checked, read_json
 
 _OPS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")  # enum phx_op
-_NEXT_AT, _RECORD_BYTES = 64, 64  # native/csrc/record.h
+# native/csrc/record.h; of the header the magic number, version, world size, pid, rank, dtypes, step and label.
+_HEADER, _NEXT_AT, _RECORD_BYTES = "=QIIIiIiI", 64, 64
 _Error = TypeVar("_Error", bound=BaseException)
 
 
-class _Header(ctypes.Structure):
-    """``struct phx_recorder_header``."""
-
-    _fields_ = [
-        ("magic", ctypes.c_uint64),
-        ("version", ctypes.c_uint32),
-        ("size", ctypes.c_uint32),
-        ("pid", ctypes.c_uint32),
-        ("rank", ctypes.c_int32),
-        ("dtypes", ctypes.c_uint32),
-        ("step", ctypes.c_int32),
-        ("label", ctypes.c_uint32),
-    ]
-
-
 class RecorderCopy:
-    """What a recorder held at one moment: its operations as the core copies them, in no order, and its texts."""
+    """What the recorder at an address held at one moment: its operations as the core copies them, and its texts."""
 
-    def __init__(
-        self, header: _Header, seen: ctypes.Array[SeenRecord], begun: int, pieces: bytes, texts: bytes
-    ) -> None:
-        self._texts = texts
+    def __init__(self, address: int) -> None:
+        seen, begun = (SeenRecord * RECORDS)(), ctypes.c_uint64()
+        count = library().phx_records_read(address, 0, seen, ctypes.byref(begun))
+        self.seen, self.begun = (SeenRecord * count).from_buffer(seen), begun.value  # in no order
+        header = struct.unpack(_HEADER, ctypes.string_at(address, struct.calcsize(_HEADER)))
+        _, _, self.size, self.pid, self.rank, dtypes, self.step, label = header
+        # Read after the records, which name the texts: a text is there before the record that names it.
+        self._texts = ctypes.string_at(address + STRINGS_AT, RECORDER_BYTES - STRINGS_AT)
         self._groups: dict[int, Group] = {}
-        self._dtypes = self._values(header.dtypes)
-        self.pid, self.rank, self.size, self.step = header.pid, header.rank, header.size, header.step
-        self.label = self.place(header.label)
-        self.begun, self.seen = begun, seen
-        whole, moved = struct.unpack("<II", pieces)
+        self._dtypes, self.label = self._values(dtypes), self.place(label)
+        whole, moved = struct.unpack("<II", ctypes.string_at(address + PIECES_AT, 8))
         self.done = 100 * moved // whole if 0 < moved < whole else -1
 
     def latest(self, count: int) -> RecorderCopy:
@@ -122,16 +109,8 @@ class RecorderCopy:
 
 
 def copy_memory(address: int) -> RecorderCopy | None:
-    """A copy of the recorder that is mapped at an address; None if there is none."""
-    seen, begun = (SeenRecord * RECORDS)(), ctypes.c_uint64()
-    count = library().phx_records_read(address, 0, seen, ctypes.byref(begun))
-    header = _Header.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(_Header)))
-    # Read after the records, which name the texts: a text is there before the record that names it.
-    texts = ctypes.string_at(address + STRINGS_AT, RECORDER_BYTES - STRINGS_AT)
-    if not header.magic:
-        return None
-    pieces = ctypes.string_at(address + PIECES_AT, 8)
-    return RecorderCopy(header, (SeenRecord * count).from_buffer(seen), begun.value, pieces, texts)
+    """A copy of the recorder that is mapped at an address; None if there is none, also for 0."""
+    return RecorderCopy(address) if address and any(ctypes.string_at(address, 8)) else None
 
 
 def copy_recorder(file: int, at: int = 0) -> RecorderCopy | None:
@@ -164,7 +143,7 @@ def read_recording(file: int, at: int = 0) -> Recording | None:
 
 def read_memory(address: int) -> Recording | None:
     """The recorder that is mapped at an address; None if there is none, also for 0."""
-    return in_words(copy_memory(address)) if address else None
+    return in_words(copy_memory(address))
 
 
 def read_process(pid: int) -> Recording | None:

@@ -16,6 +16,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from types import CodeType
 from typing import Any
 
@@ -29,7 +30,6 @@ MEMORY_NAME = "phalanx-recorder"
 _LONGEST_TEXT = 2048
 # Up to which share of the room there may be labels, and shapes: a script may make new ones for each batch.
 _LABELS, _SHAPES = 0.5, 0.25
-_MOST_SHAPES = 4096
 _GROUP = ctypes.POINTER(RecordedGroup)
 _JOIN = next(number for number, kind in KINDS.items() if kind == "init")
 
@@ -70,7 +70,6 @@ class _Recorder:
         self._strings = memoryview(texts).cast("B")
         self._used = 4  # 0 is no text
         self._known: dict[str, int] = {}
-        self._shapes: dict[tuple[int, ...], int] = {}
         self._sites: dict[tuple[int, int], tuple[CodeType, int]] = {}  # the code is held: its id stays its own
         self._lock = threading.RLock()  # of the texts: a signal handler that interrupts its holder may come here too
         self.step, self.label = -1, 0
@@ -108,16 +107,6 @@ class _Recorder:
         """The text that has this number; empty for 0."""
         length = int.from_bytes(self._strings[number : number + 4], "little") if number else 0
         return bytes(self._strings[number + 4 : number + 4 + length]).decode(errors="replace")
-
-    def shape(self, shape: tuple[int, ...]) -> int:
-        """The number of a shape; 0 if it goes with every other of as many elements, or has no room."""
-        number = self._shapes.get(shape)
-        if number is None:
-            number = self.text(str(list(shape)), share=_SHAPES) if lengths_that_count(shape) else 0
-            if len(self._shapes) >= _MOST_SHAPES:
-                self._shapes.clear()
-            self._shapes[shape] = number
-        return number
 
     def here(self) -> int:
         """The number of the line of the program that called the operation of this thread; 0 if it is not known."""
@@ -242,7 +231,14 @@ def shaped(nbytes: int, shape: tuple[int, ...]) -> int:
     state = _state
     if state is None or nbytes >> NBYTES_BITS:  # more than there is: a tensor without memory
         return nbytes
-    return nbytes | state.shape(shape) << NBYTES_BITS
+    text = _shape_text(shape)
+    return nbytes | (state.text(text, share=_SHAPES) if text else 0) << NBYTES_BITS
+
+
+@lru_cache(maxsize=4096)
+def _shape_text(shape: tuple[int, ...]) -> str:
+    """Empty for a shape that goes with every other of as many elements."""
+    return str(list(shape)) if lengths_that_count(shape) else ""
 
 
 def begin_at(group: RecordedGroup, what: int, nbytes: int, *, line: str, entered_ns: int) -> int:

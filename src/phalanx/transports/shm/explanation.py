@@ -171,7 +171,7 @@ def _line(comm: int, rank: int, number: int, *, is_own: bool) -> str:
     if is_own:
         return recorder.place_of(number)
     memory = library().phx_recorder_of(comm, rank) if number else 0
-    copy = copy_memory(memory) if memory else None
+    copy = copy_memory(memory)
     return copy.place(number) if copy is not None else ""
 
 
