@@ -52,7 +52,7 @@ def capture(depth: int = 1) -> CallSite | None:
 
 
 def inside(frame: FrameType) -> bool:
-    """Whether the frame is torch's or Phalanx's own, which are passed over."""
+    """Return whether the frame is torch's or Phalanx's own, which are passed over."""
     name = frame.f_code.co_filename
     if _files.get(name):
         return True
@@ -67,7 +67,7 @@ def inside(frame: FrameType) -> bool:
 
 
 def is_library(file: str) -> bool:
-    """Whether the code of a file is an installed library's, Python's, Phalanx's or made by torch's compiler."""
+    """Return whether the code of a file is an installed library's, Python's, Phalanx's or made by torch's compiler."""
     return file.startswith(("<", *_LIBRARIES, OWN)) or any(part in file for part in _PARTS)
 
 
@@ -161,7 +161,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def lengths_that_count(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """What of a shape two ranks must have alike, if both have something; empty if it goes with any of its size.
+    """Return what two ranks must have alike of a shape; empty if it goes with any of its size.
 
     torch asks for the same number of elements only, and a vector may well meet a matrix. Two matrices of different
     shapes are a mistake: one is transposed.

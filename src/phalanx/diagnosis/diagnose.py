@@ -25,7 +25,7 @@ _OWN_SIZES_BUT_IN_GLOO = (*_OWN_SIZES, "all_gather")
 
 @dataclass(frozen=True)
 class HangDiagnosis:
-    """Who waits for whom, by ranks in the world."""
+    """Diagnosis of a hung job: who waits for whom, by ranks in the world."""
 
     sentence: str  # the whole of it, without its full stop
     awaited: tuple[int, ...]  # whom the others wait for; of a circle all of its ranks
@@ -87,7 +87,7 @@ def _awaited(rank: int, record: Record, seen: Mapping[int, RankSnapshot]) -> set
 
 
 def _has_come(other: RankSnapshot, record: Record) -> bool:
-    """Whether a rank is in this collective of the group, or has been."""
+    """Return whether a rank is in this collective of the group, or has been."""
     if other.recording is None:
         return False
     same = [
@@ -146,7 +146,7 @@ def _called(record: Record) -> str:
 
 
 def _doing(rank: RankSnapshot) -> str:
-    """What a rank that others wait for is doing, after "is"."""
+    """Describe what an awaited rank is doing, after "is"."""
     if rank.ended:
         return f"has ended ({rank.ended})"
     if rank.silent:

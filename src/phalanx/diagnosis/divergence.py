@@ -185,7 +185,7 @@ def _deciding(path: _Path, step: _Step) -> set[_Branch]:
 
 
 def _leaves(node: ast.AST) -> bool:
-    """Whether nothing that follows a statement is run."""
+    """Return whether nothing that follows a statement is run."""
     call = node.value if isinstance(node, ast.Expr) else node
     is_exit = isinstance(call, ast.Call) and ast.unparse(call.func) in ("sys.exit", "exit", "quit", "os._exit")
     return is_exit or isinstance(node, _JUMPS)
@@ -224,7 +224,7 @@ def _read(path: str, unchanged_since: float) -> ast.Module | None:
 
 
 def are_alternatives(one: str, other: str) -> bool:
-    """Whether only one of two places of this program is run at a time, as two arms of one ``if``, ``match`` or ``try``.
+    """Return whether two places are alternatives, as two arms of one ``if``, ``match`` or ``try``.
 
     Also if that cannot be known, as of a file whose text is not at hand, or of one line.
 

@@ -96,7 +96,7 @@ def tell_how_the_script_ends() -> None:
 
 
 def script_failed() -> bool:
-    """Whether an exception that nobody caught, or an exit with a code other than 0, has ended the script."""
+    """Return whether an exception that nobody caught, or an exit with a code other than 0, has ended the script."""
     prompts = hasattr(sys, "ps1") or bool(sys.flags.interactive)  # after an exception, and the process goes on
     # The interpreter records an exception before its hook runs.
     return _exits_badly or (getattr(sys, "last_value", None) is not None and not prompts)
@@ -183,7 +183,7 @@ def _worker_ends() -> None:
 
 
 class Ending(NamedTuple):
-    """How a process has ended; empty and 0 if that is not known."""
+    """Exit status of a process; empty and 0 if it is not known."""
 
     text: str = ""  # as ``with exit code 3`` or ``by signal 9 (SIGKILL)``
     signal: int = 0
@@ -206,7 +206,7 @@ def learn_elsewhere_by(function: Callable[[str, int], dict[str, Any] | None]) ->
 
 
 def ended_elsewhere(host: str, pid: int) -> dict[str, Any] | None:
-    """What the launcher says of a process of another host that has ended; None without such a launcher.
+    """Ask the launcher about a process of another host that has ended; None without such a launcher.
 
     Returns:
         ``how`` it has ended, its ``signal``, ``last_operation`` and ``last_line``, and whether it ``was_in_it``; empty
@@ -216,7 +216,7 @@ def ended_elsewhere(host: str, pid: int) -> dict[str, Any] | None:
 
 
 def how_ended(pid: int, patience_s: float = PATIENCE_S) -> Ending:
-    """How a process that is gone, or is ending, has ended, as far as a launcher says so within ``patience_s``."""
+    """Ask the launcher for the exit status of a process that is gone or ending, for ``patience_s``."""
     if _look is None:
         return Ending()
     until = time.monotonic() + patience_s

@@ -48,7 +48,7 @@ class OtherHosts(Protocol):
         """If one of them has asked what the ranks of this host do, tell it; ``seen`` looks at these."""
 
     def ask(self, seen: Callable[[], Sequence[RankSnapshot]], over: Callable[[], bool]) -> list[RankSnapshot]:
-        """What they do; empty if they cannot be asked. ``seen`` as above; ``over`` says that nobody wants to know."""
+        """Ask what they do; empty if they do not answer. ``over`` says that nobody wants to know any more."""
 
     def named(self, seen: RankSnapshot) -> RankSnapshot:
         """The same with the name of its host."""
@@ -154,13 +154,13 @@ class OwnWaits:
         return found if found is not None and min(found.waiting, default=-1) == self._rank else None
 
     def _is_said_there(self, diagnosis: HangDiagnosis, seen: Sequence[RankSnapshot]) -> bool:
-        """Whether the awaited ranks have others beside them that wait as well, and so say it."""
+        """Return whether the awaited ranks have others beside them that wait as well, and so say it."""
         host = {each.rank: each.host for each in seen}
         waits = {host[rank] for rank in diagnosis.waiting} - {host[self._rank]}
         return bool(diagnosis.awaited) and {host.get(rank) for rank in diagnosis.awaited} <= waits
 
     def _here(self) -> list[RankSnapshot]:
-        """What the ranks of this host do, and where those are that are in no operation."""
+        """Take snapshots of the ranks of this host, with the places of those that are in no operation."""
         seen = self._sight()
         return self._placed(seen, [each.rank for each in seen if each.operation is None])
 
@@ -186,6 +186,6 @@ class OwnWaits:
 
 
 def _are_there(diagnosis: HangDiagnosis, seen: Sequence[RankSnapshot]) -> bool:
-    """Whether somebody is waited for, and all of them are seen and there, or their hosts are silent."""
+    """Return whether somebody is waited for, and all of them are seen and there, or their hosts are silent."""
     there = {each.rank for each in seen if each.silent or each.state not in _GONE}
     return bool(diagnosis.awaited) and set(diagnosis.awaited) <= there

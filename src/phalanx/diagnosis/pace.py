@@ -27,7 +27,7 @@ GroupKey = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Pace:
-    """What a look at a rank's recorder has found.
+    """Rates of one rank, by its recorder.
 
     Rates and shares are those since the look before, or of the last 4,096 operations if there were more since then. At
     the first look they are those of all that the recorder holds.
@@ -68,7 +68,7 @@ class PaceOfRank:
         self._step = -1
 
     def look(self, now_ns: int) -> Pace | None:
-        """What has changed since the last look; None if there is no recorder so far.
+        """Compare with the last look; None if there is no recorder so far.
 
         Args:
             now_ns: the time on the host's monotonic clock.
@@ -136,7 +136,7 @@ class PaceOfRank:
 
 
 def _covered_ns(entered: _Array, left: _Array, since_ns: int, now_ns: int) -> int:
-    """For how long of a time at least one operation was under way; operations may overlap."""
+    """Add up the time in which at least one operation was under way."""
     ends = np.minimum(np.where(left == 0, _ENDLESS, left), now_ns).astype(np.int64)
     begins = np.clip(entered, since_ns, now_ns).astype(np.int64)
     kept = np.flatnonzero(ends > begins)

@@ -38,7 +38,7 @@ _Error = TypeVar("_Error", bound=BaseException)
 
 
 class RecorderCopy:
-    """What the recorder at an address held at one moment: its operations as the core copies them, and its texts."""
+    """Copy of the recorder at an address: its operations as the core has them, and its texts."""
 
     def __init__(self, address: int) -> None:
         seen, begun = (SeenRecord * RECORDS)(), ctypes.c_uint64()
@@ -166,7 +166,7 @@ def open_own_recorder(pid: int) -> int | None:
 
 @dataclass(frozen=True)
 class Position:
-    """How far a process has come, by a look that takes microseconds."""
+    """Progress of a process, by a look that takes microseconds."""
 
     begun: int  # how many operations
     under_way_since_ns: int  # the last of them, on the host's monotonic clock; 0 if it is done

@@ -47,7 +47,7 @@ def keep_in(where: Callable[[], tuple[int, int]]) -> None:
 
 
 def is_kept() -> bool:
-    """Whether a launcher keeps the memory of this process's recorder."""
+    """Return whether a launcher keeps the memory of this process's recorder."""
     return _keeper is not None and _keeper[0] == os.getpid()
 
 
@@ -183,7 +183,7 @@ def writers() -> tuple[Callable[[int, int, int, int, int], int], Callable[[int, 
 
 
 def own_memory() -> int:
-    """Where this process's recorder is mapped; 0 if it has none."""
+    """Return the address of this process's recorder; 0 if it has none."""
     state = _own()
     return 0 if state is None else state.memory
 

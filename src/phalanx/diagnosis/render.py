@@ -77,7 +77,7 @@ def duration(nanoseconds: float) -> str:
 
 
 def ago(nanoseconds: float) -> str:
-    """How long before the report something was, so finely that operations after each other can be told apart."""
+    """Format a time before the report, so finely that operations after each other can be told apart."""
     return f"{max(0.0, nanoseconds / 1e9):,.4f} s"
 
 

@@ -31,7 +31,7 @@ _VERSION = 2
 
 @dataclass(frozen=True)
 class HangReport:
-    """What was seen of a job that does not go on."""
+    """Snapshots, stacks and diagnosis of a job that does not go on."""
 
     job: str  # the command, for people
     host: str  # where the ranks run; several names if they run on several hosts

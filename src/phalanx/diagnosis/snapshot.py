@@ -1,4 +1,4 @@
-"""What is known of a rank: its operations, the recording that holds them, and its state; as values and as JSON."""
+"""Data model of a rank: its operations, the recording that holds them, and its state; as values and as JSON."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def world_rank(group: Group, rank: int) -> int:
 
 @dataclass(frozen=True)
 class Recording:
-    """What the recorder of one process holds."""
+    """Contents of the recorder of one process."""
 
     pid: int
     rank: int  # in the world; -1, and a size of 0, if it is not known
@@ -177,7 +177,7 @@ _FIELDS = [name for name in Record.__dataclass_fields__ if name != "group"]
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """What is seen of one rank from outside; place and frames are of its main thread, and empty if it did not say."""
+    """State of one rank, seen from outside; place and frames are of its main thread, and empty if it did not say."""
 
     rank: int  # in the world
     recording: Recording | None = None  # None if it has no group yet

@@ -62,7 +62,7 @@ class Frame:
 
     @property
     def is_librarys(self) -> bool:
-        """Whether it belongs to an installed library or to Phalanx, and not to the user's program."""
+        """Return whether it belongs to an installed library or to Phalanx, and not to the user's program."""
         return is_library(self.file)
 
 
@@ -72,12 +72,12 @@ def frames_of(stack: str) -> list[Frame]:
 
 
 def has_ended(frames: Sequence[Frame]) -> bool:
-    """Whether this is the stack of a main thread whose script is over, and which waits for other threads to end."""
+    """Return whether this is the stack of a main thread whose script is over, and which waits for other threads."""
     return bool(frames) and frames[-1].function == "_shutdown" and os.path.basename(frames[-1].file) == "threading.py"
 
 
 def asked_in(stack: str) -> str:
-    """What the process had asked another one for, if that stands behind its stack; else an empty text."""
+    """Return what the process had asked another one for, if that stands behind its stack; else an empty text."""
     return stack.rpartition(ASKED)[2] if ASKED in stack else ""
 
 
@@ -108,7 +108,7 @@ def write_stacks_on(number: int, file: int) -> None:
 
 
 def was_changed(stack: str) -> bool:
-    """Whether a stack could not be read, as its thread was just entering a function; ask again."""
+    """Return whether a stack could not be read, as its thread was just entering a function; ask again."""
     return _CHANGED in stack
 
 
@@ -153,12 +153,12 @@ class Mark:
 
 
 def is_there(pid: int, name: str) -> bool:
-    """Whether the process of this pid is the one with this :class:`Mark`."""
+    """Return whether the process of this pid is the one with this :class:`Mark`."""
     return bool(memory_file(pid, name))
 
 
 def place_of(pid: int, name: str) -> str:
-    """Where a thread of a process runs in its user's program, or else its main thread is.
+    """Find the place in the user's program of a thread of a process that runs, or else of its main thread.
 
     Returns:
         ``function (file:line)``, or ``SCRIPT_ENDED``; empty if it cannot be found out, as of a process that is stopped
@@ -170,7 +170,7 @@ def place_of(pid: int, name: str) -> str:
 
 
 def place_of_main(pid: int) -> str:
-    """Where the main thread of a process is that can be seen; see :func:`place_of`."""
+    """Find the place of the main thread of a process that can be seen; see :func:`place_of`."""
     return _place(pid, [pid], _MAIN_S)
 
 

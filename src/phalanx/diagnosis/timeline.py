@@ -52,7 +52,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Lane:
-    """What one rank did."""
+    """Timeline of one rank."""
 
     seen: RankSnapshot
     spans: Sequence[Span]  # in the order in which they began
@@ -92,7 +92,7 @@ class Timeline:
         return sorted(waits, key=lambda wait: -wait.wait_ns)
 
     def awaited_ns(self, rank: int) -> int:
-        """For how long others waited for a rank: of each operation the longest wait, added up."""
+        """Add up how long others waited for a rank: of each operation the longest wait."""
         return sum(wait.wait_ns for wait in self.waits if wait.awaited == rank)
 
     @cached_property
@@ -152,7 +152,7 @@ def make_timeline(report: HangReport) -> Timeline | None:
 
 
 def _first_step(records: Sequence[Record]) -> list[int]:
-    """When a rank had ended what it did before its first step, as making its replica; empty if it has said no step."""
+    """Find when a rank had ended what it did before its first step; empty if it has said no step."""
     for number, record in enumerate(records):
         if record.step >= 0:
             return [records[number - 1].left_ns if number else record.entered_ns]
@@ -180,7 +180,7 @@ def _named(rank: int, recording: Recording) -> Iterator[tuple[_Key, Record]]:
 def _last_to_come(
     rank: int, record: Record, left_ns: int, come: Mapping[int, int], recordings: Mapping[int, Recording]
 ) -> tuple[int, int]:
-    """Until when a rank waited in an operation, and for which rank; its own beginning and -1 if it did not."""
+    """Find until when a rank waited in an operation, and for which rank; its own beginning and -1 if for none."""
     root = world_rank(record.group, record.peer) if record.peer >= 0 else -1
     if record.is_message:
         last = root if record.kind == "recv" else -1
