@@ -129,6 +129,7 @@ def be_seen() -> None:
         inherited, _seen = _seen, (pid, -1)
         with contextlib.suppress(OSError):
             if inherited is not None and inherited[1] >= 0:
+                faulthandler.unregister(PLACE_SIGNAL)  # else the handler of the parent would count as the program's
                 os.close(inherited[1])
             if not processes.uses(pid, PLACE_SIGNAL):
                 file = os.memfd_create(_stacks_of(pid))
