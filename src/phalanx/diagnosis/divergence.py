@@ -13,6 +13,7 @@ import linecache
 import os
 import re
 import stat
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import takewhile
@@ -223,13 +224,25 @@ def _read(path: str, unchanged_since: float) -> ast.Module | None:
     return None
 
 
+def identity(place: str) -> int:
+    """Number a place of this program, ``file:line``, by the text of its line: it is equal on all ranks.
+
+    Equal lines in two arms of one branch have one number, and those that follow one another differ. 0 stands for
+    generated code, the name of whose file differs between ranks.
+    """
+    file, _, line = place.rpartition(":")
+    if file.startswith("<"):
+        return 0
+    lines = [text.strip() for text in linecache.getlines(file)[: int(line)]]
+    equal = [number for number, text in enumerate(lines[:-1], 1) if text == lines[-1]]
+    order = sum(not are_alternatives(f"{file}:{number}", place) for number in equal)
+    return zlib.crc32(f"{file}\0{lines[-1] if lines else line}\0{order}".encode(errors="replace")) or 1
+
+
 def are_alternatives(one: str, other: str) -> bool:
     """Return whether two places are alternatives, as two arms of one ``if``, ``match`` or ``try``.
 
-    Also if that cannot be known, as of a file whose text is not at hand, or of one line.
-
-    Args:
-        one, other: the places as ``file:line``.
+    The places are as ``file:line``. They also count as such if that cannot be known, as of a file without text.
     """
     (file, _, first), (other_file, _, second) = one.rpartition(":"), other.rpartition(":")
     if file != other_file:

@@ -14,7 +14,6 @@ import json
 import os
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from types import CodeType
@@ -22,6 +21,7 @@ from typing import Any
 
 from phalanx.diagnosis import call_site
 from phalanx.diagnosis.call_site import CallSite, lengths_that_count
+from phalanx.diagnosis.divergence import identity
 from phalanx.diagnosis.snapshot import KINDS, spans
 from phalanx.errors import BackendError
 from phalanx.native.core import NBYTES_BITS, RECORDER_BYTES, STRINGS_AT, RecordedGroup, addresses, library, quick_entry
@@ -84,11 +84,10 @@ class _Recorder:
             entry.set_recorder(addresses(("record_begin", "record_end")), call_site.inside, self.number_of)
             self.begin, self.end, self.site = entry.record_begin, entry.record_end, entry.site_number
 
-    def text(self, text: str, *, share: float = 1.0) -> int:
+    def text(self, text: str, *, share: float = 1.0, identity: int = 0) -> int:
         """The number of a text, which is written when it is first asked for; 0 if that share of the room is used up.
 
-        In front of it stands a hash, by which ranks compare the lines of their calls; 0 for generated code, the name of
-        whose file differs between ranks.
+        In front of it stands the identity of a call site, by which ranks compare the lines of their calls.
         """
         found = self._known.get(text)
         if found is not None:
@@ -99,7 +98,6 @@ class _Recorder:
             if after > share * len(self._strings):
                 return 0
             self._used = after  # first, for that handler
-            identity = 0 if text.startswith("<") else zlib.crc32(data) or 1
             self._strings[at - 4 : after] = identity.to_bytes(4, "little") + len(data).to_bytes(4, "little") + data
             return self._known.setdefault(text, at)
 
@@ -118,7 +116,8 @@ class _Recorder:
         key = id(code), instruction
         known = self._sites.get(key)
         if known is None:
-            known = self._sites[key] = code, self.text(call_site.text_of((code, instruction)))
+            place = call_site.text_of((code, instruction))
+            known = self._sites[key] = code, self.text(place, identity=identity(place))
         return known[1]
 
     def _site_by_frames(self) -> int:
