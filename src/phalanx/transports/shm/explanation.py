@@ -13,6 +13,7 @@ from phalanx.diagnosis import recorder
 from phalanx.diagnosis.call_site import listed, shown
 from phalanx.diagnosis.ends import how_ended
 from phalanx.diagnosis.reading import copy_memory, facts_in, read_memory
+from phalanx.diagnosis.snapshot import Recording
 from phalanx.diagnosis.stacks import place_of_main
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.lost import rank_of_group
@@ -152,17 +153,19 @@ def _left(comm: int, rank: int) -> tuple[int, str] | None:
 def facts_of(comm: int, peer: int) -> dict[str, Any]:
     """What is known of a rank from its flight recorder."""
     facts: dict[str, Any] = {"host": machine_name()}
-    memory = library().phx_recorder_of(comm, peer)
-    recording = read_memory(memory)
+    recording = _recording(comm, peer)
     if recording is not None:
         facts |= facts_in(recording)
     return facts
 
 
+def _recording(comm: int, rank: int) -> Recording | None:
+    return read_memory(library().phx_recorder_of(comm, rank))
+
+
 def _pid_of(comm: int, name: int, names: Sequence[int]) -> int:
     """The process id of a rank of this host, by its flight recorder; 0 if it is not known."""
-    memory = library().phx_recorder_of(comm, names.index(name)) if name in names else 0
-    recording = read_memory(memory)
+    recording = _recording(comm, names.index(name)) if name in names else None
     return recording.pid if recording is not None else 0
 
 
@@ -177,8 +180,7 @@ def _line(comm: int, rank: int, number: int, *, is_own: bool) -> str:
 
 def _is_about_to_say(comm: int, rank: int) -> bool:
     """Whether a rank that runs is in a call of the group, or was when the group broke, by its flight recorder."""
-    memory = library().phx_recorder_of(comm, rank)
-    recording = read_memory(memory)
+    recording = _recording(comm, rank)
     last = recording.last if recording is not None else None
     if recording is None or last is None or not (last.under_way or last.failed) or last.group.own != rank:
         return False
@@ -202,8 +204,7 @@ def _recorded_calls(comm: int, rank: int, call: str, silent: Sequence[int]) -> d
         return {}  # this rank's call is an earlier one
     found = {}
     for each in silent[:_MOST_READ]:
-        memory = library().phx_recorder_of(comm, each)
-        recording = read_memory(memory)
+        recording = _recording(comm, each)
         for record in recording.records if recording is not None else ():
             if (record.group.name, record.in_group) == (last.group.name, last.in_group) and not record.is_message:
                 found[each] = replace(record, site=shown(record.site)).text()
