@@ -93,7 +93,5 @@ def test_a_join_that_has_failed_is_not_the_one_that_the_others_wait_in() -> None
 )
 def test_a_wait_in_which_all_have_come_has_how_far_it_is(done: tuple[int, int], said: str) -> None:
     waits = record("all_reduce", 1, "a.py:9", Group("0", "phalanx", (0, 1)))
-    seen = [
-        RankSnapshot(r, Recording(1, r, 2, -1, "", 1, (waits,), done=percent), "S") for r, percent in enumerate(done)
-    ]
+    seen = [RankSnapshot(r, Recording(1, r, 2, -1, "", 1, (waits,), done=far), "S") for r, far in enumerate(done)]
     assert sentence(*seen) == f"ranks 0-1 are in all_reduce #1 at a.py:9: all have come, and {said}"

@@ -26,10 +26,9 @@ QUESTIONS = 300
 CALLS_FUNCTIONS = """
     import os, sys
     from phalanx.launch.rank.trace import open_own
-    from phalanx.diagnosis.stacks import Mark, be_seen
+    from phalanx.diagnosis.stacks import Mark
 
     open_own(int(sys.argv[1]), 0)
-    be_seen()
     mark = Mark("test-caller")
 
     def calls():
@@ -108,9 +107,8 @@ def test_a_fault_of_the_program_itself_ends_it_as_before(tmp_path: Path) -> None
 
 
 SPINS = """
-    from phalanx.diagnosis.stacks import Mark, be_seen
+    from phalanx.diagnosis.stacks import Mark
 
-    be_seen()
     mark = Mark("test-spins")
 
     def spins():

@@ -139,9 +139,10 @@ def be_seen() -> None:
 
 
 class Mark:
-    """A name, unique on the host, by which others know that this pid is still this process, until :meth:`close`."""
+    """A name, unique on the host, by which others see this process and know it from a later one of its pid."""
 
     def __init__(self, name: str) -> None:
+        be_seen()
         self._file = -1
         with contextlib.suppress(OSError):
             self._file = os.memfd_create(name)

@@ -19,7 +19,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from phalanx.diagnosis.call_site import capture
-from phalanx.diagnosis.stacks import Mark, be_seen
+from phalanx.diagnosis.stacks import Mark
 from phalanx.errors import CallTimeout, ClosedError, EncodingError, WorkerLost
 from phalanx.rpc import in_transit
 from phalanx.rpc.calls import Call, Calls
@@ -108,7 +108,6 @@ class Agent:
             self.me = self._members.new(name, rank, self._pid, address, self._connections.port)
             for register in equip:
                 register(self)
-            be_seen()
             self._mark = Mark(place_name(self.me))
             self._connections.start(self.me)
             self._members.join(self.me, self._connections.is_there)
