@@ -117,8 +117,8 @@ def measure(out: Path, sizes: Sequence[int], rounds: int) -> None:
     import torch.distributed as dist
 
     import phalanx
+    from phalanx.diagnosis import recorder
     from phalanx.native.core import library
-    from phalanx.watch import recorder
 
     world = phalanx.init(timeout_s=3600)
     compares = ctypes.c_int.in_dll(library(), "phx_compares")

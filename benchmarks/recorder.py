@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import phalanx
+from phalanx.diagnosis import recorder
 from phalanx.native.core import RecordedGroup, quick_entry
-from phalanx.watch import recorder
 
 SIZES = (4, 1024, 16384, 65536, 1 << 20)
 TURNS = 400

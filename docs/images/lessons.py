@@ -11,8 +11,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from phalanx.diagnosis.render import shown
 from phalanx.topology.placement import DARK, LIGHT
-from phalanx.watch.html_text import shown
 
 HERE = Path(__file__).parent
 # One unit is a pixel on a phone. Each surface bears the text with a contrast of at least 4.5.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from phalanx.watch import recorder
+from phalanx.diagnosis import recorder
 from phalanx.wrong_arguments import explained
 
 __all__ = ["label"]

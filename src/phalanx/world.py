@@ -18,6 +18,7 @@ from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.register import forget_failed_groups, register
 from phalanx.c10d.replace import replaces
 from phalanx.c10d.torch_versions import new_group
+from phalanx.diagnosis.recorder import joining
 from phalanx.errors import ArgumentError, ClosedError, DeviceError, InitializationError, PhalanxError
 from phalanx.group import Group, Session
 from phalanx.rendezvous.meet import leave, meet, tell_meeting, why_failed
@@ -35,7 +36,6 @@ from phalanx.training.calls import TrainingCalls
 from phalanx.transports.attendance import attend
 from phalanx.transports.meeting_store import MeetingStore, meeting_within, time_left
 from phalanx.transports.mpi.broadcast import mpi_broadcast
-from phalanx.watch.joining import Joining
 from phalanx.words import format_count, tell
 from phalanx.wrong_arguments import explained
 
@@ -252,7 +252,7 @@ def init(
             meeting_within(clock, timeout_s),
             contextlib.nullcontext() if alone else attend(store, place.rank, place.world_size),
         ):
-            with Joining("", settings.BACKEND, range(place.world_size), place.rank):
+            with joining("", settings.BACKEND, range(place.world_size), place.rank):
                 reports = MeetingStore("topology", store, range(place.world_size), True, place.rank)
                 topology = gather(reports, place, this_host(), time_left(timeout).total_seconds())
             neighbours = topology.node_of(place.rank).ranks

@@ -16,8 +16,8 @@ from tests.support.ranks import Member, run_ranks
 from tests.support.waiting import await_end, soon, stop
 
 from phalanx import rpc
+from phalanx.diagnosis import stacks
 from phalanx.rpc import inquiry, session
-from phalanx.watch import from_outside
 
 LONG_S = 60.0
 TIMEOUT_S = 1.0
@@ -53,7 +53,7 @@ def leaves(member: Member, pids: dict[int, int]) -> float:
 def test_shutdown_ends_and_says_for_whom_it_waited(tcp: bool, capfd: pytest.CaptureFixture[str]) -> None:
     def run(member: Member) -> Any:
         vars(inquiry)["_LEAST_S"] = 3.0 if tcp else 0.5
-        vars(from_outside)["_WRITTEN_S"] = 20.0  # for each of a few threads
+        vars(stacks)["_WRITTEN_S"] = 20.0  # for each of a few threads
         vars(session)["_STORE_S"] = LONG_S  # beside the time for what the others do, which is asked meanwhile
         workers.begin(member, tcp=tcp)
         pids = {one.rank: one.pid for one in rpc.workers()}

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks
 from tests.support.waiting import soon
 
+from phalanx.diagnosis import own_waits
 from phalanx.transports.meeting_store import MeetingStore
-from phalanx.watch import own_waits
 
 PATIENCE_S = 240.0
 

@@ -38,8 +38,8 @@ BEGIN = dedent("""
 # The third argument says how rank 1 ends, or differs, while the others wait for it in the second all_reduce.
 ENDS = BEGIN + dedent("""
     def kill_within():
-        from phalanx.watch import recorder, records
-        while not any(record.under_way for record in records.read_memory(recorder.own_memory()).records):
+        from phalanx.diagnosis import reading, recorder
+        while not any(record.under_way for record in reading.read_memory(recorder.own_memory()).records):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 

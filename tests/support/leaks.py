@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.watch.recorder import MEMORY_NAME
+from phalanx.diagnosis.recorder import MEMORY_NAME
 from tests.support.waiting import soon
 
 
@@ -58,12 +58,12 @@ class Holdings:
 
 
 def descriptors() -> list[str]:
-    """What this process has open, but for the memory of its flight recorder, which stays from the first group on."""
+    """What this process has open, but for its flight recorder and its stacks, which stay from the first group on."""
     found = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of the listing itself
             found.append(os.readlink(f"/proc/self/fd/{number}"))
-    return [name for name in found if not name.startswith(f"/memfd:{MEMORY_NAME} ")]
+    return [name for name in found if not name.startswith((f"/memfd:{MEMORY_NAME}", "/memfd:phalanx-stacks-"))]
 
 
 def lasts(name: str) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from phalanx.watch.hang_report import HangReport
-from phalanx.watch.records import Group, Record, Recording
-from phalanx.watch.verdict import Seen, Verdict
+from phalanx.diagnosis.diagnose import HangDiagnosis
+from phalanx.diagnosis.report import HangReport
+from phalanx.diagnosis.snapshot import Group, RankSnapshot, Record, Recording
 
 __all__ = ["EVIL", "NOW", "SECOND", "operation", "report"]
 
@@ -32,8 +32,8 @@ def report(ranks: int, operations: int, *, text: str = "", site: str = "train.py
             last = records[-1]
             records[-1] = Record(**{**vars(last), "left_ns": 0, "kind": "broadcast", "nbytes": 1 << 20})
         recording = Recording(5000 + rank, rank, ranks, 3, text, operations, tuple(records))
-        seen.append(Seen(rank, recording, "S", place=f"{site} step() {text}", asked=text))
+        seen.append(RankSnapshot(rank, recording, "S", place=f"{site} step() {text}", asked=text))
         stacks[rank] = [f'  File "{site}{text}", line {rank % 3}, in step{text}', f"    call{rank % 3}()"]
     sentence = f"rank {ranks - 1} is in no operation; the others wait for it {text}"
-    verdict = Verdict(sentence, (ranks - 1,), tuple(range(ranks - 1)), NOW - 35 * SECOND, "the `if` in line 55")
+    verdict = HangDiagnosis(sentence, (ranks - 1,), tuple(range(ranks - 1)), NOW - 35 * SECOND, "the `if` in line 55")
     return HangReport(f"phalanx run {text}", f"host{text}", "2026-11-23T01:00:00", NOW, verdict, seen, stacks)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.watch.disagreement import disagreement
-from phalanx.watch.records import Group, Record, Recording
+from phalanx.diagnosis.diagnose import disagreement
+from phalanx.diagnosis.snapshot import Group, Record, Recording
 
 GLOO = Group("0", "gloo", (0, 1, 2), 0)
 LAST = Record(1, GLOO, 2, "all_reduce", 16, "float32", "sum", -1, "train.py:7", "", -1, 2_000, 3_000, True, -1)

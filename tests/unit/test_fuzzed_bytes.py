@@ -31,6 +31,13 @@ from tests.support.mutations import changed
 from tests.support.ranks import on_ranks
 
 from phalanx.commands.run import run as run_command
+from phalanx.diagnosis import recorder
+from phalanx.diagnosis.diagnose import HangDiagnosis, diagnose
+from phalanx.diagnosis.reading import read_recording
+from phalanx.diagnosis.render import report_page, report_text
+from phalanx.diagnosis.report import HangReport, read_report, write_report
+from phalanx.diagnosis.snapshot import Group, RankSnapshot, Record, Recording
+from phalanx.diagnosis.stacks import frames_of
 from phalanx.errors import EncodingError, LaunchError
 from phalanx.launch.job.config_file import read_config
 from phalanx.launch.output import report as rank_report
@@ -54,14 +61,6 @@ from phalanx.transports import seat
 from phalanx.transports.hosts.contact import _MESSAGE, Contact
 from phalanx.transports.hosts.inquiry import answer_from
 from phalanx.transports.shm import tuning
-from phalanx.watch import recorder
-from phalanx.watch.hang_report import HangReport, read_report, write_report
-from phalanx.watch.html_page import page
-from phalanx.watch.records import Group, Record, Recording, read_recording
-from phalanx.watch.seen_values import seen_to_json
-from phalanx.watch.stack_text import frames_of
-from phalanx.watch.verdict import Seen, judge
-from phalanx.watch.verdict import Verdict as HangVerdict
 from phalanx.wire.framing import Malformed, frame
 from phalanx.wire.key import Key
 from phalanx.wire.proof import Challenge, NoProof, PassedOn, Response, WrongKey
@@ -209,15 +208,15 @@ def of_ranks() -> Iterator[Parser]:
     said = [as_bytes(joined=True, group="0"), as_bytes(leaves=1, group="0", why="x", ranks=[1, 2])]
     yield Parser("a message between lookouts", said, signs)
 
-    seen = [Seen(rank, Recording(42, rank, 3, 3, "", 4, (RECORD,)), "S", place="train.py:7") for rank in (1, 2)]
-    waiting = Seen(0, Recording(41, 0, 3, 3, "", 4, (replace(RECORD, entered_ns=10**15 - 99),)), "S")
+    seen = [RankSnapshot(rank, Recording(42, rank, 3, 3, "", 4, (RECORD,)), "S", place="train.py:7") for rank in (1, 2)]
+    waiting = RankSnapshot(0, Recording(41, 0, 3, 3, "", 4, (replace(RECORD, entered_ns=10**15 - 99),)), "S")
 
     def of_host(data: bytes) -> object:
         _, ranks = answer_from(data, [1, 2])
-        judge([waiting, *ranks])
+        diagnose([waiting, *ranks])
         return ranks
 
-    answer = as_bytes(number=3, ranks=[seen_to_json(each, each.recording) for each in seen])
+    answer = as_bytes(number=3, ranks=[each.to_json() for each in seen])
     yield Parser("what the ranks of another host do", [answer], of_host, (ValueError,))
 
 
@@ -329,8 +328,8 @@ def record_calls(file: int) -> None:
 
 
 def of_files(folder: Path) -> Iterator[Parser]:
-    seen = [Seen(rank, Recording(42, rank, 3, 3, "", 4, (RECORD,)), "S", place="train.py:7") for rank in (0, 1)]
-    verdict = HangVerdict("rank 1 is late", (1,), (0,), 10**15, "look")
+    seen = [RankSnapshot(rank, Recording(42, rank, 3, 3, "", 4, (RECORD,)), "S", place="train.py:7") for rank in (0, 1)]
+    verdict = HangDiagnosis("rank 1 is late", (1,), (0,), 10**15, "look")
     report = HangReport("phalanx run", "h0", "2026-11-23T01:00:00", 10**15, verdict, seen, {0: ["  File a", "    b()"]})
     path, config, sizes = write_report(folder, report), folder / "config.toml", folder / "tuning.json"
     options = cast(click.Command, run_command).params
@@ -338,7 +337,7 @@ def of_files(folder: Path) -> Iterator[Parser]:
     def hang(data: bytes) -> object:
         path.write_bytes(data)
         found = read_report(path)
-        return found.text(), page(found)
+        return report_text(found), report_page(found)
 
     def configured(data: bytes) -> object:
         config.write_bytes(data)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tests.support.reports import report
 
-from phalanx.watch import hang_report
-from phalanx.watch.hang_report import latest_report, read_report, write_report
+from phalanx.diagnosis import report as reports
+from phalanx.diagnosis.report import latest_report, read_report, write_report
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -41,6 +41,6 @@ def test_nothing_changes_if_a_report_cannot_be_written(tmp_path: Path) -> None:
 def test_jobs_that_write_into_one_folder_at_once_have_a_report_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hang_report, "_reports", lambda folder: [])  # each has looked before another has written
+    monkeypatch.setattr(reports, "_reports", lambda folder: [])  # each has looked before another has written
     paths = [write_report(tmp_path, report(ranks, 60)) for ranks in (3, 4)]
     assert [len(read_report(path).ranks) for path in paths] == [3, 4]

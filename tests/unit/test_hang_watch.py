@@ -9,24 +9,24 @@ from typing import Any, cast
 
 from tests.support.reports import operation
 
+from phalanx.diagnosis.diagnose import diagnose
+from phalanx.diagnosis.report import latest_report, read_report
+from phalanx.diagnosis.snapshot import Group, RankSnapshot, Recording
 from phalanx.launch.examination import Examination, Examiner, Pace
 from phalanx.launch.hang_watch import HangWatch
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.options import Diagnosis
 from phalanx.launch.job.target import Target
 from phalanx.launch.stopped_ranks import StoppedRanks
-from phalanx.watch.hang_report import latest_report, read_report
-from phalanx.watch.records import Group, Recording
-from phalanx.watch.verdict import Seen, judge
 
 WORLD = Group("0", "phalanx", (0, 1))
 STACK = 'Stack (most recent call first):\n  File "/job/train.py", line 7 in load\n'
 
 
-def seen(rank: int, *, waits: bool, state: str = "S") -> Seen:
+def seen(rank: int, *, waits: bool, state: str = "S") -> RankSnapshot:
     done = operation(0, world=WORLD)
     records = (done, replace(operation(1, world=WORLD), left_ns=0)) if waits else (done,)
-    return Seen(rank, Recording(100 + rank, rank, 2, -1, "", len(records), records), state)
+    return RankSnapshot(rank, Recording(100 + rank, rank, 2, -1, "", len(records), records), state)
 
 
 class Ranks:
@@ -116,7 +116,7 @@ def test_a_stopped_rank_is_blamed_if_ranks_wait_for_it_in_two_looks() -> None:
         found = []
         for _ in range(3):
             if stopped.ask_for_look([1]):
-                found.append(stopped.are_to_blame(judge(ranks), ranks))
+                found.append(stopped.are_to_blame(diagnose(ranks), ranks))
             now[0] += 0.6
         return found
 

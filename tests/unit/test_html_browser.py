@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.support.reports import EVIL, report
 
-from phalanx.watch.html_page import page
+from phalanx.diagnosis.render import report_page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PATH = next((path for name in NAMES if (path := shutil.which(name))), "")
@@ -81,7 +81,7 @@ def title_of(text: str) -> Any:
 @pytest.mark.parametrize(("window", "scheme"), [(WIDE, "--force-dark-mode"), (NARROW, "--force-color-profile=srgb")])
 def test_the_page_fits_can_be_read_and_answers_a_touch(tmp_path: Path, window: str, scheme: str) -> None:
     asks = f"<script>document.title = JSON.stringify({FOUND})</script>"
-    text = POLICY.sub("", page(report(5, 100))) + asks  # whose policy would refuse to be asked
+    text = POLICY.sub("", report_page(report(5, 100))) + asks  # whose policy would refuse to be asked
     found = json.loads(html.unescape(title_of(shown(tmp_path, text, window, scheme))))
     assert found["width"] <= found["inner"]
     assert 0 <= found["top"] < 200
@@ -95,7 +95,7 @@ def test_the_page_fits_can_be_read_and_answers_a_touch(tmp_path: Path, window: s
 
 def test_the_page_runs_no_script_of_the_job_or_of_others(tmp_path: Path) -> None:
     """By what is written, and by the policy within the page, which is the second guard."""
-    text = page(report(3, 6, text=EVIL, site=f"/{EVIL}:7"))
+    text = report_page(report(3, 6, text=EVIL, site=f"/{EVIL}:7"))
     intruder = "<script>document.title = 'mine'</script>"
     for title, changed in (("mine", POLICY.sub("", text)), (html.unescape(title_of(text)), text)):
         found = shown(tmp_path, changed.replace("</h1>", f"</h1>{intruder}"))

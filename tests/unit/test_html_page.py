@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from tests.support.reports import EVIL, report
 
-from phalanx.watch.hang_report import write_report
-from phalanx.watch.html_page import page
+from phalanx.diagnosis.render import report_page
+from phalanx.diagnosis.report import write_report
 
 LEAF = ("meta", "rect", "path", "br")  # without an end tag, or closed at once
 
@@ -61,7 +61,7 @@ class Page(HTMLParser):
 
 
 def test_it_has_the_verdict_every_rank_its_stack_and_its_operations() -> None:
-    found = Page(page(report(5, 40)))
+    found = Page(report_page(report(5, 40)))
     headline = "Rank 4 is in no operation; the others wait for it ; look at the `if` in line 55."
     assert "".join(text for tag, text in found.texts if tag in ("h1", "code")) == headline.replace("`", "")
     assert found.of("code")
@@ -80,7 +80,7 @@ def test_it_has_the_verdict_every_rank_its_stack_and_its_operations() -> None:
 
 
 def test_page_has_a_bar_for_each_operation_and_marks_open_ones() -> None:
-    text = page(report(3, 10))
+    text = report_page(report(3, 10))
     bars = [bar for bar in Page(text).of("rect") if "width" in bar and bar["height"] != "12"]
     assert len(bars) == 30
     assert sum("open" in str(bar["class"]) for bar in bars) == 2
@@ -100,19 +100,19 @@ def test_page_has_a_bar_for_each_operation_and_marks_open_ones() -> None:
 
 
 def test_what_the_job_has_written_is_text_and_nothing_else() -> None:
-    plain, evil = page(report(3, 6)), page(report(3, 6, text=EVIL, site=f"/{EVIL}:7"))
+    plain, evil = report_page(report(3, 6)), report_page(report(3, 6, text=EVIL, site=f"/{EVIL}:7"))
     found = Page(evil)
     assert [tag for tag, _ in found.tags] == [tag for tag, _ in Page(plain).tags]
     assert len(found.of("script")) == 1
     assert "<script>alert(1)</script>" in found.text
     for letter in ("\0", "\x1b", "\u202e", "\ud800"):
-        assert "before\N{REPLACEMENT CHARACTER}after" in page(report(2, 3, text=f"before{letter}after"))
+        assert "before\N{REPLACEMENT CHARACTER}after" in report_page(report(2, 3, text=f"before{letter}after"))
     for _, attributes in found.tags:
         assert not any(name.startswith("on") or name in ("href", "src", "style") for name in attributes)
 
 
 def test_page_refers_to_nothing_outside_and_runs_only_its_own_script() -> None:
-    text = page(report(3, 6))
+    text = report_page(report(3, 6))
     assert not re.search(r"https?:|//\w|url\(|@import", text)
     found = Page(text)
     (policy,) = [str(one["content"]) for one in found.of("meta") if one.get("http-equiv") == "Content-Security-Policy"]
@@ -127,7 +127,7 @@ def test_page_refers_to_nothing_outside_and_runs_only_its_own_script() -> None:
 
 @pytest.mark.parametrize(("ranks", "operations"), [(64, 512), pytest.param(1500, 300, marks=pytest.mark.long)])
 def test_its_size_is_bounded_and_each_rank_has_its_last_operations(ranks: int, operations: int) -> None:
-    text = page(report(ranks, operations, text="x" * 2048, site="/" + "d" * 500 + "/train.py:7"))
+    text = report_page(report(ranks, operations, text="x" * 2048, site="/" + "d" * 500 + "/train.py:7"))
     assert len(text) < 12_000_000
     assert set(Page(text).rows) == {f"operations of rank {rank}" for rank in range(ranks)}
     assert text.count(f"#{operations}, operation") + text.count(f"#{operations} of group") >= ranks

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from phalanx.diagnosis.pace import Pace, PaceOfRank
 from phalanx.native.core import RECORDER_BYTES, RECORDS, RECORDS_AT, STRINGS_AT
-from phalanx.watch.pace import Pace, PaceOfRank
 
 ALL_REDUCE, BARRIER, SEND = 1, 4, 10
 MAGIC = 0x31636552786C6850

@@ -46,7 +46,7 @@ def test_sdist_holds_all_it_takes_to_build_the_wheel(tmp_path: Path) -> None:
     # Both libraries, under names that every Python from 3.10 on looks for.
     assert "phalanx/native/libphalanx.so" in names
     assert "phalanx/native/entry.abi3.so" in names
-    assert "phalanx/py.typed" in names
+    assert {"phalanx/py.typed", "phalanx/diagnosis/templates/page.html"} <= set(names)
     assert not [name for name in names if name.endswith((".c", ".h"))]
 
 

@@ -12,10 +12,10 @@ from ctypes import addressof
 
 import pytest
 
+from phalanx.diagnosis import recorder
+from phalanx.diagnosis.reading import read_position, read_recording
+from phalanx.diagnosis.snapshot import Recording
 from phalanx.native.core import NBYTES_BITS, RECORDER_BYTES, RECORDS, RecordedGroup, library
-from phalanx.watch import recorder
-from phalanx.watch.glance import glance
-from phalanx.watch.records import Recording, read_recording
 
 ALL_REDUCE, BROADCAST, SEND = 1, 2, 10
 FLOAT32 = 1 << 8
@@ -181,7 +181,7 @@ def test_the_pieces_that_have_moved_say_how_far_a_call_is(file: int, moved: int,
         recorder.begin(addressof(group), ALL_REDUCE, 1, -1)
         library().phx_record_piece(moved, pieces)
 
-    found, seen = record_in(file, operations), glance(file, 0)
+    found, seen = record_in(file, operations), read_position(file, 0)
     assert Recording.from_json(found.to_json()).done == found.done == percent
     assert seen is not None
     assert seen.pieces == moved << 32 | pieces  # so a look finds that the rank goes on

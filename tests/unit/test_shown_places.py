@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from tests.support.ranks import Member, on_ranks
 
+from phalanx.diagnosis import recorder
+from phalanx.diagnosis.call_site import call_site, raised_at, running_at, shown
 from phalanx.native.core import quick_entry
 from phalanx.system.files import beside
-from phalanx.watch import recorder
-from phalanx.watch.call_site import call_site, raised_at, running_at, shown, text_of
 
 JOB = "/home/ada/job"
 
@@ -114,6 +114,6 @@ def test_the_place_of_a_call_is_the_line_of_the_program() -> None:
         for reads_frames in (True, False):
             entry.read_frames(reads_frames)
             for number, expected in places_of(entry.site_number):
-                assert text_of(recorder.place_of(number)) == f"{__file__}:{expected}"
+                assert recorder.place_of(number) == f"{__file__}:{expected}"
 
     on_ranks(body, 1)

@@ -8,11 +8,11 @@ from xml.etree import ElementTree
 
 from tests.support.reports import EVIL, SECOND, operation, report
 
-from phalanx.watch.hang_report import HangReport
-from phalanx.watch.records import Group, Recording
-from phalanx.watch.timeline import COMMUNICATES, COMPUTES, WAITS, Timeline, chrome_trace, make_timeline
-from phalanx.watch.timeline_picture import timeline_page, timeline_svg
-from phalanx.watch.verdict import Seen, Verdict
+from phalanx.diagnosis.diagnose import HangDiagnosis
+from phalanx.diagnosis.render import timeline_page, timeline_svg
+from phalanx.diagnosis.report import HangReport
+from phalanx.diagnosis.snapshot import Group, RankSnapshot, Recording
+from phalanx.diagnosis.timeline import COMMUNICATES, COMPUTES, WAITS, Timeline, chrome_trace, make_timeline
 
 Call = tuple[str, int, float, float]  # its kind, its number in the group, and when it began and ended, in seconds
 
@@ -32,8 +32,8 @@ def recorded(*ranks: Sequence[Call], peer: int = -1, group: str = "0") -> HangRe
             )
             for number, (kind, in_group, begin, end) in enumerate(calls)
         ]
-        seen.append(Seen(rank, Recording(1, rank, len(ranks), -1, "", len(records), tuple(records))))
-    return HangReport("phalanx run: x", "h", "now", 100 * SECOND, Verdict("", (), (), 0), seen)
+        seen.append(RankSnapshot(rank, Recording(1, rank, len(ranks), -1, "", len(records), tuple(records))))
+    return HangReport("phalanx run: x", "h", "now", 100 * SECOND, HangDiagnosis("", (), (), 0), seen)
 
 
 def made(left: HangReport) -> Timeline:

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks
 
 import phalanx
+from phalanx.diagnosis.reading import read_process
+from phalanx.diagnosis.report import write_torch_traces
+from phalanx.diagnosis.snapshot import Recording
 from phalanx.errors import ArgumentError
-from phalanx.watch.records import Recording, read_process
-from phalanx.watch.torch_trace import write_torch_traces
 
 
 def own_recording() -> Recording:

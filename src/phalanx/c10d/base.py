@@ -29,15 +29,15 @@ from phalanx.c10d.stand_ins import as_it_is, dense
 from phalanx.c10d.uncompiled import uncompiled
 from phalanx.c10d.watched import around
 from phalanx.c10d.work import PhalanxWork
+from phalanx.diagnosis import recorder
+from phalanx.diagnosis.call_site import call_site
+from phalanx.diagnosis.ends import cause_of_going
+from phalanx.diagnosis.own_waits import OtherHosts, OwnWaits, watch_own_waits
 from phalanx.errors import BackendError, PhalanxError
 from phalanx.native.core import RecordedGroup
 from phalanx.transports.contract import Communicator, Message, message_text
 from phalanx.transports.gloo.engine import GlooOnDemand
 from phalanx.transports.layout import DTYPES
-from phalanx.watch import recorder
-from phalanx.watch.call_site import call_site
-from phalanx.watch.ending import cause_of_going
-from phalanx.watch.own_waits import OtherHosts, OwnWaits, watch_own_waits
 
 __all__ = ["BaseProcessGroup"]
 

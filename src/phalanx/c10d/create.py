@@ -17,6 +17,8 @@ from phalanx.c10d.ddp_parameters import name_parameters
 from phalanx.c10d.hooked import group_class
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.quick import quicken, quicken_messages
+from phalanx.diagnosis.ends import tell_of_failure
+from phalanx.diagnosis.recorder import open_recorder
 from phalanx.system.threads import renew_engine
 from phalanx.transports.attendance import attend
 from phalanx.transports.contract import Communicator
@@ -31,8 +33,6 @@ from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.departures import process_ids
 from phalanx.transports.shm.segment import NotOneHost
 from phalanx.transports.solo import SoloCommunicator
-from phalanx.watch.ending import tell_of_failure
-from phalanx.watch.recorder import open_recorder
 
 __all__ = ["create_process_group"]
 

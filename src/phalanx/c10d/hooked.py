@@ -8,7 +8,7 @@ Python, too (torch lets one be from 2.14 on), and calls the method that an unhoo
 
 A group is hooked if the environment asks for hooks when the group is made: the flight recorder with a size, or the
 check for NaN. torch's recorder is on by default, and would be paid by every small call; ours is always on and costs
-nothing (``watch/``, ``transports/shm``).
+nothing (``diagnosis/``, ``transports/shm``).
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ import time
 import weakref
 from typing import Protocol, TypeVar
 
+from phalanx.diagnosis.ends import script_failed
 from phalanx.errors import PhalanxError
 from phalanx.system.exit_order import Stage, at_exit
-from phalanx.watch.ending import script_failed
 from phalanx.words import tell
 
 __all__ = ["LAST_CALLS_S", "Leaver", "compare_at_exit", "end_before_the_interpreter"]

@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from phalanx.c10d.leaving import end_before_the_interpreter
 from phalanx.c10d.uncompiled import uncompiled
+from phalanx.diagnosis import call_site
 from phalanx.errors import BackendError, ClosedError, CollectiveTimeout, PhalanxError
 from phalanx.system.threads import start
 from phalanx.transports.contract import Communicator, Message
-from phalanx.watch import call_site
 from phalanx.words import tell
 
 __all__ = ["DoneWork", "MessageWork", "Messages"]

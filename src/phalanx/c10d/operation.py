@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
+from phalanx.diagnosis import call_site
 from phalanx.errors import PhalanxError
 from phalanx.system.threads import AwakeClock, wait_awake
-from phalanx.watch import call_site
 
 __all__ = ["Operation"]
 

@@ -24,13 +24,12 @@ from torch.utils import _python_dispatch
 
 from phalanx.c10d.hooked import HookedProcessGroup
 from phalanx.c10d.messages import DoneWork
+from phalanx.diagnosis.call_site import inside, shape_word
 from phalanx.native.core import addresses, quick_entry
 from phalanx.transports.reductions import OP_NAMES, reducible
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
 from phalanx.transports.shm.wording import text_of_call
-from phalanx.watch.call_site import inside
-from phalanx.watch.calls import shape_word
 
 __all__ = ["missing", "quicken", "quicken_messages"]
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from phalanx.diagnosis import call_site, recorder
+from phalanx.diagnosis.call_site import dtype_name
+from phalanx.diagnosis.snapshot import KINDS
 from phalanx.native.core import RecordedGroup, quick_entry
 from phalanx.transports.contract import SENT, Communicator, Message
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
-from phalanx.watch import call_site, recorder
-from phalanx.watch.calls import dtype_name
-from phalanx.watch.records import KINDS
 
 __all__ = ["RecordedCalls"]
 

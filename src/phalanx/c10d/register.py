@@ -51,7 +51,7 @@ def register() -> None:
         _explain_torchcomms()
     with contextlib.suppress(Exception):
         _serve_builtin_hooks()
-    recorder = sys.modules.get("phalanx.watch.recorder")
+    recorder = sys.modules.get("phalanx.diagnosis.recorder")
     if recorder is not None and recorder.is_kept():
         record_other_backends()
     replace_as_asked()
@@ -123,13 +123,13 @@ def record_other_backends() -> None:
 def _joining(arguments: tuple[Any, ...]) -> contextlib.AbstractContextManager[None]:
     """What lets the launcher see that a group is being made, from the arguments of ``_new_process_group_helper``."""
     with contextlib.suppress(Exception):
-        from phalanx.watch.joining import Joining
+        from phalanx.diagnosis.recorder import joining
 
         size, rank, ranks, backend, _, name = arguments[:6]
         if rank == size == -1:  # of MPI, which says by itself who is who
             rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if rank >= 0:
-            return Joining(name if ranks else "", str(backend), ranks or range(size), rank)
+            return joining(name if ranks else "", str(backend), ranks or range(size), rank)
     return contextlib.nullcontext()
 
 

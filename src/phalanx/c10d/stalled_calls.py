@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
+from phalanx.diagnosis import recorder
+from phalanx.diagnosis.snapshot import KINDS
+from phalanx.diagnosis.stacks import Frame
 from phalanx.native.core import FOUND_LATE, RecordedGroup
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS
-from phalanx.watch import recorder
-from phalanx.watch.records import KINDS
-from phalanx.watch.stack_text import Frame
 
 __all__ = ["StalledCalls"]
 

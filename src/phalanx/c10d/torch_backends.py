@@ -38,12 +38,12 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx.c10d.base import BaseProcessGroup
 from phalanx.c10d.shared_device import note_device, refused_by_nccl, tell_if_shared
 from phalanx.c10d.stalled_calls import StalledCalls
+from phalanx.diagnosis import recorder
+from phalanx.diagnosis.snapshot import KINDS
 from phalanx.errors import DeviceError
 from phalanx.native.core import RecordedGroup
 from phalanx.system.threads import start
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
-from phalanx.watch import recorder
-from phalanx.watch.records import KINDS
 
 __all__ = ["record_methods"]
 

@@ -27,7 +27,7 @@ def report(path: str, as_json: bool, html_file: str | None) -> None:
     and last operations. The page of --html has a timeline of all ranks too. Beside each hang-N.json is a folder
     hang-N-torch, with all recorded operations as torch's flight recorder writes them, for torchfrtrace --prefix rank_.
     """
-    from phalanx.watch.hang_report import latest_report, read_report
+    from phalanx.diagnosis.report import latest_report, read_report
 
     if as_json and html_file is not None:
         raise click.UsageError("--json and --html are two ways to show a report: give one of them")
@@ -52,11 +52,13 @@ def report(path: str, as_json: bool, html_file: str | None) -> None:
     except ValueError as error:
         raise LaunchError(f"{found} cannot be read: {error}") from None
     if html_file is None:
-        click.echo(json.dumps(read.to_json(), indent=1) if as_json else read.text(), nl=as_json)
-        return
-    from phalanx.watch.html_page import page
+        from phalanx.diagnosis.render import report_text
 
-    text = page(read).encode()
+        click.echo(json.dumps(read.to_json(), indent=1) if as_json else report_text(read), nl=as_json)
+        return
+    from phalanx.diagnosis.render import report_page
+
+    text = report_page(read).encode()
     try:
         with click.open_file(html_file, "wb") as file:
             file.write(text)

@@ -12,7 +12,7 @@ from phalanx.errors import LaunchError
 from phalanx.words import format_named
 
 if TYPE_CHECKING:
-    from phalanx.watch.timeline import Timeline
+    from phalanx.diagnosis.timeline import Timeline
 
 __all__ = ["timeline"]
 
@@ -52,9 +52,9 @@ def timeline(path: str, html: TextIO | None, svg: TextIO | None, trace: TextIO |
     if DIR has no operations.
     """
     # Not imported at the top, because the other commands do without.
-    from phalanx.watch.hang_report import read_operations
-    from phalanx.watch.timeline import chrome_trace, make_timeline
-    from phalanx.watch.timeline_picture import timeline_page, timeline_svg
+    from phalanx.diagnosis.render import timeline_page, timeline_svg
+    from phalanx.diagnosis.report import read_operations
+    from phalanx.diagnosis.timeline import chrome_trace, make_timeline
 
     try:
         left = read_operations(Path(path))
@@ -66,21 +66,20 @@ def timeline(path: str, html: TextIO | None, svg: TextIO | None, trace: TextIO |
             f"{path} has no operations. phalanx run --log-dir {path} leaves them there when the job ends, if its ranks "
             f"have called any"
         )
-    if trace is not None:
-        json.dump(chrome_trace(found), trace)
-    if html is not None:
-        html.write(timeline_page(found))
-    if svg is not None:
-        svg.write(timeline_svg(found))
-    if not any(file is not None and file.name == "-" for file in (html, svg, trace)):
-        click.echo(json.dumps(found.to_json()) if as_json else _summary(found))
+    files = [file for file in (html, svg, trace) if file is not None]
+    for file in files:
+        if file is trace:
+            json.dump(chrome_trace(found), file)
+        else:
+            file.write(timeline_page(found) if file is html else timeline_svg(found))
+    if not any(file.name == "-" for file in files):
+        click.echo(json.dumps(found.to_json()) if as_json else "\n".join(_summary(found)))
 
 
-def _summary(found: Timeline) -> str:
+def _summary(found: Timeline) -> list[str]:
+    from phalanx.diagnosis.render import duration, printable_line
+    from phalanx.diagnosis.timeline import COMMUNICATES, COMPUTES, WAITS
     from phalanx.topology.table import format_table
-    from phalanx.watch.hang_report import printable_line
-    from phalanx.watch.html_text import duration
-    from phalanx.watch.timeline import COMMUNICATES, COMPUTES, WAITS
 
     rows = []
     for lane in found.lanes:
@@ -90,6 +89,6 @@ def _summary(found: Timeline) -> str:
         rows.append({**row, "operations": f"{len(lane.spans):,}"})
     whole = duration(found.end_ns - found.begin_ns)
     title = f"{found.report.job.partition(';')[0]}, the last {whole}, ended {found.report.when}"
-    text = f"{format_table(rows, title=title, text_columns=('host',))}{found.verdict}; the longest:"
-    waits = [f"  {wait.text()}, by {format_named('rank', wait.waiting)}" for wait in found.waits[:_SHOWN]]
-    return "\n".join(map(printable_line, [*text.splitlines(), *waits]))
+    lines = [format_table(rows, title=title, text_columns=("host",)).rstrip("\n"), f"{found.verdict}; the longest:"]
+    lines += [f"  {wait.text()}, by {format_named('rank', wait.waiting)}" for wait in found.waits[:_SHOWN]]
+    return [printable_line(line) for text in lines for line in text.splitlines()]

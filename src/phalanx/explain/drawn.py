@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from phalanx.diagnosis.render import shown
 from phalanx.explain.ranks import BLOCKWISE, Cell, Kept
 from phalanx.explain.steps import Explained, cell_text
 from phalanx.explain.text import did, heading, kept_text, legend, sums, title
 from phalanx.topology.placement import FONT, GAP, LETTER, LINE, WIDTH, box, picture, style, text_lines
-from phalanx.watch.html_text import shown
 
 __all__ = ["STYLE", "explained_svg", "rows_legend", "step_svgs"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 
+from phalanx.diagnosis.render import shown
 from phalanx.explain.drawn import STYLE, rows_legend, step_svgs
 from phalanx.explain.steps import Explained
 from phalanx.explain.text import sums, title
 from phalanx.topology.placement import DARK, LIGHT
-from phalanx.watch.html_text import shown
 
 __all__ = ["explained_page"]
 

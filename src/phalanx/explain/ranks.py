@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
+from phalanx.diagnosis.recorder import open_recorder
 from phalanx.native.core import Tracer, library
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
@@ -33,7 +34,6 @@ from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.reductions import SUM
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.solo import SoloCommunicator
-from phalanx.watch.recorder import open_recorder
 
 __all__ = ["BLOCKWISE", "ROOTED", "SENT", "Cell", "Event", "Kept", "Plan", "TracedRank", "run_rank"]
 

@@ -13,12 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.diagnosis.snapshot import RankSnapshot, Recording
 from phalanx.launch.output.failure import End
 from phalanx.launch.protocol import Examine, Examined, Order, Waits
 from phalanx.launch.roster import AgentState
 from phalanx.system.files import own_folder
-from phalanx.watch.records import Recording
-from phalanx.watch.verdict import Seen
 
 __all__ = ["Examination", "Examiner", "Pace"]
 
@@ -56,7 +55,7 @@ class Examination:
         still_s: for how long no rank has begun or ended an operation.
     """
 
-    ranks: Sequence[Seen]
+    ranks: Sequence[RankSnapshot]
     stacks: Mapping[int, str]
     waited_s: float
     still_s: float
@@ -173,9 +172,11 @@ class Examiner:
         still_s = min((answer.still_s for _, answer, _ in self._answers), default=0.0)
         self._done(Examination(found, stacks, waited_s, still_s))
 
-    def _seen(self, rank: int, end: End | None, sent: Mapping[str, Any], later: float, host: str, number: int) -> Seen:
+    def _seen(
+        self, rank: int, end: End | None, sent: Mapping[str, Any], later: float, host: str, number: int
+    ) -> RankSnapshot:
         ended = "" if end is None else f"exit code {end.status}" if end.status >= 0 else f"signal {-end.status}"
-        return Seen(
+        return RankSnapshot(
             rank,
             received_recording(sent.get("recording"), later),
             sent.get("state", "") if not ended else "",

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from phalanx.diagnosis.diagnose import calls_that_differ, disagreement
+from phalanx.diagnosis.snapshot import Recording
 from phalanx.launch.roster import RankState
-from phalanx.watch.disagreement import calls_that_differ, disagreement
-from phalanx.watch.records import Recording
 
 __all__ = ["parted"]
 
@@ -24,7 +24,7 @@ def parted(
     stopped: Collection[int] = (),
     ended: Collection[int] = (),
 ) -> list[str]:
-    """Lines on how the calls of ranks differed when one failed; see ``watch/disagreement.py``.
+    """Lines on how the calls of ranks differed when one failed; see ``diagnosis/disagreement.py``.
 
     Args:
         ranks: all ranks.

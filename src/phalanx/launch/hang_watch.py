@@ -24,20 +24,20 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phalanx.diagnosis.diagnose import HangDiagnosis, calls_that_differ, diagnose
+from phalanx.diagnosis.divergence import divergence
+from phalanx.diagnosis.snapshot import RankSnapshot
 from phalanx.launch.examination import Examination, Examiner, Pace
 from phalanx.launch.job.job import Job
 from phalanx.launch.output.stacks import format_stack, frames_in, place_in
 from phalanx.launch.stopped_ranks import StoppedRanks
 from phalanx.settings import VERSION
 from phalanx.system.files import own_folder
-from phalanx.watch.disagreement import calls_that_differ
-from phalanx.watch.parting import parting
-from phalanx.watch.verdict import Seen, Verdict, judge
 from phalanx.words import format_named
 
 if TYPE_CHECKING:
-    from phalanx.watch.hang_report import HangReport
-    from phalanx.watch.records import Recording
+    from phalanx.diagnosis.report import HangReport
+    from phalanx.diagnosis.snapshot import Recording
 
 __all__ = ["HangWatch"]
 
@@ -161,7 +161,7 @@ class HangWatch:
         if self._asks_for_stacks:
             self._tell(found)
             return
-        verdict = judge(found.ranks)
+        verdict = diagnose(found.ranks)
         certain = self._stopped.are_to_blame(verdict, found.ranks)
         self._next = min(self._next, self._stopped.next_at)
         if verdict is None or not (found.waited_s >= self._warn_at_s or self._wants_report):
@@ -179,7 +179,7 @@ class HangWatch:
     def _tell(self, found: Examination) -> None:
         """Say who waits for whom."""
         seen = [_placed(rank, found.stacks.get(rank.rank, "")) for rank in found.ranks]
-        verdict = judge(seen)
+        verdict = diagnose(seen)
         if verdict is None or found.waited_s < self._wanted.ask_after_s:
             return  # they went on meanwhile
         if self._was_awaited and not verdict.awaited:
@@ -187,7 +187,7 @@ class HangWatch:
         differing = _differing(verdict, seen)
         if not differing or set(verdict.awaited) <= set(verdict.waiting):
             # Else the ranks are at different lines because their calls differed.
-            verdict = replace(verdict, hint=parting(verdict, seen, own_folder(), self._begun_at))
+            verdict = replace(verdict, hint=divergence(verdict, seen, own_folder(), self._begun_at))
         if found.waited_s >= self._warn_at_s:
             is_first = self._warn_at_s == self._wanted.ask_after_s
             self._warn_at_s = max(found.waited_s, self._wanted.warn_after_s) * _AGAIN
@@ -198,12 +198,12 @@ class HangWatch:
             if self._wanted.report_dir:
                 self._report_on(verdict, seen, found.stacks)
 
-    def _say_it(self, verdict: Verdict, found: Examination, differing: Sequence[str] = ()) -> None:
+    def _say_it(self, verdict: HangDiagnosis, found: Examination, differing: Sequence[str] = ()) -> None:
         said = f"{verdict.sentence}, for {found.waited_s:.0f} s now{verdict.advice}"
         self._say("\n  ".join([said, *differing]))
         self._stopped.note_told(verdict, found.ranks)
 
-    def _report_on(self, verdict: Verdict, seen: Sequence[Seen], stacks: Mapping[int, str]) -> None:
+    def _report_on(self, verdict: HangDiagnosis, seen: Sequence[RankSnapshot], stacks: Mapping[int, str]) -> None:
         """Write the report, or write it again if it lacks fewer ranks now."""
         lacking = [rank.rank for rank in seen if _says_nothing(rank, stacks)]
         if self._report is None or len(lacking) < len(self._lacking):
@@ -218,8 +218,8 @@ class HangWatch:
             self._report_not_before = self._clock() + _FILLED_AFTER_S * 2**self._filled
             self._filled += 1
 
-    def _write(self, verdict: Verdict, seen: Sequence[Seen], stacks: Mapping[int, str]) -> Path | None:
-        from phalanx.watch.hang_report import write_report
+    def _write(self, verdict: HangDiagnosis, seen: Sequence[RankSnapshot], stacks: Mapping[int, str]) -> Path | None:
+        from phalanx.diagnosis.report import write_report
 
         try:
             return write_report(Path(self._wanted.report_dir), self._as_report(verdict, seen, stacks), self._report)
@@ -236,18 +236,18 @@ class HangWatch:
         """
         if not self._wanted.report_dir or not any(found.records for found in recordings.values()):
             return
-        from phalanx.watch.hang_report import write_operations
+        from phalanx.diagnosis.report import write_operations
 
         named = hosts if len(set(hosts)) > 1 else [""] * len(hosts)
-        nobody = Verdict("", (), (), time.monotonic_ns())
+        nobody = HangDiagnosis("", (), (), time.monotonic_ns())
         try:
-            seen = [Seen(rank, recordings.get(rank), host=host) for rank, host in enumerate(named)]
+            seen = [RankSnapshot(rank, recordings.get(rank), host=host) for rank, host in enumerate(named)]
             write_operations(Path(self._wanted.report_dir), self._as_report(nobody, seen, {}))
         except Exception as error:  # how the job ended must be said all the same
             self._say(f"the ranks' operations could not be written to {self._wanted.report_dir}: {error}")
 
-    def _as_report(self, verdict: Verdict, seen: Sequence[Seen], stacks: Mapping[int, str]) -> HangReport:
-        from phalanx.watch.hang_report import HangReport
+    def _as_report(self, verdict: HangDiagnosis, seen: Sequence[RankSnapshot], stacks: Mapping[int, str]) -> HangReport:
+        from phalanx.diagnosis.report import HangReport
 
         job = self._job
         versions = f"Phalanx {VERSION}, Python {platform.python_version()}"
@@ -265,16 +265,16 @@ class HangWatch:
         )
 
 
-def _says_nothing(seen: Seen, stacks: Mapping[int, str]) -> bool:
+def _says_nothing(seen: RankSnapshot, stacks: Mapping[int, str]) -> bool:
     """Whether a rank may still say where it is, and has not. One that is stopped says nothing before it goes on."""
     return not seen.ended and (seen.silent or not (seen.rank in stacks or seen.state in ("T", "t")))
 
 
-def _placed(seen: Seen, stack: str) -> Seen:
+def _placed(seen: RankSnapshot, stack: str) -> RankSnapshot:
     return replace(seen, place=place_in(stack), frames=frames_in(stack)) if stack else seen
 
 
-def _differing(verdict: Verdict, seen: Sequence[Seen]) -> list[str]:
+def _differing(verdict: HangDiagnosis, seen: Sequence[RankSnapshot]) -> list[str]:
     """Lines on calls that differ, where the backend is not one that finds it; none if none do."""
     recordings = {rank.rank: rank.recording for rank in seen if rank.recording is not None}
     now_ns = time.monotonic_ns()
@@ -282,7 +282,7 @@ def _differing(verdict: Verdict, seen: Sequence[Seen]) -> list[str]:
     return next(filter(None, found), [])
 
 
-def _one_for_each_line(verdict: Verdict, seen: Sequence[Seen]) -> list[int]:
+def _one_for_each_line(verdict: HangDiagnosis, seen: Sequence[RankSnapshot]) -> list[int]:
     """Ranks that wait, one for each line at which they do, whose stacks show how they have come there."""
     lines: dict[str, int] = {}
     for rank in seen:

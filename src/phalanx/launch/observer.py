@@ -13,15 +13,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from phalanx.diagnosis.reading import Position, read_position
 from phalanx.launch.job.options import Diagnosis
 from phalanx.launch.protocol import Examine, Examined, Waits
 from phalanx.launch.rank.operations import last_recording
 from phalanx.launch.rank.trace import Trace
 from phalanx.system import processes
-from phalanx.watch.glance import Glance, glance
 
 if TYPE_CHECKING:
-    from phalanx.watch.records import Recording
+    from phalanx.diagnosis.snapshot import Recording
 
 __all__ = ["Observer", "within"]
 
@@ -43,7 +43,7 @@ class Observer:
     def __init__(self, trace: Trace, numbers: Sequence[int], pids: dict[int, int], watch_after_s: float) -> None:
         self._trace, self._numbers, self._pids = trace, numbers, pids
         self._times = Diagnosis(watch_after_s)
-        self._glances: dict[int, Glance] = {}
+        self._glances: dict[int, Position] = {}
         self._waited_s = 0.0  # how long the rank that has been in its operation for longest has been there
         self._moved_at = time.monotonic()
         self._has_said: tuple[bool, list[int]] = (False, [])
@@ -65,7 +65,7 @@ class Observer:
         """The ranks that a signal has stopped, and that have not moved since the look before."""
         self._waited_s, stopped = 0.0, []
         for part, pid in self._pids.items():
-            found = glance(self._trace.descriptor, self._trace.place_of_recorder(part))
+            found = read_position(self._trace.descriptor, self._trace.place_of_recorder(part))
             moves = self._glances.get(part) != found
             if not moves and processes.state_of(pid) == "T":
                 stopped.append(self._numbers[part])

@@ -16,7 +16,7 @@ from phalanx.launch.protocol import Here
 from phalanx.launch.rank.trace import Stage
 
 if TYPE_CHECKING:
-    from phalanx.watch.records import Recording
+    from phalanx.diagnosis.snapshot import Recording
 
 __all__ = ["AgentState", "RankState"]
 

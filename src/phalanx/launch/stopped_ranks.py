@@ -13,7 +13,8 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from phalanx.watch.verdict import Seen, Verdict
+from phalanx.diagnosis.diagnose import HangDiagnosis
+from phalanx.diagnosis.snapshot import RankSnapshot
 
 __all__ = ["StoppedRanks"]
 
@@ -58,7 +59,7 @@ class StoppedRanks:
         """When to ask again, on the clock; infinite if no rank is stopped."""
         return self._not_before if self._stopped else math.inf
 
-    def are_to_blame(self, verdict: Verdict | None, ranks: Sequence[Seen]) -> bool:
+    def are_to_blame(self, verdict: HangDiagnosis | None, ranks: Sequence[RankSnapshot]) -> bool:
         """Whether it is certain now that ranks wait for stopped ones alone, and has not been said.
 
         Args:
@@ -75,18 +76,18 @@ class StoppedRanks:
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         return False
 
-    def note_told(self, verdict: Verdict, ranks: Sequence[Seen]) -> None:
+    def note_told(self, verdict: HangDiagnosis, ranks: Sequence[RankSnapshot]) -> None:
         """A line has said this."""
         self._told = _stopped_of(verdict, ranks)
         self._not_before = self._clock() + self._pause_s
 
-    def are_told(self, verdict: Verdict, ranks: Sequence[Seen]) -> bool:
+    def are_told(self, verdict: HangDiagnosis, ranks: Sequence[RankSnapshot]) -> bool:
         """Whether a line has said that others wait for these stopped ranks, and they have not gone on since."""
         awaited = _stopped_of(verdict, ranks)
         return bool(awaited) and awaited == self._told
 
 
-def _stopped_of(verdict: Verdict | None, ranks: Sequence[Seen]) -> tuple[int, ...]:
+def _stopped_of(verdict: HangDiagnosis | None, ranks: Sequence[RankSnapshot]) -> tuple[int, ...]:
     """The ranks that others wait for, if all of them are stopped."""
     if verdict is None or not verdict.waiting:
         return ()

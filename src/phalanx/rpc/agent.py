@@ -18,6 +18,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from phalanx.diagnosis.call_site import capture
+from phalanx.diagnosis.stacks import Mark
 from phalanx.errors import CallTimeout, ClosedError, EncodingError, WorkerLost
 from phalanx.rpc import in_transit
 from phalanx.rpc.calls import Call, Calls
@@ -33,8 +35,6 @@ from phalanx.rpc.message import Kind, Message
 from phalanx.rpc.network import EncryptionMismatch
 from phalanx.rpc.serving import CANCEL, RECEIPT, Incoming, Serving
 from phalanx.system.threads import within
-from phalanx.watch.call_site import capture
-from phalanx.watch.from_outside import Place
 from phalanx.wire.key import Key
 from phalanx.words import tell
 
@@ -103,12 +103,12 @@ class Agent:
             raise
         self.inquiries = Inquiries(self._connections, self._members, self.request)
         self._serving.add(NEIGHBOUR, on_neighbour, quick=False, codec=FACTS)
-        self._place: Place | None = None
+        self._mark: Mark | None = None
         try:
             self.me = self._members.new(name, rank, self._pid, address, self._connections.port)
             for register in equip:
                 register(self)
-            self._place = Place(place_name(self.me))
+            self._mark = Mark(place_name(self.me))
             self._connections.start(self.me)
             self._members.join(self.me, self._connections.is_there)
         except BaseException:
@@ -334,8 +334,8 @@ class Agent:
         for call in self._calls.take_all():
             call.future.set_exception(self._ended_here(call))
         self.inquiries.close()
-        if self._place is not None:
-            self._place.close()
+        if self._mark is not None:
+            self._mark.close()
         for callback in self._at_end:
             try:
                 callback()

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from phalanx.diagnosis.call_site import CallSite, shown, text_of
+from phalanx.diagnosis.stacks import publish
 from phalanx.errors import CallTimeout, ClosedError, WorkerLost
 from phalanx.rpc.codecs import Codec
 from phalanx.rpc.failure import Failure
@@ -19,8 +21,6 @@ from phalanx.rpc.links.contract import Link
 from phalanx.rpc.members import Member
 from phalanx.rpc.message import Kind, Message
 from phalanx.system.threads import start
-from phalanx.watch.call_site import CallSite, shown, text_of
-from phalanx.watch.waiting import publish
 
 __all__ = ["Call", "Calls", "facts_of"]
 

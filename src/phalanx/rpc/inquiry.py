@@ -5,7 +5,7 @@ A call whose time is over, or that takes long, is looked into on a thread of its
 1. The kernel of this host knows at once whether a process here is stopped.
 2. The worker is asked how far the calls have come. That takes no handler there, only a thread that can run Python.
 3. If it does not answer and is on this host, something holds its interpreter. Its place in the program is found from
-   outside (``watch/from_outside.py``).
+   outside (``diagnosis/stacks.py``).
 4. If it is on another host, another worker of that host is asked to look at it.
 
 All calls to one worker whose time is over together are one inquiry.
@@ -18,6 +18,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from phalanx.diagnosis.call_site import shown
+from phalanx.diagnosis.stacks import is_there, place_of
 from phalanx.errors import CallTimeout, PeerLost, PhalanxError
 from phalanx.rpc.calls import Call
 from phalanx.rpc.codecs import FACTS
@@ -26,8 +28,6 @@ from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member, Members
 from phalanx.rpc.serving import PROGRESS, Incoming
 from phalanx.system.processes import state_of
-from phalanx.watch.call_site import shown
-from phalanx.watch.from_outside import is_there, place_of
 from phalanx.words import format_count, tell
 
 __all__ = ["LONG_S", "NEIGHBOUR", "Finding", "Inquiries", "on_neighbour", "place_name", "tell_of_long"]
@@ -61,7 +61,7 @@ UNKNOWN = Finding("", "")
 
 
 def place_name(member: Member) -> str:
-    """By which name other processes of its host know a worker (``watch/from_outside.py``)."""
+    """By which name other processes of its host know a worker (``diagnosis/stacks.py``)."""
     return f"phalanx-rpc-{member.incarnation}-{member.port}"
 
 

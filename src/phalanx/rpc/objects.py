@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from phalanx.diagnosis.call_site import capture, text_of
 from phalanx.errors import CallTimeout, ObjectLost, WorkerLost
 from phalanx.rpc import in_transit, session, streams, verbs
 from phalanx.rpc.agent import Agent, Incoming
@@ -31,7 +32,6 @@ from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
 from phalanx.rpc.serving import NOBODY
 from phalanx.system import threads
-from phalanx.watch.call_site import capture, text_of
 
 __all__ = ["ObjectInfo", "RemoteObject", "local", "make", "objects"]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from phalanx.diagnosis.call_site import running_at
 from phalanx.errors import PhalanxError
 from phalanx.rpc import in_transit
 from phalanx.rpc.backlog import Backlog
@@ -22,7 +23,6 @@ from phalanx.rpc.handlers import Handlers
 from phalanx.rpc.links.contract import Link, LinkEnded
 from phalanx.rpc.members import Member
 from phalanx.rpc.message import Kind, Message
-from phalanx.watch.call_site import running_at
 from phalanx.words import tell
 
 __all__ = ["CANCEL", "NOBODY", "PROGRESS", "RECEIPT", "Incoming", "Serving"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 
+from phalanx.diagnosis.render import shown
 from phalanx.errors import LaunchError
 from phalanx.topology.table import RankRow
-from phalanx.watch.html_text import shown
 from phalanx.words import format_count
 
 #: The colours of each scheme. Text has a contrast of at least 4.5 with every surface, and lines one of at least 3.

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from phalanx.data.loader import ShardedLoader, sharded_loader
+from phalanx.diagnosis import recorder
 from phalanx.errors import ArgumentError, CheckpointError, PhalanxError
 from phalanx.group import Group
 from phalanx.parallel.accumulation import accumulated
@@ -19,7 +20,6 @@ from phalanx.parallel.integers import Lanes
 from phalanx.parallel.replica import Replica
 from phalanx.training import checkpoint
 from phalanx.training.randomness import random_state, seed_generators, set_random_state
-from phalanx.watch import recorder
 from phalanx.words import tell
 
 __all__ = ["TrainingCalls"]

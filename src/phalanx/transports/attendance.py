@@ -39,13 +39,13 @@ from typing import NamedTuple
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 
+from phalanx.diagnosis.recorder import is_kept
 from phalanx.errors import BackendError, DeviceError, InitializationError, LauncherEnvironmentError, PhalanxError
 from phalanx.store.client import JobStore, underlying
 from phalanx.system.host import this_host
 from phalanx.system.processes import has_ended, own_sight, start_of, state_if_stopped
 from phalanx.transports.gone import ENDED, FAILED, Gone
 from phalanx.transports.seat import Seat
-from phalanx.watch.recorder import is_kept
 from phalanx.words import format_named
 
 __all__ = ["Attendance", "attend", "attending"]

@@ -19,10 +19,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from phalanx.diagnosis import recorder
+from phalanx.diagnosis.call_site import dtype_name
 from phalanx.errors import ClosedError
 from phalanx.transports.layout import even_pieces, pieces
-from phalanx.watch import recorder
-from phalanx.watch.calls import dtype_name
 
 __all__ = ["COLLECTIVES", "GLANCE_S", "SENT", "Communicator", "Message", "message_text"]
 

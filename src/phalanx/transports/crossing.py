@@ -6,15 +6,16 @@ arms of one branch, which ranks may well take in turns; and whether the user wan
 
 from __future__ import annotations
 
+import linecache
 import os
 from dataclasses import dataclass
 
 from phalanx import settings
+from phalanx.diagnosis.call_site import shown
+from phalanx.diagnosis.divergence import are_alternatives
+from phalanx.diagnosis.recorder import place_of
 from phalanx.errors import CollectiveMismatch, InitializationError
 from phalanx.native.core import Crossing
-from phalanx.watch.call_site import CallSite, shown, text_of
-from phalanx.watch.program_text import are_alternatives, call_text_at
-from phalanx.watch.recorder import place_of
 from phalanx.words import tell
 
 __all__ = ["MOST_JUDGED", "CrossedLines", "Judgements", "Wish", "crossed_lines"]
@@ -79,16 +80,16 @@ class CrossedLines:
 
     Attributes:
         low, high: the ranks.
-        calls: the two lines, each with which call of either rank it was.
+        calls: the two lines, as ``file:line``, each with which call of either rank it was.
     """
 
     low: int
     high: int
-    calls: tuple[tuple[CallSite | None, str], ...]
+    calls: tuple[tuple[str, str], ...]
 
     def briefly(self) -> str:
         """``train.py:12 was call #7 of rank 0 and #8 of rank 1, train.py:14 was call #8 of …``."""
-        return ", ".join(sorted(f"{os.path.basename(text_of(site))} {call}" for site, call in self.calls))
+        return ", ".join(sorted(f"{os.path.basename(site)} {call}" for site, call in self.calls))
 
     def warn(self) -> None:
         """Tell the user, once for a group."""
@@ -108,7 +109,7 @@ def crossed_lines(found: Crossing, own: int, peer: int) -> CrossedLines | None:
         own, peer: what to call this rank and the other one.
     """
     sites = [place_of(line) for line in found.lines]
-    if sites[0] is not None and sites[1] is not None and are_alternatives(sites[0], sites[1]):
+    if all(sites) and are_alternatives(*sites):
         return None
     (low, of_low), (high, of_high) = sorted(((own, found.mine), (peer, found.theirs)))
     calls = (
@@ -118,7 +119,8 @@ def crossed_lines(found: Crossing, own: int, peer: int) -> CrossedLines | None:
     return CrossedLines(low, high, tuple(zip(sites, calls, strict=True)))
 
 
-def _place(site: CallSite | None) -> str:
-    text = call_text_at(site) if site is not None else ""
-    line = shown(text_of(site))
-    return f"{text} at {line}" if text else line
+def _place(site: str) -> str:
+    """The text of a line, and the line."""
+    file, _, line = site.rpartition(":")
+    text = linecache.getline(file, int(line)).strip() if line else ""
+    return f"{text} at {shown(site)}" if text else shown(site)

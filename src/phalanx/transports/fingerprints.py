@@ -6,9 +6,9 @@ from functools import cache
 
 import torch
 
+from phalanx.diagnosis.call_site import shape_word
 from phalanx.transports.contract import COLLECTIVES
 from phalanx.transports.layout import DTYPES
-from phalanx.watch.calls import shape_word
 
 __all__ = ["fingerprint", "weight"]
 

@@ -30,6 +30,8 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError, DistStoreError
 
+from phalanx.diagnosis.own_waits import AGAIN, warn_after_s
+from phalanx.diagnosis.recorder import is_kept
 from phalanx.errors import InitializationError
 from phalanx.store.client import JobStore, underlying
 from phalanx.store.ended import ended_of
@@ -37,8 +39,6 @@ from phalanx.system.processes import state_text
 from phalanx.system.threads import AwakeClock, ended_early
 from phalanx.transports.attendance import Attendance, attending
 from phalanx.transports.gone import WAYS, gone_ranks, has_witness
-from phalanx.watch.own_waits import AGAIN, warn_after_s
-from phalanx.watch.recorder import is_kept
 from phalanx.words import format_named, tell
 
 __all__ = ["OFFER", "MeetingStore", "error_of", "meeting_within", "part_of", "time_left"]

@@ -6,8 +6,9 @@ import linecache
 import os
 from collections.abc import Mapping, Sequence
 
+from phalanx.diagnosis.call_site import OWN
+from phalanx.diagnosis.stacks import SCRIPT_ENDED, Frame, asked_in, frames_of, has_ended
 from phalanx.system.files import beside, own_folder
-from phalanx.watch.stack_text import OWN, SCRIPT_ENDED, Frame, asked_in, frames_of, has_ended
 from phalanx.words import format_named
 
 __all__ = ["format_places", "format_stack", "format_stacks", "frames_in", "place_in"]

@@ -84,7 +84,7 @@ def _end(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    ending = sys.modules.get("phalanx.watch.ending")
+    ending = sys.modules.get("phalanx.diagnosis.ends")
     if code == 0 and ending is not None:
         # The core tells other ranks by a handler of C's exit(), which runs only if the core was loaded after the fork.
         from phalanx.native.core import library

@@ -11,7 +11,7 @@ from phalanx.launch.rank.trace import Trace
 from phalanx.system.files import beside, own_folder
 
 if TYPE_CHECKING:
-    from phalanx.watch.records import Recording
+    from phalanx.diagnosis.snapshot import Recording
 
 __all__ = ["last_call", "last_operation", "last_recording"]
 
@@ -54,7 +54,7 @@ def last_call(trace: Trace, part: int) -> dict[str, Any]:
 def last_recording(trace: Trace, part: int, count: int = 0) -> Recording | None:
     """Read what a rank has recorded, the last ``count`` operations, by default all; None if it cannot be read."""
     # The job may have been one without Phalanx, so what reads it is not imported before.
-    from phalanx.watch.records import copy_recorder, in_words
+    from phalanx.diagnosis.reading import copy_recorder, in_words
 
     try:
         copy = copy_recorder(trace.descriptor, trace.place_of_recorder(part))

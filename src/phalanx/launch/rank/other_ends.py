@@ -6,9 +6,9 @@ import contextlib
 import json
 from typing import Any
 
+from phalanx.diagnosis.ends import Ending
 from phalanx.launch.output.failure import signal_name
 from phalanx.launch.rank.trace import look_up_end, read_elsewhere
-from phalanx.watch.ends import Ending
 
 __all__ = ["ended_elsewhere", "how_ended"]
 

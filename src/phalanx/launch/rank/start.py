@@ -31,6 +31,9 @@ from functools import partial
 from typing import Any, TextIO, cast
 
 from phalanx import settings
+from phalanx.diagnosis.ends import learn_by, learn_elsewhere_by
+from phalanx.diagnosis.recorder import keep_in
+from phalanx.diagnosis.stacks import publish_by
 from phalanx.errors import PhalanxError
 from phalanx.launch.job.memory import apply_to_this_process
 from phalanx.launch.job.target import Target
@@ -42,9 +45,6 @@ from phalanx.launch.rank.trace import Stage, advance, note_asked, open_own, plac
 from phalanx.system.processes import die_with_parent, set_name, skip_library_teardown, take_memory_nearby
 from phalanx.system.threads import renew_engine
 from phalanx.topology.frameworks import cpu_settings
-from phalanx.watch.ends import learn_by, learn_elsewhere_by
-from phalanx.watch.recorder import keep_in
-from phalanx.watch.waiting import publish_by
 
 __all__ = ["RankStart", "become", "enter_rank", "leave_siblings", "reported"]
 
@@ -258,7 +258,7 @@ def reported(start: RankStart) -> Iterator[None]:
 
 def _tell_of_exit(start: RankStart, error: SystemExit) -> None:
     """Tell the other ranks of an exit with another code than 0, if this process has groups."""
-    ending = sys.modules.get("phalanx.watch.ending")
+    ending = sys.modules.get("phalanx.diagnosis.ends")
     code = _code_of(error)
     if code and ending is not None and os.getpid() == start.pid:
         ending.tell_of_exit(error, code)
@@ -306,7 +306,7 @@ def _fail(start: RankStart, hook: _Hook, error: BaseException) -> None:
     """Report an exception that nobody caught, and let the script's exception hook have it."""
     own = traceback_of_script(error)
     error.__traceback__ = own
-    # As the interpreter does before it calls the hook: by it a hook knows that the script has ended (watch/ending.py).
+    # As the interpreter does before it calls the hook: by it a hook knows that the script has ended.
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, own
     # Reported before the hook runs: the script failed now, and not when a slow hook has returned.
     now = time.monotonic()

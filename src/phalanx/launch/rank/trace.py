@@ -1,7 +1,7 @@
 """What a rank leaves for the launcher to read while it runs: its Python stack on demand, and how far it has come.
 
 A rank that hangs in C code runs no Python, so it cannot be asked by Python's own signal handlers. A handler in C
-writes the stack instead (``watch/stack_signal.py``), into a file in memory that all ranks of a host share. Each rank
+writes the stack instead (``diagnosis/stacks.py``), into a file in memory that all ranks of a host share. Each rank
 has a part of it, so far from the next one's that it never gets there; the file takes memory only where something was
 written.
 
@@ -12,7 +12,7 @@ written.
   Bytes 8-15 are written by the rank's parent once the rank has ended, and read by other ranks, for their errors about
   it: its exit code, or minus the signal that ended it, in bytes 12-15, and then its pid in bytes 8-11. A reader finds
   the code by the pid, so a parent that dies in between has said nothing.
-- From ``_RECORDER`` on there is the rank's flight recorder, which the rank writes (``watch/recorder.py``). It takes
+- From ``_RECORDER`` on there is the rank's flight recorder, which the rank writes (``diagnosis/recorder.py``). It takes
   memory from the rank's first group on.
 - From ``_ELSEWHERE`` on, in the first part, there is a line for each rank of another host that has failed. The agent of
   this host writes it, behind the last one, and the ranks read it, for their errors about that rank. An agent that dies
@@ -35,11 +35,11 @@ import signal
 import time
 from collections.abc import Collection, Mapping
 
+from phalanx.diagnosis import stacks as stack_signal
+from phalanx.diagnosis.stacks import ASKED
 from phalanx.native.core import RECORDER_BYTES
 from phalanx.system import processes
 from phalanx.system.limits import TRACE_BYTES_PER_RANK
-from phalanx.watch import stack_signal
-from phalanx.watch.stack_text import ASKED
 
 __all__ = [
     "STACK_SIGNAL",

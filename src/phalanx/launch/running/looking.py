@@ -13,12 +13,12 @@ import time
 from collections.abc import Sequence
 
 from phalanx import settings
+from phalanx.diagnosis.pace import Pace, PaceOfRank
+from phalanx.diagnosis.reading import open_own_recorder
 from phalanx.launch.rank.trace import Trace, trace_name
 from phalanx.launch.running.jobs import RankProcess
 from phalanx.launch.running.rank_look import RankLook
 from phalanx.system.processes import ProcessUse, process_use
-from phalanx.watch.pace import Pace, PaceOfRank
-from phalanx.watch.records import open_own_recorder
 
 __all__ = ["RanksHere", "pause_after_s"]
 

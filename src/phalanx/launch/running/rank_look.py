@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from phalanx.diagnosis.pace import Pace
+from phalanx.diagnosis.snapshot import Recording, ranks_in, spans
 from phalanx.system.foreign_values import checked
-from phalanx.watch.pace import Pace
-from phalanx.watch.recorder import ranks_in, spans
-from phalanx.watch.records import Recording
 
 __all__ = ["RankLook"]
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from phalanx.diagnosis.snapshot import Record, world_rank
 from phalanx.launch.running.jobs import RunningJob
 from phalanx.system.files import beside
 from phalanx.topology.table import format_table
-from phalanx.watch.records import Record, world_rank
 from phalanx.words import format_bytes, format_count, format_named
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from phalanx.diagnosis.pace import GroupKey, Pace
 from phalanx.launch.running.elsewhere import Elsewhere, RanksElsewhere
 from phalanx.launch.running.jobs import RankProcess, RunningJob
 from phalanx.launch.running.looking import RanksHere
 from phalanx.launch.running.rank_look import RankLook
 from phalanx.system import processes
 from phalanx.system.foreign_values import checked
-from phalanx.watch.pace import GroupKey, Pace
 
 __all__ = ["Look", "Watcher"]
 

@@ -46,7 +46,7 @@ enum phx_kind {
     PHX_ALL_TO_ALL,
     PHX_SEND, /* the messages come last: only the recorder distinguishes these */
     PHX_RECV,
-    PHX_INIT, /* the wait for ranks that have not joined (watch/joining.py) */
+    PHX_INIT, /* the wait for ranks that have not joined (recorder.py) */
 };
 
 enum phx_dtype {
@@ -421,7 +421,7 @@ PHX_API const char *phx_recorder_of(const phx_comm *comm, uint32_t rank);
  * begun. */
 PHX_API uint32_t phx_records_read(const char *memory, uint64_t first, struct phx_record_seen *out, uint64_t *next);
 
-/* Stacks on demand (watch/stack_signal.py). */
+/* Stacks on demand (stacks.py). */
 
 /* What stands behind the beginning of a stack that could not be written, as a rule because it was being changed. */
 #define PHX_STACK_CHANGED "  (it was being changed)"

@@ -46,7 +46,7 @@
  *   step, label What the script has said last. Written by any thread of it, relaxed; read by all, relaxed, on their own.
  *   strings     Texts, each a length of four bytes and the bytes, one after the other, and before each the identity of
  *               the place that it names, of four bytes (0: none); records name them by where the length stands
- *               (watch/recorder.py writes them, under a lock of its own). A text is written before any record names it,
+ *               (recorder.py writes them, under a lock of its own). A text is written before any record names it,
  *               by the same thread or one that has passed that lock on, so the release of `word` covers it; a reader
  *               that has acquired `word` may read it. Death in the middle of one: no record names it.
  *   pieces      How many pieces of its call the group's thread has begun to take, in the upper half, and how many there are,
@@ -80,7 +80,7 @@ struct phx_recorder_header {
 /* Where the collective that this thread is in was called, and what it is. */
 struct phx_record_place {
     uint32_t line;     /* a text of the recorder's; 0: not known */
-    uint32_t identity; /* of that place in the program: equal in every process that runs this program (watch/recorder.py) */
+    uint32_t identity; /* of that place in the program: equal in every process that runs this program (recorder.py) */
     uint32_t in_group; /* which collective of its group it is */
     uint32_t what;     /* as in struct phx_record */
     int32_t peer;

@@ -350,7 +350,7 @@ static PyObject *record_end(PyObject *module, PyObject *const *args, Py_ssize_t 
 }
 
 static PyMethodDef functions[] = {
-    {"set_recorder", set_recorder, METH_VARARGS, "set_recorder(addresses, is_inside, number_of): see watch/recorder.py"},
+    {"set_recorder", set_recorder, METH_VARARGS, "set_recorder(addresses, is_inside, number_of): see diagnosis/recorder.py"},
     {"site_number", site_number, METH_NOARGS, "The recorder's number of the line of the user's program that calls; 0: none."},
     {"read_frames", read_frames, METH_O,
      "read_frames(wanted): from now on find lines without objects of frames, or not; whether that is so, where it can be."},

@@ -48,7 +48,7 @@ static uint64_t read_tensor(recorded *self, PyObject *tensor, uint32_t *dtype)
     return size;
 }
 
-/* Where the operation of this thread was called: if it was queued, its stack does not say (watch/call_site.py). Returns -1
+/* Where the operation of this thread was called: if it was queued, its stack does not say (call_site.py). Returns -1
  * with an exception. */
 static int find_site(recorded *self, uint32_t *site)
 {

@@ -1,6 +1,6 @@
 /* Noting which line of the user's program makes a call, so cheaply that every call can: the code and the place in it.
  *
- * The line follows from these two, and is looked up once for each place (watch/call_site.py, which also says which frames
+ * The line follows from these two, and is looked up once for each place (call_site.py, which also says which frames
  * are passed over). */
 #ifndef PHALANX_ENTRY_SITE_H
 #define PHALANX_ENTRY_SITE_H
@@ -16,7 +16,7 @@
 
 /* What was learned about code, for one process. The interpreter's lock guards it. */
 struct entry_codes {
-    PyObject *is_inside;            /* asks watch/call_site.py about a frame */
+    PyObject *is_inside;            /* asks diagnosis/call_site.py about a frame */
     struct {
         PyObject *code;             /* held */
         int inside;                 /* it is torch's or ours, and passed over */
@@ -26,7 +26,7 @@ struct entry_codes {
     struct entry_public_frames frames;
     struct entry_layout layout;     /* spares making objects of frames, if it is known */
     PyObject *f_back, *f_lasti;     /* interned names */
-    PyObject *number_of;            /* gives the number of a place (watch/recorder.py) */
+    PyObject *number_of;            /* gives the number of a place (recorder.py) */
     struct {
         PyObject *code;             /* held */
         long instruction;

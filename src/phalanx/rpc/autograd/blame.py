@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from phalanx.diagnosis.call_site import inside
 from phalanx.errors import CallTimeout, ClosedError, PeerLost, PhalanxError
 from phalanx.rpc.autograd.edges import Send
 from phalanx.rpc.members import Member
-from phalanx.watch.call_site import inside
 
 __all__ = ["BackwardError", "blamed"]
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from phalanx.diagnosis.call_site import CallSite, text_of
 from phalanx.errors import PhalanxError
 from phalanx.rpc.autograd import tasks
 from phalanx.rpc.autograd.contexts import Context
 from phalanx.rpc.members import Member
-from phalanx.watch.call_site import CallSite, text_of
 
 __all__ = ["RECV_NODE", "START", "Recv", "Send", "receive", "send"]
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from phalanx.diagnosis.call_site import CallSite, capture
 from phalanx.errors import ArgumentError, CallTimeout, ClosedError, PhalanxError
 from phalanx.rpc import session
 from phalanx.rpc.agent import Agent, Incoming
@@ -26,7 +27,6 @@ from phalanx.rpc.autograd.passes import GRADIENTS, MARK, Gradients, Pass, gather
 from phalanx.rpc.codecs import FACTS
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
-from phalanx.watch.call_site import CallSite, capture
 
 __all__ = [
     "Metadata",

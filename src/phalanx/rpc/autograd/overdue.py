@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 
+from phalanx.diagnosis.call_site import capture, shown, text_of
 from phalanx.errors import CallTimeout, PeerLost, PhalanxError
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.autograd.passes import Pass
@@ -15,7 +16,6 @@ from phalanx.rpc.calls import facts_of
 from phalanx.rpc.codecs import FACTS
 from phalanx.rpc.inquiry import Finding
 from phalanx.rpc.members import Member
-from phalanx.watch.call_site import capture, shown, text_of
 
 __all__ = ["STATE", "overdue"]
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from phalanx.diagnosis.call_site import running_at
 from phalanx.errors import PhalanxError
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.autograd import gates, tasks
@@ -36,7 +37,6 @@ from phalanx.rpc.autograd.leaves import Leaves, add
 from phalanx.rpc.autograd.reach import Reach
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
-from phalanx.watch.call_site import running_at
 
 __all__ = ["GRADIENTS", "MARK", "Gradients", "Pass", "gathered"]
 

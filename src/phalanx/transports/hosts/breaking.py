@@ -17,6 +17,8 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
+from phalanx.diagnosis.ends import cause_of_going, who_left
+from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from phalanx.store.peek import peek
 from phalanx.transports.contract import Communicator
@@ -32,8 +34,6 @@ from phalanx.transports.hosts.whereabouts import PATIENCE_S, PROMPT_S, Found, No
 from phalanx.transports.hosts.wording import KNOWN_BESIDE, Fact, awaited_elsewhere, late, late_message, lost, who
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.unequal_ends import MessageEnd, ends_of, unequal_ends
-from phalanx.watch.ending import cause_of_going, who_left
-from phalanx.watch.own_wait import with_own_wait
 
 __all__ = ["Reason"]
 

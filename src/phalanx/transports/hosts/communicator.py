@@ -20,6 +20,7 @@ from functools import partial
 import torch
 from torch._C._distributed_c10d import Store
 
+from phalanx.diagnosis.ends import tell_of_failure
 from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.gone import Gone
 from phalanx.transports.hosts.breaking import Reason
@@ -41,7 +42,6 @@ from phalanx.transports.hosts.sizes import Sizes
 from phalanx.transports.hosts.small import Small
 from phalanx.transports.reductions import AVG, SUM, reducible
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
-from phalanx.watch.ending import tell_of_failure
 
 __all__ = ["HostsCommunicator"]
 

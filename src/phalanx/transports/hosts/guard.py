@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from torch._C._distributed_c10d import Store
 
+from phalanx.diagnosis.call_site import running_at, shown
 from phalanx.native.core import TEXT_BYTES
 from phalanx.system.processes import has_ended, start_of
 from phalanx.transports.contract import Communicator
@@ -35,7 +36,6 @@ from phalanx.transports.hosts.lookout import Lookout, lookout
 from phalanx.transports.hosts.watcher import Endpoint
 from phalanx.transports.hosts.wording import Fact
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
-from phalanx.watch.call_site import running_at, shown
 
 __all__ = ["Guard", "Messages", "watched_places"]
 

@@ -27,12 +27,11 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from phalanx.diagnosis.snapshot import RankSnapshot
 from phalanx.store.peek import peek
 from phalanx.system.foreign_values import read_json
 from phalanx.transports.hosts.asking import Questions
 from phalanx.transports.hosts.layout import Layout
-from phalanx.watch.seen_values import seen_from_json, seen_to_json
-from phalanx.watch.verdict import Seen
 
 __all__ = ["ASKED", "SEEN", "Inquiry", "answer_from"]
 
@@ -58,7 +57,7 @@ class Inquiry:
         self._store, self._rank, self._layout, self._questions = store, rank, layout, questions
         self._answered = 0  # up to this number there is an answer of this rank's
 
-    def answer(self, seen: Callable[[], Sequence[Seen]]) -> None:
+    def answer(self, seen: Callable[[], Sequence[RankSnapshot]]) -> None:
         """If somebody has asked since, tell what the ranks of this host do.
 
         Args:
@@ -66,7 +65,7 @@ class Inquiry:
         """
         self._ask_store(lambda: self._answer(seen))
 
-    def ask(self, seen: Callable[[], Sequence[Seen]], over: Callable[[], bool]) -> list[Seen]:
+    def ask(self, seen: Callable[[], Sequence[RankSnapshot]], over: Callable[[], bool]) -> list[RankSnapshot]:
         """What the ranks of the other hosts do, in some seconds at most; those of a host that is silent are, too.
 
         Args:
@@ -76,7 +75,7 @@ class Inquiry:
         Returns:
             Each with the name of its host. Empty if the store cannot be asked.
         """
-        found: dict[int, list[Seen]] = {}
+        found: dict[int, list[RankSnapshot]] = {}
 
         def look() -> None:
             number = self._store.add(ASKED, 1)
@@ -93,19 +92,19 @@ class Inquiry:
                 time.sleep(_LOOK_S)
             for host, ranks in enumerate(self._layout.hosts):
                 if host != self._layout.host and host not in found:
-                    found[host] = [Seen(rank, silent=True) for rank in ranks]
+                    found[host] = [RankSnapshot(rank, silent=True) for rank in ranks]
 
         self._ask_store(look)
         return [self.named(each) for ranks in found.values() for each in ranks]
 
-    def named(self, seen: Seen) -> Seen:
+    def named(self, seen: RankSnapshot) -> RankSnapshot:
         """The same with the name of its host."""
         return replace(seen, host=self._layout.name(seen.rank))
 
-    def _answer(self, seen: Callable[[], Sequence[Seen]]) -> None:
+    def _answer(self, seen: Callable[[], Sequence[RankSnapshot]]) -> None:
         number = int(peek(self._store, ASKED) or 0)
         if number > self._answered:
-            ranks = [seen_to_json(each, each.recording and each.recording.excerpt(_RECORDS)) for each in seen()]
+            ranks = [each.to_json(_RECORDS) for each in seen()]
             self._store.set(f"{SEEN}/{self._layout.here[0]}", json.dumps({"number": number, "ranks": ranks}))
             self._answered = number
 
@@ -117,7 +116,7 @@ class Inquiry:
                 task()
 
 
-def answer_from(said: bytes, ranks: Sequence[int]) -> tuple[int, list[Seen]]:
+def answer_from(said: bytes, ranks: Sequence[int]) -> tuple[int, list[RankSnapshot]]:
     """The number of the question up to which this is an answer, and what these ranks do.
 
     Raises:
@@ -127,7 +126,7 @@ def answer_from(said: bytes, ranks: Sequence[int]) -> tuple[int, list[Seen]]:
         raise ValueError("too long")
     values: Any = read_json(said)
     try:
-        number, seen = values["number"], [seen_from_json(each) for each in values["ranks"]]
+        number, seen = values["number"], [RankSnapshot.from_json(each) for each in values["ranks"]]
     except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is not an answer: {error}") from None
     if type(number) is not int or {each.rank for each in seen} != set(ranks):

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 
+from phalanx.diagnosis.ends import script_failed
 from phalanx.system.exit_order import Stage, at_exit
 from phalanx.system.threads import AwakeClock, start, wait_awake
 from phalanx.transports.hosts.lane import Engine, Transfer, TransferFailed
 from phalanx.transports.hosts.message_way import Way
-from phalanx.watch.ending import script_failed
 
 __all__ = ["Delivery"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 
+from phalanx.diagnosis.ends import note_left
+from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import BackendError, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.system.threads import wait_awake
 from phalanx.transports.hosts.lane import TransferFailed, TransferLate
 from phalanx.transports.hosts.layout import Layout
-from phalanx.watch.ending import note_left
-from phalanx.watch.own_wait import with_own_wait
 
 __all__ = ["BreaksGroup", "BrokenThere", "Ends", "NoThread", "PeerLeft"]
 

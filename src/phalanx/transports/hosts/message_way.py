@@ -31,9 +31,8 @@ from typing import Any
 
 import torch
 
+from phalanx.diagnosis import recorder
 from phalanx.transports.hosts.lane import Engine, Transfer, TransferFailed
-from phalanx.watch import recorder
-from phalanx.watch.call_site import text_of
 
 __all__ = ["BROKEN", "DONE", "LARGE", "LEFT", "SMALL", "SMALL_BYTES", "STAGED", "STAGED_BYTES", "Arrival", "Key", "Way"]
 
@@ -254,7 +253,7 @@ class Way:
         if not site or site in self._told_lines:
             return b""
         self._told_lines.add(site)
-        text = text_of(recorder.place_of(site)).encode(errors="replace")
+        text = recorder.place_of(site).encode(errors="replace")
         return text if len(text) <= _LINE_BYTES else b""
 
     def _send_frame(

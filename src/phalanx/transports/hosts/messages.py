@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 
+from phalanx.diagnosis import recorder
 from phalanx.errors import BackendError, ClosedError, PhalanxError
 from phalanx.system.threads import SLICE_S, wait_awake
 from phalanx.transports.contract import SENT, Communicator, Message
@@ -35,7 +36,6 @@ from phalanx.transports.hosts.remote_message import RemoteMessage
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.mailbox import WithdrawableReceive
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS
-from phalanx.watch import recorder
 
 __all__ = ["HostsMessages"]
 

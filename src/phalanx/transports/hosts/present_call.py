@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from phalanx.diagnosis.call_site import CallSite, call_site, capture, exchange_text
 from phalanx.errors import PeerLost, PhalanxError
 from phalanx.transports.contract import Communicator
 from phalanx.transports.fingerprints import fingerprint
@@ -19,8 +20,6 @@ from phalanx.transports.hosts.lane import TransferFailed
 from phalanx.transports.hosts.last_calls import LastCalls
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.wording import text_of_call
-from phalanx.watch.call_site import CallSite, call_site, capture
-from phalanx.watch.calls import exchange_text
 
 __all__ = ["PresentCall"]
 

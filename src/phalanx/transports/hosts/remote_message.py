@@ -7,14 +7,14 @@ from typing import Protocol
 
 import torch
 
+from phalanx.diagnosis import recorder
+from phalanx.diagnosis.call_site import capture, shown, text_of
 from phalanx.errors import PhalanxError
 from phalanx.transports.contract import Message
 from phalanx.transports.hosts.lane import Transfer
 from phalanx.transports.hosts.message_timeouts import Overdue
 from phalanx.transports.hosts.message_way import Arrival, Way
 from phalanx.transports.shm.mailbox import WithdrawableReceive
-from phalanx.watch import recorder
-from phalanx.watch.call_site import capture, shown, text_of
 
 __all__ = ["RemoteMessage"]
 

@@ -3,7 +3,7 @@
 A rank writes under ``call/R`` or ``message/R`` what it was doing, and under ``place/R`` where it is if it was doing
 neither; each is written once, by rank R. ``stands/R`` is written by the ranks of R's host if R cannot write, and
 ``how/R`` by those that see how R has ended; all write the same. The launcher of a job on several hosts says that too,
-in another way (``watch/ends.py``).
+in another way (``diagnosis/ends.py``).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from phalanx.diagnosis.call_site import listed
+from phalanx.diagnosis.ends import ended_elsewhere
 from phalanx.errors import CollectiveMismatch
 from phalanx.store.peek import peek
 from phalanx.system import processes
 from phalanx.transports.hosts.asking import Questions
 from phalanx.transports.hosts.layout import Layout
-from phalanx.watch.calls import listed
-from phalanx.watch.ends import ended_elsewhere
 
 __all__ = ["NOTED", "PATIENCE_S", "PROMPT_S", "Found", "Note", "Whereabouts"]
 
@@ -137,7 +137,7 @@ class Whereabouts:
         """What the ranks beside one that has ended on another host, or the launcher, say of it.
 
         Returns:
-            ``how`` it has ended and what it did last, as :func:`phalanx.watch.ends.ended_elsewhere` has it; empty if
+            ``how`` it has ended and what it did last, as ``ended_elsewhere`` has it; empty if
             nobody who could know says so in time.
         """
         host, name, pid = self._layout.place(rank)[0], self._layout.name(rank), self._pids[rank]

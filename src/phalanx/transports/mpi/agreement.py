@@ -24,6 +24,9 @@ from typing import Any
 
 import torch
 
+from phalanx.diagnosis.call_site import call_site, call_text, exchange_text, listed
+from phalanx.diagnosis.ends import how_ended
+from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import BackendError, CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.native.core import Status
 from phalanx.transports.contract import COLLECTIVES
@@ -33,10 +36,6 @@ from phalanx.transports.mpi.crossing import Lines, wish_of
 from phalanx.transports.mpi.direct import FingerprintCheck
 from phalanx.transports.mpi.notices import Notice
 from phalanx.transports.mpi.runtime import Runtime
-from phalanx.watch.call_site import call_site
-from phalanx.watch.calls import call_text, exchange_text, listed
-from phalanx.watch.ends import how_ended
-from phalanx.watch.own_wait import with_own_wait
 from phalanx.words import format_list, format_named
 
 __all__ = ["Agreement", "pause"]

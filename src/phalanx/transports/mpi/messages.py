@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from phalanx.diagnosis.call_site import call_site
+from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import ArgumentError, BackendError, ClosedError, CollectiveMismatch, PhalanxError
 from phalanx.transports.contract import GLANCE_S, SENT, Message
 from phalanx.transports.mpi.agreement import CHECK_S, Agreement, pause
 from phalanx.transports.mpi.runtime import Runtime
 from phalanx.transports.mpi.types import Types
-from phalanx.watch.call_site import call_site
-from phalanx.watch.own_wait import with_own_wait
 
 __all__ = ["Mail", "MpiMessage"]
 

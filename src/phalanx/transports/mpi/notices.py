@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.watch.call_site import call_site
+from phalanx.diagnosis.call_site import call_site
 
 __all__ = ["Notice", "Notices"]
 

@@ -1,7 +1,7 @@
 """What the ranks of an MPI job know of each other's processes: where they are, whether they run, what they did last.
 
 The ranks tell each other once, when MPI starts, where their processes and their flight recorders are. Nothing is read
-there before an error needs it, and then a process is also asked where it is (``watch/from_outside.py``).
+there before an error needs it, and then a process is also asked where it is (``diagnosis/stacks.py``).
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from phalanx.diagnosis.call_site import shown
+from phalanx.diagnosis.reading import facts_in, read_recording
+from phalanx.diagnosis.recorder import open_recorder, own_place
+from phalanx.diagnosis.stacks import be_seen, place_of_main
 from phalanx.lost import rank_of_group
 from phalanx.system.host import machine_name
 from phalanx.system.processes import has_ended, start_of, state_of, state_text
-from phalanx.watch.call_site import shown
-from phalanx.watch.from_outside import Place, place_of_main
-from phalanx.watch.last_known import facts_in
-from phalanx.watch.recorder import open_recorder, own_place
-from phalanx.watch.records import read_recording
 
 __all__ = ["Peers"]
 
@@ -57,7 +56,7 @@ class Peers:
         own = (os.getpid(), start_of(os.getpid()), namespace, machine_name(), *own_place())
         self._peers = [_Peer(*said) for said in world.allgather(own)]
         self._own, self._is_beside = self._peers[world.rank], is_beside
-        self._place = Place()  # until the process ends, as MPI's world does
+        be_seen()
 
     def beside(self) -> dict[int, int]:
         """The process ids of the world's ranks that this one can look at, by rank; itself among them."""

@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
+from phalanx.diagnosis.call_site import CallSite, call_site, capture, shape_word, shown, text_of
+from phalanx.diagnosis.ends import tell_how_the_script_ends, who_left
+from phalanx.diagnosis.reading import with_own_wait
+from phalanx.diagnosis.stacks import be_seen
 from phalanx.errors import BackendError, ClosedError, PhalanxError
 from phalanx.native.core import BROKEN_FROM, TEXT_BYTES, Breakage, Going, Status, library
 from phalanx.native.signals import SignalPoll
@@ -26,11 +30,6 @@ from phalanx.transports.shm.pointers import Pointers, fill, fill_evenly, fill_un
 from phalanx.transports.shm.segment import join_segment
 from phalanx.transports.shm.tuning import Tuning, load_tuning
 from phalanx.transports.shm.wording import exchanged, text_of_call
-from phalanx.watch.call_site import CallSite, call_site, capture, shown, text_of
-from phalanx.watch.calls import shape_word
-from phalanx.watch.ending import tell_how_the_script_ends, who_left
-from phalanx.watch.from_outside import Place
-from phalanx.watch.own_wait import with_own_wait
 
 __all__ = ["SharedMemoryCommunicator"]
 
@@ -96,7 +95,7 @@ class SharedMemoryCommunicator(Communicator):
         self._mailbox = Mailbox(self._comm, self._signals, self._explain_message, self._names)
         self.set_timeout(timeout)
         tell_how_the_script_ends()
-        self._place = Place()
+        be_seen()
         self.crossed = ""
         self.part_of: Callable[[], str] | None = None
         self.outer_error: Callable[[PhalanxError, str], PhalanxError] | None = None
@@ -154,7 +153,7 @@ class SharedMemoryCommunicator(Communicator):
         return who_left(error, self._mailbox)
 
     def about_to_fail(self, error: BaseException) -> None:
-        """See ``watch/ending.py``: the others are to name the rank that has left, if that is why this one fails."""
+        """See ``diagnosis/ends.py``: the others are to name the rank that has left, if that is why this one fails."""
         if (left := self.who_left(error)) is not None:
             self._mailbox.describe(left_text(*left))
 
@@ -163,7 +162,7 @@ class SharedMemoryCommunicator(Communicator):
         self._mailbox.group_fails(cause)
 
     def script_fails(self, cause: str) -> None:
-        """See ``watch/ending.py``: the core has told the others."""
+        """See ``diagnosis/ends.py``: the core has told the others."""
 
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
         """See ``transports/gone.py``."""
@@ -382,7 +381,6 @@ class SharedMemoryCommunicator(Communicator):
         if not (comm := self._mailbox.take()):
             return
         self._comm = 0
-        self._place.close()
         if self._mailbox.close():  # else the memory stays mapped until the process ends
             self._core.phx_close(comm)
 

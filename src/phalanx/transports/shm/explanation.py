@@ -9,6 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from phalanx.diagnosis import recorder
+from phalanx.diagnosis.call_site import listed, shown
+from phalanx.diagnosis.ends import how_ended
+from phalanx.diagnosis.reading import copy_memory, facts_in, read_memory
+from phalanx.diagnosis.snapshot import Recording
+from phalanx.diagnosis.stacks import place_of_main
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.lost import rank_of_group
 from phalanx.native.core import NOBODY, TEXT_BYTES, Breakage, Going, Status, library
@@ -16,13 +22,6 @@ from phalanx.system import processes
 from phalanx.system.host import machine_name
 from phalanx.system.processes import state_text
 from phalanx.transports.shm.unequal_ends import MessageEnd, unequal_ends
-from phalanx.watch import recorder
-from phalanx.watch.call_site import shown, text_of
-from phalanx.watch.calls import listed
-from phalanx.watch.ends import how_ended
-from phalanx.watch.from_outside import place_of_main
-from phalanx.watch.last_known import facts_in
-from phalanx.watch.records import copy_memory, read_memory
 
 __all__ = ["explain", "facts_of", "left_text"]
 
@@ -154,33 +153,34 @@ def _left(comm: int, rank: int) -> tuple[int, str] | None:
 def facts_of(comm: int, peer: int) -> dict[str, Any]:
     """What is known of a rank from its flight recorder."""
     facts: dict[str, Any] = {"host": machine_name()}
-    memory = library().phx_recorder_of(comm, peer)
-    recording = read_memory(memory) if memory else None
+    recording = _recording(comm, peer)
     if recording is not None:
         facts |= facts_in(recording)
     return facts
 
 
+def _recording(comm: int, rank: int) -> Recording | None:
+    return read_memory(library().phx_recorder_of(comm, rank))
+
+
 def _pid_of(comm: int, name: int, names: Sequence[int]) -> int:
     """The process id of a rank of this host, by its flight recorder; 0 if it is not known."""
-    memory = library().phx_recorder_of(comm, names.index(name)) if name in names else 0
-    recording = read_memory(memory) if memory else None
+    recording = _recording(comm, names.index(name)) if name in names else None
     return recording.pid if recording is not None else 0
 
 
 def _line(comm: int, rank: int, number: int, *, is_own: bool) -> str:
     """The line of a rank's program that has this number in its flight recorder; empty if it is not known."""
     if is_own:
-        return text_of(recorder.place_of(number))
+        return recorder.place_of(number)
     memory = library().phx_recorder_of(comm, rank) if number else 0
-    copy = copy_memory(memory) if memory else None
+    copy = copy_memory(memory)
     return copy.place(number) if copy is not None else ""
 
 
 def _is_about_to_say(comm: int, rank: int) -> bool:
     """Whether a rank that runs is in a call of the group, or was when the group broke, by its flight recorder."""
-    memory = library().phx_recorder_of(comm, rank)
-    recording = read_memory(memory) if memory else None
+    recording = _recording(comm, rank)
     last = recording.last if recording is not None else None
     if recording is None or last is None or not (last.under_way or last.failed) or last.group.own != rank:
         return False
@@ -196,7 +196,7 @@ def _recorded_calls(comm: int, rank: int, call: str, silent: Sequence[int]) -> d
         call: what it was doing.
         silent: the others' ranks in the group.
     """
-    own = read_memory(recorder.own_memory()) if silent and recorder.own_memory() else None
+    own = read_memory(recorder.own_memory()) if silent else None
     last = own.last if own is not None else None
     if last is None or last.is_message or not last.site:
         return {}
@@ -204,8 +204,7 @@ def _recorded_calls(comm: int, rank: int, call: str, silent: Sequence[int]) -> d
         return {}  # this rank's call is an earlier one
     found = {}
     for each in silent[:_MOST_READ]:
-        memory = library().phx_recorder_of(comm, each)
-        recording = read_memory(memory) if memory else None
+        recording = _recording(comm, each)
         for record in recording.records if recording is not None else ():
             if (record.group.name, record.in_group) == (last.group.name, last.in_group) and not record.is_message:
                 found[each] = replace(record, site=shown(record.site)).text()

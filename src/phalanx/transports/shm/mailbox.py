@@ -13,14 +13,14 @@ from ctypes import byref
 
 import torch
 
+from phalanx.diagnosis import recorder
+from phalanx.diagnosis.call_site import call_site
+from phalanx.diagnosis.ends import note_left
 from phalanx.errors import BackendError, ClosedError, PeerLost, PhalanxError
 from phalanx.native.core import ANY_SOURCE, TEXT_BYTES, Breakage, End, Status, library
 from phalanx.native.signals import SignalPoll
 from phalanx.system.host import machine_name
 from phalanx.transports.contract import GLANCE_S, SENT, Message
-from phalanx.watch import recorder
-from phalanx.watch.call_site import call_site
-from phalanx.watch.ending import note_left
 
 __all__ = ["Mailbox", "SharedMemoryMessage", "WithdrawableReceive"]
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from phalanx.diagnosis.call_site import dtype_name, shown
 from phalanx.errors import CollectiveMismatch
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS
-from phalanx.watch.call_site import shown
-from phalanx.watch.calls import dtype_name
 
 __all__ = ["MessageEnd", "ends_of", "unequal_ends"]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from phalanx.diagnosis.call_site import call_text, exchange_text
 from phalanx.transports.contract import COLLECTIVES
-from phalanx.watch.calls import call_text, exchange_text
 
 __all__ = ["exchanged", "text_of_call"]
 

@@ -1,7 +1,7 @@
-"""How a rank is getting on: what its flight recorder holds, compared with the look before.
+"""Measure how a rank is getting on: what its flight recorder holds, compared with the look before.
 
-A rank may run hundreds of thousands of operations a second, and who watches it must not slow it down. So a look copies
-the recorder once, counts in numpy, and puts only one operation into words.
+A rank may run hundreds of thousands of operations a second. So a look copies the recorder once, counts in numpy, and
+puts only two operations into words.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from phalanx.diagnosis.reading import RecorderCopy, copy_recorder
+from phalanx.diagnosis.snapshot import KINDS, Record
 from phalanx.native.core import RECORDS, SeenRecord
-from phalanx.watch.records import KINDS, Record, RecorderCopy, copy_recorder
-
-__all__ = ["GroupKey", "Pace", "PaceOfRank"]
 
 _SEND, _RECV = (number for number, kind in KINDS.items() if kind in ("send", "recv"))
 _SEEN = np.dtype(SeenRecord)
@@ -28,7 +27,7 @@ GroupKey = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Pace:
-    """What a look at a rank's recorder has found.
+    """Rates of one rank, by its recorder.
 
     Rates and shares are those since the look before, or of the last 4,096 operations if there were more since then. At
     the first look they are those of all that the recorder holds.
@@ -36,15 +35,12 @@ class Pace:
     Attributes:
         pid: the process that has recorded.
         begun: how many operations have begun since its first.
-        operation: the one that it is in: the oldest collective under way, or else message; None if it is in none.
-        last: the last one to begin; None if there is none so far.
-        step, label: what the script said last of what it does; -1 and empty if nothing.
+        operation: the one that it is in; None if it is in none.
+        last: the last one to begin.
         operations_per_s, bytes_per_s: the operations that began, and the bytes of those that ended.
-        steps_per_s: the mean over the last 20 steps that had operations; if the recorder has fewer than two of them,
-            the steps since the look before. Steps that stop coming bring it down. None if the script does not say them.
+        steps_per_s: the mean over the last 20 steps, or those since the look before; None if the script says none.
         communication: the share of the time in which it was in an operation, from 0 to 1.
-        collectives: how many collectives of each group (its name and its ranks in the world) it has begun, as far as
-            its recorder goes back.
+        collectives: how many collectives of each group (its name and its ranks) it has begun, as far as is known.
         complete: whether the recorder goes back to the first operation, so that ``collectives`` has every group.
     """
 
@@ -62,28 +58,22 @@ class Pace:
     complete: bool
 
 
-@dataclass
 class PaceOfRank:
-    """Looks at one recorder, again and again.
+    """Looks at the recorder that begins at ``at`` in a file, again and again."""
 
-    Attributes:
-        file: a descriptor of the file that it is in.
-        at: where it begins there.
-    """
-
-    file: int
-    at: int
-    _before_ns: int = 0  # the time of the last look, on the host's monotonic clock
-    _begun: int = 0
-    _step: int = -1
+    def __init__(self, file: int, at: int) -> None:
+        self._place = file, at
+        self._before_ns = 0  # the time of the last look, on the host's monotonic clock
+        self._begun = 0
+        self._step = -1
 
     def look(self, now_ns: int) -> Pace | None:
-        """What has changed since the last look; None if there is no recorder so far.
+        """Compare with the last look; None if there is no recorder so far.
 
         Args:
             now_ns: the time on the host's monotonic clock.
         """
-        copy = copy_recorder(self.file, self.at)
+        copy = copy_recorder(*self._place)
         if copy is None:
             self._before_ns = now_ns
             return None
@@ -93,24 +83,21 @@ class PaceOfRank:
         order = np.argsort(seen["number"], kind="stable")
         seen = seen[order]
         if not self._before_ns:
-            self._before_ns, self._begun = (
-                int(seen["entered_ns"].min()) if len(seen) else now_ns,
-                copy.begun - len(seen),
-            )
-        found = self._compare(copy, seen, order, max(now_ns, self._before_ns + 1))
-        self._before_ns, self._begun, self._step = now_ns, _begun_by(copy, seen, now_ns), copy.step
+            self._before_ns = int(seen["entered_ns"].min()) if len(seen) else now_ns
+            self._begun = copy.begun - len(seen)
+        begun = copy.begun - int((seen["entered_ns"] > now_ns).sum())  # a busy machine may take the copy long after
+        found = self._compare(copy, seen, order, begun, max(now_ns, self._before_ns + 1))
+        self._before_ns, self._begun, self._step = now_ns, begun, copy.step
         return found
 
     def _compare(
-        self, copy: RecorderCopy, seen: npt.NDArray[np.void], order: npt.NDArray[np.intp], now_ns: int
+        self, copy: RecorderCopy, seen: npt.NDArray[np.void], order: npt.NDArray[np.intp], begun: int, now_ns: int
     ) -> Pace:
         elapsed_s = (now_ns - self._before_ns) / 1e9
-        entered, left = seen["entered_ns"], seen["left_ns"]
-        since_ns = self._before_ns
+        entered, left, since_ns = seen["entered_ns"], seen["left_ns"], self._before_ns
         if copy.begun - self._begun > len(seen) and len(seen):
             since_ns = max(since_ns, int(entered[0]))  # what was before that has been written over
         covered_s = max(now_ns - since_ns, 1) / 1e9
-        ended = seen["nbytes"][(left > since_ns) & (left <= now_ns)]
         under_way = np.flatnonzero(left == 0)
         kinds = seen["what"] & 0xFF
         messages = (kinds == _SEND) | (kinds == _RECV)
@@ -123,8 +110,8 @@ class PaceOfRank:
             last=copy.record(int(order[-1])) if len(order) else None,
             step=copy.step,
             label=copy.label,
-            operations_per_s=max(0, _begun_by(copy, seen, now_ns) - self._begun) / elapsed_s,
-            bytes_per_s=float(ended.sum()) / covered_s,
+            operations_per_s=max(0, begun - self._begun) / elapsed_s,
+            bytes_per_s=float(seen["nbytes"][(left > since_ns) & (left <= now_ns)].sum()) / covered_s,
             steps_per_s=self._steps_per_s(seen, copy.step, now_ns, elapsed_s),
             communication=min(1.0, _covered_ns(entered, left, since_ns, now_ns) / 1e9 / covered_s),
             collectives=_collectives(copy, seen[~messages]),
@@ -148,13 +135,8 @@ class PaceOfRank:
         return done / ((now_ns - int(times[0]) if late else duration_ns) / 1e9)
 
 
-def _begun_by(copy: RecorderCopy, seen: npt.NDArray[np.void], now_ns: int) -> int:
-    """How many operations had begun at a time. A busy machine may take the copy long after that."""
-    return copy.begun - int((seen["entered_ns"] > now_ns).sum())
-
-
 def _covered_ns(entered: _Array, left: _Array, since_ns: int, now_ns: int) -> int:
-    """For how long of a time at least one operation was under way; operations may overlap."""
+    """Add up the time in which at least one operation was under way."""
     ends = np.minimum(np.where(left == 0, _ENDLESS, left), now_ns).astype(np.int64)
     begins = np.clip(entered, since_ns, now_ns).astype(np.int64)
     kept = np.flatnonzero(ends > begins)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.watch.records import Group, Record, Recording
-from phalanx.watch.verdict import Seen, judge
+from phalanx.diagnosis.diagnose import diagnose
+from phalanx.diagnosis.snapshot import Group, RankSnapshot, Record, Recording
 
 WORLD = Group("0", "phalanx", (0, 1, 2, 3))
 PAIR = Group("pair", "phalanx", (1, 2))
@@ -18,13 +18,13 @@ def record(kind: str, number: int, site: str, group: Group = WORLD, *, done: boo
     return Record(number, group, number, kind, 4, "float32", "", peer, site, "", -1, *times, False, -1)
 
 
-def rank(number: int, *records: Record, **said: str) -> Seen:
+def rank(number: int, *records: Record, **said: str) -> RankSnapshot:
     recording = Recording(100 + number, number, 4, -1, "", len(records), tuple(records)) if records else None
-    return Seen(number, recording, said.get("state", "S"), said.get("ended", ""), said.get("place", ""))
+    return RankSnapshot(number, recording, said.get("state", "S"), said.get("ended", ""), said.get("place", ""))
 
 
-def sentence(*ranks: Seen) -> str:
-    verdict = judge(ranks)
+def sentence(*ranks: RankSnapshot) -> str:
+    verdict = diagnose(ranks)
     assert verdict is not None
     return verdict.sentence
 
@@ -93,5 +93,5 @@ def test_a_join_that_has_failed_is_not_the_one_that_the_others_wait_in() -> None
 )
 def test_a_wait_in_which_all_have_come_has_how_far_it_is(done: tuple[int, int], said: str) -> None:
     waits = record("all_reduce", 1, "a.py:9", Group("0", "phalanx", (0, 1)))
-    seen = [Seen(r, Recording(1, r, 2, -1, "", 1, (waits,), done=percent), "S") for r, percent in enumerate(done)]
+    seen = [RankSnapshot(r, Recording(1, r, 2, -1, "", 1, (waits,), done=far), "S") for r, far in enumerate(done)]
     assert sentence(*seen) == f"ranks 0-1 are in all_reduce #1 at a.py:9: all have come, and {said}"

@@ -11,10 +11,10 @@ from textwrap import dedent
 
 import pytest
 
-from phalanx.watch.parting import parting
-from phalanx.watch.records import Group, Record, Recording
-from phalanx.watch.stack_text import Frame
-from phalanx.watch.verdict import Seen, judge
+from phalanx.diagnosis.diagnose import diagnose
+from phalanx.diagnosis.divergence import divergence
+from phalanx.diagnosis.snapshot import Group, RankSnapshot, Record, Recording
+from phalanx.diagnosis.stacks import Frame
 
 # Each: the program, of which the line with the comment HERE is to be named; without one, nothing. ``# A`` marks the
 # lines of the awaited rank's stack and ``# W`` those of a rank that waits for it, in the order of the calls: by default
@@ -88,23 +88,23 @@ def expected(text: str) -> str:
     return ""
 
 
-def ahead(path: Path, lines: Sequence[int], **more: object) -> Seen:
+def ahead(path: Path, lines: Sequence[int], **more: object) -> RankSnapshot:
     """Rank 0, which is in no operation; its calls, the outermost first."""
     stack = [Frame(str(path), line, "f") for line in reversed(lines)]
-    return Seen(0, Recording(1, 0, 3, -1, "", 0, ()), frames=tuple(stack), **more)  # type: ignore[arg-type]
+    return RankSnapshot(0, Recording(1, 0, 3, -1, "", 0, ()), frames=tuple(stack), **more)  # type: ignore[arg-type]
 
 
-def waits(rank: int, path: Path, lines: Sequence[int]) -> Seen:
+def waits(rank: int, path: Path, lines: Sequence[int]) -> RankSnapshot:
     site = f"{path.name}:{lines[-1]}"
     record = Record(1, WORLD, 1, "all_reduce", 4, "", "", -1, site, "", -1, 10, 0, False, -1)
     stack = [Frame(str(path), line, "f") for line in reversed(lines)]
-    return Seen(rank, Recording(1, rank, 3, -1, "", 1, (record,)), frames=tuple(stack))
+    return RankSnapshot(rank, Recording(1, rank, 3, -1, "", 1, (record,)), frames=tuple(stack))
 
 
-def hint(folder: Path, ranks: Sequence[Seen], since: float | None = None) -> str:
-    verdict = judge(ranks)
+def hint(folder: Path, ranks: Sequence[RankSnapshot], since: float | None = None) -> str:
+    verdict = diagnose(ranks)
     assert verdict is not None
-    return parting(verdict, ranks, str(folder), time.time() + 60 if since is None else since)
+    return divergence(verdict, ranks, str(folder), time.time() + 60 if since is None else since)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -135,7 +135,7 @@ def test_a_statement_of_another_file_is_named_with_it(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text("if ready:\n    step()\nwork()\n")
     (tmp_path / "model.py").write_text("def step():\n    all_reduce()\n")
     frames = (Frame(str(tmp_path / "model.py"), 2, "step"), Frame(str(tmp_path / "loop.py"), 2, "<module>"))
-    behind = Seen(1, waits(1, tmp_path / "model.py", [2]).recording, frames=frames)
+    behind = RankSnapshot(1, waits(1, tmp_path / "model.py", [2]).recording, frames=frames)
     assert hint(tmp_path, [ahead(tmp_path / "loop.py", [3]), behind]) == "the `if` in line 1 of loop.py"
 
 

@@ -1,4 +1,4 @@
-"""When each rank of a job computed, communicated and waited for others, and for which rank the others waited most.
+"""Find out when each rank of a job computed, communicated and waited, and for which rank the others waited most.
 
 A rank waits in a collective until the last rank of its group has come to the same one; from then on it communicates.
 One that leaves before that, as it may leave a broadcast, has waited for the root alone. A rank that receives a message
@@ -14,13 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from phalanx.watch.hang_report import HangReport
-from phalanx.watch.html_text import duration
-from phalanx.watch.records import Record, Recording, world_rank
-from phalanx.watch.verdict import Seen
+from phalanx.diagnosis.render import duration
+from phalanx.diagnosis.report import HangReport
+from phalanx.diagnosis.snapshot import RankSnapshot, Record, Recording, world_rank
 from phalanx.words import format_count
-
-__all__ = ["COMMUNICATES", "COMPUTES", "WAITS", "Lane", "Span", "Timeline", "Wait", "chrome_trace", "make_timeline"]
 
 COMPUTES, COMMUNICATES, WAITS = "computes", "communicates", "waits"
 _Key = tuple[str, str, int, int, int]  # what names an operation on all ranks that take part in it
@@ -55,20 +52,13 @@ class Wait:
 
 @dataclass(frozen=True)
 class Lane:
-    """Sum up what one rank did.
+    """Timeline of one rank."""
 
-    Attributes:
-        seen: the rank.
-        spans: its operations, in the order in which they began.
-        parts: (begin, end, COMPUTES, COMMUNICATES or WAITS), without gaps. Where operations overlap it communicates if
-            one of them does.
-        marks: since when it was in which step, or had which label. A step is taken to begin at the end of the last
-            operation of the one before.
-    """
-
-    seen: Seen
-    spans: Sequence[Span]
+    seen: RankSnapshot
+    spans: Sequence[Span]  # in the order in which they began
+    # (begin, end, what it did), without gaps. Where operations overlap it communicates if one of them does.
     parts: Sequence[tuple[int, int, str]]
+    # Since when it was in which step, or had which label. A step begins where the last operation before it has ended.
     marks: Sequence[tuple[int, str]]
 
     def share(self, kind: str) -> float:
@@ -102,7 +92,7 @@ class Timeline:
         return sorted(waits, key=lambda wait: -wait.wait_ns)
 
     def awaited_ns(self, rank: int) -> int:
-        """For how long others waited for a rank: of each operation the longest wait, added up."""
+        """Add up how long others waited for a rank: of each operation the longest wait."""
         return sum(wait.wait_ns for wait in self.waits if wait.awaited == rank)
 
     @cached_property
@@ -162,7 +152,7 @@ def make_timeline(report: HangReport) -> Timeline | None:
 
 
 def _first_step(records: Sequence[Record]) -> list[int]:
-    """When a rank had ended what it did before its first step, as making its replica; empty if it has said no step."""
+    """Find when a rank had ended what it did before its first step; empty if it has said no step."""
     for number, record in enumerate(records):
         if record.step >= 0:
             return [records[number - 1].left_ns if number else record.entered_ns]
@@ -190,7 +180,7 @@ def _named(rank: int, recording: Recording) -> Iterator[tuple[_Key, Record]]:
 def _last_to_come(
     rank: int, record: Record, left_ns: int, come: Mapping[int, int], recordings: Mapping[int, Recording]
 ) -> tuple[int, int]:
-    """Until when a rank waited in an operation, and for which rank; its own beginning and -1 if it did not."""
+    """Find until when a rank waited in an operation, and for which rank; its own beginning and -1 if for none."""
     root = world_rank(record.group, record.peer) if record.peer >= 0 else -1
     if record.is_message:
         last = root if record.kind == "recv" else -1

@@ -16,10 +16,9 @@ from textwrap import dedent
 import pytest
 from tests.support.waiting import soon, stop
 
+from phalanx.diagnosis import stacks
+from phalanx.diagnosis.stacks import PLACE_SIGNAL, be_seen, frames_of, place_of, place_of_main
 from phalanx.launch.rank.trace import StackRequest, Trace, open_trace
-from phalanx.watch import from_outside
-from phalanx.watch.from_outside import PLACE_SIGNAL, Place, place_of, place_of_main
-from phalanx.watch.stack_text import frames_of
 
 LIMIT_S = 60.0
 # With the handler that Python itself has for this, such a process died of one question in a hundred.
@@ -27,10 +26,10 @@ QUESTIONS = 300
 CALLS_FUNCTIONS = """
     import os, sys
     from phalanx.launch.rank.trace import open_own
-    from phalanx.watch.from_outside import Place
+    from phalanx.diagnosis.stacks import Mark
 
     open_own(int(sys.argv[1]), 0)
-    place = Place("test-caller")
+    mark = Mark("test-caller")
 
     def calls():
         print("up", flush=True)
@@ -44,7 +43,7 @@ CALLS_FUNCTIONS = """
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_MAIN_S", "_WRITTEN_S"):
-        monkeypatch.setattr(from_outside, name, 10 * LIMIT_S)
+        monkeypatch.setattr(stacks, name, 10 * LIMIT_S)
 
 
 @contextlib.contextmanager
@@ -86,7 +85,7 @@ def test_a_fault_of_the_program_itself_ends_it_as_before(tmp_path: Path) -> None
     """Also in a child of a process that was asked, and with the program's own handler, here Python's."""
     program = """
         import ctypes, faulthandler, os, signal
-        from phalanx.watch.stack_signal import write_stacks_on
+        from phalanx.diagnosis.stacks import write_stacks_on
 
         faulthandler.enable()
         file = os.open("stacks", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -110,9 +109,9 @@ def test_a_fault_of_the_program_itself_ends_it_as_before(tmp_path: Path) -> None
 
 
 SPINS = """
-    from phalanx.watch.from_outside import Place
+    from phalanx.diagnosis.stacks import Mark
 
-    place = Place("test-spins")
+    mark = Mark("test-spins")
 
     def spins():
         print("up", flush=True)
@@ -160,7 +159,7 @@ def test_a_program_that_uses_the_signal_itself_is_not_sent_it(how: str) -> None:
                 signal.signal(PLACE_SIGNAL, lambda number, frame: came.append(number))
             else:
                 signal.pthread_sigmask(signal.SIG_BLOCK, [PLACE_SIGNAL])
-            Place()
+            be_seen()
             place = place_of_main(os.getpid())
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [PLACE_SIGNAL])
             os.write(writes, repr((place, came, descriptors())).encode())

@@ -1,0 +1,271 @@
+"""Find the branch or loop that has taken one rank elsewhere than those that wait for it, from stacks and source text.
+
+Two ranks' stacks are equal down to a function in which they stand at different lines. Statements around one of these
+lines, or jumps in front of it (``return``, ``continue``), can have parted them. One is named if it alone can have, or
+if it alone has a condition on the rank. Where the awaited rank may just be slow, because it stands at an earlier line
+or in a loop with the other, only a condition on the rank counts.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import os
+import re
+import stat
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import takewhile
+from typing import NamedTuple
+
+from phalanx.diagnosis.diagnose import HangDiagnosis
+from phalanx.diagnosis.snapshot import RankSnapshot
+from phalanx.system.files import beside
+
+_LARGEST = 1 << 20  # bytes of a file
+_MOST_STACKS = 8  # of each side that differ; with more there is no one statement that parts them
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_BRANCHES = (ast.If, ast.Match, ast.Try, *_LOOPS)
+_JUMPS = (ast.Return, ast.Continue, ast.Break, ast.Raise)
+_OF_RANK = re.compile(r"rank|master|main_process")
+
+_Branch = tuple[str, ast.stmt]  # a statement that decides what is run, with its file
+_Arm = tuple[ast.stmt, int]  # one of its arms
+
+
+class _Step(NamedTuple):
+    """A line on a rank's way through the user's program, and whether a library called the function that it is in."""
+
+    file: str
+    line: int
+    through_library: bool
+
+
+def divergence(diagnosis: HangDiagnosis, ranks: Sequence[RankSnapshot], folder: str, unchanged_since: float) -> str:
+    """Find the statement that parted the ranks, as "the `if` in line 55"; empty if it cannot be told.
+
+    Args:
+        diagnosis: who waits for whom.
+        ranks: all ranks, with the frames of those that were asked.
+        folder: which the sites of operations are relative to.
+        unchanged_since: a time of day; files that have changed since may not be what the ranks run.
+    """
+    seen = {rank.rank: rank for rank in ranks}
+    awaited = [seen[rank] for rank in diagnosis.awaited if rank in seen]
+    waiting = [seen[rank] for rank in diagnosis.waiting if rank in seen and rank not in diagnosis.awaited]
+    if awaited and {*diagnosis.awaited} <= {*diagnosis.waiting}:  # they wait for each other
+        sites = {rank.rank: rank.operation.site if rank.operation is not None else "" for rank in awaited}
+        waiting = [rank for rank in awaited if sites[rank.rank] != sites[awaited[0].rank]]
+        awaited = [rank for rank in awaited if rank not in waiting]
+    if any(rank.is_stopped for rank in awaited):
+        return ""  # something else has stopped it
+    for rank in (*awaited, *waiting):
+        if (rank.operation is not None and rank.operation.is_message) or (rank.ended and not rank.ended_well):
+            return ""  # the ends of a message are different calls; a rank that fails ends the job, and is no riddle
+    # Of the ranks that wait at one line only one is asked for its stack.
+    ours, theirs = (
+        {() if rank.ended else _steps(rank, folder) for rank in side if rank.ended or rank.frames}
+        for side in (awaited, waiting)
+    )
+    if not (0 < len(ours) <= _MOST_STACKS and 0 < len(theirs) <= _MOST_STACKS) or () in theirs:
+        return ""
+    read = lru_cache(lambda file: _read(file, unchanged_since))
+    ended = any(rank.ended for rank in awaited)
+    found = {_parted(one, other, read, ended=ended) for one in ours for other in theirs}
+    branch = found.pop() if len(found) == 1 else None
+    if branch is None:
+        return ""
+    file, node = branch
+    elsewhere = f" of {beside(file, folder)}" if {other[-1].file for other in theirs} != {file} else ""
+    return f"the `{type(node).__name__.removeprefix('Async').lower()}` in line {node.lineno}{elsewhere}"
+
+
+def _parted(
+    awaited: tuple[_Step, ...], waiting: tuple[_Step, ...], read: Callable[[str], ast.Module | None], *, ended: bool
+) -> _Branch | None:
+    """Find the one statement that parts a rank from another; a rank whose script has ended is nowhere."""
+    at = next((i for i, (one, other) in enumerate(zip(awaited, waiting, strict=False)) if one != other), -1)
+    if ended:
+        at = 0
+    elif at < 0 or awaited[at][::2] != waiting[at][::2]:
+        return None
+    trees = [tree for step in waiting if (tree := read(step.file)) is not None]
+    if len(trees) < len(waiting):
+        return None
+    paths = [_path(tree, step.line) for tree, step in zip(trees, waiting, strict=True)]
+    left_out = {each for i in range(at + 1, len(paths)) for each in _deciding(paths[i], waiting[i])}
+    if ended:
+        return _chosen(left_out | _deciding(paths[0], waiting[0]), only_of_rank=False)
+    theirs, ours, file = paths[at], _path(trees[at], awaited[at].line), waiting[at].file
+    if theirs.function is not ours.function:
+        return None
+    shared, own, other = _compared(ours, theirs)
+    if own and other and own[0][0] is other[0][0]:
+        return file, own[0][0]  # two arms of one statement
+    above = [node for path in paths[:at] for node, _ in path.arms] + shared
+    loops = any(isinstance(node, _LOOPS) for node in above) or any(step.through_library for step in waiting[: at + 1])
+    is_behind = awaited[at].line < waiting[at].line
+    found = {(file, node) for node, _ in own} if loops or is_behind else set()  # that hold it up
+    if loops or not is_behind:  # it has left out the others' call
+        found |= left_out | {(file, node) for node, _ in other}
+    if loops:
+        found |= _deciding(theirs, waiting[at]) - {(file, node) for node in shared}
+    return _chosen(found, only_of_rank=loops or is_behind)
+
+
+def _chosen(found: set[_Branch], *, only_of_rank: bool) -> _Branch | None:
+    of_rank = [branch for branch in found if _is_of_rank(branch[1])]
+    if len(of_rank) == 1:
+        return of_rank[0]
+    return next(iter(found)) if len(found) == 1 and not only_of_rank else None
+
+
+def _is_of_rank(node: ast.stmt) -> bool:
+    condition = getattr(node, "test", None) or getattr(node, "iter", None) or getattr(node, "subject", None)
+    return condition is not None and bool(_OF_RANK.search(ast.unparse(condition)))
+
+
+class _Path(NamedTuple):
+    """The innermost function around a line, and the branches around it there, outermost first, each with its arm."""
+
+    function: ast.AST
+    arms: Sequence[_Arm]
+
+
+def _path(tree: ast.Module, line: int) -> _Path:
+    functions = [node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS) and _spans([node], line)]
+    function: ast.AST = functions[-1] if functions else tree
+    arms = [
+        (node, number)
+        for node in _own_nodes(function)
+        if isinstance(node, _BRANCHES)
+        for number, arm in enumerate(_arms_of(node))
+        if _spans(arm, line)
+    ]
+    return _Path(function, arms)
+
+
+def _compared(one: _Path, other: _Path) -> tuple[list[ast.stmt], Sequence[_Arm], Sequence[_Arm]]:
+    """The branches of which two lines of a function are in the same arm, and what each has beyond these."""
+    pairs = zip(one.arms, other.arms, strict=False)
+    shared = [mine[0] for mine, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    return shared, one.arms[len(shared) :], other.arms[len(shared) :]
+
+
+def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function but for those of functions within it, outer ones first."""
+    nodes = [function]
+    for node in nodes:
+        yield node
+        nodes += [child for child in ast.iter_child_nodes(node) if not isinstance(child, _FUNCTIONS)]
+
+
+_HANDLERS = 3  # the first arm of a `try` that is one
+
+
+def _arms_of(node: ast.stmt) -> list[list[ast.stmt]]:
+    arms = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
+    return arms + [part.body for name in ("handlers", "cases") for part in getattr(node, name, [])]
+
+
+def _spans(nodes: Sequence[ast.stmt | ast.expr], line: int) -> bool:
+    return bool(nodes) and nodes[0].lineno <= line <= (nodes[-1].end_lineno or 0)
+
+
+def _deciding(path: _Path, step: _Step) -> set[_Branch]:
+    """The branches around a line in its function, and those that jump past it."""
+    found = {(step.file, node) for node, _ in path.arms}
+    for node in _own_nodes(path.function):
+        if isinstance(node, ast.If) and (node.end_lineno or 0) < step.line:
+            parts = [part for arm in _arms_of(node) for statement in arm for part in ast.walk(statement)]
+            if any(map(_leaves, parts)):
+                found.add((step.file, node))
+    return found
+
+
+def _leaves(node: ast.AST) -> bool:
+    """Return whether nothing that follows a statement is run."""
+    call = node.value if isinstance(node, ast.Expr) else node
+    is_exit = isinstance(call, ast.Call) and ast.unparse(call.func) in ("sys.exit", "exit", "quit", "os._exit")
+    return is_exit or isinstance(node, _JUMPS)
+
+
+def _steps(rank: RankSnapshot, folder: str) -> tuple[_Step, ...]:
+    """The lines of the user's program in a rank's stack, the outermost first, down to the call that it is in."""
+    found: list[_Step] = []
+    through_library = False
+    for frame in reversed(rank.frames):
+        if frame.is_librarys:
+            through_library = bool(found)  # what runs the program itself does not count
+            continue
+        found.append(_Step(os.path.abspath(frame.file), frame.line, through_library))
+        through_library = False
+    if rank.operation is not None:
+        file, _, line = rank.operation.site.rpartition(":")
+        at = [i for i, step in enumerate(found) if (step.file, str(step.line)) == (os.path.join(folder, file), line)]
+        return tuple(found[: at[-1] + 1]) if at else ()
+    return tuple(found)
+
+
+def _read(path: str, unchanged_since: float) -> ast.Module | None:
+    """Parse a file; None if it cannot be read, or has changed since, so that it may not be what the ranks run."""
+    try:
+        # A pipe would keep the launcher waiting.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
+            about = os.fstat(file.fileno())
+            # The kernel notes every change in the second time. A program can set the first one, as `cp -p` does.
+            changed = max(about.st_mtime, about.st_ctime)
+            if stat.S_ISREG(about.st_mode) and about.st_size <= _LARGEST and changed < unchanged_since:
+                return ast.parse(file.read())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        pass
+    return None
+
+
+def identity(place: str) -> int:
+    """Number a place of this program, ``file:line``, by the text of its line: it is equal on all ranks.
+
+    Equal lines in two arms of one branch have one number, and those that follow one another differ. 0 stands for
+    generated code, the name of whose file differs between ranks.
+    """
+    file, _, line = place.rpartition(":")
+    if file.startswith("<"):
+        return 0
+    lines = [text.strip() for text in linecache.getlines(file)[: int(line)]]
+    equal = [number for number, text in enumerate(lines[:-1], 1) if text == lines[-1]]
+    order = sum(not are_alternatives(f"{file}:{number}", place) for number in equal)
+    return zlib.crc32(f"{file}\0{lines[-1] if lines else line}\0{order}".encode(errors="replace")) or 1
+
+
+def are_alternatives(one: str, other: str) -> bool:
+    """Return whether two places are alternatives, as two arms of one ``if``, ``match`` or ``try``.
+
+    The places are as ``file:line``. They also count as such if that cannot be known, as of a file without text.
+    """
+    (file, _, first), (other_file, _, second) = one.rpartition(":"), other.rpartition(":")
+    if file != other_file:
+        return False
+    tree = _own_tree(file)
+    if tree is None or first == second:
+        return True
+    early, late = (_path(tree, line) for line in sorted((int(first), int(second))))
+    if early.function is not late.function:
+        return False
+    _, before, behind = _compared(early, late)
+    if before and behind and before[0][0] is behind[0][0]:
+        node, handles = before[0][0], max(before[0][1], behind[0][1]) >= _HANDLERS
+        return isinstance(node, (ast.If, ast.Match)) or (isinstance(node, ast.Try) and handles)
+    # What follows `if a: ...; return` is run only where that arm was not.
+    passed = takewhile(lambda arm: not isinstance(arm[0], _LOOPS), before)
+    return any(isinstance(node, ast.If) and _leaves(_arms_of(node)[arm][-1]) for node, arm in passed)
+
+
+@lru_cache(maxsize=64)
+def _own_tree(file: str) -> ast.Module | None:
+    lines = linecache.getlines(file)
+    try:
+        return ast.parse("".join(lines)) if lines else None
+    except (SyntaxError, ValueError, RecursionError, SystemError):
+        return None
