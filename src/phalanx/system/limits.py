@@ -32,7 +32,7 @@ __all__ = [
 # the launcher's own.
 FILES_PER_RANK = 5
 FILES_BESIDE = 32
-# A rank has its main thread and the two that a Gloo process group starts. TASKS_BESIDE are the supervisor, the agent,
+# A rank has its main thread and the two that a Gloo process group starts. TASKS_BESIDE are the supervisor, the zygote,
 # the store, and their threads.
 TASKS_PER_RANK = 3
 TASKS_BESIDE = 8
