@@ -1,8 +1,8 @@
 """Under ``phalanx run --mpi`` the rank that broke first is named, and not one that MPI ended because of that.
 
 A process that ends loses its memory and its connections before its parent is told. An MPI library that reads from it
-then ends the process that reads, and its launcher kills all others; so the keeper of the rank that broke may be the
-last to report. Here that order is forced: a rank stops its keeper before it falls, and the keeper goes on when another
+then ends the process that reads, and its launcher kills all others; so the agent of the rank that broke may be the
+last to report. Here that order is forced: a rank stops its agent before it falls, and the agent goes on when another
 rank has been ended for what followed. A program takes the place of the MPI launcher, so these need no MPI.
 """
 
@@ -47,11 +47,11 @@ RANKS = """
         put("other", os.getpid())
     if rank == 1:
         wait_for("other")
-        keeper = os.getppid()
-        os.kill(keeper, signal.SIGSTOP)
-        while Path(f"/proc/{keeper}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        agent = os.getppid()
+        os.kill(agent, signal.SIGSTOP)
+        while Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             time.sleep(0.01)
-        put("keeper", keeper)
+        put("agent", agent)
         put("first", os.getpid())
         exec(sys.argv[1])
     if rank == 0:
@@ -91,11 +91,11 @@ def test_rank_that_broke_first_is_named_though_its_end_is_told_last(
     assert soon(lambda: all((tmp_path / f"no-handler-{rank}").exists() for rank in range(3)), 200)
     job.process.send_signal(signal.SIGUSR1)
     (tmp_path / "sent").touch()
-    assert soon((tmp_path / "keeper").exists, 200)
+    assert soon((tmp_path / "agent").exists, 200)
     # It does nothing wrong, so it is there until it is ended for what rank 0 has done.
     await_end(int((tmp_path / "other").read_text()))
-    with contextlib.suppress(ProcessLookupError):  # the launcher continues the keeper too, to end the job
-        os.kill(int((tmp_path / "keeper").read_text()), signal.SIGCONT)
+    with contextlib.suppress(ProcessLookupError):  # the launcher continues the agent too, to end the job
+        os.kill(int((tmp_path / "agent").read_text()), signal.SIGCONT)
     outcome = job.finish()
     assert outcome.code == code, outcome.err_text
     assert said in outcome.err_text

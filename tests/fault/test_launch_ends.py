@@ -241,7 +241,7 @@ def test_what_a_rank_has_started_ends_with_it_and_nothing_else(launcher: Launche
         environment={"FIFO": str(launcher.directory / "fifo")},
     )  # fmt: skip
     job.read_lines(2)
-    wait_for(lambda: len(job.processes()) == 3, SOON_S)  # the supervisor, the zygote and rank 1
+    wait_for(lambda: len(job.processes()) == 3, SOON_S)  # the supervisor, the agent and rank 1
     with open(launcher.directory / "fifo", "w") as fifo:
         fifo.write("go\n")
     assert job.finish(SOON_S).code == 0

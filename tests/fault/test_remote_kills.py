@@ -67,7 +67,7 @@ def test_death_of_each_kind_in_each_phase(hosts: TestHosts, tmp_path: Path, seed
 def one_death(remote: RemoteLauncher, victim: str, phase: str, chance: random.Random) -> None:
     """Start a job, wait for the phase and a moment more, kill the victim, and look at what follows.
 
-    By chance the first host is the head's own, which is never the one that dies.
+    By chance the first host is the launcher's own, which is never the one that dies.
     """
     here = chance.random() < 0.4
     lost = 1 if here else chance.randrange(2)

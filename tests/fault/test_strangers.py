@@ -228,7 +228,7 @@ def test_another_user_gets_nothing_of_a_job_and_does_not_hold_it_up(
     before = set(os.listdir("/dev/shm"))
     job = start_everything(launcher)
     pids = job.processes()
-    assert len(pids) >= 5  # the launcher, the zygote, and the ranks
+    assert len(pids) >= 5  # the launcher, the agent, and the ranks
     assert all(os.path.exists(f"/proc/{pid}/{name}") for pid in pids for name in ("environ", "maps", "fd/1"))
     assert as_another_user(what_opens, pids) == []
     # Sockets between its processes have no name, in the file system or beside it, by which anybody could connect.

@@ -37,7 +37,7 @@ def test_another_user_at_the_doors_of_a_job_does_not_hold_it_up(
     """A rank that has to wait for the attacker waits for as long as he wants."""
     job = start_everything(launcher)
     doors = doors_of(job.pid)
-    assert len(doors) >= 2  # the store's, and that of the keepers, which stand beside the ranks
+    assert len(doors) >= 2  # the store's, and that of the agents, which are the ranks' parents
     attack = Attack((), NOBODY, doors)
     attack.attack_all(seconds, lambda: job.process.poll() is None)
     (launcher.directory / "over").touch()

@@ -1,6 +1,6 @@
 """What the launcher says of a rank that ends, is late or is stopped over MPI, on one host and on two.
 
-The launcher is on neither host, and knows both by the connections of the ranks' keepers.
+The launcher is on neither host, and knows both by the connections of the ranks' agents.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ while True:
 
 @ON_HOSTS
 def test_a_link_that_is_cut_is_said_with_the_host_behind_it(remote: RemoteLauncher) -> None:
-    """Of all ranks there, although the launcher hears of the ranks' keepers one by one."""
+    """Of all ranks there, although the launcher hears of the ranks' agents one by one."""
     job = Job(remote, CALLS, "mpi", options="-H h0:1,h1:2")
     ready = [job.folder / f"ready-{rank}" for rank in range(3)]
     wait_for(lambda: all(path.exists() for path in ready) or job.process.poll() is not None, complaint=job.said)

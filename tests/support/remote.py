@@ -142,7 +142,7 @@ class RemoteLauncher:
         words = str(self.starter_path).encode()
         for name in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
-                # Ranks of the head's own host show it in their environment only.
+                # Ranks of the launcher's own host show it in their environment only.
                 if any(words in Path(f"/proc/{name}/{file}").read_bytes() for file in ("cmdline", "environ")):
                     found.append(f"here: {name} {comm(int(name))}")
         return found

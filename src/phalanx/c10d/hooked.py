@@ -1,7 +1,7 @@
 """Process groups under torch's hooks on collectives: its flight recorder, its check for NaN, and hooks of one's own.
 
 From torch 2.14 on, hooks belong to a process group and are called by torch's dispatcher, in C++. Our groups are called
-past the dispatcher, which takes half of the time (docs/architecture.md, "Not a backend of torch's"), so their hooks
+past the dispatcher, which takes half of the time (docs/design/transports.md, "Not a backend"), so their hooks
 would never be called. A hooked group goes the long way: each of its methods calls torch's own method of the same name,
 which goes through the dispatcher, calls the hooks, and then calls the group's backend. That backend is written in
 Python, too (torch lets one be from 2.14 on), and calls the method that an unhooked group would have called.

@@ -66,7 +66,7 @@ class Job(LaunchOptions):
 
     @property
     def is_local(self) -> bool:
-        """Whether a zygote of the supervisor's forks the ranks, on this host; otherwise a relay has them started."""
+        """Whether all ranks are of this host, and no MPI launcher starts them: their agent is forked here."""
         return self.mpi is None and not self.hosts
 
     def patience_s(self, signum: int | None) -> float:

@@ -1,8 +1,8 @@
 """The user's signals to ranks that have no handler for them yet.
 
-SIGUSR1 and SIGUSR2 are for the script, and one that comes during a start or a restart would end the job. So the parent
-of the ranks, a zygote or a keeper, holds such a signal back. The kernel reports no change of a process's handlers, so
-the parent looks again and again, but only while it holds a signal.
+SIGUSR1 and SIGUSR2 are for the script, and one that comes during a start or a restart would end the job. So the agent
+holds such a signal back. The kernel reports no change of a process's handlers, so the agent looks again and again, but
+only while it holds a signal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOOK_S = 0.05
 
 
 class HeldSignals:
-    """The signals that one parent has for its ranks, from when they come to when they are sent."""
+    """The signals that an agent has for its ranks, from when they come to when they are sent."""
 
     def __init__(self) -> None:
         self._held: list[tuple[int, int]] = []

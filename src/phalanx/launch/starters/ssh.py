@@ -1,9 +1,9 @@
 """How a host's agent is started: by ssh, by a starter of the user's, or here.
 
 A starter is called as ``PROGRAM ARGS HOST COMMAND...``, must hand its standard input on to the command, and must not
-end before the command does: ``kubectl exec -i``, ``docker exec -i``, ``lxc exec``, a script. ssh is called with the
-user's configuration (keys, ports, jump hosts, shared connections), except that it may not ask anything: nobody could
-answer for several hosts, and the job would wait.
+end before the command does: ``docker exec -i``, ``lxc exec``, a script around ``kubectl exec -i``. ssh is called with
+the user's configuration (keys, ports, jump hosts, shared connections), except that it may not ask anything: nobody
+could answer for several hosts, and the job would wait.
 """
 
 from __future__ import annotations

@@ -44,9 +44,9 @@ def _begin_anew() -> None:
     descriptor = os.memfd_create("phalanx-invitation", 0)
     os.write(descriptor, line)
     os.lseek(descriptor, 0, os.SEEK_SET)
-    with contextlib.suppress(OSError):  # a directory that is missing is reported to the head
+    with contextlib.suppress(OSError):  # the supervisor is told of a directory that is missing
         os.chdir(invitation["directory"])
-    # The rank that reads gets its input from the head; nobody may take it for this one, which the starter holds open.
+    # The rank that reads gets its input over the link; nobody may take it for this one, which the starter holds open.
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)

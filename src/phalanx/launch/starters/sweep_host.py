@@ -1,7 +1,7 @@
 """The program that a starter runs on a host whose agent is lost: it kills what is left of the job there.
 
-An agent, and its zygote, leave nothing behind. But if both are killed with the ranks, as by ``pkill -9 python``, nobody
-is left on that host who knows what the ranks had started. All that an agent and its descendants run has the variable
+An agent leaves nothing behind. But if it is killed with its ranks, as by ``pkill -9 python``, nobody is left on that
+host who knows what the ranks had started. All that an agent and its descendants run has the variable
 by which they are found here (``settings.AGENT``), unless a program was started without its parent's environment.
 
 It is run by its path, and imports nothing of Phalanx, which may be found by PYTHONPATH there.
