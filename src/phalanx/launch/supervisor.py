@@ -20,7 +20,6 @@ All that is known of an attempt is in one object, so nothing of it is left when 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import selectors
 import signal
@@ -36,7 +35,7 @@ from phalanx.launch.failed_calls import parted
 from phalanx.launch.hang_watch import HangWatch
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.target import Refusal
-from phalanx.launch.link import IN, MESSAGE, OUT, Link, Lost, split_rank
+from phalanx.launch.link import MESSAGE, OUT, split_rank
 from phalanx.launch.output.failure import End, Failure, collect_failures, describe_status, lacks_cause
 from phalanx.launch.output.log_files import LogFiles
 from phalanx.launch.output.logs import Console, Sink
@@ -73,13 +72,12 @@ from phalanx.launch.protocol import (
 )
 from phalanx.launch.rank.descriptors import release_input
 from phalanx.launch.rank.trace import Stage
-from phalanx.launch.roster import AgentState, RankState
+from phalanx.launch.roster import AgentState, Links, RankState
 from phalanx.launch.running.jobs import Description
 from phalanx.launch.services import Input, StoreOnDemand
 from phalanx.launch.starters.contract import Starter
 from phalanx.system import processes
 from phalanx.topology.table import RankRow, format_rank_table
-from phalanx.wire.acknowledged import LOOK_S
 from phalanx.words import format_named
 
 __all__ = ["HANDLED", "Supervisor"]
@@ -93,9 +91,6 @@ CAUSE_S = 1.0
 STALLED_READER_S = 1.0
 # Agents end their ranks within the grace; one that reports nothing for this much longer is given up.
 _SILENCE_S = 6.0
-# A host is out of reach if nothing has been heard of it for so long, though its kernel is probed every second; and if
-# what has been sent to it is on its way for a moment, because an answer may be coming when this machine was suspended.
-_UNANSWERED_S, _UNDER_WAY_S = 3.5, 1.0
 _PING_EVERY_S = 2.0
 # How many operations all ranks leave together for ``phalanx timeline``, and the fewest of each.
 _LEFT, _FEWEST_LEFT, _LEFT_FOR_ERRORS = 16384, 16, 128
@@ -159,20 +154,20 @@ class Supervisor:
         self.cause_until = 0.0
         self.give_up_at: float | None = None
         self.ping_at = time.monotonic() + _PING_EVERY_S
-        self.look_at: float | None = None  # when to look whether what was sent to agents arrives
         self.held: list[int] = []  # signals that came before the ranks were started
         self.overdue: dict[float, list[int]] = {}
         self.refusal: tuple[str, int] | None = None
         self.stacks_wanted: list[tuple[set[int], dict[int, str], list[int]]] = []  # by the user, from these agents
         self.hangs = HangWatch(job, self.console.say)
         self.patience = Patience(self.console.say)
+        self.links = Links(self.selector, self.take, self._on_lost)
         self.starter = starter(self)
         self.agents = self.starter.agents
         self.agent_of = {number: agent for agent in self.agents for number in agent.numbers}
         self.examiner = Examiner(self.agents, self._hosts, self.send, self.hangs.examined)
         self.hangs.examiner = self.examiner
         self.reader = job.reader or 0
-        self.input = Input(self.selector, self._feed)
+        self.input = Input(self.selector, lambda data: self.links.feed(self.agent_of[self.reader], self.reader, data))
         self.store: StoreOnDemand | None = None
 
     def _hosts(self) -> list[str]:
@@ -319,7 +314,7 @@ class Supervisor:
             self.ping_at,
             self.settle_until,
             self.give_up_at,
-            self.look_at,
+            self.links.look_at,
             self.examiner.due_at,
             self.starter.due_at(),
         ]
@@ -341,8 +336,7 @@ class Supervisor:
         self.examiner.act(now)
         if self.started_at is not None and not self.ending:
             self.hangs.look()
-        if self.look_at is not None and now >= self.look_at:
-            self._look_at_hosts(now)
+        self.links.look(now)
         unread = self.console.out.closed or self.console.err.closed
         if not unread:
             self.patience.look(self._unended, self._why_it_ends)
@@ -367,48 +361,9 @@ class Supervisor:
 
     # Links.
 
-    def admit(self, agent: AgentState, link: Link) -> None:
-        """An agent has come."""
-        agent.link = link
-        if not link.peer:
-            agent.later = 0.0  # of this host, with the same clock
-        self.selector.register(link, selectors.EVENT_READ, functools.partial(self._serve, agent))
-
     def send(self, agent: AgentState, order: Order) -> None:
         """Send an agent an order, if it is there."""
-        if agent.link is not None:
-            agent.link.send(order)
-            self._sent(agent)
-
-    def _feed(self, data: bytes) -> None:
-        agent = self.agent_of[self.reader]
-        if agent.link is not None:
-            agent.link.send_block(IN, self.reader, data)
-            self._sent(agent)
-
-    def _sent(self, agent: AgentState) -> None:
-        now = time.monotonic()
-        agent.sent_at = agent.sent_at or now
-        self.look_at = min(self.look_at or now + LOOK_S, now + LOOK_S) if not self.job.is_local else None
-        self._await(agent)
-
-    def _await(self, agent: AgentState) -> None:
-        if agent.link is not None:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if agent.link.waiting else 0)
-            if self.selector.get_key(agent.link).events != events:
-                self.selector.modify(agent.link, events, functools.partial(self._serve, agent))
-
-    def _serve(self, agent: AgentState) -> None:
-        if agent.link is None:
-            return
-        agent.link.flush()
-        try:
-            frames = agent.link.receive()
-        except Lost as lost:
-            self._on_lost(agent, silent=lost.silent)
-            return
-        self.take(agent, frames)
-        self._await(agent)
+        self.links.send(agent, order)
 
     def take(self, agent: AgentState, frames: Sequence[tuple[bytes, bytes]]) -> None:
         """Act on what an agent has sent."""
@@ -419,34 +374,14 @@ class Supervisor:
                 rank, block = split_rank(data)
                 (self.ranks[rank].out if kind == OUT else self.ranks[rank].err).feed(block)
 
-    def _look_at_hosts(self, now: float) -> None:
-        """Look whether what has been sent arrives. The kernel waits anew for an answer to whatever is sent."""
-        for agent in self.agents:
-            if agent.sent_at is None:
-                continue
-            silent_s = agent.link.unanswered_s() if agent.link is not None else 0.0
-            lost = silent_s >= _UNANSWERED_S and now - agent.sent_at >= _UNDER_WAY_S
-            if lost or not silent_s:
-                agent.sent_at = None
-            if lost:
-                self._on_lost(agent, silent=True)
-        self.look_at = now + LOOK_S if any(agent.sent_at for agent in self.agents) else None
-
-    def drop(self, agent: AgentState) -> None:
-        """Close the link to an agent."""
-        if agent.link is not None:
-            self.selector.unregister(agent.link)
-            agent.link.close()
-            agent.link = None
-
-    def _on_lost(self, agent: AgentState, *, silent: bool) -> None:
+    def _on_lost(self, agent: AgentState, silent: bool) -> None:
         """A link has ended."""
         lost = [agent]
         if silent and agent.here is not None:
             # No other agent of that host answers either, and their links would only be lost later.
             lost = [each for each in self.agents if each.place == agent.place]
         for each in lost:
-            self.drop(each)
+            self.links.drop(each)
         lost = [each for each in lost if not each.over]
         if lost and not self.over:
             self._lose(lost, silent=silent)

@@ -119,7 +119,7 @@ class JoiningStarter(Starter):
             self.supervisor.refuse(refusal)
             return
         agent.here, self.came_at = here, time.monotonic()
-        self.supervisor.admit(agent, link)
+        self.supervisor.links.admit(agent, link)
         self.supervisor.take(agent, frames[1:])
         try:
             self.welcomed(agent)
@@ -179,7 +179,7 @@ class JoiningStarter(Starter):
                 program.send(signum)
             self._wait(turn, self.asked_s(), self.running)
         for agent in self.agents:
-            self.supervisor.drop(agent)
+            self.supervisor.links.drop(agent)
 
     def leave_s(self) -> float:
         """How long agents, and programs whose agents have come, may take to leave."""
@@ -374,7 +374,7 @@ class HostsStarter(JoiningStarter):
 
     def give_up(self, agent: AgentState) -> None:
         """See :class:`Starter`."""
-        self.supervisor.drop(agent)
+        self.supervisor.links.drop(agent)
 
     def dismiss(self, turn: Callable[[], None]) -> None:
         """See :class:`Starter`."""

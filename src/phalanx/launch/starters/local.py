@@ -91,7 +91,7 @@ class LocalStarter(Starter):
     def begin(self) -> None:
         """See :class:`Starter`."""
         self._supervisor.selector.register(self.agent.handle, selectors.EVENT_READ, self._reap)
-        self._supervisor.admit(self.agents[0], self.agent.link)
+        self._supervisor.links.admit(self.agents[0], self.agent.link)
 
     def _reap(self) -> None:
         """The agent has ended."""

@@ -157,7 +157,7 @@ class MpiStarter(JoiningStarter):
 
     def give_up(self, agent: AgentState) -> None:
         """See :class:`Starter`."""
-        self.supervisor.drop(agent)
+        self.supervisor.links.drop(agent)
 
     def leave_s(self) -> float:
         """See :class:`JoiningStarter`."""
