@@ -27,7 +27,8 @@ _LARGEST = 1 << 20  # bytes of a file
 _MOST_STACKS = 8  # of each side that differ; with more there is no one statement that parts them
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
-_BRANCHES = (ast.If, ast.Match, ast.Try, *_LOOPS)
+_TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))  # the latter from Python 3.11 on
+_BRANCHES = (ast.If, ast.Match, *_TRIES, *_LOOPS)
 _JUMPS = (ast.Return, ast.Continue, ast.Break, ast.Raise)
 _OF_RANK = re.compile(r"rank|master|main_process")
 
@@ -256,7 +257,7 @@ def are_alternatives(one: str, other: str) -> bool:
     _, before, behind = _compared(early, late)
     if before and behind and before[0][0] is behind[0][0]:
         node, handles = before[0][0], max(before[0][1], behind[0][1]) >= _HANDLERS
-        return isinstance(node, (ast.If, ast.Match)) or (isinstance(node, ast.Try) and handles)
+        return isinstance(node, (ast.If, ast.Match)) or (isinstance(node, _TRIES) and handles)
     # What follows `if a: ...; return` is run only where that arm was not.
     passed = takewhile(lambda arm: not isinstance(arm[0], _LOOPS), before)
     return any(isinstance(node, ast.If) and _leaves(_arms_of(node)[arm][-1]) for node, arm in passed)
