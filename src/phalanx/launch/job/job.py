@@ -27,7 +27,7 @@ from phalanx.topology.table import RankRow
 from phalanx.wire.key import new_key
 from phalanx.words import format_count
 
-__all__ = ["Job", "Share", "make_job", "next_attempt"]
+__all__ = ["Job", "make_job", "next_attempt"]
 
 # After Ctrl-C somebody waits at the terminal. After SIGTERM or SIGHUP a batch system ends the job, and ranks may be
 # writing a checkpoint. After a failure (None) the ranks are out of step, and most of them can only fail too.
