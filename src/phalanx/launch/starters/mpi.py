@@ -174,7 +174,7 @@ class MpiStarter(JoiningStarter):
 
     def explain(self, failures: Sequence[Failure]) -> tuple[str, int] | None:
         """If no rank has failed by itself, the MPI launcher ended the job: its output says why."""
-        if self.supervisor.ending or not failures or any(failure.has_failed for failure in failures):
+        if not failures or any(failure.has_failed for failure in failures):
             return None
         ranks = format_named("rank", [failure.rank for failure in failures])
         return f"phalanx: {self._describe_end()}, and {ranks} with it\n{self._said()}", self._exit_code()

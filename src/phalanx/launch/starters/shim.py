@@ -38,11 +38,12 @@ def main() -> None:
 
     if settings.MPI_JOIN not in os.environ:
         sys.exit("phalanx: this program is for `phalanx run --mpi` to start; start your script with that")
+    from phalanx.launch.agent import HANDLED
     from phalanx.launch.rank.start import become
     from phalanx.launch.starters.mpi_agent import ASKED, PASSED_ON, be_agent
 
     watched = {*ASKED, *PASSED_ON, signal.SIGCHLD}
-    handlers: dict[int, Any] = {signum: signal.getsignal(signum) or signal.SIG_DFL for signum in watched}
+    handlers: dict[int, Any] = {signum: signal.getsignal(signum) or signal.SIG_DFL for signum in HANDLED}
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     signals, to_agent = os.pipe()
     agent = os.fork()
