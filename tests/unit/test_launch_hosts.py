@@ -18,7 +18,7 @@ from phalanx.launch.job.target import Target
 from phalanx.launch.protocol import Here
 from phalanx.launch.starters.agreement import find_differences
 from phalanx.launch.starters.environment import carried_variables
-from phalanx.launch.starters.ssh import command_for
+from phalanx.launch.starters.ssh import command_for, split_starter
 from phalanx.launch.starters.tree import FAN, starting_host
 from phalanx.system import interfaces
 from phalanx.system.host import machine_name
@@ -176,6 +176,8 @@ def test_the_command_on_a_host() -> None:
     assert command.startswith(f"exec {sys.executable} -I -S ")
     agent = command_for("localhost", [])
     assert command_for("pod-1", ["kubectl", "exec", "-i"]) == ["kubectl", "exec", "-i", "pod-1", *agent]
+    assert command_for("pod-1", split_starter("kubectl")) == ["kubectl", "exec", "-i", "pod-1", "--", *agent]
+    assert command_for("c1", split_starter("a -n 'b c' {host} --")) == ["a", "-n", "b c", "c1", "--", *agent]
 
 
 def test_variables_that_differ_between_hosts_stay() -> None:

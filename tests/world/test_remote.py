@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import signal
-from pathlib import Path
 
 import pytest
 from tests.launch_support import ask_until, time_for_stacks
@@ -214,16 +212,11 @@ wait $!
 
 
 @pytest.mark.long
-def test_recipe_for_pods_leaves_nothing_when_the_launcher_is_killed(remote: RemoteLauncher) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
-    (recipe,) = [
-        block for block in re.findall(r"^```sh\n(.*?)^```$", page, re.M | re.S) if 'kubectl exec -i "' in block
-    ]
-    kubectl = KUBECTL.format(starter=remote.starter[0].partition("=")[2])
-    for name, text in (("in-pod.sh", recipe), ("kubectl", kubectl)):
-        (remote.folder / name).write_text(text)
-        (remote.folder / name).chmod(0o755)
-    remote.starter = ["--starter", "sh in-pod.sh"]
+def test_the_starter_of_pods_leaves_nothing_when_the_launcher_is_killed(remote: RemoteLauncher) -> None:
+    kubectl = remote.folder / "kubectl"
+    kubectl.write_text(KUBECTL.format(starter=remote.starter[0].partition("=")[2]))
+    kubectl.chmod(0o755)
+    remote.starter = ["--starter", "kubectl"]
     script = remote.script("""
         import os, sys, time
         print(os.uname().nodename, os.environ["RANK"], sys.argv[1], flush=True)

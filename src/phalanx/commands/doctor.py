@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 
@@ -15,6 +14,7 @@ from phalanx.doctor.finding import Finding, Level, as_json, as_text, worst
 from phalanx.doctor.host import examine
 from phalanx.doctor.hosts import examine_devices, examine_hosts, pairs_as_json, pairs_as_text
 from phalanx.launch.job.hosts import HostSlots, find_allocation, parse_hosts, read_hostfile
+from phalanx.launch.starters.ssh import split_starter
 from phalanx.words import format_list, tell_progress
 
 __all__ = ["doctor"]
@@ -58,7 +58,7 @@ Exit codes: 0 if all is well; 1 if there is a warning; 3 if there is a failure; 
 @click.option(
     "--starter",
     metavar="'PROGRAM ARGS'",
-    help="What starts a helper on a host, called as PROGRAM ARGS HOST COMMAND…; ssh by default.",
+    help="What starts a helper on a host, called as PROGRAM ARGS HOST COMMAND…; ssh by default; as of phalanx run.",
 )
 @click.option("--no-rates", is_flag=True, help="Do not measure rates, which uses each link for about a second.")
 @click.option("--gpu", is_flag=True, help="Look at the accelerators alone, and measure them for two seconds.")
@@ -75,7 +75,7 @@ def doctor(
     """Run the command; ``--help`` prints ``_HELP``."""
     if hosts and hostfile:
         raise click.UsageError("-H and --hostfile both name hosts; give one of them")
-    start_by = shlex.split(starter or "")
+    start_by = split_starter(starter or "")
     named = read_hostfile(hostfile) if hostfile else parse_hosts(hosts) if hosts else ()
     allocation = find_allocation(os.environ) if not named and not start_by else None
     if allocation is not None:

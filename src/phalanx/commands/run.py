@@ -102,7 +102,8 @@ _HELP = {
         "--hostfile": "The hosts from a file, one a line (h1:4, or h1 slots=4).",
         "--ppn": "With --hosts or --hostfile, or in an allocation: the most ranks a host takes.",
         "--starter": "In place of ssh: start processes on other hosts by this program, called as COMMAND HOST PROGRAM "
-        "ARGS...; it hands its standard input on: --starter 'docker exec -i'.",
+        "ARGS..., or with HOST where it has the word {host}; it hands its standard input on: --starter 'docker exec "
+        "-i'. kubectl alone: by kubectl exec -i {host} --.",
         "--mpi": "Let this MPI launcher start the ranks: mpiexec, mpirun, srun, or a path to one; with its own options "
         "in quotes: --mpi 'mpiexec -iface ib0'.",
         "--address": "With other hosts: the address, IPv4 or IPv6, by which they reach this one.  [default: its first "

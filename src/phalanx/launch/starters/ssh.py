@@ -1,9 +1,10 @@
 """How a host's agent is started: by ssh, by a starter of the user's, or here.
 
 A starter is called as ``PROGRAM ARGS HOST COMMAND...``, must hand its standard input on to the command, and must not
-end before the command does: ``docker exec -i``, ``lxc exec``, a script around ``kubectl exec -i``. ssh is called with
-the user's configuration (keys, ports, jump hosts, shared connections), except that it may not ask anything: nobody
-could answer for several hosts, and the job would wait.
+end before the command does: ``docker exec -i``, ``lxc exec``. Where a word of it is ``{host}``, that is the host, and
+the command comes last: ``kubectl exec -i {host} --``, for which ``kubectl`` alone is short. ssh is called with the
+user's configuration (keys, ports, jump hosts, shared connections), except that it may not ask anything: nobody could
+answer for several hosts, and the job would wait.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ from phalanx.launch.output.failure import signal_name
 from phalanx.launch.starters.invitation import OTHER_VERSION, UNREACHABLE, Invitation
 from phalanx.launch.starters.program import Program
 
-__all__ = ["AgentProgram", "command_for", "parse_starter"]
+__all__ = ["AgentProgram", "command_for", "parse_starter", "split_starter"]
 
 PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "start_agent.py")
 # ConnectTimeout covers the connection and its banner; a host that is switched off is reported after that.
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=8")
+# The word of a starter in whose place the host comes, and the starters that have a name. kubectl takes what follows the
+# pod for its own options, unless -- ends these.
+_HOST = "{host}"
+_NAMED = {"kubectl": ("kubectl", "exec", "-i", _HOST, "--")}
 # The exit codes of a shell, and of programs like it, for a command that cannot be executed or is not there.
 _NO_PROGRAM = (126, 127)
 _SSH_FAILED = 255
@@ -54,7 +59,8 @@ def command_for(name: str, starter: Sequence[str], program: Sequence[str] = _AGE
     if is_here(name, starter=bool(starter)):
         return [*program]
     if starter:
-        return [*starter, name, *program]
+        words = starter if _HOST in starter else (*starter, _HOST)
+        return [*(name if word == _HOST else word for word in words), *program]
     # The other side is a shell, which takes one line.
     return [*_SSH, "--", name, f"exec {shlex.join(program)}"]
 
@@ -67,14 +73,24 @@ def parse_starter(command: str | None) -> list[str]:
     """
     if command is None:
         return []
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        raise LaunchError(f"--starter {command!r}: {error}") from None
+    words = split_starter(command)
     if not words or shutil.which(words[0]) is None:
         named = f"this host has no program {words[0]}" if words else "it names no program"
         raise LaunchError(f"--starter {command!r}: {named}")
     return words
+
+
+def split_starter(command: str) -> list[str]:
+    """The words of ``--starter``, those of a starter that has a name in its place; nothing is looked for on this host.
+
+    Raises:
+        LaunchError: its quotes do not match.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise LaunchError(f"--starter {command!r}: {error}") from None
+    return [*_NAMED.get(" ".join(words), words)]
 
 
 class AgentProgram(Program):
