@@ -445,8 +445,9 @@ class Agent:
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 input_of = fed if plan.reads else -1
-                for descriptor in (out_read, err_read, *([feed] if feed >= 0 else [])):
-                    os.close(descriptor)
+                for descriptor in (out_read, err_read, feed, *(() if plan.reads else (fed,))):
+                    if descriptor >= 0:
+                        os.close(descriptor)
                 return self._become(order, part, plan, ends, parent, input_of)
             for descriptor in (out_write, err_write):
                 os.close(descriptor)
@@ -647,6 +648,8 @@ class Agent:
         assert self.start is not None
         rank, trace = self.ranks.pop(part), self.trace
         self.pids.pop(part, None)
+        if self.request is not None:
+            self.request[0].forget(part)
         self._drain(rank)
         self.send_report(part, rank)
         killed = count_oom_kills()

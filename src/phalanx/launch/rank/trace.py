@@ -282,6 +282,10 @@ class StackRequest:
         self._until = time.monotonic() + patience_s
         self.look_at = 0.0
 
+    def forget(self, part: int) -> None:
+        """A rank has ended, and its process id may be another's soon."""
+        self.late = [other for other in self.late if other != part]
+
     def look(self) -> bool:
         """Whether all is over: all have written, or the time is up."""
         now = time.monotonic()
