@@ -13,7 +13,7 @@ JOBS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 20
 
 .DEFAULT_GOAL := help
-.PHONY: help run docs docs-test test test-all share lint types unit long fault mpi frameworks torch-versions benchmark sanitize conformance arm clean
+.PHONY: rooms help run docs docs-test test test-all share lint types unit long fault mpi frameworks torch-versions benchmark sanitize conformance arm clean
 
 help:  ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -114,6 +114,9 @@ $(FRAMEWORKS)/.installed: $(VENV)/.installed requirements/frameworks.txt require
 	@cp $(FRAMEWORKS)/paths "$$($(FRAMEWORKS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/phalanx-main.pth"
 	@$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/frameworks.txt
 	@touch $@
+
+rooms:  ## Lines and files of Python in each room of src/phalanx
+	@for room in src/phalanx/*/; do printf '%7s %4s  %s\n' "$$(find $$room -name '*.py' | xargs cat | wc -l)" "$$(find $$room -name '*.py' | wc -l)" "$$room"; done
 
 clean:  ## Remove what the build made (not the environment)
 	rm -rf build dist src/*.egg-info src/phalanx/native/*.so .mypy_cache .pytest_cache .ruff_cache
