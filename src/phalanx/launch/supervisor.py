@@ -204,6 +204,7 @@ class Supervisor:
         """Start the agents, or order those that are there to start ranks."""
         job = self.job
         self.selector.register(self.wakeup[0], selectors.EVENT_READ, self._on_wakeup)
+        self._act_on_signals()
         try:
             self.starter.begin()
         except Refusal as refusal:
@@ -216,7 +217,7 @@ class Supervisor:
             self.listener.close()  # rank 0 of a program opens the port itself
         if job.attempt.is_last and job.is_local and not os.isatty(0):
             release_input()  # only then does its writer notice when the rank that reads it ends
-        if job.is_local:
+        if job.is_local and not self.over:
             self._introduce()
             self._start_ranks()
 
@@ -241,6 +242,7 @@ class Supervisor:
         self._dismiss(stays=goes_on and self.job.is_local)
         if goes_on and self.interrupted is None:
             conclude_attempt(self.job, ended, self.console)
+            self._act_on_signals()  # one may have come while that was written
             if self.interrupted is None:
                 return None
         if goes_on and self.job.is_local:
