@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from phalanx.diagnosis.stacks import format_places
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.options import FAILURE_FILE
 from phalanx.launch.output.failure import End, Failure, failure_in_short, find_cause, format_failure, signal_name
 from phalanx.launch.output.logs import Console
-from phalanx.launch.output.stacks import format_places
 from phalanx.launch.rank.trace import Stage
 from phalanx.words import format_named
 

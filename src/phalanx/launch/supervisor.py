@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 
+from phalanx.diagnosis.stacks import format_stacks
 from phalanx.errors import OUT_OF_MEMORY_HINT, LaunchError
 from phalanx.launch.conclusion import Ended, HandOver, conclude, conclude_attempt, failed, why_it_ends
 from phalanx.launch.examination import Examiner, received_recording
@@ -41,7 +42,6 @@ from phalanx.launch.output.failure import End, Failure, collect_failures, descri
 from phalanx.launch.output.log_files import LogFiles
 from phalanx.launch.output.logs import Console, Sink
 from phalanx.launch.output.report import Report, as_report
-from phalanx.launch.output.stacks import format_stacks
 from phalanx.launch.output.streams import last_lines, open_streams
 from phalanx.launch.patience import Patience
 from phalanx.launch.protocol import (
