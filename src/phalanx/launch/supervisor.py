@@ -38,10 +38,17 @@ from phalanx.launch.hang_watch import HangWatch
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.target import Refusal
 from phalanx.launch.link import IN, MESSAGE, OUT, Link, Lost, split_rank
-from phalanx.launch.output.failure import End, Failure, collect_failures, describe_status, lacks_cause
+from phalanx.launch.output.failure import (
+    End,
+    Failure,
+    Report,
+    as_report,
+    collect_failures,
+    describe_status,
+    lacks_cause,
+)
 from phalanx.launch.output.log_files import LogFiles
 from phalanx.launch.output.logs import Console, Sink
-from phalanx.launch.output.report import Report, as_report
 from phalanx.launch.output.streams import last_lines, open_streams
 from phalanx.launch.patience import Patience
 from phalanx.launch.protocol import (
@@ -71,7 +78,6 @@ from phalanx.launch.protocol import (
     WantsInput,
     decode_event,
 )
-from phalanx.launch.rank.descriptors import release_input
 from phalanx.launch.rank.trace import Stage
 from phalanx.launch.roster import AgentState, RankState
 from phalanx.launch.running.jobs import Description
@@ -220,7 +226,7 @@ class Supervisor:
         else:
             self.listener.close()  # rank 0 of a program opens the port itself
         if job.attempt.is_last and job.is_local and not os.isatty(0):
-            release_input()  # only then does its writer notice when the rank that reads it ends
+            processes.release_input()  # only then does its writer notice when the rank that reads it ends
         if job.is_local:
             self._introduce()
             self._start_ranks()

@@ -1,7 +1,7 @@
 """``phalanx.launch()``: ranks for a function of a running interpreter, in a notebook above all.
 
 Prior art: Accelerate's ``notebook_launcher`` and torch's elastic ``start_processes``; docs/design/launching.md compares
-them. The ranks are those of ``phalanx run``: one process supervises them (``supervising.py``), and this one only shows
+them. The ranks are those of ``phalanx run``: one process supervises them (``supervise.py``), and this one only shows
 what it writes, hands Ctrl-C on, and reads the results.
 """
 
@@ -22,14 +22,12 @@ from typing import Any, Literal, NoReturn, TextIO, TypeVar
 
 from phalanx import settings
 from phalanx.errors import OUT_OF_MEMORY_HINT, ArgumentError, InitializationError, LaunchError, RankFailed
-from phalanx.launch.function.forking import fork_apart, why_not
-from phalanx.launch.function.spawning import Start, pickle_call, spawn
-from phalanx.launch.function.supervising import supervise
+from phalanx.launch.function.starting import fork_apart, pickle_call, spawn, why_not
+from phalanx.launch.function.supervise import forget_interpreter, supervise
 from phalanx.launch.job.job import Job, make_job
 from phalanx.launch.job.options import COUNTED_HERE, LaunchOptions, count_ranks
 from phalanx.launch.job.target import Target
 from phalanx.launch.output.failure import describe_status
-from phalanx.launch.rank.forked import forget_interpreter
 from phalanx.launch.rank.preload import import_for_ranks
 from phalanx.topology.environment import read_environment
 from phalanx.wrong_arguments import explained, require
@@ -224,8 +222,7 @@ class _Call:
         self._outputs = {out_read: _Output(sys.stdout), err_read: _Output(sys.stderr)}
         try:
             if self._pickled:
-                start = Start(self._job, self._pickled, self._variables, self._results, self._reason, os.getpid())
-                self._pid = spawn(start, out, err)
+                self._pid = spawn(self._job, self._pickled, self._variables, self._results, self._reason, out, err)
             else:
                 self._pid, self._has_ended = fork_apart(lambda parent: self._be_supervisor(parent, out, err))
         finally:

@@ -23,8 +23,8 @@ from datetime import datetime
 
 from phalanx.errors import LaunchError
 from phalanx.launch.job.job import Job
+from phalanx.launch.output.failure import Report
 from phalanx.launch.output.logs import Sink, mark_lines
-from phalanx.launch.output.report import Report
 from phalanx.words import printable
 
 __all__ = ["LogFiles", "RankLog"]
