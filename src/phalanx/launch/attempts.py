@@ -87,7 +87,7 @@ def launch(job: Job, hand_over: HandOver | None = None) -> RankStart | int:
 
 def _open(job: Job, local: LocalAgent | None, strangers: list[int], before: Supervisor | None = None) -> Supervisor:
     """Open all that an attempt needs."""
-    from phalanx.launch.output.log_files import LogFiles
+    from phalanx.launch.output.streams import LogFiles
     from phalanx.launch.supervisor import Supervisor
     from phalanx.system.interfaces import listening_address
     from phalanx.wire.sockets import listen

@@ -47,9 +47,8 @@ from phalanx.launch.output.failure import (
     describe_status,
     lacks_cause,
 )
-from phalanx.launch.output.log_files import LogFiles
 from phalanx.launch.output.logs import Console, Sink
-from phalanx.launch.output.streams import last_lines, open_streams
+from phalanx.launch.output.streams import LogFiles, last_lines, open_streams
 from phalanx.launch.patience import Patience
 from phalanx.launch.protocol import (
     EVENTS,

@@ -36,6 +36,7 @@ __all__ = ["StartMethod", "launch"]
 
 StartMethod = Literal["fork", "spawn"]
 T = TypeVar("T")
+_Function = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]  # with its arguments, and those by name
 
 _BLOCK = 1 << 16
 # While pipes are made and a process is started that inherits them: one of another call must not inherit them too.
@@ -123,11 +124,7 @@ def _count(n: int | str) -> int:
 
 
 def _refuse_in_rank() -> None:
-    """Refuse to start ranks in a rank.
-
-    Raises:
-        LaunchError: this process is one of several, or ``phalanx run`` or ``phalanx.launch()`` has started it.
-    """
+    """Refuse to start ranks in a process that is one of several, or that a launcher of ours has started."""
     try:
         others = read_environment().place().world_size > 1
     except InitializationError:
@@ -142,24 +139,11 @@ def _refuse_in_rank() -> None:
 class _Call:
     """One call of :func:`launch`: the supervisor, its output, the results.
 
-    Args:
-        job: the job.
-        call: the function, its arguments, and those by name.
-        pickled: the same for a fresh interpreter; empty to fork.
-        variables: what is set for all ranks.
+    ``pickled`` is the call for a fresh interpreter; empty to fork. ``variables`` are set for all ranks.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        call: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]],
-        pickled: bytes,
-        variables: Mapping[str, str],
-    ) -> None:
-        self._job = job
-        self._call = call
-        self._pickled = pickled
-        self._variables = variables
+    def __init__(self, job: Job, call: _Function, pickled: bytes, variables: Mapping[str, str]) -> None:
+        self._job, self._call, self._pickled, self._variables = job, call, pickled, variables
         self._pid = 0
         self._has_ended: Callable[[], None] | None = None
         self._interrupts = 0
@@ -188,8 +172,7 @@ class _Call:
                 os.kill(self._pid, signal.SIGINT)  # it came before there was a process to hand it on to
             while self._outputs:
                 self._show()
-            status = self._wait()
-            return self._conclude(status)
+            return self._conclude(self._wait())
         finally:
             self._tidy_up()
             if before is not None:
@@ -316,11 +299,7 @@ class _Call:
 
 
 class _Output:
-    """One of the supervisor's two streams, on its way to the stream of this interpreter.
-
-    Args:
-        stream: where it is shown; None to show it nowhere.
-    """
+    """One of the supervisor's two streams, on its way to the stream of this interpreter, if that has one."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream

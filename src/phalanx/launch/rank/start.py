@@ -211,6 +211,7 @@ def become(start: RankStart) -> None:
 
     Raises:
         SystemExit: the script called ``sys.exit``, or an exception ended it that has been reported (code 1).
+        KeyboardInterrupt: it was interrupted.
     """
     target = start.target
     if start.code is None:
@@ -247,12 +248,7 @@ def become(start: RankStart) -> None:
 
 @contextlib.contextmanager
 def reported(start: RankStart) -> Iterator[None]:
-    """While the body runs as this rank's script: report the exception that ends it.
-
-    Raises:
-        SystemExit: the script called ``sys.exit``, or an exception ended it that has been reported (code 1).
-        KeyboardInterrupt: it was interrupted.
-    """
+    """While the body runs as this rank's script: report the exception that ends it, as :func:`become` says."""
     hook = sys.excepthook = _Hook(start)
     try:
         yield
@@ -272,7 +268,7 @@ def reported(start: RankStart) -> Iterator[None]:
 
 
 def _code_of(error: SystemExit) -> int:
-    """The exit code. The interpreter exits with 1 after ``sys.exit("a text")``, and prints the text."""
+    # The interpreter exits with 1 after sys.exit("a text"), and prints the text.
     return error.code & 0xFF if isinstance(error.code, int) else 0 if error.code is None else 1
 
 
@@ -355,15 +351,12 @@ def _is_consequence(error: BaseException) -> bool:
 
 
 def _report(start: RankStart, error: BaseException, *, shown: bool, now: float | None = None) -> bool:
-    """Write the error into the report file, in the form of torch's ``@record``, with the time by the monotonic clock.
+    """Write the error into the report file; return whether that is there.
 
-    Returns:
-        Whether it was written. It is not if the script has closed all descriptors that it did not open itself, or if
-        this process is a child that the script forked, which must not report for the rank.
+    A script may have closed all descriptors that it did not open itself, and a child that it forked must not report.
     """
     if os.getpid() != start.pid:
         return False
-    own = traceback_of_script(error)
     if isinstance(error, SystemExit):
         code, message = _code_of(error), "" if isinstance(error.code, int) else str(error.code)
     else:
@@ -375,7 +368,7 @@ def _report(start: RankStart, error: BaseException, *, shown: bool, now: float |
     report = Report(
         type=f"{type(error).__module__}.{type(error).__qualname__}",
         message=message,
-        traceback="" if shown else _format_traceback(error, own),
+        traceback="" if shown else _format_traceback(error, traceback_of_script(error)),
         shown=shown,
         exited=isinstance(error, SystemExit),
         consequence=_is_consequence(error),
