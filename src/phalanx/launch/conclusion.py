@@ -209,7 +209,7 @@ def _say_interrupted(job: Job, ended: Ended, signum: int, console: Console) -> N
 def _note_strangers(job: Job, ended: Ended, console: Console) -> None:
     """Say so if ranks that use torch have not joined each other: then each has done the whole work alone."""
     stages = {rank.stage for rank in ended.ranks}
-    joined = max(stages) >= Stage.JOINED
+    joined = Stage.ENDED in stages
     if job.quiet or job.ranks == 1 or job.mpi is not None or joined or stages == {Stage.STARTED}:
         return
     local = "" if job.pass_local_rank else "; a script that takes --local_rank wants phalanx run --pass-local-rank"

@@ -264,23 +264,20 @@ class _Call:
         return [self._result(rank) for rank in range(self._job.ranks)]
 
     def _result(self, rank: int) -> Any:
+        who = f"rank {rank} of {self._job.ranks}"
         with open(self._results[rank], "rb", closefd=False) as file:
             if file.seek(0, os.SEEK_END) == 0:
-                raise RankFailed(
-                    f"rank {rank} of {self._job.ranks} ended without a result: has something called os._exit()?",
-                    rank=rank,
-                    exit_code=0,
-                )
+                text = f"{who} ended without a result: has something called os._exit()?"
+                raise RankFailed(text, rank=rank, exit_code=0)
             file.seek(0)
             try:
                 return pickle.load(file)
             except Exception as error:
-                raise RankFailed(
-                    f"the result of rank {rank} of {self._job.ranks} cannot be rebuilt here: {type(error).__name__}: "
-                    f"{error}; return tensors, numbers, lists or dictionaries",
-                    rank=rank,
-                    exit_code=0,
-                ) from error
+                text = (
+                    f"the result of {who} cannot be rebuilt here: {type(error).__name__}: {error}; return tensors, "
+                    "numbers, lists or dictionaries"
+                )
+                raise RankFailed(text, rank=rank, exit_code=0) from error
 
     def _tidy_up(self) -> None:
         """End what still runs, after an error in this process, and close everything."""

@@ -27,7 +27,6 @@ import traceback
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TextIO, cast
 
 from phalanx import settings
@@ -154,11 +153,11 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     faulthandler.enable()
     renew_engine()
     open_own(ends.trace, start.part)
-    publish_by(partial(note_asked, start.run_id))
-    keep_in(partial(place_of_recorder, start.run_id))
-    learn_by(partial(how_ended, start.run_id))
+    publish_by(note_asked)
+    keep_in(place_of_recorder)
+    learn_by(how_ended)
     if settings.AGENT in os.environ:
-        learn_elsewhere_by(partial(how_ended_elsewhere, start.run_id))
+        learn_elsewhere_by(how_ended_elsewhere)
 
 
 def _stream(stream: TextIO | None, descriptor: int, mode: str) -> TextIO:
@@ -193,7 +192,7 @@ def leave_siblings(start: RankStart) -> None:
         return
 
     def imported() -> None:
-        advance(start.run_id, Stage.IMPORTED)
+        advance(Stage.IMPORTED)
         _record_other_backends()
 
     hide_torch(start.quiet or start.rank != 0, imported)
@@ -278,7 +277,7 @@ def _note_end(start: RankStart) -> None:
     has_met = getattr(sys.modules.get("phalanx.c10d.register"), "has_met", False)
     has_world = getattr(sys.modules.get("phalanx.world"), "_openings", 0)
     if has_met or has_world or (c10d is not None and c10d.is_initialized()):
-        advance(start.run_id, Stage.ENDED)
+        advance(Stage.ENDED)
 
 
 class _Hook:

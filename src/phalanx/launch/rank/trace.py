@@ -35,7 +35,7 @@ import signal
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.diagnosis import stacks as stack_signal
 from phalanx.diagnosis.ends import Ending
@@ -85,17 +85,24 @@ _HIGHEST = 1024
 
 
 class Stage(enum.IntEnum):
-    """How far a rank has come: it runs, has imported torch, has joined the others, and has come to its script's end."""
+    """How far a rank has come: it runs, has imported torch, has joined the others and come to its script's end."""
 
     STARTED = 0
     IMPORTED = 1
-    JOINED = 2
-    ENDED = 3  # and Python's exit handlers have run; only of a rank that has joined
+    ENDED = 3
 
 
 # -- in a rank -----------------------------------------------------------------------------------------
 
-_own: tuple[int, int, int] | None = None  # the descriptor, where this rank's part begins, and the rank's pid
+
+class _Own(NamedTuple):
+    descriptor: int
+    begin: int  # of this rank's part
+    pid: int
+    about: os.stat_result
+
+
+_own: _Own | None = None
 
 
 def open_own(descriptor: int, part: int) -> None:
@@ -113,62 +120,63 @@ def open_own(descriptor: int, part: int) -> None:
     os.lseek(own, begin + _PAGE, os.SEEK_SET)
     os.pwrite(own, own.to_bytes(4, "little"), begin + 4)
     stack_signal.write_stacks_on(STACK_SIGNAL, own)
-    _own = own, begin, os.getpid()
+    _own = _Own(own, begin, os.getpid(), os.fstat(own))
 
 
-def _own_file(run_id: str) -> int | None:
-    """The file; None if this process has none, or the script has closed it."""
-    return _own[0] if _own is not None and _is_trace(os.getpid(), _own[0], run_id) else None
+def _opened() -> _Own | None:
+    """What this process has of the file; None without a part of it, or if the script has closed it."""
+    with contextlib.suppress(OSError):
+        if _own is not None and os.path.samestat(os.fstat(_own.descriptor), _own.about):
+            return _own
+    return None
 
 
-def place_of_recorder(run_id: str) -> tuple[int, int]:
+def place_of_recorder() -> tuple[int, int]:
     """The file, and where in it the rank's flight recorder is to be.
 
     Raises:
         OSError: there is no such place.
     """
-    descriptor = _own_file(run_id)
-    if descriptor is None or _own is None:
+    own = _opened()
+    if own is None:
         raise OSError("this process has no part of a trace")
-    place = _own[1] + _RECORDER
+    place = own.begin + _RECORDER
     # Only ever longer: other ranks are writing to it.
-    os.pwrite(descriptor, b"\0", place + RECORDER_BYTES - 1)
-    return descriptor, place
+    os.pwrite(own.descriptor, b"\0", place + RECORDER_BYTES - 1)
+    return own.descriptor, place
 
 
-def advance(run_id: str, stage: Stage) -> None:
+def advance(stage: Stage) -> None:
     """Note how far the rank has come. Does nothing in a child that the script has forked."""
-    _write(run_id, bytes([stage]), 0)
+    _write(bytes([stage]), 0)
 
 
-def note_asked(run_id: str, text: str) -> None:
+def note_asked(text: str) -> None:
     """Note what the rank has asked another process for; empty for nothing. See :func:`advance`."""
-    _write(run_id, text.encode(errors="replace")[: _ASKED_BYTES - 1] + b"\0", _ASKED_AT)
+    _write(text.encode(errors="replace")[: _ASKED_BYTES - 1] + b"\0", _ASKED_AT)
 
 
-def _write(run_id: str, data: bytes, at: int) -> None:
-    if _own is not None and _own[2] == os.getpid():
-        descriptor, begin, pid = _own
-        with contextlib.suppress(OSError):
-            if _is_trace(pid, descriptor, run_id):
-                os.pwrite(descriptor, data, begin + at)
+def _write(data: bytes, at: int) -> None:
+    own = _opened()
+    if own is not None and own.pid == os.getpid():
+        os.pwrite(own.descriptor, data, own.begin + at)
 
 
-def how_ended(run_id: str, pid: int) -> Ending | None:
+def how_ended(pid: int) -> Ending | None:
     """How another rank of this host has ended, by its pid; None if its agent has not said it."""
-    descriptor, wanted = _own_file(run_id), pid.to_bytes(4, "little")
-    if descriptor is not None:
-        for begin in range(0, os.fstat(descriptor).st_size, _PART):
-            if os.pread(descriptor, 4, begin + _END_AT) == wanted:
-                status = os.pread(descriptor, 4, begin + _END_AT + 4)
+    own, wanted = _opened(), pid.to_bytes(4, "little")
+    if own is not None:
+        for begin in range(0, os.fstat(own.descriptor).st_size, _PART):
+            if os.pread(own.descriptor, 4, begin + _END_AT) == wanted:
+                status = os.pread(own.descriptor, 4, begin + _END_AT + 4)
                 return _ending(int.from_bytes(status, "little", signed=True))
     return None
 
 
-def how_ended_elsewhere(run_id: str, host: str, pid: int) -> dict[str, Any] | None:
+def how_ended_elsewhere(host: str, pid: int) -> dict[str, Any] | None:
     """How a rank of another host has failed, and what it did last, by its pid there; None if that is not known."""
-    descriptor = _own_file(run_id)
-    lines = os.pread(descriptor, _LONGEST_ELSEWHERE, _ELSEWHERE).split(b"\n")[:-1] if descriptor is not None else []
+    own = _opened()
+    lines = os.pread(own.descriptor, _LONGEST_ELSEWHERE, _ELSEWHERE).split(b"\n")[:-1] if own is not None else []
     for known in map(json.loads, lines):
         if (known.pop("host"), known.pop("pid")) == (host, pid):
             ending = _ending(known.pop("status"))
@@ -182,13 +190,6 @@ def _ending(status: int) -> Ending:
     return Ending(f"with exit code {status}")
 
 
-def _is_trace(pid: int, descriptor: int, run_id: str) -> bool:
-    try:
-        return os.readlink(f"/proc/{pid}/fd/{descriptor}").startswith(f"/memfd:{trace_name(run_id)} ")
-    except OSError:
-        return False
-
-
 # -- in the agent, and in who looks at the job from outside --------------------------------------------
 
 
@@ -200,6 +201,13 @@ def open_trace(run_id: str) -> int:
 def trace_name(run_id: str) -> str:
     """The name of the file, as ``/proc/<pid>/fd`` shows it."""
     return f"{run_id}-trace"
+
+
+def _is_trace(pid: int, descriptor: int, run_id: str) -> bool:
+    try:
+        return os.readlink(f"/proc/{pid}/fd/{descriptor}").startswith(f"/memfd:{trace_name(run_id)} ")
+    except OSError:
+        return False
 
 
 class Trace:
