@@ -477,21 +477,8 @@ class Agent:
         if input_of >= 0:
             os.dup2(input_of, 0)
             os.close(input_of)
-        start = RankStart(
-            plan.rank,
-            dataclasses.replace(order.target, argv=plan.argv),
-            order.run_id,
-            environment,
-            ends,
-            code,
-            spec,
-            parent,
-            part=part,
-            cpus=plan.cpus,
-            quiet=order.quiet,
-            reads=plan.reads,
-            terminal=plan.terminal,
-        )
+        target = dataclasses.replace(order.target, argv=plan.argv)
+        start = RankStart(plan, target, order.run_id, environment, ends, code, spec, parent, part, order.quiet)
         enter_rank(start, self.inheritance.handlers, self.inheritance.file_limit)
         if order.target.is_python and order.preload:
             leave_siblings(start)

@@ -68,7 +68,7 @@ def supervise(job: Job, call: Callable[[], Any], results: Sequence[int], reason:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         outcome = launch(job, hand_over)
         if isinstance(outcome, RankStart):
-            _call_and_end(outcome, call, results[outcome.rank])
+            _call_and_end(outcome, call, results[outcome.plan.rank])
         code = outcome
     except (LaunchError, PhalanxError) as error:
         hand_over(-1, str(error), 2)

@@ -37,6 +37,7 @@ from phalanx.errors import PhalanxError
 from phalanx.launch.job.memory import apply_to_this_process
 from phalanx.launch.job.target import Target
 from phalanx.launch.output.failure import Report
+from phalanx.launch.protocol import RankPlan
 from phalanx.launch.rank.late_variables import apply_threads, hide_torch
 from phalanx.launch.rank.trace import (
     Stage,
@@ -88,14 +89,11 @@ class RankStart:
         spec: the future ``__main__.__spec__``; None for a plain script.
         parent: the process id of its parent (the agent), with which this process ends.
         part: its part of the trace.
-        cpus: the logical cores it is bound to; empty for those of its parent.
         quiet: whether it prints no notes.
-        reads: whether it keeps the launcher's standard input.
-        terminal: whether it keeps the launcher's standard output and error too, as a debugger wants.
         pid: the process in which this object was made; a child that the script forks is not the rank.
     """
 
-    rank: int
+    plan: RankPlan
     target: Target
     run_id: str
     environment: dict[str, str]
@@ -103,11 +101,8 @@ class RankStart:
     code: types.CodeType | None
     spec: importlib.machinery.ModuleSpec | None
     parent: int
-    part: int = 0
-    cpus: tuple[int, ...] = ()
-    quiet: bool = False
-    reads: bool = False
-    terminal: bool = False
+    part: int
+    quiet: bool
     pid: int = field(default_factory=os.getpid)
 
 
@@ -120,17 +115,17 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     # A session of its own and not only a process group: the terminal stops a background group that touches it, but not
     # a process that has no terminal. And all processes that the rank starts can be found by their session.
     os.setsid()
-    processes.set_name(f"rank-{start.rank}")
-    if start.cpus:
-        os.sched_setaffinity(0, start.cpus)
+    processes.set_name(f"rank-{start.plan.rank}")
+    if start.plan.cpus:
+        os.sched_setaffinity(0, start.plan.cpus)
         processes.take_memory_nearby()
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     ends = start.ends
-    if not start.reads:
+    if not start.plan.reads:
         processes.release_input()
-    if not start.terminal:
+    if not start.plan.terminal:
         os.dup2(ends.out_write, 1)
         os.dup2(ends.err_write, 2)
     os.close(ends.out_write)
@@ -195,7 +190,7 @@ def leave_siblings(start: RankStart) -> None:
         advance(Stage.IMPORTED)
         _record_other_backends()
 
-    hide_torch(start.quiet or start.rank != 0, imported)
+    hide_torch(start.quiet or start.plan.rank != 0, imported)
 
 
 def _record_other_backends() -> None:
@@ -390,10 +385,10 @@ def _hint(start: RankStart, error: BaseException) -> str:
     """What is known of the cause beyond the exception's own text."""
     if start.target.kind == "function":
         return ""  # the remedies are options of the command
-    if type(error).__name__ == "BdbQuit" and type(error).__module__ == "bdb" and not start.reads:
-        return f"a debugger needs the terminal: phalanx run --debug {start.rank} …"
-    if isinstance(error, EOFError) and not start.reads:
-        return f"if it wanted to read the terminal or a pipe: phalanx run --stdin {start.rank} …"
+    if type(error).__name__ == "BdbQuit" and type(error).__module__ == "bdb" and not start.plan.reads:
+        return f"a debugger needs the terminal: phalanx run --debug {start.plan.rank} …"
+    if isinstance(error, EOFError) and not start.plan.reads:
+        return f"if it wanted to read the terminal or a pipe: phalanx run --stdin {start.plan.rank} …"
     frames = error.__traceback__
     while frames is not None:
         code, scope = frames.tb_frame.f_code, frames.tb_frame.f_globals.get("__name__")

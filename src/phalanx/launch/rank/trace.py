@@ -37,9 +37,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from phalanx.diagnosis import stacks as stack_signal
 from phalanx.diagnosis.ends import Ending
-from phalanx.diagnosis.stacks import ASKED
+from phalanx.diagnosis.stacks import ASKED, was_changed, write_stacks_on
 from phalanx.errors import PhalanxError
 from phalanx.launch.output.failure import signal_name
 from phalanx.native.core import RECORDER_BYTES
@@ -119,7 +118,7 @@ def open_own(descriptor: int, part: int) -> None:
     begin = part * _PART
     os.lseek(own, begin + _PAGE, os.SEEK_SET)
     os.pwrite(own, own.to_bytes(4, "little"), begin + 4)
-    stack_signal.write_stacks_on(STACK_SIGNAL, own)
+    write_stacks_on(STACK_SIGNAL, own)
     _own = _Own(own, begin, os.getpid(), os.fstat(own))
 
 
@@ -278,7 +277,7 @@ class Trace:
 
 
 class StackRequest:
-    """Ranks that were asked for their stacks, until all have written them or the time is up.
+    """A question to ranks for their stacks, until all have written them or the time is up.
 
     Args:
         trace: where they write.
@@ -317,7 +316,7 @@ class StackRequest:
             return False
         self._ends[part] = self._trace.end(part)
         written = os.pread(self._trace.descriptor, self._ends[part] - begin, begin).decode(errors="replace")
-        return not stack_signal.was_changed(written) or not self._trace.ask(part, pid)
+        return not was_changed(written) or not self._trace.ask(part, pid)
 
 
 def last_operation(trace: Trace, part: int, at: float) -> str:
