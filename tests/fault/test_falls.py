@@ -105,7 +105,7 @@ LAST = SCRIPT.splitlines().index("        world.all_reduce(x)") + 1
 # A place as containers make them: without a home, an input or a language, with a small stack, and an odd name.
 ODD = os.fsdecode(b"caf\xe9.py")
 STRANGE = "unset HOME; export LC_ALL=C PYTHONUTF8=0; ulimit -c 0; ulimit -l 0; ulimit -s 512; exec <&-"
-SAYS_SOON = "from phalanx.launch import patience\npatience._SAID_AFTER_S = 0.3\n"
+SAYS_SOON = "from phalanx.launch import conclusion\nconclusion._SAID_AFTER_S = 0.3\n"
 
 
 def await_files(folder: Path, *names: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 from tests.launch_support import Launcher, ask_until, changed, launcher, time_for_stacks, wait_for
@@ -324,3 +325,21 @@ def test_job_says_where_its_ranks_are_when_asked_and_when_ended(launcher: Launch
     assert "SIGINT: all 3 ranks have been ended; they were at:\n" in text
     assert "  ranks 1-2: hang.py:9 dist.all_reduce(x)\n" in text
     assert "  rank 0: hang.py:5 while not sys.stdin.read(1): pass\n" in text
+
+
+def test_a_script_on_a_file_system_that_does_not_answer_delays_no_end(launcher: Launcher) -> None:
+    script = launcher.script("import time; print('up', flush=True); time.sleep(300)")
+    job = launcher.start("-n", "2", "--no-preload", script)
+    job.read_lines(2)
+    os.unlink(launcher.directory / script)
+    os.mkfifo(launcher.directory / script)  # nobody writes to it, so whoever opens it waits
+    job.process.send_signal(signal.SIGQUIT)
+    assert job.process.stderr is not None
+    while b"ranks 0-1 are at" not in job.process.stderr.readline():
+        pass
+    job.process.send_signal(signal.SIGINT)
+    begun = time.monotonic()
+    outcome = job.finish(SOON_S)
+    assert time.monotonic() - begun < 3
+    assert outcome.code == 130
+    assert "ranks 0-1: script.py:1 <module>\n" in outcome.err_text

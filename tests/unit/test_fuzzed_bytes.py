@@ -40,7 +40,7 @@ from phalanx.diagnosis.snapshot import Group, RankSnapshot, Record, Recording
 from phalanx.diagnosis.stacks import frames_of
 from phalanx.errors import EncodingError, LaunchError
 from phalanx.launch.job.config_file import read_config
-from phalanx.launch.output import report as rank_report
+from phalanx.launch.output import failure as rank_report
 from phalanx.launch.running import jobs
 from phalanx.native.core import RECORDER_BYTES
 from phalanx.rpc.failure import Failure

@@ -13,9 +13,8 @@ from tests.support.golden import MOST_LINES, without_frames
 
 from phalanx.diagnosis.call_site import listed
 from phalanx.errors import CollectiveMismatch
-from phalanx.launch.output.failure import Failure, find_cause, format_failure, signal_name
+from phalanx.launch.output.failure import Failure, Report, as_report, find_cause, format_failure, signal_name
 from phalanx.launch.output.logs import LONGEST_LINE, Console, LineAssembler, Sink, fit, make_prefixes
-from phalanx.launch.output.report import Report, as_report
 
 
 def assemble(data: bytes, cuts: list[int], prefix: bytes = b"> ", *, redraws: bool = False) -> bytes:

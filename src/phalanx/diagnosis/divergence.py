@@ -12,7 +12,6 @@ import ast
 import linecache
 import os
 import re
-import stat
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -21,9 +20,8 @@ from typing import NamedTuple
 
 from phalanx.diagnosis.diagnose import HangDiagnosis
 from phalanx.diagnosis.snapshot import RankSnapshot
-from phalanx.system.files import beside
+from phalanx.system.files import beside, source_lines
 
-_LARGEST = 1 << 20  # bytes of a file
 _MOST_STACKS = 8  # of each side that differ; with more there is no one statement that parts them
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -213,13 +211,11 @@ def _steps(rank: RankSnapshot, folder: str) -> tuple[_Step, ...]:
 def _read(path: str, unchanged_since: float) -> ast.Module | None:
     """Parse a file; None if it cannot be read, or has changed since, so that it may not be what the ranks run."""
     try:
-        # A pipe would keep the launcher waiting.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
-            about = os.fstat(file.fileno())
-            # The kernel notes every change in the second time. A program can set the first one, as `cp -p` does.
-            changed = max(about.st_mtime, about.st_ctime)
-            if stat.S_ISREG(about.st_mode) and about.st_size <= _LARGEST and changed < unchanged_since:
-                return ast.parse(file.read())
+        lines = source_lines(path)
+        about = os.stat(path) if lines else None
+        # The kernel notes every change in the second time. A program can set the first one, as `cp -p` does.
+        if about is not None and max(about.st_mtime, about.st_ctime) < unchanged_since:
+            return ast.parse("".join(lines))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         pass
     return None

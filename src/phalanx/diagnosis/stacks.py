@@ -23,14 +23,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.diagnosis.call_site import is_library
+from phalanx.diagnosis.call_site import OWN, is_library
 from phalanx.errors import BackendError
 from phalanx.native.core import library
 from phalanx.system import processes
+from phalanx.system.files import beside, own_folder, source_lines
 from phalanx.system.processes import start_of
+from phalanx.words import format_named
 
 # No library is known to use it. The launcher asks its ranks by the next one (launch/rank/trace.py).
 PLACE_SIGNAL = signal.SIGRTMAX - 4
@@ -258,3 +260,80 @@ def _first_whole(file: int, begin: int) -> str:
     """
     _, header, stack = os.pread(file, _BLOCK, begin).decode(errors="replace").partition(_HEADER)
     return header + stack.partition(_HEADER)[0]
+
+
+# -- as people read them -------------------------------------------------------------------------------
+
+_LAUNCHERS = ("<frozen ", f"{OWN}launch{os.sep}", f"{OWN}commands{os.sep}", f"{OWN}__main__.py")
+_MOST_PLACES = 8
+_LONGEST_LINE = 60
+
+
+def frames_in(stack: str) -> tuple[Frame, ...]:
+    """The frames of the last stack in a text, the innermost first, without those of the launcher below the script."""
+    found = frames_of(stack[max(0, stack.rfind("Stack (")) :])
+    launchers = [frame.file.startswith(_LAUNCHERS) for frame in found]
+    # Below an exit handler, which the interpreter calls, there is nothing; below the launcher its console script.
+    end = len(found)
+    if any(launchers):
+        while not launchers[end - 1]:
+            end -= 1
+        while end and launchers[end - 1]:
+            end -= 1
+    return tuple(found[:end])
+
+
+def place_in(stack: str) -> str:
+    """The innermost line of the script in a stack, with its text, or that it is over; empty if it has neither."""
+    frames = frames_in(stack)
+    own = [frame for frame in frames if not frame.is_librarys]
+    if own or (frames and not has_ended(frames)):
+        frame = (own or frames)[0]
+        text = _text_of(frame) or frame.function
+        shown = text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE - 1]}…"
+        return f"{beside(frame.file, own_folder())}:{frame.line} {shown}"
+    return SCRIPT_ENDED if frames else ""
+
+
+def _text_of(frame: Frame) -> str:
+    return "".join(source_lines(frame.file)[frame.line - 1 : frame.line]).strip()
+
+
+def format_stack(stack: str) -> list[str]:
+    """A stack as in a traceback, the innermost call last, without the launcher's frames."""
+    return _as_traceback(frames_in(stack))
+
+
+def _as_traceback(frames: Sequence[Frame]) -> list[str]:
+    lines = []
+    for frame in reversed(frames):
+        lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.function}')
+        text = _text_of(frame)
+        lines += [f"    {text}"] if text else []
+    return lines
+
+
+def format_places(stacks: Mapping[int, str]) -> list[str]:
+    """A line for each distinct place at which ranks were, from the stack of each."""
+    places: dict[str, list[int]] = {}
+    for rank, stack in stacks.items():
+        asked = asked_in(stack)
+        place = f"{place_in(stack) or 'not in its script'}{f'; it waits for {asked}' if asked else ''}"
+        places.setdefault(place, []).append(rank)
+    lines = [f"{format_named('rank', ranks)}: {place}" for place, ranks in places.items()]
+    if len(lines) > _MOST_PLACES:
+        lines = [*lines[:_MOST_PLACES], f"and {len(lines) - _MOST_PLACES} more places"]
+    return lines
+
+
+def format_stacks(stacks: Mapping[int, str]) -> list[str]:
+    """The stacks in full, as tracebacks; those of several ranks once if they are equal."""
+    groups: dict[tuple[tuple[Frame, ...], str], list[int]] = {}
+    for rank, stack in stacks.items():
+        groups.setdefault((frames_in(stack), asked_in(stack)), []).append(rank)
+    lines = []
+    for (frames, asked), ranks in groups.items():
+        lines.append(f"{format_named('rank', ranks)} {'is' if len(ranks) == 1 else 'are'} at")
+        lines += _as_traceback(frames)
+        lines += [f"  waiting for {asked}"] if asked else []
+    return lines

@@ -65,12 +65,10 @@ from phalanx.launch.protocol import (
     WantsInput,
     decode_order,
 )
-from phalanx.launch.rank.descriptors import RankEnds, release_input, report_name
 from phalanx.launch.rank.held_signals import HeldSignals
-from phalanx.launch.rank.operations import last_call, last_operation, last_recording
 from phalanx.launch.rank.preload import preload
-from phalanx.launch.rank.start import RankStart, enter_rank, leave_siblings
-from phalanx.launch.rank.trace import StackRequest, Trace, open_trace
+from phalanx.launch.rank.start import RankEnds, RankStart, enter_rank, leave_siblings, report_name
+from phalanx.launch.rank.trace import StackRequest, Trace, last_call, last_operation, last_recording, open_trace
 from phalanx.system import processes
 from phalanx.system.foreign_values import read_json
 from phalanx.system.limits import count_oom_kills
@@ -460,7 +458,7 @@ class Agent:
             os.close(fed)
             self.feed = Feed(feed)
         if order.is_last and not order.feeds_input:
-            release_input()  # the ranks of a further attempt read on where those of this one have stopped
+            processes.release_input()  # the ranks of a further attempt read on where those of this one have stopped
         self.pids = {part: rank.pid for part, rank in self.ranks.items()}
         self.observer = Observer(self.trace, [plan.rank for plan in order.ranks], self.pids, order.watch_after_s)
         self.held.begin()
@@ -480,21 +478,8 @@ class Agent:
         if input_of >= 0:
             os.dup2(input_of, 0)
             os.close(input_of)
-        start = RankStart(
-            plan.rank,
-            dataclasses.replace(order.target, argv=plan.argv),
-            order.run_id,
-            environment,
-            ends,
-            code,
-            spec,
-            parent,
-            part=part,
-            cpus=plan.cpus,
-            quiet=order.quiet,
-            reads=plan.reads,
-            terminal=plan.terminal,
-        )
+        target = dataclasses.replace(order.target, argv=plan.argv)
+        start = RankStart(plan, target, order.run_id, environment, ends, code, spec, parent, part, order.quiet)
         enter_rank(start, self.inheritance.handlers, self.inheritance.file_limit)
         if order.target.is_python and order.preload:
             leave_siblings(start)

@@ -21,7 +21,6 @@ from phalanx.launch import agent
 from phalanx.launch.agent import Inheritance
 from phalanx.launch.job.job import Job, next_attempt
 from phalanx.launch.job.target import Refusal, prepare_target
-from phalanx.launch.rank.descriptors import guard_standard_streams
 from phalanx.launch.rank.start import RankStart
 from phalanx.launch.starters.local import LocalAgent, LocalStarter, fork_agent
 from phalanx.system import processes
@@ -55,7 +54,7 @@ def launch(job: Job, hand_over: HandOver | None = None) -> RankStart | int:
     inheritance = Inheritance(handlers, raise_file_limit())
     limits = machine_limits(python=job.target.is_python, forked=job.is_local, logs=bool(job.output.log_dir))
     check_limits(job.ranks, limits)
-    guard_standard_streams()
+    processes.guard_standard_streams()
     # A program that became the launcher by exec may have had children before; they are not this job's.
     strangers = processes.children_of(os.getpid())
     processes.adopt_orphans()
@@ -88,7 +87,7 @@ def launch(job: Job, hand_over: HandOver | None = None) -> RankStart | int:
 
 def _open(job: Job, local: LocalAgent | None, strangers: list[int], before: Supervisor | None = None) -> Supervisor:
     """Open all that an attempt needs."""
-    from phalanx.launch.output.log_files import LogFiles
+    from phalanx.launch.output.streams import LogFiles
     from phalanx.launch.supervisor import Supervisor
     from phalanx.system.interfaces import listening_address
     from phalanx.wire.sockets import listen

@@ -1,26 +1,34 @@
-"""How a job ended, in words: what the supervisor prints when no rank is left, and the exit code of ``phalanx run``."""
+"""How a job ends, in words: what the supervisor prints when no rank is left, and the exit code of ``phalanx run``.
+
+Its words come after those of the ranks. If ranks may take long to end (``--grace``), one line says meanwhile why the
+job ends, and for whom the launcher waits how long (:class:`ShutdownNotice`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.diagnosis.diagnose import calls_that_differ, disagreement
+from phalanx.diagnosis.snapshot import Recording
+from phalanx.diagnosis.stacks import format_places
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.options import FAILURE_FILE
-from phalanx.launch.output.failure import End, Failure, failure_in_short, find_cause, format_failure, signal_name
+from phalanx.launch.output.failure import Failure, failure_in_short, find_cause, format_failure, signal_name
 from phalanx.launch.output.logs import Console
-from phalanx.launch.output.stacks import format_places
 from phalanx.launch.rank.trace import Stage
+from phalanx.launch.roster import RankState
 from phalanx.words import format_named
 
-__all__ = ["UNWRITABLE", "Ended", "HandOver", "conclude", "conclude_attempt", "failed", "why_it_ends"]
+__all__ = ["Ended", "HandOver", "ShutdownNotice", "conclude", "conclude_attempt", "failed", "why_it_ends"]
 
-# The exit code when the ranks' output cannot be written (EX_IOERR).
-UNWRITABLE = 74
-
+_UNWRITABLE = 74  # the exit code when the ranks' output cannot be written (EX_IOERR)
+_SAID_AFTER_S = 5.0  # as long as ranks have by default after a failure: what ends by itself in that time needs no word
+_CLOCKS_DIFFER_S = 0.1  # of two hosts, at most
 
 #: Takes over why a job failed, in place of the terminal: the rank that failed first, or -1 if the job could not be
 #: started, the text, and the exit code.
@@ -33,47 +41,35 @@ class Ended:
 
     Attributes:
         failures: the ranks that did not end well.
-        ends: how each rank ended; None of one that has not.
-        asked_at: when the ranks were told to end, on the monotonic clock; infinite if they were not.
+        asked_at: when the ranks were told to end; infinite if they were not.
         hosts: the host of each rank.
-        started_at: when the ranks were started, on the monotonic clock; None if none was.
+        started_at: when the ranks were started; None if none was.
         interrupted: the signal with which somebody ended the job; None if nobody did.
-        stacks: where the ranks were when it came, by rank, as faulthandler writes it.
         overdue: the ranks that were killed because they did not end in time, by how long they had.
         refusal: why the job could not be started or watched, as it is printed, with the exit code; None if it could.
-        stages: how far each rank came.
-        asked: what each rank had asked another process for last, and waited for.
         last_lines: the last lines of the output of each rank that was not shown.
-        last_operation: gives a rank's last operation before a time, in words; empty if it has recorded none.
-        parted: gives lines on how the ranks' calls differed when a rank failed at a time, given the ranks that ended
-            by themselves with exit code 0, if its error cannot say it.
+        stopped_at: gives the ranks that were stopped (state T) at a time.
     """
 
+    ranks: Sequence[RankState]
     failures: Sequence[Failure]
-    ends: Sequence[End | None]
     asked_at: float
     hosts: Sequence[str]
     started_at: float | None
     interrupted: int | None
-    stacks: Mapping[int, str]
     overdue: Mapping[float, Sequence[int]]
     refusal: tuple[str, int] | None
-    stages: Sequence[Stage] = field(default=())
-    asked: Sequence[str] = field(default=())
-    last_lines: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    last_operation: Callable[[int, float], str] = field(default=lambda rank, at: "")
-    parted: Callable[[int, float, Collection[int]], Sequence[str]] = field(default=lambda rank, at, ended: ())
+    last_lines: Mapping[int, Sequence[str]]
+    stopped_at: Callable[[float], Sequence[int]]
+
+    @property
+    def finished(self) -> list[int]:
+        """The ranks that ended by themselves, with exit code 0."""
+        return [rank.number for rank in self.ranks if rank.end and rank.end.status == 0 and rank.end.at < self.asked_at]
 
 
 def conclude(job: Job, ended: Ended, console: Console, hand_over: HandOver | None = None) -> int:
-    """Print how the job ended, unless all ranks ended well and joined each other; return the exit code.
-
-    Args:
-        job: the job.
-        ended: what is known of its end.
-        console: where that is printed.
-        hand_over: takes the reason for a failure, which then is not printed.
-    """
+    """Print how the job ended, unless all ranks ended well and joined each other; return the exit code."""
     code = _conclude(job, ended, console, hand_over)
     _say_overdue(ended, console)
     if job.attempt.number and failed(ended, console):
@@ -130,7 +126,7 @@ def _conclude(job: Job, ended: Ended, console: Console, hand_over: HandOver | No
     for name, sink in (("standard output", console.out), ("standard error", console.err)):
         if sink.fault:
             console.say(f"{name} cannot be written: {sink.fault}; the job was ended")
-            return UNWRITABLE
+            return _UNWRITABLE
     if console.out.closed or console.err.closed:
         return 128 + signal.SIGPIPE
     if ended.refusal is not None:
@@ -154,17 +150,27 @@ def _explain(job: Job, ended: Ended) -> tuple[Failure, str]:
         ranks=job.ranks,
         host=ended.hosts[cause.rank],
         started=ended.started_at if ended.started_at is not None else cause.time,
-        asked=ended.asked[cause.rank] if ended.asked else "",
+        asked=ended.ranks[cause.rank].asked,
         log=job.output.log_of(cause.rank),
         last_lines=ended.last_lines.get(cause.rank),
-        last=ended.last_operation(cause.rank, cause.time),
-        parted=ended.parted(cause.rank, cause.time, _finished(ended)),
+        last=ended.ranks[cause.rank].operation,
+        parted=_differing_calls(ended, cause),
     )
 
 
-def _finished(ended: Ended) -> list[int]:
-    """The ranks that ended by themselves, with exit code 0."""
-    return [rank for rank, end in enumerate(ended.ends) if end and end.status == 0 and end.at < ended.asked_at]
+def _differing_calls(ended: Ended, cause: Failure) -> list[str]:
+    """Lines on how the ranks' calls differed when one failed, where an error of torch's own backends cannot say it."""
+    found = {rank.number: rank.recording for rank in ended.ranks if rank.recording is not None}
+    if cause.rank not in found:
+        return []
+    if len(set(ended.hosts)) > 1:
+        # Which calls differ does not depend on who came first, and clocks of hosts are not known to the microsecond.
+        late_ns = (cause.time + _CLOCKS_DIFFER_S) * 1e9
+        if differing := calls_that_differ(found, cause.rank, late_ns):
+            return differing
+    nothing = Recording(0, -1, 0, -1, "", 0, ())  # of a rank that has not come to a group so far
+    every = {rank.number: found.get(rank.number, nothing) for rank in ended.ranks}
+    return disagreement(every, cause.rank, cause.time * 1e9, ended.stopped_at(cause.time), ended.finished)
 
 
 def _give(job: Job, rank: int, text: str, code: int, console: Console, hand_over: HandOver | None) -> None:
@@ -182,7 +188,7 @@ def _say_interrupted(job: Job, ended: Ended, signum: int, console: Console) -> N
         what = f"{job.attempt.title} had not started" if job.attempt.number else "nothing had been started"
         console.say(f"{signal_name(signum)}: {what}")
         return
-    finished = _finished(ended)
+    finished = ended.finished
     others = [rank for rank in range(job.ranks) if rank not in finished]
     whose = f"all {job.ranks} ranks have" if job.ranks > 1 else "the rank has"
     if finished:
@@ -190,9 +196,9 @@ def _say_interrupted(job: Job, ended: Ended, signum: int, console: Console) -> N
             f"; {format_named('rank', others)} {'has' if len(others) == 1 else 'have'}" if others else ""
         )
     been_ended = " been ended" if others else ""
-    places = [] if job.quiet else format_places(ended.stacks)
-    ran = [rank for rank, end in enumerate(ended.ends) if end is None or end.at >= ended.asked_at]
-    silent = [rank for rank in ran if rank not in ended.stacks]
+    places = [] if job.quiet else format_places({rank.number: rank.stack for rank in ended.ranks if rank.stack})
+    ran = [rank for rank in ended.ranks if rank.end is None or rank.end.at >= ended.asked_at]
+    silent = [rank.number for rank in ran if not rank.stack]
     if places and silent:  # the last thing that is said of a rank that was stopped
         places.append(f"{format_named('rank', silent)}: no answer")
     were_at = f"; {'they were' if len(others) > 1 else 'it was'} at:" if places else ""
@@ -202,8 +208,8 @@ def _say_interrupted(job: Job, ended: Ended, signum: int, console: Console) -> N
 
 def _note_strangers(job: Job, ended: Ended, console: Console) -> None:
     """Say so if ranks that use torch have not joined each other: then each has done the whole work alone."""
-    stages = set(ended.stages)
-    joined = max(stages, default=Stage.STARTED) >= Stage.JOINED
+    stages = {rank.stage for rank in ended.ranks}
+    joined = Stage.ENDED in stages
     if job.quiet or job.ranks == 1 or job.mpi is not None or joined or stages == {Stage.STARTED}:
         return
     local = "" if job.pass_local_rank else "; a script that takes --local_rank wants phalanx run --pass-local-rank"
@@ -211,3 +217,38 @@ def _note_strangers(job: Job, ended: Ended, console: Console) -> None:
         f"note: none of the {job.ranks} ranks joined the others, so each did the whole work by itself. A script joins "
         f"with phalanx.init() or torch.distributed.init_process_group(){local}"
     )
+
+
+class ShutdownNotice:
+    """The line on ranks that were told to end and take longer than a moment for it.
+
+    Attributes:
+        begun_at: when the ranks were first told to end.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._say_at: float | None = None
+        self._kill_at = float("inf")
+        self.begun_at = float("inf")
+
+    def begin(self, grace_s: float) -> None:
+        """The ranks have just been told to end, and are killed in so many seconds."""
+        now = time.monotonic()
+        self.begun_at = min(self.begun_at, now)
+        self._kill_at = min(self._kill_at, now + grace_s)  # a later order gives nobody more time
+        self._say_at = now + _SAID_AFTER_S if self._kill_at - now > _SAID_AFTER_S else None
+
+    def due_in_s(self) -> float | None:
+        """When :meth:`look` has something to do; None for never."""
+        return None if self._say_at is None else max(0.0, self._say_at - time.monotonic())
+
+    def look(self, unended: Callable[[], Sequence[int]], why: Callable[[], str]) -> None:
+        """Say, once, for whom the launcher waits, if it has waited for long; ``why`` begins the line."""
+        if self._say_at is None or time.monotonic() < self._say_at:
+            return
+        self._say_at = None
+        if ranks := unended():
+            have, are = ("has", "it is") if len(ranks) == 1 else ("have", "they are")
+            who, left_s = format_named("rank", ranks), max(0.0, self._kill_at - time.monotonic())
+            self._say(f"{why()}{who} {have} {left_s:.0f} s more to end before {are} killed (--grace)")

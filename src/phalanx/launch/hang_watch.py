@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING
 from phalanx.diagnosis.diagnose import HangDiagnosis, calls_that_differ, diagnose
 from phalanx.diagnosis.divergence import divergence
 from phalanx.diagnosis.snapshot import RankSnapshot
+from phalanx.diagnosis.stacks import format_stack, frames_in, place_in
 from phalanx.launch.examination import Examination, Examiner, Pace
 from phalanx.launch.job.job import Job
-from phalanx.launch.output.stacks import format_stack, frames_in, place_in
 from phalanx.launch.stopped_ranks import StoppedRanks
 from phalanx.settings import VERSION
 from phalanx.system.files import own_folder

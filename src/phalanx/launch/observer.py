@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.diagnosis.reading import Position, read_position
 from phalanx.launch.job.options import Diagnosis
 from phalanx.launch.protocol import Examine, Examined, Waits
-from phalanx.launch.rank.operations import last_recording
-from phalanx.launch.rank.trace import Trace
+from phalanx.launch.rank.trace import Trace, last_recording
 from phalanx.system import processes
 
 if TYPE_CHECKING:

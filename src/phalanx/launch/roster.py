@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from phalanx.launch.link import IN, Link, Lost
-from phalanx.launch.output.failure import End
-from phalanx.launch.output.report import Report
+from phalanx.launch.output.failure import End, Report
 from phalanx.launch.output.streams import RankStream
 from phalanx.launch.protocol import Here, Order
 from phalanx.launch.rank.trace import Stage

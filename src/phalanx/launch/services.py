@@ -12,9 +12,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from phalanx.launch.rank.descriptors import release_input
 from phalanx.store.ended import EndsChannel
-from phalanx.system.processes import die_with_parent, set_name
+from phalanx.system.processes import die_with_parent, release_input, set_name
 from phalanx.words import format_placed, tell
 
 __all__ = ["Input", "StoreOnDemand"]

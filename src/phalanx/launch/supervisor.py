@@ -28,21 +28,25 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 
+from phalanx.diagnosis.stacks import format_stacks
 from phalanx.errors import OUT_OF_MEMORY_HINT, LaunchError
-from phalanx.launch.conclusion import Ended, HandOver, conclude, conclude_attempt, failed, why_it_ends
+from phalanx.launch.conclusion import Ended, HandOver, ShutdownNotice, conclude, conclude_attempt, failed, why_it_ends
 from phalanx.launch.examination import Examiner, received_recording
-from phalanx.launch.failed_calls import parted
 from phalanx.launch.hang_watch import HangWatch
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.target import Refusal
 from phalanx.launch.link import MESSAGE, OUT, split_rank
-from phalanx.launch.output.failure import End, Failure, collect_failures, describe_status, lacks_cause
-from phalanx.launch.output.log_files import LogFiles
+from phalanx.launch.output.failure import (
+    End,
+    Failure,
+    Report,
+    as_report,
+    collect_failures,
+    describe_status,
+    lacks_cause,
+)
 from phalanx.launch.output.logs import Console, Sink
-from phalanx.launch.output.report import Report, as_report
-from phalanx.launch.output.stacks import format_stacks
-from phalanx.launch.output.streams import last_lines, open_streams
-from phalanx.launch.patience import Patience
+from phalanx.launch.output.streams import LogFiles, last_lines, open_streams
 from phalanx.launch.protocol import (
     EVENTS,
     EndedElsewhere,
@@ -70,7 +74,6 @@ from phalanx.launch.protocol import (
     WantsInput,
     decode_event,
 )
-from phalanx.launch.rank.descriptors import release_input
 from phalanx.launch.rank.trace import Stage
 from phalanx.launch.roster import AgentState, Links, RankState
 from phalanx.launch.running.jobs import Description
@@ -159,7 +162,7 @@ class Supervisor:
         self.refusal: tuple[str, int] | None = None
         self.stacks_wanted: list[tuple[set[int], dict[int, str], list[int]]] = []  # by the user, from these agents
         self.hangs = HangWatch(job, self.console.say)
-        self.patience = Patience(self.console.say)
+        self.notice = ShutdownNotice(self.console.say)
         self.links = Links(self.selector, self.take, self._on_lost)
         self.starter = starter(self)
         self.agents = self.starter.agents
@@ -216,7 +219,7 @@ class Supervisor:
         else:
             self.listener.close()  # rank 0 of a program opens the port itself
         if job.attempt.is_last and job.is_local and not os.isatty(0):
-            release_input()  # only then does its writer notice when the rank that reads it ends
+            processes.release_input()  # only then does its writer notice when the rank that reads it ends
         if job.is_local and not self.over:
             self._introduce()
             self._start_ranks()
@@ -321,7 +324,7 @@ class Supervisor:
             self.starter.due_at(),
         ]
         timeouts = [max(0.0, when - now) for when in due if when is not None]
-        parts = (self.hangs.due_in_s(), self.patience.due_in_s(), self.console.redraw_in_s())
+        parts = (self.hangs.due_in_s(), self.notice.due_in_s(), self.console.redraw_in_s())
         timeouts += [timeout for timeout in parts if timeout is not None]
         for key, _ in self.selector.select(0.0 if self.signals else min(timeouts, default=None)):
             key.data()
@@ -341,7 +344,7 @@ class Supervisor:
         self.links.look(now)
         unread = self.console.out.closed or self.console.err.closed
         if not unread:
-            self.patience.look(self._unended, self._why_it_ends)
+            self.notice.look(self._unended, self._why_it_ends)
         elif not self.ending:
             self._order(signal.SIGTERM)
         if self.logs.faults and not self.logs.said:
@@ -605,7 +608,7 @@ class Supervisor:
         for agent in self.agents:
             self.send(agent, EndOrder(signal=int(signum), grace_s=grace_s, spare=list(spare), where=asked))
         self.give_up_after(grace_s + _SILENCE_S)
-        self.patience.begin(grace_s)
+        self.notice.begin(grace_s)
 
     def give_up_after(self, patience_s: float) -> None:
         """Agents are to have ended their ranks within so many seconds; then they count as lost."""
@@ -664,24 +667,18 @@ class Supervisor:
         shown = self.job.output.shows
         failures = self._failures()
         return Ended(
+            ranks=self.ranks,
             failures=failures,
-            ends=[rank.end for rank in self.ranks],
-            asked_at=self.patience.begun_at,
+            asked_at=self.notice.begun_at,
             hosts=self._hosts(),
             started_at=self.started_at,
             interrupted=self.interrupted,
-            stacks={rank.number: rank.stack for rank in self.ranks if rank.stack},
             overdue=self.overdue,
             refusal=self.refusal or self.starter.explain(failures),
-            stages=[rank.stage for rank in self.ranks],
-            asked=[rank.asked for rank in self.ranks],
-            last_operation=lambda rank, at: self.ranks[rank].operation,
-            parted=lambda rank, at, ended: parted(
-                self.ranks, self._hosts(), rank, at, self.hangs.stopped_at(at), ended
-            ),
             last_lines={
                 rank.number: last_lines((rank.out, rank.err))
                 for rank in self.ranks
                 if not shown(rank.number) and not self.job.keeps_terminal(rank.number)
             },
+            stopped_at=self.hangs.stopped_at,
         )

@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, named for people, and those that MPI libraries leave in /dev/shm.
+"""Files: written whole or not at all, source text, names for people, and what MPI libraries leave in /dev/shm.
 
 A file that is being written bears another name beside its own, and a lock (flock), which the kernel frees when its
 holder ends, however that is. So whoever writes the same file next can remove what a killed writer has left. A writer
@@ -14,6 +14,8 @@ import os
 import re
 import secrets
 import stat
+import threading
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -106,6 +108,33 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
         return False
+
+
+# -- source text ---------------------------------------------------------------------------------------
+
+_READ_WITHIN_S = 0.5
+_silent: set[str] = set()  # files that did not come in time
+
+
+def source_lines(path: str) -> list[str]:
+    """Read the lines of a source file; none if it cannot be read, or not within half a second.
+
+    A file system may not answer (a hung NFS), so a thread reads, and such a file is not asked for again.
+    """
+    lines: list[str] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError, SyntaxError, ValueError), tokenize.open(path) as file:
+            lines.extend(file.readlines())
+
+    if path not in _silent:
+        reader = threading.Thread(target=read, name="phalanx-source", daemon=True)
+        reader.start()
+        reader.join(_READ_WITHIN_S)
+        if reader.is_alive():
+            _silent.add(path)
+            return []
+    return lines
 
 
 # -- as people write them ------------------------------------------------------------------------------

@@ -79,6 +79,21 @@ def set_name(name: str) -> None:
         _prctl(_PR_SET_NAME, name.encode()[:15])
 
 
+def guard_standard_streams() -> None:
+    """Fill closed standard descriptors with /dev/null, so that no pipe is mistaken for one of them."""
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor <= 2:
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    os.close(descriptor)
+
+
+def release_input() -> None:
+    """Close this process's standard input, so that its writer notices when no other process reads it any more."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+
+
 def take_memory_nearby() -> None:
     """Have each thread take memory from the NUMA node on which it runs, and the kernel leave it there.
 

@@ -1,7 +1,7 @@
 """``phalanx.launch()``: ranks for a function of a running interpreter, in a notebook above all.
 
 Prior art: Accelerate's ``notebook_launcher`` and torch's elastic ``start_processes``; docs/design/launching.md compares
-them. The ranks are those of ``phalanx run``: one process supervises them (``supervising.py``), and this one only shows
+them. The ranks are those of ``phalanx run``: one process supervises them (``supervise.py``), and this one only shows
 what it writes, hands Ctrl-C on, and reads the results.
 """
 
@@ -22,14 +22,12 @@ from typing import Any, Literal, NoReturn, TextIO, TypeVar
 
 from phalanx import settings
 from phalanx.errors import OUT_OF_MEMORY_HINT, ArgumentError, InitializationError, LaunchError, RankFailed
-from phalanx.launch.function.forking import fork_apart, why_not
-from phalanx.launch.function.spawning import Start, pickle_call, spawn
-from phalanx.launch.function.supervising import supervise
+from phalanx.launch.function.starting import fork_apart, pickle_call, spawn, why_not
+from phalanx.launch.function.supervise import forget_interpreter, supervise
 from phalanx.launch.job.job import Job, make_job
 from phalanx.launch.job.options import COUNTED_HERE, LaunchOptions, count_ranks
 from phalanx.launch.job.target import Target
 from phalanx.launch.output.failure import describe_status
-from phalanx.launch.rank.forked import forget_interpreter
 from phalanx.launch.rank.preload import import_for_ranks
 from phalanx.topology.environment import read_environment
 from phalanx.wrong_arguments import explained, require
@@ -38,6 +36,7 @@ __all__ = ["StartMethod", "launch"]
 
 StartMethod = Literal["fork", "spawn"]
 T = TypeVar("T")
+_Function = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]  # with its arguments, and those by name
 
 _BLOCK = 1 << 16
 # While pipes are made and a process is started that inherits them: one of another call must not inherit them too.
@@ -125,11 +124,7 @@ def _count(n: int | str) -> int:
 
 
 def _refuse_in_rank() -> None:
-    """Refuse to start ranks in a rank.
-
-    Raises:
-        LaunchError: this process is one of several, or ``phalanx run`` or ``phalanx.launch()`` has started it.
-    """
+    """Refuse to start ranks in a process that is one of several, or that a launcher of ours has started."""
     try:
         others = read_environment().place().world_size > 1
     except InitializationError:
@@ -144,24 +139,11 @@ def _refuse_in_rank() -> None:
 class _Call:
     """One call of :func:`launch`: the supervisor, its output, the results.
 
-    Args:
-        job: the job.
-        call: the function, its arguments, and those by name.
-        pickled: the same for a fresh interpreter; empty to fork.
-        variables: what is set for all ranks.
+    ``pickled`` is the call for a fresh interpreter; empty to fork. ``variables`` are set for all ranks.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        call: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]],
-        pickled: bytes,
-        variables: Mapping[str, str],
-    ) -> None:
-        self._job = job
-        self._call = call
-        self._pickled = pickled
-        self._variables = variables
+    def __init__(self, job: Job, call: _Function, pickled: bytes, variables: Mapping[str, str]) -> None:
+        self._job, self._call, self._pickled, self._variables = job, call, pickled, variables
         self._pid = 0
         self._has_ended: Callable[[], None] | None = None
         self._interrupts = 0
@@ -190,8 +172,7 @@ class _Call:
                 os.kill(self._pid, signal.SIGINT)  # it came before there was a process to hand it on to
             while self._outputs:
                 self._show()
-            status = self._wait()
-            return self._conclude(status)
+            return self._conclude(self._wait())
         finally:
             self._tidy_up()
             if before is not None:
@@ -224,8 +205,7 @@ class _Call:
         self._outputs = {out_read: _Output(sys.stdout), err_read: _Output(sys.stderr)}
         try:
             if self._pickled:
-                start = Start(self._job, self._pickled, self._variables, self._results, self._reason, os.getpid())
-                self._pid = spawn(start, out, err)
+                self._pid = spawn(self._job, self._pickled, self._variables, self._results, self._reason, out, err)
             else:
                 self._pid, self._has_ended = fork_apart(lambda parent: self._be_supervisor(parent, out, err))
         finally:
@@ -284,23 +264,20 @@ class _Call:
         return [self._result(rank) for rank in range(self._job.ranks)]
 
     def _result(self, rank: int) -> Any:
+        who = f"rank {rank} of {self._job.ranks}"
         with open(self._results[rank], "rb", closefd=False) as file:
             if file.seek(0, os.SEEK_END) == 0:
-                raise RankFailed(
-                    f"rank {rank} of {self._job.ranks} ended without a result: has something called os._exit()?",
-                    rank=rank,
-                    exit_code=0,
-                )
+                text = f"{who} ended without a result: has something called os._exit()?"
+                raise RankFailed(text, rank=rank, exit_code=0)
             file.seek(0)
             try:
                 return pickle.load(file)
             except Exception as error:
-                raise RankFailed(
-                    f"the result of rank {rank} of {self._job.ranks} cannot be rebuilt here: {type(error).__name__}: "
-                    f"{error}; return tensors, numbers, lists or dictionaries",
-                    rank=rank,
-                    exit_code=0,
-                ) from error
+                text = (
+                    f"the result of {who} cannot be rebuilt here: {type(error).__name__}: {error}; return tensors, "
+                    "numbers, lists or dictionaries"
+                )
+                raise RankFailed(text, rank=rank, exit_code=0) from error
 
     def _tidy_up(self) -> None:
         """End what still runs, after an error in this process, and close everything."""
@@ -319,11 +296,7 @@ class _Call:
 
 
 class _Output:
-    """One of the supervisor's two streams, on its way to the stream of this interpreter.
-
-    Args:
-        stream: where it is shown; None to show it nowhere.
-    """
+    """One of the supervisor's two streams, on its way to the stream of this interpreter, if that has one."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream

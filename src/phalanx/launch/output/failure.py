@@ -7,17 +7,22 @@ before its process ended; a rank that was killed could not, so its time is when 
 
 from __future__ import annotations
 
+import contextlib
 import signal
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from phalanx.errors import OUT_OF_MEMORY_HINT
-from phalanx.launch.output.report import Report
+from phalanx.system.foreign_values import checked
 from phalanx.words import format_named
 
 __all__ = [
     "End",
     "Failure",
+    "Report",
+    "as_report",
     "collect_failures",
     "describe_lost_agent",
     "describe_status",
@@ -32,8 +37,71 @@ __all__ = [
 # death slightly before the launcher notices the death.
 NOTICE_DELAY_S = 0.02
 _MOST_LINES = 8
+_THEN = "then failed: "
 # What a user reads of a failure: the lines of a block beside those of a traceback and of the rank's own output.
 _MOST_OWN_LINES = 12
+
+
+@dataclass(frozen=True)
+class Report:
+    """A rank's own account of its failure, in its report file as JSON in the form of torch's ``@record``.
+
+    Attributes:
+        type: the exception's qualified name, to be shown; empty if torch's ``@record`` wrote the report.
+        message: the exception's text.
+        traceback: the traceback, starting in the user's script; empty if the rank has printed it.
+        shown: the traceback, or the text of ``sys.exit``, is in the rank's output already.
+        time: when the exception left the script, on the monotonic clock; None if unknown.
+        code: the exit code with which the rank ends because of the exception.
+        exited: the script called ``sys.exit``; it raised nothing else.
+        consequence: the exception is always caused by another rank's end (``PhalanxError.is_consequence``).
+        hint: what the rank knows about the cause beyond the exception's text; empty if nothing.
+    """
+
+    type: str
+    message: str
+    traceback: str
+    shown: bool
+    time: float | None
+    code: int
+    exited: bool = False
+    consequence: bool = False
+    hint: str = ""
+
+    @property
+    def summary(self) -> str:
+        """The last line of a traceback: the exception's name and the first line of its text."""
+        name = self.type.removeprefix("builtins.").removeprefix("__main__.")
+        first = self.message.partition("\n")[0]
+        return f"{name}: {first}" if name and first else name or first
+
+    def to_record(self) -> dict[str, Any]:
+        """It as an object for JSON; programs that read torch's error files find their fields in it."""
+        return {
+            "message": {
+                "message": self.summary,
+                "extraInfo": {"py_callstack": self.traceback, "timestamp": str(int(time.time()))},
+            },
+            "phalanx": asdict(self),
+        }
+
+
+def as_report(content: dict[str, Any], own_time: Callable[[float], float]) -> Report | None:
+    """Understand what a rank, or torch's ``@record``, has written; None if it is no report.
+
+    ``own_time`` converts a time of its agent's clock.
+    """
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        own = content.get("phalanx")
+        if own is not None:
+            report = checked(Report, own)
+            return replace(report, time=None if report.time is None else own_time(report.time))
+        # Written by torch's @record, in a process that the rank started; that process has printed its traceback.
+        message = content["message"]
+        text = message if isinstance(message, str) else message["message"]
+        said = Report("", text, "", True, None, 1)
+        return said if isinstance(text, str) else None
+    return None
 
 
 @dataclass(frozen=True)
@@ -42,7 +110,6 @@ class End:
 
     Attributes:
         status: its exit code, or minus the signal that ended it.
-        at: when, in the seconds of ``time.monotonic()``.
         by_launcher: whether the launcher had asked it to end.
         out_of_memory: whether the out-of-memory killer of its host's kernel had ended a process of the job's cgroup.
     """
@@ -58,10 +125,8 @@ class Failure:
     """A rank that did not end well.
 
     Attributes:
-        rank: its number in the world.
-        pid: its process id.
-        status: its exit code, or minus the number of the signal that ended it; None while it still runs.
-        time: when it failed, on the monotonic clock.
+        status: as of :class:`End`; None while it still runs.
+        time: when it failed.
         report: its own report; None if it wrote none.
         ended_by_launcher: it had not failed when the launcher ended the job.
         out_of_memory: as of :class:`End`.
@@ -98,21 +163,18 @@ def collect_failures(ranks: Iterable[tuple[int | None, End | None, Report | None
         if pid is None or (end is not None and end.status == 0):
             continue
         # A report has the time of the failure; the rank may have run exit handlers for long before it ended.
-        when = report.time if report is not None else None
-        by_launcher = end is not None and end.by_launcher and when is None
-        if when is None:
-            when = end.at if end is not None else 0.0
-        status, out_of_memory = (end.status, end.out_of_memory) if end is not None else (None, False)
-        failures.append(Failure(rank, pid, status, when, report, by_launcher, out_of_memory))
+        reported_at = report.time if report is not None else None
+        if end is None:
+            failures.append(Failure(rank, pid, None, reported_at or 0.0, report))
+        else:
+            by_launcher = end.by_launcher and reported_at is None
+            when = end.at if reported_at is None else reported_at
+            failures.append(Failure(rank, pid, end.status, when, report, by_launcher, end.out_of_memory))
     return failures
 
 
 def find_cause(failures: Iterable[Failure]) -> Failure:
-    """The failure that caused the others: the earliest one that is neither a consequence nor the launcher's doing.
-
-    If there is none, it is the earliest consequence, or if there is none of those either, the first that the launcher
-    ended.
-    """
+    """Find the earliest failure that is no consequence; or else the earliest consequence, or the launcher's doing."""
 
     def order(failure: Failure) -> tuple[bool, bool, float, int]:
         report = failure.report
@@ -124,11 +186,7 @@ def find_cause(failures: Iterable[Failure]) -> Failure:
 
 
 def lacks_cause(ranks: Sequence[tuple[End | None, Report | None]]) -> bool:
-    """Whether the ranks that failed only say that another one has gone, and that may be one that has not ended.
-
-    Args:
-        ranks: how each has ended, and its own report; None if it has not, or wrote none.
-    """
+    """Whether the ranks that failed only say that another one has gone, and that may be one that has not ended."""
     if any(end is not None and end.status == 0 for end, _ in ranks):
         return False  # it has left them alone, and there is no other cause
     failed = [report for end, report in ranks if end or report]
@@ -149,12 +207,7 @@ def describe_status(status: int) -> str:
 
 
 def describe_lost_agent(code: int, pid: int, host: str) -> tuple[str, int]:
-    """Why a job ended whose agent on this host did not end well, as it is printed, and the exit code that follows.
-
-    Args:
-        code: the agent's exit code, or minus the signal that ended it.
-        pid, host: where it was.
-    """
+    """Why a job ended whose agent on this host ended with a code, or minus a signal; and the exit code that follows."""
     how = f"was ended by signal {-code} ({signal_name(-code)})" if code < 0 else f"failed (code {code})"
     return (
         f"phalanx: the process that starts and watches the ranks {how}; the job ended with it\n"
@@ -165,8 +218,7 @@ def describe_lost_agent(code: int, pid: int, host: str) -> tuple[str, int]:
 
 def failure_in_short(cause: Failure, host: str) -> str:
     """``rank 1 on h1 failed: ValueError: no data``, while the block about it cannot be printed yet."""
-    reason = _reason(cause.report) if cause.report is not None else ""
-    return f"rank {cause.rank} on {host} failed: {reason or _ending(cause)}"
+    return f"rank {cause.rank} on {host} failed: {_why(cause)}"
 
 
 def format_failure(
@@ -188,8 +240,8 @@ def format_failure(
         cause: the failure that caused the others.
         others: the ranks that failed, or were ended by the launcher, after it.
         ranks: the world size.
-        host: the name of the host that the failed rank ran on.
-        started: when the ranks were started, on the monotonic clock.
+        host: that of the failed rank.
+        started: when the ranks were started.
         asked: what the failed rank had asked another process for, and waited for.
         log: the file that has the failed rank's output; empty if there is none.
         last_lines: the last lines of its output, if that was not shown; None if it was.
@@ -218,7 +270,7 @@ def format_failure(
         lines += ["  the last lines of its output, which was not shown:", *(f"    {line}" for line in last_lines)]
     if log:
         lines.append(f"  its output is in {log}")
-    lines += _aftermath(others, "" if report is None else f"then failed: {_reason(report)}", room)
+    lines += _aftermath(others, "" if report is None else f"{_THEN}{_reason(report)}", room)
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
@@ -235,38 +287,36 @@ def _ending(cause: Failure) -> str:
 
 
 def _hint(cause: Failure, where: str) -> str:
-    report = cause.report
+    """What a user may think of first; ``where`` says where the output is."""
+    report, status = cause.report, cause.status
+    if report is not None and report.exited:
+        said = "with this text" if report.message else f"without a text; if it printed a reason, that is {where}"
+        return f"it called sys.exit {said}"
     if report is not None:
-        if report.exited:
-            said = "with this text" if report.message else f"without a text; if it printed a reason, that is {where}"
-            return f"it called sys.exit {said}"
-        if report.shown:
-            return f"its traceback was printed by the script itself, {where}"
-        return ""
-    if cause.status is None or cause.status >= 0:
+        return f"its traceback was printed by the script itself, {where}" if report.shown else ""
+    if status is None or status >= 0:
         return f"it raised no Python exception; if it printed a reason, that is {where}"
-    return _signal_hints(cause.out_of_memory, where).get(-cause.status, "")
-
-
-def _signal_hints(out_of_memory: bool, where: str) -> Mapping[int, str]:
-    if out_of_memory:
+    stack = f"the Python stack, if there is one, is {where}"
+    if cause.out_of_memory:
         killed = "the kernel ran out of memory and killed it; use less memory per rank, or fewer ranks"
     else:
         killed = f"another process killed it; if none did, {OUT_OF_MEMORY_HINT}"
-    return {
+    unhandled = "it does not handle this signal, which the launcher passes on to all ranks"
+    hints: Mapping[int, str] = {
         signal.SIGKILL: killed,
-        signal.SIGSEGV: f"native code accessed memory that it may not; the Python stack, if there is one, is {where}",
-        signal.SIGBUS: f"memory could not be provided; have a DataLoader's workers filled /dev/shm (df -h /dev/shm; in "
-        f"Docker --shm-size=8g)? The Python stack, if any, is {where}",
-        signal.SIGABRT: f"native code gave up; its message and the Python stack, if any, are {where}",
-        signal.SIGFPE: f"native code divided by zero; the Python stack, if there is one, is {where}",
-        signal.SIGILL: f"native code was built for another processor; the Python stack, if any, is {where}",
+        signal.SIGSEGV: f"native code accessed memory that it may not; {stack}",
+        signal.SIGBUS: "memory could not be provided; if a DataLoader's workers have filled /dev/shm (df -h /dev/shm), "
+        f"enlarge it (in Docker --shm-size=8g); {stack}",
+        signal.SIGABRT: f"native code gave up; its message is {where}, and {stack}",
+        signal.SIGFPE: f"native code divided by zero; {stack}",
+        signal.SIGILL: f"native code was built for another processor; {stack}",
         signal.SIGTERM: "another process, not the launcher, asked it to end",
         signal.SIGINT: "another process, not the launcher, interrupted it",
-        signal.SIGUSR1: "it does not handle this signal, which the launcher passes on to all ranks",
-        signal.SIGUSR2: "it does not handle this signal, which the launcher passes on to all ranks",
+        signal.SIGUSR1: unhandled,
+        signal.SIGUSR2: unhandled,
         signal.SIGXCPU: "it has used up its limit of processor time (ulimit -t)",
     }
+    return hints.get(-status, "")
 
 
 def _aftermath(others: Iterable[Failure], known: str, most: int) -> list[str]:
@@ -281,29 +331,23 @@ def _aftermath(others: Iterable[Failure], known: str, most: int) -> list[str]:
         # Each rank may say in words of its own that another one has gone: one of them is enough.
         alike = report.type if report is not None and report.consequence else _aftermath_of(failure)
         groups.setdefault(alike, []).append(failure)
-    lines = [_aftermath_line(alike, known) for alike in groups.values()]
+    lines = []
+    for failures in groups.values():
+        ranks = format_named("rank", [failure.rank for failure in failures])
+        text = _aftermath_of(failures[0])
+        if text == known:
+            text = "then failed with the same error"
+        elif any(_aftermath_of(failure) != text for failure in failures):
+            text = f"then failed, rank {failures[0].rank} with {_why(failures[0])}"
+        lines.append(f"  {ranks} {text}")
     if len(lines) > most:
         lines = [*lines[:most], f"  and {len(lines) - most} more kinds of failure after that"]
     return lines
 
 
-def _aftermath_line(alike: Sequence[Failure], known: str) -> str:
-    text = _aftermath_of(alike[0])
-    ranks = format_named("rank", [failure.rank for failure in alike])
-    if text == known:
-        return f"  {ranks} then failed with the same error"
-    if any(_aftermath_of(failure) != text for failure in alike):
-        return f"  {ranks} then failed, rank {alike[0].rank} with {_reason_of(alike[0])}"
-    return f"  {ranks} {text}"
-
-
-def _reason_of(failure: Failure) -> str:
-    return _reason(failure.report) if failure.report is not None else ""
-
-
 def _aftermath_of(failure: Failure) -> str:
-    if failure.ended_by_launcher:
-        return "ended by the launcher"
-    if _reason_of(failure):
-        return f"then failed: {_reason_of(failure)}"
-    return f"then failed: {_ending(failure)}"
+    return "ended by the launcher" if failure.ended_by_launcher else f"{_THEN}{_why(failure)}"
+
+
+def _why(failure: Failure) -> str:
+    return (_reason(failure.report) if failure.report is not None else "") or _ending(failure)

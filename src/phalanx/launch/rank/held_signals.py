@@ -41,23 +41,17 @@ class HeldSignals:
         return _LOOK_S if self._held and self._until is not None else None
 
     def send(self, pids: Mapping[int, int]) -> None:
-        """Send the signals to the ranks that have a handler, or have had the time to set one.
+        """Send the signals to the ranks, by pid, that have a handler, or have had the time to set one.
 
         They go to the ranks alone: what those have started, such as a loader's workers, need not handle the signal.
-
-        Args:
-            pids: the process id of each rank that has not been reaped, by rank. Signals to others are dropped.
         """
-        if self._until is None or not self._held:
+        if self._until is None:
             return
         waits = time.monotonic() < self._until
-        held, self._held = self._held, []
-        for rank, signum in dict.fromkeys(held):
-            pid = pids.get(rank)
-            if pid is None:
-                continue
-            if waits and not processes.handles(pid, signum):
+        held, self._held = [(rank, signum) for rank, signum in dict.fromkeys(self._held) if rank in pids], []
+        for rank, signum in held:
+            if waits and not processes.handles(pids[rank], signum):
                 self._held.append((rank, signum))
-                continue
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signum)
+            else:
+                with contextlib.suppress(PermissionError):  # it has become a program of another user
+                    os.kill(pids[rank], signum)

@@ -20,7 +20,7 @@ from types import ModuleType
 from phalanx import settings
 from phalanx.words import format_list, tell
 
-__all__ = ["hide_torch", "restore_torch"]
+__all__ = ["apply_threads", "hide_torch", "restore_torch"]
 
 # Variables that libraries read while they are loaded, and that cannot be changed afterwards.
 _TOO_LATE = (
@@ -37,81 +37,53 @@ _TOO_LATE_FAMILIES = ("OMP_", "GOMP_", "KMP_", "NPY_", "NUMPY_")
 
 
 def hide_torch(quiet: bool, imported: Callable[[], None]) -> None:
-    """Let the next import of torch, or of a part of it, be noticed. Does nothing if torch is not imported.
+    """Have the next import of torch, or of a part of it, noticed, and ``imported`` called. Does nothing without torch.
 
-    Args:
-        quiet: print no note.
-        imported: called at that import.
+    ``quiet`` has no note printed.
     """
-    hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"}
-    if "torch" in hidden:
-        sys.meta_path.insert(0, _Finder(hidden, quiet, imported))
-        for name in hidden:
+    modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"}
+    if "torch" in modules:
+        sys.meta_path.insert(0, _HiddenTorch(modules, quiet, imported))
+        for name in modules:
             del sys.modules[name]
 
 
 def restore_torch() -> None:
     """Put torch back where a script that never imported it did not; for what runs at the end of a rank."""
     for finder in list(sys.meta_path):
-        if isinstance(finder, _Finder):
+        if isinstance(finder, _HiddenTorch):
             finder.restore()
 
 
-class _Finder:
-    """Finds torch among the modules that were imported before the fork.
+class _HiddenTorch(importlib.abc.Loader):
+    """Finds torch among the modules that were imported before the fork, and leaves it as it is."""
 
-    Args:
-        hidden: those modules, by name.
-        quiet, imported: see :func:`hide_torch`.
-    """
-
-    def __init__(self, hidden: dict[str, ModuleType], quiet: bool, imported: Callable[[], None]) -> None:
-        self._hidden = hidden
-        self._quiet = quiet
-        self._imported = imported
+    def __init__(self, modules: dict[str, ModuleType], quiet: bool, imported: Callable[[], None]) -> None:
+        self._modules, self._spec = modules, modules["torch"].__spec__
+        self._quiet, self._imported = quiet, imported
         self._before = dict(os.environ)
 
     def restore(self) -> None:
         """Undo the hiding."""
         with contextlib.suppress(ValueError):  # another thread was quicker
             sys.meta_path.remove(self)
-        for name, module in self._hidden.items():
+        for name, module in self._modules.items():
             sys.modules.setdefault(name, module)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The import system's question for a module. Torch itself comes first, because a part imports the whole."""
-        if name != "torch":
-            return None
-        return importlib.machinery.ModuleSpec(name, _Loader(self._hidden[name], self._on_import))
+        # Torch itself comes first, because a part imports the whole.
+        return importlib.machinery.ModuleSpec(name, self) if name == "torch" else None
 
-    def _on_import(self) -> None:
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return self._modules["torch"]
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # the import system has given it that of this import
         self.restore()
         self._imported()
         _apply(self._before, self._quiet)
-
-
-class _Loader(importlib.abc.Loader):
-    """Returns a module that has been loaded already, and leaves its attributes as they are.
-
-    Args:
-        module: the module.
-        then: called when it is in its place.
-    """
-
-    def __init__(self, module: ModuleType, then: Callable[[], None]) -> None:
-        self._module = module
-        self._spec = module.__spec__
-        self._then = then
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return self._module
-
-    def exec_module(self, module: ModuleType) -> None:
-        # The import system has given it the spec of this import.
-        module.__spec__ = self._spec
-        self._then()
 
 
 def _apply(before: dict[str, str], quiet: bool) -> None:

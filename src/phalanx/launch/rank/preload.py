@@ -1,14 +1,13 @@
-"""Importing what every rank needs once, before the ranks are forked, and not tearing it down in each of them.
+"""Import what every rank needs once, before the ranks are forked, and do not tear it down in each of them.
 
-An interpreter that ends empties every module. In a rank this touches, and so copies, most of the pages that the ranks
-share: 22,800 page faults, 0.1 s of each rank's end. The modules that were imported here are therefore taken out of
-``sys.modules`` when a rank has run its exit handlers; that leaves 12,400 faults. The script's own modules are emptied
-as always, so files that it left open are written out and the finalisers of its objects run.
+An interpreter that ends empties every module. In a rank this copies most of the pages that the ranks share: 22,800 page
+faults, 0.1 s of each rank's end. So the modules that were imported here are taken out of ``sys.modules`` when a rank
+has run its exit handlers, which leaves 12,400. The script's own modules are emptied as always, so files that it left
+open are written out and the finalisers of its objects run.
 
-Two things are still torn down, because a Gloo thread may still be using them: modules that may hold a process group,
-and torch's exit-time finalisers (half of the remaining page faults). A Gloo thread that has just finished an operation
-needs the interpreter for a moment more, and aborts the process (as it does under torchrun) if the interpreter is gone.
-So both are skipped only if every other thread of the rank is asleep; that leaves 5,400 faults.
+A Gloo thread that has just finished an operation needs the interpreter for a moment more, and aborts the process (as it
+does under torchrun) if that is gone. So modules that may hold a process group, and torch's exit-time finalisers (half
+of the remaining faults), are spared only if every other thread of the rank is asleep.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ from phalanx.words import tell
 __all__ = ["import_for_ranks", "preload"]
 
 _HOLD_GROUPS = ("torch.distributed", "phalanx")
-# How often the other threads are checked, and how long this one waits before each check.
-CHECKS, CHECK_S = 2, 0.001
+_CHECK_S = 0.001
 
 _preloaded: list[tuple[str, ModuleType]] = []
 _finalisers: list[weakref.finalize[..., object]] = []
@@ -78,8 +76,7 @@ def import_for_ranks() -> None:
 
 
 def _all_finalisers() -> list[weakref.finalize[..., object]]:
-    # The standard library offers no public list. If this attribute is gone one day, the finalisers run, which only
-    # takes longer.
+    # Without this attribute of the standard library the finalisers run, which only takes longer.
     return list(getattr(weakref.finalize, "_registry", ()))
 
 
@@ -93,22 +90,17 @@ def _spare_finalisers(preloader: int) -> None:
 
 
 def _others_rest() -> bool:
-    """Whether every other thread of this process sleeps, even while this one gives them the interpreter.
-
-    False if that cannot be found out, because the script has used up its file descriptors.
-    """
+    """Whether every other thread of this process sleeps, also after this one has given them the interpreter, twice."""
     own = str(threading.get_native_id())
-    try:
-        for _ in range(CHECKS):
+    with contextlib.suppress(OSError):  # the script has used up its descriptors
+        for _ in range(2):
             others = [task for task in os.listdir("/proc/self/task") if task != own]
-            if not others:
-                return True
-            time.sleep(CHECK_S)
-            if not all(_sleeps(task) for task in others):
+            if others:
+                time.sleep(_CHECK_S)
+            if not all(map(_sleeps, others)):
                 return False
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _sleeps(task: str) -> bool:

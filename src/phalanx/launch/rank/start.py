@@ -27,28 +27,35 @@ import traceback
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TextIO, cast
 
 from phalanx import settings
-from phalanx.diagnosis.ends import learn_by, learn_elsewhere_by
+from phalanx.diagnosis.ends import learn_by, learn_elsewhere_by, tell_of_exit
 from phalanx.diagnosis.recorder import keep_in
 from phalanx.diagnosis.stacks import publish_by
 from phalanx.errors import PhalanxError
 from phalanx.launch.job.memory import apply_to_this_process
 from phalanx.launch.job.target import Target
-from phalanx.launch.output.report import Report
-from phalanx.launch.rank.descriptors import RankEnds, release_input
+from phalanx.launch.output.failure import Report
+from phalanx.launch.protocol import RankPlan
 from phalanx.launch.rank.late_variables import apply_threads, hide_torch
-from phalanx.launch.rank.other_ends import ended_elsewhere, how_ended
-from phalanx.launch.rank.trace import Stage, advance, note_asked, open_own, place_of_recorder
-from phalanx.system.processes import die_with_parent, set_name, skip_library_teardown, take_memory_nearby
+from phalanx.launch.rank.trace import (
+    Stage,
+    advance,
+    how_ended,
+    how_ended_elsewhere,
+    note_asked,
+    open_own,
+    place_of_recorder,
+)
+from phalanx.system import processes
 from phalanx.system.threads import renew_engine
 from phalanx.topology.frameworks import cpu_settings
 
-__all__ = ["RankStart", "become", "enter_rank", "leave_siblings", "reported"]
+__all__ = ["RankEnds", "RankStart", "become", "enter_rank", "leave_siblings", "report_name", "reported"]
 
 _GLOO_IS_LEFT = re.compile(r"gloo/transport/.*\bConnection (?:reset|closed) by peer")
+# The functions through which every operation of torch goes; below the script's call they say nothing to a user.
 _WAYS_INTO_TORCH = (
     "torch.distributed.c10d_logger",
     "torch.distributed.distributed_c10d",
@@ -58,27 +65,35 @@ _WAYS_INTO_TORCH = (
 
 
 @dataclass(frozen=True)
+class RankEnds:
+    """The descriptors of a rank: its output, a memfd for its report, and the trace that its agent's ranks share."""
+
+    out_write: int
+    err_write: int
+    report: int
+    trace: int
+
+
+def report_name(run_id: str, rank: int) -> str:
+    """The name of a rank's report file, as ``/proc/<pid>/fd`` shows it."""
+    return f"{run_id}-rank-{rank}"
+
+
+@dataclass(frozen=True)
 class RankStart:
     """A process that is about to become a rank.
 
     Attributes:
-        rank: its rank.
-        target: the script or program that it will run.
-        run_id: the job's name.
         environment: what is added to the environment it was started with.
-        ends: its ends of the pipes, and its report file.
         code: the compiled target; None for a program or a function.
         spec: the future ``__main__.__spec__``; None for a plain script.
         parent: the process id of its parent (the agent), with which this process ends.
-        part: its part of the trace file.
-        cpus: the logical cores it is bound to; empty for those of its parent.
+        part: its part of the trace.
         quiet: whether it prints no notes.
-        reads: whether it keeps the launcher's standard input.
-        terminal: whether it keeps the launcher's standard output and error too, as a debugger wants.
         pid: the process in which this object was made; a child that the script forks is not the rank.
     """
 
-    rank: int
+    plan: RankPlan
     target: Target
     run_id: str
     environment: dict[str, str]
@@ -86,37 +101,31 @@ class RankStart:
     code: types.CodeType | None
     spec: importlib.machinery.ModuleSpec | None
     parent: int
-    part: int = 0
-    cpus: tuple[int, ...] = ()
-    quiet: bool = False
-    reads: bool = False
-    terminal: bool = False
+    part: int
+    quiet: bool
     pid: int = field(default_factory=os.getpid)
 
 
 def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int, int]) -> None:
     """Turn the child of a fork into a process of its own. Signals are blocked on entry, and not on return.
 
-    Args:
-        start: the rank that this process is to be.
-        handlers: the signal handlers the interpreter started with.
-        file_limit: the limits on open files the interpreter started with.
+    The handlers of signals and the limits on open files are those that the interpreter started with.
     """
-    die_with_parent(start.parent)
+    processes.die_with_parent(start.parent)
     # A session of its own and not only a process group: the terminal stops a background group that touches it, but not
     # a process that has no terminal. And all processes that the rank starts can be found by their session.
     os.setsid()
-    set_name(f"rank-{start.rank}")
-    if start.cpus:
-        os.sched_setaffinity(0, start.cpus)
-        take_memory_nearby()
+    processes.set_name(f"rank-{start.plan.rank}")
+    if start.plan.cpus:
+        os.sched_setaffinity(0, start.plan.cpus)
+        processes.take_memory_nearby()
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     ends = start.ends
-    if not start.reads:
-        release_input()
-    if not start.terminal:
+    if not start.plan.reads:
+        processes.release_input()
+    if not start.plan.terminal:
         os.dup2(ends.out_write, 1)
         os.dup2(ends.err_write, 2)
     os.close(ends.out_write)
@@ -139,11 +148,11 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     faulthandler.enable()
     renew_engine()
     open_own(ends.trace, start.part)
-    publish_by(partial(note_asked, start.run_id))
-    keep_in(partial(place_of_recorder, start.run_id))
-    learn_by(partial(how_ended, start.run_id))
+    publish_by(note_asked)
+    keep_in(place_of_recorder)
+    learn_by(how_ended)
     if settings.AGENT in os.environ:
-        learn_elsewhere_by(partial(ended_elsewhere, start.run_id))
+        learn_elsewhere_by(how_ended_elsewhere)
 
 
 def _stream(stream: TextIO | None, descriptor: int, mode: str) -> TextIO:
@@ -158,11 +167,9 @@ def _stream(stream: TextIO | None, descriptor: int, mode: str) -> TextIO:
 def leave_siblings(start: RankStart) -> None:
     """In a rank that was forked from a process with torch: renew what a fresh process would have of its own.
 
-    These are the random states of torch and numpy and the secret of multiprocessing; Python renews its own generator
-    after a fork, and those of accelerators begin in the rank (docs/design/launching.md lists what they share). Also
-    skip libtorch's teardown, which would copy the pages that the ranks have in common, and hide torch until the script
-    imports it. A function may use a torch that was imported before the fork, so torch is not hidden from it, and is
-    told how many threads the rank has.
+    Python renews its own generator after a fork, and those of accelerators begin in the rank
+    (docs/design/launching.md lists what ranks share). A function may use a torch that was imported before the fork, so
+    torch is not hidden from it, and is told how many threads the rank has.
     """
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -173,17 +180,17 @@ def leave_siblings(start: RankStart) -> None:
     process = sys.modules.get("multiprocessing.process")
     if process is not None:
         process.current_process().authkey = os.urandom(32)
-    skip_library_teardown()
+    processes.skip_library_teardown()  # it would copy the pages that the ranks have in common
     if start.target.kind == "function":
         apply_threads()
         _record_other_backends()
         return
 
     def imported() -> None:
-        advance(start.run_id, Stage.IMPORTED)
+        advance(Stage.IMPORTED)
         _record_other_backends()
 
-    hide_torch(start.quiet or start.rank != 0, imported)
+    hide_torch(start.quiet or start.plan.rank != 0, imported)
 
 
 def _record_other_backends() -> None:
@@ -198,6 +205,7 @@ def become(start: RankStart) -> None:
 
     Raises:
         SystemExit: the script called ``sys.exit``, or an exception ended it that has been reported (code 1).
+        KeyboardInterrupt: it was interrupted.
     """
     target = start.target
     if start.code is None:
@@ -207,7 +215,8 @@ def become(start: RankStart) -> None:
     # A program that starts itself again goes by this, and must not start the launcher again.
     named = ("-m", target.name) if target.kind == "module" else target.argv[:1]
     sys.orig_argv = [sys.executable, *named, *target.argv[1:]]
-    _set_search_path(target.search_path)
+    if not (getattr(sys.flags, "safe_path", False) or sys.flags.isolated):
+        sys.path[0] = target.search_path
     main = types.ModuleType("__main__")
     main.__dict__.update(
         __builtins__=builtins, __file__=target.path, __cached__=None, __spec__=start.spec, __package__=None
@@ -233,19 +242,15 @@ def become(start: RankStart) -> None:
 
 @contextlib.contextmanager
 def reported(start: RankStart) -> Iterator[None]:
-    """While the body runs as this rank's script: report the exception that ends it.
-
-    Raises:
-        SystemExit: the script called ``sys.exit``, or an exception ended it that has been reported (code 1).
-        KeyboardInterrupt: it was interrupted.
-    """
+    """While the body runs as this rank's script: report the exception that ends it, as :func:`become` says."""
     hook = sys.excepthook = _Hook(start)
     try:
         yield
     except SystemExit as error:
         if error.code not in (None, 0):
             _report(start, error, shown=True)
-            _tell_of_exit(start, error)
+            if (code := _code_of(error)) and os.getpid() == start.pid:
+                tell_of_exit(error, code)
         raise
     except KeyboardInterrupt as error:
         # The interpreter then ends itself by SIGINT, as the shell expects. The launcher decides whether to show it.
@@ -256,16 +261,8 @@ def reported(start: RankStart) -> Iterator[None]:
         raise SystemExit(1) from None
 
 
-def _tell_of_exit(start: RankStart, error: SystemExit) -> None:
-    """Tell the other ranks of an exit with another code than 0, if this process has groups."""
-    ending = sys.modules.get("phalanx.diagnosis.ends")
-    code = _code_of(error)
-    if code and ending is not None and os.getpid() == start.pid:
-        ending.tell_of_exit(error, code)
-
-
 def _code_of(error: SystemExit) -> int:
-    """The exit code. The interpreter exits with 1 after ``sys.exit("a text")``, and prints the text."""
+    # The interpreter exits with 1 after sys.exit("a text"), and prints the text.
     return error.code & 0xFF if isinstance(error.code, int) else 0 if error.code is None else 1
 
 
@@ -275,13 +272,7 @@ def _note_end(start: RankStart) -> None:
     has_met = getattr(sys.modules.get("phalanx.c10d.register"), "has_met", False)
     has_world = getattr(sys.modules.get("phalanx.world"), "_openings", 0)
     if has_met or has_world or (c10d is not None and c10d.is_initialized()):
-        advance(start.run_id, Stage.ENDED)
-
-
-def _set_search_path(entry: str) -> None:
-    if getattr(sys.flags, "safe_path", False) or sys.flags.isolated:
-        return
-    sys.path[0] = entry
+        advance(Stage.ENDED)
 
 
 class _Hook:
@@ -336,18 +327,13 @@ def _format_traceback(error: BaseException, own: types.TracebackType | None) -> 
     """The traceback as text; for an error of an operation down to the script's own call, whose line says it all."""
     told = traceback.TracebackException(type(error), error, own)
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(own)]
-    inside = [_is_inside(name, anywhere=isinstance(error, PhalanxError)) for name in modules]
+    if isinstance(error, PhalanxError):
+        inside = [name.partition(".")[0] in ("torch", "phalanx") for name in modules]
+    else:
+        inside = [name in _WAYS_INTO_TORCH for name in modules]
     length = max((at for at, is_inside in enumerate(inside, 1) if not is_inside), default=len(modules))
     told.stack = traceback.StackSummary.from_list(told.stack[:length])
     return "".join(told.format())
-
-
-def _is_inside(module: str, *, anywhere: bool) -> bool:
-    """Whether a frame of this module, below the script's call, says nothing to a user.
-
-    Of torch's own errors these are the functions through which every operation goes; ``anywhere`` is for Phalanx's.
-    """
-    return module.partition(".")[0] in ("torch", "phalanx") if anywhere else module in _WAYS_INTO_TORCH
 
 
 def _is_consequence(error: BaseException) -> bool:
@@ -359,23 +345,24 @@ def _is_consequence(error: BaseException) -> bool:
 
 
 def _report(start: RankStart, error: BaseException, *, shown: bool, now: float | None = None) -> bool:
-    """Write the error into the report file, in the form of torch's ``@record``, with the time by the monotonic clock.
+    """Write the error into the report file; return whether that is there.
 
-    Returns:
-        Whether it was written. It is not if the script has closed all descriptors that it did not open itself, or if
-        this process is a child that the script forked, which must not report for the rank.
+    A script may have closed all descriptors that it did not open itself, and a child that it forked must not report.
     """
     if os.getpid() != start.pid:
         return False
-    own = traceback_of_script(error)
     if isinstance(error, SystemExit):
         code, message = _code_of(error), "" if isinstance(error.code, int) else str(error.code)
     else:
-        code, message = 130 if isinstance(error, KeyboardInterrupt) else 1, _describe(error)
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        try:
+            message = str(error)
+        except Exception:
+            message = "<its __str__ failed>"
     report = Report(
         type=f"{type(error).__module__}.{type(error).__qualname__}",
         message=message,
-        traceback="" if shown else _format_traceback(error, own),
+        traceback="" if shown else _format_traceback(error, traceback_of_script(error)),
         shown=shown,
         exited=isinstance(error, SystemExit),
         consequence=_is_consequence(error),
@@ -398,10 +385,10 @@ def _hint(start: RankStart, error: BaseException) -> str:
     """What is known of the cause beyond the exception's own text."""
     if start.target.kind == "function":
         return ""  # the remedies are options of the command
-    if type(error).__name__ == "BdbQuit" and type(error).__module__ == "bdb" and not start.reads:
-        return f"a debugger needs the terminal: phalanx run --debug {start.rank} …"
-    if isinstance(error, EOFError) and not start.reads:
-        return f"if it wanted to read the terminal or a pipe: phalanx run --stdin {start.rank} …"
+    if type(error).__name__ == "BdbQuit" and type(error).__module__ == "bdb" and not start.plan.reads:
+        return f"a debugger needs the terminal: phalanx run --debug {start.plan.rank} …"
+    if isinstance(error, EOFError) and not start.plan.reads:
+        return f"if it wanted to read the terminal or a pipe: phalanx run --stdin {start.plan.rank} …"
     frames = error.__traceback__
     while frames is not None:
         code, scope = frames.tb_frame.f_code, frames.tb_frame.f_globals.get("__name__")
@@ -413,13 +400,6 @@ def _hint(start: RankStart, error: BaseException) -> str:
             return ""
         frames = frames.tb_next
     return ""
-
-
-def _describe(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:
-        return "<its __str__ failed>"
 
 
 def _execute(start: RankStart) -> None:

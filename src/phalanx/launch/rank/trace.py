@@ -1,24 +1,23 @@
-"""What a rank leaves for the launcher to read while it runs: its Python stack on demand, and how far it has come.
+"""The trace: a file in memory by which a rank can be looked at while it runs, and after it was killed.
 
 A rank that hangs in C code runs no Python, so it cannot be asked by Python's own signal handlers. A handler in C
-writes the stack instead (``diagnosis/stacks.py``), into a file in memory that all ranks of a host share. Each rank
-has a part of it, so far from the next one's that it never gets there; the file takes memory only where something was
-written.
+writes the stack instead (``diagnosis/stacks.py``). All ranks of a host share the file. Each has a part of it, so far
+from the next one's that it never gets there; the file takes memory only where something was written.
 
-- The first page of a part is written by the rank and read by its parent: byte 0 is how far the rank
-  has come (``Stage``), bytes 4-7 the number of the descriptor by which it writes. Each is written once for a
-  value, and a rank that dies in between leaves the value of before. From byte 64 on there is what it has asked another
-  process for, as text that ends with a zero; a reader may find it half written, and it is for people.
-  Bytes 8-15 are written by the rank's parent once the rank has ended, and read by other ranks, for their errors about
-  it: its exit code, or minus the signal that ended it, in bytes 12-15, and then its pid in bytes 8-11. A reader finds
-  the code by the pid, so a parent that dies in between has said nothing.
-- From ``_RECORDER`` on there is the rank's flight recorder, which the rank writes (``diagnosis/recorder.py``). It takes
-  memory from the rank's first group on.
-- From ``_ELSEWHERE`` on, in the first part, there is a line for each rank of another host that has failed. The agent of
-  this host writes it, behind the last one, and the ranks read it, for their errors about that rank. An agent that dies
-  in between leaves a line without its end, which nobody takes.
-- From the second page on there are stacks, one after the other. Only the rank's handler writes them, and readers
-  remember how far they have read.
+=================  ============================================  =========  ======================================
+where in a part    what                                          writer     if the writer dies in between
+=================  ============================================  =========  ======================================
+byte 0             how far the rank has come (``Stage``)         rank       the value of before
+bytes 4-7          the descriptor by which the rank writes       rank       none: it is not asked for its stack
+bytes 8-11, 12-15  its pid, after its exit code or minus signal  its agent  nothing is said: the pid comes last
+from byte 64       what it has asked another process for         rank       part of a text, which is for people
+from ``_PAGE``     its stacks, one after the other               handler    part of a stack
+``_RECORDER``      its flight recorder                           rank       ``diagnosis/recorder.py``
+``_ELSEWHERE``     in the first part: a line for each rank of    the agent  a line without its end, which nobody takes
+                   another host that has failed
+=================  ============================================  =========  ======================================
+
+What ``its agent`` writes the other ranks read, for their errors about that rank; the agent reads the rest.
 
 A script may close the descriptor and open a file of its own, which then might get its number. So a rank is asked only
 after /proc has shown that the descriptor still is this file.
@@ -29,17 +28,26 @@ from __future__ import annotations
 import contextlib
 import enum
 import fcntl
+import json
 import os
 import resource
 import signal
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from phalanx.diagnosis import stacks as stack_signal
-from phalanx.diagnosis.stacks import ASKED
+from phalanx.diagnosis.ends import Ending
+from phalanx.diagnosis.stacks import ASKED, was_changed, write_stacks_on
+from phalanx.errors import PhalanxError
+from phalanx.launch.output.failure import signal_name
 from phalanx.native.core import RECORDER_BYTES
 from phalanx.system import processes
+from phalanx.system.files import beside, own_folder
 from phalanx.system.limits import TRACE_BYTES_PER_RANK
+
+if TYPE_CHECKING:
+    from phalanx.diagnosis.snapshot import Record, Recording
 
 __all__ = [
     "STACK_SIGNAL",
@@ -47,12 +55,15 @@ __all__ = [
     "Stage",
     "Trace",
     "advance",
-    "look_up_end",
+    "how_ended",
+    "how_ended_elsewhere",
+    "last_call",
+    "last_operation",
+    "last_recording",
     "note_asked",
     "open_own",
     "open_trace",
     "place_of_recorder",
-    "read_elsewhere",
     "trace_name",
 ]
 
@@ -60,8 +71,8 @@ __all__ = [
 STACK_SIGNAL = signal.SIGRTMAX - 3
 _PART = TRACE_BYTES_PER_RANK
 _PAGE = 4096
-_RECORDER = 1 << 31  # where the recorder begins in a part
-_ELSEWHERE = 3 << 30  # behind the recorder
+_RECORDER = 1 << 31  # it takes memory from the rank's first group on
+_ELSEWHERE = 3 << 30
 _LONGEST_ELSEWHERE = 1 << 16  # of all lines: after so many failures nobody asks for one more
 _END_AT = 8
 _ASKED_AT, _ASKED_BYTES = 64, 1024
@@ -73,34 +84,28 @@ _HIGHEST = 1024
 
 
 class Stage(enum.IntEnum):
-    """How far a rank has come: it runs, has imported torch, has joined the others, and has come to its script's end."""
+    """How far a rank has come: it runs, has imported torch, has joined the others and come to its script's end."""
 
     STARTED = 0
     IMPORTED = 1
-    JOINED = 2
-    ENDED = 3  # and Python's exit handlers have run; only of a rank that has joined
+    ENDED = 3
 
 
-_own: tuple[int, int, int] | None = None  # the descriptor, where this rank's part begins, and the rank's pid
+# -- in a rank -----------------------------------------------------------------------------------------
 
 
-def open_trace(run_id: str) -> int:
-    """Make the file, in the process that forks the ranks or is their supervisor."""
-    return os.memfd_create(trace_name(run_id))
+class _Own(NamedTuple):
+    descriptor: int
+    begin: int  # of this rank's part
+    pid: int
+    about: os.stat_result
 
 
-def trace_name(run_id: str) -> str:
-    """The name of the file, as ``/proc/<pid>/fd`` shows it."""
-    return f"{run_id}-trace"
+_own: _Own | None = None
 
 
 def open_own(descriptor: int, part: int) -> None:
-    """In a rank: take a part of the file, and write this thread's stack there whenever ``STACK_SIGNAL`` comes.
-
-    Args:
-        descriptor: the file; it is closed.
-        part: which part, counted from 0.
-    """
+    """Take a part of the file, which is closed, and write a thread's stack there whenever ``STACK_SIGNAL`` comes."""
     global _own
     # Opened anew, because the offset at which a write lands belongs to the opening.
     own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
@@ -113,63 +118,88 @@ def open_own(descriptor: int, part: int) -> None:
     begin = part * _PART
     os.lseek(own, begin + _PAGE, os.SEEK_SET)
     os.pwrite(own, own.to_bytes(4, "little"), begin + 4)
-    stack_signal.write_stacks_on(STACK_SIGNAL, own)
-    _own = own, begin, os.getpid()
+    write_stacks_on(STACK_SIGNAL, own)
+    _own = _Own(own, begin, os.getpid(), os.fstat(own))
 
 
-def place_of_recorder(run_id: str) -> tuple[int, int]:
-    """In a rank: the file, and where in it the rank's flight recorder is to be.
-
-    Raises:
-        OSError: there is no such place: the script has closed the descriptor.
-    """
-    if _own is None or not _is_trace(os.getpid(), _own[0], run_id):
-        raise OSError("this process has no part of a trace")
-    descriptor, begin, _ = _own
-    # Only ever longer: other ranks are writing to it.
-    os.pwrite(descriptor, b"\0", begin + _RECORDER + RECORDER_BYTES - 1)
-    return descriptor, begin + _RECORDER
-
-
-def advance(run_id: str, stage: Stage) -> None:
-    """In a rank: note how far it has come. Does nothing in a child that the script has forked."""
-    _write(run_id, bytes([stage]), 0)
-
-
-def note_asked(run_id: str, text: str) -> None:
-    """In a rank: note what it has asked another process for; empty for nothing. See :func:`advance`."""
-    _write(run_id, _as_noted(text), _ASKED_AT)
-
-
-def look_up_end(run_id: str, pid: int) -> int | None:
-    """In a rank: the exit code of another one of this host, or minus its signal; None if its parent has not said it."""
-    if _own is None or not _is_trace(os.getpid(), _own[0], run_id):
-        return None
-    descriptor, wanted = _own[0], pid.to_bytes(4, "little")
-    for begin in range(0, os.fstat(descriptor).st_size, _PART):
-        if os.pread(descriptor, 4, begin + _END_AT) == wanted:
-            return int.from_bytes(os.pread(descriptor, 4, begin + _END_AT + 4), "little", signed=True)
+def _opened() -> _Own | None:
+    """What this process has of the file; None without a part of it, or if the script has closed it."""
+    with contextlib.suppress(OSError):
+        if _own is not None and os.path.samestat(os.fstat(_own.descriptor), _own.about):
+            return _own
     return None
 
 
-def read_elsewhere(run_id: str) -> list[bytes]:
-    """In a rank: the lines of :meth:`Trace.note_elsewhere` that are there by now."""
-    if _own is None or not _is_trace(os.getpid(), _own[0], run_id):
-        return []
-    return os.pread(_own[0], _LONGEST_ELSEWHERE, _ELSEWHERE).split(b"\n")[:-1]
+def place_of_recorder() -> tuple[int, int]:
+    """The file, and where in it the rank's flight recorder is to be.
+
+    Raises:
+        OSError: there is no such place.
+    """
+    own = _opened()
+    if own is None:
+        raise OSError("this process has no part of a trace")
+    place = own.begin + _RECORDER
+    # Only ever longer: other ranks are writing to it.
+    os.pwrite(own.descriptor, b"\0", place + RECORDER_BYTES - 1)
+    return own.descriptor, place
 
 
-def _as_noted(text: str) -> bytes:
-    return text.encode(errors="replace")[: _ASKED_BYTES - 1] + b"\0"
+def advance(stage: Stage) -> None:
+    """Note how far the rank has come. Does nothing in a child that the script has forked."""
+    _write(bytes([stage]), 0)
 
 
-def _write(run_id: str, data: bytes, at: int) -> None:
-    if _own is None or _own[2] != os.getpid():
-        return
-    descriptor, begin, pid = _own
-    with contextlib.suppress(OSError):
-        if _is_trace(pid, descriptor, run_id):
-            os.pwrite(descriptor, data, begin + at)
+def note_asked(text: str) -> None:
+    """Note what the rank has asked another process for; empty for nothing. See :func:`advance`."""
+    _write(text.encode(errors="replace")[: _ASKED_BYTES - 1] + b"\0", _ASKED_AT)
+
+
+def _write(data: bytes, at: int) -> None:
+    own = _opened()
+    if own is not None and own.pid == os.getpid():
+        os.pwrite(own.descriptor, data, own.begin + at)
+
+
+def how_ended(pid: int) -> Ending | None:
+    """How another rank of this host has ended, by its pid; None if its agent has not said it."""
+    own, wanted = _opened(), pid.to_bytes(4, "little")
+    if own is not None:
+        for begin in range(0, os.fstat(own.descriptor).st_size, _PART):
+            if os.pread(own.descriptor, 4, begin + _END_AT) == wanted:
+                status = os.pread(own.descriptor, 4, begin + _END_AT + 4)
+                return _ending(int.from_bytes(status, "little", signed=True))
+    return None
+
+
+def how_ended_elsewhere(host: str, pid: int) -> dict[str, Any] | None:
+    """How a rank of another host has failed, and what it did last, by its pid there; None if that is not known."""
+    own = _opened()
+    lines = os.pread(own.descriptor, _LONGEST_ELSEWHERE, _ELSEWHERE).split(b"\n")[:-1] if own is not None else []
+    for known in map(json.loads, lines):
+        if (known.pop("host"), known.pop("pid")) == (host, pid):
+            ending = _ending(known.pop("status"))
+            return {**known, "how": ending.text, "signal": ending.signal}
+    return None
+
+
+def _ending(status: int) -> Ending:
+    if status < 0:
+        return Ending(f"by signal {-status} ({signal_name(-status)})", -status)
+    return Ending(f"with exit code {status}")
+
+
+# -- in the agent, and in who looks at the job from outside --------------------------------------------
+
+
+def open_trace(run_id: str) -> int:
+    """Make the file, in the process that forks the ranks."""
+    return os.memfd_create(trace_name(run_id))
+
+
+def trace_name(run_id: str) -> str:
+    """The name of the file, as ``/proc/<pid>/fd`` shows it."""
+    return f"{run_id}-trace"
 
 
 def _is_trace(pid: int, descriptor: int, run_id: str) -> bool:
@@ -180,12 +210,7 @@ def _is_trace(pid: int, descriptor: int, run_id: str) -> bool:
 
 
 class Trace:
-    """The file, as the processes see it that watch the ranks.
-
-    Args:
-        descriptor: the file.
-        run_id: the job's name.
-    """
+    """The file of a job, as the processes see it that watch the ranks."""
 
     def __init__(self, descriptor: int, run_id: str) -> None:
         self.descriptor = descriptor
@@ -214,11 +239,7 @@ class Trace:
         os.pwrite(self.descriptor, pid.to_bytes(4, "little"), part * _PART + _END_AT)
 
     def note_elsewhere(self, line: bytes) -> None:
-        """Note for the ranks of this host how one of another host has ended; one process may do so.
-
-        Args:
-            line: what it says, without a line break.
-        """
+        """Note for the ranks of this host how one of another host has ended, as a line of JSON; one process does so."""
         if self._elsewhere + len(line) < _LONGEST_ELSEWHERE:
             self._elsewhere += os.pwrite(self.descriptor, line + b"\n", _ELSEWHERE + self._elsewhere)
 
@@ -230,10 +251,8 @@ class Trace:
             return False
         if not _is_trace(pid, int.from_bytes(number, "little"), self._run_id):
             return False
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, STACK_SIGNAL)
-            return True
-        return False
+        os.kill(pid, STACK_SIGNAL)
+        return True
 
     def end(self, part: int) -> int:
         """Where in the file the next stack of the rank with this part is going to be."""
@@ -246,10 +265,7 @@ class Trace:
         return part * _PART + _PAGE + self._read.get(part, 0)
 
     def take(self, parts: Collection[int]) -> dict[int, str]:
-        """The stacks that were written since the last call, by part, each with what the rank has asked for behind it.
-
-        A part without a stack is left out.
-        """
+        """The stacks since the last call, by part if it has one, each with what the rank has asked for behind it."""
         found = {}
         for part in parts:
             text = os.pread(self.descriptor, _BLOCK, self._begin(part)).rstrip(b"\0")
@@ -261,7 +277,7 @@ class Trace:
 
 
 class StackRequest:
-    """Ranks that were asked for their stacks, until all have written them or the time is up.
+    """A question to ranks for their stacks, until all have written them or the time is up.
 
     Args:
         trace: where they write.
@@ -270,7 +286,7 @@ class StackRequest:
 
     Attributes:
         late: the parts of those that have not written yet.
-        look_at: when to :meth:`look` next, on the monotonic clock.
+        look_at: when to :meth:`look` next.
     """
 
     def __init__(self, trace: Trace, ranks: Mapping[int, int], patience_s: float) -> None:
@@ -304,4 +320,42 @@ class StackRequest:
             return False
         self._ends[part] = self._trace.end(part)
         written = os.pread(self._trace.descriptor, self._ends[part] - begin, begin).decode(errors="replace")
-        return not stack_signal.was_changed(written) or not self._trace.ask(part, pid)
+        return not was_changed(written) or not self._trace.ask(part, pid)
+
+
+def last_operation(trace: Trace, part: int, at: float) -> str:
+    """A rank's last operation in words, for the block about its failure at a time; empty if it has recorded none."""
+    last = _last_record(trace, part)
+    if last is None:
+        return ""
+    text = replace(last, site=beside(last.site, own_folder())).text()
+    since_s = max(0.0, at - (last.entered_ns if last.under_way else last.left_ns) / 1e9)
+    if last.under_way:
+        return f"it was in {text}, for {since_s:.1f} s"
+    return f"its last operation, {text}, {'failed' if last.failed else 'was done'} {since_s:.1f} s before"
+
+
+def last_call(trace: Trace, part: int) -> dict[str, Any]:
+    """A rank's last operation as the errors of other ranks have it; empty if it has recorded none."""
+    last = _last_record(trace, part)
+    if last is None:
+        return {}
+    text = replace(last, site=beside(last.site, own_folder())).text()
+    return {"last_operation": text, "last_line": last.site, "was_in_it": last.under_way}
+
+
+def _last_record(trace: Trace, part: int) -> Record | None:
+    recording = last_recording(trace, part)
+    return recording.last if recording is not None else None
+
+
+def last_recording(trace: Trace, part: int, count: int = 0) -> Recording | None:
+    """Read what a rank has recorded, the last ``count`` operations, by default all; None if it cannot be read."""
+    # The job may have been one without Phalanx, so what reads it is not imported before.
+    from phalanx.diagnosis.reading import copy_recorder, in_words
+
+    try:
+        copy = copy_recorder(trace.descriptor, trace.place_of_recorder(part))
+        return in_words(copy.latest(count) if copy is not None and count else copy)
+    except (OSError, ValueError, PhalanxError):
+        return None

@@ -26,8 +26,7 @@ from phalanx.errors import LaunchError
 from phalanx.launch.agent import Agent, Inheritance, Rank
 from phalanx.launch.job.mpi_launcher import carried_environment, find_abort, place_of
 from phalanx.launch.link import join
-from phalanx.launch.output.failure import signal_name
-from phalanx.launch.output.report import Report
+from phalanx.launch.output.failure import Report, signal_name
 from phalanx.launch.protocol import Exited, Here, RankPlan, Refused, Reported, Start
 from phalanx.launch.rank.start import RankStart
 from phalanx.launch.rank.trace import Stage

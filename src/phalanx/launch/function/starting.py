@@ -1,4 +1,4 @@
-"""Whether ranks can be forked from this interpreter, and how that is done.
+"""Start the supervisor of ``phalanx.launch()``: a fork of this interpreter, or a fresh one.
 
 A fork has one thread, a copy of that which forked, and what other threads were doing is never finished there. Three
 things must not have happened before (:func:`why_not`): an accelerator was opened, since its driver does not work in a
@@ -11,18 +11,32 @@ has no pool yet and makes one when it computes.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import pickle
 import signal
+import subprocess
 import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any, NoReturn
 
 from phalanx.errors import PROCESS_LIMIT_HINT, LaunchError
+from phalanx.launch.job.job import Job
 
-__all__ = ["fork_apart", "why_not"]
+__all__ = ["fork_apart", "pickle_call", "spawn", "why_not"]
+
+_PROGRAM = """
+import pickle, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would answer Ctrl-C with a traceback of imports
+with open(int(sys.argv[1]), "rb") as file:
+    sys.path[:], start = pickle.load(file)  # Phalanx may be found only there
+from phalanx.launch.function.supervise import begin
+begin(*pickle.loads(start))
+"""
 
 
 def why_not() -> str:
@@ -45,10 +59,7 @@ def why_not() -> str:
 
 
 def _opened(torch: Any) -> str:
-    """The accelerator that this process has opened so that no fork can use it; empty if it has opened none.
-
-    torch knows that only in a fork, so one is made to look.
-    """
+    """The accelerator that this process has opened so that no fork can use it; empty if it has opened none."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return ""
@@ -56,7 +67,7 @@ def _opened(torch: Any) -> str:
     if in_bad_fork is None:
         return ""
     with _unwarned():
-        pid = os.fork()
+        pid = os.fork()  # torch knows it only in a fork
     if pid == 0:
         bad = True
         try:
@@ -88,19 +99,16 @@ def fork_apart(child: Callable[[int], NoReturn]) -> tuple[int, Callable[[], None
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             with _unwarned():
-                pid = os.fork()
+                outcome.append(os.fork())
         except OSError as error:
             outcome.append(error)
-            forked.set()
-            return
-        if pid == 0:
+        if outcome == [0]:
             try:
                 child(parent)
             except BaseException:
                 os.write(2, traceback.format_exc().encode(errors="backslashreplace"))
             finally:
                 os._exit(70)
-        outcome.append(pid)
         forked.set()
         ended.wait()
 
@@ -112,6 +120,7 @@ def fork_apart(child: Callable[[int], NoReturn]) -> tuple[int, Callable[[], None
     thread.start()
     forked.wait()
     if isinstance(outcome[0], OSError):
+        end()
         raise LaunchError(
             f"the ranks cannot be started: {outcome[0].strerror}; {PROCESS_LIMIT_HINT}, or free memory"
         ) from outcome[0]
@@ -124,3 +133,73 @@ def _unwarned() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
+
+
+def pickle_call(call: Any) -> bytes:
+    """Pickle a function with its arguments so that a fresh interpreter can unpickle them.
+
+    Raises:
+        LaunchError: something in them cannot be pickled, or is defined in ``__main__``, which a fresh interpreter does
+            not have, and cloudpickle, which would send its code, is not installed.
+    """
+    try:
+        try:
+            import cloudpickle
+        except ImportError:
+            data = io.BytesIO()
+            _Pickler(data, protocol=5).dump(call)
+            return data.getvalue()
+        pickled: bytes = cloudpickle.dumps(call, protocol=5)
+        return pickled
+    except Exception as error:
+        raise LaunchError(
+            f"the function and its arguments cannot be sent to a fresh interpreter: {error}; define it in a module, or "
+            f"install cloudpickle"
+        ) from error
+
+
+class _Pickler(pickle.Pickler):
+    """Refuses what would be found in ``__main__``: it is there in this interpreter, and not in a fresh one."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (type, FunctionType)) and value.__module__ == "__main__":
+            raise pickle.PicklingError(f"{value.__qualname__} is defined in __main__")
+        return NotImplemented
+
+
+def spawn(
+    job: Job, call: bytes, variables: Mapping[str, str], results: Sequence[int], reason: int, out: int, err: int
+) -> int:
+    """Start a fresh interpreter that becomes the job's supervisor; return its process id.
+
+    Args:
+        job: the job.
+        call: the function and its arguments, pickled.
+        variables: what is set in the environment of all ranks.
+        results: the descriptors of the files for the ranks' results.
+        reason: the descriptor of the file for the reason of a failure.
+        out, err: the descriptors of its standard output and error.
+
+    Raises:
+        LaunchError: the system refuses another process, or there is no interpreter to start.
+    """
+    descriptor = os.memfd_create("phalanx-start")
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            # In two layers, because the inner one can be read only with the search path.
+            pickle.dump((sys.path, pickle.dumps((job, call, variables, results, reason, os.getpid()))), file)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(descriptor)],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            pass_fds=(descriptor, reason, *results),
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"a fresh interpreter ({sys.executable!r}) cannot be started: {error}") from error
+    finally:
+        os.close(descriptor)
+    process.returncode = 0  # its end is awaited by its process id, and not by this object
+    return process.pid
