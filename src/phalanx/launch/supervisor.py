@@ -51,6 +51,7 @@ from phalanx.launch.protocol import (
     Examined,
     Exited,
     Leave,
+    Looked,
     LookUp,
     Order,
     Over,
@@ -75,6 +76,7 @@ from phalanx.launch.rank.descriptors import release_input
 from phalanx.launch.rank.trace import Stage
 from phalanx.launch.roster import AgentState, RankState
 from phalanx.launch.running.jobs import Description
+from phalanx.launch.running.server import LookServer
 from phalanx.launch.services import Input, StoreOnDemand
 from phalanx.launch.starters.contract import Starter
 from phalanx.system import processes
@@ -171,6 +173,7 @@ class Supervisor:
         self.agent_of = {number: agent for agent in self.agents for number in agent.numbers}
         self.examiner = Examiner(self.agents, self._hosts, self.send, self.hangs.examined)
         self.hangs.examiner = self.examiner
+        self.looks = LookServer(job.run_id, self.selector, self.agents, self.send)
         self.reader = job.reader or 0
         self.input = Input(self.selector, self._feed)
         self.store: StoreOnDemand | None = None
@@ -199,6 +202,7 @@ class Supervisor:
         self.selector.close()
         self.logs.close()
         self.description.close()
+        self.looks.close()
         for descriptor in self.wakeup:
             os.close(descriptor)
         for agent in self.agents:
@@ -321,6 +325,7 @@ class Supervisor:
             self.give_up_at,
             self.look_at,
             self.examiner.due_at,
+            self.looks.due_at,
             self.starter.due_at(),
         ]
         timeouts = [max(0.0, when - now) for when in due if when is not None]
@@ -339,6 +344,7 @@ class Supervisor:
         except Refusal as refusal:
             self.refuse(refusal)
         self.examiner.act(now)
+        self.looks.act(now)
         if self.started_at is not None and not self.ending:
             self.hangs.look()
         if self.look_at is not None and now >= self.look_at:
@@ -463,6 +469,7 @@ class Supervisor:
         for agent in lost:
             agent.over = True
             self.examiner.lose(agent)
+            self.looks.lose(agent)
             self._has_answered(agent)
             self.starter.on_lost(agent)
             for rank in agent.ranks:
@@ -537,6 +544,7 @@ class Supervisor:
             case Over():
                 agent.over = True
                 self.examiner.lose(agent)
+                self.looks.lose(agent)
                 self._has_answered(agent)
                 for rank in agent.ranks:
                     if rank.end is None:
@@ -553,6 +561,8 @@ class Supervisor:
             case Examined():
                 if not self.ending:
                     self.examiner.hear(agent, event)
+            case Looked():
+                self.looks.hear(agent, event)
             case WantsInput():
                 if self.ranks[self.reader].end is None:
                     self.input.want()

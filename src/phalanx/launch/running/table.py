@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from phalanx.diagnosis.snapshot import Record, world_rank
 from phalanx.launch.running.jobs import RunningJob
@@ -39,16 +40,14 @@ _LESS_TELLING = ("pid", "data/s", "cores", "memory")  # what a narrow terminal d
 
 def described_job(job: RunningJob) -> dict[str, Any]:
     """A job as plain values."""
-    values = dataclasses.asdict(job)
-    for own in ("start", "descriptor", "processes", "end_s", "run_id", "starter"):
+    values = msgspec.structs.asdict(job)
+    for own in ("start", "descriptor", "processes", "end_s", "run_id"):
         del values[own]
     return {
         "id": job.id,
         "run_id": job.run_id,
         **values,
         "since": _iso(job.since),
-        "arguments": list(job.arguments),
-        "hosts": list(job.hosts),
         "pids": [process.pid for process in job.processes],
     }
 

@@ -1,0 +1,165 @@
+"""Answer ``phalanx top`` in the supervisor, on a socket of its own.
+
+The socket is abstract: it lies in no folder, and goes with the launcher. The kernel says who is at its other end
+(SO_PEERCRED), and only this user and root are answered. A question is a line of JSON, ``{"do": "look"}``, and so is the
+answer: ``looks`` of each agent that answered, with what its times lack on this host's clock (``later_ns``), the ranks
+of agents that did not (``silent``), and how long to wait before the next question (``pause_s``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from phalanx.launch.protocol import Look, Looked, Order
+from phalanx.launch.roster import AgentState
+
+__all__ = ["ANSWER_S", "LookServer", "address_of", "peer_uid"]
+
+#: How long agents are waited for, in seconds.
+ANSWER_S = 1.0
+_LONGEST_QUESTION = 4096
+
+
+def address_of(run_id: str) -> str:
+    """Return the address of a job's socket."""
+    return f"\0{run_id}-look"
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """Return the user of the process at the other end of a unix socket."""
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(uid)
+
+
+class LookServer:
+    """Asks all agents for a look when a client does. Clients that ask meanwhile get the same answer.
+
+    Args:
+        run_id: the job's.
+        selector: calls what is registered as data, as the supervisor does.
+        agents: they.
+        send: sends an agent an order.
+
+    Attributes:
+        due_at: until when answers are waited for; None if nobody has asked.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        selector: selectors.BaseSelector,
+        agents: Sequence[AgentState],
+        send: Callable[[AgentState, Order], None],
+    ) -> None:
+        self._selector, self._agents, self._send = selector, agents, send
+        self._clients: dict[socket.socket, bytes] = {}  # what each has sent, or is still to be sent
+        self._waiting: list[socket.socket] = []
+        self._number = 0
+        self._awaited: dict[int, AgentState] = {}
+        self._found: list[dict[str, Any]] = []
+        self._pause_s = 0.0
+        self.due_at: float | None = None
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.setblocking(False)
+        with contextlib.suppress(OSError):  # the name is taken; a job runs as well without
+            self._listener.bind(address_of(run_id))
+            self._listener.listen()
+            selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def close(self) -> None:
+        """Close all sockets: in a fork, and before the next attempt."""
+        for sock in (self._listener, *self._clients):
+            sock.close()
+
+    # Clients.
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            sock, _ = self._listener.accept()
+            if peer_uid(sock) not in (0, os.geteuid()):
+                sock.close()
+                return
+            sock.setblocking(False)
+            self._clients[sock] = b""
+            self._selector.register(sock, selectors.EVENT_READ, functools.partial(self._read, sock))
+
+    def _hang_up(self, sock: socket.socket) -> None:
+        del self._clients[sock]
+        self._waiting = [each for each in self._waiting if each is not sock]
+        self._selector.unregister(sock)
+        sock.close()
+
+    def _read(self, sock: socket.socket) -> None:
+        data = b""
+        with contextlib.suppress(OSError):
+            data = sock.recv(_LONGEST_QUESTION)
+        self._clients[sock] += data
+        line, end, rest = self._clients[sock].partition(b"\n")
+        if not data or len(line) > _LONGEST_QUESTION:
+            self._hang_up(sock)
+        elif end:
+            self._clients[sock] = rest
+            try:
+                is_look = json.loads(line) == {"do": "look"}
+            except ValueError:
+                is_look = False
+            if is_look:
+                self._ask(sock)
+            else:
+                self._hang_up(sock)
+
+    def _write(self, sock: socket.socket) -> None:
+        try:
+            self._clients[sock] = self._clients[sock][sock.send(self._clients[sock]) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._hang_up(sock)
+            return
+        event, act = (selectors.EVENT_WRITE, self._write) if self._clients[sock] else (selectors.EVENT_READ, self._read)
+        self._selector.modify(sock, event, functools.partial(act, sock))
+
+    # Agents.
+
+    def _ask(self, sock: socket.socket) -> None:
+        self._waiting.append(sock)
+        if self.due_at is None:
+            self.due_at = time.monotonic() + ANSWER_S
+            self._number += 1
+            self._found, self._pause_s = [], 0.0
+            asked = [agent for agent in self._agents if agent.link is not None and agent.started and not agent.over]
+            self._awaited = {agent.number: agent for agent in asked}
+            for agent in asked:
+                self._send(agent, Look(number=self._number))
+
+    def hear(self, agent: AgentState, answer: Looked) -> None:
+        """Take an agent's answer."""
+        if answer.number == self._number and self._awaited.pop(agent.number, None) is not None:
+            self._found.append({"later_ns": round(agent.later * 1e9), "looks": answer.looks})
+            self._pause_s = max(self._pause_s, answer.pause_s)
+
+    def lose(self, agent: AgentState) -> None:
+        """An agent has gone, or has no rank any more."""
+        self._awaited.pop(agent.number, None)
+
+    def act(self, now: float) -> None:
+        """Answer the clients once all agents have answered, or the time is up."""
+        if self.due_at is None or (self._awaited and now < self.due_at):
+            return
+        silent = [rank for agent in self._awaited.values() for rank in agent.numbers]
+        said = {"looks": self._found, "silent": silent, "pause_s": self._pause_s}
+        answer = json.dumps(said).encode() + b"\n"
+        self.due_at, self._awaited = None, {}
+        waiting, self._waiting = self._waiting, []
+        for sock in waiting:
+            self._clients[sock] = answer
+            self._write(sock)
