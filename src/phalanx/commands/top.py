@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -99,14 +100,15 @@ def top(job: str | None, interval_s: float, once: bool, host: str | None, starte
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what the interpreter writes when it ends
 
 
-def _watcher(job: str | None, host: str | None, starter: str | None) -> Watcher:
+def _watcher(job: str | None, host: str | None, starter: str | None) -> contextlib.AbstractContextManager[Watcher]:
     from phalanx.launch.running.jobs import find_job
-    from phalanx.launch.running.watching import JobElsewhere, JobHere, Watcher
+    from phalanx.launch.running.watching import Watcher, ask_launcher, watcher_elsewhere
     from phalanx.launch.starters.ssh import parse_starter
 
-    if host is None:
-        return Watcher(JobHere(find_job(job)))
-    return Watcher(JobElsewhere(host, parse_starter(starter), job, _say_again))
+    if host is not None:
+        return watcher_elsewhere(host, parse_starter(starter), job, _say_again)
+    found = find_job(job)
+    return contextlib.nullcontext(Watcher(found.id, partial(ask_launcher, found)))
 
 
 def _say_again(line: str) -> None:

@@ -2,7 +2,7 @@
 
 - ``find`` asks for a job by its name (``name``). The answer has its launcher's process (``pid``) and its id (``id``),
   or why there is none (``refused``).
-- ``watch`` asks for a look at that job (``pid``). The answer has what :meth:`JobHere.ask` has returned (``found``), and
+- ``watch`` asks for a look at that job (``pid``). The answer has what :func:`ask_launcher` returned (``found``), and
   when that was on the host's monotonic clock (``at_ns``).
 """
 
@@ -14,13 +14,13 @@ import time
 from typing import Any
 
 from phalanx.errors import LaunchError
-from phalanx.launch.running.jobs import find_job
-from phalanx.launch.running.watching import JobHere
+from phalanx.launch.running.jobs import RunningJob, find_job
+from phalanx.launch.running.watching import ask_launcher
 from phalanx.launch.starters.helping import serve
 
 __all__: list[str] = []
 
-_jobs: dict[int, JobHere] = {}
+_jobs: dict[int, RunningJob] = {}
 
 
 def _find(name: str | None) -> dict[str, Any]:
@@ -28,12 +28,12 @@ def _find(name: str | None) -> dict[str, Any]:
         job = find_job(name)
     except LaunchError as error:
         return {"refused": str(error)}
-    _jobs[job.pid] = JobHere(job)
+    _jobs[job.pid] = job
     return {"pid": job.pid, "id": job.id}
 
 
 def _watch(pid: int) -> dict[str, Any]:
-    return {"found": _jobs[pid].ask(), "at_ns": time.monotonic_ns()}
+    return {"found": ask_launcher(_jobs[pid]), "at_ns": time.monotonic_ns()}
 
 
 if __name__ == "__main__":

@@ -141,9 +141,8 @@ def _state(use: ProcessUse | None, pace: Pace | None, asked: str, cores: float |
         return "waits"
     if use.state in _STATES:
         return _STATES[use.state]
-    if cores is None:
-        return "computes" if use.state == "R" else "sleeps"
-    return "computes" if cores >= _COMPUTES_CORES else "sleeps"
+    # On a busy machine a rank that computes may wait for a core longer than between two looks.
+    return "computes" if use.state == "R" or (cores or 0.0) >= _COMPUTES_CORES else "sleeps"
 
 
 def _sent(pace: Pace) -> dict[str, Any]:

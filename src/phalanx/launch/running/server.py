@@ -1,9 +1,9 @@
 """Answer ``phalanx top`` in the supervisor, on a socket of its own.
 
 The socket is abstract: it lies in no folder, and goes with the launcher. The kernel says who is at its other end
-(SO_PEERCRED), and only this user and root are answered. A question is a line of JSON, ``{"do": "look"}``, and so is the
-answer: ``looks`` of each agent that answered, with what its times lack on this host's clock (``later_ns``), the ranks
-of agents that did not (``silent``), and how long to wait before the next question (``pause_s``).
+(SO_PEERCRED), and only this user and root are answered. A client sends one line of JSON, ``{"do": "look"}``, and gets
+one: ``looks`` of each agent that answered, with what its times lack on this host's clock (``later_ns``), the ranks of
+agents that did not (``silent``), and how long to wait before the next question (``pause_s``). Then the connection ends.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from typing import Any
 
 from phalanx.launch.protocol import Look, Looked, Order
 from phalanx.launch.roster import AgentState
+from phalanx.system.foreign_values import read_json
 
 __all__ = ["ANSWER_S", "LookServer", "address_of", "peer_uid"]
 
 #: How long agents are waited for, in seconds.
 ANSWER_S = 1.0
+# For how long an answer serves further clients: rates over a shorter time would say nothing.
+_FRESH_S = 0.2
 _LONGEST_QUESTION = 4096
 
 
@@ -41,7 +44,7 @@ def peer_uid(sock: socket.socket) -> int:
 
 
 class LookServer:
-    """Asks all agents for a look when a client does. Clients that ask meanwhile get the same answer.
+    """Asks all agents for a look when a client does. Others that ask soon get the same answer.
 
     Args:
         run_id: the job's.
@@ -61,12 +64,13 @@ class LookServer:
         send: Callable[[AgentState, Order], None],
     ) -> None:
         self._selector, self._agents, self._send = selector, agents, send
-        self._clients: dict[socket.socket, bytes] = {}  # what each has sent, or is still to be sent
-        self._waiting: list[socket.socket] = []
+        self._clients: dict[socket.socket, bytes] = {}  # what is still to be sent to each
+        self._waiting: set[socket.socket] = set()
         self._number = 0
         self._awaited: dict[int, AgentState] = {}
         self._found: list[dict[str, Any]] = []
         self._pause_s = 0.0
+        self._answer, self._answered_at = b"", float("-inf")
         self.due_at: float | None = None
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.setblocking(False)
@@ -94,45 +98,37 @@ class LookServer:
 
     def _hang_up(self, sock: socket.socket) -> None:
         del self._clients[sock]
-        self._waiting = [each for each in self._waiting if each is not sock]
+        self._waiting.discard(sock)
         self._selector.unregister(sock)
         sock.close()
 
     def _read(self, sock: socket.socket) -> None:
-        data = b""
-        with contextlib.suppress(OSError):
-            data = sock.recv(_LONGEST_QUESTION)
-        self._clients[sock] += data
-        line, end, rest = self._clients[sock].partition(b"\n")
-        if not data or len(line) > _LONGEST_QUESTION:
+        try:
+            is_question = read_json(sock.recv(_LONGEST_QUESTION)) == {"do": "look"}
+        except (OSError, ValueError):  # among them the end
+            is_question = False
+        if is_question:
+            self._ask(sock)
+        else:
             self._hang_up(sock)
-        elif end:
-            self._clients[sock] = rest
-            try:
-                is_look = json.loads(line) == {"do": "look"}
-            except ValueError:
-                is_look = False
-            if is_look:
-                self._ask(sock)
-            else:
-                self._hang_up(sock)
 
     def _write(self, sock: socket.socket) -> None:
         try:
             self._clients[sock] = self._clients[sock][sock.send(self._clients[sock]) :]
         except BlockingIOError:
-            pass
-        except OSError:
-            self._hang_up(sock)
             return
-        event, act = (selectors.EVENT_WRITE, self._write) if self._clients[sock] else (selectors.EVENT_READ, self._read)
-        self._selector.modify(sock, event, functools.partial(act, sock))
+        except OSError:
+            self._clients[sock] = b""
+        if not self._clients[sock]:
+            self._hang_up(sock)
 
     # Agents.
 
     def _ask(self, sock: socket.socket) -> None:
-        self._waiting.append(sock)
-        if self.due_at is None:
+        self._waiting.add(sock)
+        if time.monotonic() - self._answered_at < _FRESH_S:
+            self._tell()
+        elif self.due_at is None:
             self.due_at = time.monotonic() + ANSWER_S
             self._number += 1
             self._found, self._pause_s = [], 0.0
@@ -157,9 +153,12 @@ class LookServer:
             return
         silent = [rank for agent in self._awaited.values() for rank in agent.numbers]
         said = {"looks": self._found, "silent": silent, "pause_s": self._pause_s}
-        answer = json.dumps(said).encode() + b"\n"
+        self._answer, self._answered_at = json.dumps(said).encode() + b"\n", now
         self.due_at, self._awaited = None, {}
-        waiting, self._waiting = self._waiting, []
-        for sock in waiting:
-            self._clients[sock] = answer
-            self._write(sock)
+        self._tell()
+
+    def _tell(self) -> None:
+        while self._waiting:
+            sock = self._waiting.pop()
+            self._clients[sock] = self._answer
+            self._selector.modify(sock, selectors.EVENT_WRITE, functools.partial(self._write, sock))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -21,7 +22,7 @@ from phalanx.launch.starters.helpers import Helper, Unanswered
 from phalanx.system import processes
 from phalanx.system.foreign_values import read_json
 
-__all__ = ["JobElsewhere", "JobHere", "Look", "Watcher"]
+__all__ = ["Look", "Watcher", "ask_launcher", "watcher_elsewhere"]
 
 _LAUNCHER_S = 3.0  # how long the launcher may take to answer
 _HELPER = "phalanx.launch.running.helper"
@@ -52,138 +53,17 @@ class Look:
     pause_s: float
 
 
-class _Asker(Protocol):
-    id: str
-
-    def ask(self) -> dict[str, Any] | None: ...
-    def close(self) -> None: ...
-
-
-class JobHere:
-    """Asks the launcher of a job on this host."""
-
-    def __init__(self, job: RunningJob) -> None:
-        self.id, self._job = job.id, job
-        self._socket: socket.socket | None = None
-
-    def ask(self) -> dict[str, Any] | None:
-        """What there is to know of the job, as plain values; None if it has ended.
-
-        These are its description (``job``), the state of its launcher (``launcher``), and the launcher's answer
-        (``answer``, see ``server.py``) or why there is none (``why``). ``later_ns`` is added to times of its host.
-        """
-        until = time.monotonic() + _LAUNCHER_S
-        answer: dict[str, Any] | None = None
-        while (job := self._job.again()) is not None:
-            try:
-                answer, why = self._ask(until), ""
-            except OSError as error:
-                self.close()
-                why = f"the launcher cannot be asked: {error.strerror or f'no answer in {_LAUNCHER_S:g} s'}"
-                if time.monotonic() < until:
-                    time.sleep(0.1)  # it may be about to start another attempt
-                    continue
-            values = {"job": msgspec.to_builtins(job), "launcher": processes.state_of(job.pid)}
-            return {**values, "answer": answer, "why": why, "later_ns": 0}
-        return None
-
-    def _ask(self, until: float) -> dict[str, Any]:
-        if self._socket is None:
-            self._socket = socket.socket(socket.AF_UNIX)
-            self._socket.connect(address_of(self._job.run_id))
-            if peer_uid(self._socket) != os.geteuid():
-                raise PermissionError(0, "another user has taken its socket's name")
-        self._socket.sendall(b'{"do": "look"}\n')
-        answer = b""
-        while not answer.endswith(b"\n"):
-            self._socket.settimeout(max(0.01, until - time.monotonic()))
-            more = self._socket.recv(1 << 20)
-            if not more:
-                raise ConnectionResetError(0, "it is about to end")
-            answer += more
-        values: dict[str, Any] = read_json(answer)
-        return values
-
-    def close(self) -> None:
-        """Close the connection to the launcher."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-
-
-class JobElsewhere:
-    """Asks a helper on the host of the job's launcher, which asks as :class:`JobHere`.
-
-    Args:
-        host: where ``phalanx run`` runs, as ssh or the starter knows it.
-        starter: the program that starts a command there, and its arguments; empty for ssh.
-        name: which job, as :func:`~phalanx.launch.running.jobs.find_job` takes it.
-        say: shows a line as long as the host does not answer, again each second.
-
-    Raises:
-        LaunchError: the host cannot be reached, or has no such job.
-    """
-
-    def __init__(self, host: str, starter: Sequence[str], name: str | None, say: Callable[[str], None]) -> None:
-        self._host, self._say = host, say
-        with self._said_by_host(), contextlib.ExitStack() as stack:
-            self._helper = stack.enter_context(Helper(host, starter, _HELPER, self._on_silence))
-            self._helper.wait_ready()
-            found = self._helper.ask("find", _HELPER_S, name=name)
-            if "refused" in found:
-                raise LaunchError(f"{host}: {found['refused']}")
-            self._pid, self.id = int(found["pid"]), str(found["id"])
-            stack.pop_all()
-
-    def ask(self) -> dict[str, Any] | None:
-        """As :meth:`JobHere.ask`.
-
-        Raises:
-            LaunchError: the host does not answer any more.
-        """
-        with self._said_by_host():
-            said = self._helper.ask("watch", _LAUNCHER_S + _HELPER_S, pid=self._pid)
-        found: dict[str, Any] | None = said["found"]
-        # Its way here is not known, so what it found seems to be as old as it was when it was sent.
-        return found and {**found, "later_ns": time.monotonic_ns() - int(said["at_ns"])}
-
-    def close(self) -> None:
-        """End the helper."""
-        self._helper.close()
-
-    def _on_silence(self, waited_s: float) -> None:
-        if waited_s >= _SAID_AFTER_S:
-            self._say(f"{self._host} has not answered for {waited_s:.0f} s")
-
-    @contextlib.contextmanager
-    def _said_by_host(self) -> Iterator[None]:
-        try:
-            yield
-        except Unanswered as error:
-            raise LaunchError(f"{self._host}: {error}; {error.remedy}") from error
-
-
 class Watcher:
-    """Looks at a job again and again. Use as a context manager.
+    """Looks at a job again and again.
 
     Args:
-        job: the job, here or on another host; it is closed in the end.
+        id: the name by which users call the job.
+        ask: as :func:`ask_launcher`.
     """
 
-    def __init__(self, job: _Asker) -> None:
-        self._job = job
+    def __init__(self, id: str, ask: Callable[[], dict[str, Any] | None]) -> None:
+        self.id, self._ask = id, ask
         self._before_ns = 0
-
-    @property
-    def id(self) -> str:
-        """The name by which users call the job."""
-        return self._job.id
-
-    def __enter__(self) -> Watcher:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._job.close()
 
     def look(self) -> Look | None:
         """Look at the job; None if it has ended.
@@ -191,7 +71,7 @@ class Watcher:
         Raises:
             LaunchError: its host does not answer, or another version of Phalanx does.
         """
-        found = self._job.ask()
+        found = self._ask()
         if found is None:
             return None
         try:
@@ -218,6 +98,83 @@ class Watcher:
         self._before_ns = now_ns
         looks = sorted(_with_lags(looks), key=lambda look: look.rank)
         return Look(job, time.time(), interval_s, looks, hidden, found["launcher"], answer.get("pause_s", 0.0))
+
+
+def ask_launcher(job: RunningJob) -> dict[str, Any] | None:
+    """Ask the launcher of a job on this host for all there is to know; None if the job has ended.
+
+    Returns:
+        Plain values: the job's description (``job``), the state of its launcher (``launcher``), and the launcher's
+        answer (``answer``, see ``server.py``) or why there is none (``why``). ``later_ns`` is added to times in it.
+    """
+    until = time.monotonic() + _LAUNCHER_S
+    answer: dict[str, Any] | None = None
+    while (now := job.again()) is not None:
+        try:
+            answer, why = _answer_of(job, until), ""
+        except OSError as error:
+            why = f"the launcher cannot be asked: {error.strerror or f'no answer in {_LAUNCHER_S:g} s'}"
+            if time.monotonic() < until:
+                time.sleep(0.1)  # it may be about to start another attempt
+                continue
+        values = {"job": msgspec.to_builtins(now), "launcher": processes.state_of(job.pid)}
+        return {**values, "answer": answer, "why": why, "later_ns": 0}
+    return None
+
+
+def _answer_of(job: RunningJob, until: float) -> dict[str, Any]:
+    with socket.socket(socket.AF_UNIX) as asked:
+        asked.connect(address_of(job.run_id))
+        if peer_uid(asked) != os.geteuid():
+            raise PermissionError(errno.EPERM, "its socket's name is taken by another user")
+        asked.sendall(b'{"do": "look"}\n')
+        answer = bytearray()
+        while not answer.endswith(b"\n"):
+            asked.settimeout(max(0.01, until - time.monotonic()))
+            more = asked.recv(1 << 20)
+            if not more:
+                raise ConnectionResetError(errno.ECONNRESET, "it has hung up")
+            answer += more
+    values: dict[str, Any] = read_json(answer)
+    return values
+
+
+@contextlib.contextmanager
+def watcher_elsewhere(
+    host: str, starter: Sequence[str], name: str | None, say: Callable[[str], None]
+) -> Iterator[Watcher]:
+    """Watch a job of another host, where a helper asks its launcher.
+
+    Args:
+        host: where ``phalanx run`` runs, as ssh or the starter knows it.
+        starter: the program that starts a command there, and its arguments; empty for ssh.
+        name: which job, as :func:`~phalanx.launch.running.jobs.find_job` takes it.
+        say: shows a line as long as the host does not answer, again each second.
+
+    Raises:
+        LaunchError: the host cannot be reached, or has no such job, or does not answer any more.
+    """
+
+    def on_silence(waited_s: float) -> None:
+        if waited_s >= _SAID_AFTER_S:
+            say(f"{host} has not answered for {waited_s:.0f} s")
+
+    try:
+        with Helper(host, starter, _HELPER, on_silence) as helper:
+            helper.wait_ready()
+            job = helper.ask("find", _HELPER_S, name=name)
+            if "refused" in job:
+                raise LaunchError(f"{host}: {job['refused']}")
+
+            def ask() -> dict[str, Any] | None:
+                said = helper.ask("watch", _LAUNCHER_S + _HELPER_S, pid=job["pid"])
+                found: dict[str, Any] | None = said["found"]
+                # Its way here is not known, so what it found seems to be as old as it was when it was sent.
+                return found and {**found, "later_ns": time.monotonic_ns() - int(said["at_ns"])}
+
+            yield Watcher(str(job["id"]), ask)
+    except Unanswered as error:
+        raise LaunchError(f"{host}: {error}; {error.remedy}") from error
 
 
 def _with_lags(looks: Sequence[RankLook]) -> list[RankLook]:
