@@ -24,7 +24,7 @@ def parted(
     stopped: Collection[int] = (),
     ended: Collection[int] = (),
 ) -> list[str]:
-    """Lines on how the calls of ranks differed when one failed; see ``diagnosis/disagreement.py``.
+    """Lines on how the calls of ranks differed when one failed; see ``diagnosis/diagnose.py``.
 
     Args:
         ranks: all ranks.
