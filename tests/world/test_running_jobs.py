@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -55,6 +57,15 @@ def phalanx(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[
     """The command, as a user calls it."""
     command = [sys.executable, "-m", "phalanx", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=check, timeout=300)
+
+
+def asked(run_id: str) -> bytes:
+    """What the launcher answers this process."""
+    with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(ConnectionError):
+        client.connect(f"\0{run_id}-look")
+        client.sendall(b'{"do": "look"}\n')
+        return client.recv(100)
+    return b""
 
 
 def each(shown: dict[str, Any], name: str) -> list[Any]:
@@ -114,7 +125,7 @@ def test_a_job_is_listed_and_shown_and_followed_to_its_end(launcher: Launcher) -
     assert str(job.process.pid) in line.split()
     assert f"{job.script} {job.folder}" in line
     if os.geteuid() == 0:
-        assert as_another_user(lambda: running_jobs()) == []
+        assert as_another_user(lambda: (running_jobs(), asked(listed["run_id"]))) == ([], b"")
 
     check_ranks(shown, job)
     assert (each(shown, "pid"), shown["elsewhere"]) == (listed["pids"], {})

@@ -1,8 +1,9 @@
 """The process that the user started: it prints the ranks' output, passes signals on, and reports how the job ended.
 
 It never imports torch and runs no thread: one selector waits for the links to its agents (``agent.py``), for the
-programs that have started them, and for signals. A signal's handler only notes the signal. What has come is acted on in
-the loop, and while this process waits for a reader of its output that has stopped reading.
+programs that have started them, for signals, and for ``phalanx top`` (``running/server.py``). A signal's handler only
+notes the signal. What has come is acted on in the loop, and while this process waits for a reader of its output that
+has stopped reading.
 
 The supervisor decides how the job ends, and the agents carry that out, because only the parent of a process can be sure
 that a process id has not been given to another one:

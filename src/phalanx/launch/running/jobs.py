@@ -1,15 +1,13 @@
-"""The jobs of this user that run on this host: every launcher describes its own, in memory that others find.
+"""List this user's jobs on this host: every launcher describes its own, in memory that others find.
 
-The description lies in a file without a name (memfd) that the launcher holds open, and that others of the same user
-find by its name under /proc. So there is no folder that strangers could fill or read, nothing is left to be removed
-when a launcher is killed, and a description that is found belongs to a launcher that runs. The kernel shows the open
-files of a process only to its own user and to root. A file that somebody else has made, and that a process of this
-user has only been handed, is left aside, because its owner is another user; so is one that a process has inherited,
-because the description names the launcher, with the time of its start.
+The description lies in a memfd that the launcher holds open, and that others of the same user find by its name under
+/proc. So there is no folder that strangers could fill or read, and nothing is left when a launcher is killed. The
+kernel shows the open files of a process only to its own user and to root. A file that another user has made and handed
+to a process of this one is left aside by its owner; one that a process has inherited, because the description names the
+launcher, with the time of its start.
 
 The file is a list of lines, each an object of JSON, and grows only. The launcher writes it, with one write for each
-line; any process reads it at any time, and leaves out a last line that does not end. If the launcher dies before a
-write, the line is missing, and within it incomplete; both are gone with the launcher.
+line; any process reads it at any time, and leaves out a last line that does not end.
 """
 
 from __future__ import annotations
@@ -134,12 +132,7 @@ class Description:
             self._write(msgspec.to_builtins(described))
 
     def add_ranks(self, pids: Sequence[int], hosts: Sequence[str]) -> None:
-        """Describe the ranks, once they have been started, or started anew.
-
-        Args:
-            pids: their process ids, by rank.
-            hosts: the names of their hosts, by rank.
-        """
+        """Describe the ranks, once they have been started, or started anew."""
         where = [self._job.host] * len(hosts) if self._job.is_local else hosts  # rehearsed hosts are this one
         ranks = [{"rank": rank, "pid": pid, "host": where[rank]} for rank, pid in enumerate(pids)]
         with contextlib.suppress(OSError):
