@@ -7,7 +7,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,7 +27,7 @@ from phalanx.topology.table import RankRow
 from phalanx.wire.key import new_key
 from phalanx.words import format_count
 
-__all__ = ["Job", "Share", "make_job", "next_attempt"]
+__all__ = ["Job", "make_job", "next_attempt"]
 
 # After Ctrl-C somebody waits at the terminal. After SIGTERM or SIGHUP a batch system ends the job, and ranks may be
 # writing a checkpoint. After a failure (None) the ranks are out of step, and most of them can only fail too.
@@ -202,25 +201,6 @@ class Job(LaunchOptions):
                 f"this machine has {devices} accelerators, and one rank uses one of them: phalanx run -n {devices} …"
             )
         return warnings
-
-
-@dataclass(frozen=True)
-class Share:
-    """What a zygote has to know beside the job.
-
-    Attributes:
-        ranks: those that it forks: all, or those of its host. Its messages and its files count them from 0.
-        rows: the rank table of the whole world.
-        port: the port of the job's store.
-        listener: the listening socket of the store, if this zygote starts the process that serves it.
-        terminal: whether the launcher's standard input is a terminal.
-    """
-
-    ranks: range
-    rows: Sequence[RankRow]
-    port: int
-    listener: socket.socket | None
-    terminal: bool
 
 
 def make_job(options: LaunchOptions, target: Target, environment: Mapping[str, str] = os.environ) -> Job:

@@ -17,7 +17,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from phalanx.launch.protocol import Look, Looked, Order
 from phalanx.launch.roster import AgentState
@@ -68,8 +67,7 @@ class LookServer:
         self._waiting: set[socket.socket] = set()
         self._number = 0
         self._awaited: dict[int, AgentState] = {}
-        self._found: list[dict[str, Any]] = []
-        self._pause_s = 0.0
+        self._found: list[tuple[float, Looked]] = []
         self._answer, self._answered_at = b"", float("-inf")
         self.due_at: float | None = None
         self._listener = socket.socket(socket.AF_UNIX)
@@ -131,7 +129,7 @@ class LookServer:
         elif self.due_at is None:
             self.due_at = time.monotonic() + ANSWER_S
             self._number += 1
-            self._found, self._pause_s = [], 0.0
+            self._found = []
             asked = [agent for agent in self._agents if agent.link is not None and agent.started and not agent.over]
             self._awaited = {agent.number: agent for agent in asked}
             for agent in asked:
@@ -140,8 +138,7 @@ class LookServer:
     def hear(self, agent: AgentState, answer: Looked) -> None:
         """Take an agent's answer."""
         if answer.number == self._number and self._awaited.pop(agent.number, None) is not None:
-            self._found.append({"later_ns": round(agent.later * 1e9), "looks": answer.looks})
-            self._pause_s = max(self._pause_s, answer.pause_s)
+            self._found.append((agent.later, answer))
 
     def lose(self, agent: AgentState) -> None:
         """An agent has gone, or has no rank any more."""
@@ -151,8 +148,11 @@ class LookServer:
         """Answer the clients once all agents have answered, or the time is up."""
         if self.due_at is None or (self._awaited and now < self.due_at):
             return
-        silent = [rank for agent in self._awaited.values() for rank in agent.numbers]
-        said = {"looks": self._found, "silent": silent, "pause_s": self._pause_s}
+        said = {
+            "looks": [{"later_ns": round(later * 1e9), "looks": found.looks} for later, found in self._found],
+            "silent": [rank for agent in self._awaited.values() for rank in agent.numbers],
+            "pause_s": max((found.pause_s for _, found in self._found), default=0.0),
+        }
         self._answer, self._answered_at = json.dumps(said).encode() + b"\n", now
         self.due_at, self._awaited = None, {}
         self._tell()
