@@ -271,10 +271,10 @@ def of_workers() -> Iterator[Parser]:
 
 
 def of_memory() -> Iterator[Parser]:
-    rank = {"rank": 0, "pid": 4243, "start": 7, "host": "h0", "part": 0}
+    rank = {"rank": 0, "pid": 4243, "host": "h0"}
     job = {
         "run_id": "phalanx-abc", "pid": 4242, "start": 6, "since": 1.5, "ranks": 1, "target": "train.py",
-        "arguments": ["--lr", "0.1"], "directory": "/", "host": "h0", "hosts": [], "starter": [], "mpi": "",
+        "arguments": ["--lr", "0.1"], "directory": "/", "host": "h0", "hosts": [], "mpi": "",
         "is_python": True, "end_s": 30.0, "descriptor": 5,
     }  # fmt: skip
 

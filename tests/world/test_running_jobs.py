@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from tests.support.golden import Job
 from tests.support.hosts import why_no_hosts
 from tests.support.remote import RemoteLauncher, hosts, remote
 from tests.support.strangers import as_another_user
-from tests.support.waiting import soon, stop
+from tests.support.waiting import stop
 
 from phalanx.launch.running.jobs import running_jobs
 
@@ -57,10 +59,13 @@ def phalanx(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, check=check, timeout=300)
 
 
-def look(job: Job, *options: str) -> dict[str, Any]:
-    words = ("--once", "--json", "--interval", "0.3", *options)
-    shown: dict[str, Any] = json.loads(phalanx("top", str(job.process.pid), *words).stdout)
-    return shown
+def asked(run_id: str) -> bytes:
+    """What the launcher answers this process."""
+    with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(ConnectionError):
+        client.connect(f"\0{run_id}-look")
+        client.sendall(b'{"do": "look"}\n')
+        return client.recv(100)
+    return b""
 
 
 def each(shown: dict[str, Any], name: str) -> list[Any]:
@@ -70,8 +75,9 @@ def each(shown: dict[str, Any], name: str) -> list[Any]:
 class Top:
     """``phalanx top`` that runs on, and prints what it sees."""
 
-    def __init__(self, job: Job) -> None:
-        command = [sys.executable, "-m", "phalanx", "top", str(job.process.pid), "--json", "--interval", "0.2"]
+    def __init__(self, job: Job, *options: str, within: Sequence[str] = ()) -> None:
+        words = ["top", str(job.process.pid), "--json", "--interval", "0.2", *options]
+        command = [*within, sys.executable, "-m", "phalanx", *words]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def until(self, seen: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
@@ -119,7 +125,7 @@ def test_a_job_is_listed_and_shown_and_followed_to_its_end(launcher: Launcher) -
     assert str(job.process.pid) in line.split()
     assert f"{job.script} {job.folder}" in line
     if os.geteuid() == 0:
-        assert as_another_user(lambda: running_jobs()) == []
+        assert as_another_user(lambda: (running_jobs(), asked(listed["run_id"]))) == ([], b"")
 
     check_ranks(shown, job)
     assert (each(shown, "pid"), shown["elsewhere"]) == (listed["pids"], {})
@@ -131,6 +137,11 @@ def test_a_job_is_listed_and_shown_and_followed_to_its_end(launcher: Launcher) -
     shown = top.until(lambda shown: each(shown, "state")[0] == "stopped" and each(shown, "cores")[0] == 0.0)
     os.kill(job.pid(0), signal.SIGCONT)
     assert shown["ranks"][0]["operation"]["kind"] == "all_reduce"
+    stop(job.process.pid)
+    shown = top.until(lambda shown: not shown["ranks"])
+    os.kill(job.process.pid, signal.SIGCONT)
+    assert f"the launcher (pid {job.process.pid}) is stopped" in shown["notes"][0]
+    top.until(lambda shown: each(shown, "state") == STATES)
 
     job.go("over")
     wait_for(lambda: all((job.folder / f"again-{rank}").exists() for rank in range(3)), complaint=job.said)
@@ -147,39 +158,29 @@ def test_a_job_is_listed_and_shown_and_followed_to_its_end(launcher: Launcher) -
 
 @pytest.mark.long
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
-def test_ranks_of_all_hosts_are_shown_and_what_cannot_be_seen_is_named(remote: RemoteLauncher) -> None:
+def test_ranks_of_all_hosts_are_shown(remote: RemoteLauncher) -> None:
     job = Job(remote, SCRIPT.replace("os.kill(os.getpid(), signal.SIGKILL)", "pass"), options="-q -H h0:1,h1:2")
     wait_for((job.folder / "pid-2").exists, complaint=job.said)
     before = {pid for host in (0, 1) for pid in remote.hosts.processes(host)}
-    top = Top(job)
+    own = remote.hosts.outside({})  # the launcher's network, in which its socket is
+    top = Top(job, within=own)
     shown = top.until(lambda shown: each(shown, "state") == STATES and None not in each(shown, "cores"))
     check_ranks(shown, job)
     assert (each(shown, "host"), shown["elsewhere"]) == (["h0", "h1", "h1"], {})
 
     # From another host, which is this one, as for ssh to the own name: a helper must see what is seen directly.
     starter = remote.script("import os, sys\nos.execvp(sys.argv[2], sys.argv[2:])\n", "starter.py")
-    same = look(job, "-H", "login1", "--starter", f"{sys.executable} {starter}")
+    same = Top(job, "--once", "-H", "login1", "--starter", f"{sys.executable} {starter}", within=own).until(bool)
     assert [each(same, name) for name in ("pid", "host", "lag")] == [
         each(shown, name) for name in ("pid", "host", "lag")
     ]
-    here = look(job, "--here")
-    assert (here["ranks"], here["elsewhere"]) == ([], {"h0": [0], "h1": [1, 2]})
-    assert here["notes"][-1] == "ranks 1-2 on h1: not shown, since only login was to be looked at"
-
-    helpers = set(remote.hosts.processes(1)) - before
-    for pid in helpers:
-        os.kill(pid, signal.SIGSTOP)
-    shown = top.until(lambda shown: each(shown, "rank") == [0])
-    assert any(re.search(r"h1: not shown, since its host has not answered for \d+ s", note) for note in shown["notes"])
-    for pid in helpers:
-        os.kill(pid, signal.SIGCONT)
+    assert {pid for host in (0, 1) for pid in remote.hosts.processes(host)} == before
     stopped = remote.wait_for_process(1, "rank-1")
     os.kill(stopped, signal.SIGSTOP)
     top.until(lambda shown: len(shown["ranks"]) == 3 and each(shown, "state")[1] == "stopped")
     os.kill(stopped, signal.SIGCONT)
     top.process.send_signal(signal.SIGINT)
     assert top.end() == (0, "")
-    assert soon(lambda: {pid for host in (0, 1) for pid in remote.hosts.processes(host)} <= before)
 
     job.go("over")
     assert job.end() == 0, job.said()

@@ -16,16 +16,12 @@ import click
 from phalanx.commands import Seconds
 
 if TYPE_CHECKING:
-    from phalanx.launch.running.other_host import WatcherElsewhere
     from phalanx.launch.running.watching import Look, Watcher
 
 __all__ = ["top"]
 
 # The first table comes after so long, if the interval is longer.
 _FIRST_S = 0.5
-# For how long other hosts' answers are waited for: by one look among many, and by the only one. A host that is off
-# answers after eight seconds that it cannot be reached.
-_PATIENCE_S, _PATIENCE_ONCE_S = 1.0, 12.0
 
 
 @click.command()
@@ -42,11 +38,8 @@ _PATIENCE_S, _PATIENCE_ONCE_S = 1.0, 12.0
 @click.option("--once", is_flag=True, help="Look for one interval, print that, and end.")
 @click.option("-H", "--host", metavar="HOST", help="The host on which phalanx run was called, if that is not this one.")
 @click.option("--starter", metavar="COMMAND", help="With -H, in place of ssh, as of phalanx run.")
-@click.option("--here", is_flag=True, help="Show only the ranks of the host of phalanx run; start nothing on others.")
 @click.option("--json", "as_json", is_flag=True, help="Print each look as a JSON object on a line of its own.")
-def top(
-    job: str | None, interval_s: float, once: bool, host: str | None, starter: str | None, here: bool, as_json: bool
-) -> None:
+def top(job: str | None, interval_s: float, once: bool, host: str | None, starter: str | None, as_json: bool) -> None:
     """Show live how each rank of a running job is getting on. Ctrl-C ends this, and not the job.
 
     JOB is the id that phalanx list shows, or its beginning, or the process id of phalanx run; without it, the only job
@@ -72,13 +65,12 @@ def top(
       operation   which it is in, where the script calls it, which rank it waits for there, and since when; or the last
                   one (after ...)
 
-    It reads /proc and the ranks' flight recorders, the memory in which they note their operations anyway: the job does
-    nothing for it. Of torch's own backends, such as gloo and nccl, they have what Python calls, and of what C++ does,
-    such as DDP's gradients, what has lasted for two seconds.
+    It asks the job's launcher, and that the agents of all hosts. They read /proc and the ranks' flight recorders, the
+    memory in which the ranks note their operations anyway: these do nothing for it. Of torch's own backends, such as
+    gloo and nccl, they have what Python calls, and of what C++ does, such as DDP's gradients, what has lasted for two
+    seconds. Hosts that do not answer within a second are named.
 
-    Ranks on other hosts are looked at there, by a helper that is started as the job was: by ssh, or by the --starter of
-    phalanx run. A host that cannot be reached is named, with the reason; so are ranks that MPI has started elsewhere.
-    With -H such a helper looks at a job that was started on that host; JOB is its id there.
+    With -H a helper asks for a job that was started on that host, by ssh or by --starter; JOB is its id there.
 
     The objects of --json have job (as of phalanx list --json), at, interval_s, ranks, elsewhere (ranks on other hosts
     that are not shown, by host), and notes. Each of ranks has rank, pid, host, state (waits, computes, sleeps, disk,
@@ -88,19 +80,16 @@ def top(
 
     It ends when the job does. Exit codes: 0; 2 if there is no such job, or JOB fits several.
     """
-    from phalanx.system.limits import raise_file_limit
-
     if starter is not None and host is None:
         raise click.UsageError("--starter says how another host is reached; name that with -H")
-    raise_file_limit()  # each host takes three descriptors
     with contextlib.suppress(OSError):
         os.nice(10)  # where cores are scarce they are the ranks'
-    with contextlib.suppress(KeyboardInterrupt), _watcher(job, host, starter, here) as watcher:
+    with contextlib.suppress(KeyboardInterrupt), _watcher(job, host, starter) as watcher:
         try:
             if once:
-                watcher.look(_PATIENCE_ONCE_S)
+                watcher.look()
                 time.sleep(interval_s)
-                look = watcher.look(_PATIENCE_ONCE_S)
+                look = watcher.look()
                 if look is not None:
                     _print(as_json, look)
                     return
@@ -111,25 +100,27 @@ def top(
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what the interpreter writes when it ends
 
 
-def _watcher(job: str | None, host: str | None, starter: str | None, here: bool) -> Watcher | WatcherElsewhere:
-    if host is None:
-        from phalanx.launch.running.jobs import find_job
-        from phalanx.launch.running.watching import Watcher
-
-        return Watcher(find_job(job), here=here)
-    from phalanx.launch.running.other_host import WatcherElsewhere
+def _watcher(job: str | None, host: str | None, starter: str | None) -> contextlib.AbstractContextManager[Watcher]:
+    from phalanx.launch.running.jobs import find_job
+    from phalanx.launch.running.watching import Watcher, ask_launcher, watcher_elsewhere
     from phalanx.launch.starters.ssh import parse_starter
 
-    return WatcherElsewhere(host, parse_starter(starter), job, here=here, say=partial(click.echo, err=True))
+    if host is not None:
+        return watcher_elsewhere(host, parse_starter(starter), job, _say_again)
+    found = find_job(job)
+    return contextlib.nullcontext(Watcher(found.id, partial(ask_launcher, found)))
 
 
-def _watch(watcher: Watcher | WatcherElsewhere, interval_s: float, as_json: bool) -> None:
+def _say_again(line: str) -> None:
+    """Print a line; on a terminal over itself when it comes again, and under what comes next."""
+    click.echo(f"{line}\x1b[K\r" if sys.stderr.isatty() else line, nl=not sys.stderr.isatty(), err=True)
+
+
+def _watch(watcher: Watcher, interval_s: float, as_json: bool) -> None:
     """Look at a job until it has ended, on the terminal's other page if there is one."""
-    from phalanx.launch.running.looking import pause_after_s
+    from phalanx.launch.running.rank_look import pause_after_s
 
     screen = sys.stdout.isatty() and not as_json and os.environ.get("TERM", "dumb") != "dumb"
-    if screen and hasattr(watcher, "say"):  # over the first line of the look before, which shows nothing of now
-        watcher.say = lambda line: click.echo(f"\x1b[H{line}\x1b[K", nl=False)
     last: Look | None = None
     pause_s = min(interval_s, _FIRST_S)
     watcher.look()
@@ -139,13 +130,13 @@ def _watch(watcher: Watcher | WatcherElsewhere, interval_s: float, as_json: bool
         while True:
             time.sleep(pause_s)
             used_s = time.process_time()
-            look = watcher.look(_PATIENCE_S)
+            look = watcher.look()
             if look is None:
                 return
             last = look
             _print(as_json, look, screen=screen)
             used_s = time.process_time() - used_s
-            pause_s = max(interval_s, pause_after_s(used_s), watcher.pause_s)
+            pause_s = max(interval_s, pause_after_s(used_s), look.pause_s)
     finally:
         if screen:
             sys.stdout.write("\x1b[?25h\x1b[?1049l")

@@ -50,6 +50,7 @@ from phalanx.launch.protocol import (
     Exited,
     Invite,
     Leave,
+    Look,
     LookUp,
     Over,
     Overdue,
@@ -323,6 +324,9 @@ class Agent:
             case Examine():
                 parts = [part for part, rank in self.ranks.items() if rank.plan.rank in order.of]
                 self._ask(parts, lambda _: self._answer(order))
+            case Look():
+                if self.observer is not None:
+                    self.say(self.observer.look_closely(order))
             case EndedElsewhere():
                 if self.ranks:
                     self.trace.note_elsewhere(json.dumps(order.known).encode())
@@ -681,6 +685,8 @@ class Agent:
             os.close(rank.report)
         self._close_feed()
         self.questions.clear()
+        if self.observer is not None:
+            self.observer.close()
         self.request = self.observer = None
         if self.trace.descriptor >= 0:
             os.close(self.trace.descriptor)

@@ -120,6 +120,7 @@ def _open_next(before: Supervisor, local: LocalAgent | None, strangers: list[int
 
     job = next_attempt(before.job, new_key())
     before.logs.close()  # so that the files of two attempts are not open at once
+    before.looks.close()
     try:
         after = _open(job, local, strangers, before)
     except OSError as error:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.diagnosis.reading import Position, read_position
 from phalanx.launch.job.options import Diagnosis
-from phalanx.launch.protocol import Examine, Examined, Waits
+from phalanx.launch.protocol import Examine, Examined, Look, Looked, Waits
 from phalanx.launch.rank.trace import Trace, last_recording
 from phalanx.system import processes
 
 if TYPE_CHECKING:
     from phalanx.diagnosis.snapshot import Recording
+    from phalanx.launch.running.rank_look import WatchedRank
 
 __all__ = ["Observer", "within"]
 
@@ -42,6 +43,8 @@ class Observer:
     def __init__(self, trace: Trace, numbers: Sequence[int], pids: dict[int, int], watch_after_s: float) -> None:
         self._trace, self._numbers, self._pids = trace, numbers, pids
         self._times = Diagnosis(watch_after_s)
+        self._started = dict(pids)
+        self._watched: dict[int, WatchedRank] = {}  # by part, once somebody looks at them by phalanx top
         self._glances: dict[int, Position] = {}
         self._waited_s = 0.0  # how long the rank that has been in its operation for longest has been there
         self._moved_at = time.monotonic()
@@ -76,6 +79,24 @@ class Observer:
             if found.under_way_since_ns:
                 self._waited_s = max(self._waited_s, now - found.under_way_since_ns / 1e9)
         return stopped
+
+    def close(self) -> None:
+        """Close what is open of the ranks."""
+        for watched in self._watched.values():
+            watched.close()
+
+    def look_closely(self, question: Look) -> Looked:
+        """What ``phalanx top`` shows of the ranks, those that have ended included."""
+        # Not imported at the top, because it needs numpy, and most jobs are never looked at.
+        from phalanx.launch.running.rank_look import WatchedRank, pause_after_s
+
+        began_s, now_ns = time.process_time(), time.monotonic_ns()
+        looks = []
+        for part, pid in self._started.items():
+            if part not in self._watched:
+                self._watched[part] = WatchedRank(self._trace, part, self._numbers[part], pid)
+            looks.append(self._watched[part].look(now_ns, runs=part in self._pids).to_json())
+        return Looked(number=question.number, pause_s=pause_after_s(time.process_time() - began_s), looks=looks)
 
     def answer(self, question: Examine, stacks: Mapping[int, str]) -> Examined:
         """What is seen of the ranks now; ``stacks`` has what they have written, by rank in the world."""

@@ -43,7 +43,9 @@ __all__ = [
     "Here",
     "Invite",
     "Leave",
+    "Look",
     "LookUp",
+    "Looked",
     "Order",
     "Over",
     "Overdue",
@@ -174,6 +176,12 @@ class Examine(Order):
     number: int
     of: list[int]
     records: int
+
+
+class Look(Order):
+    """Say how the ranks get on, for ``phalanx top``."""
+
+    number: int
 
 
 class EndedElsewhere(Order):
@@ -309,6 +317,14 @@ class Examined(Event):
     stacks: dict[int, str]
 
 
+class Looked(Event):
+    """The answer to :class:`Look`: a ``RankLook`` of each rank as plain values, and how long to wait until the next."""
+
+    number: int
+    pause_s: float
+    looks: list[dict[str, Any]]
+
+
 class Owns(Event):
     """The connection of :class:`LookUp` is this user's."""
 
@@ -343,7 +359,7 @@ class Over(Event):
     """No process of the job is left."""
 
 
-ORDERS = Start | EndOrder | SignalOrder | StacksOrder | Examine | EndedElsewhere | LookUp | Invite | Ping | Leave
+ORDERS = Start | EndOrder | SignalOrder | StacksOrder | Examine | Look | EndedElsewhere | LookUp | Invite | Ping | Leave
 EVENTS = (
     Here
     | Started
@@ -353,6 +369,7 @@ EVENTS = (
     | Stacks
     | Waits
     | Examined
+    | Looked
     | Owns
     | Printed
     | Unstarted

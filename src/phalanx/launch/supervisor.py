@@ -1,8 +1,9 @@
 """The process that the user started: it prints the ranks' output, passes signals on, and reports how the job ended.
 
 It never imports torch and runs no thread: one selector waits for the links to its agents (``agent.py``), for the
-programs that have started them, and for signals. A signal's handler only notes the signal. What has come is acted on in
-the loop, and while this process waits for a reader of its output that has stopped reading.
+programs that have started them, for signals, and for ``phalanx top`` (``running/server.py``). A signal's handler only
+notes the signal. What has come is acted on in the loop, and while this process waits for a reader of its output that
+has stopped reading.
 
 The supervisor decides how the job ends, and the agents carry that out, because only the parent of a process can be sure
 that a process id has not been given to another one:
@@ -54,6 +55,7 @@ from phalanx.launch.protocol import (
     Examined,
     Exited,
     Leave,
+    Looked,
     LookUp,
     Order,
     Over,
@@ -77,6 +79,7 @@ from phalanx.launch.protocol import (
 from phalanx.launch.rank.trace import Stage
 from phalanx.launch.roster import AgentState, Links, RankState
 from phalanx.launch.running.jobs import Description
+from phalanx.launch.running.server import LookServer
 from phalanx.launch.services import Input, StoreOnDemand
 from phalanx.launch.starters.contract import Starter
 from phalanx.system import processes
@@ -169,6 +172,7 @@ class Supervisor:
         self.agent_of = {number: agent for agent in self.agents for number in agent.numbers}
         self.examiner = Examiner(self.agents, self._hosts, self.send, self.hangs.examined)
         self.hangs.examiner = self.examiner
+        self.looks = LookServer(job.run_id, self.selector, self.agents, self.send)
         self.reader = job.reader or 0
         self.input = Input(self.selector, lambda data: self.links.feed(self.agent_of[self.reader], self.reader, data))
         self.store: StoreOnDemand | None = None
@@ -197,6 +201,7 @@ class Supervisor:
         self.selector.close()
         self.logs.close()
         self.description.close()
+        self.looks.close()
         for descriptor in self.wakeup:
             os.close(descriptor)
         for agent in self.agents:
@@ -321,6 +326,7 @@ class Supervisor:
             self.give_up_at,
             self.links.look_at,
             self.examiner.due_at,
+            self.looks.due_at,
             self.starter.due_at(),
         ]
         timeouts = [max(0.0, when - now) for when in due if when is not None]
@@ -339,6 +345,7 @@ class Supervisor:
         except Refusal as refusal:
             self.refuse(refusal)
         self.examiner.act(now)
+        self.looks.act(now)
         if self.started_at is not None and not self.ending:
             self.hangs.look()
         self.links.look(now)
@@ -403,6 +410,7 @@ class Supervisor:
         for agent in lost:
             agent.over = True
             self.examiner.lose(agent)
+            self.looks.lose(agent)
             self._has_answered(agent)
             self.starter.on_lost(agent)
             for rank in agent.ranks:
@@ -477,6 +485,7 @@ class Supervisor:
             case Over():
                 agent.over = True
                 self.examiner.lose(agent)
+                self.looks.lose(agent)
                 self._has_answered(agent)
                 for rank in agent.ranks:
                     if rank.end is None:
@@ -493,6 +502,8 @@ class Supervisor:
             case Examined():
                 if not self.ending:
                     self.examiner.hear(agent, event)
+            case Looked():
+                self.looks.hear(agent, event)
             case WantsInput():
                 if self.ranks[self.reader].end is None:
                     self.input.want()

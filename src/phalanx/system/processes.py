@@ -389,20 +389,6 @@ def await_ends(handles: Iterable[int], patience_s: float) -> list[int]:
     return [*left]
 
 
-def await_children(timeout_s: float, *, but: Collection[int] = ()) -> None:
-    """Wait until this process has no child but these, for so long at most, and reap those that end meanwhile."""
-    until = time.monotonic() + timeout_s
-    while (left_s := until - time.monotonic()) > 0 and (children := {*children_of(os.getpid())} - {*but}):
-        pid = min(children)  # the end of each has to be waited for anyway, in any order
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            handle = os.pidfd_open(pid)
-            try:
-                await_ends([handle], left_s)
-            finally:
-                os.close(handle)
-            os.waitpid(pid, os.WNOHANG)
-
-
 def end_descendants(*, but: Collection[int] = ()) -> None:
     """SIGKILL all descendants of this process until none is left that may be killed.
 

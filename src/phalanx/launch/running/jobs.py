@@ -1,15 +1,13 @@
-"""The jobs of this user that run on this host: every launcher describes its own, in memory that others find.
+"""List this user's jobs on this host: every launcher describes its own, in memory that others find.
 
-The description lies in a file without a name (memfd) that the launcher holds open, and that others of the same user
-find by its name under /proc. So there is no folder that strangers could fill or read, nothing is left to be removed
-when a launcher is killed, and a description that is found belongs to a launcher that runs. The kernel shows the open
-files of a process only to its own user and to root. A file that somebody else has made, and that a process of this
-user has only been handed, is left aside, because its owner is another user; so is one that a process has inherited,
-because the description names the launcher, with the time of its start.
+The description lies in a memfd that the launcher holds open, and that others of the same user find by its name under
+/proc. So there is no folder that strangers could fill or read, and nothing is left when a launcher is killed. The
+kernel shows the open files of a process only to its own user and to root. A file that another user has made and handed
+to a process of this one is left aside by its owner; one that a process has inherited, because the description names the
+launcher, with the time of its start.
 
 The file is a list of lines, each an object of JSON, and grows only. The launcher writes it, with one write for each
-line; any process reads it at any time, and leaves out a last line that does not end. If the launcher dies before a
-write, the line is missing, and within it incomplete; both are gone with the launcher.
+line; any process reads it at any time, and leaves out a last line that does not end.
 """
 
 from __future__ import annotations
@@ -19,14 +17,14 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from phalanx.errors import LaunchError
 from phalanx.system.files import own_folder
-from phalanx.system.foreign_values import checked, read_json
-from phalanx.system.host import machine_name
+from phalanx.system.foreign_values import read_json
 from phalanx.system.processes import start_of
 
 if TYPE_CHECKING:
@@ -42,42 +40,25 @@ _SHORT = "phalanx-"  # with which every job's run id begins
 _LEAST_LETTERS = 3  # of an id, so that the number of a process that has ended is hardly taken for one
 
 
-@dataclass(frozen=True)
-class RankProcess:
-    """A rank of a running job.
-
-    Attributes:
-        rank: its number in the world.
-        pid: its process id, on its host.
-        start: when it was started (:func:`phalanx.system.processes.start_of`); 0 if it runs on another host.
-        host: the name of its host.
-        part: its part of the trace of its host (``launch/rank/trace.py``).
-        reach: the name by which the launcher reaches its host; empty if it need not, or MPI has started the rank.
-    """
+class RankProcess(msgspec.Struct, frozen=True):
+    """A rank of a running job: its number in the world, its process, and the name of its host."""
 
     rank: int
     pid: int
-    start: int
     host: str
-    part: int
-    reach: str = ""
 
 
-@dataclass(frozen=True)
-class RunningJob:
+class RunningJob(msgspec.Struct, frozen=True):
     """A job, as its launcher describes it.
 
     Attributes:
         run_id: its name; ``PHALANX_RUN_ID`` in its ranks.
-        pid, start: the process of ``phalanx run``, as in :class:`RankProcess`.
-        since: when it began, in seconds since 1970.
-        ranks: how many it has.
-        target: the script, module or program, as the user named it.
-        arguments: the target's own.
+        pid, start: the process of ``phalanx run``, and when it began (:func:`phalanx.system.processes.start_of`).
+        since: when the job began, in seconds since 1970.
+        target, arguments: the script, module or program, as the user named it, and its own arguments.
         directory: where the launcher runs.
         host: this host's name.
         hosts: the hosts that were asked for, if there are others; empty if all ranks run here, or if MPI chooses.
-        starter: the program that starts a command on another host, and its arguments; empty for ssh.
         mpi: the MPI launcher that starts the ranks; empty for none.
         is_python: whether the target is a script, a module or a function of Python.
         end_s: how long its ranks may take to end after SIGTERM.
@@ -95,7 +76,6 @@ class RunningJob:
     directory: str
     host: str
     hosts: tuple[str, ...]
-    starter: tuple[str, ...]
     mpi: str
     is_python: bool
     end_s: float
@@ -111,19 +91,6 @@ class RunningJob:
     def runs(self) -> bool:
         """Whether its launcher still runs."""
         return start_of(self.pid) == self.start
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> RunningJob:
-        """The job of which ``dataclasses.asdict`` has made these values.
-
-        Raises:
-            ValueError, TypeError, KeyError, AttributeError: it has not.
-        """
-        found = dict(values)
-        found["processes"] = tuple(checked(RankProcess, rank) for rank in found.get("processes", ()))
-        for name in ("arguments", "hosts", "starter"):
-            found[name] = tuple(found[name])
-        return checked(cls, found)
 
     def again(self) -> RunningJob | None:
         """The same job, as its launcher describes it now; None if it has ended."""
@@ -157,32 +124,17 @@ class Description:
                 directory=own_folder(),
                 host=job.host,
                 hosts=tuple(host.name for host in job.hosts),
-                starter=job.starter,
                 mpi=job.mpi.title if job.mpi is not None else "",
                 is_python=job.target.is_python,
                 end_s=job.patience_s(signal.SIGTERM),
                 descriptor=self._file,
             )
-            self._write(asdict(described))
+            self._write(msgspec.to_builtins(described))
 
     def add_ranks(self, pids: Sequence[int], hosts: Sequence[str]) -> None:
-        """Describe the ranks, once they have been started, or started anew.
-
-        Args:
-            pids: their process ids, by rank.
-            hosts: the names of their hosts, by rank.
-        """
-        job, here = self._job, machine_name()
-        by_agents = job.hosts and not job.is_local and job.mpi is None
-        reach = [host.name for host in job.hosts for _ in range(host.slots or 1)] if by_agents else [""] * len(pids)
-        parts: dict[str, int] = {}
-        ranks = []
-        for rank, (pid, host) in enumerate(zip(pids, hosts, strict=True)):
-            where = job.host if job.is_local else host  # rehearsed hosts are this one
-            part = parts[where] = parts.get(where, -1) + 1
-            start = start_of(pid) if job.is_local or host == here else 0
-            own = 0 if job.mpi is not None else part
-            ranks.append(asdict(RankProcess(rank, pid, start, where, own, reach[rank])))
+        """Describe the ranks, once they have been started, or started anew."""
+        where = [self._job.host] * len(hosts) if self._job.is_local else hosts  # rehearsed hosts are this one
+        ranks = [{"rank": rank, "pid": pid, "host": where[rank]} for rank, pid in enumerate(pids)]
         with contextlib.suppress(OSError):
             self._write({"processes": ranks})
 
@@ -235,8 +187,8 @@ def _read(path: str) -> RunningJob | None:
         for line in lines:
             if line.endswith(b"\n"):
                 values |= read_json(line)
-        return RunningJob.from_json(values)
-    except (ValueError, TypeError, KeyError, AttributeError):
+        return msgspec.convert(values, RunningJob)
+    except (ValueError, TypeError):
         return None  # of another version of Phalanx, or no description
 
 

@@ -1,16 +1,29 @@
-"""What a look finds of one rank: for the table, and on its way from the host where somebody has looked."""
+"""Look at one rank: its line in /proc, and its flight recorder. The rank neither notices nor helps.
+
+Its agent looks (:class:`WatchedRank`), and what it finds (:class:`RankLook`) goes to ``phalanx top``.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import os
+from dataclasses import dataclass
 from typing import Any
 
-from phalanx.diagnosis.pace import Pace
+from phalanx.diagnosis.pace import Pace, PaceOfRank
+from phalanx.diagnosis.reading import open_own_recorder
 from phalanx.diagnosis.snapshot import Recording, ranks_in, spans
+from phalanx.launch.rank.trace import Trace
 from phalanx.system.foreign_values import checked
+from phalanx.system.host import machine_name
+from phalanx.system.processes import ProcessUse, process_use
 
-__all__ = ["RankLook"]
+__all__ = ["RankLook", "WatchedRank", "pause_after_s"]
 
+# A rank in no operation that has had less of a core than this does not compute.
+_COMPUTES_CORES = 0.02
+# The share of a host's cores that looking may use, so that the job does not notice.
+_MOST_CORES = 0.0025
+_STATES = {"T": "stopped", "t": "debugged", "D": "disk"}
 _OWN = ("rank", "pid", "host", "state", "asked", "cores", "resident_bytes")
 _RATES = ("operations_per_s", "bytes_per_s", "steps_per_s", "communication", "complete")
 
@@ -61,9 +74,75 @@ class RankLook:
         own = {name: values[name] for name in _OWN}
         return checked(cls, {**own, "lag": None, "pace": None if pace is None else _received(pace, later_ns)})
 
-    def with_lag(self, lag: int | None) -> RankLook:
-        """The same with its lag, once that is known."""
-        return replace(self, lag=lag)
+
+class WatchedRank:
+    """One rank, as its agent looks at it again and again.
+
+    Args:
+        trace: of the agent.
+        part: the rank's part of it.
+        rank, pid: its number in the world, and its process.
+    """
+
+    def __init__(self, trace: Trace, part: int, rank: int, pid: int) -> None:
+        self._trace, self._part, self._rank, self._pid = trace, part, rank, pid
+        self._pace = PaceOfRank(trace.descriptor, trace.place_of_recorder(part))
+        self._own = -1  # the recorder of a program that is not Python
+        self._before: tuple[int, float] | None = None  # the time of the last look, and the time on cores until then
+
+    def close(self) -> None:
+        """Close what is open of the rank."""
+        if self._own >= 0:
+            os.close(self._own)
+
+    def look(self, now_ns: int, *, runs: bool) -> RankLook:
+        """Look at the rank; ``runs`` says whether its agent has not reaped it."""
+        use = process_use(self._pid) if runs else None
+        if use is not None and use.has_ended:
+            use = None
+        pace = self._pace.look(now_ns)
+        if pace is None and use is not None and self._own < 0:
+            own = open_own_recorder(self._pid)
+            if own is not None:
+                self._own, self._pace = own, PaceOfRank(own, 0)
+                pace = self._pace.look(now_ns)
+        asked = self._trace.asked(self._part) if use is not None else ""
+        cores = self._cores(use, now_ns)
+        return RankLook(
+            rank=self._rank,
+            pid=self._pid,
+            host=machine_name(),
+            state=_state(use, pace, asked, cores),
+            pace=pace,
+            asked=asked,
+            lag=None,
+            cores=cores,
+            resident_bytes=use.resident_bytes if use is not None else None,
+        )
+
+    def _cores(self, use: ProcessUse | None, now_ns: int) -> float | None:
+        before, self._before = self._before, (now_ns, use.cpu_s) if use is not None else None
+        if use is None or before is None or now_ns <= before[0]:
+            return None
+        return max(0.0, use.cpu_s - before[1]) / ((now_ns - before[0]) / 1e9)
+
+
+def pause_after_s(used_s: float) -> float:
+    """How long to wait before the next look, if one has taken so much time on a core of this host."""
+    return used_s / (_MOST_CORES * (os.cpu_count() or 1))
+
+
+def _state(use: ProcessUse | None, pace: Pace | None, asked: str, cores: float | None) -> str:
+    if use is None:
+        return "ended"
+    if use.state in "Tt":
+        return _STATES[use.state]
+    if (pace is not None and pace.operation is not None) or asked:
+        return "waits"
+    if use.state in _STATES:
+        return _STATES[use.state]
+    # On a busy machine a rank that computes may wait for a core longer than between two looks.
+    return "computes" if use.state == "R" or (cores or 0.0) >= _COMPUTES_CORES else "sleeps"
 
 
 def _sent(pace: Pace) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from phalanx import settings
 from phalanx.errors import LaunchError
@@ -56,20 +55,22 @@ def stop(job: RunningJob, *, at_once: bool, say: Callable[[str], None]) -> float
     """
     begun = time.monotonic()
     raise_file_limit()
-    with _Processes() as held:
-        launcher = held.hold(job.pid, job.start)
+    with contextlib.ExitStack() as stack:
+        launcher = _hold(job.pid, job.start, stack)
         if launcher is None or _ends_by_itself(launcher, job, at_once=at_once, say=say):
             return time.monotonic() - begun
+        held = {launcher: job.pid}
         # Its children may be older than the job, if a shell became the launcher by exec.
         for child in processes.children_of(job.pid):
             if processes.belongs_to(child, -1, trace_name(job.run_id), [f"{settings.RUN_ID}={job.run_id}".encode()]):
                 for pid in (child, *processes.descendants_of([child])):
-                    held.hold(pid, start_of(pid))
+                    if (process := _hold(pid, start_of(pid), stack)) is not None:
+                        held[process] = pid
         say(f"its launcher (pid {job.pid}) does not end the job; it is killed, and its helpers kill the ranks")
-        launcher.send(signal.SIGKILL)
-        for process in held.await_ends(_KILL_S):
-            process.send(signal.SIGKILL)
-        left = sorted(process.pid for process in held.await_ends(_KILL_S))
+        _send(launcher, signal.SIGKILL)
+        for process in processes.await_ends(held, _KILL_S):
+            _send(process, signal.SIGKILL)
+        left = sorted(held[process] for process in processes.await_ends(held, _KILL_S))
         if left:
             why = "it hangs inside the kernel, or is" if len(left) == 1 else "they hang inside the kernel, or are"
             who = format_named("process", left)
@@ -77,92 +78,57 @@ def stop(job: RunningJob, *, at_once: bool, say: Callable[[str], None]) -> float
     return time.monotonic() - begun
 
 
-class _Process:
-    """A process, by a descriptor that stays its own."""
-
-    def __init__(self, pid: int, descriptor: int) -> None:
-        self.pid = pid
-        self.descriptor = descriptor
-
-    def send(self, signum: int) -> None:
-        """Signal it, unless it has ended."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            signal.pidfd_send_signal(self.descriptor, signum)
-
-    def has_ended_within(self, patience_s: float) -> bool:
-        """Wait for its end."""
-        return not processes.await_ends([self.descriptor], patience_s)
+def _hold(pid: int, start: int, stack: contextlib.ExitStack) -> int | None:
+    """Open a pidfd of the process that has this id and was started then; None if it has ended."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    stack.callback(os.close, process)
+    return process if start and start_of(pid) == start else None
 
 
-class _Processes:
-    """The processes of a job that ran when it was to end."""
-
-    def __init__(self) -> None:
-        self._held: list[_Process] = []
-
-    def __enter__(self) -> _Processes:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for process in self._held:
-            os.close(process.descriptor)
-
-    def hold(self, pid: int, start: int) -> _Process | None:
-        """Hold the process that has this id and was started then; None if it has ended."""
-        if not (hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal")):
-            raise LaunchError(f"this Python was built without pidfd_open(); end the job by kill {pid}")
-        try:
-            descriptor = os.pidfd_open(pid)
-        except ProcessLookupError:
-            return None
-        except OSError as error:
-            raise LaunchError(f"process {pid} cannot be held: {error.strerror}; end it by kill {pid}") from error
-        if not start or start_of(pid) != start:
-            os.close(descriptor)
-            return None
-        self._held.append(_Process(pid, descriptor))
-        return self._held[-1]
-
-    def await_ends(self, patience_s: float) -> list[_Process]:
-        """Those that have not ended within so many seconds."""
-        left = processes.await_ends([process.descriptor for process in self._held], patience_s)
-        return [process for process in self._held if process.descriptor in left]
+def _send(process: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        signal.pidfd_send_signal(process, signum)
 
 
-def _ends_by_itself(launcher: _Process, job: RunningJob, *, at_once: bool, say: Callable[[str], None]) -> bool:
+def _has_ended_within(process: int, patience_s: float) -> bool:
+    return not processes.await_ends([process], patience_s)
+
+
+def _ends_by_itself(launcher: int, job: RunningJob, *, at_once: bool, say: Callable[[str], None]) -> bool:
     """Ask the launcher to end its job; whether it has, and has ended itself."""
-    heard = [signum for signum in _ASKED_BY if not processes.ignores(launcher.pid, signum)]
-    state = processes.state_of(launcher.pid)
+    heard = [signum for signum in _ASKED_BY if not processes.ignores(job.pid, signum)]
+    state = processes.state_of(job.pid)
     if state == "T":
         say(f"its launcher (pid {job.pid}) is stopped (state T); it is continued, so that it can end the job")
     elif state == "t":
         say(f"its launcher (pid {job.pid}) is held by a debugger (state t), and may not answer")
     if not heard:
         return False
-    launcher.send(heard[0])
-    launcher.send(signal.SIGCONT)  # a stopped process receives the signal only when it continues
+    _send(launcher, heard[0])
+    _send(launcher, signal.SIGCONT)  # a stopped process receives the signal only when it continues
     if not at_once:
         return _ends_in_order(launcher, job, say)
     # A launcher that was asked kills its ranks at Ctrl-C, if it has taken the first signal by then.
     until = time.monotonic() + _TAKEN_S
-    while time.monotonic() < until and processes.awaits_signal(launcher.pid, heard[0]):
-        if launcher.has_ended_within(_LOOK_S):  # its end is an event; that it has taken a signal is none
+    while time.monotonic() < until and processes.awaits_signal(job.pid, heard[0]):
+        if _has_ended_within(launcher, _LOOK_S):  # its end is an event; that it has taken a signal is none
             return True
-    if launcher.has_ended_within(0.1):
+    if _has_ended_within(launcher, 0.1):
         return True
     if signal.SIGINT not in heard:
         return False
-    launcher.send(signal.SIGINT)
-    return launcher.has_ended_within(_KILL_S)
+    _send(launcher, signal.SIGINT)
+    return _has_ended_within(launcher, _KILL_S)
 
 
-def _ends_in_order(launcher: _Process, job: RunningJob, say: Callable[[str], None]) -> bool:
-    if launcher.has_ended_within(_SAID_AFTER_S):
+def _ends_in_order(launcher: int, job: RunningJob, say: Callable[[str], None]) -> bool:
+    if _has_ended_within(launcher, _SAID_AFTER_S):
         return True
     say(
         f"waiting for {format_count(job.ranks, 'rank')}, which may take {job.end_s:g} s to end; "
         f"phalanx stop --kill {job.id} ends them at once"
     )
-    return launcher.has_ended_within(job.end_s + _LAUNCHER_S - _SAID_AFTER_S)
+    return _has_ended_within(launcher, job.end_s + _LAUNCHER_S - _SAID_AFTER_S)

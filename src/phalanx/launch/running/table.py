@@ -1,12 +1,18 @@
-"""A look at a running job in words: as a table for people, and as plain values for programs."""
+"""Show running jobs and a look at one: as a table for people, and as plain values for programs.
+
+A new column of ``phalanx top`` is a field of ``RankLook`` that ``WatchedRank.look`` fills in (``rank_look.py``), a cell
+of :func:`_line`, a value of :func:`_rank_values` for ``--json``, and a line of the help text (``commands/top.py``).
+What the flight recorder knows is a field of ``Pace`` (``diagnosis/pace.py``).
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from phalanx.diagnosis.snapshot import Record, world_rank
 from phalanx.launch.running.jobs import RunningJob
@@ -20,15 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["described_job", "format_age", "format_jobs", "format_look", "look_values"]
 
-_STATES = {
-    "waits": "waits",
-    "computes": "computes",
-    "sleeps": "sleeps",
-    "disk": "waits for disk",
-    "stopped": "stopped",
-    "debugged": "in a debugger",
-    "ended": "ended",
-}
+_STATES = {"disk": "waits for disk", "debugged": "in a debugger"}  # the others are called so
 _TEXT_COLUMNS = ("host", "state", "operation", "job", "since", "script", "directory")
 _SHORTEST_OPERATION, _WHOLE_OPERATION = 24, 56
 _LESS_TELLING = ("pid", "data/s", "cores", "memory")  # what a narrow terminal does without, in this order
@@ -39,16 +37,14 @@ _LESS_TELLING = ("pid", "data/s", "cores", "memory")  # what a narrow terminal d
 
 def described_job(job: RunningJob) -> dict[str, Any]:
     """A job as plain values."""
-    values = dataclasses.asdict(job)
-    for own in ("start", "descriptor", "processes", "end_s", "run_id", "starter"):
+    values = msgspec.structs.asdict(job)
+    for own in ("start", "descriptor", "processes", "end_s", "run_id"):
         del values[own]
     return {
         "id": job.id,
         "run_id": job.run_id,
         **values,
         "since": _iso(job.since),
-        "arguments": list(job.arguments),
-        "hosts": list(job.hosts),
         "pids": [process.pid for process in job.processes],
     }
 
@@ -113,51 +109,33 @@ def _end_of(text: str, length: int) -> str:
 
 def look_values(look: Look) -> dict[str, Any]:
     """A look as plain values, which ``phalanx top --json`` prints."""
+    elsewhere: dict[str, list[int]] = {}
+    for rank, (host, _) in sorted(look.hidden.items()):
+        if host != look.job.host:
+            elsewhere.setdefault(host, []).append(rank)
     return {
         "job": described_job(look.job),
         "at": _iso(look.at),
-        "interval_s": round(look.interval_s, 3),
+        "interval_s": look.interval_s,
         "ranks": [_rank_values(rank, look.job) for rank in look.ranks],
-        "elsewhere": _elsewhere(look),
+        "elsewhere": elsewhere,
         "notes": _notes(look),
     }
 
 
-def _elsewhere(look: Look) -> dict[str, list[int]]:
-    """The ranks on other hosts that are not shown, by host."""
-    found: dict[str, list[int]] = {}
-    for rank, (host, _) in sorted(look.hidden.items()):
-        if host != look.job.host:
-            found.setdefault(host, []).append(rank)
-    return found
-
-
 def _rank_values(rank: RankLook, job: RunningJob) -> dict[str, Any]:
     pace = rank.pace
-    values: dict[str, Any] = {
-        "rank": rank.rank,
-        "pid": rank.pid,
-        "host": rank.host,
-        "state": rank.state,
-        "asked": rank.asked,
+    own = ("rank", "pid", "host", "state", "asked", "lag", "resident_bytes", "cores")
+    rates = ("operations_per_s", "bytes_per_s", "steps_per_s", "communication")
+    return {
+        **{name: getattr(rank, name) for name in own},
+        **{name: getattr(pace, name, None) for name in rates},
+        "operation": _operation_values(pace.operation, job) if pace is not None else None,
+        "last": _operation_values(pace.last, job) if pace is not None else None,
+        "operations": pace.begun if pace is not None else None,
+        "step": pace.step if pace is not None and pace.step >= 0 else None,
+        "label": pace.label if pace is not None else "",
     }
-    values |= {"operation": None, "last": None, "operations": None, "step": None, "label": ""}
-    values |= {"operations_per_s": None, "bytes_per_s": None, "steps_per_s": None, "communication": None}
-    if pace is not None:
-        values |= {
-            "operation": _operation_values(pace.operation, job),
-            "last": _operation_values(pace.last, job),
-            "operations": pace.begun,
-            "step": pace.step if pace.step >= 0 else None,
-            "label": pace.label,
-            "operations_per_s": round(pace.operations_per_s, 2),
-            "bytes_per_s": round(pace.bytes_per_s, 1),
-            "steps_per_s": None if pace.steps_per_s is None else round(pace.steps_per_s, 4),
-            "communication": round(pace.communication, 4),
-        }
-    values |= {"lag": rank.lag, "resident_bytes": rank.resident_bytes}
-    values["cores"] = None if rank.cores is None else round(rank.cores, 3)
-    return values
 
 
 def _operation_values(record: Record | None, job: RunningJob) -> dict[str, Any] | None:
@@ -171,7 +149,7 @@ def _operation_values(record: Record | None, job: RunningJob) -> dict[str, Any] 
         "site": beside(record.site, job.directory),
         "under_way": record.under_way,
         "awaits": world_rank(record.group, record.awaits) if record.under_way and record.awaits >= 0 else None,
-        "for_s": round(_for_s(record), 3),
+        "for_s": _for_s(record),
     }
 
 
@@ -230,7 +208,7 @@ def _line(rank: RankLook, job: RunningJob, *, with_host: bool) -> dict[str, str]
         "rank": str(rank.rank),
         **({"host": _printable(rank.host)} if with_host else {}),
         "pid": str(rank.pid),
-        "state": _STATES[rank.state],
+        "state": _STATES.get(rank.state, rank.state),
         "step": step,
         "steps/s": "" if pace is None or pace.steps_per_s is None else f"{pace.steps_per_s:.3g}",
         "data/s": "" if pace is None else format_bytes(pace.bytes_per_s),

@@ -1,21 +1,33 @@
-"""A job that is watched: look after look at its ranks, on this host and on the others."""
+"""Watch a job: ask its launcher for look after look at the ranks of all hosts, here or on the launcher's host."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.diagnosis.pace import GroupKey, Pace
-from phalanx.launch.running.elsewhere import Elsewhere, RanksElsewhere
-from phalanx.launch.running.jobs import RankProcess, RunningJob
-from phalanx.launch.running.looking import RanksHere
-from phalanx.launch.running.rank_look import RankLook
-from phalanx.system import processes
-from phalanx.system.foreign_values import checked
+import msgspec
 
-__all__ = ["Look", "Watcher"]
+from phalanx.diagnosis.pace import GroupKey, Pace
+from phalanx.errors import LaunchError
+from phalanx.launch.running.jobs import RunningJob
+from phalanx.launch.running.rank_look import RankLook
+from phalanx.launch.running.server import ANSWER_S, address_of, peer_uid
+from phalanx.launch.starters.helpers import Helper, Unanswered
+from phalanx.system import processes
+from phalanx.system.foreign_values import read_json
+
+__all__ = ["Look", "Watcher", "ask_launcher", "watcher_elsewhere"]
+
+_LAUNCHER_S = 3.0  # how long the launcher may take to answer
+_HELPER = "phalanx.launch.running.helper"
+_HELPER_S = 20.0  # beside what the helper itself may wait for
+_SAID_AFTER_S = 3.0  # for how long a silence is nothing to speak of
 
 
 @dataclass(frozen=True)
@@ -23,12 +35,13 @@ class Look:
     """A look at all ranks of a job.
 
     Attributes:
-        job: the job, as its launcher describes it now.
+        job: as its launcher describes it now.
         at: the time, in seconds since 1970.
         interval_s: the time since the look before; 0 at the first.
         ranks: those that can be seen, by rank.
         hidden: the ranks that cannot be seen, each with its host and the reason.
         launcher: the state of the launcher, as the kernel names it.
+        pause_s: how long the job's hosts are to be left alone before the next look.
     """
 
     job: RunningJob
@@ -37,115 +50,135 @@ class Look:
     ranks: Sequence[RankLook]
     hidden: Mapping[int, tuple[str, str]]
     launcher: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, from which :meth:`from_json` makes the same look."""
-        return {
-            "job": asdict(self.job),
-            "at": self.at,
-            "interval_s": self.interval_s,
-            "ranks": [look.to_json() for look in self.ranks],
-            "hidden": [[rank, host, why] for rank, (host, why) in self.hidden.items()],
-            "launcher": self.launcher,
-        }
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any], later_ns: int) -> Look:
-        """See :meth:`to_json`.
-
-        Args:
-            values: the plain values.
-            later_ns: how much this host's monotonic clock is ahead of that of the host where the look was taken.
-
-        Raises:
-            ValueError, TypeError, KeyError, IndexError, AttributeError: they were not made by :meth:`to_json`.
-        """
-        made = {
-            "job": RunningJob.from_json(values["job"]),
-            "ranks": _with_lags([RankLook.from_json(look, later_ns) for look in values["ranks"]]),
-            "hidden": {int(rank): (str(host), str(why)) for rank, host, why in values["hidden"]},
-        }
-        return checked(cls, {**values, **made})
+    pause_s: float
 
 
 class Watcher:
-    """One who looks at a job again and again. Use as a context manager, or call :meth:`close`.
+    """Looks at a job again and again.
 
     Args:
-        job: the job.
-        here: look at the ranks of this host only.
-
-    Attributes:
-        pause_s: how long the other hosts are to be left alone before the next look.
+        id: the name by which users call the job.
+        ask: as :func:`ask_launcher`.
     """
 
-    def __init__(self, job: RunningJob, *, here: bool = False) -> None:
-        self.job = job
-        self.pause_s = 0.0
-        self._here = here
+    def __init__(self, id: str, ask: Callable[[], dict[str, Any] | None]) -> None:
+        self.id, self._ask = id, ask
         self._before_ns = 0
-        self._open()
 
-    def _open(self) -> None:
-        job = self.job
-        self._ranks = RanksHere(job.run_id)
-        self._others = RanksElsewhere(job.run_id, job.starter, len(job.hosts))
-
-    @property
-    def id(self) -> str:
-        """The name by which users call the job."""
-        return self.job.id
-
-    def __enter__(self) -> Watcher:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close what is open of the job, and end the helpers on other hosts."""
-        self._ranks.close()
-        self._others.close()
-
-    def look(self, patience_s: float = 0.0) -> Look | None:
+    def look(self) -> Look | None:
         """Look at the job; None if it has ended.
 
-        Args:
-            patience_s: how long to wait for what is to be seen on other hosts.
+        Raises:
+            LaunchError: its host does not answer, or another version of Phalanx does.
         """
-        job = self.job.again()
-        if job is None:
+        found = self._ask()
+        if found is None:
             return None
-        self.job = job
-        looks, unseen = self._ranks.look(job.processes)
-        asked = [] if self._here else [rank for rank in unseen if rank.host != job.host and rank.reach]
-        others = self._others.look(asked, patience_s) if asked else Elsewhere()
-        self.pause_s = others.pause_s
-        looks = sorted([*looks, *others.looks], key=lambda look: look.rank)
+        try:
+            return self._made(found)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise LaunchError(f"job {self.id} runs with another version of Phalanx; install this one there") from error
+
+    def _made(self, found: dict[str, Any]) -> Look:
+        job, answer = msgspec.convert(found["job"], RunningJob), found["answer"] or {}
+        looks = [
+            RankLook.from_json(look, each["later_ns"] + found["later_ns"])
+            for each in answer.get("looks", ())
+            for look in each["looks"]
+        ]
         seen = {look.rank for look in looks}
+        silent = dict.fromkeys(answer.get("silent", ()), f"its host has not answered for {ANSWER_S:.0f} s")
         hidden = {
-            rank.rank: (rank.host, others.why.get(rank.rank) or self._why_hidden(rank))
-            for rank in unseen
-            if rank.rank not in seen
+            process.rank: (process.host, found["why"] or silent.get(process.rank, "it has ended"))
+            for process in job.processes
+            if process.rank not in seen
         }
         now_ns = time.monotonic_ns()
         interval_s = (now_ns - self._before_ns) / 1e9 if self._before_ns else 0.0
         self._before_ns = now_ns
-        return Look(job, time.time(), interval_s, _with_lags(looks), hidden, processes.state_of(job.pid))
-
-    def _why_hidden(self, rank: RankProcess) -> str:
-        if rank.host == self.job.host:
-            return "it has ended, or is in another container"
-        if rank.reach:
-            return f"only {self.job.host} was to be looked at"
-        return (
-            f"{self.job.mpi or 'another program'} has started it there, and Phalanx has no way to that host of its own"
-        )
+        looks = sorted(_with_lags(looks), key=lambda look: look.rank)
+        return Look(job, time.time(), interval_s, looks, hidden, found["launcher"], answer.get("pause_s", 0.0))
 
 
-def _with_lags(looks: Iterable[RankLook]) -> list[RankLook]:
+def ask_launcher(job: RunningJob) -> dict[str, Any] | None:
+    """Ask the launcher of a job on this host for all there is to know; None if the job has ended.
+
+    Returns:
+        Plain values: the job's description (``job``), the state of its launcher (``launcher``), and the launcher's
+        answer (``answer``, see ``server.py``) or why there is none (``why``). ``later_ns`` is added to times in it.
+    """
+    until = time.monotonic() + _LAUNCHER_S
+    answer: dict[str, Any] | None = None
+    while (now := job.again()) is not None:
+        try:
+            answer, why = _answer_of(job, until), ""
+        except OSError as error:
+            why = f"the launcher cannot be asked: {error.strerror or f'no answer in {_LAUNCHER_S:g} s'}"
+            if time.monotonic() < until:
+                time.sleep(0.1)  # it may be about to start another attempt
+                continue
+        values = {"job": msgspec.to_builtins(now), "launcher": processes.state_of(job.pid)}
+        return {**values, "answer": answer, "why": why, "later_ns": 0}
+    return None
+
+
+def _answer_of(job: RunningJob, until: float) -> dict[str, Any]:
+    with socket.socket(socket.AF_UNIX) as asked:
+        asked.connect(address_of(job.run_id))
+        if peer_uid(asked) != os.geteuid():
+            raise PermissionError(errno.EPERM, "its socket's name is taken by another user")
+        asked.sendall(b'{"do": "look"}\n')
+        answer = bytearray()
+        while not answer.endswith(b"\n"):
+            asked.settimeout(max(0.01, until - time.monotonic()))
+            more = asked.recv(1 << 20)
+            if not more:
+                raise ConnectionResetError(errno.ECONNRESET, "it has hung up")
+            answer += more
+    values: dict[str, Any] = read_json(answer)
+    return values
+
+
+@contextlib.contextmanager
+def watcher_elsewhere(
+    host: str, starter: Sequence[str], name: str | None, say: Callable[[str], None]
+) -> Iterator[Watcher]:
+    """Watch a job of another host, where a helper asks its launcher.
+
+    Args:
+        host: where ``phalanx run`` runs, as ssh or the starter knows it.
+        starter: the program that starts a command there, and its arguments; empty for ssh.
+        name: which job, as :func:`~phalanx.launch.running.jobs.find_job` takes it.
+        say: shows a line as long as the host does not answer, again each second.
+
+    Raises:
+        LaunchError: the host cannot be reached, or has no such job, or does not answer any more.
+    """
+
+    def on_silence(waited_s: float) -> None:
+        if waited_s >= _SAID_AFTER_S:
+            say(f"{host} has not answered for {waited_s:.0f} s")
+
+    try:
+        with Helper(host, starter, _HELPER, on_silence) as helper:
+            helper.wait_ready()
+            job = helper.ask("find", _HELPER_S, name=name)
+            if "refused" in job:
+                raise LaunchError(f"{host}: {job['refused']}")
+
+            def ask() -> dict[str, Any] | None:
+                said = helper.ask("watch", _LAUNCHER_S + _HELPER_S, pid=job["pid"])
+                found: dict[str, Any] | None = said["found"]
+                # Its way here is not known, so what it found seems to be as old as it was when it was sent.
+                return found and {**found, "later_ns": time.monotonic_ns() - int(said["at_ns"])}
+
+            yield Watcher(str(job["id"]), ask)
+    except Unanswered as error:
+        raise LaunchError(f"{host}: {error}; {error.remedy}") from error
+
+
+def _with_lags(looks: Sequence[RankLook]) -> list[RankLook]:
     """The same looks, each with how far the rank is behind the first one of a group that it is in."""
-    looks = list(looks)
     furthest: dict[GroupKey, int] = {}
     for look in looks:
         for group, count in (look.pace.collectives if look.pace is not None else {}).items():
@@ -154,7 +187,7 @@ def _with_lags(looks: Iterable[RankLook]) -> list[RankLook]:
     for group in furthest:
         for rank in group[1]:
             groups.setdefault(rank, []).append(group)
-    return [look.with_lag(_lag(look.pace, groups.get(look.rank, ()), furthest)) for look in looks]
+    return [replace(look, lag=_lag(look.pace, groups.get(look.rank, ()), furthest)) for look in looks]
 
 
 def _lag(pace: Pace | None, groups: Iterable[GroupKey], furthest: Mapping[GroupKey, int]) -> int | None:

@@ -134,10 +134,6 @@ class Helper:
                 if isinstance(answer, dict):
                     return answer
 
-    def stop(self) -> None:
-        """Have a question that another thread has asked end with :class:`Unanswered`; :meth:`close` comes next."""
-        self._kill()
-
     def close(self) -> None:
         """End the helper, and wait for the program that started it."""
         assert self._process.stdin is not None
@@ -146,16 +142,13 @@ class Helper:
         try:
             self._process.wait(LAST_WORDS_S)
         except subprocess.TimeoutExpired:
-            self._kill()
+            # With all that a starter's script has started: what holds the pipes' other ends would be waited for.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._errors.close()
-
-    def _kill(self) -> None:
-        # With all that a starter's script has started: what holds the pipes' other ends would be waited for.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _line(self, until: float) -> str:
         assert self._process.stdout is not None
