@@ -43,7 +43,7 @@ _SRUN = (
     "--mpi=none --quiet -w"
 )
 # How processes are started on the nodes of an allocation, by the batch system's own program. Without one: by ssh.
-_STARTERS = {"": (), "srun": tuple(_SRUN.split()), "blaunch": ("blaunch",)}
+_ALLOCATION_STARTERS = {"": (), "srun": tuple(_SRUN.split()), "blaunch": ("blaunch",)}
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
     hosts = tuple(HostSlots(name, count) for name, count in read.nodes) or tuple(read_hostfile(read.file))
     if len(hosts) == 1 and interfaces.is_own_name(hosts[0].name):
         return None
-    return Allocation(read.title, hosts, _STARTERS[read.program])
+    return Allocation(read.title, hosts, _ALLOCATION_STARTERS[read.program])
 
 
 def is_here(name: str, *, starter: bool = False) -> bool:
