@@ -1,0 +1,1 @@
+"""``phalanx.launch()``, for notebooks: begin with ``call.py``."""

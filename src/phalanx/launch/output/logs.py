@@ -20,6 +20,7 @@ import select
 import stat
 import time
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from phalanx.words import printable
 
@@ -32,6 +33,7 @@ _ATOMIC = select.PIPE_BUF
 _COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
 REDRAW_S = 0.05
+_WIPE = b"\r\x1b[K"
 
 
 def make_prefixes(ranks: int, *, color: bool) -> list[bytes]:
@@ -182,33 +184,31 @@ class Sink:
         return 80
 
 
-class Console:
-    """The launcher's two output streams, with at most one live line below them.
+class _LiveLine(NamedTuple):
+    sink: Sink
+    text: bytes
+    owner: object
 
-    Args:
-        out: standard output.
-        err: standard error.
-    """
+
+class Console:
+    """The launcher's two output streams, with at most one live line below them."""
 
     def __init__(self, out: Sink, err: Sink) -> None:
-        self.out = out
-        self.err = err
-        self._live = b""
-        self._live_sink: Sink | None = None
-        self._live_owner: object = None
-        self._wanted: tuple[Sink, bytes, object] | None = None
+        self.out, self.err = out, err
+        self._live: _LiveLine | None = None
+        self._wanted: _LiveLine | None = None
         self._drawn_at = 0.0
 
     def write(self, sink: Sink, lines: bytes | str) -> None:
         """Print whole lines above the live line."""
         if not lines:
             return
-        if self._live and sink.terminal and self._live_sink is not None:
-            self._live_sink.write(b"\r\x1b[K")
-            sink.write(lines)
-            self._live_sink.write(self._live)
-        else:
-            sink.write(lines)
+        live = self._live if sink.terminal else None
+        if live is not None:
+            live.sink.write(_WIPE)
+        sink.write(lines)
+        if live is not None:
+            live.sink.write(live.text)
 
     def say(self, text: str) -> None:
         """Print the launcher's own words on standard error, under its name."""
@@ -216,34 +216,26 @@ class Console:
 
     def show(self, sink: Sink, line: bytes, owner: object) -> None:
         """Make ``line`` the live line at the next redraw. An empty one removes the live line if it is ``owner``'s."""
-        if not sink.terminal:
-            return
-        if line:
-            self._wanted = (sink, line, owner)
-            return
-        if self._wanted is not None and self._wanted[2] is owner:
+        if line and sink.terminal:
+            self._wanted = _LiveLine(sink, line, owner)
+        if not line and self._wanted is not None and self._wanted.owner is owner:
             self._wanted = None
-        if self._live_owner is owner:
+        if not line and self._live is not None and self._live.owner is owner:
             self._erase()
 
     def redraw_in_s(self) -> float | None:
         """Seconds until :meth:`redraw` has something to do; None if it has nothing."""
-        if self._wanted is None:
-            return None
-        return max(0.0, self._drawn_at + REDRAW_S - time.monotonic())
+        return None if self._wanted is None else max(0.0, self._drawn_at + REDRAW_S - time.monotonic())
 
     def redraw(self) -> None:
         """Draw the live line that :meth:`show` got last, if ``REDRAW_S`` has passed since the last drawing."""
         if self._wanted is None or self.redraw_in_s() != 0.0:
             return
-        sink, line, owner = self._wanted
-        self._wanted = None
+        (sink, line, owner), self._wanted = self._wanted, None
         self._drawn_at = time.monotonic()
         self._erase()
-        self._live = fit(line, sink.columns() - 1)
-        self._live_sink = sink
-        self._live_owner = owner
-        sink.write(self._live)
+        self._live = _LiveLine(sink, fit(line, sink.columns() - 1), owner)
+        sink.write(self._live.text)
 
     def finish(self) -> None:
         """Erase the live line and draw no other that was asked for before."""
@@ -251,10 +243,9 @@ class Console:
         self._erase()
 
     def _erase(self) -> None:
-        if self._live and self._live_sink is not None:
-            self._live_sink.write(b"\r\x1b[K")
-        self._live = b""
-        self._live_sink = self._live_owner = None
+        if self._live is not None:
+            self._live.sink.write(_WIPE)
+        self._live = None
 
 
 def fit(line: bytes, columns: int) -> bytes:
