@@ -33,7 +33,6 @@ from phalanx.launch.job.memory import Mode
 from phalanx.launch.job.options import COUNTED_HERE, Attempt, Diagnosis, LaunchOptions, count_ranks, decide_output
 from phalanx.launch.job.spellings import translate
 from phalanx.launch.job.target import find_target
-from phalanx.launch.starters.ssh import parse_starter
 from phalanx.system.limits import check_limits, machine_limits, raise_file_limit
 from phalanx.topology.environment import note_ignored
 from phalanx.topology.table import format_rank_table
@@ -268,6 +267,14 @@ def run(target: str, arguments: tuple[str, ...], module: bool, **given: Any) -> 
     return None
 
 
+def _read_starter(starter: str | None) -> tuple[str, ...]:
+    if starter is None:
+        return ()
+    from phalanx.launch.starters.ssh import parse_starter
+
+    return tuple(parse_starter(starter))
+
+
 def _read_options(ctx: click.Context, given: Mapping[str, Any], notes: list[str]) -> LaunchOptions:
     """Read what has a form of its own; an option whose name is a field's, and its type too, is taken as it is."""
     same = {field.name: given[field.name] for field in fields(LaunchOptions) if field.name in given}
@@ -275,7 +282,7 @@ def _read_options(ctx: click.Context, given: Mapping[str, Any], notes: list[str]
     read: dict[str, Any] = {
         "ranks": count_ranks(given["ranks"]) if given["ranks"] is not None else None,
         "hosts": _read_hosts(given["hosts"], given["hostfile"]),
-        "starter": tuple(parse_starter(given["starter"])),
+        "starter": _read_starter(given["starter"]),
         "rehearsal": _read_rehearsal(given["rehearse"], given["placement"]),
         "addresses": () if given["address"] is None else (parse_address(given["address"]),),
         "named": tuple(variable.partition("=")[0] for variable in given["variables"]),

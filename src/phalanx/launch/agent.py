@@ -77,7 +77,7 @@ from phalanx.system.limits import count_oom_kills
 if TYPE_CHECKING:
     from phalanx.launch.starters.tree import Branch
 
-__all__ = ["HANDLED", "Agent", "Inheritance"]
+__all__ = ["Agent", "Rank"]
 
 # How long a rank whose script has failed may go on with its exit handlers and its threads. This is longer than the
 # grace, because the rank may be saving something, and limited, because the job cannot end before the rank does.
@@ -95,21 +95,7 @@ _LARGEST_RECORDING = 1 << 22
 # How long what has been said may take to leave this host once the job is over.
 _LAST_WORDS_S = 1.0
 _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-#: The signals that an agent handles, beside those that its starter handles.
-HANDLED = (*_ASKED, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGCHLD, signal.SIGCONT)
-
-
-@dataclass(frozen=True)
-class Inheritance:
-    """The settings that the launcher changed for itself, and that the ranks get back.
-
-    Attributes:
-        handlers: the signal handlers that the interpreter started with.
-        file_limit: the soft and hard limit on open files.
-    """
-
-    handlers: dict[int, Any]
-    file_limit: tuple[int, int]
+_HANDLED = (*_ASKED, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGCHLD, signal.SIGCONT)
 
 
 @dataclass(eq=False)
@@ -144,13 +130,16 @@ class Agent:
 
     Args:
         link: to the supervisor.
-        inheritance: what the ranks get back.
+        file_limit: the soft and hard limit on open files, which the ranks get back.
         name: the host, as the user wrote it.
         branch: the programs that start the agents of other hosts (``starters/tree.py``); None for none.
     """
 
-    def __init__(self, link: Link, inheritance: Inheritance, name: str, branch: Branch | None = None) -> None:
-        self.link, self.inheritance, self.name, self.branch = link, inheritance, name, branch
+    def __init__(self, link: Link, file_limit: tuple[int, int], name: str, branch: Branch | None = None) -> None:
+        self.link, self.file_limit, self.name, self.branch = link, file_limit, name, branch
+        # The handlers that the interpreter started with, which the ranks get back. getsignal returns None for one that
+        # Python did not install and cannot put back.
+        self.handlers: dict[int, Any] = {signum: signal.getsignal(signum) or signal.SIG_DFL for signum in _HANDLED}
         self.peer = link.peer
         self.ranks: dict[int, Rank] = {}  # those that run, by their part of the trace
         self.pids: dict[int, int] = {}  # the same, for the observer
@@ -172,7 +161,7 @@ class Agent:
         for end in self.wakeup:
             os.set_blocking(end, False)
         signal.set_wakeup_fd(self.wakeup[1], warn_on_full_buffer=False)
-        for signum in HANDLED:
+        for signum in _HANDLED:
             signal.signal(signum, self._on_signal)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self.selector.register(self.wakeup[0], selectors.EVENT_READ, self._on_wakeup)
@@ -484,7 +473,7 @@ class Agent:
             os.close(input_of)
         target = dataclasses.replace(order.target, argv=plan.argv)
         start = RankStart(plan, target, order.run_id, environment, ends, code, spec, parent, part, order.quiet)
-        enter_rank(start, self.inheritance.handlers, self.inheritance.file_limit)
+        enter_rank(start, self.handlers, self.file_limit)
         if order.target.is_python and order.preload:
             leave_siblings(start)
         return start

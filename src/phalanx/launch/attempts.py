@@ -11,23 +11,20 @@ starts after Ctrl-C.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from phalanx.errors import LaunchError
-from phalanx.launch import agent
-from phalanx.launch.agent import Inheritance
 from phalanx.launch.job.job import Job, next_attempt
 from phalanx.launch.job.target import Refusal, prepare_target
-from phalanx.launch.rank.start import RankStart
 from phalanx.launch.starters.local import LocalAgent, LocalStarter, fork_agent
 from phalanx.system import processes
 from phalanx.system.limits import check_limits, machine_limits, raise_file_limit
 
 if TYPE_CHECKING:
     from phalanx.launch.conclusion import HandOver
+    from phalanx.launch.rank.start import RankStart
     from phalanx.launch.starters.contract import Starter
     from phalanx.launch.supervisor import Supervisor
 
@@ -49,17 +46,15 @@ def launch(job: Job, hand_over: HandOver | None = None) -> RankStart | int:
         LaunchError: the machine has no room for that many ranks, or their files cannot be written. No rank has been
             started.
     """
-    # getsignal returns None for a handler that Python did not install and cannot put back.
-    handlers: dict[int, Any] = {signum: signal.getsignal(signum) or signal.SIG_DFL for signum in agent.HANDLED}
-    inheritance = Inheritance(handlers, raise_file_limit())
+    file_limit = raise_file_limit()
     limits = machine_limits(python=job.target.is_python, forked=job.is_local, logs=bool(job.output.log_dir))
     check_limits(job.ranks, limits)
     processes.guard_standard_streams()
     # A program that became the launcher by exec may have had children before; they are not this job's.
     strangers = processes.children_of(os.getpid())
     processes.adopt_orphans()
-    local = fork_agent(job, inheritance) if job.is_local else None
-    if isinstance(local, RankStart):
+    local = fork_agent(job, file_limit) if job.is_local else None
+    if local is not None and not isinstance(local, LocalAgent):
         return local
     # Not imported at the top, so that the agent need not wait for it.
     from phalanx.system.interfaces import check_reachable

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from phalanx import settings
-from phalanx.launch.agent import HANDLED, Agent, Inheritance
+from phalanx.launch.agent import Agent
 from phalanx.launch.link import join
 from phalanx.launch.rank.start import RankStart
 from phalanx.launch.starters.agreement import look_around
@@ -42,12 +41,11 @@ def be_agent(descriptor: int) -> RankStart:
             OTHER_VERSION,
         )
     invitation = Invitation(**invited)
-    handlers: dict[int, Any] = {signum: signal.getsignal(signum) or signal.SIG_DFL for signum in HANDLED}
     with contextlib.suppress(PermissionError):  # the starter has made it the leader of a session already
         os.setsid()
     processes.set_name("phalanx-agent")
     processes.adopt_orphans()
-    inheritance = Inheritance(handlers, raise_file_limit())
+    file_limit = raise_file_limit()
     try:
         link = join(invitation.door, _JOIN_S)
     except OSError as error:
@@ -58,7 +56,7 @@ def be_agent(descriptor: int) -> RankStart:
             UNREACHABLE,
         )
     branch = Branch(invitation)
-    agent = Agent(link, inheritance, invitation.name, branch)
+    agent = Agent(link, file_limit, invitation.name, branch)
     branch.say, branch.selector = agent.say, agent.selector
     agent.say(look_around(invitation))
     return agent.run()

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phalanx.errors import PROCESS_LIMIT_HINT, LaunchError
-from phalanx.launch.agent import Agent, Inheritance
 from phalanx.launch.job.job import Job
 from phalanx.launch.link import Link, link_pair
-from phalanx.launch.rank.start import RankStart
 from phalanx.launch.starters.contract import Starter
 from phalanx.system import processes
 
 if TYPE_CHECKING:
+    from phalanx.launch.rank.start import RankStart
     from phalanx.launch.roster import AgentState
     from phalanx.launch.supervisor import Supervisor
 
@@ -42,7 +41,7 @@ class LocalAgent:
     status: int | None = None
 
 
-def fork_agent(job: Job, inheritance: Inheritance) -> LocalAgent | RankStart:
+def fork_agent(job: Job, file_limit: tuple[int, int]) -> LocalAgent | RankStart:
     """Fork the agent. Returns in each rank its start.
 
     Raises:
@@ -67,8 +66,10 @@ def fork_agent(job: Job, inheritance: Inheritance) -> LocalAgent | RankStart:
         os.setsid()  # out of the terminal's foreground group, in which Ctrl-C is the supervisor's
         processes.set_name("phalanx-agent")
         processes.adopt_orphans()
+        from phalanx.launch.agent import Agent  # here, so that only the agent waits for it
+
         before_import = {"OMP_NUM_THREADS": job.threads, **job.before_torch()}
-        return Agent(theirs, inheritance, job.host).run(job.target, before_import if job.preload else None)
+        return Agent(theirs, file_limit, job.host).run(job.target, before_import if job.preload else None)
     theirs.close()
     return LocalAgent(pid, os.pidfd_open(pid), link)
 

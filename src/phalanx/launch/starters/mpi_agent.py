@@ -19,13 +19,13 @@ import selectors
 import signal
 import time
 import traceback
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from phalanx import settings
 from phalanx.errors import LaunchError
-from phalanx.launch.agent import Agent, Inheritance, Rank
+from phalanx.launch.agent import Agent, Rank
 from phalanx.launch.job.mpi_launcher import carried_environment, find_abort, place_of
-from phalanx.launch.link import join
+from phalanx.launch.link import Link, join
 from phalanx.launch.output.failure import Report, signal_name
 from phalanx.launch.protocol import Exited, Here, RankPlan, Refused, Reported, Start
 from phalanx.launch.rank.start import RankStart
@@ -45,13 +45,12 @@ ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
-def be_agent(kind: str, shim: int, handlers: dict[int, Any]) -> RankStart:
+def be_agent(kind: str, shim: int) -> RankStart:
     """Be the agent; called in the child of the shim's fork, with the signals that it handles blocked.
 
     Args:
         kind: which MPI launcher started the shim.
         shim: a pipe by which the shim passes on the signals that it receives; its end is the shim's end.
-        handlers: the signal handlers that the interpreter started with, which the rank gets back.
 
     Returns:
         In the rank, its start. The agent itself never returns.
@@ -71,8 +70,7 @@ def be_agent(kind: str, shim: int, handlers: dict[int, Any]) -> RankStart:
                 f"  is that address reachable from here? Choose another one with --address"
             ) from error
         remove_unused()
-        inheritance = Inheritance(handlers, resource.getrlimit(resource.RLIMIT_NOFILE))
-        agent = MpiAgent(link, inheritance, this_host().name, kind, shim)
+        agent = MpiAgent(link, resource.getrlimit(resource.RLIMIT_NOFILE), this_host().name, kind, shim)
         here = this_host()
         said = Here(agent=place["rank"], name=here.name, machine=here.machine, pid=os.getpid())
         said.cpus, said.size, said.beside = [tuple(sorted(os.sched_getaffinity(0)))], place["size"], place["beside"]
@@ -94,13 +92,13 @@ class MpiAgent(Agent):
     """An agent beside a shim.
 
     Args:
-        link, inheritance, name: see :class:`Agent`.
+        link, file_limit, name: see :class:`Agent`.
         kind: which MPI launcher started the shim.
         shim: the pipe from the shim.
     """
 
-    def __init__(self, link: Any, inheritance: Inheritance, name: str, kind: str, shim: int) -> None:
-        super().__init__(link, inheritance, name)
+    def __init__(self, link: Link, file_limit: tuple[int, int], name: str, kind: str, shim: int) -> None:
+        super().__init__(link, file_limit, name)
         self.kind, self.shim = kind, shim
         self.asked_at: float | None = None
         self.ask_with = int(signal.SIGTERM)

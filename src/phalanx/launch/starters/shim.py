@@ -20,7 +20,7 @@ import contextlib
 import os
 import signal
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
 __all__ = ["main"]
 
@@ -38,19 +38,17 @@ def main() -> None:
 
     if settings.MPI_JOIN not in os.environ:
         sys.exit("phalanx: this program is for `phalanx run --mpi` to start; start your script with that")
-    from phalanx.launch.agent import HANDLED
     from phalanx.launch.rank.start import become
     from phalanx.launch.starters.mpi_agent import ASKED, PASSED_ON, be_agent
 
     watched = {*ASKED, *PASSED_ON, signal.SIGCHLD}
-    handlers: dict[int, Any] = {signum: signal.getsignal(signum) or signal.SIG_DFL for signum in HANDLED}
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     signals, to_agent = os.pipe()
     agent = os.fork()
     if agent:
         _stand_for(agent, to_agent, watched)
     os.close(to_agent)
-    become(be_agent(sys.argv[1], signals, handlers))
+    become(be_agent(sys.argv[1], signals))
 
 
 def _stand_for(agent: int, to_agent: int, watched: set[signal.Signals]) -> NoReturn:
