@@ -231,8 +231,8 @@ def test_another_user_gets_nothing_of_a_job_and_does_not_hold_it_up(
     assert len(pids) >= 5  # the launcher, the agent, and the ranks
     assert all(os.path.exists(f"/proc/{pid}/{name}") for pid in pids for name in ("environ", "maps", "fd/1"))
     assert as_another_user(what_opens, pids) == []
-    # Of the sockets between its processes only the launcher's has a name, by which anybody could connect; it sends other
-    # users away (test_running_jobs.py).
+    # Of the sockets between its processes only the launcher's has a name, by which anybody could connect; it sends
+    # other users away (test_running_jobs.py).
     inodes = set().union(*map(sockets_of, pids))
     local = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     of_job = [words for words in local if words[6] in inodes]

@@ -219,7 +219,7 @@ class Agent:
         return None
 
     def due_at(self) -> list[float | None]:
-        """When :meth:`act_on_time` has something to do."""
+        """Return when :meth:`act_on_time` has something to do."""
         kills = [rank.kill_at[0] for rank in self.ranks.values() if rank.kill_at is not None]
         observed = self.observer.look_at if self.observer is not None and self.ranks else None
         return [min(kills, default=None), observed, self.request[0].look_at if self.request is not None else None]
@@ -282,11 +282,11 @@ class Agent:
             self.on_lost()
 
     def on_lost(self) -> None:
-        """The supervisor has ended, or cannot be reached."""
+        """Act on the end of the supervisor, or of the way to it."""
         self.leave(1)
 
     def on_asked(self) -> None:
-        """Somebody but the supervisor wants this process to end, as a batch system does."""
+        """End because somebody but the supervisor wants it, as a batch system does."""
         text = f"the agent on {self.name} was ended by {signal_name(self.asked)}"
         self.say(Refused(text=f"phalanx: {text}; the job ended with it\n", code=128 + self.asked))
         self.leave(128 + self.asked)
@@ -406,7 +406,7 @@ class Agent:
         self.compiled = compiled
 
     def _while_importing(self, signum: int, frame: object) -> None:
-        """The kernel says by this signal that an order has come."""
+        """Read an order that has come, as the kernel says by this signal."""
         self._read_orders()
         if self.asked or any(isinstance(order, (EndOrder, Leave)) for order in self.orders):
             self.leave(0)
@@ -462,7 +462,7 @@ class Agent:
         return None
 
     def _become(self, order: Start, part: int, plan: RankPlan, ends: RankEnds, parent: int, input_of: int) -> RankStart:
-        """In the fork: keep only what the rank uses."""
+        """Become a rank, in its fork: keep only what it uses."""
         self.forget()
         environment = self.environment_of(order, plan)
         if self.peer:
@@ -479,11 +479,11 @@ class Agent:
         return start
 
     def environment_of(self, order: Start, plan: RankPlan) -> dict[str, str]:
-        """What is added to the environment of a rank."""
+        """Return what is added to the environment of a rank."""
         return dict(plan.environment)
 
     def forget(self) -> None:
-        """In a fork: close what is the agent's alone."""
+        """Close what is the agent's alone, in a fork."""
         self.selector.close()
         self.link.close()
         for rank in self.ranks.values():
@@ -581,7 +581,7 @@ class Agent:
             rank.kill_at = min((now + patience_s, patience_s), rank.kill_at or (math.inf, 0.0))
 
     def spared_s(self, grace_s: float) -> float:
-        """How long a rank may take that has failed by itself."""
+        """Return how long a rank may take that has failed by itself."""
         return max(grace_s, WIND_DOWN_S)
 
     def reap(self) -> None:
@@ -651,7 +651,7 @@ class Agent:
         os.close(rank.report)
 
     def explained(self, rank: Rank, event: Exited) -> Exited:
-        """How a rank has ended, with what else is known of it."""
+        """Add to a rank's end what else is known of it."""
         return event
 
     def send_report(self, part: int, rank: Rank) -> None:
@@ -705,7 +705,7 @@ class Feed:
 
     @property
     def hungry(self) -> bool:
-        """Whether something waits to be written."""
+        """Tell whether something waits to be written."""
         return bool(self._waiting)
 
     def feed(self, data: bytes = b"") -> bool:
@@ -724,7 +724,7 @@ class Feed:
         return not self._waiting
 
     def close(self) -> None:
-        """The input has ended."""
+        """Close it: the input has ended."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor = -1

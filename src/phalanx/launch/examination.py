@@ -62,7 +62,7 @@ class Examination:
 
     @property
     def silent(self) -> list[int]:
-        """The ranks of hosts that did not answer."""
+        """List the ranks of hosts that did not answer."""
         return [seen.rank for seen in self.ranks if seen.silent]
 
 
@@ -96,7 +96,7 @@ class Examiner:
     # What agents say unasked.
 
     def hear_waits(self, agent: AgentState, said: Waits) -> None:
-        """An agent says how long one of its ranks has waited."""
+        """Take how long a rank has waited, as its agent says."""
         now = time.monotonic()
         self._stopped[agent.number] = said.stopped
         self._waits.pop(agent.number, None)
@@ -104,7 +104,7 @@ class Examiner:
             self._waits[agent.number] = now - said.waited_s, now - said.still_s
 
     def look(self) -> Pace:
-        """How the ranks get on. Agents whose ranks do not wait are not known to stand still before they are asked."""
+        """Tell how the ranks get on. Agents whose ranks do not wait may move or not, before they are asked."""
         stopped = tuple(sorted(rank for ranks in self._stopped.values() for rank in ranks))
         if not self._waits:
             return Pace(0.0, 0.0, stopped)
@@ -142,13 +142,13 @@ class Examiner:
             self._answers.append((agent, answer, agent.later))
 
     def lose(self, agent: AgentState) -> None:
-        """An agent has gone, or has no rank any more: its ranks have ended."""
+        """Expect nothing of an agent that has gone, or has no rank any more."""
         self._awaited.discard(agent.number)
         self._waits.pop(agent.number, None)
         self._stopped.pop(agent.number, None)
 
     def drop(self) -> None:
-        """The job ends for a known reason: an open question gets no answer, which could only blame ranks."""
+        """Drop an open question: the job ends for a known reason, and an answer could only blame ranks."""
         self.due_at, self._awaited = None, set()
 
     def act(self, now: float) -> None:
@@ -190,7 +190,7 @@ class Examiner:
 
 
 def received_recording(sent: Any, later: float) -> Recording | None:
-    """A rank's operations as its agent has sent them, on this process's clock, with paths as the user writes them."""
+    """Read a rank's operations as its agent has sent them, by this process's clock and with the user's paths."""
     if sent is None or not math.isfinite(later):
         return None
     return Recording.from_json(sent).later(round(later * 1e9)).beside(own_folder())

@@ -84,11 +84,11 @@ class HangWatch:
         self._seen_stopped_at = -_LAST_LOOK_S
 
     def due_in_s(self) -> float | None:
-        """When :meth:`look` has something to do; None for never."""
+        """Return when :meth:`look` has something to do; None for never."""
         return max(0.0, self._next - self._clock()) if self._on else None
 
     def stopped_at(self, at: float) -> Sequence[int]:
-        """The ranks that were stopped (state T) when others that waited failed, as far as it was seen.
+        """List the ranks that were stopped (state T) when others that waited failed, as far as it was seen.
 
         Args:
             at: when that was, on the clock.
@@ -103,7 +103,7 @@ class HangWatch:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """What goes wrong in here ends this watch, and not the job."""
+        """Have what goes wrong in here end this watch, and not the job."""
         try:
             yield
         except Exception as error:
@@ -140,7 +140,7 @@ class HangWatch:
         self.examiner.ask(of, skip, whole=self._wants_report)
 
     def look_soon(self) -> None:
-        """An agent has said that ranks wait: a wait may be over the limit now."""
+        """Look at the next turn: an agent has said that ranks wait."""
         self._next = self._clock()
 
     def examined(self, found: Examination) -> None:
@@ -266,7 +266,7 @@ class HangWatch:
 
 
 def _says_nothing(seen: RankSnapshot, stacks: Mapping[int, str]) -> bool:
-    """Whether a rank may still say where it is, and has not. One that is stopped says nothing before it goes on."""
+    """Tell whether a rank may still say where it is, and has not. A stopped one says nothing before it goes on."""
     return not seen.ended and (seen.silent or not (seen.rank in stacks or seen.state in ("T", "t")))
 
 
@@ -283,7 +283,7 @@ def _differing(verdict: HangDiagnosis, seen: Sequence[RankSnapshot]) -> list[str
 
 
 def _one_for_each_line(verdict: HangDiagnosis, seen: Sequence[RankSnapshot]) -> list[int]:
-    """Ranks that wait, one for each line at which they do, whose stacks show how they have come there."""
+    """Choose one waiting rank for each line; its stack shows how it has come there."""
     lines: dict[str, int] = {}
     for rank in seen:
         if rank.rank in verdict.waiting and rank.operation is not None:

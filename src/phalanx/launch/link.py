@@ -83,21 +83,21 @@ class Link:
         self._silent = False
 
     def fileno(self) -> int:
-        """The descriptor, for a selector."""
+        """Return the descriptor, for a selector."""
         return self._socket.fileno()
 
     @property
     def peer(self) -> str:
-        """The other side's address; empty of a socket pair."""
+        """Return the other side's address; empty of a socket pair."""
         return str(self._socket.getpeername()[0]) if self._session is not None else ""
 
     @property
     def waiting(self) -> int:
-        """Bytes that the network has not taken yet; call :meth:`flush` when it can be written to."""
+        """Count the bytes that the network has not taken yet; call :meth:`flush` when it can be written to."""
         return len(self._out)
 
     def unanswered_s(self) -> float:
-        """For how long nothing has been heard of the other host while something is on its way to it, in seconds."""
+        """Return for how long nothing was heard of the other host while something is on its way to it, in seconds."""
         return unanswered_s(self._socket) if self._session is not None else 0.0
 
     def send(self, message: Order | Event) -> None:
@@ -124,7 +124,7 @@ class Link:
             self._out.clear()
 
     def receive(self) -> list[tuple[bytes, bytes]]:
-        """The whole frames that have come since the last call, in order, each as kind and bytes.
+        """Return the whole frames that have come since the last call, in order, each as kind and bytes.
 
         Raises:
             Lost: nothing more will come, and everything that came has been returned.
@@ -176,12 +176,12 @@ class Link:
 
 
 def split_rank(data: bytes) -> tuple[int, bytes]:
-    """The rank, and its bytes, of a block."""
+    """Part a block into the rank and its bytes."""
     return int.from_bytes(data[:_RANK_BYTES], "big"), data[_RANK_BYTES:]
 
 
 def link_pair() -> tuple[Link, Link]:
-    """Two ends of a link between processes of one host: the supervisor's and its agent's."""
+    """Make a link between processes of one host: the supervisor's end and its agent's."""
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     return Link(mine, None), Link(theirs, None)
 

@@ -64,7 +64,7 @@ class Observer:
         return Waits(waited_s=waited_s, still_s=now - self._moved_at, stopped=stopped)
 
     def _look(self, now: float) -> list[int]:
-        """The ranks that a signal has stopped, and that have not moved since the look before."""
+        """Find the ranks that a signal has stopped, and that have not moved since the look before."""
         self._waited_s, stopped = 0.0, []
         for part, pid in self._pids.items():
             found = read_position(self._trace.descriptor, self._trace.place_of_recorder(part))
@@ -86,7 +86,7 @@ class Observer:
             watched.close()
 
     def look_closely(self, question: Look) -> Looked:
-        """What ``phalanx top`` shows of the ranks, those that have ended included."""
+        """Collect what ``phalanx top`` shows of the ranks, those that have ended included."""
         # Not imported at the top, because it needs numpy, and most jobs are never looked at.
         from phalanx.launch.running.rank_look import WatchedRank, pause_after_s
 
@@ -99,7 +99,7 @@ class Observer:
         return Looked(number=question.number, pause_s=pause_after_s(time.process_time() - began_s), looks=looks)
 
     def answer(self, question: Examine, stacks: Mapping[int, str]) -> Examined:
-        """What is seen of the ranks now; ``stacks`` has what they have written, by rank in the world."""
+        """Collect what is seen of the ranks now; ``stacks`` has what they have written, by rank in the world."""
         now = time.monotonic()
         self._look(now)
         room = LARGEST_ANSWER // max(1, len(self._pids))
@@ -118,7 +118,7 @@ class Observer:
 
 
 def within(nbytes: int, recording: Recording | None, records: int) -> dict[str, Any] | None:
-    """As many of a rank's last operations as fit into so many bytes of JSON, as plain values.
+    """Cut a rank's last operations to so many bytes of JSON, as plain values.
 
     Args:
         nbytes: how many bytes.

@@ -84,7 +84,7 @@ class AgentState:
         self.numbers = [rank.number for rank in self.ranks]
 
     def own_time(self, then: float) -> float:
-        """A time of its clock on this process's."""
+        """Convert a time of its clock to this process's."""
         return then + self.later
 
     def hear_clock(self, now: float) -> None:
@@ -93,12 +93,12 @@ class AgentState:
 
     @property
     def place(self) -> tuple[str, str] | None:
-        """What distinguishes its host from all others; None before it has come."""
+        """Identify its host among all others; None before it has come."""
         return (self.here.machine, self.here.name) if self.here is not None else None
 
     @property
     def title(self) -> str:
-        """Its host: as the user wrote it, and as it calls itself."""
+        """Name its host as the user wrote it, and as it calls itself."""
         known = self.here.name if self.here is not None else self.name
         return self.name if known == self.name else f"{self.name} ({known})"
 
@@ -126,7 +126,7 @@ class Links:
         self.look_at: float | None = None
 
     def admit(self, agent: AgentState, link: Link) -> None:
-        """An agent has come."""
+        """Serve the link of an agent that has come."""
         agent.link = link
         if not link.peer:
             agent.later = 0.0  # of this host, with the same clock

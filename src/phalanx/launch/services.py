@@ -99,16 +99,16 @@ class StoreOnDemand:
 
     @property
     def pid(self) -> int:
-        """The process that serves it; 0 if there is none."""
+        """Return the process that serves it; 0 if there is none."""
         return self._pid
 
     def found(self, number: int) -> None:
-        """One of the job's hosts knows this connection as the user's."""
+        """Let a connection in that one of the job's hosts knows as the user's."""
         with contextlib.suppress(OSError):  # the process that asked has ended
             self._asked.send(str(number).encode())
 
     def ended(self, rank: int, host: str) -> None:
-        """A rank has ended in order on this host; nobody should wait for what it would have written."""
+        """Tell it that a rank has ended in order on a host; nobody should wait for what it would have written."""
         self._ends.tell(rank, host)
 
     def _start(self) -> None:

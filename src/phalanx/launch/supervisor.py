@@ -197,7 +197,7 @@ class Supervisor:
         self.signals.append(signum)
 
     def forget(self) -> None:
-        """In a fork: close what is the supervisor's alone."""
+        """Close what is the supervisor's alone, in a fork."""
         self.selector.close()
         self.logs.close()
         self.description.close()
@@ -278,7 +278,7 @@ class Supervisor:
             os.close(descriptor)
 
     def refuse(self, refusal: Refusal) -> None:
-        """The job cannot go on; the refusal is printed at its end."""
+        """Give the job up; the refusal is printed at its end."""
         if not self.over and self.refusal is None and self.interrupted is None:
             self.refusal = f"{str(refusal).rstrip()}\n", refusal.code
         self.over = True
@@ -387,7 +387,7 @@ class Supervisor:
                 (self.ranks[rank].out if kind == OUT else self.ranks[rank].err).feed(block)
 
     def _on_lost(self, agent: AgentState, silent: bool) -> None:
-        """A link has ended."""
+        """Act on the end of a link."""
         lost = [agent]
         if silent and agent.here is not None:
             # No other agent of that host answers either, and their links would only be lost later.
@@ -399,7 +399,7 @@ class Supervisor:
             self._lose(lost, silent=silent)
 
     def _lose(self, lost: Sequence[AgentState], *, silent: bool) -> None:
-        """Ranks of these agents are lost."""
+        """Count the ranks of lost agents as killed."""
         now = time.monotonic()
         own_fault = not self.ending and self.interrupted is None and not self.starter.is_gone()
         why, code = self.starter.describe_lost(lost[0], silent=silent)
@@ -425,7 +425,7 @@ class Supervisor:
     # Events.
 
     def all_here(self, rows: list[RankRow], notes: Iterable[str]) -> None:
-        """All agents have come, and ranks can be started where the rows say."""
+        """Start the ranks where the rows say: all agents have come."""
         self.rows = rows
         self._introduce(notes)
         if self.interrupted is None:
@@ -559,7 +559,7 @@ class Supervisor:
             self._settle()
 
     def _settle(self) -> None:
-        """A rank has failed: give the others a moment to report what they know, then end them."""
+        """Give the others a moment to report what they know of a failure, then end them."""
         if not self.ending and self.settle_until is None and self.started_at is not None:
             self.settle_until = time.monotonic() + SETTLE_S
             self.cause_until = self.settle_until + CAUSE_S
@@ -622,7 +622,7 @@ class Supervisor:
         self.notice.begin(grace_s)
 
     def give_up_after(self, patience_s: float) -> None:
-        """Agents are to have ended their ranks within so many seconds; then they count as lost."""
+        """Count agents as lost that have not ended their ranks within so many seconds."""
         until = time.monotonic() + patience_s
         self.give_up_at = until if self.give_up_at is None else min(until, self.give_up_at)
 
@@ -671,7 +671,7 @@ class Supervisor:
         return collect_failures((rank.pid or None, rank.end, rank.report) for rank in self.ranks)
 
     def is_failing(self) -> bool:
-        """Whether the job is ending for a known reason; what is said after it is about the consequences."""
+        """Tell whether the job is ending for a known reason; what is said after it is about the consequences."""
         return self.ending or any(rank.report is not None or (rank.end and rank.end.status) for rank in self.ranks)
 
     def _ended(self) -> Ended:

@@ -64,7 +64,7 @@ def _torch_version() -> str:
 
 
 def _content(path: str) -> str:
-    """A digest of a script, or of the program's entry in a folder; empty if it is not there."""
+    """Digest a script, or the program's entry in a folder; empty if it is not there."""
     if os.path.isdir(path):
         path = os.path.join(path, "__main__.py")
     with contextlib.suppress(OSError), open(path, "rb") as file:
@@ -73,7 +73,7 @@ def _content(path: str) -> str:
 
 
 def find_differences(names: Sequence[str], here: Sequence[Here]) -> list[str]:
-    """A line for each thing in which the hosts of a job differ and must not; empty if they fit together.
+    """Name each thing in which the hosts of a job differ and must not; empty if they fit together.
 
     Args:
         names: the hosts, as the user wrote them.

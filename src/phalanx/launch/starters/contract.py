@@ -34,7 +34,7 @@ class Starter:
         raise NotImplementedError
 
     def due_at(self) -> float | None:
-        """When :meth:`act` has something to do; None for never."""
+        """Return when :meth:`act` has something to do; None for never."""
         return None
 
     def act(self, now: float) -> Sequence[str]:
@@ -49,19 +49,19 @@ class Starter:
         """Take what an agent says of those that it starts."""
 
     def has_ranks(self) -> bool:
-        """Whether there may be ranks although no agent has said so yet."""
+        """Tell whether there may be ranks although no agent has said so yet."""
         return False
 
     def is_gone(self) -> bool:
-        """Whether what has started the agents has ended before them, so that their loss is no fault of their own."""
+        """Tell whether what has started the agents has ended, so that their loss is no fault of their own."""
         return False
 
     def one_of_each_host(self) -> Sequence[AgentState]:
-        """An agent of each host, of those that are there."""
+        """Choose an agent of each host, of those that are there."""
         return [agent for agent in self.agents if agent.link is not None]
 
     def describe_lost(self, agent: AgentState, *, silent: bool) -> tuple[str, int]:
-        """Why an agent is lost, and the exit code if the job ends for that and not for its ranks; else 0.
+        """Say why an agent is lost, with the exit code if the job ends for that and not for its ranks; else 0.
 
         Args:
             agent: the agent.
@@ -70,13 +70,13 @@ class Starter:
         raise NotImplementedError
 
     def on_lost(self, agent: AgentState) -> None:
-        """An agent is lost: end what it has left, as far as its host can be reached."""
+        """End what a lost agent has left, as far as its host can be reached."""
 
     def give_up(self, agent: AgentState) -> None:
         """End an agent that did not end its ranks in time."""
 
     def explain(self, failures: Sequence[Failure]) -> tuple[str, int] | None:
-        """Why the job ended, as it is printed, and the exit code, if no rank is the cause; else None."""
+        """Say why the job ended, as it is printed, with the exit code, if no rank is the cause; else None."""
         return None
 
     def dismiss(self, turn: Callable[[], None]) -> None:
@@ -88,5 +88,5 @@ class Starter:
         raise NotImplementedError
 
     def kill(self) -> None:
-        """The user wants no more waiting: kill all programs."""
+        """Kill all programs: the user wants no more waiting."""
         raise NotImplementedError

@@ -22,7 +22,7 @@ _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES
 
 
 def carried_variables(user: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:
-    """The variables that go with a job to other hosts.
+    """Choose the variables that go with a job to other hosts.
 
     Args:
         user: the environment of ``phalanx run``.

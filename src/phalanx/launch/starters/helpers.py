@@ -113,7 +113,7 @@ class Helper:
             pass  # what a login shell prints
 
     def ask(self, do: str, timeout_s: float = 30.0, **details: Any) -> dict[str, Any]:
-        """The answer to a question of the helper's module.
+        """Ask a question of the helper's module.
 
         Raises:
             Unanswered: none came, or it was an error.
@@ -167,7 +167,7 @@ class Helper:
         return line.decode("utf-8", "replace").strip()
 
     def _why(self, waited_s: float) -> Unanswered:
-        """The error for a missing answer.
+        """Explain a missing answer.
 
         Args:
             waited_s: how long the helper kept this process waiting; 0 if it has ended instead.

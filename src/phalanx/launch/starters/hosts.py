@@ -72,7 +72,7 @@ class JoiningStarter(Starter):
         self._until: float | None = None
 
     def came(self, here: Here) -> AgentState:
-        """An agent says that it has come; which one it is.
+        """Find which agent has come.
 
         Raises:
             Refusal: it is not one of this job.
@@ -80,7 +80,7 @@ class JoiningStarter(Starter):
         raise NotImplementedError
 
     def complete(self) -> None:
-        """All agents have come.
+        """Go on: all agents have come.
 
         Raises:
             Refusal: the hosts do not fit together.
@@ -88,12 +88,12 @@ class JoiningStarter(Starter):
         raise NotImplementedError
 
     def on_program_end(self, program: Program) -> None:
-        """A program has ended, and was reaped."""
+        """Act on the end of a program, which was reaped."""
 
     # Arrivals.
 
     def _welcome(self, link: Link) -> None:
-        """A process has proven the key. Its first message says which agent it is."""
+        """Wait for the first message of a process that has proven the key: it says which agent it is."""
         self.selector.register(link, selectors.EVENT_READ, functools.partial(self._seat, link))
         self._seat(link)
 
@@ -129,10 +129,10 @@ class JoiningStarter(Starter):
             self.supervisor.refuse(refusal)
 
     def welcomed(self, agent: AgentState) -> None:
-        """An agent has come, and can be told something."""
+        """Tell an agent that has come what it is to do."""
 
     def missing(self) -> list[AgentState]:
-        """The agents that have not come."""
+        """List the agents that have not come."""
         return [agent for agent in self.agents if agent.here is None]
 
     # Programs.
@@ -165,7 +165,7 @@ class JoiningStarter(Starter):
         return min((when for when in [*times, self._until] if when is not None), default=None)
 
     def times(self) -> list[float | None]:
-        """When else :meth:`act` has something to do."""
+        """Return when else :meth:`act` has something to do."""
         return []
 
     def dismiss(self, turn: Callable[[], None]) -> None:
@@ -182,19 +182,19 @@ class JoiningStarter(Starter):
             self.supervisor.links.drop(agent)
 
     def leave_s(self) -> float:
-        """How long agents, and programs whose agents have come, may take to leave."""
+        """Return how long agents, and programs whose agents have come, may take to leave."""
         return _LEAVE_S
 
     def asked_s(self) -> float:
-        """How long programs may take after each signal."""
+        """Return how long programs may take after each signal."""
         return _ASKED_S
 
     def awaited(self) -> list[Program]:
-        """The programs that end by themselves once the agents have left."""
+        """List the programs that end by themselves once the agents have left."""
         return self.running()
 
     def running(self) -> list[Program]:
-        """The programs that have not ended."""
+        """List the programs that have not ended."""
         return [program for program in self.programs if program.code is None]
 
     def _wait(self, turn: Callable[[], None], patience_s: float, left: Callable[[], Sequence[object]]) -> None:

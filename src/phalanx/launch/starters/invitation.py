@@ -56,18 +56,18 @@ class Invitation:
     attempt: str
 
     def line(self) -> bytes:
-        """As it is sent: one line."""
+        """Write it as it is sent: one line."""
         environment = {**self.environment, settings.AGENT: agent_name(self.attempt, self.host)}
         return json.dumps({**asdict(self), "environment": environment}).encode() + b"\n"
 
 
 def attempt_name(job: Job) -> str:
-    """The name of this attempt at a job."""
+    """Name this attempt at a job."""
     return f"{job.run_id}/{job.attempt.number}"
 
 
 def agent_name(attempt: str, host: int) -> str:
-    """The name of the agent of a host, by which all that is started there can be found (``settings.AGENT``).
+    """Name the agent of a host, so that all that is started there can be found (``settings.AGENT``).
 
     Args:
         attempt: as of :func:`attempt_name`.

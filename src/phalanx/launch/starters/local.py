@@ -95,7 +95,7 @@ class LocalStarter(Starter):
         self._supervisor.links.admit(self.agents[0], self.agent.link)
 
     def _reap(self) -> None:
-        """The agent has ended."""
+        """Note how the agent has ended."""
         if self.agent.status is None:
             self._supervisor.selector.unregister(self.agent.handle)
             os.close(self.agent.handle)
@@ -103,15 +103,15 @@ class LocalStarter(Starter):
             self.agent.status = os.waitstatus_to_exitcode(status)
 
     def due_at(self) -> float | None:
-        """When to stop waiting for the agent."""
+        """Return when to stop waiting for the agent."""
         return self._until
 
     def has_ranks(self) -> bool:
-        """Whether the agent has forked."""
+        """Tell whether the agent has forked."""
         return self.agent.status is None and bool(processes.children_of(self.agent.pid))
 
     def describe_lost(self, agent: AgentState, *, silent: bool) -> tuple[str, int]:
-        """How the agent has ended, which it does not by itself."""
+        """Say how the agent has ended, which it does not by itself."""
         from phalanx.launch.output.failure import describe_lost_agent
 
         self._reap()

@@ -135,7 +135,7 @@ class MpiStarter(JoiningStarter):
         return [f"phalanx: after {now - self.began:.0f} s {self._launcher.name} has not brought {ranks}{where} yet"]
 
     def on_program_end(self, program: Program) -> None:
-        """The MPI launcher has ended, and the shims with it, so the agents are ending their ranks."""
+        """Await the agents, which end their ranks: the MPI launcher has ended, and the shims with it."""
         if not self.supervisor.going and not self.supervisor.over:
             missing = [agent.number for agent in self.missing()]
             which = f"{format_named('rank', missing)} had come" if missing else "the ranks were started"
@@ -152,7 +152,7 @@ class MpiStarter(JoiningStarter):
         return f"rank {agent.number} on {host} is lost: its agent was killed, or its host shut down", 0
 
     def is_gone(self) -> bool:
-        """Whether the MPI launcher has ended, so that the loss of an agent is no fault of its own."""
+        """Tell whether the MPI launcher has ended, so that the loss of an agent is no fault of its own."""
         return self._mpiexec is not None and self._mpiexec.code is not None
 
     def give_up(self, agent: AgentState) -> None:
@@ -173,7 +173,7 @@ class MpiStarter(JoiningStarter):
         return _ASKED_S
 
     def explain(self, failures: Sequence[Failure]) -> tuple[str, int] | None:
-        """If no rank has failed by itself, the MPI launcher ended the job: its output says why."""
+        """Blame the MPI launcher if no rank has failed by itself: its output says why."""
         if not failures or any(failure.has_failed for failure in failures):
             return None
         ranks = format_named("rank", [failure.rank for failure in failures])

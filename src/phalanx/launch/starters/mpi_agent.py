@@ -108,7 +108,7 @@ class MpiAgent(Agent):
     # The shim.
 
     def on_asked(self) -> None:
-        """A batch system signals all processes of a step, and the shim says it as well."""
+        """Take it as the shim's word: a batch system signals all processes of a step."""
         self._ask_later(self.asked)
         self.asked = 0
 
@@ -197,11 +197,11 @@ class MpiAgent(Agent):
         return min(grace_s, _WIND_DOWN_S)
 
     def end_remains(self, rank: Rank) -> None:
-        """All of them are the rank's."""
+        """Kill all that the rank has left behind."""
         processes.end_descendants(but=[rank.pid])
 
     def explained(self, rank: Rank, event: Exited) -> Exited:
-        """Who has wanted the rank to end, as far as that can be known."""
+        """Add who has wanted the rank to end, as far as that can be known."""
         # Nobody can handle SIGKILL, so a rank that was sent no other signal and ended in another way was quicker. It
         # may be what made the MPI launcher, or the supervisor, end the others.
         quicker = rank.asked_by == {signal.SIGKILL} and event.status != -signal.SIGKILL
@@ -218,7 +218,7 @@ class MpiAgent(Agent):
         return event
 
     def _has_aborted(self, rank: Rank, status: int) -> bool:
-        """Whether this rank called MPI_Abort, or MPI ended it for an error of its own; if so, that is its report.
+        """Tell whether this rank called MPI_Abort, or MPI ended it for an error of its own; if so, that is its report.
 
         Such an error is said to be a consequence. It often is: a library that reads the memory of a rank which has just
         ended, for one, ends the process that reads. Where it is not, no other rank has failed by itself.

@@ -13,7 +13,7 @@ __all__ = ["find_contradiction", "place_ranks", "planned_hosts"]
 
 
 def place_ranks(job: Job, here: Sequence[Here]) -> list[RankRow]:
-    """The rank table of a job whose agents have all come.
+    """Make the rank table of a job whose agents have all come.
 
     Hosts are numbered by their first rank, and local ranks are counted on each host, so the table is right for every
     placement. A formula like rank // ranks-per-node is wrong if the MPI launcher deals ranks out to hosts in turn.
@@ -40,12 +40,12 @@ def place_ranks(job: Job, here: Sequence[Here]) -> list[RankRow]:
 
 
 def planned_hosts(job: Job) -> list[str]:
-    """The host that was asked for, for each rank; empty if the MPI launcher was to choose."""
+    """List the host that was asked for, for each rank; empty if the MPI launcher was to choose."""
     return [host.name for host in job.hosts for _ in range(host.slots or 0)]
 
 
 def find_contradiction(job: Job, launcher_name: str, rows: Sequence[RankRow], here: Sequence[Here]) -> str:
-    """In words, where the MPI launcher placed ranks otherwise than asked, or contradicts itself; empty if nowhere.
+    """Say where the MPI launcher placed ranks otherwise than asked, or contradicts itself; empty if nowhere.
 
     Args:
         job: the job.

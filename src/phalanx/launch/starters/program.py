@@ -92,23 +92,23 @@ class Program:
             del self._held[:-_MOST_HELD]
 
     def due_at(self) -> float | None:
-        """When the next of its lines may be passed on."""
+        """Return when the next of its lines may be passed on."""
         return self._held[0][0] + _HOLD_S if self._held else None
 
     def take_due(self) -> list[str]:
-        """The lines that have been held back long enough."""
+        """Return the lines that were held back long enough."""
         now, due = time.monotonic(), []
         while self._held and self._held[0][0] + _HOLD_S <= now:
             due.append(self._held.pop(0)[1])
         return due
 
     def take_held(self) -> list[str]:
-        """All lines that are still held back."""
+        """Return all lines that are still held back."""
         held, self._held = self._held, []
         return [line for _, line in held]
 
     def reap(self) -> None:
-        """It has ended, as ``handle`` says: note how."""
+        """Note how it has ended, as ``handle`` says."""
         _, status = os.waitpid(self.pid, 0)
         os.close(self.handle)
         self.code = os.waitstatus_to_exitcode(status)

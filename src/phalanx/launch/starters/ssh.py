@@ -46,7 +46,7 @@ _AGENT = (sys.executable, "-I", "-S", PROGRAM)
 
 
 def command_for(name: str, starter: Sequence[str], program: Sequence[str] = _AGENT) -> list[str]:
-    """The command that starts a program on a host.
+    """Make the command that starts a program on a host.
 
     Args:
         name: the host, as the user wrote it.
@@ -66,7 +66,7 @@ def command_for(name: str, starter: Sequence[str], program: Sequence[str] = _AGE
 
 
 def parse_starter(command: str | None) -> list[str]:
-    """The words of ``--starter``; none if it was not given.
+    """Split ``--starter`` into words; none if it was not given.
 
     Raises:
         LaunchError: its quotes do not match, it is empty, or this host does not have the program that it names.
@@ -81,7 +81,7 @@ def parse_starter(command: str | None) -> list[str]:
 
 
 def split_starter(command: str) -> list[str]:
-    """The words of ``--starter``, those of a starter that has a name in its place; nothing is looked for on this host.
+    """Split ``--starter`` into words, those of a starter that has a name in its place; look for nothing here.
 
     Raises:
         LaunchError: its quotes do not match.
@@ -129,13 +129,13 @@ class AgentProgram(Program):
                 raise OSError(errno.E2BIG, "the environment is too large to be handed on")
 
     def close_input(self) -> None:
-        """The program reads nothing more."""
+        """Close its input: the program reads nothing more."""
         if self._input >= 0:
             os.close(self._input)
         self._input = -1
 
     def why_it_ended(self) -> str:
-        """For people, in one line: why the program has ended before the agent came; call it after :meth:`reap`."""
+        """Say in one line why the program has ended before the agent came; call it after :meth:`reap`."""
         said = self.take_held()
         last = said[-1].strip() if said else "it printed nothing"
         if self.code in (UNREACHABLE, OTHER_VERSION):

@@ -38,7 +38,7 @@ class _Look:
         self.sure = False
 
     def take(self) -> list[int]:
-        """The processes with the mark; ``sure`` is whether there are no others."""
+        """List the processes with the mark; ``sure`` is whether there are no others."""
         found, ended = [], set()
         self.sure = True
         for name in os.listdir("/proc"):

@@ -30,7 +30,7 @@ FAN = 16
 
 
 def starting_host(number: int) -> int | None:
-    """The host whose agent starts that of a host, both by their numbers in the job; None for the supervisor.
+    """Find the host whose agent starts that of a host, both by their numbers; None for the supervisor.
 
     The first ``FAN`` hosts are started by the supervisor, the next ``FAN`` times as many are dealt out in turn to
     those, and so on.
@@ -61,7 +61,7 @@ class Branch:
 
     @property
     def pids(self) -> list[int]:
-        """The programs that run."""
+        """List the programs that run."""
         return list(self._programs)
 
     def start(self, hosts: Sequence[tuple[int, str, int]]) -> None:
@@ -91,7 +91,7 @@ class Branch:
             self.say(Printed(agent=number, text=line))
 
     def reap(self, pid: int) -> bool:
-        """Whether a child that has ended is one of these; if it has failed, the supervisor is told."""
+        """Tell whether a child that has ended is one of these; if it has failed, tell the supervisor."""
         if pid not in self._programs:
             return False
         number, program = self._programs[pid]
@@ -110,7 +110,7 @@ class Branch:
         return True
 
     def forget(self) -> None:
-        """In a fork of the agent: close what only the agent needs."""
+        """Close what only the agent needs, in its fork."""
         for _, program in self._programs.values():
             program.output.close()
             program.close_input()
