@@ -171,7 +171,8 @@ class Sink:
 
     def _wait(self) -> bool:
         while True:
-            if self._poll.poll(100):
+            left_s = 0.1 if self.deadline is None else min(0.1, max(0.0, self.deadline - time.monotonic()))
+            if self._poll.poll(left_s * 1000):
                 return True
             self.meanwhile()  # may set the deadline
             if self.deadline is not None and time.monotonic() > self.deadline:

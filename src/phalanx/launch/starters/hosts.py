@@ -119,6 +119,7 @@ class JoiningStarter(Starter):
             self.supervisor.refuse(refusal)
             return
         agent.here, self.came_at = here, time.monotonic()
+        agent.hear_clock(here.now)
         self.supervisor.links.admit(agent, link)
         self.supervisor.take(agent, frames[1:])
         try:
