@@ -152,8 +152,9 @@ class Reason:
             self._abort()
             told = self._told()
             # A peer that is there has ended its transfers because of another rank, and guesses which at the same time
-            # as this one would guess that peer.
-            if told is None and isinstance(error, TransferFailed) and self.guard.is_here(error.peer):
+            # as this one would guess that peer. One of this host that has aborted the group knows better as well.
+            peer_is_there = isinstance(error, TransferFailed) and self.guard.is_here(error.peer)
+            if told is None and (peer_is_there or isinstance(error, PeerLost)):
                 told = self._told()
             fact = told or self._tell(self._guessed(error))
         self._abort()
