@@ -109,7 +109,7 @@ class Noise:
 
     @property
     def excessive(self) -> bool:
-        """Whether what was measured meanwhile is not to be believed."""
+        """Tell whether the machine disturbed what was measured meanwhile."""
         return self.severity > 1
 
     def reasons(self) -> list[str]:

@@ -86,7 +86,7 @@ def env(as_json: bool, svg: str | None, local_rank: str | None) -> None:
 
 
 class View(NamedTuple):
-    """What is known before any rank has met another: each value (None if it is not), its source, and notes."""
+    """Each value that is known before any rank has met another (else None), its source, and notes."""
 
     facts: dict[str, tuple[_Value, str]]
     notes: list[str]

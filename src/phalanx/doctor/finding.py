@@ -1,4 +1,4 @@
-"""What the doctor says: one finding for each thing that it has looked at, and all of them as text and as JSON."""
+"""The doctor's findings: one for each thing that it has looked at, and all of them as text and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be said about one host from a process on it: its software, its room, its accelerators, its names.
+"""Describe one host from a process on it: its software, its room, its accelerators, its names.
 
 ``python -m phalanx.doctor.host`` is the doctor's helper on a host. It talks to the doctor through the pipe of the
 program that started it (ssh, for one), so that it can say what is wrong with the network between the hosts even where

@@ -1,4 +1,4 @@
-"""How a job ends, in words: what the supervisor prints when no rank is left, and the exit code of ``phalanx run``.
+"""The end of a job in words, printed when no rank is left, and the exit code of ``phalanx run``.
 
 Its words come after those of the ranks. If ranks may take long to end (``--grace``), one line says meanwhile why the
 job ends, and for whom the launcher waits how long (:class:`ShutdownNotice`).
@@ -240,7 +240,7 @@ class ShutdownNotice:
         self._say_at = now + _SAID_AFTER_S if self._kill_at - now > _SAID_AFTER_S else None
 
     def due_in_s(self) -> float | None:
-        """When :meth:`look` has something to do; None for never."""
+        """Return when :meth:`look` has something to do; None for never."""
         return None if self._say_at is None else max(0.0, self._say_at - time.monotonic())
 
     def look(self, unended: Callable[[], Sequence[int]], why: Callable[[], str]) -> None:

@@ -1,4 +1,4 @@
-"""What the supervisor knows of its ranks while they run: their agents look at them (``observer.py``).
+"""Ask all agents what their ranks do, while the job runs: the agents look at them (``observer.py``).
 
 An agent says when a rank waits for long. The supervisor may then ask all agents what their ranks do: their states and
 operations, and where those stand that it names. An agent that does not answer in time is left out, and its ranks are
@@ -32,7 +32,7 @@ _ANSWER_S, _STACKS_S = 3.0, 3.0
 
 @dataclass(frozen=True)
 class Pace:
-    """How the ranks get on, as far as that can be known at once.
+    """The progress of the ranks, as far as it is known without asking an agent.
 
     Attributes:
         waited_s, still_s: as in :class:`Examination`.
@@ -46,7 +46,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Examination:
-    """What was seen of all ranks at one moment.
+    """One view of all ranks, at one moment.
 
     Attributes:
         ranks: the ranks, without their places.

@@ -1,4 +1,4 @@
-"""How the ranks of one agent get on: a look at their flight recorders that takes microseconds.
+"""Look at the flight recorders of one agent's ranks; a look takes microseconds.
 
 The agent says nothing as long as they go on. Once a rank has been in one operation for long it says so at every look,
 and it says which ranks are stopped whenever that changes. The supervisor then asks what the ranks do

@@ -1,4 +1,4 @@
-"""What the supervisor and its agents tell each other, over one link to each agent (``link.py``).
+"""The messages between the supervisor and its agents, over one link to each agent (``link.py``).
 
 An *agent* is the parent of the ranks of one host. An *order* goes from the supervisor to an agent, an *event* the other
 way. Beside them go blocks of bytes: what a rank prints, and what one reads.
@@ -70,11 +70,11 @@ __all__ = [
 
 
 class Order(msgspec.Struct, tag=True, kw_only=True):
-    """What the supervisor tells an agent."""
+    """A message from the supervisor to an agent."""
 
 
 class Event(msgspec.Struct, tag=True, kw_only=True):
-    """What an agent tells the supervisor.
+    """A message from an agent to the supervisor.
 
     Attributes:
         now: the time there when it was sent.
@@ -247,7 +247,7 @@ class Started(Event):
 
 
 class Reported(Event):
-    """Why a rank has failed, as it has written it."""
+    """A rank's own words about its failure."""
 
     rank: int
     report: dict[str, Any]
@@ -293,7 +293,7 @@ class Overdue(Event):
 
 
 class Stacks(Event):
-    """What the ranks have written, by rank, and those that have not."""
+    """The stacks that ranks have written, by rank, and the ranks that have not."""
 
     stacks: dict[int, str]
     late: list[int]

@@ -75,7 +75,7 @@ class Place:
 
     @property
     def on_one_host(self) -> bool:
-        """Whether the launcher says that all ranks are on this host."""
+        """Tell whether the launcher says that all ranks are on this host."""
         return self.local_world_size == self.world_size
 
 
@@ -95,7 +95,7 @@ class Came:
 
 @dataclass(frozen=True)
 class Expected:
-    """Where a rank should be."""
+    """A rank's place, as the launcher planned it."""
 
     host: str
     local_rank: int

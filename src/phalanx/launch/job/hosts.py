@@ -56,7 +56,7 @@ class HostSlots:
 
 @dataclass(frozen=True)
 class Allocation:
-    """What a batch system has allotted: its title for people, the hosts, and how processes are started there."""
+    """Hosts that a batch system has allotted, its title for people, and the way to start processes there."""
 
     title: str
     hosts: tuple[HostSlots, ...]
@@ -158,7 +158,7 @@ def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
 
 
 def is_here(name: str, *, starter: bool = False) -> bool:
-    """Whether a name that the user wrote means this host, so that nothing has to be reached.
+    """Tell whether a name that the user wrote means this host, so that nothing has to be reached.
 
     If a ``starter`` of the user's takes the names, they may be those of pods or containers, and are not resolved.
 

@@ -36,7 +36,7 @@ _GRACE_S: dict[int | None, float] = {signal.SIGINT: 1.0, signal.SIGTERM: 30.0, s
 
 @dataclass(frozen=True, kw_only=True)
 class Job(LaunchOptions):
-    """What the user chose, and what follows from it. ``hosts`` are those that get a rank, with the number they get.
+    """The user's choices, and what follows from them. ``hosts`` are those that get a rank, with the number they get.
 
     Attributes:
         run_id: a name that no other job has; ``PHALANX_RUN_ID`` in the ranks.
@@ -65,11 +65,11 @@ class Job(LaunchOptions):
 
     @property
     def is_local(self) -> bool:
-        """Whether all ranks are of this host, and no MPI launcher starts them: their agent is forked here."""
+        """Tell whether all ranks are of this host, and no MPI launcher starts them: their agent is forked here."""
         return self.mpi is None and not self.hosts
 
     def patience_s(self, signum: int | None) -> float:
-        """How long ranks may take to end after this signal, or after the failure of a rank (None)."""
+        """Return how long ranks may take to end after this signal, or after the failure of a rank (None)."""
         return self.grace_s if self.grace_s is not None else _GRACE_S.get(signum, 0.0)
 
     def reads(self, rank: int, *, terminal: bool) -> bool:

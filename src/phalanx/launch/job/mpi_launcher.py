@@ -247,7 +247,7 @@ def place_of(kind: str, environment: Mapping[str, str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Abort:
-    """What a process printed that ended its job by way of MPI; ``by_mpi``: an error inside MPI, not MPI_Abort."""
+    """Find what a process printed that ended its job by MPI; ``by_mpi``: an error inside MPI, not MPI_Abort."""
 
     text: str
     code: int

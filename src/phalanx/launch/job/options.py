@@ -63,7 +63,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """When the launcher says that ranks wait, and writes a report; as the options of these names.
+    """The times at which the launcher says that ranks wait, and writes a report; as the options of these names.
 
     With ``warn_after_s`` 0 it says nothing, and there are no reports; without ``report_dir`` there are none either.
     """
@@ -97,7 +97,7 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Where the ranks' output goes: to files, to the terminal, or to both. The default shows all and has no files.
+    """The ways of the ranks' output: to files, to the terminal, or to both. The default shows all and has no files.
 
     Attributes:
         log_dir: the folder with a file for each rank; empty for no files.
@@ -158,7 +158,7 @@ def decide_output(log_dir: str | None, *, tee: bool, only: str | None) -> Output
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """What the user chose: click makes it of the command line, ``phalanx.launch()`` of its arguments.
+    """The user's choices: click makes them of the command line, ``phalanx.launch()`` of its arguments.
 
     Attributes:
         ranks: how many; None for one, or for as many as the hosts take.

@@ -186,7 +186,7 @@ def find_cause(failures: Iterable[Failure]) -> Failure:
 
 
 def lacks_cause(ranks: Sequence[tuple[End | None, Report | None]]) -> bool:
-    """Whether the ranks that failed only say that another one has gone, and that may be one that has not ended."""
+    """Tell whether the failed ranks only say that another one has gone, which may be one that has not ended."""
     if any(end is not None and end.status == 0 for end, _ in ranks):
         return False  # it has left them alone, and there is no other cause
     failed = [report for end, report in ranks if end or report]
@@ -207,7 +207,7 @@ def describe_status(status: int) -> str:
 
 
 def describe_lost_agent(code: int, pid: int, host: str) -> tuple[str, int]:
-    """Why a job ended whose agent on this host ended with a code, or minus a signal; and the exit code that follows."""
+    """Say why a job ended whose agent here ended with a code, or minus a signal; and the exit code that follows."""
     how = f"was ended by signal {-code} ({signal_name(-code)})" if code < 0 else f"failed (code {code})"
     return (
         f"phalanx: the process that starts and watches the ranks {how}; the job ended with it\n"
@@ -287,7 +287,7 @@ def _ending(cause: Failure) -> str:
 
 
 def _hint(cause: Failure, where: str) -> str:
-    """What a user may think of first; ``where`` says where the output is."""
+    """Say what a user may think of first; ``where`` says where the output is."""
     report, status = cause.report, cause.status
     if report is not None and report.exited:
         said = "with this text" if report.message else f"without a text; if it printed a reason, that is {where}"

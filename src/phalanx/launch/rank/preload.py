@@ -90,7 +90,7 @@ def _spare_finalisers(preloader: int) -> None:
 
 
 def _others_rest() -> bool:
-    """Whether every other thread of this process sleeps, also after this one has given them the interpreter, twice."""
+    """Tell whether all other threads sleep, also after this one has given them the interpreter, twice."""
     own = str(threading.get_native_id())
     with contextlib.suppress(OSError):  # the script has used up its descriptors
         for _ in range(2):

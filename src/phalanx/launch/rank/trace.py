@@ -84,7 +84,7 @@ _HIGHEST = 1024
 
 
 class Stage(enum.IntEnum):
-    """How far a rank has come: it runs, has imported torch, has joined the others and come to its script's end."""
+    """The progress of a rank: it runs, has imported torch, has joined the others and come to its script's end."""
 
     STARTED = 0
     IMPORTED = 1
@@ -123,7 +123,7 @@ def open_own(descriptor: int, part: int) -> None:
 
 
 def _opened() -> _Own | None:
-    """What this process has of the file; None without a part of it, or if the script has closed it."""
+    """Return what this process has of the file; None without a part of it, or if the script has closed it."""
     with contextlib.suppress(OSError):
         if _own is not None and os.path.samestat(os.fstat(_own.descriptor), _own.about):
             return _own
@@ -162,7 +162,7 @@ def _write(data: bytes, at: int) -> None:
 
 
 def how_ended(pid: int) -> Ending | None:
-    """How another rank of this host has ended, by its pid; None if its agent has not said it."""
+    """Read how another rank of this host has ended, by its pid; None if its agent has not said it."""
     own, wanted = _opened(), pid.to_bytes(4, "little")
     if own is not None:
         for begin in range(0, os.fstat(own.descriptor).st_size, _PART):
@@ -173,7 +173,7 @@ def how_ended(pid: int) -> Ending | None:
 
 
 def how_ended_elsewhere(host: str, pid: int) -> dict[str, Any] | None:
-    """How a rank of another host has failed, and what it did last, by its pid there; None if that is not known."""
+    """Read how a rank of another host has failed, and what it did last, by its pid there; None if that is not known."""
     own = _opened()
     lines = os.pread(own.descriptor, _LONGEST_ELSEWHERE, _ELSEWHERE).split(b"\n")[:-1] if own is not None else []
     for known in map(json.loads, lines):
@@ -303,14 +303,14 @@ class StackRequest:
         self.late = [other for other in self.late if other != part]
 
     def look(self) -> bool:
-        """Whether all is over: all have written, or the time is up."""
+        """Tell whether all is over: all have written, or the time is up."""
         now = time.monotonic()
         self.look_at = now + _LOOK_S
         self.late = [part for part in self.late if not self._has_answered(part, now)]
         return not self.late or now >= self._until
 
     def _has_answered(self, part: int, now: float) -> bool:
-        """Whether a rank has written a whole stack; one that was just entering a function is asked again."""
+        """Tell whether a rank has written a whole stack; one that was just entering a function is asked again."""
         begin, pid = self._ends[part], self._pids[part]
         if not any(os.pread(self._trace.descriptor, 1, begin)):
             return False

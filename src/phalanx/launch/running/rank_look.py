@@ -128,7 +128,7 @@ class WatchedRank:
 
 
 def pause_after_s(used_s: float) -> float:
-    """How long to wait before the next look, if one has taken so much time on a core of this host."""
+    """Return how long to wait before the next look, if one has taken so much time on a core of this host."""
     return used_s / (_MOST_CORES * (os.cpu_count() or 1))
 
 

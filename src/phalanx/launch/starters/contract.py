@@ -1,7 +1,8 @@
-"""What the supervisor asks of that which starts its agents."""
+"""The contract between the supervisor and what starts its agents."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["Starter"]
 
 
-class Starter:
+class Starter(ABC):
     """Starts the agents of one attempt, and sees them out.
 
     A starter gives the supervisor each agent's link (``Supervisor.admit``); one that does not know beforehand where the
@@ -25,13 +26,13 @@ class Starter:
 
     agents: Sequence[AgentState]
 
+    @abstractmethod
     def begin(self) -> None:
         """Start the agents.
 
         Raises:
             Refusal: they cannot be started.
         """
-        raise NotImplementedError
 
     def due_at(self) -> float | None:
         """Return when :meth:`act` has something to do; None for never."""
@@ -45,7 +46,7 @@ class Starter:
         """
         return ()
 
-    def hear(self, event: Printed | Unstarted) -> None:
+    def hear(self, event: Printed | Unstarted) -> None:  # noqa: B027 - optional
         """Take what an agent says of those that it starts."""
 
     def has_ranks(self) -> bool:
@@ -60,6 +61,7 @@ class Starter:
         """Choose an agent of each host, of those that are there."""
         return [agent for agent in self.agents if agent.link is not None]
 
+    @abstractmethod
     def describe_lost(self, agent: AgentState, *, silent: bool) -> tuple[str, int]:
         """Say why an agent is lost, with the exit code if the job ends for that and not for its ranks; else 0.
 
@@ -67,26 +69,25 @@ class Starter:
             agent: the agent.
             silent: whether its host does not answer any more.
         """
-        raise NotImplementedError
 
-    def on_lost(self, agent: AgentState) -> None:
+    def on_lost(self, agent: AgentState) -> None:  # noqa: B027 - optional
         """End what a lost agent has left, as far as its host can be reached."""
 
-    def give_up(self, agent: AgentState) -> None:
+    def give_up(self, agent: AgentState) -> None:  # noqa: B027 - optional
         """End an agent that did not end its ranks in time."""
 
     def explain(self, failures: Sequence[Failure]) -> tuple[str, int] | None:
         """Say why the job ended, as it is printed, with the exit code, if no rank is the cause; else None."""
         return None
 
+    @abstractmethod
     def dismiss(self, turn: Callable[[], None]) -> None:
         """Wait until the agents have left, and the programs that have started them have ended; end those that stay.
 
         Args:
             turn: one turn of the supervisor's loop.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def kill(self) -> None:
         """Kill all programs: the user wants no more waiting."""
-        raise NotImplementedError

@@ -15,6 +15,7 @@ import selectors
 import signal
 import sys
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -71,21 +72,21 @@ class JoiningStarter(Starter):
         self.named = False
         self._until: float | None = None
 
+    @abstractmethod
     def came(self, here: Here) -> AgentState:
         """Find which agent has come.
 
         Raises:
             Refusal: it is not one of this job.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def complete(self) -> None:
         """Go on: all agents have come.
 
         Raises:
             Refusal: the hosts do not fit together.
         """
-        raise NotImplementedError
 
     def on_program_end(self, program: Program) -> None:
         """Act on the end of a program, which was reaped."""

@@ -1,4 +1,4 @@
-"""What an agent on another host must know before it can join: it comes by the standard input of its program.
+"""The knowledge that an agent on another host needs before it can join: it comes by the standard input of its program.
 
 So no command line shows it. If the supervisor dies before it is whole, the program reads the end of its input and ends.
 """

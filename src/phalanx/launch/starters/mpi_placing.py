@@ -1,4 +1,4 @@
-"""Where the ranks are: from what their agents say about themselves to the rank table."""
+"""Make the rank table from what the agents say about themselves."""
 
 from __future__ import annotations
 
