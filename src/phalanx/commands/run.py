@@ -32,6 +32,7 @@ from phalanx.launch.job.job import Job, make_job
 from phalanx.launch.job.memory import Mode
 from phalanx.launch.job.options import COUNTED_HERE, Attempt, Diagnosis, LaunchOptions, count_ranks, decide_output
 from phalanx.launch.job.spellings import translate
+from phalanx.launch.job.stop_options import read_stop_signals
 from phalanx.launch.job.target import find_target
 from phalanx.system.limits import check_limits, machine_limits, raise_file_limit
 from phalanx.topology.environment import note_ignored
@@ -81,6 +82,12 @@ _HELP = {
         "--restarts": "After the failure of a rank, end all and start all again, up to K times; world.attempt counts "
         "them. The script goes on from a checkpoint of its own. Each attempt has its own files: DIR/attempt-1 of "
         "--log-dir.",
+        "--stop-on": "The signals, to phalanx run or a rank, at which world.should_stop() is True on all ranks after "
+        "the same step.",
+        "--stop-before": "In Slurm: let it be True so many seconds before the job's time limit, which are the grace.",
+        "--max-hours": "Let it be True after so many hours, however often ranks were started again.",
+        "--requeue": "In Slurm: queue the job again (scontrol requeue) once all ranks have stopped after the same "
+        "step and ended well.",
         "--config": "Read options from this TOML file, by their long names (ranks = 4), and TARGET; an option that is "
         "typed overrides the file.",
         "--save-config": "Write the options of this call, and TARGET, for --config.",
@@ -178,6 +185,10 @@ class _Run(click.Command):
 @_option("--tee", is_flag=True)
 @_option("--grace", "grace_s", metavar="SECONDS", type=Seconds())
 @_option("--restarts", metavar="K", type=click.IntRange(min=0), default=0, show_default=True)
+@_option("--stop-on", metavar="SIGNALS", default="TERM,USR1", show_default=True)
+@_option("--stop-before", "stop_before_s", metavar="SECONDS", type=Seconds())
+@_option("--max-hours", metavar="HOURS", type=Seconds())
+@_option("--requeue", is_flag=True)
 @_option("--config", metavar="FILE")
 @_option("--save-config", metavar="FILE")
 @_option("--svg", metavar="FILE", default="")
@@ -291,6 +302,7 @@ def _read_options(ctx: click.Context, given: Mapping[str, Any], notes: list[str]
         "prefix": not given["no_prefix"],
         "output": decide_output(given["log_dir"], tee=given["tee"], only=given["only"]),
         "attempt": Attempt(restarts=given["restarts"]),
+        "stop_on": read_stop_signals(given["stop_on"]),
     }
     if given["mpi"] is not None:
         # Not imported at the top, because the rows of all launchers would take a quarter of the command's start.

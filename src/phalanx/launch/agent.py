@@ -43,11 +43,13 @@ from phalanx.launch.observer import Observer, within
 from phalanx.launch.output.failure import signal_name
 from phalanx.launch.protocol import (
     ORDERS,
+    AskedToStop,
     EndedElsewhere,
     EndOrder,
     Event,
     Examine,
     Exited,
+    Hold,
     Invite,
     Leave,
     Look,
@@ -63,6 +65,7 @@ from phalanx.launch.protocol import (
     StacksOrder,
     Start,
     Started,
+    StopAt,
     WantsInput,
     decode_order,
 )
@@ -70,6 +73,7 @@ from phalanx.launch.rank.held_signals import HeldSignals
 from phalanx.launch.rank.preload import preload
 from phalanx.launch.rank.start import RankEnds, RankStart, enter_rank, leave_siblings, report_name
 from phalanx.launch.rank.trace import StackRequest, Trace, last_call, last_operation, last_recording, open_trace
+from phalanx.launch.stop_in_step import HostStop
 from phalanx.system import processes
 from phalanx.system.foreign_values import read_json
 from phalanx.system.limits import count_oom_kills
@@ -149,12 +153,14 @@ class Agent:
         self.trace = Trace(-1, "")
         self.observer: Observer | None = None
         self.held = HeldSignals()
+        self.stop = HostStop()
         self.questions: deque[tuple[list[int], float, Callable[[StackRequest], None]]] = deque()
         self.request: tuple[StackRequest, Callable[[StackRequest], None]] | None = None
         self.feed = Feed()
         self.hungry = False  # whether the selector waits for room in the feed
         self.oom_kills = 0
         self.asked = 0  # the signal by which somebody but the supervisor has asked this process to end
+        self.asked_to_stop = False  # whether the first one had the ranks stop in step
         self.selector = selectors.DefaultSelector()
         self.congested = False
         self.wakeup = os.pipe()
@@ -174,10 +180,12 @@ class Agent:
 
     def _on_wakeup(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            # A rank sends SIGUSR1 when it has written its report, which may be long before it ends.
+            # A rank sends SIGUSR1 when it has written its report, which may be long before it ends, or a word.
             if signal.SIGUSR1 in os.read(self.wakeup[0], 4096):
                 for part, rank in self.ranks.items():
                     self.send_report(part, rank)
+                for event in self.stop.news():
+                    self.say(event)
 
     def run(self, target: Target | None = None, before_import: Mapping[str, str] | None = None) -> RankStart:
         """Serve until the supervisor lets this process go. Returns in each rank its start; the agent never returns.
@@ -286,7 +294,11 @@ class Agent:
         self.leave(1)
 
     def on_asked(self) -> None:
-        """End because somebody but the supervisor wants it, as a batch system does."""
+        """End because somebody but the supervisor wants it, as a batch system does; if it can, first stop in step."""
+        if self.stop.used and self.start is not None and self.asked in self.start.stop_on and not self.asked_to_stop:
+            self.asked_to_stop, signum, self.asked = True, self.asked, 0
+            self.say(AskedToStop(signal=signum, where=f"the agent on {self.name}"))
+            return
         text = f"the agent on {self.name} was ended by {signal_name(self.asked)}"
         self.say(Refused(text=f"phalanx: {text}; the job ended with it\n", code=128 + self.asked))
         self.leave(128 + self.asked)
@@ -308,6 +320,10 @@ class Agent:
                     end()
             case SignalOrder():
                 self.held.add(self.ranks, order.signal)
+            case Hold():
+                self.say(self.stop.hold())
+            case StopAt():
+                self.stop.stop_at(order.call)
             case StacksOrder():
                 self._ask(list(self.ranks), lambda request: self._send_stacks(request.late))
             case Examine():
@@ -415,6 +431,7 @@ class Agent:
         # A rank restores its handlers before it unblocks, so no signal is lost to this process's handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self.trace = Trace(open_trace(order.run_id), order.run_id)
+        self.stop = HostStop([plan.rank for plan in order.ranks])
         self.oom_kills = count_oom_kills()
         fed, feed = -1, -1
         if order.feeds_input and any(plan.reads for plan in order.ranks):
@@ -472,7 +489,8 @@ class Agent:
             os.dup2(input_of, 0)
             os.close(input_of)
         target = dataclasses.replace(order.target, argv=plan.argv)
-        start = RankStart(plan, target, order.run_id, environment, ends, code, spec, parent, part, order.quiet)
+        stop = self.stop.cell(part), order.stop_on
+        start = RankStart(plan, target, order.run_id, environment, ends, code, spec, parent, part, order.quiet, stop)
         enter_rank(start, self.handlers, self.file_limit)
         if order.target.is_python and order.preload:
             leave_siblings(start)
@@ -572,6 +590,7 @@ class Agent:
     def end(self, signum: int, grace_s: float, spare: Collection[int]) -> None:
         """Ask the ranks to end, and kill them later."""
         now = time.monotonic()
+        self.stop.end()
         for rank in self.ranks.values():
             patience_s = grace_s
             if rank.plan.rank in spare:
@@ -646,6 +665,7 @@ class Agent:
             call=last_call(trace, part) if status != 0 else {},
             stack=trace.take([part]).get(part, ""),
             recording=within(_LARGEST_RECORDING, recording, records),
+            calls=self.stop.calls(part),
         )
         self.say(self.explained(rank, event))
         os.close(rank.report)

@@ -34,13 +34,17 @@ from phalanx.launch.job.target import Target
 __all__ = [
     "EVENTS",
     "ORDERS",
+    "AskedToStop",
+    "CallsShouldStop",
     "EndOrder",
     "EndedElsewhere",
     "Event",
     "Examine",
     "Examined",
     "Exited",
+    "Held",
     "Here",
+    "Hold",
     "Invite",
     "Leave",
     "Look",
@@ -60,6 +64,7 @@ __all__ = [
     "StacksOrder",
     "Start",
     "Started",
+    "StopAt",
     "Unstarted",
     "Waits",
     "WantsInput",
@@ -121,6 +126,7 @@ class Start(Order):
         directory: the working directory.
         grace_s: how long a rank may take to end when MPI's launcher ends it.
         is_last: whether no further attempt follows.
+        stop_on: the signals that ask for a stop in step (``stop_in_step.py``).
     """
 
     run_id: str
@@ -136,6 +142,7 @@ class Start(Order):
     directory: str
     grace_s: float
     is_last: bool
+    stop_on: tuple[int, ...]
 
 
 class EndOrder(Order):
@@ -158,6 +165,16 @@ class SignalOrder(Order):
     """Hand a signal of the user's on to the ranks."""
 
     signal: int
+
+
+class Hold(Order):
+    """Have the ranks wait in their next call of ``should_stop``, and answer by :class:`Held`."""
+
+
+class StopAt(Order):
+    """Have the ranks stop at this call of ``should_stop``."""
+
+    call: int
 
 
 class StacksOrder(Order):
@@ -269,6 +286,7 @@ class Exited(Event):
         recording: its last operations.
         by_others: MPI's launcher wanted it to end.
         by_itself: it had begun to end before its agent asked it to.
+        calls: how often it has called ``should_stop``.
     """
 
     rank: int
@@ -283,6 +301,24 @@ class Exited(Event):
     recording: Any = None
     by_others: bool = False
     by_itself: bool = False
+    calls: int = 0
+
+
+class CallsShouldStop(Event):
+    """A rank has called ``should_stop``, so the job can be stopped in step."""
+
+
+class AskedToStop(Event):
+    """A signal that asks for a stop has come to a process beside the launcher."""
+
+    signal: int
+    where: str
+
+
+class Held(Event):
+    """The answer to :class:`Hold`: of each rank, ended ones too, the number of the last call that it has begun."""
+
+    calls: dict[int, int]
 
 
 class Overdue(Event):
@@ -359,12 +395,29 @@ class Over(Event):
     """No process of the job is left."""
 
 
-ORDERS = Start | EndOrder | SignalOrder | StacksOrder | Examine | Look | EndedElsewhere | LookUp | Invite | Ping | Leave
+ORDERS = (
+    Start
+    | EndOrder
+    | SignalOrder
+    | Hold
+    | StopAt
+    | StacksOrder
+    | Examine
+    | Look
+    | EndedElsewhere
+    | LookUp
+    | Invite
+    | Ping
+    | Leave
+)
 EVENTS = (
     Here
     | Started
     | Reported
     | Exited
+    | CallsShouldStop
+    | AskedToStop
+    | Held
     | Overdue
     | Stacks
     | Waits

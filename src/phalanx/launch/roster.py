@@ -39,6 +39,7 @@ class RankState:
         report: why it failed, as it has said; None if it has not.
         stage, asked, operation, stack: what its agent said of it when it ended.
         recording: its last operations, on this host's clock; None if there are none.
+        calls: how often it has called ``should_stop``, as was said when it ended.
     """
 
     number: int
@@ -52,6 +53,7 @@ class RankState:
     operation: str = ""
     stack: str = ""
     recording: Recording | None = None
+    calls: int = 0
 
 
 @dataclass(eq=False)

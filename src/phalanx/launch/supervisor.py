@@ -12,6 +12,7 @@ that a process id has not been given to another one:
   distinguished from its consequences. Then they are asked to end (SIGTERM) and, after a grace, killed.
 - SIGINT, SIGTERM or SIGHUP arrives. It is passed on, and after the grace the ranks are killed; another SIGINT kills
   them at once. SIGUSR1 and SIGUSR2 are passed on and end nothing; SIGQUIT prints where the ranks are.
+- The ranks ask whether they should stop, and somebody wants that: ``stop_in_step.py`` takes such a signal first.
 - Nothing reads the output any more. The job ends as after SIGTERM, and silently, like any other tool in a pipe.
 - An agent is lost. Its ranks count as killed.
 
@@ -50,10 +51,13 @@ from phalanx.launch.output.logs import Console, Sink
 from phalanx.launch.output.streams import LogFiles, last_lines, open_streams
 from phalanx.launch.protocol import (
     EVENTS,
+    AskedToStop,
+    CallsShouldStop,
     EndedElsewhere,
     EndOrder,
     Examined,
     Exited,
+    Held,
     Leave,
     Looked,
     LookUp,
@@ -82,6 +86,7 @@ from phalanx.launch.running.jobs import Description
 from phalanx.launch.running.server import LookServer
 from phalanx.launch.services import Input, StoreOnDemand
 from phalanx.launch.starters.contract import Starter
+from phalanx.launch.stop_in_step import StopInStep
 from phalanx.system import processes
 from phalanx.topology.table import RankRow, format_rank_table
 from phalanx.words import format_named
@@ -172,7 +177,8 @@ class Supervisor:
         self.agent_of = {number: agent for agent in self.agents for number in agent.numbers}
         self.examiner = Examiner(self.agents, self._hosts, self.send, self.hangs.examined)
         self.hangs.examiner = self.examiner
-        self.looks = LookServer(job.run_id, self.selector, self.agents, self.send)
+        self.stop = StopInStep(job, self.agents, self.send, self.console.say)
+        self.looks = LookServer(job.run_id, self.selector, self.agents, self.send, self._stop_gently)
         self.reader = job.reader or 0
         self.input = Input(self.selector, lambda data: self.links.feed(self.agent_of[self.reader], self.reader, data))
         self.store: StoreOnDemand | None = None
@@ -246,7 +252,7 @@ class Supervisor:
             {rank.number: rank.recording for rank in self.ranks if rank.recording is not None}, self._hosts()
         )
         ended = self._ended()
-        goes_on = not self.job.attempt.is_last and failed(ended, self.console)
+        goes_on = not (self.job.attempt.is_last or self.stop.why) and failed(ended, self.console)
         self._dismiss(stays=goes_on and self.job.is_local)
         if goes_on and self.interrupted is None:
             conclude_attempt(self.job, ended, self.console)
@@ -255,7 +261,7 @@ class Supervisor:
                 return None
         if goes_on and self.job.is_local:
             self._dismiss(stays=False)
-        code = conclude(self.job, self._ended(), self.console, hand_over)
+        code = conclude(self.job, self._ended(), self.console, hand_over) or self.stop.conclude(self.ranks)
         signal.set_wakeup_fd(-1)
         return code
 
@@ -327,6 +333,7 @@ class Supervisor:
             self.links.look_at,
             self.examiner.due_at,
             self.looks.due_at,
+            self.stop.due_at if not self.ending else None,
             self.starter.due_at(),
         ]
         timeouts = [max(0.0, when - now) for when in due if when is not None]
@@ -348,6 +355,8 @@ class Supervisor:
         self.looks.act(now)
         if self.started_at is not None and not self.ending:
             self.hangs.look()
+        if not self.ending and (signum := self.stop.act(now)) is not None:
+            self._on_interrupt(signum) if signum in _ENDING else self._order(signum)
         self.links.look(now)
         unread = self.console.out.closed or self.console.err.closed
         if not unread:
@@ -411,6 +420,7 @@ class Supervisor:
             agent.over = True
             self.examiner.lose(agent)
             self.looks.lose(agent)
+            self.stop.lose(agent)
             self._has_answered(agent)
             self.starter.on_lost(agent)
             for rank in agent.ranks:
@@ -467,6 +477,7 @@ class Supervisor:
                     directory=os.getcwd(),
                     grace_s=job.patience_s(None),
                     is_last=job.attempt.is_last,
+                    stop_on=job.stop_on,
                 ),
             )
 
@@ -486,10 +497,14 @@ class Supervisor:
                 agent.over = True
                 self.examiner.lose(agent)
                 self.looks.lose(agent)
+                self.stop.lose(agent)
                 self._has_answered(agent)
                 for rank in agent.ranks:
                     if rank.end is None:
                         self._on_end(rank, End(-signal.SIGKILL, time.monotonic(), by_launcher=True))
+            case CallsShouldStop() | Held() | AskedToStop():
+                if not self.is_failing():
+                    self.stop.hear(agent, event)
             case Refused():
                 self.refuse(Refusal(event.text, event.code))
             case Overdue():
@@ -534,7 +549,7 @@ class Supervisor:
     def _on_exited(self, agent: AgentState, event: Exited) -> None:
         rank = self.ranks[event.rank]
         rank.stage, rank.asked, rank.operation = Stage(event.stage), event.asked, event.operation
-        rank.stack = event.stack
+        rank.stack, rank.calls = event.stack, event.calls
         rank.recording = received_recording(event.recording, agent.later)
         several = len(set(self._hosts())) > 1
         if event.status == 0 and self.store is not None:
@@ -585,6 +600,8 @@ class Supervisor:
     def _act_on_signals(self) -> None:
         while self.signals:
             signum = self.signals.pop(0)
+            if not self.is_failing() and self.stop.ask_by_signal(signum):
+                continue
             if signum in _ENDING:
                 self._on_interrupt(signum)
             else:
@@ -610,6 +627,9 @@ class Supervisor:
             # Else the agent is about to say that it has started them, and is given the order then.
         else:
             self._order(signal.SIGKILL if again else signum)
+
+    def _stop_gently(self) -> bool:
+        return not self.is_failing() and self.stop.ask_gently()
 
     def _order(self, signum: int, spare: Sequence[int] = ()) -> None:
         """Have the ranks ended."""
@@ -685,7 +705,7 @@ class Supervisor:
             started_at=self.started_at,
             interrupted=self.interrupted,
             overdue=self.overdue,
-            refusal=self.refusal or self.starter.explain(failures),
+            refusal=self.refusal or self.stop.explain(self.ranks) or self.starter.explain(failures),
             last_lines={
                 rank.number: last_lines((rank.out, rank.err))
                 for rank in self.ranks

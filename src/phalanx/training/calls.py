@@ -20,6 +20,7 @@ from phalanx.parallel.integers import Lanes
 from phalanx.parallel.replica import Replica
 from phalanx.training import checkpoint
 from phalanx.training.randomness import random_state, seed_generators, set_random_state
+from phalanx.training.should_stop import Stopper, stopper_of
 from phalanx.words import tell
 
 __all__ = ["TrainingCalls"]
@@ -31,6 +32,28 @@ class TrainingCalls(Group):
     """The methods of a world that a training loop is written with."""
 
     device: torch.device
+    _stopper: Stopper | None = None
+
+    def should_stop(self, every: int = 1) -> bool:
+        """Return whether the job is to stop; True on every rank at the same call. Every rank calls it once a step.
+
+        ``if world.should_stop(): world.save(...); break`` ends a loop in step after a signal (SIGTERM, SIGUSR1) to the
+        launcher or any rank, ``phalanx stop --gently``, or the times of ``phalanx run --stop-before`` and
+        ``--max-hours``. Once True it stays so. Under ``phalanx run`` it costs less than a microsecond and sends
+        nothing; elsewhere the ranks exchange a number (all_reduce). The first call, on the main thread, takes over
+        these signals; a handler that the script has set before is called as well.
+
+        Args:
+            every: without ``phalanx run``, at how many calls the ranks exchange it; the same on all. A stop is then
+                noticed at such a call only.
+
+        Raises:
+            ArgumentError: ``every`` is less than 1.
+        """
+        if self._stopper is None:
+            cpu = "cpu" in self._session.device_types
+            self._stopper = stopper_of(self, "cpu" if cpu else self.device, every)
+        return self._stopper.should_stop(every)
 
     def step(self, number: int) -> None:
         """Say which step of its training this rank begins; operations from now on are recorded with it.

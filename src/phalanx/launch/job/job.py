@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ from phalanx.launch.job.binding import bind_ranks_here, cores_per_rank
 from phalanx.launch.job.hosts import HostSlots, fill_hosts, is_here, launcher_addresses
 from phalanx.launch.job.options import LaunchOptions
 from phalanx.launch.job.spellings import count_after_target
+from phalanx.launch.job.stop_options import slurm_end_time
 from phalanx.launch.job.target import Target
 from phalanx.system import interfaces
 from phalanx.system.files import own_folder
@@ -49,6 +51,7 @@ class Job(LaunchOptions):
         memory: variables of the ranks' allocator.
         key: a secret, by which a process proves that it is one of this job's ranks.
         counted: whether somebody chose the number of ranks.
+        began_at: when the job began, its first attempt, as ``time.monotonic()``.
     """
 
     ranks: int
@@ -62,6 +65,7 @@ class Job(LaunchOptions):
     memory: Mapping[str, str] = field(default_factory=dict)
     key: str = field(default="", repr=False)
     counted: bool = True
+    began_at: float = field(default_factory=time.monotonic)
 
     @property
     def is_local(self) -> bool:
@@ -299,6 +303,10 @@ def _check_alone(options: LaunchOptions, environment: Mapping[str, str]) -> None
             raise LaunchError(f"--device {options.device}: {computes}")
     if ranks is not None and ranks < 1:
         raise LaunchError(f"-n {ranks}: a job has at least one rank")
+    if options.requeue and not environment.get("SLURM_JOB_ID"):
+        raise LaunchError("--requeue: queues a job of Slurm again, and this is none (SLURM_JOB_ID); leave it out")
+    if options.stop_before_s is not None:
+        slurm_end_time(environment)
     if ppn is not None and (ppn < 1 or not options.hosts):
         how = "at least 1; name the hosts, as in -H h1,h2, or leave it out"
         raise LaunchError(f"--ppn {ppn}: is the most ranks a host takes, {how}")

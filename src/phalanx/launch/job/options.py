@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -168,6 +169,9 @@ class LaunchOptions:
         named: the variables of -x, which go to other hosts whatever they are.
         reader: the rank of --stdin.
         debugged: the rank of --debug.
+        stop_on: the signals that ask ranks which call ``world.should_stop()`` to stop.
+        stop_before_s: how long before Slurm's limit they are asked; None for never. So with ``max_hours``.
+        requeue: queue the job again in Slurm once they have stopped.
     """
 
     ranks: int | None = None
@@ -194,6 +198,10 @@ class LaunchOptions:
     attempt: Attempt = Attempt()
     diagnosis: Diagnosis = Diagnosis()
     svg: str = ""
+    stop_on: tuple[int, ...] = (signal.SIGTERM, signal.SIGUSR1)
+    stop_before_s: float | None = None
+    max_hours: float | None = None
+    requeue: bool = False
 
 
 def count_ranks(given: str) -> int:

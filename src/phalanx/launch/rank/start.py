@@ -25,7 +25,7 @@ import sys
 import time
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO, cast
 
@@ -51,6 +51,7 @@ from phalanx.launch.rank.trace import (
 from phalanx.system import processes
 from phalanx.system.threads import renew_engine
 from phalanx.topology.frameworks import cpu_settings
+from phalanx.training.should_stop import arm
 
 __all__ = ["RankEnds", "RankStart", "become", "enter_rank", "leave_siblings", "report_name", "reported"]
 
@@ -90,6 +91,7 @@ class RankStart:
         parent: the process id of its parent (the agent), with which this process ends.
         part: its part of the trace.
         quiet: whether it prints no notes.
+        stop: the words by which it and its agent agree on a stop, and the signals that ask for one.
         pid: the process in which this object was made; a child that the script forks is not the rank.
     """
 
@@ -103,6 +105,7 @@ class RankStart:
     parent: int
     part: int
     quiet: bool
+    stop: tuple[memoryview, Sequence[int]]
     pid: int = field(default_factory=os.getpid)
 
 
@@ -150,6 +153,8 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     open_own(ends.trace, start.part)
     publish_by(note_asked)
     keep_in(place_of_recorder)
+    cell, signals = start.stop
+    arm(cell, start.parent, signals)
     learn_by(how_ended)
     if settings.AGENT in os.environ:
         learn_elsewhere_by(how_ended_elsewhere)

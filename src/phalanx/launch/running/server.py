@@ -4,6 +4,7 @@ The socket is abstract: it lies in no folder, and goes with the launcher. The ke
 (SO_PEERCRED), and only this user and root are answered. A client sends one line of JSON, ``{"do": "look"}``, and gets
 one: ``looks`` of each agent that answered, with what its times lack on this host's clock (``later_ns``), the ranks of
 agents that did not (``silent``), and how long to wait before the next question (``pause_s``). Then the connection ends.
+To ``{"do": "stop"}`` the answer is whether the ranks can stop in step, and do (``stops``).
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class LookServer:
         selector: calls what is registered as data, as the supervisor does.
         agents: they.
         send: sends an agent an order.
+        stop: has the ranks stop in step, if they can; returns whether they do.
 
     Attributes:
         due_at: until when answers are waited for; None if nobody has asked.
@@ -61,8 +63,9 @@ class LookServer:
         selector: selectors.BaseSelector,
         agents: Sequence[AgentState],
         send: Callable[[AgentState, Order], None],
+        stop: Callable[[], bool],
     ) -> None:
-        self._selector, self._agents, self._send = selector, agents, send
+        self._selector, self._agents, self._send, self._stop = selector, agents, send, stop
         self._clients: dict[socket.socket, bytes] = {}  # what is still to be sent to each
         self._waiting: set[socket.socket] = set()
         self._number = 0
@@ -102,11 +105,13 @@ class LookServer:
 
     def _read(self, sock: socket.socket) -> None:
         try:
-            is_question = read_json(sock.recv(_LONGEST_QUESTION)) == {"do": "look"}
+            question = read_json(sock.recv(_LONGEST_QUESTION))
         except (OSError, ValueError):  # among them the end
-            is_question = False
-        if is_question:
+            question = None
+        if question == {"do": "look"}:
             self._ask(sock)
+        elif question == {"do": "stop"}:
+            self._answer_client(sock, json.dumps({"stops": self._stop()}).encode() + b"\n")
         else:
             self._hang_up(sock)
 
@@ -159,6 +164,8 @@ class LookServer:
 
     def _tell(self) -> None:
         while self._waiting:
-            sock = self._waiting.pop()
-            self._clients[sock] = self._answer
-            self._selector.modify(sock, selectors.EVENT_WRITE, functools.partial(self._write, sock))
+            self._answer_client(self._waiting.pop(), self._answer)
+
+    def _answer_client(self, sock: socket.socket, answer: bytes) -> None:
+        self._clients[sock] = answer
+        self._selector.modify(sock, selectors.EVENT_WRITE, functools.partial(self._write, sock))

@@ -24,7 +24,7 @@ from phalanx.system.limits import raise_file_limit
 from phalanx.system.processes import start_of
 from phalanx.words import format_count, format_named
 
-__all__ = ["stop"]
+__all__ = ["stop", "stop_gently"]
 
 # The order in which a launcher is asked; it may have been started to ignore some, as in the background of a script.
 _ASKED_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -75,6 +75,43 @@ def stop(job: RunningJob, *, at_once: bool, say: Callable[[str], None]) -> float
             why = "it hangs inside the kernel, or is" if len(left) == 1 else "they hang inside the kernel, or are"
             who = format_named("process", left)
             raise LaunchError(f"job {job.id}: {who} could not be ended: {why} another user's")
+    return time.monotonic() - begun
+
+
+def stop_gently(job: RunningJob, *, say: Callable[[str], None]) -> float:
+    """Have the ranks of a job stop in step, and wait until the job has ended, however long that takes.
+
+    Args:
+        job: the job.
+        say: prints a line.
+
+    Returns:
+        How long it took, in seconds.
+
+    Raises:
+        LaunchError: no rank of it calls ``world.should_stop()``, or its launcher does not answer.
+    """
+    # Not imported at the top, because what it brings along is needed for this alone.
+    from phalanx.launch.running.watching import answer_of
+
+    begun = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        launcher = _hold(job.pid, job.start, stack)
+        if launcher is None:
+            return 0.0
+        try:
+            stops = answer_of(job, "stop", begun + _KILL_S).get("stops")
+        except OSError as error:
+            raise LaunchError(f"job {job.id}: its launcher does not answer: {error.strerror or 'too late'}") from None
+        if not stops:
+            raise LaunchError(
+                f"job {job.id} cannot stop in step: no rank has called world.should_stop(), or it is ending already; "
+                f"phalanx stop {job.id} ends it"
+            )
+        if not _has_ended_within(launcher, _SAID_AFTER_S):
+            say(f"waiting for the end of the ranks' steps; phalanx stop {job.id} ends the job")
+            while not _has_ended_within(launcher, 3600.0):
+                pass
     return time.monotonic() - begun
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import socket
 import time
@@ -22,7 +23,7 @@ from phalanx.launch.starters.helpers import Helper, Unanswered
 from phalanx.system import processes
 from phalanx.system.foreign_values import read_json
 
-__all__ = ["Look", "Watcher", "ask_launcher", "watcher_elsewhere"]
+__all__ = ["Look", "Watcher", "answer_of", "ask_launcher", "watcher_elsewhere"]
 
 _LAUNCHER_S = 3.0  # how long the launcher may take to answer
 _HELPER = "phalanx.launch.running.helper"
@@ -111,7 +112,7 @@ def ask_launcher(job: RunningJob) -> dict[str, Any] | None:
     answer: dict[str, Any] | None = None
     while (now := job.again()) is not None:
         try:
-            answer, why = _answer_of(job, until), ""
+            answer, why = answer_of(job, "look", until), ""
         except OSError as error:
             why = f"the launcher cannot be asked: {error.strerror or f'no answer in {_LAUNCHER_S:g} s'}"
             if time.monotonic() < until:
@@ -122,12 +123,17 @@ def ask_launcher(job: RunningJob) -> dict[str, Any] | None:
     return None
 
 
-def _answer_of(job: RunningJob, until: float) -> dict[str, Any]:
+def answer_of(job: RunningJob, do: str, until: float) -> dict[str, Any]:
+    """Ask the launcher of a job on this host for what ``server.py`` answers, until a time.
+
+    Raises:
+        OSError: it cannot be asked, or does not answer.
+    """
     with socket.socket(socket.AF_UNIX) as asked:
         asked.connect(address_of(job.run_id))
         if peer_uid(asked) != os.geteuid():
             raise PermissionError(errno.EPERM, "its socket's name is taken by another user")
-        asked.sendall(b'{"do": "look"}\n')
+        asked.sendall(json.dumps({"do": do}).encode() + b"\n")
         answer = bytearray()
         while not answer.endswith(b"\n"):
             asked.settimeout(max(0.01, until - time.monotonic()))
