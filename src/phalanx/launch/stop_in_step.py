@@ -255,8 +255,9 @@ class StopInStep:
         killed = {rank.number: rank.calls for rank in ranks if rank.end is None or rank.end.status}
         if not self._killed or not killed:
             return None
-        text = f"phalanx: a stop was requested ({self.why}): {self._late(killed)} within {self._grace_s:g} s"
-        return f"{text}, and {'was' if len(killed) == 1 else 'were'} killed; --grace gives ranks longer\n", 143
+        text = f"phalanx: a stop was requested ({self.why}): {self._late(killed)}"
+        were = "it was" if len(killed) == 1 else "they were"
+        return f"{text}; after {self._grace_s:g} s {were} killed (--grace)\n", 128 + signal.SIGTERM
 
     def conclude(self, ranks: Sequence[RankState]) -> int:
         """Say, after all ranks ended well, at which step they stopped; return the launcher's exit code."""

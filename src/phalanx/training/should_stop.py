@@ -28,6 +28,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from phalanx.errors import ArgumentError
@@ -71,7 +72,11 @@ def shared_cells(ranks: int) -> memoryview:
 
 
 class _StopSignals:
-    """Handle the stop signals of this process; a handler that the script has installed before is called too.
+    """Handle the stop signals of this process, if the caller is its main thread.
+
+    A handler that the script has installed before is called too. Processes that this one forks do not inherit ours:
+    SIGTERM ends them, as multiprocessing relies on, and the others, which a scheduler may send to all processes, are
+    nothing to them.
 
     Args:
         signals: they. One that is ignored stays ignored.
@@ -80,7 +85,7 @@ class _StopSignals:
     """
 
     def __init__(self, signals: Sequence[int], note: Callable[[int], None], ending: Callable[[], object]) -> None:
-        self._pid, self._note, self._ending = os.getpid(), note, ending
+        self._note, self._ending = note, ending
         self._before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for signum in signals:
@@ -88,20 +93,29 @@ class _StopSignals:
                 if before is not signal.SIG_IGN:
                     self._before[signum] = before if before is not None else signal.SIG_DFL
                     signal.signal(signum, self._handle)
+            # Python forgets what comes to a child before this has given the handlers back; so the kernel keeps it.
+            os.register_at_fork(
+                before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, self._before),
+                after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before),
+                after_in_child=self._give_back,
+            )
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         before = self._before[signum]
-        forked = os.getpid() != self._pid
-        if forked and signum != signal.SIGTERM:
-            return  # all processes of a step got it, a loader's workers too, which have inherited this handler
-        if forked or self._ending():
-            # Whoever ends a child does so by SIGTERM, as multiprocessing.
+        if self._ending():
             signal.signal(signum, before)
             signal.raise_signal(signum)
             return
         self._note(signum)
         if callable(before):
             before(signum, frame)
+
+    def _give_back(self) -> None:
+        for signum, before in self._before.items():
+            if signal.getsignal(signum) == self._handle:
+                ignored = signum != signal.SIGTERM and before is signal.SIG_DFL
+                signal.signal(signum, signal.SIG_IGN if ignored else before)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
 
 
 class _LaunchedStopper:
@@ -147,12 +161,9 @@ class _CollectiveStopper:
     def __init__(self, world: Group, device: Any) -> None:
         import torch
 
-        self._world, self._calls, self._asked, self._stops = world, 0, 0, False
+        self._world, self._calls, self._stops = world, 0, False
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
-        _StopSignals(STOP_SIGNALS, self._note, lambda: False)
-
-    def _note(self, signum: int) -> None:
-        self._asked = signum
+        _listen()
 
     def should_stop(self, every: int) -> bool:
         """Return whether one of the ranks had been asked by the last exchange."""
@@ -160,15 +171,22 @@ class _CollectiveStopper:
         if self._stops or self._calls % every:
             return self._stops
         if self._world.size == 1:
-            self._stops = bool(self._asked)
+            self._stops = bool(_asked)
         else:
-            self._flag.fill_(self._asked)
+            self._flag.fill_(bool(_asked))
             self._world.all_reduce(self._flag, op="max")
             self._stops = bool(self._flag.item())
         return self._stops
 
 
 _launched: _LaunchedStopper | None = None
+_asked: list[int] = []  # the stop signals that have come to this process, of another launcher
+
+
+@cache
+def _listen() -> None:
+    """Note stop signals from now on; once, whatever worlds come and go."""
+    _StopSignals(STOP_SIGNALS, _asked.append, lambda: False)
 
 
 def arm(cell: memoryview, agent: int, signals: Sequence[int]) -> None:
