@@ -123,6 +123,19 @@ def test_framework_trains_over_gloo_and_over_phalanx(
     check_same_training(ours, by_gloo)
 
 
+@pytest.mark.parametrize(("framework", "module"), [("trainer", "transformers"), ("lightning", "lightning")])
+def test_trainer_stops_in_step_by_the_callback_of_the_page(framework: str, module: str, tmp_path: Path) -> None:
+    need(module)
+    command = [PYTHON, "-m", "phalanx", "run", "-q", "--no-prefix", "-n", "2", str(PROGRAMS / "stop_in_step.py")]
+    done = started(tmp_path, [*command, framework])
+    left = {line for line in done.stdout.splitlines() if re.fullmatch(r"\d+ \['.*'\]", line)}
+    assert len(left) == 1, done.stdout  # of both ranks
+    steps, saved = left.pop().split(maxsplit=1)
+    assert saved == (f"['checkpoint-{steps}']" if framework == "trainer" else "['last.ckpt']")
+    assert int(steps) < 1000
+    assert "on request (SIGUSR1 at rank 1)" in done.stderr
+
+
 def test_ray_train_runs_on_phalanx_if_the_variable_says_so(tmp_path: Path) -> None:
     need("ray")
     by_gloo, ours = (tmp_path / name for name in ("gloo", "ours"))

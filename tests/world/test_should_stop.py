@@ -199,7 +199,7 @@ def test_what_a_rank_starts_gets_its_signals_as_ever(launcher: Launcher) -> None
         child.join()
         print(child.exitcode, flush=True)
         world.barrier()
-        batches = iter(torch.utils.data.DataLoader(range(1 << 40), num_workers=1, batch_size=1))
+        batches = iter(torch.utils.data.DataLoader(range(1 << 40), num_workers=1, batch_size=None))
         for step, _ in enumerate(batches):
             if step == 3 and world.rank == 1:
                 for pid in (batches._workers[0].pid, os.getpid()):

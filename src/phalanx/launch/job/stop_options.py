@@ -36,6 +36,6 @@ def slurm_end_time(environment: Mapping[str, str]) -> float:
     if not given.isdigit():
         raise LaunchError(
             "--stop-before: Slurm says the end of a job in SLURM_JOB_END_TIME, which is not set here; give the time "
-            "by --max-hours, or export SLURM_JOB_END_TIME as seconds since 1970"
+            'by --max-hours, or: export SLURM_JOB_END_TIME=$(date -d "$(squeue -h -j $SLURM_JOB_ID -o %e)" +%s)'
         )
     return float(given)
