@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 
 from phalanx.errors import ArgumentError, LaunchError
+from phalanx.launch.job.job import make_job
+from phalanx.launch.job.options import LaunchOptions
 from phalanx.launch.job.stop_options import read_stop_signals, slurm_end_time
+from phalanx.launch.job.target import Target
 from phalanx.launch.protocol import AskedToStop, CallsShouldStop, Held, Hold, StopAt
 from phalanx.launch.stop_in_step import HostStop, StopInStep
 from phalanx.training.should_stop import _LaunchedStopper, stopper_of
@@ -214,5 +217,10 @@ def test_options_that_cannot_be_carried_out_are_refused() -> None:
         read_stop_signals("INT")
     with pytest.raises(LaunchError, match="SLURM_JOB_END_TIME, which is not set here"):
         slurm_end_time({})
+    target = Target("script", "train.py", "train.py", ("train.py",), ".")
+    with pytest.raises(LaunchError, match="--requeue: queues a job of Slurm again, and this is none"):
+        make_job(LaunchOptions(requeue=True), target, {})
+    with pytest.raises(LaunchError, match="--stop-before: Slurm says the end"):
+        make_job(LaunchOptions(stop_before_s=60.0), target, {"SLURM_JOB_ID": "7"})
     with pytest.raises(ArgumentError, match="every=0 is not a number of calls"):
         stopper_of(SimpleNamespace(), "cpu", 0)  # type: ignore[arg-type]

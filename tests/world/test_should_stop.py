@@ -17,6 +17,8 @@ from tests.support.remote import RemoteLauncher, hosts, remote
 from tests.support.stop_training import TRAINING, check_chain
 from tests.support.worlds import every_rank, join_world
 
+from phalanx.system.host import machine_name
+
 __all__ = ["hosts", "launcher", "remote"]  # fixtures
 
 PLAIN = ("-q", "--no-prefix")
@@ -35,6 +37,8 @@ LOOP = """
         time.sleep(0.001)
         step += 1
     print("left", step, flush=True)
+    if sys.argv[1:] == ["fails"]:
+        raise ValueError("bad")
 """
 
 
@@ -103,20 +107,24 @@ def stop(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_job_stops_in_step_however_it_is_asked(launcher: Launcher) -> None:
-    for how in ("launcher", "rank", "gently"):
+    for how in ("launcher", "agent", "rank", "gently"):
         job = start(launcher, "--restarts", "2")
         if how == "gently":
             done = stop("--gently", str(job.pid))
             assert done.returncode == 0, done
             assert "has ended" in done.stdout
         else:
-            os.kill(job.pid if how == "launcher" else job.ranks()[1], signal.SIGTERM)
+            named = {"launcher": job.pid, "agent": job.named("phalanx-agent"), "rank": job.ranks()[1]}
+            os.kill(named[how], signal.SIGTERM)
         ended = job.finish()
         assert ended.code == 0, ended
         left = ended.out_lines
         assert len(set(left)) == 1
         assert len(left) == 2
-        why = {"launcher": "SIGTERM", "rank": "SIGTERM at rank 1", "gently": "phalanx stop --gently"}[how]
+        agent = f"SIGTERM at the agent on {machine_name()}"
+        why = {"launcher": "SIGTERM", "agent": agent, "rank": "SIGTERM at rank 1", "gently": "phalanx stop --gently"}[
+            how
+        ]
         assert ended.err_text == f"phalanx: stopped after step {int(left[0].split()[1]) + 1} on request ({why})\n"
 
 
@@ -152,6 +160,15 @@ def test_rank_that_never_asks_is_killed_after_the_grace_and_named(launcher: Laun
         "phalanx: a stop was requested (SIGUSR1): rank 1 never called world.should_stop(); after 1 s it was killed "
         "(--grace)\n"
     )
+
+
+def test_job_that_fails_after_a_request_is_not_started_again(launcher: Launcher) -> None:
+    job = start(launcher, "--restarts", "2", how=("fails",))
+    job.process.send_signal(signal.SIGTERM)
+    ended = job.finish()
+    assert ended.code == 1
+    assert "of 2 failed: ValueError: bad" in ended.err_text
+    assert ended.err_text.endswith("phalanx: a stop was requested (SIGTERM), so nothing is started again\n")
 
 
 def test_second_signal_ends_the_job(launcher: Launcher) -> None:

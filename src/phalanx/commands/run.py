@@ -235,7 +235,8 @@ def run(target: str, arguments: tuple[str, ...], module: bool, **given: Any) -> 
 
     Every line of output is marked with its rank. If a rank fails, one block says which, why and where, and the others
     are ended. Ctrl-C ends the job and says where each rank was; a second one kills at once. Ctrl-\\ only prints the
-    ranks' stacks. SIGUSR1 and SIGUSR2 are passed on to the ranks.
+    ranks' stacks. SIGUSR1 and SIGUSR2 are passed on to the ranks. If these call world.should_stop(), it is True on all
+    at the same call after SIGTERM or SIGUSR1, and the exit code is 0 if they then end well.
 
     Ranks on other hosts (-H, --hostfile, or an allocation of Slurm, PBS or LSF) run as on one. ssh must log in there
     without a question, and every host needs the same Python, torch and Phalanx in the same place, and the same script

@@ -252,7 +252,8 @@ class Supervisor:
             {rank.number: rank.recording for rank in self.ranks if rank.recording is not None}, self._hosts()
         )
         ended = self._ended()
-        goes_on = not (self.job.attempt.is_last or self.stop.why) and failed(ended, self.console)
+        may_go_on = not self.job.attempt.is_last and failed(ended, self.console)
+        goes_on = may_go_on and not self.stop.why
         self._dismiss(stays=goes_on and self.job.is_local)
         if goes_on and self.interrupted is None:
             conclude_attempt(self.job, ended, self.console)
@@ -262,6 +263,8 @@ class Supervisor:
         if goes_on and self.job.is_local:
             self._dismiss(stays=False)
         code = conclude(self.job, self._ended(), self.console, hand_over) or self.stop.conclude(self.ranks)
+        if may_go_on and self.stop.why:
+            self.console.say(f"a stop was requested ({self.stop.why}), so nothing is started again")
         signal.set_wakeup_fd(-1)
         return code
 

@@ -65,7 +65,7 @@ def by_trainer(world: phalanx.World) -> tuple[int, list[str]]:
 def by_lightning(world: phalanx.World) -> tuple[int, list[str]]:
     import lightning.pytorch as pl
 
-    class Model(pl.LightningModule):
+    class Model(pl.LightningModule):  # type: ignore[misc] # where it is not installed
         def __init__(self) -> None:
             super().__init__()
             self.layer = Asked(1, 1)
