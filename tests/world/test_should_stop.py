@@ -63,7 +63,7 @@ def chain(launcher: Launcher, options: tuple[str, ...], ranks: int, stops: int, 
     ],
 )
 def test_stopped_training_goes_on_to_the_same_bits(launcher: Launcher, options: tuple[str, ...], ranks: int) -> None:
-    assert chain(launcher, options, ranks, 2, seed=ranks) > 0
+    assert chain(launcher, options, ranks, 1, seed=ranks) == 1
 
 
 @pytest.mark.fault

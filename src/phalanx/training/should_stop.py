@@ -94,11 +94,7 @@ class _StopSignals:
                     self._before[signum] = before if before is not None else signal.SIG_DFL
                     signal.signal(signum, self._handle)
             # Python forgets what comes to a child before this has given the handlers back; so the kernel keeps it.
-            os.register_at_fork(
-                before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, self._before),
-                after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before),
-                after_in_child=self._give_back,
-            )
+            os.register_at_fork(before=self._block, after_in_parent=self._unblock, after_in_child=self._give_back)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         before = self._before[signum]
@@ -110,12 +106,18 @@ class _StopSignals:
         if callable(before):
             before(signum, frame)
 
+    def _block(self) -> None:
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._before)
+
+    def _unblock(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
     def _give_back(self) -> None:
         for signum, before in self._before.items():
             if signal.getsignal(signum) == self._handle:
                 ignored = signum != signal.SIGTERM and before is signal.SIG_DFL
                 signal.signal(signum, signal.SIG_IGN if ignored else before)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
+        self._unblock()
 
 
 class _LaunchedStopper:
