@@ -60,3 +60,29 @@ def test_rank_that_fails_ends_the_job_of_an_allocation(
     done = allotted(cluster, tmp_path, "-N 2 -n 2", "--no-preload", "-q", "script.py")
     assert done.returncode == 9, done
     assert done.stderr.startswith("phalanx: rank 1 of 2 failed\n  host h1, pid "), done
+
+
+def test_signal_of_slurm_to_all_processes_of_the_job_stops_it_in_step(
+    cluster: tuple[TestHosts, dict[str, str]], tmp_path: Path
+) -> None:
+    """To agents and ranks alike, each of which passes it on."""
+    (tmp_path / "script.py").write_text(
+        "import os, subprocess, time, phalanx\n"
+        "world = phalanx.init(quiet=True)\n"
+        "calls = 1\n"
+        "world.should_stop()\n"
+        "world.barrier()\n"
+        "if world.rank == 0:\n"
+        "    subprocess.run(['scancel', '-s', 'TERM', os.environ['SLURM_JOB_ID']], check=True)\n"
+        "while not world.should_stop():\n"
+        "    time.sleep(0.001)\n"
+        "    calls += 1\n"
+        "print(calls, flush=True)\n"
+    )
+    done = allotted(cluster, tmp_path, "-N 2 -n 3", "-q", "--no-prefix", "script.py")
+    assert done.returncode == 0, done
+    left = done.stdout.split()
+    assert len(left) == 3
+    assert len(set(left)) == 1
+    assert "phalanx: stopped after step" in done.stderr
+    assert "on request (SIGTERM at " in done.stderr
