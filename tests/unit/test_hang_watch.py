@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from tests.support.reports import operation
 
-from phalanx.diagnosis.diagnose import diagnose
 from phalanx.diagnosis.report import latest_report, read_report
 from phalanx.diagnosis.snapshot import Group, RankSnapshot, Recording
 from phalanx.launch.examination import Examination, Examiner, Pace
@@ -17,7 +16,6 @@ from phalanx.launch.hang_watch import HangWatch
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.options import Diagnosis
 from phalanx.launch.job.target import Target
-from phalanx.launch.stopped_ranks import StoppedRanks
 
 WORLD = Group("0", "phalanx", (0, 1))
 STACK = 'Stack (most recent call first):\n  File "/job/train.py", line 7 in load\n'
@@ -41,11 +39,10 @@ class Ranks:
         self.seen = [seen(0, waits=True), seen(1, waits=False)]
 
     def look(self) -> Pace:
-        return Pace(self.waited_s, self.still_s)
+        return Pace(self.waited_s, self.still_s, tuple(one.rank for one in self.seen if one.state == "T"))
 
-    def ask(self, of: Sequence[int], skip: Sequence[int], *, whole: bool) -> None:
-        stacks = {rank: stack for rank, stack in self.stacks.items() if rank in of}
-        self.done(Examination(self.seen, stacks, self.waited_s, self.still_s))
+    def ask(self, *, stacks: bool, whole: bool) -> None:
+        self.done(Examination(self.seen, self.stacks if stacks else {}, self.waited_s, self.still_s))
 
 
 class Watch:
@@ -106,19 +103,12 @@ def test_a_report_without_a_late_rank_is_written_again_with_it(tmp_path: Path) -
     assert watch.after(8) <= 1  # the next warning, and no other report
 
 
-def test_a_stopped_rank_is_blamed_if_ranks_wait_for_it_in_two_looks() -> None:
-    """A second apart: a job that is suspended as a whole is stopped, and continued, rank by rank."""
-    now = [100.0]
-    stopped = StoppedRanks(lambda: now[0])
-
-    def looks(state: str) -> list[bool]:
-        ranks = [seen(0, waits=True), seen(1, waits=False, state=state)]
-        found = []
-        for _ in range(3):
-            if stopped.ask_for_look([1]):
-                found.append(stopped.are_to_blame(diagnose(ranks), ranks))
-            now[0] += 0.6
-        return found
-
-    assert looks("T") == [False, True]
-    assert looks("S") == [False, False]
+def test_stopped_rank_is_named_once_before_a_wait_is_long() -> None:
+    watch = Watch(warn_after_s=10.0)
+    watch.ranks.seen[1] = seen(1, waits=False, state="T")
+    assert [watch.after(1), watch.after(4), watch.after(20)] == [0, 1, 0]
+    assert "rank 1 is stopped (state T)" in watch.said[0]
+    watch.ranks.seen[1] = seen(1, waits=True)
+    watch.after(4)
+    watch.ranks.seen[1] = seen(1, waits=False, state="T")
+    assert watch.after(4) == 1

@@ -311,8 +311,9 @@ class Agent:
             case StacksOrder():
                 self._ask(list(self.ranks), lambda request: self._send_stacks(request.late))
             case Examine():
-                parts = [part for part, rank in self.ranks.items() if rank.plan.rank in order.of]
-                self._ask(parts, lambda _: self._answer(order))
+                # A rank that is stopped writes only when it goes on.
+                runs = [part for part, rank in self.ranks.items() if processes.state_of(rank.pid) not in ("T", "t")]
+                self._ask(runs if order.stacks else [], lambda _: self._answer(order))
             case Look():
                 if self.observer is not None:
                     self.say(self.observer.look_closely(order))

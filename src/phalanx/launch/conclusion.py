@@ -48,7 +48,7 @@ class Ended:
         overdue: the ranks that were killed because they did not end in time, by how long they had.
         refusal: why the job could not be started or watched, as it is printed, with the exit code; None if it could.
         last_lines: the last lines of the output of each rank that was not shown.
-        stopped_at: gives the ranks that were stopped (state T) at a time.
+        stopped: the ranks that were stopped (state T) when the first one failed.
     """
 
     ranks: Sequence[RankState]
@@ -60,7 +60,7 @@ class Ended:
     overdue: Mapping[float, Sequence[int]]
     refusal: tuple[str, int] | None
     last_lines: Mapping[int, Sequence[str]]
-    stopped_at: Callable[[float], Sequence[int]]
+    stopped: Sequence[int]
 
     @property
     def finished(self) -> list[int]:
@@ -170,7 +170,7 @@ def _differing_calls(ended: Ended, cause: Failure) -> list[str]:
             return differing
     nothing = Recording(0, -1, 0, -1, "", 0, ())  # of a rank that has not come to a group so far
     every = {rank.number: found.get(rank.number, nothing) for rank in ended.ranks}
-    return disagreement(every, cause.rank, cause.time * 1e9, ended.stopped_at(cause.time), ended.finished)
+    return disagreement(every, cause.rank, cause.time * 1e9, ended.stopped, ended.finished)
 
 
 def _give(job: Job, rank: int, text: str, code: int, console: Console, hand_over: HandOver | None) -> None:

@@ -1,20 +1,16 @@
-"""Watches the ranks of a job for one that does not go on, says who keeps it, and writes a report.
+"""Watch the ranks of a job for one that does not go on, say who keeps it, and write a report.
 
-The agents look at the ranks' flight recorders a few times between two warnings: at how many operations each has begun,
-and whether the last is under way (``observer.py``). Only when a rank has been in one operation for long are the
-recordings read, and the ranks that the others wait for asked where they are (``examination.py``). For a report all are
-asked. On a busy machine one may not say it in time: then the report is written without it, and written again once it
-has said so.
-
-A rank that computes for long cannot be told apart from one that hangs. So the line says only what is seen: for whom the
-others wait, and where that one is. It is repeated ever more seldom. A rank that is stopped does not go on by itself, so
-the line on it comes sooner (``stopped_ranks.py``), and once.
+An agent says when one of its ranks has been in one operation for long (``observer.py``). Then all agents are asked what
+their ranks do and where they are (``examination.py``). A rank that computes for long cannot be told from one that
+hangs, so the line says only for whom the others wait, and where that one is; it is repeated ever more seldom. A rank
+that a signal has stopped does not go on by itself, so the line on it comes sooner, and once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import platform
 import shlex
 import time
@@ -28,9 +24,8 @@ from phalanx.diagnosis.diagnose import HangDiagnosis, calls_that_differ, diagnos
 from phalanx.diagnosis.divergence import divergence
 from phalanx.diagnosis.snapshot import RankSnapshot
 from phalanx.diagnosis.stacks import format_stack, frames_in, place_in
-from phalanx.launch.examination import Examination, Examiner, Pace
+from phalanx.launch.examination import Examination, Examiner
 from phalanx.launch.job.job import Job
-from phalanx.launch.stopped_ranks import StoppedRanks
 from phalanx.settings import VERSION
 from phalanx.system.files import own_folder
 from phalanx.words import format_named
@@ -42,11 +37,11 @@ if TYPE_CHECKING:
 __all__ = ["HangWatch"]
 
 _AGAIN = 4  # each warning of one wait comes when it has lasted so many times longer than at the last
-_MOST_ASKED = 4  # of those that wait, one for each line, for a warning
-# How long after a report that lacks ranks all are asked again, twice as long each time, and how often.
-_FILLED_AFTER_S, _MOST_FILLED = 2.0, 5
-# How long before the end of a wait the last look at the ranks may have been, and more on a busy machine.
-_LAST_LOOK_S = 4.0
+# A report that lacks ranks, on a busy machine, is tried again so much later, and so often.
+_REPORT_AGAIN_S, _MOST_REPORTS = 3.0, 5
+# How long ranks have been stopped before it is asked who waits for them: a job that is suspended as a whole is stopped
+# and continued rank by rank. If nobody waits, the next question comes after twice the pause, up to the second.
+_STOPPED_S, _LONGEST_PAUSE_S = 1.0, 64.0
 
 
 class HangWatch:
@@ -67,39 +62,34 @@ class HangWatch:
         self._job, self._say, self._clock = job, say, clock
         self._wanted = job.diagnosis
         self._on = not self._wanted.why_unwatched(is_python=job.target.is_python, ranks=job.ranks)
-        self._next = clock() + self._wanted.look_every_s
-        self._warn_at_s = self._wanted.ask_after_s  # the next warning comes after a wait of so many seconds
-        self._reported = False
-        self._asked_at: float | None = None
-        self._asks_for_stacks = False
-        self._was_awaited = False  # whether some rank was, before the ranks were asked where they are
-        self._wants_report = False
-        self._report_not_before = 0.0
-        self._report: Path | None = None  # the one on the present wait
-        self._lacking: list[int] = []
-        self._filled = 0
+        self._look_at = clock() + self._wanted.look_every_s
+        self._is_asking = self._asks_for_stacks = self._asks_for_report = False
         self._begun_at = time.time()
-        self._stopped = StoppedRanks(clock)
-        self._seen_stopped: tuple[int, ...] = ()
-        self._seen_stopped_at = -_LAST_LOOK_S
+        self._stopped: Sequence[int] = ()
+        self._told: Sequence[int] = ()  # the stopped ranks that a line has named
+        self._ask_of_stopped_at, self._pause_s = math.inf, _STOPPED_S
+        self._forget_wait()
+
+    def _forget_wait(self) -> None:
+        self._warn_at_s = self._wanted.ask_after_s  # the next warning comes after a wait of so many seconds
+        self._report: Path | None = None  # the one on the present wait
+        self._lacking: list[int] = []  # the ranks that are not in it
+        self._reports_left = _MOST_REPORTS if self._wanted.report_dir else 0
+        self._report_not_before = 0.0
 
     def due_in_s(self) -> float | None:
         """Return when :meth:`look` has something to do; None for never."""
-        return max(0.0, self._next - self._clock()) if self._on else None
+        return max(0.0, self._look_at - self._clock()) if self._on else None
 
-    def stopped_at(self, at: float) -> Sequence[int]:
-        """List the ranks that were stopped (state T) when others that waited failed, as far as it was seen.
-
-        Args:
-            at: when that was, on the clock.
-        """
-        return self._seen_stopped if at - self._seen_stopped_at <= _LAST_LOOK_S else ()
+    def look_soon(self) -> None:
+        """Look at the next turn: an agent has said that ranks wait."""
+        self._look_at = self._clock()
 
     def look(self) -> None:
         """Look at the ranks, if it is time to."""
-        if self._on and self._clock() >= self._next:
+        if self._on and self._clock() >= self._look_at:
             with self._guarded():
-                self._look()
+                self._look(self._clock())
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -107,125 +97,97 @@ class HangWatch:
         try:
             yield
         except Exception as error:
-            self._on, self._asked_at = False, None
+            self._on = False
             self._say(f"the job goes on, but nothing more is said of ranks that wait: {type(error).__name__}: {error}")
 
-    def _look(self) -> None:
-        now = self._clock()
-        self._next = now + self._wanted.look_every_s
-        if self._asked_at is not None:
+    def _look(self, now: float) -> None:
+        self._look_at = now + self._wanted.look_every_s
+        if self._is_asking:
             return
         pace = self.examiner.look()
+        still_s = min(pace.still_s, pace.waited_s)
         if pace.waited_s < self._wanted.ask_after_s:
-            self._warn_at_s, self._reported = self._wanted.ask_after_s, False
-            self._report, self._filled = None, 0
-            self._wants_report = False
-        else:
-            long_enough = min(pace.still_s, pace.waited_s) >= self._wanted.report_after_s
-            self._wants_report = not self._reported and long_enough and now >= self._report_not_before
-        if pace.stopped:
-            self._seen_stopped, self._seen_stopped_at = pace.stopped, now
-        looks_closely = self._stopped.ask_for_look(pace.stopped)
-        self._next = now + self._look_again_in_s(pace, now)
-        if pace.waited_s >= self._warn_at_s or self._wants_report or looks_closely:
-            self._ask((), (), for_stacks=False)
-
-    def _look_again_in_s(self, pace: Pace, now: float) -> float:
-        until_report_s = self._wanted.report_after_s - min(pace.still_s, pace.waited_s)
-        until_close_look_s = self._stopped.next_at - now
-        return self._wanted.look_again_in_s(self._warn_at_s - pace.waited_s, until_report_s, until_close_look_s)
-
-    def _ask(self, of: Sequence[int], skip: Sequence[int], *, for_stacks: bool) -> None:
-        self._asked_at, self._asks_for_stacks = self._clock(), for_stacks
-        self.examiner.ask(of, skip, whole=self._wants_report)
-
-    def look_soon(self) -> None:
-        """Look at the next turn: an agent has said that ranks wait."""
-        self._next = self._clock()
+            self._forget_wait()
+        if pace.stopped != self._stopped:
+            self._stopped, self._pause_s = pace.stopped, _STOPPED_S
+            self._ask_of_stopped_at = now + _STOPPED_S if pace.stopped else math.inf
+            self._told = self._told if pace.stopped else ()
+        warns, asks_of_stopped = pace.waited_s >= self._warn_at_s, now >= self._ask_of_stopped_at
+        self._asks_for_report = (
+            still_s >= max(self._wanted.report_after_s, self._wanted.ask_after_s)
+            and self._reports_left > 0
+            and now >= self._report_not_before
+        )
+        if asks_of_stopped:
+            self._ask_of_stopped_at = now + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        self._look_at = now + self._wanted.look_again_in_s(
+            self._warn_at_s - pace.waited_s, self._wanted.report_after_s - still_s, self._ask_of_stopped_at - now
+        )
+        self._asks_for_stacks = warns or self._asks_for_report
+        if self._asks_for_stacks or asks_of_stopped:
+            self._is_asking = True
+            self.examiner.ask(stacks=self._asks_for_stacks, whole=self._asks_for_report)
 
     def examined(self, found: Examination) -> None:
-        """Take an answer of the examiner's."""
-        with self._guarded():
-            self._examined(found)
-
-    def _examined(self, found: Examination) -> None:
-        """Ask the ranks on which it depends where they are; or if they have been asked, say what was found."""
-        asked_at, self._asked_at = self._asked_at, None
-        if asked_at is None:
-            return
-        report_after_s = self._wanted.report_after_s
-        if self._wants_report and found.still_s < report_after_s:
-            # Ranks of a host on which nobody waits have moved.
-            self._report_not_before = self._clock() + report_after_s - found.still_s
-            self._wants_report = False
-        if self._asks_for_stacks:
-            self._tell(found)
-            return
-        verdict = diagnose(found.ranks)
-        certain = self._stopped.are_to_blame(verdict, found.ranks)
-        self._next = min(self._next, self._stopped.next_at)
-        if verdict is None or not (found.waited_s >= self._warn_at_s or self._wants_report):
-            if verdict is not None and certain:
-                self._say_it(verdict, found)  # without stacks, for a stopped rank has none to give
-            return  # or else they went on meanwhile
-        # One that is stopped would write where it is when it goes on, and the line would wait for that.
-        running = [
-            seen.rank for seen in found.ranks if not seen.ended and not seen.silent and seen.state not in ("T", "t")
-        ]
-        asked = running if self._wants_report else [*verdict.awaited, *_one_for_each_line(verdict, found.ranks)]
-        self._was_awaited = bool(verdict.awaited)
-        self._ask([rank for rank in running if rank in asked], found.silent, for_stacks=True)
+        """Take an answer of the examiner's, and say who waits for whom."""
+        self._is_asking = False
+        if self._on:
+            with self._guarded():
+                self._tell(found)
 
     def _tell(self, found: Examination) -> None:
-        """Say who waits for whom."""
+        report_after_s = self._wanted.report_after_s
+        if found.still_s < report_after_s:
+            # Ranks of a host on which nobody waits have moved.
+            self._asks_for_report = False
+            self._report_not_before = self._clock() + report_after_s - found.still_s
         seen = [_placed(rank, found.stacks.get(rank.rank, "")) for rank in found.ranks]
         verdict = diagnose(seen)
-        if verdict is None or found.waited_s < self._wanted.ask_after_s:
+        if verdict is None:
             return  # they went on meanwhile
-        if self._was_awaited and not verdict.awaited:
-            return  # they have all come meanwhile; if that does not go on, the next look finds it
-        differing = _differing(verdict, seen)
-        if not differing or set(verdict.awaited) <= set(verdict.waiting):
-            # Else the ranks are at different lines because their calls differed.
-            verdict = replace(verdict, hint=divergence(verdict, seen, own_folder(), self._begun_at))
-        if found.waited_s >= self._warn_at_s:
-            is_first = self._warn_at_s == self._wanted.ask_after_s
+        states = {rank.rank: rank.state for rank in seen}
+        all_stopped = bool(verdict.waiting) and all(states.get(rank) == "T" for rank in verdict.awaited)
+        stopped = verdict.awaited if all_stopped else ()
+        warns = self._asks_for_stacks and found.waited_s >= self._warn_at_s
+        says = bool(stopped) and stopped != self._told
+        if warns:
+            # The first line on a wait is not said if one on stopped ranks has said the same.
+            says = says or not (stopped and self._warn_at_s == self._wanted.ask_after_s)
             self._warn_at_s = max(found.waited_s, self._wanted.warn_after_s) * _AGAIN
-            if not (is_first and self._stopped.are_told(verdict, seen)):
-                self._say_it(verdict, found, differing)
-        if self._wants_report:
-            self._reported = True
-            if self._wanted.report_dir:
-                self._report_on(verdict, seen, found.stacks)
+        differing: list[str] = []
+        if warns or self._asks_for_report:
+            differing = _differing(verdict, seen)
+            if not differing or set(verdict.awaited) <= set(verdict.waiting):
+                # Else the ranks are at different lines because their calls differed.
+                verdict = replace(verdict, hint=divergence(verdict, seen, own_folder(), self._begun_at))
+        if says:
+            self._told = stopped
+            said = f"{verdict.sentence}, for {found.waited_s:.0f} s now{verdict.advice}"
+            self._say("\n  ".join([said, *differing]))
+        if self._asks_for_report and found.waited_s >= self._wanted.ask_after_s:
+            self._write_report(verdict, seen, found.stacks)
 
-    def _say_it(self, verdict: HangDiagnosis, found: Examination, differing: Sequence[str] = ()) -> None:
-        said = f"{verdict.sentence}, for {found.waited_s:.0f} s now{verdict.advice}"
-        self._say("\n  ".join([said, *differing]))
-        self._stopped.note_told(verdict, found.ranks)
-
-    def _report_on(self, verdict: HangDiagnosis, seen: Sequence[RankSnapshot], stacks: Mapping[int, str]) -> None:
+    def _write_report(self, verdict: HangDiagnosis, seen: Sequence[RankSnapshot], stacks: Mapping[int, str]) -> None:
         """Write the report, or write it again if it lacks fewer ranks now."""
         lacking = [rank.rank for rank in seen if _says_nothing(rank, stacks)]
-        if self._report is None or len(lacking) < len(self._lacking):
-            self._report = self._write(verdict, seen, stacks)
-            self._lacking = lacking
-            if self._report is not None:
-                but = f" ({format_named('rank', lacking)} did not answer)" if lacking else ""
-                read = f"phalanx report {shlex.quote(str(self._wanted.report_dir))} (--html FILE makes a page)"
-                self._say(f"{self._report} has every rank's stack and operations{but}; read it with: {read}")
-        if self._report is not None and lacking and self._filled < _MOST_FILLED:
-            self._reported = False
-            self._report_not_before = self._clock() + _FILLED_AFTER_S * 2**self._filled
-            self._filled += 1
-
-    def _write(self, verdict: HangDiagnosis, seen: Sequence[RankSnapshot], stacks: Mapping[int, str]) -> Path | None:
+        self._reports_left = self._reports_left - 1 if lacking else 0
+        self._report_not_before = self._clock() + _REPORT_AGAIN_S
+        if self._report is not None and len(lacking) >= len(self._lacking):
+            return
         from phalanx.diagnosis.report import write_report
 
+        folder = self._wanted.report_dir
         try:
-            return write_report(Path(self._wanted.report_dir), self._as_report(verdict, seen, stacks), self._report)
+            self._report = write_report(Path(folder), self._as_report(verdict, seen, stacks), self._report)
         except OSError as error:
-            self._say(f"the report on this could not be written to {self._wanted.report_dir}: {error.strerror}")
-            return None
+            self._reports_left = 0
+            self._say(f"the report on this could not be written to {folder}: {error.strerror}")
+            return
+        self._lacking = lacking
+        but = f" ({format_named('rank', lacking)} did not answer)" if lacking else ""
+        read = f"phalanx report {shlex.quote(str(folder))} (--html FILE makes a page)"
+        self._say(f"{self._report} has every rank's stack and operations{but}; read it with: {read}")
 
     def leave(self, recordings: Mapping[int, Recording], hosts: Sequence[str]) -> None:
         """Leave the ranks' operations at the end of the job, for ``phalanx timeline``, if there are any.
@@ -280,12 +242,3 @@ def _differing(verdict: HangDiagnosis, seen: Sequence[RankSnapshot]) -> list[str
     now_ns = time.monotonic_ns()
     found = (calls_that_differ(recordings, rank, now_ns) for rank in (*verdict.awaited, *verdict.waiting))
     return next(filter(None, found), [])
-
-
-def _one_for_each_line(verdict: HangDiagnosis, seen: Sequence[RankSnapshot]) -> list[int]:
-    """Choose one waiting rank for each line; its stack shows how it has come there."""
-    lines: dict[str, int] = {}
-    for rank in seen:
-        if rank.rank in verdict.waiting and rank.operation is not None:
-            lines.setdefault(rank.operation.site, rank.rank)
-    return list(lines.values())[:_MOST_ASKED]

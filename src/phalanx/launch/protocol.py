@@ -169,12 +169,12 @@ class Examine(Order):
 
     Attributes:
         number: the question's.
-        of: the ranks that are to write their stacks.
+        stacks: whether the ranks are to write their stacks.
         records: how many operations of each rank are wanted.
     """
 
     number: int
-    of: list[int]
+    stacks: bool
     records: int
 
 

@@ -163,6 +163,7 @@ class Supervisor:
         self.held: list[int] = []  # signals that came before the ranks were started
         self.overdue: dict[float, list[int]] = {}
         self.refusal: tuple[str, int] | None = None
+        self.stopped: Sequence[int] = ()  # the ranks that were stopped when the first one failed
         self.stacks_wanted: list[tuple[set[int], dict[int, str], list[int]]] = []  # by the user, from these agents
         self.hangs = HangWatch(job, self.console.say)
         self.notice = ShutdownNotice(self.console.say)
@@ -170,7 +171,7 @@ class Supervisor:
         self.starter = starter(self)
         self.agents = self.starter.agents
         self.agent_of = {number: agent for agent in self.agents for number in agent.numbers}
-        self.examiner = Examiner(self.agents, self._hosts, self.send, self.hangs.examined)
+        self.examiner = Examiner(self.agents, lambda: self.rows, self.send, self.hangs.examined)
         self.hangs.examiner = self.examiner
         self.looks = LookServer(job.run_id, self.selector, self.agents, self.send)
         self.reader = job.reader or 0
@@ -561,6 +562,7 @@ class Supervisor:
     def _settle(self) -> None:
         """Give the others a moment to report what they know of a failure, then end them."""
         if not self.ending and self.settle_until is None and self.started_at is not None:
+            self.stopped = self.examiner.look().stopped
             self.settle_until = time.monotonic() + SETTLE_S
             self.cause_until = self.settle_until + CAUSE_S
 
@@ -691,5 +693,5 @@ class Supervisor:
                 for rank in self.ranks
                 if not shown(rank.number) and not self.job.keeps_terminal(rank.number)
             },
-            stopped_at=self.hangs.stopped_at,
+            stopped=self.stopped,
         )
