@@ -66,10 +66,9 @@ from phalanx.launch.protocol import (
     WantsInput,
     decode_order,
 )
-from phalanx.launch.rank.held_signals import HeldSignals
 from phalanx.launch.rank.preload import preload
 from phalanx.launch.rank.start import RankEnds, RankStart, enter_rank, leave_siblings, report_name
-from phalanx.launch.rank.trace import StackRequest, Trace, last_call, last_operation, last_recording, open_trace
+from phalanx.launch.rank.trace import StackRequest, Trace, last_recording, open_trace
 from phalanx.system import processes
 from phalanx.system.foreign_values import read_json
 from phalanx.system.limits import count_oom_kills
@@ -94,6 +93,10 @@ _MOST_WAITING = 1 << 20
 _LARGEST_RECORDING = 1 << 22
 # How long what has been said may take to leave this host once the job is over.
 _LAST_WORDS_S = 1.0
+# How long after its start a rank, or the program that it becomes, may take to set a handler for the user's signals. The
+# kernel reports no change of a process's handlers, so the agent looks again and again, but only while it holds a
+# signal.
+_HANDLERS_S, _HANDLERS_LOOK_S = 20.0, 0.05
 _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _HANDLED = (*_ASKED, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGCHLD, signal.SIGCONT)
 
@@ -108,7 +111,6 @@ class Rank:
         report: the memfd into which it writes why it failed.
         outputs: the pipes of its output that are open, with the kind of their blocks.
         sent: its report as far as it was sent.
-        failed_at: when it failed, as the report says.
         kill_at: when it is killed, and how long it then had; None for never.
         asked_by: the signals by which it was asked to end, before it had begun to.
         last_errors: the end of its standard error.
@@ -119,7 +121,6 @@ class Rank:
     report: int
     outputs: dict[int, bytes]
     sent: bytes = b""
-    failed_at: float = math.inf
     kill_at: tuple[float, float] | None = None
     asked_by: set[int] = field(default_factory=set)
     last_errors: bytes = b""
@@ -148,7 +149,8 @@ class Agent:
         self.compiled: tuple[CodeType | None, ModuleSpec | None] | None = None
         self.trace = Trace(-1, "")
         self.observer: Observer | None = None
-        self.held = HeldSignals()
+        self.held: list[tuple[int, int]] = []  # the user's signals to ranks that have no handler yet, by part
+        self.handlers_by = 0.0  # until when such a signal waits
         self.questions: deque[tuple[list[int], float, Callable[[StackRequest], None]]] = deque()
         self.request: tuple[StackRequest, Callable[[StackRequest], None]] | None = None
         self.feed = Feed()
@@ -222,17 +224,16 @@ class Agent:
         """Return when :meth:`act_on_time` has something to do."""
         kills = [rank.kill_at[0] for rank in self.ranks.values() if rank.kill_at is not None]
         observed = self.observer.look_at if self.observer is not None and self.ranks else None
-        return [min(kills, default=None), observed, self.request[0].look_at if self.request is not None else None]
+        held = time.monotonic() + _HANDLERS_LOOK_S if self.held else None
+        return [min(kills, default=None), observed, held, self.request[0].look_at if self.request is not None else None]
 
     def _due_in_s(self) -> float | None:
         due = [when - time.monotonic() for when in self.due_at() if when is not None]
-        held_s = self.held.due_in_s()
-        due += [] if held_s is None else [held_s]
         return max(0.0, min(due)) if due else None
 
     def act_on_time(self, now: float) -> None:
         """Do what is due."""
-        self.held.send({part: rank.pid for part, rank in self.ranks.items()})
+        self._send_held(now)
         for rank in self.ranks.values():
             if rank.kill_at is not None and rank.kill_at[0] <= now:
                 grace_s, rank.kill_at = rank.kill_at[1], None
@@ -247,6 +248,21 @@ class Agent:
                 self._ask_next()
         if self.observer is not None and (waits := self.observer.look(now)) is not None:
             self.say(waits)
+
+    def _send_held(self, now: float) -> None:
+        """Send the user's signals to the ranks that have a handler, or have had the time to set one.
+
+        One that comes during a start or a restart would end the job. What ranks have started, such as a loader's
+        workers, need not handle the signal, so it goes to the ranks alone.
+        """
+        held, self.held = dict.fromkeys(self.held), []
+        for part, signum in held:
+            rank = self.ranks.get(part)
+            if rank is not None and now < self.handlers_by and not processes.handles(rank.pid, signum):
+                self.held.append((part, signum))
+            elif rank is not None:
+                with contextlib.suppress(PermissionError):  # it has become a program of another user
+                    os.kill(rank.pid, signum)
 
     def _balance(self) -> None:
         """Wait for room on the link while bytes wait for it, and let the ranks wait while too many do."""
@@ -307,7 +323,7 @@ class Agent:
                 else:
                     end()
             case SignalOrder():
-                self.held.add(self.ranks, order.signal)
+                self.held += [(part, order.signal) for part in self.ranks]
             case StacksOrder():
                 self._ask(list(self.ranks), lambda request: self._send_stacks(request.late))
             case Examine():
@@ -455,7 +471,7 @@ class Agent:
             processes.release_input()  # the ranks of a further attempt read on where those of this one have stopped
         self.pids = {part: rank.pid for part, rank in self.ranks.items()}
         self.observer = Observer(self.trace, [plan.rank for plan in order.ranks], self.pids, order.watch_after_s)
-        self.held.begin()
+        self.handlers_by = time.monotonic() + _HANDLERS_S
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self.say(Started(pids=list(self.pids.values())))
         if fed >= 0:
@@ -635,7 +651,6 @@ class Agent:
         out_of_memory, self.oom_kills = status == -signal.SIGKILL and killed > self.oom_kills, killed
         records = self.start.records if status == 0 else max(self.start.records, 1024)
         recording = last_recording(trace, part, records) if self.start.target.is_python else None
-        failed_at = min(at, rank.failed_at)
         event = Exited(
             rank=rank.plan.rank,
             status=status,
@@ -643,8 +658,6 @@ class Agent:
             out_of_memory=out_of_memory,
             stage=int(trace.stage(part)),
             asked=trace.asked(part),
-            operation=last_operation(trace, part, failed_at) if status != 0 else "",
-            call=last_call(trace, part) if status != 0 else {},
             stack=trace.take([part]).get(part, ""),
             recording=within(_LARGEST_RECORDING, recording, records),
         )
@@ -660,11 +673,10 @@ class Agent:
         data = os.pread(rank.report, os.fstat(rank.report).st_size, 0)
         if data and data != rank.sent:
             # It may not be complete yet, and a script may have written anything.
-            with contextlib.suppress(ValueError, TypeError, AttributeError):
-                report = read_json(data)
-                rank.failed_at = float((report.get("phalanx") or {}).get("time") or math.inf)
-                rank.sent = data
-                self.say(Reported(rank=rank.plan.rank, report=report))
+            with contextlib.suppress(ValueError):
+                if isinstance(report := read_json(data), dict):
+                    rank.sent = data
+                    self.say(Reported(rank=rank.plan.rank, report=report))
 
     def _kill_everything(self) -> None:
         """Kill and reap every descendant, however many processes lie between, and forget the attempt."""
@@ -675,6 +687,7 @@ class Agent:
             os.close(rank.report)
         self._close_feed()
         self.questions.clear()
+        self.held.clear()
         if self.observer is not None:
             self.observer.close()
         self.request = self.observer = None

@@ -153,9 +153,20 @@ def _explain(job: Job, ended: Ended) -> tuple[Failure, str]:
         asked=ended.ranks[cause.rank].asked,
         log=job.output.log_of(cause.rank),
         last_lines=ended.last_lines.get(cause.rank),
-        last=ended.ranks[cause.rank].operation,
+        last=_last_operation(ended.ranks[cause.rank].recording, cause.time),
         parted=_differing_calls(ended, cause),
     )
+
+
+def _last_operation(recording: Recording | None, at: float) -> str:
+    """A rank's last operation in words, for the block about its failure at that time; empty if it has recorded none."""
+    last = recording.last if recording is not None else None
+    if last is None:
+        return ""
+    since_s = max(0.0, at - (last.entered_ns if last.under_way else last.left_ns) / 1e9)
+    if last.under_way:
+        return f"it was in {last.text()}, for {since_s:.1f} s"
+    return f"its last operation, {last.text()}, {'failed' if last.failed else 'was done'} {since_s:.1f} s before"
 
 
 def _differing_calls(ended: Ended, cause: Failure) -> list[str]:

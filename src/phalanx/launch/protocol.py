@@ -263,8 +263,6 @@ class Exited(Event):
         out_of_memory: whether the kernel killed it because its cgroup had no memory left.
         stage: how far it had come (``rank/trace.py``).
         asked: what it had asked another process for, and waited for.
-        operation: its last operation, in words, if it failed.
-        call: the same for the errors of other ranks.
         stack: where it was, if it was asked.
         recording: its last operations.
         by_others: MPI's launcher wanted it to end.
@@ -277,8 +275,6 @@ class Exited(Event):
     out_of_memory: bool = False
     stage: int = 0
     asked: str = ""
-    operation: str = ""
-    call: dict[str, Any] = {}
     stack: str = ""
     recording: Any = None
     by_others: bool = False

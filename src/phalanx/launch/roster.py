@@ -37,7 +37,7 @@ class RankState:
         pid: its process on its host; 0 before it was forked.
         end: how it ended; None while it has not.
         report: why it failed, as it has said; None if it has not.
-        stage, asked, operation, stack: what its agent said of it when it ended.
+        stage, asked, stack: what its agent said of it when it ended.
         recording: its last operations, on this host's clock; None if there are none.
     """
 
@@ -49,7 +49,6 @@ class RankState:
     report: Report | None = None
     stage: Stage = Stage.STARTED
     asked: str = ""
-    operation: str = ""
     stack: str = ""
     recording: Recording | None = None
 

@@ -83,6 +83,7 @@ from phalanx.launch.running.server import LookServer
 from phalanx.launch.services import Input, StoreOnDemand
 from phalanx.launch.starters.contract import Starter
 from phalanx.system import processes
+from phalanx.system.files import own_folder
 from phalanx.topology.table import RankRow, format_rank_table
 from phalanx.words import format_named
 
@@ -534,15 +535,17 @@ class Supervisor:
 
     def _on_exited(self, agent: AgentState, event: Exited) -> None:
         rank = self.ranks[event.rank]
-        rank.stage, rank.asked, rank.operation = Stage(event.stage), event.asked, event.operation
-        rank.stack = event.stack
+        rank.stage, rank.asked, rank.stack = Stage(event.stage), event.asked, event.stack
         rank.recording = received_recording(event.recording, agent.later)
         several = len(set(self._hosts())) > 1
         if event.status == 0 and self.store is not None:
             self.store.ended(rank.number, self.rows[rank.number].host if several else "")
         if event.status != 0 and not self.ending and several and agent.here is not None:
             # The ranks of other hosts cannot see how it has ended.
-            known = {"host": agent.here.name, "pid": rank.pid, "status": event.status, **event.call}
+            known = {"host": agent.here.name, "pid": rank.pid, "status": event.status}
+            if rank.recording is not None and (last := rank.recording.last) is not None:
+                line = os.path.join(own_folder(), last.site) if last.site else ""
+                known |= {"last_operation": last.text(), "last_line": line, "was_in_it": last.under_way}
             for other in self.agents:
                 if other is not agent and not other.over:
                     self.send(other, EndedElsewhere(known=known))

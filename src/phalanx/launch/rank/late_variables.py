@@ -1,15 +1,13 @@
-"""Variables that a script sets before it imports torch, in a rank whose torch was imported before the rank existed.
+"""Variables that a script sets before it imports torch, in a rank that was forked with torch imported.
 
-Under ``python script`` such a variable (``OMP_NUM_THREADS``, ``TORCH_DISTRIBUTED_DEBUG``) is read while torch is
-imported. In a rank it would come too late. So torch is hidden from the script until the script's own ``import torch``;
-at that moment the variables are compared with those that the rank was started with. What can still be applied is
-applied, and rank 0 says of the rest that it has no effect.
+Under ``python script`` such a variable (``OMP_NUM_THREADS``) is read while torch is imported. So torch is hidden until
+the script's own ``import torch``. Then what has changed since the rank's start is applied where it can be, and rank 0
+says of the rest that it has no effect.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.abc
 import importlib.machinery
 import os
@@ -23,24 +21,22 @@ from phalanx.words import format_list, tell
 __all__ = ["apply_threads", "hide_torch", "restore_torch"]
 
 # Variables that libraries read while they are loaded, and that cannot be changed afterwards.
-_TOO_LATE = (
+_TOO_LATE = {
     "ATEN_CPU_CAPABILITY",
     "OPENBLAS_NUM_THREADS",
     "PYTORCH_JIT",
     "TORCH_COMPILE_DEBUG",
+    "TORCH_CPP_LOG_LEVEL",
     "TORCH_DEVICE_BACKEND_AUTOLOAD",
     "TORCH_DISABLE_NATIVE_JIT",
     "TORCH_DISTRIBUTED_USE_TORCHCOMMS",
     "TORCH_USE_RTLD_GLOBAL",
-)
+}
 _TOO_LATE_FAMILIES = ("OMP_", "GOMP_", "KMP_", "NPY_", "NUMPY_")
 
 
 def hide_torch(quiet: bool, imported: Callable[[], None]) -> None:
-    """Have the next import of torch, or of a part of it, noticed, and ``imported`` called. Does nothing without torch.
-
-    ``quiet`` has no note printed.
-    """
+    """Have ``imported`` called at the next import of torch, if there is one; ``quiet`` has no note printed."""
     modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"}
     if "torch" in modules:
         sys.meta_path.insert(0, _HiddenTorch(modules, quiet, imported))
@@ -88,13 +84,12 @@ class _HiddenTorch(importlib.abc.Loader):
 
 def _apply(before: dict[str, str], quiet: bool) -> None:
     """Apply what the script has set since ``before``; say what cannot be applied."""
-    changed = {name for name, value in os.environ.items() if before.get(name) != value}
-    changed |= before.keys() - os.environ.keys()
-    for names, apply in _APPLIED:
+    changed = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}
+    for names, apply in _APPLIED.items():
         if changed & set(names):
             apply()
-            changed -= set(names)
-    late = sorted(name for name in changed if name in _TOO_LATE or name.startswith(_TOO_LATE_FAMILIES))
+    families = {name for name in changed if name.startswith(_TOO_LATE_FAMILIES)}
+    late = sorted((changed & _TOO_LATE | families) - set(_THREADS))
     if late and not quiet:
         tell(
             f"note: the script sets {format_list(late)} before it imports torch, but phalanx run had imported torch "
@@ -106,8 +101,7 @@ def apply_threads() -> None:
     """Give a torch that has been imported before the number of threads that the variables of this process ask for."""
     import torch
 
-    # In the order of at::get_num_threads: MKL's variable before OpenMP's.
-    for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"):
+    for name in _THREADS:
         first = os.environ.get(name, "").partition(",")[0].strip()
         if first.isdigit() and int(first) > 0:
             torch.set_num_threads(int(first))
@@ -118,17 +112,6 @@ def _apply_debug_level() -> None:
     from torch._C._distributed_c10d import set_debug_level_from_env
 
     set_debug_level_from_env()
-
-
-def _apply_log_level() -> None:
-    # The C++ function c10::initLogging() takes and returns nothing; it reads the variable again.
-    import torch._C
-
-    library = ctypes.CDLL(torch._C.__file__)
-    initialise = getattr(library, "_ZN3c1011initLoggingEv", None)
-    if initialise is not None:
-        initialise.restype = None
-        initialise()
 
 
 def _apply_logs() -> None:
@@ -143,10 +126,10 @@ def _apply_replacement() -> None:
     replace_as_asked()
 
 
-_APPLIED: tuple[tuple[tuple[str, ...], Callable[[], None]], ...] = (
-    (("OMP_NUM_THREADS", "MKL_NUM_THREADS"), apply_threads),
-    (("TORCH_DISTRIBUTED_DEBUG",), _apply_debug_level),
-    (("TORCH_CPP_LOG_LEVEL",), _apply_log_level),
-    (("TORCH_LOGS", "TORCH_LOGS_OUT"), _apply_logs),
-    ((settings.REPLACE,), _apply_replacement),
-)
+_THREADS = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")  # in the order of at::get_num_threads
+_APPLIED: dict[tuple[str, ...], Callable[[], None]] = {
+    _THREADS: apply_threads,
+    ("TORCH_DISTRIBUTED_DEBUG",): _apply_debug_level,
+    ("TORCH_LOGS", "TORCH_LOGS_OUT"): _apply_logs,
+    (settings.REPLACE,): _apply_replacement,
+}

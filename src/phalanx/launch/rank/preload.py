@@ -1,13 +1,12 @@
 """Import what every rank needs once, before the ranks are forked, and do not tear it down in each of them.
 
-An interpreter that ends empties every module. In a rank this copies most of the pages that the ranks share: 22,800 page
-faults, 0.1 s of each rank's end. So the modules that were imported here are taken out of ``sys.modules`` when a rank
-has run its exit handlers, which leaves 12,400. The script's own modules are emptied as always, so files that it left
-open are written out and the finalisers of its objects run.
+An interpreter that ends empties every module, which in a rank copies most of the pages that the ranks share. So the
+modules that were imported here are taken out of ``sys.modules`` when a rank has run its exit handlers, and torch's own
+finalisers do not run. The script's modules are emptied as always: files that it left open are written out, and the
+finalisers of its objects run.
 
-A Gloo thread that has just finished an operation needs the interpreter for a moment more, and aborts the process (as it
-does under torchrun) if that is gone. So modules that may hold a process group, and torch's exit-time finalisers (half
-of the remaining faults), are spared only if every other thread of the rank is asleep.
+A Gloo thread that has just finished an operation needs the interpreter for a moment more, and aborts the process if
+that is gone. So modules that may hold a process group are spared only if every other thread of the rank is asleep.
 """
 
 from __future__ import annotations
@@ -24,15 +23,16 @@ import weakref
 from types import ModuleType
 
 from phalanx.launch.rank.late_variables import restore_torch
+from phalanx.system.processes import state_of_thread
 from phalanx.words import tell
 
 __all__ = ["import_for_ranks", "preload"]
 
 _HOLD_GROUPS = ("torch.distributed", "phalanx")
-_CHECK_S = 0.001
+
+_CHECK_S, _MOST_CHECKS = 0.001, 20
 
 _preloaded: list[tuple[str, ModuleType]] = []
-_finalisers: list[weakref.finalize[..., object]] = []
 
 
 def preload() -> None:
@@ -41,15 +41,13 @@ def preload() -> None:
     Raises:
         Exception: whatever importing torch raises.
     """
-    before, earlier = set(sys.modules), set(_all_finalisers())
+    before, earlier = set(sys.modules), set(_finalisers())
     # Exit handlers run in reverse order, so this one runs after those of all modules that are imported from here on.
     atexit.register(_leave_alone, os.getpid())
     import_for_ranks()
     _preloaded.extend((name, module) for name, module in sys.modules.items() if name not in before)
-    _finalisers.extend(finaliser for finaliser in _all_finalisers() if finaliser not in earlier)
-    # This runs before the finalisers, which are one exit handler too, and after the script's handlers, which may end
-    # threads.
-    atexit.register(_spare_finalisers, os.getpid())
+    for finaliser in set(_finalisers()) - earlier:
+        finaliser.atexit = False
 
 
 def import_for_ranks() -> None:
@@ -75,40 +73,25 @@ def import_for_ranks() -> None:
         )
 
 
-def _all_finalisers() -> list[weakref.finalize[..., object]]:
-    # Without this attribute of the standard library the finalisers run, which only takes longer.
-    return list(getattr(weakref.finalize, "_registry", ()))
-
-
-def _spare_finalisers(preloader: int) -> None:
-    if os.getpid() == preloader:
-        return
-    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C has nothing to end here, and would print this module's lines
-        if _others_rest():
-            for finaliser in _finalisers:
-                finaliser.atexit = False
+def _finalisers() -> list[weakref.finalize[..., object]]:
+    return list(getattr(weakref.finalize, "_registry", ()))  # without this attribute they run, which takes longer
 
 
 def _others_rest() -> bool:
-    """Tell whether all other threads sleep, also after this one has given them the interpreter, twice."""
-    own = str(threading.get_native_id())
+    """Tell whether all other threads sleep, twice in a row, after this one has given them the interpreter."""
+    own, rested = str(threading.get_native_id()), 0
     with contextlib.suppress(OSError):  # the script has used up its descriptors
-        for _ in range(2):
+        for _ in range(_MOST_CHECKS):
             others = [task for task in os.listdir("/proc/self/task") if task != own]
-            if others:
-                time.sleep(_CHECK_S)
-            if not all(map(_sleeps, others)):
-                return False
-        return True
+            if not others or rested == 2:
+                return True
+            time.sleep(_CHECK_S)
+            rested = rested + 1 if all(map(_sleeps, others)) else 0
     return False
 
 
-def _sleeps(task: str) -> bool:
-    try:
-        with open(f"/proc/self/task/{task}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] == "S"
-    except (FileNotFoundError, ProcessLookupError):
-        return True  # it has ended since
+def _sleeps(thread: str) -> bool:
+    return state_of_thread(os.getpid(), int(thread)) in ("S", "")  # or has ended since
 
 
 def _leave_alone(preloader: int) -> None:

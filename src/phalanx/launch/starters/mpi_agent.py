@@ -128,7 +128,7 @@ class MpiAgent(Agent):
             self._kill_with_shim()
         for signum in signals:
             if signum in PASSED_ON:
-                self.held.add(self.ranks, signum)
+                self.held += [(part, signum) for part in self.ranks]
             else:
                 self._ask_later(signum)
 
