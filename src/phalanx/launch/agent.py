@@ -67,7 +67,7 @@ from phalanx.launch.protocol import (
     decode_order,
 )
 from phalanx.launch.rank.preload import preload
-from phalanx.launch.rank.start import RankEnds, RankStart, enter_rank, leave_siblings, report_name
+from phalanx.launch.rank.start import RankStart, enter_rank, leave_siblings, report_name
 from phalanx.launch.rank.trace import StackRequest, Trace, last_recording, open_trace
 from phalanx.system import processes
 from phalanx.system.foreign_values import read_json
@@ -441,7 +441,6 @@ class Agent:
             try:
                 (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
                 report = os.memfd_create(report_name(order.run_id, plan.rank))
-                ends = RankEnds(out_write, err_write, report, self.trace.descriptor)
                 parent, pid = os.getpid(), os.fork()
             except OSError as error:
                 signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -456,7 +455,7 @@ class Agent:
                 for descriptor in (out_read, err_read, feed, *(() if plan.reads else (fed,))):
                     if descriptor >= 0:
                         os.close(descriptor)
-                return self._become(order, part, plan, ends, parent, input_of)
+                return self._become(order, part, plan, (out_write, err_write), report, parent, input_of)
             for descriptor in (out_write, err_write):
                 os.close(descriptor)
             for descriptor in (out_read, err_read):
@@ -478,7 +477,9 @@ class Agent:
             self.say(WantsInput())
         return None
 
-    def _become(self, order: Start, part: int, plan: RankPlan, ends: RankEnds, parent: int, input_of: int) -> RankStart:
+    def _become(
+        self, order: Start, part: int, plan: RankPlan, outputs: tuple[int, int], report: int, parent: int, input_of: int
+    ) -> RankStart:
         """Become a rank, in its fork: keep only what it uses."""
         self.forget()
         environment = self.environment_of(order, plan)
@@ -489,7 +490,20 @@ class Agent:
             os.dup2(input_of, 0)
             os.close(input_of)
         target = dataclasses.replace(order.target, argv=plan.argv)
-        start = RankStart(plan, target, order.run_id, environment, ends, code, spec, parent, part, order.quiet)
+        start = RankStart(
+            plan=plan,
+            target=target,
+            run_id=order.run_id,
+            environment=environment,
+            code=code,
+            spec=spec,
+            parent=parent,
+            part=part,
+            quiet=order.quiet,
+            outputs=outputs,
+            report=report,
+            trace=self.trace.descriptor,
+        )
         enter_rank(start, self.handlers, self.file_limit)
         if order.target.is_python and order.preload:
             leave_siblings(start)
