@@ -98,7 +98,7 @@ CAUSE_S = 1.0
 STALLED_READER_S = 1.0
 # Agents end their ranks within the grace; one that reports nothing for this much longer is given up.
 _SILENCE_S = 6.0
-_PING_EVERY_S = 2.0
+_PING_EVERY_S = 1.0
 # How many operations all ranks leave together for ``phalanx timeline``, and the fewest of each.
 _LEFT, _FEWEST_LEFT, _LEFT_FOR_ERRORS = 16384, 16, 128
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -318,7 +318,7 @@ class Supervisor:
     def _turn(self) -> None:
         now = time.monotonic()
         if now >= self.ping_at:
-            # It continues an agent that somebody has stopped, and that would hide the end of a rank.
+            # It shows when a host is out of reach, and continues an agent that somebody has stopped.
             self.ping_at = now + _PING_EVERY_S
             for agent in self.agents:
                 self.send(agent, Ping())
@@ -326,7 +326,6 @@ class Supervisor:
             self.ping_at,
             self.settle_until,
             self.give_up_at,
-            self.links.look_at,
             self.examiner.due_at,
             self.looks.due_at,
             self.starter.due_at(),
@@ -350,7 +349,6 @@ class Supervisor:
         self.looks.act(now)
         if self.started_at is not None and not self.ending:
             self.hangs.look()
-        self.links.look(now)
         unread = self.console.out.closed or self.console.err.closed
         if not unread:
             self.notice.look(self._unended, self._why_it_ends)

@@ -15,7 +15,7 @@ import socket
 import struct
 import time
 
-__all__ = ["LOOK_S", "SILENT_S", "Acknowledged", "unanswered_s"]
+__all__ = ["LOOK_S", "SILENT_S", "Acknowledged"]
 
 # How often a connection is looked at, and for how long a host must be silent until the connection is broken.
 LOOK_S = 0.5
@@ -61,23 +61,3 @@ class Acknowledged:
         self._since = max(self._since, now - heard_ms_ago / 1000)
         self.is_silent = now - self._since >= SILENT_S
         return now - self._since
-
-
-def unanswered_s(sock: socket.socket) -> float:
-    """For how long nothing has been heard of the other host while something is on its way to it; 0 if nothing is.
-
-    It is the time since the last acknowledgement, also one of the kernel's probes before anything was sent. So what is
-    sent to a host that is out of reach already does not begin that time anew.
-
-    Args:
-        sock: a connection that the kernel probes (:class:`phalanx.wire.sockets.KeepAlive`).
-
-    Returns:
-        The time in seconds.
-    """
-    try:
-        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
-    except OSError:  # it has been closed
-        return 0.0
-    _, unacknowledged, heard_ms_ago = _INFO.unpack(info)
-    return max(1.0, heard_ms_ago) / 1000 if unacknowledged else 0.0

@@ -1,8 +1,8 @@
 """Which rank broke, how, and where: from exit codes and reports to one block of text.
 
 When one rank fails, the others soon fail because of it, and the kernel reports their ends in any order. The block names
-the rank that failed first. A rank that raised an exception wrote down when the exception left the script, which is well
-before its process ended; a rank that was killed could not, so its time is when the launcher noticed its end.
+the rank that failed first: by the time at which its exception left the script, or, of a rank that was killed, at which
+the launcher noticed its end.
 """
 
 from __future__ import annotations
@@ -99,8 +99,7 @@ def as_report(content: dict[str, Any], own_time: Callable[[float], float]) -> Re
         # Written by torch's @record, in a process that the rank started; that process has printed its traceback.
         message = content["message"]
         text = message if isinstance(message, str) else message["message"]
-        said = Report("", text, "", True, None, 1)
-        return said if isinstance(text, str) else None
+        return Report("", text, "", True, None, 1) if isinstance(text, str) else None
     return None
 
 

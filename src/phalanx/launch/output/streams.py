@@ -1,21 +1,20 @@
 """The ranks' output on its way to the terminal, to files (``--log-dir``), or to both.
 
 There is a file for each rank, with all that it has written; with ``--restarts`` one for each attempt. Each line begins
-with the time at which it arrived, by the clock of the launcher's host, so that lines of ranks on different hosts can be
-compared; and with the stream that it was written to, as in the log files of Kubernetes::
+with the time at which it arrived, by the clock of the launcher's host, and with its stream, as in the log files of
+Kubernetes::
 
     2026-11-22T13:35:57.123+00:00 stdout loss 0.31
     2026-11-22T13:35:57.124+00:00 stderr UserWarning: ...
     2026-11-22T13:36:02.001+00:00 phalanx exit code 1
 
 Lines of ``phalanx`` say what is run, when and where the rank was started, why it failed, and how it ended. A file that
-exists is continued, because a job that is started anew after a failure must not erase the reason. Two jobs at a time
-would mix their lines, so the first one locks its files.
+exists is continued, because a job that is started anew must not erase the reason. Two jobs at a time would mix their
+lines, so the first one locks its files.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import shlex
@@ -45,25 +44,25 @@ class RankLog:
     def __init__(self, path: str, faults: list[str]) -> None:
         self._path = path
         self._faults = faults
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(descriptor)
+            self.close()
             raise
         except OSError:
             pass  # some file systems have no locks
-        self._sink = Sink(descriptor, {})
 
     def write(self, stream: str, lines: bytes) -> None:
         """Add whole lines, each with the time and the name of the stream."""
         if not lines:
             return
-        failed, self._sink.closed = self._sink.closed, False  # a disk that was full may have room again
         now = datetime.now().astimezone().isoformat(timespec="milliseconds")
-        self._sink.write(b"\n" * failed + mark_lines(lines, f"{now} {stream} ".encode()))
-        if self._sink.closed and not self._faults:
-            self._faults.append(f"{self._path} cannot be written: {self._sink.fault or 'it is gone'}")
+        try:
+            self._file.write(mark_lines(lines, f"{now} {stream} ".encode()))
+        except OSError as error:  # a disk that is full may have room again later
+            if not self._faults:
+                self._faults.append(f"{self._path} cannot be written: {error.strerror}")
 
     def note(self, text: str) -> None:
         """Add the launcher's own words, of one or several lines."""
@@ -71,8 +70,7 @@ class RankLog:
 
     def close(self) -> None:
         """Close the file."""
-        with contextlib.suppress(OSError):
-            os.close(self._sink.descriptor)
+        self._file.close()
 
 
 class LogFiles:
@@ -110,7 +108,7 @@ class LogFiles:
             ) from error
 
     def note_start(self, job: Job, hosts: Sequence[str], pids: Sequence[int]) -> None:
-        """Note in each file on which host its rank has been started; the rank may have written something before."""
+        """Note in each file on which host its rank has been started."""
         for rank, log in enumerate(self.ranks):
             log.note(f"started on host {hosts[rank]}, pid {pids[rank]}")
             if job.keeps_terminal(rank):
