@@ -1,4 +1,4 @@
-"""The agents and ranks of one attempt, as the supervisor knows them, and its links to the agents."""
+"""The agents of one attempt, as the supervisor knows them, and its links to them."""
 
 from __future__ import annotations
 
@@ -8,43 +8,12 @@ import selectors
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from phalanx.launch.link import IN, Link, Lost
-from phalanx.launch.output.failure import End, Report
-from phalanx.launch.output.streams import RankStream
+from phalanx.launch.output.failure import RankState
 from phalanx.launch.protocol import Here, Order
-from phalanx.launch.rank.trace import Stage
 
-if TYPE_CHECKING:
-    from phalanx.diagnosis.snapshot import Recording
-
-__all__ = ["AgentState", "Links", "RankState"]
-
-
-@dataclass(eq=False)
-class RankState:
-    """A rank.
-
-    Attributes:
-        number: its number in the world.
-        pid: its process on its host; 0 before it was forked.
-        end: how it ended; None while it has not.
-        report: why it failed, as it has said; None if it has not.
-        stage, asked, stack: what its agent said of it when it ended.
-        recording: its last operations, on this host's clock; None if there are none.
-    """
-
-    number: int
-    out: RankStream
-    err: RankStream
-    pid: int = 0
-    end: End | None = None
-    report: Report | None = None
-    stage: Stage = Stage.STARTED
-    asked: str = ""
-    stack: str = ""
-    recording: Recording | None = None
+__all__ = ["AgentState", "Links"]
 
 
 @dataclass(eq=False)

@@ -21,6 +21,8 @@ All that is known of an attempt is in one object, so nothing of it is left when 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import os
 import selectors
 import signal
@@ -31,21 +33,13 @@ from types import FrameType
 
 from phalanx.diagnosis.stacks import format_stacks
 from phalanx.errors import OUT_OF_MEMORY_HINT, LaunchError
-from phalanx.launch.conclusion import Ended, HandOver, ShutdownNotice, conclude, conclude_attempt, failed, why_it_ends
+from phalanx.launch.conclusion import Ended, HandOver, conclude, conclude_attempt, failed, who_is_awaited
 from phalanx.launch.examination import Examiner, received_recording
 from phalanx.launch.hang_watch import HangWatch
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.target import Refusal
 from phalanx.launch.link import MESSAGE, OUT, split_rank
-from phalanx.launch.output.failure import (
-    End,
-    Failure,
-    Report,
-    as_report,
-    collect_failures,
-    describe_status,
-    lacks_cause,
-)
+from phalanx.launch.output.failure import End, RankState, Report, as_report, describe_status, lacks_cause
 from phalanx.launch.output.logs import Console, Sink
 from phalanx.launch.output.streams import LogFiles, last_lines, open_streams
 from phalanx.launch.protocol import (
@@ -76,8 +70,7 @@ from phalanx.launch.protocol import (
     WantsInput,
     decode_event,
 )
-from phalanx.launch.rank.trace import Stage
-from phalanx.launch.roster import AgentState, Links, RankState
+from phalanx.launch.roster import AgentState, Links
 from phalanx.launch.running.jobs import Description
 from phalanx.launch.running.server import LookServer
 from phalanx.launch.services import Input, StoreOnDemand
@@ -99,6 +92,8 @@ STALLED_READER_S = 1.0
 # Agents end their ranks within the grace; one that reports nothing for this much longer is given up.
 _SILENCE_S = 6.0
 _PING_EVERY_S = 1.0
+# After how long it is said for whom the launcher waits: ranks have as long by default after a failure.
+_NOTICE_S = 5.0
 # How many operations all ranks leave together for ``phalanx timeline``, and the fewest of each.
 _LEFT, _FEWEST_LEFT, _LEFT_FOR_ERRORS = 16384, 16, 128
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -151,15 +146,16 @@ class Supervisor:
         self.wakeup = os.pipe()
         self.selector = selectors.DefaultSelector()
         self.rows = job.rows()
-        self.ranks = [
-            RankState(rank, out, err) for rank, (out, err) in enumerate(open_streams(job, self.console, logs))
-        ]
+        self.ranks = [RankState(rank) for rank in range(job.ranks)]
+        self.streams = open_streams(job, self.console, logs)
         self.interrupted: int | None = None
         self.interrupted_again = self.going = self.ending = self.over = False
         self.started_at: float | None = None
         self.settle_until: float | None = None
         self.cause_until = 0.0
         self.give_up_at: float | None = None
+        self.asked_at = self.kill_at = math.inf  # when the ranks were first told to end, and when they are killed
+        self.notice_at: float | None = None
         self.ping_at = time.monotonic() + _PING_EVERY_S
         self.held: list[int] = []  # signals that came before the ranks were started
         self.overdue: dict[float, list[int]] = {}
@@ -167,7 +163,6 @@ class Supervisor:
         self.stopped: Sequence[int] = ()  # the ranks that were stopped when the first one failed
         self.stacks_wanted: list[tuple[set[int], dict[int, str], list[int]]] = []  # by the user, from these agents
         self.hangs = HangWatch(job, self.console.say)
-        self.notice = ShutdownNotice(self.console.say)
         self.links = Links(self.selector, self.take, self._on_lost)
         self.starter = starter(self)
         self.agents = self.starter.agents
@@ -247,17 +242,17 @@ class Supervisor:
         self.hangs.leave(
             {rank.number: rank.recording for rank in self.ranks if rank.recording is not None}, self._hosts()
         )
-        ended = self._ended()
+        ended = self._explained()
         goes_on = not self.job.attempt.is_last and failed(ended, self.console)
         self._dismiss(stays=goes_on and self.job.is_local)
         if goes_on and self.interrupted is None:
-            conclude_attempt(self.job, ended, self.console)
+            conclude_attempt(ended, self.console)
             self._act_on_signals()  # one may have come while that was written
             if self.interrupted is None:
                 return None
         if goes_on and self.job.is_local:
             self._dismiss(stays=False)
-        code = conclude(self.job, self._ended(), self.console, hand_over)
+        code = conclude(self._explained(), self.console, hand_over)
         signal.set_wakeup_fd(-1)
         return code
 
@@ -326,12 +321,13 @@ class Supervisor:
             self.ping_at,
             self.settle_until,
             self.give_up_at,
+            self.notice_at,
             self.examiner.due_at,
             self.looks.due_at,
             self.starter.due_at(),
         ]
         timeouts = [max(0.0, when - now) for when in due if when is not None]
-        parts = (self.hangs.due_in_s(), self.notice.due_in_s(), self.console.redraw_in_s())
+        parts = (self.hangs.due_in_s(), self.console.redraw_in_s())
         timeouts += [timeout for timeout in parts if timeout is not None]
         for key, _ in self.selector.select(0.0 if self.signals else min(timeouts, default=None)):
             key.data()
@@ -350,16 +346,18 @@ class Supervisor:
         if self.started_at is not None and not self.ending:
             self.hangs.look()
         unread = self.console.out.closed or self.console.err.closed
-        if not unread:
-            self.notice.look(self._unended, self._why_it_ends)
-        elif not self.ending:
+        if unread and not self.ending:
             self._order(signal.SIGTERM)
+        if self.notice_at is not None and now >= self.notice_at:
+            self.notice_at = None
+            if text := who_is_awaited(self._ended(), self.kill_at - now):
+                self.console.say(text)
         if self.logs.faults and not self.logs.said:
             self.logs.said = True
             self.console.say(f"warning: {self.logs.faults[0]}; the job goes on, and lines are lost while that lasts")
         if self.settle_until is not None and (now >= self.settle_until or not self._unended()):
             self.settle_until = None
-            if not self.ending and now < self.cause_until and lacks_cause([(r.end, r.report) for r in self.ranks]):
+            if not self.ending and now < self.cause_until and lacks_cause(self.ranks):
                 self.settle_until = now + SETTLE_S
             elif not self.ending:
                 # Those whose script has failed are not signalled, so that their exit handlers can finish.
@@ -384,7 +382,7 @@ class Supervisor:
                 self._hear(agent, decode_event(data))
             else:
                 rank, block = split_rank(data)
-                (self.ranks[rank].out if kind == OUT else self.ranks[rank].err).feed(block)
+                self.streams[rank][kind != OUT].feed(block)
 
     def _on_lost(self, agent: AgentState, silent: bool) -> None:
         """Act on the end of a link."""
@@ -533,7 +531,7 @@ class Supervisor:
 
     def _on_exited(self, agent: AgentState, event: Exited) -> None:
         rank = self.ranks[event.rank]
-        rank.stage, rank.asked, rank.stack = Stage(event.stage), event.asked, event.stack
+        rank.stage, rank.asked, rank.stack = event.stage, event.asked, event.stack
         rank.recording = received_recording(event.recording, agent.later)
         several = len(set(self._hosts())) > 1
         if event.status == 0 and self.store is not None:
@@ -552,8 +550,8 @@ class Supervisor:
 
     def _on_end(self, rank: RankState, end: End) -> None:
         rank.end = end
-        rank.out.close()
-        rank.err.close()
+        for stream in self.streams[rank.number]:
+            stream.close()
         if rank.number == self.reader and not self.job.is_local:
             self.input.release()
         self.logs.note_end(rank.number, describe_status(end.status), rank.report)
@@ -622,7 +620,10 @@ class Supervisor:
         for agent in self.agents:
             self.send(agent, EndOrder(signal=int(signum), grace_s=grace_s, spare=list(spare), where=asked))
         self.give_up_after(grace_s + _SILENCE_S)
-        self.notice.begin(grace_s)
+        now = time.monotonic()
+        self.asked_at = min(self.asked_at, now)
+        self.kill_at = min(self.kill_at, now + grace_s)  # a later order gives nobody more time
+        self.notice_at = now + _NOTICE_S if self.kill_at - now > _NOTICE_S else None
 
     def give_up_after(self, patience_s: float) -> None:
         """Count agents as lost that have not ended their ranks within so many seconds."""
@@ -666,31 +667,27 @@ class Supervisor:
     def _unended(self) -> list[int]:
         return [rank.number for rank in self.ranks if rank.end is None]
 
-    def _why_it_ends(self) -> str:
-        said, _ = self.refusal or ("", 0)
-        return why_it_ends(self.interrupted, said, self._failures(), self._hosts())
-
-    def _failures(self) -> list[Failure]:
-        return collect_failures((rank.pid or None, rank.end, rank.report) for rank in self.ranks)
-
     def is_failing(self) -> bool:
         """Tell whether the job is ending for a known reason; what is said after it is about the consequences."""
         return self.ending or any(rank.report is not None or (rank.end and rank.end.status) for rank in self.ranks)
 
+    def _explained(self) -> Ended:
+        ended = self._ended()
+        return dataclasses.replace(ended, refusal=ended.refusal or self.starter.explain(ended.failures))
+
     def _ended(self) -> Ended:
         shown = self.job.output.shows
-        failures = self._failures()
         return Ended(
+            job=self.job,
             ranks=self.ranks,
-            failures=failures,
-            asked_at=self.notice.begun_at,
+            asked_at=self.asked_at,
             hosts=self._hosts(),
             started_at=self.started_at,
             interrupted=self.interrupted,
             overdue=self.overdue,
-            refusal=self.refusal or self.starter.explain(failures),
+            refusal=self.refusal,
             last_lines={
-                rank.number: last_lines((rank.out, rank.err))
+                rank.number: last_lines(self.streams[rank.number])
                 for rank in self.ranks
                 if not shown(rank.number) and not self.job.keeps_terminal(rank.number)
             },

@@ -12,18 +12,20 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import OUT_OF_MEMORY_HINT
 from phalanx.system.foreign_values import checked
 from phalanx.words import format_named
 
+if TYPE_CHECKING:
+    from phalanx.diagnosis.snapshot import Recording
+
 __all__ = [
     "End",
-    "Failure",
+    "RankState",
     "Report",
     "as_report",
-    "collect_failures",
     "describe_lost_agent",
     "describe_status",
     "failure_in_short",
@@ -119,76 +121,80 @@ class End:
     out_of_memory: bool = False
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A rank that did not end well.
+@dataclass(eq=False)
+class RankState:
+    """A rank of a job, as the supervisor knows it.
 
     Attributes:
-        status: as of :class:`End`; None while it still runs.
-        time: when it failed.
-        report: its own report; None if it wrote none.
-        ended_by_launcher: it had not failed when the launcher ended the job.
-        out_of_memory: as of :class:`End`.
+        number: its number in the world.
+        pid: its process on its host; 0 before it was forked.
+        end: how it ended; None while it has not.
+        report: why it failed, as it has said; None if it has not.
+        stage, asked, stack: what its agent said of it when it ended.
+        recording: its last operations, on this host's clock; None if there are none.
     """
 
-    rank: int
-    pid: int
-    status: int | None
-    time: float
+    number: int
+    pid: int = 0
+    end: End | None = None
     report: Report | None = None
-    ended_by_launcher: bool = False
-    out_of_memory: bool = False
+    stage: int = 0
+    asked: str = ""
+    stack: str = ""
+    recording: Recording | None = None
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether it has ended with exit code 0."""
+        return self.end is not None and self.end.status == 0
+
+    @property
+    def failed_at(self) -> float:
+        """The time of its failure; its exit handlers may have run for long before it ended."""
+        if self.report is not None and self.report.time is not None:
+            return self.report.time
+        return self.end.at if self.end is not None else 0.0
+
+    @property
+    def ended_by_launcher(self) -> bool:
+        """Whether it had not failed when the launcher ended the job."""
+        reported = self.report is not None and self.report.time is not None
+        return self.end is not None and self.end.by_launcher and not reported
 
     @property
     def has_failed(self) -> bool:
         """Whether it has failed by now, and the launcher has not ended it."""
-        return not self.ended_by_launcher and (self.status is not None or self.report is not None)
+        ended = self.end is not None and not self.ended_well
+        return (ended or self.report is not None) and not self.ended_by_launcher
 
     @property
     def exit_code(self) -> int:
         """The launcher's exit code if this failure is the cause; 128 + signal for a signal, as in a shell."""
-        if self.status is not None and self.status > 0:
-            return self.status
+        status = self.end.status if self.end is not None else 0
+        if status > 0:
+            return status
         if self.report is not None:
             # The rank had raised already, and the launcher may have killed it before it had exited.
             return self.report.code
-        return 128 - (self.status or 0) if self.status else 1
+        return 128 - status if status else 1
 
 
-def collect_failures(ranks: Iterable[tuple[int | None, End | None, Report | None]]) -> list[Failure]:
-    """The failures among all ranks, given in order as pid, end and report; a rank without a pid was never started."""
-    failures = []
-    for rank, (pid, end, report) in enumerate(ranks):
-        if pid is None or (end is not None and end.status == 0):
-            continue
-        # A report has the time of the failure; the rank may have run exit handlers for long before it ended.
-        reported_at = report.time if report is not None else None
-        if end is None:
-            failures.append(Failure(rank, pid, None, reported_at or 0.0, report))
-        else:
-            by_launcher = end.by_launcher and reported_at is None
-            when = end.at if reported_at is None else reported_at
-            failures.append(Failure(rank, pid, end.status, when, report, by_launcher, end.out_of_memory))
-    return failures
-
-
-def find_cause(failures: Iterable[Failure]) -> Failure:
+def find_cause(failures: Iterable[RankState]) -> RankState:
     """Find the earliest failure that is no consequence; or else the earliest consequence, or the launcher's doing."""
 
-    def order(failure: Failure) -> tuple[bool, bool, float, int]:
-        report = failure.report
-        consequence = report is not None and report.consequence
-        noticed_late = NOTICE_DELAY_S if report is None else 0.0
-        return failure.ended_by_launcher, consequence, failure.time - noticed_late, failure.rank
+    def order(failure: RankState) -> tuple[bool, bool, float, int]:
+        consequence = failure.report is not None and failure.report.consequence
+        noticed_late = NOTICE_DELAY_S if failure.report is None else 0.0
+        return failure.ended_by_launcher, consequence, failure.failed_at - noticed_late, failure.number
 
     return min(failures, key=order)
 
 
-def lacks_cause(ranks: Sequence[tuple[End | None, Report | None]]) -> bool:
+def lacks_cause(ranks: Sequence[RankState]) -> bool:
     """Tell whether the failed ranks only say that another one has gone, which may be one that has not ended."""
-    if any(end is not None and end.status == 0 for end, _ in ranks):
+    if any(rank.ended_well for rank in ranks):
         return False  # it has left them alone, and there is no other cause
-    failed = [report for end, report in ranks if end or report]
+    failed = [rank.report for rank in ranks if rank.end or rank.report]
     return all(report is not None and report.consequence for report in failed) and len(failed) < len(ranks)
 
 
@@ -215,19 +221,18 @@ def describe_lost_agent(code: int, pid: int, host: str) -> tuple[str, int]:
     )
 
 
-def failure_in_short(cause: Failure, host: str) -> str:
+def failure_in_short(cause: RankState, host: str) -> str:
     """``rank 1 on h1 failed: ValueError: no data``, while the block about it cannot be printed yet."""
-    return f"rank {cause.rank} on {host} failed: {_why(cause)}"
+    return f"rank {cause.number} on {host} failed: {_why(cause)}"
 
 
 def format_failure(
-    cause: Failure,
-    others: Iterable[Failure],
+    cause: RankState,
+    others: Iterable[RankState],
     *,
     ranks: int,
     host: str,
     started: float,
-    asked: str = "",
     log: str = "",
     last_lines: Sequence[str] | None = None,
     last: str = "",
@@ -241,7 +246,6 @@ def format_failure(
         ranks: the world size.
         host: that of the failed rank.
         started: when the ranks were started.
-        asked: what the failed rank had asked another process for, and waited for.
         log: the file that has the failed rank's output; empty if there is none.
         last_lines: the last lines of its output, if that was not shown; None if it was.
         last: its last operation, in words.
@@ -249,14 +253,14 @@ def format_failure(
     """
     report = cause.report
     reason = f": {_reason(report)}" if report is not None and _reason(report) else ""
-    lines = [f"phalanx: rank {cause.rank} of {ranks} failed{reason}"]
-    elapsed = max(0.0, cause.time - started)
+    lines = [f"phalanx: rank {cause.number} of {ranks} failed{reason}"]
+    elapsed = max(0.0, cause.failed_at - started)
     lines.append(f"  host {host}, pid {cause.pid}, {elapsed:.1f} s after the start, {_ending(cause)}")
     if last and report is None:  # else its traceback says where
         lines.append(f"  {last}")
     lines += [f"  {line}" for line in parted]
-    if asked:
-        lines.append(f"  it was waiting for {asked}")
+    if cause.asked:
+        lines.append(f"  it was waiting for {cause.asked}")
     hint = _hint(cause, "above" if last_lines is None else "below")
     if hint:
         lines.append(f"  {hint}")
@@ -279,24 +283,24 @@ def _reason(report: Report) -> str:
     return line.removesuffix(":") if "\n" in report.message else line  # what follows the colon is in the traceback
 
 
-def _ending(cause: Failure) -> str:
-    if cause.report is None and cause.status is not None and cause.status < 0:
-        return describe_status(cause.status)
+def _ending(cause: RankState) -> str:
+    if cause.report is None and cause.end is not None and cause.end.status < 0:
+        return describe_status(cause.end.status)
     return f"exit code {cause.exit_code}"
 
 
-def _hint(cause: Failure, where: str) -> str:
+def _hint(cause: RankState, where: str) -> str:
     """Say what a user may think of first; ``where`` says where the output is."""
-    report, status = cause.report, cause.status
+    report, end = cause.report, cause.end
     if report is not None and report.exited:
         said = "with this text" if report.message else f"without a text; if it printed a reason, that is {where}"
         return f"it called sys.exit {said}"
     if report is not None:
         return f"its traceback was printed by the script itself, {where}" if report.shown else ""
-    if status is None or status >= 0:
+    if end is None or end.status >= 0:
         return f"it raised no Python exception; if it printed a reason, that is {where}"
     stack = f"the Python stack, if there is one, is {where}"
-    if cause.out_of_memory:
+    if end.out_of_memory:
         killed = "the kernel ran out of memory and killed it; use less memory per rank, or fewer ranks"
     else:
         killed = f"another process killed it; if none did, {OUT_OF_MEMORY_HINT}"
@@ -315,38 +319,38 @@ def _hint(cause: Failure, where: str) -> str:
         signal.SIGUSR2: unhandled,
         signal.SIGXCPU: "it has used up its limit of processor time (ulimit -t)",
     }
-    return hints.get(-status, "")
+    return hints.get(-end.status, "")
 
 
-def _aftermath(others: Iterable[Failure], known: str, most: int) -> list[str]:
+def _aftermath(others: Iterable[RankState], known: str, most: int) -> list[str]:
     """One line for all ranks that ended alike: failures in the order of their times, then what the launcher ended.
 
     ``known`` is what such a line would say of the rank that the block is about, whose reason is not repeated, and
     ``most`` how many lines may be spent on ranks; one more says how many kinds are left out.
     """
-    groups: dict[str, list[Failure]] = {}
-    for failure in sorted(others, key=lambda other: (other.ended_by_launcher, other.time)):
+    groups: dict[str, list[RankState]] = {}
+    for failure in sorted(others, key=lambda other: (other.ended_by_launcher, other.failed_at)):
         report = failure.report
         # Each rank may say in words of its own that another one has gone: one of them is enough.
         alike = report.type if report is not None and report.consequence else _aftermath_of(failure)
         groups.setdefault(alike, []).append(failure)
     lines = []
     for failures in groups.values():
-        ranks = format_named("rank", [failure.rank for failure in failures])
+        ranks = format_named("rank", [failure.number for failure in failures])
         text = _aftermath_of(failures[0])
         if text == known:
             text = "then failed with the same error"
         elif any(_aftermath_of(failure) != text for failure in failures):
-            text = f"then failed, rank {failures[0].rank} with {_why(failures[0])}"
+            text = f"then failed, rank {failures[0].number} with {_why(failures[0])}"
         lines.append(f"  {ranks} {text}")
     if len(lines) > most:
         lines = [*lines[:most], f"  and {len(lines) - most} more kinds of failure after that"]
     return lines
 
 
-def _aftermath_of(failure: Failure) -> str:
+def _aftermath_of(failure: RankState) -> str:
     return "ended by the launcher" if failure.ended_by_launcher else f"{_THEN}{_why(failure)}"
 
 
-def _why(failure: Failure) -> str:
+def _why(failure: RankState) -> str:
     return (_reason(failure.report) if failure.report is not None else "") or _ending(failure)

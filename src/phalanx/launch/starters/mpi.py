@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from phalanx import settings
 from phalanx.errors import LaunchError
 from phalanx.launch.job.target import Refusal
-from phalanx.launch.output.failure import Failure, signal_name
+from phalanx.launch.output.failure import RankState, signal_name
 from phalanx.launch.protocol import Here
 from phalanx.launch.roster import AgentState
 from phalanx.launch.starters.hosts import JoiningStarter
@@ -172,11 +172,11 @@ class MpiStarter(JoiningStarter):
         """See :class:`JoiningStarter`."""
         return _ASKED_S
 
-    def explain(self, failures: Sequence[Failure]) -> tuple[str, int] | None:
+    def explain(self, failures: Sequence[RankState]) -> tuple[str, int] | None:
         """Blame the MPI launcher if no rank has failed by itself: its output says why."""
         if not failures or any(failure.has_failed for failure in failures):
             return None
-        ranks = format_named("rank", [failure.rank for failure in failures])
+        ranks = format_named("rank", [failure.number for failure in failures])
         return f"phalanx: {self._describe_end()}, and {ranks} with it\n{self._said()}", self._exit_code()
 
     def _said(self) -> str:
