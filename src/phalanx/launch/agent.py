@@ -29,7 +29,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from types import CodeType
@@ -59,8 +59,6 @@ from phalanx.launch.protocol import (
     Refused,
     Reported,
     SignalOrder,
-    Stacks,
-    StacksOrder,
     Start,
     Started,
     WantsInput,
@@ -151,10 +149,9 @@ class Agent:
         self.observer: Observer | None = None
         self.held: list[tuple[int, int]] = []  # the user's signals to ranks that have no handler yet, by part
         self.handlers_by = 0.0  # until when such a signal waits
-        self.questions: deque[tuple[list[int], float, Callable[[StackRequest], None]]] = deque()
-        self.request: tuple[StackRequest, Callable[[StackRequest], None]] | None = None
-        self.feed = Feed()
-        self.hungry = False  # whether the selector waits for room in the feed
+        self.request: tuple[StackRequest, Callable[[], None]] | None = None
+        self.feed = -1  # the writing end of the standard input of the rank that reads
+        self.unwritten = b""  # the input that its pipe has not taken yet; the selector waits for room
         self.oom_kills = 0
         self.asked = 0  # the signal by which somebody but the supervisor has asked this process to end
         self.selector = selectors.DefaultSelector()
@@ -244,8 +241,7 @@ class Agent:
             request, then = self.request
             if request.look():
                 self.request = None
-                then(request)
-                self._ask_next()
+                then()
         if self.observer is not None and (waits := self.observer.look(now)) is not None:
             self.say(waits)
 
@@ -313,23 +309,17 @@ class Agent:
             case Start():
                 return self._start(order)
             case EndOrder():
-                self.questions.clear()
                 end = functools.partial(self.end, order.signal, order.grace_s, order.spare)
                 if order.where and self.ranks:
-                    # For the user, to whom it says where a job hangs. An answer that is open is not waited for.
-                    self.request = None
-                    self.questions.append((list(self.ranks), _STACKS_S, lambda _: end()))
-                    self._ask_next()
+                    self._ask(self.ranks, _STACKS_S, end)  # for the user, to whom it says where a job hangs
                 else:
                     end()
             case SignalOrder():
                 self.held += [(part, order.signal) for part in self.ranks]
-            case StacksOrder():
-                self._ask(list(self.ranks), lambda request: self._send_stacks(request.late))
             case Examine():
                 # A rank that is stopped writes only when it goes on.
                 runs = [part for part, rank in self.ranks.items() if processes.state_of(rank.pid) not in ("T", "t")]
-                self._ask(runs if order.stacks else [], lambda _: self._answer(order))
+                self._ask(runs if order.stacks else (), _STACKS_OF_RUNNING_S, lambda: self._answer(order))
             case Look():
                 if self.observer is not None:
                     self.say(self.observer.look_closely(order))
@@ -350,34 +340,18 @@ class Agent:
 
     # Where the ranks are.
 
-    def _ask(self, parts: list[int], then: Callable[[StackRequest], None]) -> None:
-        """Have ranks write their stacks, after those that were asked before, and go on when they have."""
-        self.questions.append((parts, _STACKS_OF_RUNNING_S, then))
+    def _ask(self, parts: Iterable[int], patience_s: float, then: Callable[[], None]) -> None:
+        """Have ranks write their stacks, and go on when they have. A question that is still open is given up."""
+        request = StackRequest(self.trace, {part: self.ranks[part].pid for part in parts}, patience_s)
+        self.request = (request, then) if request.late else None
         if self.request is None:
-            self._ask_next()
-
-    def _ask_next(self) -> None:
-        while self.questions and self.request is None:
-            parts, patience_s, then = self.questions.popleft()
-            request = StackRequest(self.trace, {p: self.ranks[p].pid for p in parts if p in self.ranks}, patience_s)
-            if request.late:
-                self.request = request, then
-            else:
-                then(request)
-
-    def _stacks(self) -> dict[int, str]:
-        if self.start is None or self.trace.descriptor < 0:
-            return {}
-        plans = self.start.ranks
-        return {plans[part].rank: text for part, text in self.trace.take(range(len(plans))).items()}
-
-    def _send_stacks(self, late: Sequence[int]) -> None:
-        numbers = [self.ranks[part].plan.rank for part in late if part in self.ranks]
-        self.say(Stacks(stacks=self._stacks(), late=numbers))
+            then()
 
     def _answer(self, question: Examine) -> None:
-        if self.observer is not None:
-            self.say(self.observer.answer(question, self._stacks()))
+        if self.observer is not None and self.start is not None:
+            plans = self.start.ranks
+            stacks = {plans[part].rank: text for part, text in self.trace.take(range(len(plans))).items()}
+            self.say(self.observer.answer(question, stacks))
 
     # Starting.
 
@@ -465,7 +439,7 @@ class Agent:
                 self._await_output(rank, descriptor)
         if fed >= 0:
             os.close(fed)
-            self.feed = Feed(feed)
+            self.feed = feed
         if order.is_last and not order.feeds_input:
             processes.release_input()  # the ranks of a further attempt read on where those of this one have stopped
         self.pids = {part: rank.pid for part, rank in self.ranks.items()}
@@ -564,32 +538,31 @@ class Agent:
                 self._close_output(rank, descriptor)
 
     def _give(self, data: bytes) -> None:
-        """Hand a block of input on; the empty one is the end."""
+        """Hand a block of input on when its reader has room for it; the empty one is the end."""
         if not data:
             self._close_feed()
-        elif self.feed.feed(data):
-            self.say(WantsInput())
-        self._watch_feed()
+        elif self.feed >= 0:
+            self.unwritten = data
+            self.selector.register(self.feed, selectors.EVENT_WRITE, self._write_input)
 
-    def _on_room(self) -> None:
-        if self.feed.hungry and self.feed.feed():
+    def _write_input(self) -> None:
+        try:
+            self.unwritten = self.unwritten[os.write(self.feed, self.unwritten) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._close_feed()  # nobody reads any more
+            return
+        if not self.unwritten:
+            self.selector.unregister(self.feed)
             self.say(WantsInput())
-        self._watch_feed()
-
-    def _watch_feed(self) -> None:
-        """Wait for room as long as input waits for it."""
-        if self.feed.hungry != self.hungry:
-            self.hungry = self.feed.hungry
-            if self.hungry:
-                self.selector.register(self.feed.descriptor, selectors.EVENT_WRITE, self._on_room)
-            elif self.feed.descriptor >= 0:  # a descriptor that is closed has left the selector
-                self.selector.unregister(self.feed.descriptor)
 
     def _close_feed(self) -> None:
-        if self.hungry:
-            self.selector.unregister(self.feed.descriptor)
-            self.hungry = False
-        self.feed.close()
+        if self.unwritten:
+            self.selector.unregister(self.feed)
+        if self.feed >= 0:
+            os.close(self.feed)
+        self.feed, self.unwritten = -1, b""
 
     # Ending.
 
@@ -700,7 +673,6 @@ class Agent:
             self._drain(rank)
             os.close(rank.report)
         self._close_feed()
-        self.questions.clear()
         self.held.clear()
         if self.observer is not None:
             self.observer.close()
@@ -715,45 +687,3 @@ class Agent:
         processes.end_descendants()
         self.link.finish(_LAST_WORDS_S)
         os._exit(code)
-
-
-class Feed:
-    """The writing end of a rank's standard input, which must not block the agent.
-
-    Args:
-        descriptor: the writing end of the pipe; -1 for a rank that gets no input.
-
-    Attributes:
-        descriptor: the same; -1 when the input has ended, or nobody reads it any more.
-    """
-
-    def __init__(self, descriptor: int = -1) -> None:
-        self.descriptor = descriptor
-        self._waiting = b""
-
-    @property
-    def hungry(self) -> bool:
-        """Tell whether something waits to be written."""
-        return bool(self._waiting)
-
-    def feed(self, data: bytes = b"") -> bool:
-        """Write as much as is taken; return whether all has been taken, so that more is welcome."""
-        if self.descriptor < 0:
-            return False
-        self._waiting += data
-        try:
-            written = os.write(self.descriptor, self._waiting) if self._waiting else 0
-        except BlockingIOError:
-            return False
-        except OSError:
-            self.close()  # nobody reads any more
-            return False
-        self._waiting = self._waiting[written:]
-        return not self._waiting
-
-    def close(self) -> None:
-        """Close it: the input has ended."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-        self.descriptor = -1
-        self._waiting = b""

@@ -56,8 +56,6 @@ __all__ = [
     "Refused",
     "Reported",
     "SignalOrder",
-    "Stacks",
-    "StacksOrder",
     "Start",
     "Started",
     "Unstarted",
@@ -158,10 +156,6 @@ class SignalOrder(Order):
     """Hand a signal of the user's on to the ranks."""
 
     signal: int
-
-
-class StacksOrder(Order):
-    """Send the stacks of all ranks, for the user."""
 
 
 class Examine(Order):
@@ -288,13 +282,6 @@ class Overdue(Event):
     grace_s: float
 
 
-class Stacks(Event):
-    """The stacks that ranks have written, by rank, and the ranks that have not."""
-
-    stacks: dict[int, str]
-    late: list[int]
-
-
 class Waits(Event):
     """For how long a rank has been in one operation, and none has moved; and which are stopped."""
 
@@ -355,14 +342,13 @@ class Over(Event):
     """No process of the job is left."""
 
 
-ORDERS = Start | EndOrder | SignalOrder | StacksOrder | Examine | Look | EndedElsewhere | LookUp | Invite | Ping | Leave
+ORDERS = Start | EndOrder | SignalOrder | Examine | Look | EndedElsewhere | LookUp | Invite | Ping | Leave
 EVENTS = (
     Here
     | Started
     | Reported
     | Exited
     | Overdue
-    | Stacks
     | Waits
     | Examined
     | Looked

@@ -34,7 +34,7 @@ from types import FrameType
 from phalanx.diagnosis.stacks import format_stacks
 from phalanx.errors import OUT_OF_MEMORY_HINT, LaunchError
 from phalanx.launch.conclusion import Ended, HandOver, conclude, conclude_attempt, failed, who_is_awaited
-from phalanx.launch.examination import Examiner, received_recording
+from phalanx.launch.examination import Examination, Examiner, received_recording
 from phalanx.launch.hang_watch import HangWatch
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.target import Refusal
@@ -61,8 +61,6 @@ from phalanx.launch.protocol import (
     Refused,
     Reported,
     SignalOrder,
-    Stacks,
-    StacksOrder,
     Start,
     Started,
     Unstarted,
@@ -161,13 +159,13 @@ class Supervisor:
         self.overdue: dict[float, list[int]] = {}
         self.refusal: tuple[str, int] | None = None
         self.stopped: Sequence[int] = ()  # the ranks that were stopped when the first one failed
-        self.stacks_wanted: list[tuple[set[int], dict[int, str], list[int]]] = []  # by the user, from these agents
+        self.stacks_wanted = False  # by the user, of the examination that is under way
         self.hangs = HangWatch(job, self.console.say)
         self.links = Links(self.selector, self.take, self._on_lost)
         self.starter = starter(self)
         self.agents = self.starter.agents
         self.agent_of = {number: agent for agent in self.agents for number in agent.numbers}
-        self.examiner = Examiner(self.agents, lambda: self.rows, self.send, self.hangs.examined)
+        self.examiner = Examiner(self.agents, lambda: self.rows, self.send, self._on_examined)
         self.hangs.examiner = self.examiner
         self.looks = LookServer(job.run_id, self.selector, self.agents, self.send)
         self.reader = job.reader or 0
@@ -409,7 +407,6 @@ class Supervisor:
             agent.over = True
             self.examiner.lose(agent)
             self.looks.lose(agent)
-            self._has_answered(agent)
             self.starter.on_lost(agent)
             for rank in agent.ranks:
                 if rank.end is None:
@@ -484,7 +481,6 @@ class Supervisor:
                 agent.over = True
                 self.examiner.lose(agent)
                 self.looks.lose(agent)
-                self._has_answered(agent)
                 for rank in agent.ranks:
                     if rank.end is None:
                         self._on_end(rank, End(-signal.SIGKILL, time.monotonic(), by_launcher=True))
@@ -492,14 +488,11 @@ class Supervisor:
                 self.refuse(Refusal(event.text, event.code))
             case Overdue():
                 self.overdue.setdefault(event.grace_s, []).append(event.rank)
-            case Stacks():
-                self._has_answered(agent, event)
             case Waits():
                 self.examiner.hear_waits(agent, event)
                 self.hangs.look_soon()
             case Examined():
-                if not self.ending:
-                    self.examiner.hear(agent, event)
+                self.examiner.hear(agent, event)
             case Looked():
                 self.looks.hear(agent, event)
             case WantsInput():
@@ -615,6 +608,7 @@ class Supervisor:
     def _order(self, signum: int, spare: Sequence[int] = ()) -> None:
         """Have the ranks ended."""
         self.ending = True
+        self.examiner.drop()
         asked = self.interrupted is not None and signum != signal.SIGKILL
         grace_s = 0.0 if signum == signal.SIGKILL else self.job.patience_s(signum if asked else None)
         for agent in self.agents:
@@ -637,32 +631,24 @@ class Supervisor:
             else:
                 self.held.append(signum)
         elif signum == signal.SIGQUIT:
-            asked = [agent for agent in self.agents if agent.link is not None and not agent.over]
-            self.stacks_wanted.append(({agent.number for agent in asked}, {}, []))
-            for agent in asked:
-                self.send(agent, StacksOrder())
+            self.stacks_wanted = True
+            self.examiner.ask(stacks=True, whole=False)
         else:
             for agent in self.agents:
                 self.send(agent, SignalOrder(signal=signum))
 
-    def _has_answered(self, agent: AgentState, answer: Stacks | None = None) -> None:
-        """Print where the ranks are once the last agent has said it, or will not do so any more."""
-        for waiting, stacks, late in self.stacks_wanted:
-            if agent.number in waiting:
-                waiting.discard(agent.number)
-                if answer is not None:
-                    stacks.update(answer.stacks)
-                    late += answer.late
-                    break
-        while self.stacks_wanted and not self.stacks_wanted[0][0]:
-            _, stacks, late = self.stacks_wanted.pop(0)
-            lines = format_stacks(dict(sorted(stacks.items())))
-            if late:
-                lines.append(f"{format_named('rank', late)} did not say where: stopped, or waiting for a core")
-            if not lines and not self.job.target.is_python:
+    def _on_examined(self, found: Examination) -> None:
+        if self.stacks_wanted:
+            self.stacks_wanted = False
+            lines = format_stacks(dict(sorted(found.stacks.items())))
+            late = [seen.rank for seen in found.ranks if not seen.ended and seen.rank not in found.stacks]
+            if not self.job.target.is_python:
                 lines = ["no rank runs Python code, so there are no stacks"]
-            if self.interrupted is None:
-                self.console.say("\n".join(lines or ["no rank says where it is: each is about to start or to end"]))
+            elif late:
+                why = "stopped, waiting for a core, about to start or to end"
+                lines.append(f"{format_named('rank', late)} did not say where: {why}")
+            self.console.say("\n".join(lines or ["no rank says where it is: all have ended"]))
+        self.hangs.examined(found)
 
     def _unended(self) -> list[int]:
         return [rank.number for rank in self.ranks if rank.end is None]

@@ -163,7 +163,7 @@ class MpiAgent(Agent):
 
     def _close_all_but_own(self) -> None:
         own = {*self.wakeup, self.shim, self.link.fileno(), self.selector.fileno(), self.trace.descriptor}
-        own |= {self.feed.descriptor}
+        own |= {self.feed}
         for rank in self.ranks.values():
             own |= {*rank.outputs, rank.report}
         null = os.open(os.devnull, os.O_RDWR)
