@@ -37,7 +37,7 @@ from phalanx.launch.job.memory import apply_to_this_process
 from phalanx.launch.job.target import Target
 from phalanx.launch.output.failure import Report
 from phalanx.launch.protocol import RankPlan
-from phalanx.launch.rank.late_variables import apply_threads, hide_torch
+from phalanx.launch.rank.preload import apply_threads, hide_torch
 from phalanx.launch.rank.trace import (
     Stage,
     advance,
@@ -371,13 +371,6 @@ def _hint(start: RankStart, error: BaseException) -> str:
         return f"a debugger needs the terminal: phalanx run --debug {start.plan.rank} …"
     if isinstance(error, EOFError) and not start.plan.reads:
         return f"if it wanted to read the terminal or a pipe: phalanx run --stdin {start.plan.rank} …"
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        in_c10d = frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d"
-        if in_c10d and frame.f_code.co_name in ("init_process_group", "new_group"):
-            from phalanx.topology.device import why_unfit
-
-            with contextlib.suppress(Exception):
-                return why_unfit(str(frame.f_locals.get("backend") or ""))
     return ""
 
 
