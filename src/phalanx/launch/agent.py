@@ -66,7 +66,7 @@ from phalanx.launch.protocol import (
 )
 from phalanx.launch.rank.preload import preload
 from phalanx.launch.rank.start import RankStart, enter_rank, leave_siblings, report_name
-from phalanx.launch.rank.trace import StackRequest, Trace, last_recording, open_trace
+from phalanx.launch.rank.trace import StackRequest, Trace, open_trace
 from phalanx.system import processes
 from phalanx.system.foreign_values import read_json
 from phalanx.system.limits import count_oom_kills
@@ -637,7 +637,7 @@ class Agent:
         killed = count_oom_kills()
         out_of_memory, self.oom_kills = status == -signal.SIGKILL and killed > self.oom_kills, killed
         records = self.start.records if status == 0 else max(self.start.records, 1024)
-        recording = last_recording(trace, part, records) if self.start.target.is_python else None
+        recording = trace.recording(part, records) if self.start.target.is_python else None
         event = Exited(
             rank=rank.plan.rank,
             status=status,

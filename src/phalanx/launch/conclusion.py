@@ -23,8 +23,7 @@ __all__ = ["Ended", "HandOver", "conclude", "conclude_attempt", "failed", "who_i
 _UNWRITABLE = 74  # the exit code when the ranks' output cannot be written (EX_IOERR)
 _CLOCKS_DIFFER_S = 0.1  # of two hosts, at most
 
-#: Takes over why a job failed, in place of the terminal: the rank that failed first, or -1 if the job could not be
-#: started, the text, and the exit code.
+#: Takes why a job failed, in place of the terminal: the rank that failed first, or -1, the text, and the exit code.
 HandOver = Callable[[int, str, int], None]
 
 

@@ -55,13 +55,10 @@ class Examination:
 
 
 class Examiner:
-    """Asks the agents, one question at a time.
+    """Ask the agents, one question at a time.
 
-    Args:
-        agents: they.
-        rows: gives the host and the local rank of each rank.
-        send: sends an agent an order.
-        done: takes what has been found.
+    ``rows`` gives the host and the local rank of each rank, ``send`` sends an agent an order, ``done`` takes what has
+    been found.
     """
 
     def __init__(

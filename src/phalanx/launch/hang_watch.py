@@ -45,15 +45,10 @@ _STOPPED_S, _LONGEST_PAUSE_S = 1.0, 64.0
 
 
 class HangWatch:
-    """The watch over one job.
-
-    Args:
-        job: the job.
-        say: prints a line.
-        clock: gives the time in seconds.
+    """The watch over one job. ``say`` prints a line; ``examiner`` gives its answers to :meth:`examined`.
 
     Attributes:
-        examiner: how its ranks are seen; it gives its answers to :meth:`examined`.
+        look_at: when :meth:`look` has something to do; None for never.
     """
 
     examiner: Examiner
@@ -61,8 +56,8 @@ class HangWatch:
     def __init__(self, job: Job, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._job, self._say, self._clock = job, say, clock
         self._wanted = job.diagnosis
-        self._on = not self._wanted.why_unwatched(is_python=job.target.is_python, ranks=job.ranks)
-        self._look_at = clock() + self._wanted.look_every_s
+        is_on = not self._wanted.why_unwatched(is_python=job.target.is_python, ranks=job.ranks)
+        self.look_at = clock() + self._wanted.look_every_s if is_on else None
         self._is_asking = self._asks_for_stacks = self._asks_for_report = False
         self._begun_at = time.time()
         self._stopped: Sequence[int] = ()
@@ -77,17 +72,14 @@ class HangWatch:
         self._reports_left = _MOST_REPORTS if self._wanted.report_dir else 0
         self._report_not_before = 0.0
 
-    def due_in_s(self) -> float | None:
-        """Return when :meth:`look` has something to do; None for never."""
-        return max(0.0, self._look_at - self._clock()) if self._on else None
-
     def look_soon(self) -> None:
         """Look at the next turn: an agent has said that ranks wait."""
-        self._look_at = self._clock()
+        if self.look_at is not None:
+            self.look_at = self._clock()
 
     def look(self) -> None:
         """Look at the ranks, if it is time to."""
-        if self._on and self._clock() >= self._look_at:
+        if self.look_at is not None and self._clock() >= self.look_at:
             with self._guarded():
                 self._look(self._clock())
 
@@ -97,11 +89,11 @@ class HangWatch:
         try:
             yield
         except Exception as error:
-            self._on = False
+            self.look_at = None
             self._say(f"the job goes on, but nothing more is said of ranks that wait: {type(error).__name__}: {error}")
 
     def _look(self, now: float) -> None:
-        self._look_at = now + self._wanted.look_every_s
+        self.look_at = now + self._wanted.look_every_s
         if self._is_asking:
             return
         pace = self.examiner.look()
@@ -121,7 +113,7 @@ class HangWatch:
         if asks_of_stopped:
             self._ask_of_stopped_at = now + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        self._look_at = now + self._wanted.look_again_in_s(
+        self.look_at = now + self._wanted.look_again_in_s(
             self._warn_at_s - pace.waited_s, self._wanted.report_after_s - still_s, self._ask_of_stopped_at - now
         )
         self._asks_for_stacks = warns or self._asks_for_report
@@ -132,7 +124,7 @@ class HangWatch:
     def examined(self, found: Examination) -> None:
         """Take an answer of the examiner's, and say who waits for whom."""
         self._is_asking = False
-        if self._on:
+        if self.look_at is not None:
             with self._guarded():
                 self._tell(found)
 
@@ -190,12 +182,7 @@ class HangWatch:
         self._say(f"{self._report} has every rank's stack and operations{but}; read it with: {read}")
 
     def leave(self, recordings: Mapping[int, Recording], hosts: Sequence[str]) -> None:
-        """Leave the ranks' operations at the end of the job, for ``phalanx timeline``, if there are any.
-
-        Args:
-            recordings: each rank's last operations.
-            hosts: the host of each rank.
-        """
+        """Leave each rank's last operations at the end of the job, for ``phalanx timeline``, if there are any."""
         if not self._wanted.report_dir or not any(found.records for found in recordings.values()):
             return
         from phalanx.diagnosis.report import write_operations

@@ -27,8 +27,7 @@ class AgentState:
         here: what it has said of its host; None before.
         started: whether it has forked its ranks.
         over: whether no process of the job is left there, as far as the supervisor has been told.
-        later: what is to be added to a time of its clock, as exactly as the quickest message so far can tell; 0 on this
-            host.
+        later: what is to be added to a time of its clock, as exactly as the quickest message so far can tell.
     """
 
     number: int
@@ -67,10 +66,7 @@ class AgentState:
 class Links:
     """The links to the agents that have come: orders out, events and output in, without ever waiting for one of them.
 
-    Args:
-        selector: where the supervisor waits.
-        take: takes what an agent has sent.
-        lost: takes an agent whose link has ended, and whether its host does not answer any more.
+    ``take`` takes what an agent has sent, ``lost`` an agent whose link has ended, and whether its host is silent.
     """
 
     def __init__(

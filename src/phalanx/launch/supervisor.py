@@ -323,15 +323,18 @@ class Supervisor:
             self.examiner.due_at,
             self.looks.due_at,
             self.starter.due_at(),
+            self.console.redraw_at,
+            self.hangs.look_at if self._watches() else None,
         ]
-        timeouts = [max(0.0, when - now) for when in due if when is not None]
-        parts = (self.hangs.due_in_s(), self.console.redraw_in_s())
-        timeouts += [timeout for timeout in parts if timeout is not None]
-        for key, _ in self.selector.select(0.0 if self.signals else min(timeouts, default=None)):
+        at = now if self.signals else min(when for when in due if when is not None)
+        for key, _ in self.selector.select(max(0.0, at - now)):
             key.data()
         self._act_on_signals()
         self.console.redraw()
         self._act_on_time(time.monotonic())
+
+    def _watches(self) -> bool:
+        return self.started_at is not None and not self.ending
 
     def _act_on_time(self, now: float) -> None:
         try:
@@ -341,7 +344,7 @@ class Supervisor:
             self.refuse(refusal)
         self.examiner.act(now)
         self.looks.act(now)
-        if self.started_at is not None and not self.ending:
+        if self._watches():
             self.hangs.look()
         unread = self.console.out.closed or self.console.err.closed
         if unread and not self.ending:

@@ -1,8 +1,7 @@
 """The supervisor and the ranks of ``phalanx.launch()``, which call a function of another interpreter.
 
-The supervisor is a process of its own, because it takes over signals, adopts processes and ends all its descendants,
-none of which may happen to somebody's notebook. A rank leaves its result as a pickle in a file in memory that was
-opened before the fork; so nothing is left of it when all processes have ended, and it may be large.
+The supervisor is a process of its own, because it takes over signals, adopts processes and ends all its descendants. A
+rank leaves its result as a pickle in a file in memory; nothing is left of it when all processes have ended.
 """
 
 from __future__ import annotations
@@ -50,12 +49,8 @@ def begin(file: int) -> NoReturn:
 def supervise(job: Job, call: Callable[[], Any], results: Sequence[int], reason: int, parent: int) -> NoReturn:
     """Run a job of a function; in each rank, call it.
 
-    Args:
-        job: the job.
-        call: the function, with its arguments.
-        results: the descriptors of the files for the ranks' results.
-        reason: the descriptor of the file for the reason of a failure.
-        parent: the process id of the interpreter. When it ends, this process is killed, and with it the ranks.
+    ``results`` are the descriptors of the files for what the ranks return, and ``reason`` is that for why the job
+    fails. When the ``parent`` ends, the interpreter, this process is killed, and with it the ranks.
     """
     processes.die_with_parent(parent)
     processes.set_name("phalanx-launch")

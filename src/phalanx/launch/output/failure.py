@@ -50,7 +50,6 @@ class Report:
 
     Attributes:
         type: the exception's qualified name, to be shown; empty if torch's ``@record`` wrote the report.
-        message: the exception's text.
         traceback: the traceback, starting in the user's script; empty if the rank has printed it.
         shown: the traceback, or the text of ``sys.exit``, is in the rank's output already.
         time: when the exception left the script, on the monotonic clock; None if unknown.
@@ -78,7 +77,7 @@ class Report:
         return f"{name}: {first}" if name and first else name or first
 
     def to_record(self) -> dict[str, Any]:
-        """It as an object for JSON; programs that read torch's error files find their fields in it."""
+        """Make an object for JSON, in which programs that read torch's error files find their fields."""
         return {
             "message": {
                 "message": self.summary,
@@ -89,10 +88,7 @@ class Report:
 
 
 def as_report(content: dict[str, Any], own_time: Callable[[float], float]) -> Report | None:
-    """Understand what a rank, or torch's ``@record``, has written; None if it is no report.
-
-    ``own_time`` converts a time of its agent's clock.
-    """
+    """Understand what a rank, or torch's ``@record``, has written; None if it is no report."""
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
         own = content.get("phalanx")
         if own is not None:
@@ -107,18 +103,12 @@ def as_report(content: dict[str, Any], own_time: Callable[[float], float]) -> Re
 
 @dataclass(frozen=True)
 class End:
-    """How a rank ended.
+    """How a rank ended."""
 
-    Attributes:
-        status: its exit code, or minus the signal that ended it.
-        by_launcher: whether the launcher had asked it to end.
-        out_of_memory: whether the out-of-memory killer of its host's kernel had ended a process of the job's cgroup.
-    """
-
-    status: int
+    status: int  # its exit code, or minus the signal that ended it
     at: float
-    by_launcher: bool
-    out_of_memory: bool = False
+    by_launcher: bool  # which had asked it to end
+    out_of_memory: bool = False  # the kernel had ended a process of the job's cgroup for that
 
 
 @dataclass(eq=False)
@@ -238,7 +228,7 @@ def format_failure(
     last: str = "",
     parted: Sequence[str] = (),
 ) -> str:
-    """The block of text that is printed when a job fails.
+    """Format the block that is printed when a job fails.
 
     Args:
         cause: the failure that caused the others.
@@ -323,10 +313,9 @@ def _hint(cause: RankState, where: str) -> str:
 
 
 def _aftermath(others: Iterable[RankState], known: str, most: int) -> list[str]:
-    """One line for all ranks that ended alike: failures in the order of their times, then what the launcher ended.
+    """Write a line for all ranks that ended alike: failures in the order of their times, then what the launcher ended.
 
-    ``known`` is what such a line would say of the rank that the block is about, whose reason is not repeated, and
-    ``most`` how many lines may be spent on ranks; one more says how many kinds are left out.
+    ``known`` is what it would say of the rank that the block is about. At most ``most`` lines are spent on ranks.
     """
     groups: dict[str, list[RankState]] = {}
     for failure in sorted(others, key=lambda other: (other.ended_by_launcher, other.failed_at)):

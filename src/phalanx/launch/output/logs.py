@@ -223,13 +223,14 @@ class Console:
         if not line and self._live is not None and self._live.owner is owner:
             self._erase()
 
-    def redraw_in_s(self) -> float | None:
-        """Seconds until :meth:`redraw` has something to do; None if it has nothing."""
-        return None if self._wanted is None else max(0.0, self._drawn_at + REDRAW_S - time.monotonic())
+    @property
+    def redraw_at(self) -> float | None:
+        """When :meth:`redraw` has something to do; None for never."""
+        return None if self._wanted is None else self._drawn_at + REDRAW_S
 
     def redraw(self) -> None:
         """Draw the live line that :meth:`show` got last, if ``REDRAW_S`` has passed since the last drawing."""
-        if self._wanted is None or self.redraw_in_s() != 0.0:
+        if self._wanted is None or time.monotonic() < self._drawn_at + REDRAW_S:
             return
         (sink, line, owner), self._wanted = self._wanted, None
         self._drawn_at = time.monotonic()

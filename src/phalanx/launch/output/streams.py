@@ -35,7 +35,7 @@ _LAST_LINES = 10
 
 
 class RankLog:
-    """The file of one rank, in a folder that exists; if it cannot be written to, the reason is added to ``faults``.
+    """The file of one rank, in a folder that exists; the first reason why one cannot be written is added to ``faults``.
 
     Raises:
         OSError: it cannot be opened for writing. A ``BlockingIOError`` if another job is writing it.
@@ -128,15 +128,7 @@ class LogFiles:
 
 
 class RankStream:
-    """One of a rank's two output streams.
-
-    Args:
-        name: ``stdout`` or ``stderr``.
-        console, sink: the launcher's own output, and the stream of it on which this one is shown.
-        prefix: what is shown before each line.
-        shown: whether it is shown.
-        log: the file to which it is written; None for no file.
-    """
+    """One of a rank's two output streams, on its way to ``sink``, if it is shown, and to ``log``, if there is one."""
 
     def __init__(
         self, name: str, console: Console, sink: Sink, prefix: bytes, shown: bool, log: RankLog | None

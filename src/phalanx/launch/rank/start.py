@@ -76,7 +76,7 @@ class RankStart:
         environment: what is added to the environment it was started with.
         code: the compiled target; None for a program or a function.
         spec: the future ``__main__.__spec__``; None for a plain script.
-        parent: the process id of its parent (the agent), with which this process ends.
+        parent: the process id of the agent, with which this process ends.
         part: its part of the trace.
         quiet: whether it prints no notes.
         outputs: the writing ends of its output and error.
@@ -100,13 +100,12 @@ class RankStart:
 
 
 def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int, int]) -> None:
-    """Turn the child of a fork into a process of its own. Signals are blocked on entry, and not on return.
+    """Turn the child of a fork into a process of its own, with the handlers and limits that the interpreter began with.
 
-    The handlers of signals and the limits on open files are those that the interpreter started with.
+    Signals are blocked on entry, and not on return.
     """
     processes.die_with_parent(start.parent)
-    # A session of its own and not only a process group: the terminal stops a background group that touches it, but not
-    # a process that has no terminal. And all processes that the rank starts can be found by their session.
+    # A session of its own: the terminal cannot stop it, and all processes that the rank starts can be found by it.
     os.setsid()
     processes.set_name(f"rank-{start.plan.rank}")
     if start.plan.cpus:
@@ -156,10 +155,9 @@ def _stream(stream: TextIO | None, descriptor: int, mode: str) -> TextIO:
 
 
 def leave_siblings(start: RankStart) -> None:
-    """In a rank that was forked from a process with torch: renew what a fresh process would have of its own.
+    """Renew what a fresh process would have of its own, in a rank that was forked from a process with torch.
 
-    Python renews its own generator after a fork, and those of accelerators begin in the rank
-    (docs/design/launching.md lists what ranks share). A function may use a torch that was imported before the fork, so
+    docs/design/launching.md lists what ranks share. A function may use a torch that was imported before the fork, so
     torch is not hidden from it, and is told how many threads the rank has.
     """
     if torch := sys.modules.get("torch"):
@@ -225,7 +223,7 @@ def become(start: RankStart) -> None:
 
 @contextlib.contextmanager
 def reported(start: RankStart) -> Iterator[None]:
-    """While the body runs as this rank's script: report the exception that ends it, as :func:`become` says."""
+    """Report the exception that ends the body, which runs as this rank's script, as :func:`become` says."""
     hook = sys.excepthook = _Hook(start)
     try:
         yield
@@ -294,7 +292,7 @@ def _fail(start: RankStart, hook: _Hook, error: BaseException) -> None:
 
 
 def traceback_of_script(error: BaseException) -> types.TracebackType | None:
-    """The traceback without the frames above the script's: those of the launcher and of the import system."""
+    """Cut the frames above the script's: those of the launcher and of the import system."""
     frames = error.__traceback__
     while frames is not None:
         name = frames.tb_frame.f_globals.get("__name__", "")
@@ -327,12 +325,9 @@ def _is_consequence(error: BaseException) -> bool:
 
 
 def _report(start: RankStart, error: BaseException, *, shown: bool, now: float | None = None) -> bool:
-    """Write the error into the report file; return whether that is there.
-
-    A script may have closed all descriptors that it did not open itself, and a child that it forked must not report.
-    """
+    """Write the error into the report file; return whether that is there, and not closed by the script."""
     if os.getpid() != start.pid:
-        return False
+        return False  # a child that the script has forked
     if isinstance(error, SystemExit):
         code, message = _code_of(error), "" if isinstance(error.code, int) else str(error.code)
     else:

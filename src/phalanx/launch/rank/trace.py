@@ -52,7 +52,6 @@ __all__ = [
     "advance",
     "how_ended",
     "how_ended_elsewhere",
-    "last_recording",
     "note_asked",
     "open_own",
     "open_trace",
@@ -75,7 +74,7 @@ _LOOK_S, _FINISH_S = 0.0025, 0.05
 
 
 class Stage(enum.IntEnum):
-    """The progress of a rank: it runs, has imported torch, has joined the others and come to its script's end."""
+    """Progress of a rank: it runs, has imported torch, has joined the others and come to its script's end."""
 
     STARTED = 0
     IMPORTED = 1
@@ -117,11 +116,7 @@ def _opened() -> _Own | None:
 
 
 def place_of_recorder() -> tuple[int, int]:
-    """The file, and where in it the rank's flight recorder is to be.
-
-    Raises:
-        OSError: there is no such place.
-    """
+    """Return the file, and where in it the rank's flight recorder is to be; OSError if there is no such place."""
     own = _opened()
     if own is None:
         raise OSError("this process has no part of a trace")
@@ -132,18 +127,18 @@ def place_of_recorder() -> tuple[int, int]:
 
 
 def advance(stage: Stage) -> None:
-    """Note how far the rank has come. Does nothing in a child that the script has forked."""
+    """Note how far the rank has come."""
     _write(bytes([stage]), 0)
 
 
 def note_asked(text: str) -> None:
-    """Note what the rank has asked another process for; empty for nothing. See :func:`advance`."""
+    """Note what the rank has asked another process for; empty for nothing."""
     _write(text.encode(errors="replace")[: _ASKED_BYTES - 1] + b"\0", _ASKED_AT)
 
 
 def _write(data: bytes, at: int) -> None:
     own = _opened()
-    if own is not None and own.pid == os.getpid():
+    if own is not None and own.pid == os.getpid():  # and not a child that the script has forked
         os.pwrite(own.descriptor, data, own.begin + at)
 
 
@@ -211,6 +206,17 @@ class Trace:
     def place_of_recorder(self, part: int) -> int:
         """Where in the file the flight recorder of the rank with this part begins, if it has one."""
         return part * _PART + _RECORDER
+
+    def recording(self, part: int, count: int = 0) -> Recording | None:
+        """Read what a rank has recorded, the last ``count`` operations, by default all; None if it cannot be read."""
+        # The job may have been one without Phalanx, so what reads it is not imported before.
+        from phalanx.diagnosis.reading import copy_recorder, in_words
+
+        try:
+            copy = copy_recorder(self.descriptor, self.place_of_recorder(part))
+            return in_words(copy.latest(count) if copy is not None and count else copy)
+        except (OSError, ValueError, PhalanxError):
+            return None
 
     def note_end(self, part: int, pid: int, status: int) -> None:
         """Note for the others how a rank has ended: its exit code, or minus its signal."""
@@ -298,15 +304,3 @@ class StackRequest:
         self._ends[part] = self._trace.end(part)
         written = os.pread(self._trace.descriptor, self._ends[part] - begin, begin).decode(errors="replace")
         return not was_changed(written) or not self._trace.ask(part, pid)
-
-
-def last_recording(trace: Trace, part: int, count: int = 0) -> Recording | None:
-    """Read what a rank has recorded, the last ``count`` operations, by default all; None if it cannot be read."""
-    # The job may have been one without Phalanx, so what reads it is not imported before.
-    from phalanx.diagnosis.reading import copy_recorder, in_words
-
-    try:
-        copy = copy_recorder(trace.descriptor, trace.place_of_recorder(part))
-        return in_words(copy.latest(count) if copy is not None and count else copy)
-    except (OSError, ValueError, PhalanxError):
-        return None
