@@ -3,7 +3,7 @@
 An *agent* is the parent of the ranks of one host. An *order* goes from the supervisor to an agent, an *event* the other
 way. Beside them go blocks of bytes: what a rank prints, and what one reads.
 
-Times are seconds of ``time.monotonic()`` of the agent's host. The supervisor converts them (``AgentLink.own_time``).
+Times are seconds of ``time.monotonic()`` of the agent's host. The supervisor converts them (``AgentState.own_time``).
 
 ====================  ============================================================================================
 what                  and what follows if the sender dies right after it

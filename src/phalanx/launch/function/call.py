@@ -79,15 +79,13 @@ def launch(
 ) -> list[T]:
     """Call a function on n ranks, which are new processes of this machine, and return what each of them returns.
 
-    For notebooks and prompts; a script is started by ``phalanx run``. The ranks join each other as those of ``phalanx
-    run`` do, by ``phalanx.init()`` or ``torch.distributed.init_process_group()`` in the function. What they print
-    appears here line by line, each with its rank. Ctrl-C, or a notebook's interrupt, ends all of them. May be called
-    any number of times; nothing is left behind.
+    For notebooks and prompts; a script is started by ``phalanx run``. The ranks join each other by ``phalanx.init()``
+    or ``torch.distributed.init_process_group()`` in the function. What they print appears here line by line, each with
+    its rank. Ctrl-C, or a notebook's interrupt, ends all of them. May be called any number of times.
 
-    By default the ranks are forks of this interpreter, with all that is defined in it, so functions and data of a
-    notebook need no module and no pickle; the first call imports torch here, if nobody has. If a fork could not work
-    (this process has used an accelerator, or is in a process group), a fresh interpreter starts them, to which the
-    function and its arguments are sent.
+    By default the ranks are forks of this interpreter, so functions and data of a notebook need no module and no
+    pickle; the first call imports torch here, if nobody has. If a fork could not work (this process has used an
+    accelerator, or is in a process group), a fresh interpreter starts them, to which the function is sent.
 
     Args:
         function: what each rank calls, as ``function(*args, **kwargs)``. Its rank is ``phalanx.init().rank``, or RANK
@@ -109,11 +107,9 @@ def launch(
 
     Raises:
         RankFailed: a rank raised an exception, exited with another code than 0, was killed, or returned something that
-            cannot be pickled. The message says which rank was the first, and has its traceback; the others have been
-            ended.
+            cannot be pickled. The message says which rank was the first, and has its traceback.
         ArgumentError: an argument cannot be right.
-        LaunchError: the ranks cannot be started: there is no room for so many, this process is a rank itself, or
-            neither start method works. The message says what to change.
+        LaunchError: the ranks cannot be started; the message says what to change.
         KeyboardInterrupt: Ctrl-C; all ranks have been ended.
     """
     require(launch, function, args, kwargs)
@@ -158,7 +154,7 @@ def _refuse_in_rank() -> None:
 
 
 def _why_not_fork() -> str:
-    """Why ranks cannot be forked from this process, with what the user can do; empty if they can."""
+    """Say why ranks cannot be forked from this process, with what the user can do; empty if they can."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return ""
@@ -167,8 +163,7 @@ def _why_not_fork() -> str:
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():
         return "this process has started MPI, which does not work in a fork; restart the interpreter"
-    device = _opened(torch)
-    if device:
+    if device := _opened(torch):
         return (
             f"this process has used {device} already, and a fork cannot; restart the interpreter, and touch the device "
             "in the function alone (torch.cuda.is_available() counts, too)"
@@ -177,11 +172,9 @@ def _why_not_fork() -> str:
 
 
 def _opened(torch: Any) -> str:
-    """The accelerator that this process has opened so that no fork can use it; empty if it has opened none."""
+    """Name the accelerator that this process has opened so that no fork can use it; empty if it has opened none."""
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return ""
-    in_bad_fork = getattr(torch.get_device_module(accelerator.type), "_is_in_bad_fork", None)
+    in_bad_fork = getattr(torch.get_device_module(accelerator), "_is_in_bad_fork", None) if accelerator else None
     if in_bad_fork is None:
         return ""
     with _unwarned():
