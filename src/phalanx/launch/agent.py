@@ -101,27 +101,16 @@ _HANDLED = (*_ASKED, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGC
 
 @dataclass(eq=False)
 class Rank:
-    """A rank that has been forked and not been reaped.
-
-    Attributes:
-        plan: what it is.
-        pid: its process, which is also its group.
-        report: the memfd into which it writes why it failed.
-        outputs: the pipes of its output that are open, with the kind of their blocks.
-        sent: its report as far as it was sent.
-        kill_at: when it is killed, and how long it then had; None for never.
-        asked_by: the signals by which it was asked to end, before it had begun to.
-        last_errors: the end of its standard error.
-    """
+    """A rank that has been forked and not been reaped."""
 
     plan: RankPlan
-    pid: int
-    report: int
-    outputs: dict[int, bytes]
-    sent: bytes = b""
-    kill_at: tuple[float, float] | None = None
-    asked_by: set[int] = field(default_factory=set)
-    last_errors: bytes = b""
+    pid: int  # its process, which is also its group
+    report: int  # the memfd into which it writes why it failed
+    outputs: dict[int, bytes]  # the pipes of its output that are open, with the kind of their blocks
+    sent: bytes = b""  # its report as far as it was sent
+    kill_at: tuple[float, float] | None = None  # when it is killed, and how long it then had; None for never
+    asked_by: set[int] = field(default_factory=set)  # the signals by which it was asked to end, before it had begun to
+    last_errors: bytes = b""  # the end of its standard error
 
 
 class Agent:

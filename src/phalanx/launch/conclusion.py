@@ -29,29 +29,20 @@ HandOver = Callable[[int, str, int], None]
 
 @dataclass(frozen=True)
 class Ended:
-    """What is known of a job that has ended, or is ending.
-
-    Attributes:
-        asked_at: when the ranks were told to end; infinite if they were not.
-        hosts: the host of each rank.
-        started_at: when the ranks were started; None if none was.
-        interrupted: the signal with which somebody ended the job; None if nobody did.
-        overdue: the ranks that were killed because they did not end in time, by how long they had.
-        refusal: why the job could not be started or watched, as it is printed, with the exit code; None if it could.
-        last_lines: the last lines of the output of each rank that was not shown.
-        stopped: the ranks that were stopped (state T) when the first one failed.
-    """
+    """What is known of a job that has ended, or is ending."""
 
     job: Job
     ranks: Sequence[RankState]
-    asked_at: float
-    hosts: Sequence[str]
-    started_at: float | None
-    interrupted: int | None
+    asked_at: float  # when the ranks were told to end; infinite if they were not
+    hosts: Sequence[str]  # the host of each rank
+    started_at: float | None  # when the ranks were started; None if none was
+    interrupted: int | None  # the signal with which somebody ended the job; None if nobody did
+    # the ranks that were killed because they did not end in time, by how long they had
     overdue: Mapping[float, Sequence[int]]
+    # why the job could not be started or watched, as it is printed, with the exit code; None if it could
     refusal: tuple[str, int] | None
-    last_lines: Mapping[int, Sequence[str]]
-    stopped: Sequence[int]
+    last_lines: Mapping[int, Sequence[str]]  # the last lines of the output of each rank that was not shown
+    stopped: Sequence[int]  # the ranks that were stopped (state T) when the first one failed
 
     @property
     def failures(self) -> list[RankState]:

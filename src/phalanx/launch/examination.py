@@ -39,19 +39,12 @@ class Pace:
 
 @dataclass(frozen=True)
 class Examination:
-    """One view of all ranks, at one moment.
+    """One view of all ranks, at one moment."""
 
-    Attributes:
-        ranks: the ranks, without their places.
-        stacks: what they have written, as faulthandler does, by rank.
-        waited_s: how long the one that has been in its operation for longest has been there.
-        still_s: for how long no rank has begun or ended an operation.
-    """
-
-    ranks: Sequence[RankSnapshot]
-    stacks: Mapping[int, str]
-    waited_s: float
-    still_s: float
+    ranks: Sequence[RankSnapshot]  # the ranks, without their places
+    stacks: Mapping[int, str]  # what they have written, as faulthandler does, by rank
+    waited_s: float  # how long the one that has been in its operation for longest has been there
+    still_s: float  # for how long no rank has begun or ended an operation
 
 
 class Examiner:

@@ -18,25 +18,16 @@ __all__ = ["AgentState", "Links"]
 
 @dataclass(eq=False)
 class AgentState:
-    """An agent.
+    """An agent."""
 
-    Attributes:
-        number: its number among those of the job.
-        name: its host, as the user wrote it.
-        link: None before it has come and after it has gone.
-        here: what it has said of its host; None before.
-        started: whether it has forked its ranks.
-        over: whether no process of the job is left there, as far as the supervisor has been told.
-        later: what is to be added to a time of its clock, as exactly as the quickest message so far can tell.
-    """
-
-    number: int
-    name: str
+    number: int  # its number among those of the job
+    name: str  # its host, as the user wrote it
     ranks: Sequence[RankState]
-    link: Link | None = None
-    here: Here | None = None
-    started: bool = False
-    over: bool = False
+    link: Link | None = None  # None before it has come and after it has gone
+    here: Here | None = None  # what it has said of its host; None before
+    started: bool = False  # whether it has forked its ranks
+    over: bool = False  # whether no process of the job is left there, as far as the supervisor has been told
+    # what is to be added to a time of its clock, as exactly as the quickest message so far can tell
     later: float = math.inf
     numbers: list[int] = field(default_factory=list)
 

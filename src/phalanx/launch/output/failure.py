@@ -46,28 +46,17 @@ _MOST_OWN_LINES = 12
 
 @dataclass(frozen=True)
 class Report:
-    """A rank's own account of its failure, in its report file as JSON in the form of torch's ``@record``.
+    """A rank's own account of its failure, in its report file as JSON in the form of torch's ``@record``."""
 
-    Attributes:
-        type: the exception's qualified name, to be shown; empty if torch's ``@record`` wrote the report.
-        traceback: the traceback, starting in the user's script; empty if the rank has printed it.
-        shown: the traceback, or the text of ``sys.exit``, is in the rank's output already.
-        time: when the exception left the script, on the monotonic clock; None if unknown.
-        code: the exit code with which the rank ends because of the exception.
-        exited: the script called ``sys.exit``; it raised nothing else.
-        consequence: the exception is always caused by another rank's end (``PhalanxError.is_consequence``).
-        hint: what the rank knows about the cause beyond the exception's text; empty if nothing.
-    """
-
-    type: str
+    type: str  # the exception's qualified name, to be shown; empty if torch's ``@record`` wrote the report
     message: str
-    traceback: str
-    shown: bool
-    time: float | None
-    code: int
-    exited: bool = False
-    consequence: bool = False
-    hint: str = ""
+    traceback: str  # the traceback, starting in the user's script; empty if the rank has printed it
+    shown: bool  # the traceback, or the text of ``sys.exit``, is in the rank's output already
+    time: float | None  # when the exception left the script, on the monotonic clock; None if unknown
+    code: int  # the exit code with which the rank ends because of the exception
+    exited: bool = False  # the script called ``sys.exit``; it raised nothing else
+    consequence: bool = False  # the exception is always caused by another rank's end (``PhalanxError.is_consequence``)
+    hint: str = ""  # what the rank knows about the cause beyond the exception's text; empty if nothing
 
     @property
     def summary(self) -> str:
@@ -113,25 +102,17 @@ class End:
 
 @dataclass(eq=False)
 class RankState:
-    """A rank of a job, as the supervisor knows it.
+    """A rank of a job, as the supervisor knows it."""
 
-    Attributes:
-        number: its number in the world.
-        pid: its process on its host; 0 before it was forked.
-        end: how it ended; None while it has not.
-        report: why it failed, as it has said; None if it has not.
-        stage, asked, stack: what its agent said of it when it ended.
-        recording: its last operations, on this host's clock; None if there are none.
-    """
-
-    number: int
-    pid: int = 0
-    end: End | None = None
-    report: Report | None = None
+    number: int  # its number in the world
+    pid: int = 0  # its process on its host; 0 before it was forked
+    end: End | None = None  # how it ended; None while it has not
+    report: Report | None = None  # why it failed, as it has said; None if it has not
+    # stage, asked, stack: what its agent said of it when it ended
     stage: int = 0
     asked: str = ""
     stack: str = ""
-    recording: Recording | None = None
+    recording: Recording | None = None  # its last operations, on this host's clock; None if there are none
 
     @property
     def ended_well(self) -> bool:

@@ -70,32 +70,22 @@ def report_name(run_id: str, rank: int) -> str:
 
 @dataclass(frozen=True)
 class RankStart:
-    """A process that is about to become a rank.
-
-    Attributes:
-        environment: what is added to the environment it was started with.
-        code: the compiled target; None for a program or a function.
-        spec: the future ``__main__.__spec__``; None for a plain script.
-        parent: the process id of the agent, with which this process ends.
-        part: its part of the trace.
-        quiet: whether it prints no notes.
-        outputs: the writing ends of its output and error.
-        report, trace: the memfds for its report, and of its agent's ranks together.
-        pid: the process in which this object was made; a child that the script forks is not the rank.
-    """
+    """A process that is about to become a rank."""
 
     plan: RankPlan
     target: Target
     run_id: str
-    environment: dict[str, str]
-    code: types.CodeType | None
-    spec: importlib.machinery.ModuleSpec | None
-    parent: int
-    part: int
-    quiet: bool
-    outputs: tuple[int, int]
+    environment: dict[str, str]  # what is added to the environment it was started with
+    code: types.CodeType | None  # the compiled target; None for a program or a function
+    spec: importlib.machinery.ModuleSpec | None  # the future ``__main__.__spec__``; None for a plain script
+    parent: int  # the process id of the agent, with which this process ends
+    part: int  # its part of the trace
+    quiet: bool  # whether it prints no notes
+    outputs: tuple[int, int]  # the writing ends of its output and error
+    # report, trace: the memfds for its report, and of its agent's ranks together
     report: int
     trace: int
+    # the process in which this object was made; a child that the script forks is not the rank
     pid: int = field(default_factory=os.getpid)
 
 
