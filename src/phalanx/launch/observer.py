@@ -1,7 +1,7 @@
 """Look at the flight recorders of one agent's ranks; a look takes microseconds.
 
 Once a rank has been in one operation for long, or is stopped, the agent says so at every look, and once more when that
-is over. The supervisor then asks what the ranks do (``examination.py``).
+is over. The supervisor then asks what the ranks do (``hang_watch.py``).
 """
 
 from __future__ import annotations

@@ -28,14 +28,14 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 
+from phalanx.diagnosis.snapshot import RankSnapshot
 from phalanx.diagnosis.stacks import format_stacks
 from phalanx.errors import OUT_OF_MEMORY_HINT, LaunchError
 from phalanx.launch.conclusion import Ended, HandOver, conclude, conclude_attempt, failed, who_is_awaited
-from phalanx.launch.examination import Examination, Examiner, received_recording
-from phalanx.launch.hang_watch import HangWatch
+from phalanx.launch.hang_watch import HangWatch, received_recording
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.target import Refusal
 from phalanx.launch.link import MESSAGE, OUT, split_rank
@@ -159,14 +159,11 @@ class Supervisor:
         self.overdue: dict[float, list[int]] = {}
         self.refusal: tuple[str, int] | None = None
         self.stopped: Sequence[int] = ()  # the ranks that were stopped when the first one failed
-        self.stacks_wanted = False  # by the user, of the examination that is under way
-        self.hangs = HangWatch(job, self.console.say)
         self.links = Links(self.selector, self.take, self._on_lost)
         self.starter = starter(self)
         self.agents = self.starter.agents
         self.agent_of = {number: agent for agent in self.agents for number in agent.numbers}
-        self.examiner = Examiner(self.agents, lambda: self.rows, self.send, self._on_examined)
-        self.hangs.examiner = self.examiner
+        self.hangs = HangWatch(job, self.agents, lambda: self.rows, self.send, self.console.say)
         self.looks = LookServer(job.run_id, self.selector, self.agents, self.send)
         self.reader = job.reader or 0
         self.input = Input(self.selector, lambda data: self.links.feed(self.agent_of[self.reader], self.reader, data))
@@ -320,7 +317,7 @@ class Supervisor:
             self.settle_until,
             self.give_up_at,
             self.notice_at,
-            self.examiner.due_at,
+            self.hangs.answer_by,
             self.looks.due_at,
             self.starter.due_at(),
             self.console.redraw_at,
@@ -342,7 +339,7 @@ class Supervisor:
                 self.say(line)
         except Refusal as refusal:
             self.refuse(refusal)
-        self.examiner.act(now)
+        self.hangs.act()
         self.looks.act(now)
         if self._watches():
             self.hangs.look()
@@ -405,10 +402,10 @@ class Supervisor:
         if own_fault and (not self.going or code):
             self.refuse(Refusal(why if code else f"phalanx: {why}; nothing had been started", code or 1))
         if own_fault:
-            self.examiner.drop()
+            self.hangs.drop()
         for agent in lost:
             agent.over = True
-            self.examiner.lose(agent)
+            self.hangs.lose(agent)
             self.looks.lose(agent)
             self.starter.on_lost(agent)
             for rank in agent.ranks:
@@ -482,7 +479,7 @@ class Supervisor:
                 self._settle()
             case Over():
                 agent.over = True
-                self.examiner.lose(agent)
+                self.hangs.lose(agent)
                 self.looks.lose(agent)
                 for rank in agent.ranks:
                     if rank.end is None:
@@ -492,10 +489,9 @@ class Supervisor:
             case Overdue():
                 self.overdue.setdefault(event.grace_s, []).append(event.rank)
             case Waits():
-                self.examiner.hear_waits(agent, event)
-                self.hangs.look_soon()
+                self.hangs.hear_waits(agent, event)
             case Examined():
-                self.examiner.hear(agent, event)
+                self.hangs.hear(agent, event)
             case Looked():
                 self.looks.hear(agent, event)
             case WantsInput():
@@ -557,7 +553,7 @@ class Supervisor:
     def _settle(self) -> None:
         """Give the others a moment to report what they know of a failure, then end them."""
         if not self.ending and self.settle_until is None and self.started_at is not None:
-            self.stopped = self.examiner.look().stopped
+            self.stopped = self.hangs.stopped
             self.settle_until = time.monotonic() + SETTLE_S
             self.cause_until = self.settle_until + CAUSE_S
 
@@ -611,7 +607,7 @@ class Supervisor:
     def _order(self, signum: int, spare: Sequence[int] = ()) -> None:
         """Have the ranks ended."""
         self.ending = True
-        self.examiner.drop()
+        self.hangs.drop()
         asked = self.interrupted is not None and signum != signal.SIGKILL
         grace_s = 0.0 if signum == signal.SIGKILL else self.job.patience_s(signum if asked else None)
         for agent in self.agents:
@@ -634,24 +630,20 @@ class Supervisor:
             else:
                 self.held.append(signum)
         elif signum == signal.SIGQUIT:
-            self.stacks_wanted = True
-            self.examiner.ask(stacks=True, whole=False)
+            self.hangs.ask_for_user(self._say_stacks)
         else:
             for agent in self.agents:
                 self.send(agent, SignalOrder(signal=signum))
 
-    def _on_examined(self, found: Examination) -> None:
-        if self.stacks_wanted:
-            self.stacks_wanted = False
-            lines = format_stacks(dict(sorted(found.stacks.items())))
-            late = [seen.rank for seen in found.ranks if not seen.ended and seen.rank not in found.stacks]
-            if not self.job.target.is_python:
-                lines = ["no rank runs Python code, so there are no stacks"]
-            elif late:
-                why = "stopped, waiting for a core, about to start or to end"
-                lines.append(f"{format_named('rank', late)} did not say where: {why}")
-            self.console.say("\n".join(lines or ["no rank says where it is: all have ended"]))
-        self.hangs.examined(found)
+    def _say_stacks(self, ranks: Sequence[RankSnapshot], stacks: Mapping[int, str]) -> None:
+        lines = format_stacks(dict(sorted(stacks.items())))
+        late = [seen.rank for seen in ranks if not seen.ended and seen.rank not in stacks]
+        if not self.job.target.is_python:
+            lines = ["no rank runs Python code, so there are no stacks"]
+        elif late:
+            why = "stopped, waiting for a core, about to start or to end"
+            lines.append(f"{format_named('rank', late)} did not say where: {why}")
+        self.console.say("\n".join(lines or ["no rank says where it is: all have ended"]))
 
     def _unended(self) -> list[int]:
         return [rank.number for rank in self.ranks if rank.end is None]

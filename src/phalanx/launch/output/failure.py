@@ -211,16 +211,9 @@ def format_failure(
 ) -> str:
     """Format the block that is printed when a job fails.
 
-    Args:
-        cause: the failure that caused the others.
-        others: the ranks that failed, or were ended by the launcher, after it.
-        ranks: the world size.
-        host: that of the failed rank.
-        started: when the ranks were started.
-        log: the file that has the failed rank's output; empty if there is none.
-        last_lines: the last lines of its output, if that was not shown; None if it was.
-        last: its last operation, in words.
-        parted: lines on how the ranks' calls differed.
+    ``others`` failed, or were ended by the launcher, after the ``cause``. ``started`` is when all ranks were, ``log``
+    the file that has its output, ``last_lines`` the end of that if it was not shown, ``last`` its last operation, and
+    ``parted`` lines on how the ranks' calls differed.
     """
     report = cause.report
     reason = f": {_reason(report)}" if report is not None and _reason(report) else ""
