@@ -31,11 +31,8 @@ _LONGEST_STACK = 1 << 14
 class Observer:
     """Watch the ranks of one agent.
 
-    Args:
-        trace: where they have their recorders.
-        numbers: their ranks in the world, in the order of their parts.
-        pids: the processes of those that run, by part; the agent takes out those that have ended.
-        watch_after_s: after how long a wait it says so; 0 for never.
+    ``numbers`` are their ranks in the world, in the order of their parts of the trace, and ``pids`` the processes of
+    those that run, by part; the agent takes out those that have ended. With ``watch_after_s`` 0 it never says anything.
     """
 
     def __init__(self, trace: Trace, numbers: Sequence[int], pids: dict[int, int], watch_after_s: float) -> None:

@@ -53,11 +53,9 @@ def mark_lines(lines: bytes, prefix: bytes) -> bytes:
 
 
 class LineAssembler:
-    """Turns the bytes of one stream into whole lines with a prefix.
+    """Make whole lines with a prefix of the bytes of one stream.
 
-    Args:
-        prefix: what is written before each line; may be empty.
-        redraws: whether text that a carriage return has overwritten is left out, as on a terminal.
+    With ``redraws`` text that a carriage return has overwritten is left out, as on a terminal.
     """
 
     def __init__(self, prefix: bytes, *, redraws: bool = False) -> None:
@@ -124,10 +122,6 @@ class Sink:
     If its reader has stopped (a pager), the launcher must still be able to end its ranks. The descriptor cannot be made
     non-blocking, because other processes share it. So it is polled, and written in pieces that it is guaranteed to
     take.
-
-    Args:
-        descriptor: where to write.
-        environment: ``NO_COLOR`` and ``TERM`` are read from it.
 
     Attributes:
         closed: whether it cannot be written to any more.

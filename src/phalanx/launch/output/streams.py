@@ -30,8 +30,7 @@ from phalanx.words import printable
 
 __all__ = ["LogFiles", "RankLog", "RankStream", "last_lines", "open_streams"]
 
-# How many lines of a rank that is not shown are kept for the block that says why it failed.
-_LAST_LINES = 10
+_LAST_LINES = 10  # of a rank that is not shown, for the block that says why it failed
 
 
 class RankLog:
@@ -76,6 +75,9 @@ class RankLog:
 class LogFiles:
     """The files of all ranks of a job; none if it has no ``--log-dir``.
 
+    Attributes:
+        faults, said: why a file could not be written to, empty while all can; and whether the user has been told.
+
     Raises:
         LaunchError: the files cannot be written, or another job is writing them. Nothing has been written.
     """
@@ -83,7 +85,6 @@ class LogFiles:
     def __init__(self, job: Job) -> None:
         options = job.output
         self.ranks: list[RankLog] = []
-        #: Why a file could not be written to, empty while all can; and whether the user has been told.
         self.faults: list[str] = []
         self.said = False
         if not options.log_dir:
@@ -134,8 +135,7 @@ class RankStream:
         self, name: str, console: Console, sink: Sink, prefix: bytes, shown: bool, log: RankLog | None
     ) -> None:
         self.name = name
-        #: The last lines of a stream that is not shown.
-        self.last_lines: deque[bytes] = deque(maxlen=_LAST_LINES)
+        self.last_lines: deque[bytes] = deque(maxlen=_LAST_LINES)  # of a stream that is not shown
         self._console = console
         self._sink = sink
         self._shown = LineAssembler(prefix, redraws=sink.terminal) if shown else None

@@ -55,11 +55,7 @@ _preloaded: list[tuple[str, ModuleType]] = []
 
 
 def preload() -> None:
-    """Import torch and the modules that ``phalanx.init()`` needs. The caller forks afterwards.
-
-    Raises:
-        Exception: whatever importing torch raises.
-    """
+    """Do :func:`import_for_ranks`, before the caller forks."""
     before, earlier = set(sys.modules), set(_finalisers())
     # Exit handlers run in reverse order, so this one runs after those of all modules that are imported from here on.
     atexit.register(_leave_alone, os.getpid())

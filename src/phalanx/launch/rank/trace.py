@@ -204,7 +204,7 @@ class Trace:
         return data.partition(b"\0")[0].decode(errors="replace")
 
     def place_of_recorder(self, part: int) -> int:
-        """Where in the file the flight recorder of the rank with this part begins, if it has one."""
+        """Return where in the file the flight recorder of the rank with this part begins, if it has one."""
         return part * _PART + _RECORDER
 
     def recording(self, part: int, count: int = 0) -> Recording | None:
