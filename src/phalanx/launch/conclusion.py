@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.diagnosis.diagnose import calls_that_differ, disagreement
 from phalanx.diagnosis.snapshot import Recording
 from phalanx.diagnosis.stacks import format_places
+from phalanx.errors import OUT_OF_MEMORY_HINT
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.options import FAILURE_FILE
-from phalanx.launch.output.failure import RankState, failure_in_short, find_cause, format_failure, signal_name
+from phalanx.launch.output.failure import RankState, Report, describe_status, find_cause, signal_name
 from phalanx.launch.output.logs import Console
 from phalanx.launch.rank.trace import Stage
 from phalanx.words import format_named
 
-__all__ = ["Ended", "HandOver", "conclude", "conclude_attempt", "failed", "who_is_awaited"]
+__all__ = ["Ended", "HandOver", "conclude", "conclude_attempt", "failed", "format_failure", "who_is_awaited"]
 
 _UNWRITABLE = 74  # the exit code when the ranks' output cannot be written (EX_IOERR)
 _CLOCKS_DIFFER_S = 0.1  # of two hosts, at most
+_MOST_LINES = 8
+_THEN = "then failed: "
+# What a user reads of a failure: the lines of a block beside those of a traceback and of the rank's own output.
+_MOST_OWN_LINES = 12
 
 #: Takes why a job failed, in place of the terminal: the rank that failed first, or -1, the text, and the exit code.
 HandOver = Callable[[int, str, int], None]
@@ -72,8 +77,7 @@ def failed(ended: Ended, console: Console) -> bool:
 
 def conclude_attempt(ended: Ended, console: Console) -> None:
     """Print why an attempt :func:`failed`, and that the next one starts."""
-    _, text = _explain(ended)
-    _give(ended.job, -1, text, 1, console, None)
+    _give(ended.job, -1, format_failure(ended), 1, console, None)
     _say_overdue(ended, console)
     attempt = ended.job.attempt
     console.say(f"{attempt.title} failed; {attempt.next().title} starts now")
@@ -91,7 +95,7 @@ def who_is_awaited(ended: Ended, left_s: float) -> str:
         why = f"{ended.refusal[0].removeprefix('phalanx: ').splitlines()[0].rstrip(':')}; "
     elif causes:
         cause = find_cause(causes)
-        why = f"{failure_in_short(cause, ended.hosts[cause.number])}; "
+        why = f"rank {cause.number} on {ended.hosts[cause.number]} failed: {_why(cause)}; "
     have, are = ("has", "it is") if len(ranks) == 1 else ("have", "they are")
     who = format_named("rank", ranks)
     return f"{why}{who} {have} {max(0.0, left_s):.0f} s more to end before {are} killed (--grace)"
@@ -122,25 +126,121 @@ def _conclude(ended: Ended, console: Console, hand_over: HandOver | None) -> int
     if not ended.failures:
         _note_strangers(ended, console)
         return 0
-    cause, text = _explain(ended)
-    _give(ended.job, cause.number, text, cause.exit_code, console, hand_over)
+    cause = find_cause(ended.failures)
+    _give(ended.job, cause.number, format_failure(ended), cause.exit_code, console, hand_over)
     return cause.exit_code
 
 
-def _explain(ended: Ended) -> tuple[RankState, str]:
-    """The failure that caused the others, and the block about it."""
+def format_failure(ended: Ended) -> str:
+    """Format the block that is printed when a job fails, about the rank that failed first."""
     cause = find_cause(ended.failures)
-    return cause, format_failure(
-        cause,
-        [failure for failure in ended.failures if failure is not cause],
-        ranks=ended.job.ranks,
-        host=ended.hosts[cause.number],
-        started=ended.started_at if ended.started_at is not None else cause.failed_at,
-        log=ended.job.output.log_of(cause.number),
-        last_lines=ended.last_lines.get(cause.number),
-        last=_last_operation(cause.recording, cause.failed_at),
-        parted=_differing_calls(ended, cause),
+    last_lines, log = ended.last_lines.get(cause.number), ended.job.output.log_of(cause.number)
+    last = _last_operation(cause.recording, cause.failed_at)
+    report = cause.report
+    reason = f": {_reason(report)}" if report is not None and _reason(report) else ""
+    lines = [f"phalanx: rank {cause.number} of {ended.job.ranks} failed{reason}"]
+    elapsed = max(0.0, cause.failed_at - ended.started_at) if ended.started_at is not None else 0.0
+    lines.append(
+        f"  host {ended.hosts[cause.number]}, pid {cause.pid}, {elapsed:.1f} s after the start, {_ending(cause)}"
     )
+    if last and report is None:  # else its traceback says where
+        lines.append(f"  {last}")
+    lines += [f"  {line}" for line in _differing_calls(ended, cause)]
+    if cause.asked:
+        lines.append(f"  it was waiting for {cause.asked}")
+    hint = _hint(cause, "above" if last_lines is None else "below")
+    if hint:
+        lines.append(f"  {hint}")
+    if report is not None and report.hint:
+        lines.append(f"  {report.hint}")
+    room = max(1, min(_MOST_LINES, _MOST_OWN_LINES - 1 - len(lines)))
+    if report is not None and report.traceback:
+        lines += ["", report.traceback.rstrip("\n"), ""]
+    if last_lines:
+        lines += ["  the last lines of its output, which was not shown:", *(f"    {line}" for line in last_lines)]
+    if log:
+        lines.append(f"  its output is in {log}")
+    others = [failure for failure in ended.failures if failure is not cause]
+    lines += _aftermath(others, "" if report is None else f"{_THEN}{_reason(report)}", room)
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _reason(report: Report) -> str:
+    """The exception, by the first line of its text; of ``sys.exit`` the text that it was given, if any."""
+    line = report.message.partition("\n")[0] if report.exited else report.summary
+    return line.removesuffix(":") if "\n" in report.message else line  # what follows the colon is in the traceback
+
+
+def _ending(cause: RankState) -> str:
+    if cause.report is None and cause.end is not None and cause.end.status < 0:
+        return describe_status(cause.end.status)
+    return f"exit code {cause.exit_code}"
+
+
+def _hint(cause: RankState, where: str) -> str:
+    """Say what a user may think of first; ``where`` says where the output is."""
+    report, end = cause.report, cause.end
+    if report is not None and report.exited:
+        said = "with this text" if report.message else f"without a text; if it printed a reason, that is {where}"
+        return f"it called sys.exit {said}"
+    if report is not None:
+        return f"its traceback was printed by the script itself, {where}" if report.shown else ""
+    if end is None or end.status >= 0:
+        return f"it raised no Python exception; if it printed a reason, that is {where}"
+    stack = f"the Python stack, if there is one, is {where}"
+    if end.out_of_memory:
+        killed = "the kernel ran out of memory and killed it; use less memory per rank, or fewer ranks"
+    else:
+        killed = f"another process killed it; if none did, {OUT_OF_MEMORY_HINT}"
+    unhandled = "it does not handle this signal, which the launcher passes on to all ranks"
+    hints: Mapping[int, str] = {
+        signal.SIGKILL: killed,
+        signal.SIGSEGV: f"native code accessed memory that it may not; {stack}",
+        signal.SIGBUS: "memory could not be provided; if a DataLoader's workers have filled /dev/shm (df -h /dev/shm), "
+        f"enlarge it (in Docker --shm-size=8g); {stack}",
+        signal.SIGABRT: f"native code gave up; its message is {where}, and {stack}",
+        signal.SIGFPE: f"native code divided by zero; {stack}",
+        signal.SIGILL: f"native code was built for another processor; {stack}",
+        signal.SIGTERM: "another process, not the launcher, asked it to end",
+        signal.SIGINT: "another process, not the launcher, interrupted it",
+        signal.SIGUSR1: unhandled,
+        signal.SIGUSR2: unhandled,
+        signal.SIGXCPU: "it has used up its limit of processor time (ulimit -t)",
+    }
+    return hints.get(-end.status, "")
+
+
+def _aftermath(others: Iterable[RankState], known: str, most: int) -> list[str]:
+    """Write a line for all ranks that ended alike: failures in the order of their times, then what the launcher ended.
+
+    ``known`` is what it would say of the rank that the block is about. At most ``most`` lines are spent on ranks.
+    """
+    groups: dict[str, list[RankState]] = {}
+    for failure in sorted(others, key=lambda other: (other.ended_by_launcher, other.failed_at)):
+        report = failure.report
+        # Each rank may say in words of its own that another one has gone: one of them is enough.
+        alike = report.type if report is not None and report.consequence else _aftermath_of(failure)
+        groups.setdefault(alike, []).append(failure)
+    lines = []
+    for failures in groups.values():
+        ranks = format_named("rank", [failure.number for failure in failures])
+        text = _aftermath_of(failures[0])
+        if text == known:
+            text = "then failed with the same error"
+        elif any(_aftermath_of(failure) != text for failure in failures):
+            text = f"then failed, rank {failures[0].number} with {_why(failures[0])}"
+        lines.append(f"  {ranks} {text}")
+    if len(lines) > most:
+        lines = [*lines[:most], f"  and {len(lines) - most} more kinds of failure after that"]
+    return lines
+
+
+def _aftermath_of(failure: RankState) -> str:
+    return "ended by the launcher" if failure.ended_by_launcher else f"{_THEN}{_why(failure)}"
+
+
+def _why(failure: RankState) -> str:
+    return (_reason(failure.report) if failure.report is not None else "") or _ending(failure)
 
 
 def _last_operation(recording: Recording | None, at: float) -> str:

@@ -1,8 +1,8 @@
-"""Which rank broke, how, and where: from exit codes and reports to one block of text.
+"""Which rank failed first, from exit codes and the ranks' own reports.
 
-When one rank fails, the others soon fail because of it, and the kernel reports their ends in any order. The block names
-the rank that failed first: by the time at which its exception left the script, or, of a rank that was killed, at which
-the launcher noticed its end.
+When one rank fails, the others soon fail because of it, and the kernel reports their ends in any order. The first is
+told by the time at which its exception left the script, or, of a rank that was killed, at which the launcher noticed
+its end.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import OUT_OF_MEMORY_HINT
 from phalanx.system.foreign_values import checked
-from phalanx.words import format_named
 
 if TYPE_CHECKING:
     from phalanx.diagnosis.snapshot import Recording
@@ -28,9 +27,7 @@ __all__ = [
     "as_report",
     "describe_lost_agent",
     "describe_status",
-    "failure_in_short",
     "find_cause",
-    "format_failure",
     "lacks_cause",
     "signal_name",
 ]
@@ -38,10 +35,6 @@ __all__ = [
 # The kernel closes a dying process's sockets before it notifies the parent. So a peer may raise an error because of the
 # death slightly before the launcher notices the death.
 NOTICE_DELAY_S = 0.02
-_MOST_LINES = 8
-_THEN = "then failed: "
-# What a user reads of a failure: the lines of a block beside those of a traceback and of the rank's own output.
-_MOST_OWN_LINES = 12
 
 
 @dataclass(frozen=True)
@@ -190,130 +183,3 @@ def describe_lost_agent(code: int, pid: int, host: str) -> tuple[str, int]:
         f"  host {host}, pid {pid}; if nobody killed it, {OUT_OF_MEMORY_HINT}\n",
         128 - code if code < 0 else code,
     )
-
-
-def failure_in_short(cause: RankState, host: str) -> str:
-    """``rank 1 on h1 failed: ValueError: no data``, while the block about it cannot be printed yet."""
-    return f"rank {cause.number} on {host} failed: {_why(cause)}"
-
-
-def format_failure(
-    cause: RankState,
-    others: Iterable[RankState],
-    *,
-    ranks: int,
-    host: str,
-    started: float,
-    log: str = "",
-    last_lines: Sequence[str] | None = None,
-    last: str = "",
-    parted: Sequence[str] = (),
-) -> str:
-    """Format the block that is printed when a job fails.
-
-    ``others`` failed, or were ended by the launcher, after the ``cause``. ``started`` is when all ranks were, ``log``
-    the file that has its output, ``last_lines`` the end of that if it was not shown, ``last`` its last operation, and
-    ``parted`` lines on how the ranks' calls differed.
-    """
-    report = cause.report
-    reason = f": {_reason(report)}" if report is not None and _reason(report) else ""
-    lines = [f"phalanx: rank {cause.number} of {ranks} failed{reason}"]
-    elapsed = max(0.0, cause.failed_at - started)
-    lines.append(f"  host {host}, pid {cause.pid}, {elapsed:.1f} s after the start, {_ending(cause)}")
-    if last and report is None:  # else its traceback says where
-        lines.append(f"  {last}")
-    lines += [f"  {line}" for line in parted]
-    if cause.asked:
-        lines.append(f"  it was waiting for {cause.asked}")
-    hint = _hint(cause, "above" if last_lines is None else "below")
-    if hint:
-        lines.append(f"  {hint}")
-    if report is not None and report.hint:
-        lines.append(f"  {report.hint}")
-    room = max(1, min(_MOST_LINES, _MOST_OWN_LINES - 1 - len(lines)))
-    if report is not None and report.traceback:
-        lines += ["", report.traceback.rstrip("\n"), ""]
-    if last_lines:
-        lines += ["  the last lines of its output, which was not shown:", *(f"    {line}" for line in last_lines)]
-    if log:
-        lines.append(f"  its output is in {log}")
-    lines += _aftermath(others, "" if report is None else f"{_THEN}{_reason(report)}", room)
-    return "\n".join(lines).rstrip("\n") + "\n"
-
-
-def _reason(report: Report) -> str:
-    """The exception, by the first line of its text; of ``sys.exit`` the text that it was given, if any."""
-    line = report.message.partition("\n")[0] if report.exited else report.summary
-    return line.removesuffix(":") if "\n" in report.message else line  # what follows the colon is in the traceback
-
-
-def _ending(cause: RankState) -> str:
-    if cause.report is None and cause.end is not None and cause.end.status < 0:
-        return describe_status(cause.end.status)
-    return f"exit code {cause.exit_code}"
-
-
-def _hint(cause: RankState, where: str) -> str:
-    """Say what a user may think of first; ``where`` says where the output is."""
-    report, end = cause.report, cause.end
-    if report is not None and report.exited:
-        said = "with this text" if report.message else f"without a text; if it printed a reason, that is {where}"
-        return f"it called sys.exit {said}"
-    if report is not None:
-        return f"its traceback was printed by the script itself, {where}" if report.shown else ""
-    if end is None or end.status >= 0:
-        return f"it raised no Python exception; if it printed a reason, that is {where}"
-    stack = f"the Python stack, if there is one, is {where}"
-    if end.out_of_memory:
-        killed = "the kernel ran out of memory and killed it; use less memory per rank, or fewer ranks"
-    else:
-        killed = f"another process killed it; if none did, {OUT_OF_MEMORY_HINT}"
-    unhandled = "it does not handle this signal, which the launcher passes on to all ranks"
-    hints: Mapping[int, str] = {
-        signal.SIGKILL: killed,
-        signal.SIGSEGV: f"native code accessed memory that it may not; {stack}",
-        signal.SIGBUS: "memory could not be provided; if a DataLoader's workers have filled /dev/shm (df -h /dev/shm), "
-        f"enlarge it (in Docker --shm-size=8g); {stack}",
-        signal.SIGABRT: f"native code gave up; its message is {where}, and {stack}",
-        signal.SIGFPE: f"native code divided by zero; {stack}",
-        signal.SIGILL: f"native code was built for another processor; {stack}",
-        signal.SIGTERM: "another process, not the launcher, asked it to end",
-        signal.SIGINT: "another process, not the launcher, interrupted it",
-        signal.SIGUSR1: unhandled,
-        signal.SIGUSR2: unhandled,
-        signal.SIGXCPU: "it has used up its limit of processor time (ulimit -t)",
-    }
-    return hints.get(-end.status, "")
-
-
-def _aftermath(others: Iterable[RankState], known: str, most: int) -> list[str]:
-    """Write a line for all ranks that ended alike: failures in the order of their times, then what the launcher ended.
-
-    ``known`` is what it would say of the rank that the block is about. At most ``most`` lines are spent on ranks.
-    """
-    groups: dict[str, list[RankState]] = {}
-    for failure in sorted(others, key=lambda other: (other.ended_by_launcher, other.failed_at)):
-        report = failure.report
-        # Each rank may say in words of its own that another one has gone: one of them is enough.
-        alike = report.type if report is not None and report.consequence else _aftermath_of(failure)
-        groups.setdefault(alike, []).append(failure)
-    lines = []
-    for failures in groups.values():
-        ranks = format_named("rank", [failure.number for failure in failures])
-        text = _aftermath_of(failures[0])
-        if text == known:
-            text = "then failed with the same error"
-        elif any(_aftermath_of(failure) != text for failure in failures):
-            text = f"then failed, rank {failures[0].number} with {_why(failures[0])}"
-        lines.append(f"  {ranks} {text}")
-    if len(lines) > most:
-        lines = [*lines[:most], f"  and {len(lines) - most} more kinds of failure after that"]
-    return lines
-
-
-def _aftermath_of(failure: RankState) -> str:
-    return "ended by the launcher" if failure.ended_by_launcher else f"{_THEN}{_why(failure)}"
-
-
-def _why(failure: RankState) -> str:
-    return (_reason(failure.report) if failure.report is not None else "") or _ending(failure)
