@@ -1,13 +1,12 @@
 """The operations that can be measured: a row each, with its buffers, its calls and the right result.
 
-Help texts, the command line, the calls and the checks come from this table, so a new collective is one more row. torch
-is imported in functions alone, because the command line reads the table before anything is measured. Rank 0 is the
-root.
+Help texts, the command line, the calls and the checks come from this table. torch is imported in functions alone,
+because the command line reads the table before anything is measured. Rank 0 is the root.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
@@ -15,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["DTYPES", "OPERATIONS", "ROOT", "Buffers", "Call", "MpiBuffers", "Operation", "SizeOf"]
 
 ROOT = 0
 # torch's names of the dtypes, and MPI's names of those that every MPI library has.
@@ -30,8 +27,8 @@ DTYPES = {
     "int32": "INT32_T",
     "int64": "INT64_T",
 }
-# A rank's value at an index. No power of two is a multiple of the period, so blocks that changed places are noticed;
-# the values are small and whole, so every dtype holds every sum exactly. No result has the poison.
+# A rank's values repeat after a period that divides no power of two, so blocks that changed places are noticed. They
+# are small and whole, so every dtype holds every sum exactly. No result has the poison.
 _PERIOD, _POISON = 7, 101
 
 
@@ -66,26 +63,25 @@ class Buffers:
             torch.zeros(count, dtype=self.dtype) if count else None
             for count in (operation.sends(self), operation.receives(self))
         )
+        self._tensors = [tensor for tensor in (self.send, self.recv) if tensor is not None]
 
     @property
     def nbytes(self) -> int:
         """The size that is really used on this rank."""
-        return max((tensor.nbytes for tensor in (self.send, self.recv) if tensor is not None), default=0)
+        return max((tensor.nbytes for tensor in self._tensors), default=0)
 
     def fill(self) -> None:
         """Write this rank's values into its input, and poison into a tensor that only receives."""
-        if self.send is not None:
-            self.send.copy_(self.values(self.rank, 0, len(self.send)))
-        if self.recv is not None:
-            self.recv.fill_(_POISON)
-            if self._in_place:
-                self.recv.copy_(self.values(self.rank, 0, len(self.recv)))
+        for tensor in self._tensors:
+            if tensor is self.send or self._in_place:
+                tensor.copy_(self.values(self.rank, 0, len(tensor)))
+            else:
+                tensor.fill_(_POISON)
 
     def clear(self) -> None:
         """Write zeros, so that a tensor that is reduced in place again and again does not overflow."""
-        for tensor in (self.send, self.recv):
-            if tensor is not None:
-                tensor.zero_()
+        for tensor in self._tensors:
+            tensor.zero_()
 
     def difference(self, expected: torch.Tensor | None) -> str | None:
         """Describe how ``recv`` differs from ``expected``; None if it does not, or if nothing is expected."""
@@ -97,12 +93,17 @@ class Buffers:
 
     def values(self, rank: int, start: int, count: int) -> torch.Tensor:
         """Return the values ``start`` to ``start + count`` of a rank's tensor."""
-        return self._repeated([(i + 3 * rank) % _PERIOD for i in range(_PERIOD)], start, count)
+        return self._sum([rank], start, count)
 
     def sums(self, start: int, count: int) -> torch.Tensor:
         """Return the sums of those values over all ranks."""
-        period = [sum((i + 3 * rank) % _PERIOD for rank in range(self.size)) for i in range(_PERIOD)]
-        return self._repeated(period, start, count)
+        return self._sum(range(self.size), start, count)
+
+    def _sum(self, ranks: Iterable[int], start: int, count: int) -> torch.Tensor:
+        import torch
+
+        period = [sum((start + i + 3 * rank) % _PERIOD for rank in ranks) for i in range(_PERIOD)]
+        return torch.tensor(period, dtype=self.dtype).repeat(count // _PERIOD + 1)[:count]
 
     def joined(self, start: int) -> torch.Tensor:
         """Return one block of every rank, in the order of the ranks: the one that begins at ``start``."""
@@ -113,12 +114,6 @@ class Buffers:
     def blocks(self, tensor: torch.Tensor | None) -> list[torch.Tensor]:
         """Return a whole buffer as the list of blocks that the list forms take; empty without a buffer."""
         return [] if tensor is None else list(tensor.split(self.block))  # type: ignore[no-untyped-call]
-
-    def _repeated(self, period: list[int], start: int, count: int) -> torch.Tensor:
-        import torch
-
-        offset = start % _PERIOD
-        return torch.tensor(period, dtype=self.dtype).repeat(count // _PERIOD + 2)[offset : offset + count]
 
 
 class MpiBuffers:
@@ -174,21 +169,17 @@ def _mpi(method: str, arguments: Callable[[MpiBuffers], tuple[Any, ...]]) -> Mpi
 def _torch_ping_pong(group: Any, buffers: Buffers, asynchronous: bool) -> Call:
     import torch.distributed as dist
 
+    send: Any = partial(dist.isend if asynchronous else dist.send, group=group)
+    recv: Any = partial(dist.irecv if asynchronous else dist.recv, group=group)
     if asynchronous:
-        return _ping_pong(
-            buffers,
-            lambda tensor, peer: dist.isend(tensor, peer, group=group).wait(),  # type: ignore[union-attr]
-            lambda tensor, peer: dist.irecv(tensor, peer, group=group).wait(),  # type: ignore[union-attr]
-        )
-    return _ping_pong(buffers, partial(dist.send, group=group), partial(dist.recv, group=group))
+        return _ping_pong(buffers, lambda *given: send(*given).wait(), lambda *given: recv(*given).wait())
+    return _ping_pong(buffers, send, recv)
 
 
 def _mpi_ping_pong(buffers: MpiBuffers, asynchronous: bool) -> Call:
     world = buffers.mpi.COMM_WORLD
     if asynchronous:
-        return _ping_pong(
-            buffers, lambda b, peer: world.Isend(b, peer).Wait(), lambda b, peer: world.Irecv(b, peer).Wait()
-        )
+        return _ping_pong(buffers, lambda *given: world.Isend(*given).Wait(), lambda *given: world.Irecv(*given).Wait())
     return _ping_pong(buffers, world.Send, world.Recv)
 
 
@@ -219,8 +210,7 @@ class Operation:
         sends, receives: how many elements this rank's two buffers have; 0 for one that it does not need.
         expected: what ``recv`` holds after one call on filled buffers; None if nothing is promised on this rank.
         torch: makes the call that is timed, from a group, the buffers and whether to use ``async_op``.
-        mpi: the same for MPI: a blocking call, or a non-blocking one and ``Wait``. MPI has one form for the list forms
-            and the single ones, whose memory is the same.
+        mpi: the same for MPI, whose one form stands for those with lists and with single tensors.
         in_place: the input is in ``recv``.
         messages: how many transfers follow one after the other in a call: the measured time is divided by it.
     """

@@ -1,10 +1,7 @@
-"""The work of one rank: it measures every case of the options, on all backends, in rounds.
+"""Measure every case on all backends, on one rank.
 
-In every round each backend has one turn, so whatever else the machine does slows all of them. A turn is a barrier and
-then as many back-to-back calls as fit the time of a turn; the ranks find that number by trial and agree on it. A
-turn's figure is the mean time of a call on the slowest rank: a rank may return from a call early and leave work to the
-others, and that work is then counted on them. The CPU time of a call is the median over the turns on the rank that used
-most, with all its threads; the barrier before the calls is in it.
+In every round each backend has one turn: a barrier, and then as many back-to-back calls as fit the time of a turn. Its
+figure is the mean time of a call on the slowest rank, because a rank may return early and leave work to the others.
 """
 
 from __future__ import annotations
@@ -41,8 +38,6 @@ from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.tuning import Tuning, tuning_in_force
 from phalanx.words import format_gib, format_size
 
-__all__ = ["Report", "main", "run_rank"]
-
 Report = Callable[[dict[str, Any]], object]
 
 TIMEOUT = timedelta(seconds=120)
@@ -50,27 +45,24 @@ TIMEOUT = timedelta(seconds=120)
 # result and its parts, and one that Gloo makes.
 MOST_BUFFERS = 8
 MOST_CALLS, FEWEST_CALLS = 100_000, 2
-# A library that waits actively on shared cores can take seconds a call: it gets fewer turns, if all would take longer.
+# All turns of a backend take no longer: a library that waits actively on shared cores can take seconds a call.
 PATIENCE_S = 5.0
 EMPTY_DTYPE = "uint8"  # of the buffers of an operation that moves no data
 
 
 def main() -> None:
-    """Measure on a rank that this command has started; rank 0 prints each event as a line of JSON.
+    """Measure on a rank that ``phalanx bench`` has started; rank 0 prints each event as a line of JSON.
 
     The arguments are the options, as JSON, and ``mpi`` if MPI is to be measured too.
     """
-    options = BenchOptions(**json.loads(sys.argv[1]))
-    run_rank(
-        options, lambda event: print(json.dumps(event), flush=True), mpi=_load_mpi() if MPI in sys.argv[2:] else None
-    )
+    mpi = _load_mpi() if MPI in sys.argv[2:] else None
+    run_rank(BenchOptions(**json.loads(sys.argv[1])), lambda event: print(json.dumps(event), flush=True), mpi=mpi)
 
 
 def _load_mpi() -> Any:
     size = int(os.environ["WORLD_SIZE"])
-    # The level at which each library is quickest. Only the main thread calls MPI here, and with "funneled" the library
-    # needs no locks. But if ranks share cores, MPICH must yield its core while it waits, and it does so only if other
-    # threads may call it; otherwise a call waits for whole time slices (measured: 500 times as long).
+    # With "funneled" a library needs no locks. But if ranks share cores, MPICH yields its core while it waits only if
+    # other threads may call it; otherwise a call waits for whole time slices (measured: 500 times as long).
     importlib.import_module("mpi4py").rc.thread_level = "funneled" if size <= usable_cores() else "multiple"
     mpi = importlib.import_module("mpi4py.MPI")
     if size != mpi.COMM_WORLD.size:
@@ -107,6 +99,7 @@ def run_rank(options: BenchOptions, report: Report, *, mpi: Any = None, quiet: b
             )
         groups = _groups(options)
         timer = _CaseTimer(joined, options, groups, mpi)
+        vendor = mpi.get_vendor() if mpi else None  # "Open MPI", (5, 0, 11)
         communicator = getattr(next(iter(groups.values())), "_communicator", None)
         started = {
             "event": "started",
@@ -118,7 +111,7 @@ def run_rank(options: BenchOptions, report: Report, *, mpi: Any = None, quiet: b
             "hosts": [[node.host, len(node.ranks)] for node in joined.nodes],
             "link_bytes_per_s": timer.rate,
             "versions": versions(),
-            "mpi": _describe_mpi(mpi) if mpi else None,
+            "mpi": {"name": vendor[0], "version": ".".join(map(str, vendor[1]))} if vendor else None,
         }
         rows = ({"event": "row", **timer.quiet_row(case)} for case in options.cases())
         for event in chain([started], rows):
@@ -127,14 +120,8 @@ def run_rank(options: BenchOptions, report: Report, *, mpi: Any = None, quiet: b
         joined.barrier()
 
 
-def _describe_mpi(mpi: Any) -> dict[str, str]:
-    """Return its name, as ``Open MPI``, and its version, as ``5.0.11``."""
-    name, number = mpi.get_vendor()
-    return {"name": name, "version": ".".join(map(str, number))}
-
-
 def _groups(options: BenchOptions) -> dict[str, Any]:
-    """Make a group of all ranks for each backend, or for each tuning, to be compared; by its name in the results."""
+    """Make a group of all ranks for each backend, or for each tuning, by its name in the results."""
     if NOTHING in options.against:
         _register_nothing(options.asynchronous)
     if not options.tunings:
@@ -147,7 +134,7 @@ def _groups(options: BenchOptions) -> dict[str, Any]:
 
 
 class _NothingGroup(dist.ProcessGroup):
-    """A process group whose operations are done when called, and move nothing: the cost of torch.distributed itself."""
+    """A process group whose operations move nothing: its figures are the cost of torch.distributed itself."""
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return NOTHING
@@ -178,7 +165,7 @@ def _register_nothing(asynchronous: bool) -> None:
 
 
 class _CaseTimer:
-    """Measures cases on this rank, together with the other ranks: each calls every method in the same order."""
+    """Measure cases together with the other ranks: each calls every method in the same order."""
 
     def __init__(self, joined: world.World, options: BenchOptions, groups: dict[str, Any], mpi: Any) -> None:
         self.world, self.options, self.groups, self.mpi = joined, options, groups, mpi
@@ -220,15 +207,16 @@ class _CaseTimer:
                     before_s = time.process_time()
                     samples[name].append(_mean_s(call, counts[name]))
                     used[name].append((time.process_time() - before_s) / counts[name])
-        slowest = self._largest([value for values in samples.values() for value in values])
-        most_used = self._largest([statistics.median(values) for values in used.values()])
         unit = {name: 1e6 / (1 if name == MEMCPY else operation.messages) for name in samples}
+        most_used = self._largest([statistics.median(values) * unit[name] for name, values in used.items()])
         return {
             **asdict(case),
             "used_nbytes": nbytes,
             "calls": counts,
-            "samples_us": {name: [slowest.pop(0) * unit[name] for _ in values] for name, values in samples.items()},
-            "cpu_us": {name: own_s * unit[name] for name, own_s in zip(used, most_used, strict=True)},
+            "samples_us": {
+                name: self._largest([value * unit[name] for value in values]) for name, values in samples.items()
+            },
+            "cpu_us": dict(zip(used, most_used, strict=True)),
             "left_out": left_out,
             "wrong": wrong,
             "noise": asdict(self._noise(clock)),
@@ -290,13 +278,8 @@ class _CaseTimer:
         return calls, left_out, wrong, first_s
 
     def _agree(self, call: Call, first_s: float) -> tuple[int, float]:
-        """Return how many calls fill a turn, the same number on every rank; and the mean time of one.
-
-        Args:
-            call: what is to be timed.
-            first_s: how long the first call took; if it took more than a second, no further trial is made.
-        """
-        if first_s > 1.0:
+        """Return how many calls fill a turn, the same number on every rank; and the mean time of one."""
+        if first_s > 1.0:  # no further trial
             return 1, first_s
         _mean_s(call, FEWEST_CALLS)  # not counted: these make connections and touch new pages
         count, round_s = FEWEST_CALLS, self.options.round_s
@@ -308,12 +291,10 @@ class _CaseTimer:
 
     def _probe(self) -> float:
         """Return the probe's spread on the rank where it is largest; only as many ranks probe as there are cores."""
-        samples = [1.0]
         if self.world.local_rank < usable_cores():
-            samples = probe()
-        else:
-            time.sleep(0.02)  # waiting actively in the collective below would disturb the ranks that probe
-        return self._largest([probe_spread(samples)])[0]
+            return self._largest([probe_spread(probe())])[0]
+        time.sleep(0.02)  # waiting actively in the collective below would disturb the ranks that probe
+        return self._largest([0.0])[0]
 
     def _noise(self, clock: CpuClock) -> Noise:
         # The kernel counts CPU time for the whole machine, so the ranks of each are added up by themselves.
@@ -341,7 +322,7 @@ def _mean_s(call: Call, count: int) -> float:
 
 
 def _copy(nbytes: int) -> Call:
-    """Copy that many bytes within this process; no transport through memory can be much quicker than that."""
+    """Copy that many bytes within this process; no transport through memory can be much quicker."""
     return partial(numpy.copyto, numpy.ones(nbytes, numpy.uint8), numpy.ones(nbytes, numpy.uint8))
 
 
