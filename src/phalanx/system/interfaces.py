@@ -235,7 +235,7 @@ def holder_of_port(port: int) -> str:
     inodes = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError), open(f"/proc/net/{table}") as file:
-            lines = [line.split() for line in file]
+            lines = [line.split() for line in file]  # 1 is the local end, 3 the state (0A: it listens), 9 the inode
             inodes |= {f"socket:[{line[9]}]" for line in lines if line[3] == "0A" and line[1].endswith(f":{port:04X}")}
     for path in glob("/proc/[0-9]*/fd/*") if inodes else ():
         with contextlib.suppress(OSError):
