@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import chain, repeat
@@ -164,6 +164,18 @@ def _register_nothing(asynchronous: bool) -> None:
     dist.Backend.register_backend(NOTHING, create, extended_api=True, devices=["cpu"])
 
 
+@dataclass
+class _Timed:
+    """A backend's call while a case is measured; a turn has ``count`` calls."""
+
+    call: Call
+    first_s: float
+    count: int = 0
+    turns: int = 0
+    samples_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+
+
 class _CaseTimer:
     """Measure cases together with the other ranks: each calls every method in the same order."""
 
@@ -191,103 +203,101 @@ class _CaseTimer:
         operation = OPERATIONS[case.operation]
         buffers = Buffers(operation, self.world.rank, self.world.size, case.dtype or EMPTY_DTYPE, case.nbytes)
         nbytes = int(self._largest([buffers.nbytes])[0])
-        calls, left_out, wrong, first_s = self._check(case, operation, buffers)
+        timed, left_out, wrong = self._prepare(case, operation, buffers)
         buffers.clear()
         if nbytes:
-            calls[MEMCPY] = _copy(nbytes)
-        counts, rounds = {}, {}
-        for name, call in calls.items():
-            counts[name], mean_s = self._agree(call, first_s.get(name, 0.0))
-            rounds[name] = max(1, min(self.options.rounds, int(PATIENCE_S / (counts[name] * mean_s))))
-        samples: dict[str, list[float]] = {name: [] for name in calls}
-        used: dict[str, list[float]] = {name: [] for name in calls}
+            timed[MEMCPY] = _Timed(_copy(nbytes), 0.0)
+        for each in timed.values():
+            self._agree(each)
         for turn in range(self.options.rounds):
-            for name, call in calls.items():
-                if turn < rounds[name]:
+            for each in timed.values():
+                if turn < each.turns:
                     before_s = time.process_time()
-                    samples[name].append(_mean_s(call, counts[name]))
-                    used[name].append((time.process_time() - before_s) / counts[name])
-        unit = {name: 1e6 / (1 if name == MEMCPY else operation.messages) for name in samples}
-        most_used = self._largest([statistics.median(values) * unit[name] for name, values in used.items()])
+                    each.samples_s.append(_mean_s(each.call, each.count))
+                    each.cpu_s.append((time.process_time() - before_s) / each.count)
+        unit = {name: 1e6 / (1 if name == MEMCPY else operation.messages) for name in timed}
+        samples = {name: self._largest(each.samples_s) for name, each in timed.items()}
+        used = self._largest([statistics.median(each.cpu_s) for each in timed.values()])
         return {
             **asdict(case),
             "used_nbytes": nbytes,
-            "calls": counts,
-            "samples_us": {
-                name: self._largest([value * unit[name] for value in values]) for name, values in samples.items()
-            },
-            "cpu_us": dict(zip(used, most_used, strict=True)),
+            "calls": {name: each.count for name, each in timed.items()},
+            "samples_us": {name: [value * unit[name] for value in values] for name, values in samples.items()},
+            "cpu_us": {name: value * unit[name] for name, value in zip(timed, used, strict=True)},
             "left_out": left_out,
             "wrong": wrong,
             "noise": asdict(self._noise(clock)),
-            **self._crossing(operation, buffers, calls),
+            **self._crossing(operation, buffers, timed),
         }
 
-    def _crossing(self, operation: Operation, buffers: Buffers, calls: dict[str, Call]) -> dict[str, Any]:
+    def _crossing(self, operation: Operation, buffers: Buffers, timed: dict[str, _Timed]) -> dict[str, Any]:
         """Return what has to cross each host's link, and what does, as ``[sent, received]``; nothing on one host."""
         if self.links is None:
             return {}
         stated = stated_bytes(operation, buffers, self.links.hosts)
+        moving = {name: each.call for name, each in timed.items() if name not in (MEMCPY, NOTHING)}
         return {
             "stated_bytes": stated and [[link.sent, link.received] for link in stated],
             "wire_us": stated and busiest(stated) / self.rate * 1e6,
-            "counted_bytes": {
-                name: self.links.count(call) for name, call in calls.items() if name not in (MEMCPY, NOTHING)
-            },
+            "counted_bytes": {name: self.links.count(call) for name, call in moving.items()},
         }
 
-    def _check(
+    def _prepare(
         self, case: Case, operation: Operation, buffers: Buffers
-    ) -> tuple[dict[str, Call], dict[str, str], list[str], dict[str, float]]:
+    ) -> tuple[dict[str, _Timed], dict[str, str], list[str]]:
         """Make one call on each backend and compare what it gives.
 
         Returns:
-            The calls that gave the right result; the reason why each other backend is left out; the backends that
-            computed something wrong; and how long each call took.
+            The calls that gave the right result; the reason why each other backend is left out; and the backends that
+            computed something wrong.
         """
         asynchronous = self.options.asynchronous
-        candidates = {name: operation.torch(group, buffers, asynchronous) for name, group in self.groups.items()}
+        calls = {name: operation.torch(group, buffers, asynchronous) for name, group in self.groups.items()}
         left_out: dict[str, str] = {}
         if self.mpi is not None:
             datatype = DTYPES[case.dtype or EMPTY_DTYPE]
             if datatype is None:
                 left_out[MPI] = f"MPI has no datatype for {case.dtype} that every library knows"
             else:
-                candidates[MPI] = operation.mpi(MpiBuffers(buffers, self.mpi, datatype), asynchronous)
-        calls, wrong, first_s = dict(candidates), [], {}
-        for name, call in candidates.items():
+                calls[MPI] = operation.mpi(MpiBuffers(buffers, self.mpi, datatype), asynchronous)
+        timed, wrong = {}, []
+        for name, call in calls.items():
             buffers.fill()
             dist.barrier()
             started = time.perf_counter()
             error = difference = None
+            took_s = 0.0
             try:
                 call()
-                first_s[name] = time.perf_counter() - started
+                took_s = time.perf_counter() - started
                 difference = None if name == NOTHING else buffers.difference(operation.expected(buffers))
             except Exception as problem:
                 error = (str(problem).strip() or type(problem).__name__).splitlines()[0]
-            first_s[name] = self._largest([first_s.get(name, 0.0)])[0]
             said: list[Any] = [None] * self.world.size
-            dist.all_gather_object(said, (error, difference))
-            errors, differences = ([pair[i] for pair in said if pair[i] is not None] for i in (0, 1))
-            if errors or differences:
-                del calls[name]
-                left_out[name] = errors[0] if errors else f"wrong result: {differences[0]}"
-            if differences and not errors:
+            dist.all_gather_object(said, (error, difference, took_s))
+            errors, differences = ([each[i] for each in said if each[i] is not None] for i in (0, 1))
+            if errors:
+                left_out[name] = errors[0]
+            elif differences:
+                left_out[name] = f"wrong result: {differences[0]}"
                 wrong.append(name)
-        return calls, left_out, wrong, first_s
+            else:
+                timed[name] = _Timed(call, max(each[2] for each in said))
+        return timed, left_out, wrong
 
-    def _agree(self, call: Call, first_s: float) -> tuple[int, float]:
-        """Return how many calls fill a turn, the same number on every rank; and the mean time of one."""
-        if first_s > 1.0:  # no further trial
-            return 1, first_s
-        _mean_s(call, FEWEST_CALLS)  # not counted: these make connections and touch new pages
-        count, round_s = FEWEST_CALLS, self.options.round_s
-        while True:
-            mean_s = self._largest([_mean_s(call, count)])[0]
-            if mean_s * count >= round_s / 10 or count == MOST_CALLS:
-                return max(FEWEST_CALLS, min(MOST_CALLS, int(round_s / mean_s))), mean_s
-            count = min(MOST_CALLS, count * 8)
+    def _agree(self, timed: _Timed) -> None:
+        """Find how many calls fill a turn, and how many turns there is time for: the same numbers on every rank."""
+        count, mean_s = 1, timed.first_s
+        if timed.first_s <= 1.0:
+            _mean_s(timed.call, FEWEST_CALLS)  # not counted: these make connections and touch new pages
+            count = FEWEST_CALLS
+            while True:
+                mean_s = self._largest([_mean_s(timed.call, count)])[0]
+                if mean_s * count >= self.options.round_s / 10 or count == MOST_CALLS:
+                    break
+                count = min(MOST_CALLS, count * 8)
+            count = max(FEWEST_CALLS, min(MOST_CALLS, int(self.options.round_s / mean_s)))
+        timed.count, timed.turns = count, max(1, min(self.options.rounds, int(PATIENCE_S / (count * mean_s))))
 
     def _probe(self) -> float:
         """Return the probe's spread on the rank where it is largest; only as many ranks probe as there are cores."""

@@ -1,11 +1,8 @@
 """Whether the other host still acknowledges what a TCP connection sends: the heartbeat of a link, kept by the kernels.
 
-The kernel of the other host acknowledges data and probes, whatever the process there does. So a process that is
-stopped, or whose interpreter is held, is not taken for a link that is cut. TCP_USER_TIMEOUT cannot tell these apart: it
-also ends a connection whose peer is there and takes nothing.
-
-While nothing is on its way the kernel's keep-alive probes do this. They stop as soon as something is, so the thread
-that accepts connections looks at TCP_INFO from time to time. No message is sent for it.
+The kernel of the other host acknowledges data and probes, whatever the process there does, so one that is stopped is
+not taken for a link that is cut. TCP_USER_TIMEOUT would also end a connection whose peer is there and takes nothing.
+Keep-alive probes stop as soon as something is on its way, so TCP_INFO is looked at from time to time.
 """
 
 from __future__ import annotations
@@ -14,8 +11,6 @@ import contextlib
 import socket
 import struct
 import time
-
-__all__ = ["LOOK_S", "SILENT_S", "Acknowledged", "unanswered_s"]
 
 # How often a connection is looked at, and for how long a host must be silent until the connection is broken.
 LOOK_S = 0.5
@@ -27,15 +22,7 @@ _MOST_RTO_MS = 1000
 
 
 class Acknowledged:
-    """One connection. ``silent_s`` is called by one thread at a time.
-
-    Args:
-        sock: the connection.
-
-    Attributes:
-        sock: the same.
-        is_silent: it has been silent for ``SILENT_S``.
-    """
+    """One connection, which ``is_silent`` after ``SILENT_S``. ``silent_s`` is called by one thread at a time."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -46,7 +33,7 @@ class Acknowledged:
             sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _MOST_RTO_MS)
 
     def silent_s(self) -> float:
-        """For how long the other host has owed an acknowledgement and sent none, in seconds; 0 if it owes none."""
+        """Return for how long the other host has owed an acknowledgement and sent none; 0 if it owes none."""
         try:
             info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
         except OSError:  # it has been closed
@@ -64,16 +51,10 @@ class Acknowledged:
 
 
 def unanswered_s(sock: socket.socket) -> float:
-    """For how long nothing has been heard of the other host while something is on its way to it; 0 if nothing is.
+    """Return for how long nothing has been heard of the other host while something is on its way to it; else 0.
 
-    It is the time since the last acknowledgement, also one of the kernel's probes before anything was sent. So what is
-    sent to a host that is out of reach already does not begin that time anew.
-
-    Args:
-        sock: a connection that the kernel probes (:class:`phalanx.wire.sockets.KeepAlive`).
-
-    Returns:
-        The time in seconds.
+    It is the time since the last acknowledgement, also one of the kernel's probes (:class:`.sockets.KeepAlive`) before
+    anything was sent. So what is sent to a host that is out of reach already does not begin that time anew.
     """
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)

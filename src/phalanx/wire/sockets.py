@@ -5,8 +5,6 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 
-__all__ = ["KeepAlive", "connect", "listen"]
-
 _BACKLOG = 4096
 
 
@@ -15,8 +13,7 @@ class KeepAlive:
     """When a silent peer counts as lost. Its kernel answers the probes, so a host that is merely busy is not lost.
 
     Attributes:
-        idle_s: after how many seconds of silence the first probe is sent.
-        interval_s: seconds between two probes.
+        idle_s, interval_s: after how much silence the first probe is sent, and then the next ones.
         probes: how many must stay unanswered.
         unacknowledged_s: how long sent data may stay unacknowledged; 0 leaves that to the kernel (about 15 minutes).
     """
@@ -27,11 +24,7 @@ class KeepAlive:
     unacknowledged_s: int = 0
 
     def apply(self, sock: socket.socket) -> None:
-        """Set this on a connected socket, which also sends every message at once (TCP_NODELAY).
-
-        Raises:
-            OSError: the connection has gone.
-        """
+        """Set this on a connected socket, which also sends every message at once (TCP_NODELAY)."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, self.idle_s)
@@ -41,11 +34,7 @@ class KeepAlive:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A listening socket on exactly this address; port 0 takes any that is free.
-
-    Raises:
-        OSError: the port is taken, or the address is not this host's.
-    """
+    """Listen on exactly this address; port 0 takes any that is free."""
     family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
@@ -59,17 +48,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def connect(where: tuple[str, int], timeout_s: float, keep_alive: KeepAlive, source: str = "") -> socket.socket:
-    """A connection to an address and port.
-
-    Args:
-        where: the address and the port.
-        timeout_s: how long to wait for the other host.
-        keep_alive: when the peer counts as lost afterwards.
-        source: the address to connect from; any of this host's by default.
-
-    Raises:
-        OSError: nothing listens there, or the host cannot be reached.
-    """
+    """Connect to an address and port, from the address ``source`` or any of this host's."""
     sock = socket.create_connection(where, timeout=timeout_s, source_address=(source, 0) if source else None)
     try:
         keep_alive.apply(sock)
