@@ -133,31 +133,22 @@ def _groups(options: BenchOptions) -> dict[str, Any]:
     return groups
 
 
-class _NothingGroup(dist.ProcessGroup):
-    """A process group whose operations move nothing: its figures are the cost of torch.distributed itself."""
-
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return NOTHING
-
-    def shutdown(self) -> None:
-        pass
-
-
 def _register_nothing(asynchronous: bool) -> None:
-    """Let ``new_group(backend="nothing")`` make such groups in this process."""
+    """Let ``new_group(backend="nothing")`` make groups whose operations move nothing: what torch itself costs."""
     done = DoneWork([])
     collectives = (
         *("allreduce", "reduce", "broadcast", "allgather", "_allgather_base", "all_gather_single", "gather"),
         *("gather_single", "scatter", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
         *("alltoall", "alltoall_base", "all_to_all_single", "barrier"),
     )
-    for name in collectives:  # a synchronous one returns no handle
-        setattr(_NothingGroup, name, lambda *_, **__: done if asynchronous else None)
-    for name in ("send", "recv"):
-        setattr(_NothingGroup, name, lambda *_, **__: done)
+    methods: dict[str, Any] = {"getBackendName": lambda _: NOTHING, "shutdown": lambda _: None}
+    methods |= {name: lambda *_, **__: done for name in ("send", "recv")}
+    # A synchronous collective returns no handle.
+    methods |= {name: lambda *_, **__: done if asynchronous else None for name in collectives}
+    kind: Any = type("NothingGroup", (dist.ProcessGroup,), methods)
 
-    def create(given: Any, _options: Any) -> _NothingGroup:
-        group = _NothingGroup(given.group_rank, given.group_size)  # type: ignore[call-arg]
+    def create(given: Any, _options: Any) -> Any:
+        group = kind(given.group_rank, given.group_size)
         group._set_group_name(given.group_id)
         return group
 

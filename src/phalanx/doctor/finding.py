@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -99,8 +99,5 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """Return the object of ``--json``: the worst level, and every finding."""
-    fields = ("host", "subject", "said", "remedy")
-    return {
-        "worst": worst(findings).word,
-        "findings": [{"level": one.level.word, **{name: getattr(one, name) for name in fields}} for one in findings],
-    }
+    listed = [{**asdict(finding), "level": finding.level.word} for finding in findings]
+    return {"worst": worst(findings).word, "findings": listed}
