@@ -22,10 +22,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from phalanx.launch.protocol import Event, Order, encode
-from phalanx.wire.acknowledged import unanswered_s
 from phalanx.wire.framing import PREFIX_BYTES, Malformed, end_of_frame, frame
 from phalanx.wire.session import TAG_BYTES, Session
-from phalanx.wire.sockets import KeepAlive, listen
+from phalanx.wire.sockets import KeepAlive, listen, unanswered_s
 
 if TYPE_CHECKING:
     from phalanx.wire.door import Door

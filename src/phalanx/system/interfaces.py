@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import functools
 import ipaddress
 import os
 import socket
@@ -24,8 +23,7 @@ LOOPBACK = "127.0.0.1"
 Address = tuple[str, int]  # and port
 
 _SIOCGIFADDR, _SIOCGIFMTU, _SIOCETHTOOL, _ETHTOOL_GSET = 0x8915, 0x8921, 0x8946, 1
-# No host has these addresses, which are reserved for documentation (RFC 5737, RFC 3849). So a packet to them leaves by
-# the default route, and the source address that the kernel chooses for it is the one that other hosts reach.
+# Reserved for documentation (RFC 5737, RFC 3849), so packets to them leave by the default route.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 # -- interfaces ----------------------------------------------------------------------------------------
@@ -59,10 +57,8 @@ def interface_mtu(name: str) -> int:
 
 
 def interface_speed_mbit(name: str) -> int:
-    """Return what the driver of an interface says that it can do, in Mbit/s; 0 if it does not know, as virtual ones.
-
-    It is asked by ``ETHTOOL_GSET``: files below /sys may be those of another network namespace.
-    """
+    """Return what the driver of an interface says that it can do, in Mbit/s; 0 if it does not know, as virtual ones."""
+    # By an ioctl, because files below /sys may be those of another network namespace.
     asked = ctypes.create_string_buffer(struct.pack("I", _ETHTOOL_GSET), 44)
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         fcntl.ioctl(probe, _SIOCETHTOOL, struct.pack("16sP8x", name.encode()[:15], ctypes.addressof(asked)))
@@ -145,9 +141,7 @@ def outward_address(towards: Iterable[str] = (), environment: Mapping[str, str] 
     The first of these that exists:
 
     - an address of the interface that ``PHALANX_INTERFACE`` names;
-    - the source address of packets to the first host of ``towards`` that is another machine, so an address in the
-      network that both share. A name that does not resolve is skipped: a launcher may know names that the resolver
-      does not;
+    - the source address of packets to the first host of ``towards`` that is another machine and resolves;
     - the address that this host's own name resolves to, unless it is loopback (127.0.1.1 on Debian);
     - the source address of packets that leave by the default route;
     - any address that is neither loopback nor link-local: a cluster without a gateway has no default route;
@@ -207,12 +201,9 @@ def _source_address(target: str) -> str | None:
 
 
 def check_reachable(address: str) -> None:
-    """Make sure that processes of this host can connect to each other at an address of this host.
+    """Check that processes of this host can connect to each other at an address of it; raise LaunchError if not.
 
     They cannot in a new network namespace, as in some containers, where the loopback interface is down.
-
-    Raises:
-        LaunchError: they cannot; the message says why.
     """
     with socket.socket(_family(address)) as listener, socket.socket(_family(address)) as caller:
         try:
@@ -241,8 +232,11 @@ _OWNER = struct.Struct("=4x48xIIIII")
 
 def holder_of_port(port: int) -> str:
     """Say which process listens on a port of this host; empty where /proc does not show it to this user."""
-    at = f":{port:04X}"
-    inodes = {f"socket:[{line[9]}]" for line in _sockets("tcp", "tcp6") if line[3] == "0A" and line[1].endswith(at)}
+    inodes = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError), open(f"/proc/net/{table}") as file:
+            lines = [line.split() for line in file]  # 1 is the local end, 3 the state (0A: it listens), 9 the inode
+            inodes |= {f"socket:[{line[9]}]" for line in lines if line[3] == "0A" and line[1].endswith(f":{port:04X}")}
     for path in glob("/proc/[0-9]*/fd/*") if inodes else ():
         with contextlib.suppress(OSError):
             if os.readlink(path) in inodes:
@@ -252,36 +246,18 @@ def holder_of_port(port: int) -> str:
     return ""
 
 
-def _sockets(*tables: str) -> Iterator[list[str]]:
-    """List the kernel's sockets, as words: 1 and 2 are both ends, 3 is the state, 7 the user, 9 the inode."""
-    for table in tables:
-        with contextlib.suppress(OSError), open(f"/proc/net/{table}") as file:
-            yield from map(str.split, file.readlines()[1:])
-
-
 def owner_of(end: Address, other_end: Address) -> int | None:
     """Return which user holds the socket at ``end`` of a connection; None if no process of this host does.
 
-    The kernel knows, and a stranger cannot forge it. Prior art: the identification protocol (RFC 1413), which asked the
-    other host; here both ends are on this one. A socket that its process has closed lives on for a while, and the
-    kernel then lists it as root's, without an inode: it belongs to nobody any more.
+    A socket that its process has closed lives on for a while as root's, without an inode: it belongs to nobody.
+
+    Raises:
+        OSError: the kernel does not answer such questions (no CONFIG_INET_DIAG).
     """
-    return _ask_kernel(end, other_end) if _kernel_answers() else _search(end, other_end)
-
-
-@functools.cache
-def _kernel_answers() -> bool:
-    """Return whether this kernel answers questions about single sockets; tried on a connection of this process."""
-    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 0)) as listener:
-        where = listener.getsockname()
-        with socket.create_connection(where, timeout=1) as own:
-            return _ask_kernel(own.getsockname(), where) == os.geteuid()
-    return False
-
-
-def _ask_kernel(end: Address, other_end: Address) -> int | None:
-    family, addresses = _family(end[0]), (_packed(address).ljust(16, b"\0") for address, _ in (end, other_end))
-    wanted = _WANTED.pack(family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF)
+    addresses = (
+        socket.inet_pton(_family(end[0]), one.partition("%")[0]).ljust(16, b"\0") for one, _ in (end, other_end)
+    )
+    wanted = _WANTED.pack(_family(end[0]), socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF)
     wanted += _ENDS.pack(end[1], other_end[1], *addresses, 0, _ANY_COOKIE)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
         kernel.send(_MESSAGE.pack(_MESSAGE.size + len(wanted), _SOCK_DIAG_BY_FAMILY, 1, 1, 0) + wanted)
@@ -293,26 +269,3 @@ def _ask_kernel(end: Address, other_end: Address) -> int | None:
         raise OSError(code, os.strerror(code))
     *_, user, inode = _OWNER.unpack_from(answer, _MESSAGE.size)
     return user if inode else None
-
-
-def _search(end: Address, other_end: Address) -> int | None:
-    """Find the same in the lists of all sockets, for kernels that do not answer.
-
-    A socket of IPv6, such as torch's, is in the list of IPv6 also when its ends are IPv4.
-    """
-    for table, prefix in (("tcp", ""), ("tcp6", "" if ":" in end[0] else "::ffff:")):
-        wanted = [_as_listed(prefix + address, port) for address, port in (end, other_end)]
-        for words in _sockets(table):
-            if words[1:3] == wanted:
-                return int(words[7]) if words[9] != "0" else None
-    return None
-
-
-def _packed(address: str) -> bytes:
-    return socket.inet_pton(_family(address), address.partition("%")[0])
-
-
-def _as_listed(address: str, port: int) -> str:
-    # The kernel prints an address as numbers of four bytes each, in the byte order of the machine.
-    numbers = (f"{number:08X}" for (number,) in struct.iter_unpack("=I", _packed(address)))
-    return f"{''.join(numbers)}:{port:04X}"

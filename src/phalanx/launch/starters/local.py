@@ -48,6 +48,7 @@ def fork_agent(job: Job, file_limit: tuple[int, int]) -> LocalAgent | RankStart:
         LaunchError: the system refuses another process.
     """
     link, theirs = link_pair()
+    supervisor = os.getpid()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()  # what is in the buffers would be copied by the fork, and printed twice
@@ -62,7 +63,7 @@ def fork_agent(job: Job, file_limit: tuple[int, int]) -> LocalAgent | RankStart:
     if pid == 0:
         link.close()
         # It sees the supervisor's end as the end of the link, unless it has been stopped.
-        processes.wake_with_parent()
+        processes.die_with_parent(supervisor, signal.SIGCONT)
         os.setsid()  # out of the terminal's foreground group, in which Ctrl-C is the supervisor's
         processes.set_name("phalanx-agent")
         processes.adopt_orphans()
