@@ -22,6 +22,7 @@ from phalanx.store import torch_server
 from phalanx.store.ended import EndsChannel, meeting_prefix, met_key, ranks_that_ended
 from phalanx.store.torch_requests import Conversation, TorchTable
 from phalanx.store.torch_server import MOST_COMPLAINTS, Referral, TorchStoreServer
+from phalanx.system import interfaces
 from phalanx.system.interfaces import owner_of
 
 GREETING = b"\0" + struct.pack("=I", 0x3C85F7CE)
@@ -203,8 +204,14 @@ def test_connection_from_another_host_waits_for_what_is_known_there(monkeypatch:
         assert stranger.recv(8) == b""
 
 
-@pytest.mark.parametrize(("host", "prefix"), [("::1", ""), ("127.0.0.1", ""), ("127.0.0.1", "::ffff:")])
-def test_owner_of_a_connection_is_found_and_of_a_closed_one_is_nobody(host: str, prefix: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "host", "prefix"), [("kernel", "::1", ""), ("list", "127.0.0.1", ""), ("list", "127.0.0.1", "::ffff:")]
+)
+def test_owner_of_a_connection_is_found_and_of_a_closed_one_is_nobody(
+    way: str, host: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "list":
+        monkeypatch.setattr(interfaces, "_kernel_answers", lambda: False)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener:
         where = listener.getsockname()[:2]

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import ipaddress
 import os
 import socket
@@ -232,11 +233,8 @@ _OWNER = struct.Struct("=4x48xIIIII")
 
 def holder_of_port(port: int) -> str:
     """Say which process listens on a port of this host; empty where /proc does not show it to this user."""
-    inodes = set()
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError), open(f"/proc/net/{table}") as file:
-            lines = [line.split() for line in file]  # 1 is the local end, 3 the state (0A: it listens), 9 the inode
-            inodes |= {f"socket:[{line[9]}]" for line in lines if line[3] == "0A" and line[1].endswith(f":{port:04X}")}
+    at = f":{port:04X}"
+    inodes = {f"socket:[{line[9]}]" for line in _sockets("tcp", "tcp6") if line[3] == "0A" and line[1].endswith(at)}
     for path in glob("/proc/[0-9]*/fd/*") if inodes else ():
         with contextlib.suppress(OSError):
             if os.readlink(path) in inodes:
@@ -246,18 +244,34 @@ def holder_of_port(port: int) -> str:
     return ""
 
 
+def _sockets(*tables: str) -> Iterator[list[str]]:
+    """List the kernel's sockets, as words: 1 and 2 are both ends, 3 is the state, 7 the user, 9 the inode."""
+    for table in tables:
+        with contextlib.suppress(OSError), open(f"/proc/net/{table}") as file:
+            yield from map(str.split, file.readlines()[1:])
+
+
 def owner_of(end: Address, other_end: Address) -> int | None:
     """Return which user holds the socket at ``end`` of a connection; None if no process of this host does.
 
     A socket that its process has closed lives on for a while as root's, without an inode: it belongs to nobody.
-
-    Raises:
-        OSError: the kernel does not answer such questions (no CONFIG_INET_DIAG).
     """
-    addresses = (
-        socket.inet_pton(_family(end[0]), one.partition("%")[0]).ljust(16, b"\0") for one, _ in (end, other_end)
-    )
-    wanted = _WANTED.pack(_family(end[0]), socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF)
+    return _ask_kernel(end, other_end) if _kernel_answers() else _search(end, other_end)
+
+
+@functools.cache
+def _kernel_answers() -> bool:
+    """Try whether this kernel answers questions about single sockets; gVisor's and qemu's do not."""
+    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 0)) as listener:
+        where = listener.getsockname()
+        with socket.create_connection(where, timeout=1) as own:
+            return _ask_kernel(own.getsockname(), where) == os.geteuid()
+    return False
+
+
+def _ask_kernel(end: Address, other_end: Address) -> int | None:
+    family, addresses = _family(end[0]), (_packed(address).ljust(16, b"\0") for address, _ in (end, other_end))
+    wanted = _WANTED.pack(family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF)
     wanted += _ENDS.pack(end[1], other_end[1], *addresses, 0, _ANY_COOKIE)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
         kernel.send(_MESSAGE.pack(_MESSAGE.size + len(wanted), _SOCK_DIAG_BY_FAMILY, 1, 1, 0) + wanted)
@@ -269,3 +283,26 @@ def owner_of(end: Address, other_end: Address) -> int | None:
         raise OSError(code, os.strerror(code))
     *_, user, inode = _OWNER.unpack_from(answer, _MESSAGE.size)
     return user if inode else None
+
+
+def _search(end: Address, other_end: Address) -> int | None:
+    """Find the same in the lists of all sockets, for kernels that do not answer.
+
+    A socket of IPv6, such as torch's, is in the list of IPv6 also when its ends are IPv4.
+    """
+    for table, prefix in (("tcp", ""), ("tcp6", "" if ":" in end[0] else "::ffff:")):
+        wanted = [_as_listed(prefix + address, port) for address, port in (end, other_end)]
+        for words in _sockets(table):
+            if words[1:3] == wanted:
+                return int(words[7]) if words[9] != "0" else None
+    return None
+
+
+def _packed(address: str) -> bytes:
+    return socket.inet_pton(_family(address), address.partition("%")[0])
+
+
+def _as_listed(address: str, port: int) -> str:
+    # The kernel prints an address as numbers of four bytes each, in the byte order of the machine.
+    numbers = (f"{number:08X}" for (number,) in struct.iter_unpack("=I", _packed(address)))
+    return f"{''.join(numbers)}:{port:04X}"
