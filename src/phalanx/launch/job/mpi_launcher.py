@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from phalanx import settings
 from phalanx.errors import LauncherEnvironmentError, LaunchError
@@ -223,31 +222,28 @@ def find_mpi_launcher(command: str) -> MpiLauncher:
     )
 
 
-def place_of(kind: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Read the place that an MPI launcher gave to a process: ``rank``, ``size``, ``beside``.
-
-    ``beside`` is the number of ranks on the process's host; 0 if the launcher does not say.
+def place_of(kind: str, environment: Mapping[str, str]) -> tuple[int, int]:
+    """Read the rank and the world size that an MPI launcher gave to a process.
 
     Raises:
         LaunchError: a variable is missing or not a number, so the launcher is another one than it said it was.
     """
-    row = _ROWS[kind].row
-    found = {}
-    for name, column in (("rank", "rank"), ("size", "world_size"), ("beside", "local_world_size")):
-        reader = row.readers.get(column)
+    found = []
+    for column in ("rank", "world_size"):
+        reader = _ROWS[kind].row.readers[column]
         try:
-            finding = reader(environment) if reader is not None else None
+            finding = reader(environment)
         except LauncherEnvironmentError as error:
             raise LaunchError(f"the MPI launcher set {error}; is it another MPI's?") from None
-        if finding is None and reader is not None and name != "beside":
+        if finding is None:
             raise LaunchError(f"the MPI launcher did not set {reader.names}; is it another MPI's?")
-        found[name] = 0 if finding is None else int(finding.value)
-    return found
+        found.append(int(finding.value))
+    return found[0], found[1]
 
 
 @dataclass(frozen=True)
 class Abort:
-    """Find what a process printed that ended its job by MPI; ``by_mpi``: an error inside MPI, not MPI_Abort."""
+    """The line that a process printed as it ended its job by MPI; ``by_mpi``: an error inside MPI, not MPI_Abort."""
 
     text: str
     code: int
