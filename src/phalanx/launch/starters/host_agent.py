@@ -19,6 +19,7 @@ from phalanx.launch.link import join
 from phalanx.launch.protocol import Here
 from phalanx.launch.rank.start import RankStart
 from phalanx.launch.starters.invitation import OTHER_VERSION, UNREACHABLE, Invitation
+from phalanx.system import processes
 from phalanx.system.host import machine_name, this_host
 from phalanx.system.interfaces import chosen_interface
 from phalanx.system.limits import check_limits, machine_limits, raise_file_limit, usable_cores
@@ -44,6 +45,7 @@ def read_invitation(descriptor: int) -> Invitation:
 
 def be_agent(invitation: Invitation) -> RankStart:
     """Join the supervisor, and be the agent of this host. Returns in each rank its start; the agent never returns."""
+    processes.set_name("phalanx-agent")
     file_limit = raise_file_limit()
     try:
         link = join(invitation.door, _JOIN_S)

@@ -54,6 +54,7 @@ def be_agent(kind: str, shim: int) -> RankStart:
     Returns:
         In the rank, its start. The agent itself never returns.
     """
+    processes.set_name("phalanx-agent")
     os.set_blocking(shim, False)
     try:
         (rank, size), invitation = place_of(kind, os.environ), os.environ.pop(settings.MPI_JOIN)

@@ -64,19 +64,18 @@ def main() -> None:
     os.close(to_agent)
     os.setsid()
     processes.adopt_orphans()
-    processes.set_name("phalanx-agent")
     from phalanx.launch.rank.start import become
 
     if starter == "mpi":
-        from phalanx.launch.starters.mpi_agent import be_agent as be_mpi_agent
+        from phalanx.launch.starters import mpi_agent
 
-        become(be_mpi_agent(argument, signals))
+        become(mpi_agent.be_agent(argument, signals))
     else:
-        from phalanx.launch.starters.host_agent import be_agent, read_invitation
+        from phalanx.launch.starters import host_agent
 
         os.close(signals)
         processes.release_input()  # the rank that reads gets its input over the link
-        become(be_agent(read_invitation(int(argument))))
+        become(host_agent.be_agent(host_agent.read_invitation(int(argument))))
 
 
 def _begin_anew() -> NoReturn:
