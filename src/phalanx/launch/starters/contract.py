@@ -16,11 +16,8 @@ __all__ = ["Starter"]
 class Starter(ABC):
     """Starts the agents of one attempt, and sees them out.
 
-    A starter gives the supervisor each agent's link (``Supervisor.admit``); one that does not know beforehand where the
-    ranks are calls ``Supervisor.all_here`` when all agents have come.
-
-    Attributes:
-        agents: they, in the order of their ranks.
+    A starter gives the supervisor each agent's link (``Links.admit``); one that does not know beforehand where the
+    ranks are calls ``Supervisor.all_here`` when all agents have come. ``agents`` are in the order of their ranks.
     """
 
     agents: Sequence[AgentState]
