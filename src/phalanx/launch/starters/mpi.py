@@ -21,6 +21,7 @@ from phalanx.launch.job.target import Refusal
 from phalanx.launch.output.failure import Failure, signal_name
 from phalanx.launch.protocol import Here
 from phalanx.launch.roster import AgentState
+from phalanx.launch.starters import start_agent
 from phalanx.launch.starters.joining import JoiningStarter, Program
 from phalanx.topology.table import RankRow
 from phalanx.words import format_named
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MpiStarter", "find_contradiction", "place_ranks"]
 
-_AGENT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "start_agent.py")
 # How long the MPI launcher may take to leave if a host is out of reach, for whose processes it would wait.
 _LOST_LEAVE_S = 0.7
 
@@ -52,7 +52,7 @@ class MpiStarter(JoiningStarter):
         # A file without a name: nothing to remove, however this ends.
         host_list = os.memfd_create(f"{job.run_id}-hosts")
         os.pwrite(host_list, "".join(f"{host.name}:{host.slots}\n" for host in job.hosts).encode(), 0)
-        agent = [sys.executable, _AGENT, "mpi", self._launcher.kind]
+        agent = [sys.executable, start_agent.__file__, "mpi", self._launcher.kind]
         try:
             self._mpiexec = Program(
                 self._launcher.command(job.ranks, job.hosts, agent, f"/dev/fd/{host_list}"),

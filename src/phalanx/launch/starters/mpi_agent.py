@@ -177,10 +177,6 @@ class MpiAgent(Agent):
         """See :class:`Agent`."""
         return min(grace_s, _WIND_DOWN_S)
 
-    def end_remains(self, rank: Rank) -> None:
-        """Kill all that the rank has left behind."""
-        processes.end_descendants(but=[rank.pid])
-
     def explained(self, rank: Rank, event: Exited) -> Exited:
         """Add who has wanted the rank to end, as far as that can be known."""
         # Nobody can handle SIGKILL, so a rank that was sent no other signal and ended in another way was quicker. It
@@ -218,8 +214,6 @@ class MpiAgent(Agent):
 
     def leave(self, code: int) -> NoReturn:
         """Remove the files that the rank has left, and end."""
-        for rank in self.ranks.values():
-            self.signal(rank, signal.SIGKILL)
         processes.end_descendants()
         remove_unused()
         super().leave(code)

@@ -9,13 +9,13 @@ answer for several hosts, and the job would wait.
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Sequence
 
 from phalanx.errors import LaunchError
 from phalanx.launch.job.hosts import is_here
+from phalanx.launch.starters import start_agent
 
 __all__ = ["command_for", "parse_starter"]
 
@@ -26,7 +26,7 @@ _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=8")
 _HOST = "{host}"
 _NAMED = {"kubectl": ("kubectl", "exec", "-i", _HOST, "--")}
 # Isolated and without site packages: this run of the program only reads its input and replaces itself.
-_AGENT = (sys.executable, "-I", "-S", os.path.join(os.path.dirname(os.path.abspath(__file__)), "start_agent.py"))
+_AGENT = (sys.executable, "-I", "-S", start_agent.__file__)
 
 
 def command_for(name: str, starter: Sequence[str], program: Sequence[str] = _AGENT) -> list[str]:
