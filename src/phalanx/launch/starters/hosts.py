@@ -82,13 +82,11 @@ class HostsStarter(JoiningStarter):
                 os.close(given)
 
     def on_program_end(self, program: Program, agent: AgentState | None) -> None:
-        """See :class:`JoiningStarter`."""
         if agent is not None and agent.here is None and program.code:
             self._failures[agent.number] = _why_it_ended(agent.name, program)
             self._refuse_at = self._refuse_at or time.monotonic() + _SETTLE_S
 
     def came(self, here: Here) -> AgentState:
-        """See :class:`JoiningStarter`."""
         agent = self.agents[here.agent]
         if agent.here is not None:
             raise Refusal(f"phalanx: two agents say that they are the one of {agent.name}; its starter ran twice", 1)
@@ -119,16 +117,13 @@ class HostsStarter(JoiningStarter):
         self.supervisor.all_here(rows, notes)
 
     def missing(self) -> list[AgentState]:
-        """See :class:`JoiningStarter`."""
         return [agent for agent in super().missing() if agent.number not in self._failures]
 
     def describe_missing(self, missing: Sequence[AgentState]) -> str:
-        """See :class:`JoiningStarter`."""
         names = [agent.name for agent in missing]
         return f"{format_list(names)} {'has' if len(names) == 1 else 'have'} not joined yet"
 
     def describe_given_up(self, missing: Sequence[AgentState]) -> str:
-        """See :class:`JoiningStarter`."""
         names = format_list([agent.name for agent in missing])
         return (
             f"{names} did not join within {self.patience_s:.0f} s. The command that starts Phalanx there ran, but "
@@ -136,26 +131,23 @@ class HostsStarter(JoiningStarter):
         )
 
     def due_at(self) -> float | None:
-        """See :class:`Starter`."""
         times = [when for when in (super().due_at(), self._refuse_at) if when is not None]
         return min(times, default=None)
 
     def act(self, now: float) -> list[str]:
-        """See :class:`Starter`."""
         if self._refuse_at is not None and (now >= self._refuse_at or not self.missing()):
             self._refuse_at = None
             raise Refusal("\n".join(f"phalanx: {line}" for _, line in sorted(self._failures.items())), 1)
         return super().act(now)
 
     def describe_lost(self, agent: AgentState, *, silent: bool) -> tuple[str, int]:
-        """See :class:`Starter`."""
         why = f"host {agent.title} is lost: it has failed, its network has, or Phalanx's process there was killed"
         return why, 0
 
 
 def _why_it_ended(name: str, program: Program) -> str:
     """Say in one line why the program that starts the agent of a host has ended before the agent came."""
-    said = program.take_held()
+    said = program.take()
     last = said[-1].strip() if said else "it printed nothing"
     starter = os.path.basename(program.command[0])
     if program.code in (UNREACHABLE, OTHER_VERSION):

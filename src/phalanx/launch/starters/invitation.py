@@ -37,7 +37,6 @@ class Invitation:
     Attributes:
         version: that of the supervisor's Phalanx. An agent of another one only says so: it may understand nothing else.
         environment: the user's variables, as far as they are not the other host's own.
-        directory: the working directory.
         door: where the supervisor listens, with the key, as ``launch/link.py`` takes it.
         host: the number of the host among those of the job.
         name: the host as the user wrote it.
@@ -46,7 +45,6 @@ class Invitation:
             has to be there.
         ranks: how many ranks the host gets.
         interface: the network interface that the user chose; empty for none.
-        bind: how ranks are bound to cores.
         device: the device on which the user wants the ranks to compute; None for none in particular.
     """
 
@@ -69,12 +67,7 @@ class Invitation:
 
 
 def carried_variables(user: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:
-    """Choose the variables that go with a job to other hosts: all but those that differ between hosts.
-
-    Args:
-        user: the environment of ``phalanx run``.
-        named: the variables that the user has named with ``-x``, which go whatever they are.
-    """
+    """Choose the variables that go to other hosts: those that are no host's own, and those ``named`` with ``-x``."""
     devices = _DEVICES if is_allocated(user) else ()
     return {
         name: value for name, value in user.items() if name in named or not (name in devices or _OF_A_HOST.match(name))

@@ -45,16 +45,8 @@ _LEAVE_S, _ASKED_S = 3.0, 1.5
 class Program:
     """A running program, which ends with this process.
 
-    Args:
-        command: its words.
-        environment: its environment; by default this process's.
-        stdin: its standard input.
-        pass_fds: descriptors that it inherits.
-
-    Attributes:
-        command: its words.
-        handle: a pidfd, readable once it has ended.
-        output: the pipe with its output, non-blocking.
+    Arguments are those of ``subprocess.Popen``. ``handle`` is a pidfd, readable once it has ended; ``output`` is the
+    pipe with its output, non-blocking.
 
     Raises:
         OSError: it cannot be executed.
@@ -87,7 +79,7 @@ class Program:
 
     @property
     def code(self) -> int | None:
-        """Return how it ended, as :meth:`reap` has found; None while it runs."""
+        """Its exit code, as :meth:`reap` has found it; minus a signal; None while it runs."""
         return self._process.returncode
 
     def read(self) -> bool:
@@ -111,17 +103,12 @@ class Program:
         """Return when the next of its lines may be passed on."""
         return self._held[0][0] + _HOLD_S if self._held else None
 
-    def take_due(self) -> list[str]:
-        """Return the lines that were held back long enough."""
-        now, due = time.monotonic(), []
-        while self._held and self._held[0][0] + _HOLD_S <= now:
-            due.append(self._held.pop(0)[1])
-        return due
-
-    def take_held(self) -> list[str]:
-        """Return all lines that are still held back."""
-        held, self._held = self._held, []
-        return [line for _, line in held]
+    def take(self, held_for_s: float = 0.0) -> list[str]:
+        """Return the lines that have been held back for so long."""
+        until = time.monotonic() - held_for_s
+        lines = [line for at, line in self._held if at <= until]
+        del self._held[: len(lines)]
+        return lines
 
     def reap(self) -> None:
         """Note how it has ended, as ``handle`` says, and what it has said last."""
@@ -203,14 +190,15 @@ class JoiningStarter(Starter):
         self._seat(link)
 
     def _seat(self, link: Link) -> None:
+        here = None
         try:
             frames = link.receive()
+            if not frames:
+                return
+            kind, first = frames[0]
+            here = decode_event(first) if kind == MESSAGE else None
         except Lost:
-            frames = [(b"", b"")]
-        if not frames:
-            return
-        kind, first = frames[0]
-        here = decode_event(first) if kind == MESSAGE else None
+            pass
         self.selector.unregister(link)
         if not isinstance(here, Here):
             link.close()
@@ -268,7 +256,6 @@ class JoiningStarter(Starter):
         return [program for program, agent in self.programs.items() if agent is None or agent.here is not None]
 
     def due_at(self) -> float | None:
-        """See :class:`Starter`."""
         times = [self._door.tend(time.monotonic()), self._until, self._missing_at()]
         times += [program.due_at() for program in self._talking()]
         return min((when for when in times if when is not None), default=None)
@@ -278,7 +265,7 @@ class JoiningStarter(Starter):
         lines = []
         for program in self._talking():
             agent = self.programs[program]
-            lines += [f"[{agent.name if agent is not None else self.name}] {line}" for line in program.take_due()]
+            lines += [f"[{agent.name if agent is not None else self.name}] {line}" for line in program.take(_HOLD_S)]
         missing_at = self._missing_at()
         if missing_at is not None and now >= missing_at:
             if self._named:
@@ -290,7 +277,6 @@ class JoiningStarter(Starter):
     # The end.
 
     def give_up(self, agent: AgentState) -> None:
-        """See :class:`Starter`."""
         self.supervisor.links.drop(agent)
 
     def leave_s(self) -> float:
@@ -298,7 +284,6 @@ class JoiningStarter(Starter):
         return _LEAVE_S
 
     def dismiss(self, turn: Callable[[], None]) -> None:
-        """See :class:`Starter`."""
         self._door.close()
         # What has started an agent that is lost, or has never come, may never end by itself.
         leaving = [program for program, agent in self.programs.items() if agent is None or agent.link is not None]
@@ -321,7 +306,6 @@ class JoiningStarter(Starter):
         self._until = None
 
     def kill(self) -> None:
-        """See :class:`Starter`."""
         self._until = None
         for program in self.programs:
             program.send(signal.SIGKILL)

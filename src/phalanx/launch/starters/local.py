@@ -90,7 +90,6 @@ class LocalStarter(Starter):
         self.agents = [AgentState(0, supervisor.job.host, supervisor.ranks)]
 
     def begin(self) -> None:
-        """See :class:`Starter`."""
         self._supervisor.selector.register(self._agent.handle, selectors.EVENT_READ, self._reap)
         self._supervisor.links.admit(self.agents[0], self._agent.link)
 

@@ -88,7 +88,6 @@ class MpiStarter(JoiningStarter):
         self.supervisor.all_here(rows, [note] if note else [])
 
     def describe_missing(self, missing: Sequence[AgentState]) -> str:
-        """See :class:`JoiningStarter`."""
         planned = _planned_hosts(self.job)
         hosts = list(dict.fromkeys(planned[agent.number] for agent in missing)) if planned else []
         where = f" (on {', '.join(hosts)})" if hosts else ""
@@ -111,7 +110,6 @@ class MpiStarter(JoiningStarter):
             self.supervisor.give_up_after(self.job.patience_s(None) + 2.0)
 
     def describe_lost(self, agent: AgentState, *, silent: bool) -> tuple[str, int]:
-        """See :class:`Starter`."""
         host = agent.here.name if agent.here is not None else agent.name
         if silent:
             return f"host {host} is lost: it has failed, or its network has", 0
@@ -122,7 +120,6 @@ class MpiStarter(JoiningStarter):
         return self._mpiexec is not None and self._mpiexec.code is not None
 
     def leave_s(self) -> float:
-        """See :class:`JoiningStarter`."""
         if self.supervisor.going and all(agent.link is not None for agent in self.agents):
             return super().leave_s()
         # The MPI launcher would wait for processes that have not begun, or whose host is out of reach.
@@ -143,7 +140,7 @@ class MpiStarter(JoiningStarter):
 
     def _describe_end(self, rest: str, between: str = " ") -> str:
         """Say how the MPI launcher has ended, the rest of the sentence, and what it has printed."""
-        code, said = (self._mpiexec.code, self._mpiexec.take_held()) if self._mpiexec is not None else (None, [])
+        code, said = (self._mpiexec.code, self._mpiexec.take()) if self._mpiexec is not None else (None, [])
         how = "ended the job"
         if code is not None:
             how = f"was ended by signal {-code} ({signal_name(-code)})" if code < 0 else f"ended with exit code {code}"

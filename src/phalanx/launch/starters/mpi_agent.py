@@ -45,14 +45,11 @@ _WIND_DOWN_S = 0.5
 
 
 def be_agent(kind: str, shim: int) -> RankStart:
-    """Be the agent; called in the child of the shim's fork, with the signals that it handles blocked.
+    """Join the supervisor, and be the agent. Returns in the rank its start; the agent never returns.
 
     Args:
         kind: which MPI launcher started the shim.
         shim: a pipe by which the shim passes on the user's signals; its end is the shim's end.
-
-    Returns:
-        In the rank, its start. The agent itself never returns.
     """
     processes.set_name("phalanx-agent")
     os.set_blocking(shim, False)
@@ -80,13 +77,7 @@ def be_agent(kind: str, shim: int) -> RankStart:
 
 
 class MpiAgent(Agent):
-    """An agent beside a shim.
-
-    Args:
-        link, file_limit, name: see :class:`Agent`.
-        kind: which MPI launcher started the shim.
-        shim: the pipe from the shim.
-    """
+    """An agent beside a shim; for the arguments see :class:`Agent` and :func:`be_agent`."""
 
     def __init__(self, link: Link, file_limit: tuple[int, int], name: str, kind: str, shim: int) -> None:
         super().__init__(link, file_limit, name)
@@ -121,11 +112,9 @@ class MpiAgent(Agent):
             self.held.add(self.ranks, signum)
 
     def due_at(self) -> list[float | None]:
-        """See :class:`Agent`."""
         return [*super().due_at(), self.asked_at]
 
     def act_on_time(self, now: float) -> None:
-        """See :class:`Agent`."""
         if self.asked_at is not None and now >= self.asked_at:
             self.asked_at = None
             if self.ranks and self.start is not None:
@@ -164,17 +153,15 @@ class MpiAgent(Agent):
         return super()._start(order)
 
     def environment_of(self, order: Start, plan: RankPlan) -> dict[str, str]:
-        """See :class:`Agent`. What MPI needs stays."""
+        """Keep what MPI needs."""
         return {**carried_environment(order.carried, os.environ), **plan.environment}
 
     def forget(self) -> None:
-        """See :class:`Agent`."""
         super().forget()
         if self.shim >= 0:
             os.close(self.shim)
 
     def spared_s(self, grace_s: float) -> float:
-        """See :class:`Agent`."""
         return min(grace_s, _WIND_DOWN_S)
 
     def explained(self, rank: Rank, event: Exited) -> Exited:

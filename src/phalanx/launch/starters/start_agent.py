@@ -2,9 +2,8 @@
 
 There are three processes, from the outside in:
 
-- The **shim** is the child of what has started this program. It passes signals on, ends as the agent does, and kills
-  what an agent that was killed has left. Starters and MPI launchers differ in what they label, report and kill; some
-  hang if a grandchild holds a pipe open. All that they see of a rank is that the shim ends.
+- The **shim** passes signals on, ends as the agent does, and kills what an agent that was killed has left. Starters
+  and MPI launchers differ in what they label, report and kill. All that they see of a rank is that the shim ends.
 - The **agent** (``host_agent.py``, ``mpi_agent.py``) has a session of its own, so that a signal which kills the shim
   does not reach it. It is the ranks' parent, and ends everything below it before it ends.
 - A **rank** is a fork of the agent that unwinds up to here and becomes the script.
