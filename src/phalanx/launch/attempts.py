@@ -1,4 +1,4 @@
-"""Starting a job, and starting it again after a failure (``--restarts``): one attempt after the other.
+"""Start a job, and start it again after a failure (``--restarts``): one attempt after the other.
 
 An attempt shares nothing with those before: its pipes, report files and trace are new, its store is another process at
 another port, and its ranks have another key. On one host the agent stays, so torch is imported once for all attempts.
@@ -52,6 +52,9 @@ def launch(job: Job, hand_over: HandOver | None = None) -> RankStart | int:
     # A program that became the launcher by exec may have had children before; they are not this job's.
     strangers = processes.children_of(os.getpid())
     processes.adopt_orphans()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()  # a fork would copy what is in the buffers
     local = fork_agent(job, file_limit) if job.is_local else None
     if local is not None and not isinstance(local, LocalAgent):
         return local
@@ -61,9 +64,6 @@ def launch(job: Job, hand_over: HandOver | None = None) -> RankStart | int:
     if job.ranks > 1 or job.target.is_python:
         check_reachable(job.addresses[0])
     supervisor = _open(job, local, strangers)
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()  # a fork would copy what is in the buffers
     supervisor.listen_to_signals()
     if local is None:
         try:

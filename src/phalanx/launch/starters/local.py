@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import selectors
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,17 +47,12 @@ def fork_agent(job: Job, file_limit: tuple[int, int]) -> LocalAgent | RankStart:
         LaunchError: the system refuses another process.
     """
     link, theirs = link_pair()
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()  # what is in the buffers would be copied by the fork, and printed twice
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         pid = os.fork()
     except OSError as error:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         raise LaunchError(f"cannot fork: {error.strerror}; {PROCESS_LIMIT_HINT}, or free memory") from error
-    finally:
-        if "pid" not in locals() or pid:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if pid == 0:
         link.close()
         # It sees the supervisor's end as the end of the link, unless it has been stopped.
@@ -70,6 +64,7 @@ def fork_agent(job: Job, file_limit: tuple[int, int]) -> LocalAgent | RankStart:
 
         before_import = {"OMP_NUM_THREADS": job.threads, **job.before_torch()}
         return Agent(theirs, file_limit, job.host).run(job.target, before_import if job.preload else None)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     theirs.close()
     return LocalAgent(pid, os.pidfd_open(pid), link)
 
@@ -102,7 +97,6 @@ class LocalStarter(Starter):
             self._agent.status = os.waitstatus_to_exitcode(status)
 
     def due_at(self) -> float | None:
-        """Return when to stop waiting for the agent."""
         return self._until
 
     def has_ranks(self) -> bool:
