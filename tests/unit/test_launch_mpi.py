@@ -26,7 +26,7 @@ from phalanx.launch.job.options import LaunchOptions
 from phalanx.launch.job.target import Target
 from phalanx.launch.protocol import Here
 from phalanx.launch.starters import start_agent
-from phalanx.launch.starters.mpi import find_contradiction, place_ranks
+from phalanx.launch.starters.mpi import place_ranks
 
 HYDRA = "HYDRA build details:\\n    Version:                                 4.3.1\\n"
 TARGET = Target("program", "true", "/bin/true", ("true",))
@@ -156,10 +156,3 @@ def test_hosts_are_numbered_by_their_first_rank_and_cores_are_shared() -> None:
     own = job(4).environment(2, port=5, rows=rows)
     names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "OMP_NUM_THREADS")
     assert [own[name] for name in names] == ["1", "2", "0", "2", "2"]
-
-
-def test_what_the_launcher_did_otherwise_is_said() -> None:
-    asked = job(2, hosts=(HostSlots("a", 1), HostSlots("b", 1)))
-    text = find_contradiction(asked, "mpiexec", place_ranks(asked, [said("vm", [0]), said("vm", [0])]))
-    assert "asked for rank 0 on a and rank 1 on b; they run on vm" in text
-    assert find_contradiction(asked, "mpiexec", place_ranks(asked, [said("a", [0]), said("b", [0])])) == ""

@@ -1,8 +1,8 @@
 """An MPI launcher starts an agent for each rank, which must be a child of what the launcher's process manager started.
 
-A rank's host is the one that its agent reports; if the MPI launcher was asked for another one, a note is printed. The
-agents stay until all ranks have ended, so the MPI launcher sees all its processes end at once and with exit code 0, and
-has nothing to report.
+A rank's host is the one that its agent reports, whatever the MPI launcher was asked for. The agents stay until all
+ranks have ended, so the MPI launcher sees all its processes end at once and with exit code 0, and has nothing to
+report.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from phalanx import settings
@@ -29,7 +28,7 @@ from phalanx.words import format_named
 if TYPE_CHECKING:
     from phalanx.launch.supervisor import Supervisor
 
-__all__ = ["MpiStarter", "find_contradiction", "place_ranks"]
+__all__ = ["MpiStarter", "place_ranks"]
 
 # How long the MPI launcher may take to leave if a host is out of reach, for whose processes it would wait.
 _LOST_LEAVE_S = 0.7
@@ -69,13 +68,10 @@ class MpiStarter(JoiningStarter):
 
     def came(self, here: Here) -> AgentState:
         """Give an agent its rank."""
-        known = here.size == len(self.agents) and here.agent < here.size
-        if not known or self.agents[here.agent].here is not None:
-            already = ", of which there is one already" if here.size == len(self.agents) else ""
+        if here.size != len(self.agents) or self.agents[here.agent].here is not None:
             raise Refusal(
                 f"phalanx: {self.name} was asked for {len(self.agents)} ranks, and a process on {here.name} "
-                f"says it is rank {here.agent} of {here.size}{already}; remove options that set the number of ranks "
-                f"from --mpi",
+                f"says it is rank {here.agent} of {here.size}; remove options that set the number of ranks from --mpi",
                 2,
             )
         self.patience_s = 120.0  # before any has come there is no hurry: the job may wait in a queue
@@ -83,13 +79,13 @@ class MpiStarter(JoiningStarter):
 
     def complete(self) -> None:
         """Place the ranks."""
-        rows = place_ranks(self.job, [agent.here for agent in self.agents if agent.here is not None])
-        note = find_contradiction(self.job, self.name, rows)
-        self.supervisor.all_here(rows, [note] if note else [])
+        here = [agent.here for agent in self.agents if agent.here is not None]
+        self.supervisor.all_here(place_ranks(self.job, here), [])
 
     def describe_missing(self, missing: Sequence[AgentState]) -> str:
-        planned = _planned_hosts(self.job)
-        hosts = list(dict.fromkeys(planned[agent.number] for agent in missing)) if planned else []
+        # In rank order, the hosts that were asked for; none if the MPI launcher was to choose.
+        asked = [host.name for host in self.job.hosts for _ in range(host.slots or 0)]
+        hosts = list(dict.fromkeys(asked[agent.number] for agent in missing)) if asked else []
         where = f" (on {', '.join(hosts)})" if hosts else ""
         return f"{self.name} has not brought {_ranks_of(missing)}{where} yet"
 
@@ -177,26 +173,3 @@ def place_ranks(job: Job, here: Sequence[Here]) -> list[RankRow]:
         threads = int(job.threads.partition(",")[0]) if job.threads else max(1, cores // masks.count(masks[rank]))
         rows.append(RankRow(rank, node, said.name, local, job.device_of(local), None, cores, threads))
     return rows
-
-
-def _planned_hosts(job: Job) -> list[str]:
-    """List the host that was asked for, for each rank; empty if the MPI launcher was to choose."""
-    return [host.name for host in job.hosts for _ in range(host.slots or 0)]
-
-
-def find_contradiction(job: Job, launcher_name: str, rows: Sequence[RankRow]) -> str:
-    """Say where the MPI launcher placed ranks otherwise than asked; empty if nowhere.
-
-    Args:
-        job: the job.
-        launcher_name: what the user calls the MPI launcher.
-        rows: where the ranks are.
-    """
-    planned = _planned_hosts(job)
-    for first, second in pairwise(rows):
-        if planned and (planned[first.rank] == planned[second.rank]) != (first.node_rank == second.node_rank):
-            return (
-                f"{launcher_name} was asked for rank {first.rank} on {planned[first.rank]} and rank {second.rank} on "
-                f"{planned[second.rank]}; they run on {first.host} and {second.host}"
-            )
-    return ""
