@@ -249,11 +249,17 @@ class JoiningStarter(Starter):
         program.reap()
         self.on_program_end(program, self.programs[program])
 
-    def _talking(self) -> list[Program]:
-        """List the programs whose lines are passed on; lines of others may say why an agent does not come."""
-        if self.supervisor.over or self.supervisor.is_failing():
-            return []
-        return [program for program, agent in self.programs.items() if agent is None or agent.here is not None]
+    def _talking(self) -> dict[Program, str]:
+        """Find the programs with lines to be passed on, and whose they are.
+
+        Lines of a program whose agent has not come may say why it does not.
+        """
+        talking = {
+            program: agent.name if agent is not None else self.name
+            for program, agent in self.programs.items()
+            if program.due_at() is not None and (agent is None or agent.here is not None)
+        }
+        return {} if talking and (self.supervisor.over or self.supervisor.is_failing()) else talking
 
     def due_at(self) -> float | None:
         times = [self._door.tend(time.monotonic()), self._until, self._missing_at()]
@@ -263,9 +269,8 @@ class JoiningStarter(Starter):
     def act(self, now: float) -> list[str]:
         """Pass on what programs have printed, and name agents that do not come."""
         lines = []
-        for program in self._talking():
-            agent = self.programs[program]
-            lines += [f"[{agent.name if agent is not None else self.name}] {line}" for line in program.take(_HOLD_S)]
+        for program, name in self._talking().items():
+            lines += [f"[{name}] {line}" for line in program.take(_HOLD_S)]
         missing_at = self._missing_at()
         if missing_at is not None and now >= missing_at:
             if self._named:
