@@ -14,7 +14,7 @@ from phalanx.doctor.finding import Finding, Level, as_json, as_text, worst
 from phalanx.doctor.host import examine
 from phalanx.doctor.hosts import examine_devices, examine_hosts, pairs_as_json, pairs_as_text
 from phalanx.launch.job.hosts import HostSlots, find_allocation, parse_hosts, read_hostfile
-from phalanx.launch.starters.ssh import split_starter
+from phalanx.launch.starters.ssh import parse_starter
 from phalanx.words import format_list, tell_progress
 
 __all__ = ["doctor"]
@@ -75,7 +75,7 @@ def doctor(
     """Run the command; ``--help`` prints ``_HELP``."""
     if hosts and hostfile:
         raise click.UsageError("-H and --hostfile both name hosts; give one of them")
-    start_by = split_starter(starter or "")
+    start_by = parse_starter(starter)
     named = read_hostfile(hostfile) if hostfile else parse_hosts(hosts) if hosts else ()
     allocation = find_allocation(os.environ) if not named and not start_by else None
     if allocation is not None:

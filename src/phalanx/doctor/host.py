@@ -26,7 +26,7 @@ from phalanx.doctor.finding import Finding, failure, ok, warning
 from phalanx.doctor.probe import Listener, probe
 from phalanx.doctor.variables import variables
 from phalanx.errors import BackendError, InitializationError, LaunchError
-from phalanx.launch.starters.helping import serve
+from phalanx.launch.starters.helpers import serve
 from phalanx.native import core
 from phalanx.system.host import machine_name, this_host
 from phalanx.system.interfaces import (

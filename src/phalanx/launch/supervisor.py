@@ -62,7 +62,6 @@ from phalanx.launch.protocol import (
     Overdue,
     Owns,
     Ping,
-    Printed,
     RankPlan,
     Refused,
     Reported,
@@ -71,7 +70,6 @@ from phalanx.launch.protocol import (
     StacksOrder,
     Start,
     Started,
-    Unstarted,
     Waits,
     WantsInput,
     decode_event,
@@ -412,7 +410,6 @@ class Supervisor:
             self.examiner.lose(agent)
             self.looks.lose(agent)
             self._has_answered(agent)
-            self.starter.on_lost(agent)
             for rank in agent.ranks:
                 if rank.end is None:
                     if own_fault and rank.report is None:
@@ -510,8 +507,6 @@ class Supervisor:
             case Owns():
                 if self.store is not None:
                     self.store.found(event.number)
-            case Printed() | Unstarted():
-                self.starter.hear(event)
 
     def _on_started(self, agent: AgentState, event: Started) -> None:
         agent.started = True
@@ -566,7 +561,7 @@ class Supervisor:
 
     def _look_up(self, number: int, end: list[object], other_end: list[object]) -> None:
         """Ask each host of the job whether a connection to the store is its user's."""
-        for agent in self.starter.one_of_each_host():
+        for agent in {agent.place: agent for agent in self.agents if agent.link is not None}.values():
             self.send(agent, LookUp(number=number, end=end, other_end=other_end))
 
     def _on_store_lost(self) -> None:
