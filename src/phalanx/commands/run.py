@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -21,12 +21,13 @@ from phalanx.launch.job.binding import Bind
 from phalanx.launch.job.hosts import (
     HostSlots,
     Placement,
-    Rehearsal,
     find_allocation,
+    note_ignored,
     parse_address,
     parse_hosts,
     parse_rehearsal,
     read_hostfile,
+    share_allocation,
 )
 from phalanx.launch.job.job import Job, make_job
 from phalanx.launch.job.memory import Mode
@@ -34,11 +35,8 @@ from phalanx.launch.job.options import COUNTED_HERE, Attempt, Diagnosis, LaunchO
 from phalanx.launch.job.spellings import translate
 from phalanx.launch.job.target import find_target
 from phalanx.system.limits import check_limits, machine_limits, raise_file_limit
-from phalanx.topology.environment import note_ignored
 from phalanx.topology.table import format_rank_table
 from phalanx.words import format_count, printable, tell
-
-__all__ = ["run"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -267,23 +265,13 @@ def run(target: str, arguments: tuple[str, ...], module: bool, **given: Any) -> 
     return None
 
 
-def _read_starter(starter: str | None) -> tuple[str, ...]:
-    if starter is None:
-        return ()
-    from phalanx.launch.starters.ssh import parse_starter
-
-    return tuple(parse_starter(starter))
-
-
 def _read_options(ctx: click.Context, given: Mapping[str, Any], notes: list[str]) -> LaunchOptions:
     """Read what has a form of its own; an option whose name is a field's, and its type too, is taken as it is."""
-    same = {field.name: given[field.name] for field in fields(LaunchOptions) if field.name in given}
+    read: dict[str, Any] = {field.name: given[field.name] for field in fields(LaunchOptions) if field.name in given}
     counted_here = given["ranks"] in COUNTED_HERE
-    read: dict[str, Any] = {
+    read |= {
         "ranks": count_ranks(given["ranks"]) if given["ranks"] is not None else None,
         "hosts": _read_hosts(given["hosts"], given["hostfile"]),
-        "starter": _read_starter(given["starter"]),
-        "rehearsal": _read_rehearsal(given["rehearse"], given["placement"]),
         "addresses": () if given["address"] is None else (parse_address(given["address"]),),
         "named": tuple(variable.partition("=")[0] for variable in given["variables"]),
         "replace": names_to_replace(given["replace"] or "", source="--replace"),
@@ -291,22 +279,31 @@ def _read_options(ctx: click.Context, given: Mapping[str, Any], notes: list[str]
         "prefix": not given["no_prefix"],
         "output": decide_output(given["log_dir"], tee=given["tee"], only=given["only"]),
         "attempt": Attempt(restarts=given["restarts"]),
+        "starter": (),
     }
+    placement = given["placement"]
+    if given["rehearse"] is not None:
+        read["rehearsal"] = parse_rehearsal(given["rehearse"], placement or "block")
+    elif placement is not None:
+        how = "places ranks on rehearsed hosts; add --rehearse 2x4, or leave --placement out"
+        raise LaunchError(f"--placement {placement}: {how}")
+    # Not imported at the top, because the rows of all launchers would take a quarter of the command's start.
+    if given["starter"] is not None:
+        from phalanx.launch.starters.ssh import parse_starter
+
+        read["starter"] = tuple(parse_starter(given["starter"]))
     if given["mpi"] is not None:
-        # Not imported at the top, because the rows of all launchers would take a quarter of the command's start.
         from phalanx.launch.job.mpi_launcher import find_mpi_launcher
 
         read["mpi"] = find_mpi_launcher(given["mpi"])
     if read["hosts"] and counted_here:
-        raise LaunchError(
-            f"-n {given['ranks']}: counts what this host has; say how many ranks each host takes: -H h1:4,h2:4, or "
-            "--ppn 4"
-        )
-    if not (read["hosts"] or read["starter"] or given["mpi"] or read["rehearsal"]):
+        how = "say how many ranks each host takes: -H h1:4,h2:4, or --ppn 4"
+        raise LaunchError(f"-n {given['ranks']}: counts what this host has; {how}")
+    if not (read["hosts"] or read["starter"] or given["mpi"] or given["rehearse"]):
         allocation = find_allocation(os.environ) if given["debugged"] is None else None
         if allocation is not None:
             asked = None if counted_here else read["ranks"]
-            hosts = _share_allocation(allocation.hosts, asked, given["ppn"])
+            hosts = share_allocation(allocation.hosts, asked, given["ppn"])
             read |= {"hosts": hosts, "starter": allocation.starter, "ranks": asked}
             where = f"{format_count(len(hosts), 'host')} of {allocation.title}"
             notes.append(f"ranks run on {where}; with -H localhost:N on this one alone")
@@ -321,7 +318,7 @@ def _read_options(ctx: click.Context, given: Mapping[str, Any], notes: list[str]
         os.path.abspath(folder) if folder else "",
         given["strict"],
     )
-    return LaunchOptions(**{**same, **read})
+    return LaunchOptions(**read)
 
 
 def _is_given(ctx: click.Context, name: str) -> bool:
@@ -334,23 +331,6 @@ def _read_hosts(hosts: str | None, hostfile: str | None) -> tuple[HostSlots, ...
     if hosts is not None:
         return tuple(parse_hosts(hosts))
     return tuple(read_hostfile(hostfile)) if hostfile is not None else ()
-
-
-def _read_rehearsal(rehearse: str | None, placement: Placement | None) -> Rehearsal | None:
-    if placement is not None and rehearse is None:
-        raise LaunchError(
-            f"--placement {placement}: places ranks on rehearsed hosts; add --rehearse 2x4, or leave --placement out"
-        )
-    return parse_rehearsal(rehearse, placement or "block") if rehearse is not None else None
-
-
-def _share_allocation(hosts: Sequence[HostSlots], ranks: int | None, ppn: int | None) -> tuple[HostSlots, ...]:
-    """Say how many ranks each host of a batch system takes: it was asked for hosts, and phalanx run for ranks there."""
-    if ppn is not None:
-        return tuple(HostSlots(host.name) for host in hosts)
-    if ranks is not None and ranks > sum(host.slots or 1 for host in hosts):
-        return tuple(HostSlots(host.name, -(-ranks // len(hosts))) for host in hosts)
-    return tuple(hosts)
 
 
 def _prepare_reports(ctx: click.Context, job: Job) -> list[str]:

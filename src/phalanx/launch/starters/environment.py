@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 
 from phalanx import settings
-from phalanx.topology.environment import is_allocated
+from phalanx.launch.job.hosts import is_allocated
 
 __all__ = ["carried_variables"]
 
