@@ -18,7 +18,7 @@ import pytest
 from phalanx.errors import InitializationError, LauncherEnvironmentError
 from phalanx.system.host import Host
 from phalanx.topology.environment import Reading, place_with, read_environment
-from phalanx.topology.launchers import LAUNCHERS, Kind, launcher_table, recognition_table
+from phalanx.topology.launchers import LAUNCHERS, Kind, launcher_table
 from phalanx.topology.readers import expand_node_list, expand_task_counts
 from phalanx.topology.topology import RankInfo, arrange
 
@@ -79,10 +79,9 @@ def test_every_row_and_name_has_a_job() -> None:
     assert found == {*LAUNCHERS, None}
 
 
-def test_the_tables_of_the_documentation_are_those_of_the_rows() -> None:
-    page, design = ((ROOT / "docs" / name).read_text() for name in ("launchers.md", "design/launching.md"))
+def test_the_table_of_the_documentation_is_that_of_the_rows() -> None:
+    page = (ROOT / "docs/launchers.md").read_text()
     assert launcher_table() in page, "copy the output of `python -m phalanx.topology.launchers` into docs/launchers.md"
-    assert recognition_table() in design, "and its second table into docs/design/launching.md"
     for row in LAUNCHERS:
         assert row.traits.pass_on in page
 

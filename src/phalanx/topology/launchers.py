@@ -164,7 +164,6 @@ TORCHRUN = Launcher(
     | _numbers(node_rank="GROUP_RANK", num_nodes="GROUP_WORLD_SIZE")
     | {"job": text("TORCHELASTIC_RUN_ID"), "attempt": _RESTARTS},
     all_of=("TORCHELASTIC_RUN_ID",),
-    traits=Traits(in_blocks=True),
     example="torchrun --nproc-per-node 2 --no-python",
 )
 PHALANX = replace(
@@ -179,7 +178,6 @@ PHALANX = replace(
         bool(run_id := environment[settings.RUN_ID]) and run_id == environment.get("TORCHELASTIC_RUN_ID")
     ),
     condition="it equals TORCHELASTIC_RUN_ID",
-    traits=_NO_TRAITS,  # by way of mpiexec the ranks of a host need not follow one another
     example="phalanx run -n 2",
 )
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from phalanx import settings
 from phalanx.errors import InitializationError, LauncherEnvironmentError
 from phalanx.system.host import Host
-from phalanx.topology.place import Came, Place, format_missing
-from phalanx.words import format_spans
+from phalanx.topology.place import Place
+from phalanx.words import format_named, format_spans
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -120,22 +120,14 @@ def _await(store: Store, keys: list[str], place: Place, timeout_s: float) -> Non
     except InitializationError:
         raise  # a rank has gone
     except RuntimeError as error:  # the error's class depends on the store, and all are of this kind
-        came: dict[int, RankInfo] = {}
         try:
-            for rank, key in enumerate(_keys(place)):
-                if store.check([key]):
-                    came[rank] = _parse(store.get(key).decode())
+            missing = [rank for rank, key in enumerate(_keys(place)) if not store.check([key])]
         except RuntimeError:
             raise InitializationError(f"the store in which the ranks were meeting has gone: {error}") from error
         # If all have come by now, rank 0 was about to say so.
-        missing = [rank for rank in range(place.world_size) if rank not in came] or [0]
-        told = [
-            Came(one.rank, one.host.name, one.node_rank, one.local_rank, one.local_world_size) for one in came.values()
-        ]
+        ranks = f"{format_named('rank', missing or [0])} of {place.world_size}"
         before = f"rank {place.rank} had joined, but" if place.rank else ""
-        raise InitializationError.ranks_missing(
-            format_missing(missing, told, place), timeout_s, before=before
-        ) from None
+        raise InitializationError.ranks_missing(ranks, timeout_s, before=before) from None
 
 
 def _keys(place: Place) -> list[str]:

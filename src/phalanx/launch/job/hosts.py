@@ -54,10 +54,7 @@ def parse_hosts(text: str) -> list[HostSlots]:
 
 
 def read_hostfile(path: str) -> list[HostSlots]:
-    """Read ``--hostfile``: one host a line, as ``h1``, ``h1:4`` or ``h1 slots=4``; # begins a comment.
-
-    These are the forms of MPICH, Intel MPI, Open MPI (whose ``max_slots`` says nothing here), DeepSpeed and PBS.
-    """
+    """Read ``--hostfile``, as of MPICH, Intel MPI, Open MPI, DeepSpeed and PBS: ``h1``, ``h1:4`` or ``h1 slots=4``."""
     try:
         with open(path, encoding="utf-8") as file:
             lines = file.read().splitlines()
@@ -95,9 +92,8 @@ def _add_up(entries: Iterable[HostSlots], where: str) -> list[HostSlots]:
         if hosts and hosts[-1].name == host.name:
             host = HostSlots(host.name, (hosts.pop().slots or 1) + (host.slots or 1))
         if any(other.name == host.name for other in hosts):
-            raise LaunchError(
-                f"{where}: {host.name} is listed twice; list each host once, with the number of its ranks"
-            )
+            how = "list each host once, with the number of its ranks"
+            raise LaunchError(f"{where}: {host.name} is listed twice; {how}")
         hosts.append(host)
     return hosts
 
@@ -105,8 +101,7 @@ def _add_up(entries: Iterable[HostSlots], where: str) -> list[HostSlots]:
 def fill_hosts(hosts: Sequence[HostSlots], ranks: int | None, ppn: int | None = None) -> list[HostSlots]:
     """Fill each host before the next one; return those that get a rank, each with the number it gets.
 
-    ``ranks``: None for as many as there are slots. ``ppn``: the most ranks that a host may take, and how many it takes
-    if the user did not say.
+    ``ranks``: None for as many as there are slots. ``ppn``: the most of a host, and its number if nobody gave one.
     """
     slots = [min((count for count in (host.slots, ppn) if count), default=1) for host in hosts]
     left = sum(slots) if ranks is None else ranks
@@ -259,9 +254,8 @@ def launcher_addresses(
         return addresses[:1]
     if interfaces.is_loopback(addresses[0]):
         there = interfaces.describe_interfaces()
-        raise LaunchError(
-            f"other hosts cannot reach this one; name the way there by --interface, or --address: {there}"
-        )
+        how = f"name the way there by --interface, or --address: {there}"
+        raise LaunchError(f"other hosts cannot reach this one; {how}")
     return addresses
 
 
@@ -272,9 +266,8 @@ def launcher_addresses(
 class Rehearsal:
     """Hosts that do not exist: all ranks run here, with the variables that a launcher sets on such hosts.
 
-    Devices are the CPU, and groups that span hosts share memory, because Gloo among hundreds of ranks on a few cores
-    would measure the rehearsal and not the program. ``hosts`` are the counts of ranks, by node rank, and ``given`` is
-    what the user wrote.
+    Groups that span hosts share memory, because Gloo among hundreds of ranks on a few cores would measure the rehearsal
+    and not the program. ``hosts`` are the counts of ranks, by node rank, and ``given`` is what the user wrote.
     """
 
     hosts: tuple[int, ...]

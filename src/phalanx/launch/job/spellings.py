@@ -180,7 +180,7 @@ def _check_address(plain: str, name: str, value: str) -> None:
 def _unknown(name: str, plain: str, row: _Row | None, undashed: Mapping[str, str]) -> LaunchError:
     if row is not None or plain.startswith(_FAMILIES):
         return LaunchError(f"no such option {name}; {row.said if row is not None else _OWN_LAUNCHER}")
-    theirs = {known: f"--{known}" for known in _TABLE} | undashed
+    theirs = {**{known: f"--{known}" for known in _TABLE}, **undashed}
     near = difflib.get_close_matches(plain, theirs, 1, 0.7)
     meant = f"did you mean {theirs[near[0]]}? " if near else ""
     help_ = "phalanx run --help lists all; options of the script come after the script"

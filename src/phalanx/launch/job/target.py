@@ -1,8 +1,7 @@
 """Find and compile the target of a job: a Python script, a Python module, or any other program.
 
-The launcher must know which before it starts anything: a Python target is compiled once and run in processes that have
-imported torch already, any other program is exec'd; and a mistyped name should cost the user one line, not one
-traceback from each rank. These count as Python:
+A Python target is compiled once, and run in processes that have imported torch already; any other program is exec'd. A
+mistyped name costs the user one line, not a traceback of each rank. These count as Python:
 
 - a file named ``.py``, ``.pyw`` or ``.pyc``;
 - a directory or a zip archive with a ``__main__.py``;
@@ -25,8 +24,6 @@ from typing import Literal
 
 from phalanx.errors import LaunchError
 from phalanx.words import did_you_mean
-
-__all__ = ["Refusal", "Target", "compile_target", "find_target", "prepare_target"]
 
 Kind = Literal["script", "bytecode", "archive", "module", "program", "function"]
 
@@ -161,35 +158,30 @@ def _current_folder() -> str:
 
 
 def _find_module(name: str, folder: str) -> ModuleSpec | None:
-    """Find what ``python -m name`` would run: a module, or the ``__main__`` of a package.
+    """Find what ``python -m name`` would run: a module, the ``__main__`` of a package, or a package that has none.
 
     Nothing is imported, because only ranks may run the user's code. Empty modules stand in for the parent packages,
     which finders look up among the imported modules.
-
-    Returns:
-        The module's spec; the package's if it has no ``__main__``; None if there is no such module.
     """
     before = sys.path
     # The first entry is the folder of the launcher's own script, which is not the target's.
     has_own = not (getattr(sys.flags, "safe_path", False) or sys.flags.isolated)
     sys.path = [folder, *sys.path[has_own:]]
     stand_ins = []
-    spec: ModuleSpec | None = None
-    full = ""
+    found: ModuleSpec | None = None
+    parts = name.split(".")
     try:
-        for part in name.split("."):
-            full = f"{full}.{part}" if full else part
-            spec = importlib.util.find_spec(full)
-            if spec is None:
+        for full in (".".join(parts[: count + 1]) for count in range(len(parts))):
+            found = importlib.util.find_spec(full)
+            if found is None:
                 return None
             if full not in sys.modules:
                 stand_in = sys.modules[full] = ModuleType(full)
                 stand_ins.append(full)
-                if spec.submodule_search_locations is not None:
-                    stand_in.__path__ = spec.submodule_search_locations
-        if spec is not None and spec.submodule_search_locations is not None:
-            return importlib.util.find_spec(f"{name}.__main__") or spec
-        return spec
+                if found.submodule_search_locations is not None:
+                    stand_in.__path__ = found.submodule_search_locations
+        is_package = found is not None and found.submodule_search_locations is not None
+        return importlib.util.find_spec(f"{name}.__main__") or found if is_package else found
     except (ImportError, ValueError):
         return None  # a parent is no package, or a part of the name is empty
     finally:
@@ -199,16 +191,9 @@ def _find_module(name: str, folder: str) -> ModuleSpec | None:
 
 
 def compile_target(target: Target) -> tuple[CodeType | None, ModuleSpec | None]:
-    """Compile a Python target, once for all ranks.
+    """Compile a Python target, once for all ranks; return its code, and the future ``__main__.__spec__``.
 
-    Returns:
-        The code, and the future ``__main__.__spec__``, which is None for a plain script, as with ``python script``.
-        Both are None for a program and for a function.
-
-    Raises:
-        SyntaxError: the target is not valid Python.
-        OSError: it could not be read.
-        LaunchError: it has no code that this Python can run.
+    That is None for a plain script, as with ``python script``. Both are None for a program and for a function.
     """
     if target.kind in ("program", "function"):
         return None, None
