@@ -2,11 +2,9 @@
 
 The rows are tried in the order of ``LAUNCHERS``, the most specific first, so that the launcher that started this very
 process is found and not one around it: a process of ``mpiexec`` in a Slurm allocation belongs to MPI, and one of
-torchrun in either to torchrun.
-
-A new launcher is a row here and a recording of its variables in ``tests/data/launchers``. Help texts follow from the
-rows, and so do the tables in ``docs/launchers.md`` and ``docs/design/launching.md``: ``python -m
-phalanx.topology.launchers`` prints them.
+torchrun in either to torchrun. A new launcher is a row here and a recording of its variables in
+``tests/data/launchers``. Help texts follow from the rows, and so does the table of ``docs/launchers.md``, which
+``python -m phalanx.topology.launchers`` prints.
 
 Three variables are not what their names say. Open MPI's ``OMPI_COMM_WORLD_NODE_RANK`` is a local rank that counts the
 ranks of all jobs on the node, not the node's index. ``RANK`` on Alibaba's PAI is the node's index, not the rank.
@@ -17,9 +15,9 @@ nodes have the same number of ranks.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import Enum, auto
 
 from phalanx import settings
 from phalanx.topology.place import Traits
@@ -54,11 +52,11 @@ from phalanx.topology.readers import (
 class Kind(Enum):
     """The kinds of launchers, by what they start."""
 
-    AGENT = "an agent on each node, which starts the ranks there"
-    MPI = "one process for each rank of an MPI job"
-    ALLOCATION = "one process for each task, on hosts that a scheduler has allotted"
-    PLATFORM = "one process on each machine that a cloud has rented out"
-    HAND = "whatever a user's own script starts"
+    AGENT = auto()  # an agent on each node, which starts the ranks there
+    MPI = auto()  # one process for each rank of an MPI job
+    ALLOCATION = auto()  # one process for each task, on hosts that a scheduler has allotted
+    PLATFORM = auto()  # one process on each machine that a cloud has rented out
+    HAND = auto()  # whatever a user's own script starts
 
 
 # Launchers nest: torchrun inside srun inherits Slurm's variables. Variables of these kinds may come from a launcher
@@ -70,7 +68,6 @@ _AROUND = {
     Kind.PLATFORM: (Kind.PLATFORM, Kind.ALLOCATION),
     Kind.HAND: (Kind.PLATFORM, Kind.HAND, Kind.ALLOCATION),
 }
-_NO_TRAITS = Traits()
 _MASTER_ADDR = host_of("MASTER_ADDR")
 # Facts that are read alike under every launcher whose row does not say otherwise.
 _COMMON = {"master_addr": _MASTER_ADDR, "master_port": port("MASTER_PORT"), "attempt": number("SLURM_RESTART_COUNT")}
@@ -85,12 +82,10 @@ class Launcher:
         title: the launcher, for people.
         kind: which kind of launcher it is.
         readers: how each fact that it gives is read, by the names of the attributes of ``Place``.
-        all_of: variables that must all be set.
-        any_of: variables of which at least one must be set; empty if none is needed. One is enough, so that a launcher
-            whose variables are set only in part is recognised and an error can name those that are missing.
-        none_of: variables that must not be set.
+        all_of, none_of: variables that must all be set, or must not be set.
+        any_of: variables of which one is enough, so that a launcher whose variables are set only in part is recognised
+            and an error can name those that are missing; empty if none is needed.
         when: a further condition on the environment.
-        condition: ``when`` in words, for the table in the documentation.
         also_around: kinds that may be around this launcher, beside those that may be around its kind.
         hosts: the list of exactly the hosts of this world, by node rank.
         unknown_world: the user's remedy where the variables do not give the world size; empty where they do.
@@ -109,14 +104,13 @@ class Launcher:
     any_of: tuple[str, ...] = ()
     none_of: tuple[str, ...] = ()
     when: Callable[[Environment], bool] = lambda _: True
-    condition: str = ""
     also_around: tuple[Kind, ...] = ()
     hosts: HostList | None = None
     unknown_world: str = ""
     note: Callable[[Environment], str] = lambda _: ""
     one_process_per_node: bool = False
     rank_counts_nodes: bool = False
-    traits: Traits = _NO_TRAITS
+    traits: Traits = Traits()
     example: str = ""
 
     @property
@@ -148,6 +142,11 @@ def _numbers(**variables: str) -> dict[str, Reader]:
     return {fact: number(*names.split()) for fact, names in variables.items()}
 
 
+def _prefixed(prefix: str) -> dict[str, Reader]:
+    names = {"rank": "RANK", "world_size": "SIZE", "local_rank": "LOCAL_RANK", "local_world_size": "LOCAL_SIZE"}
+    return {fact: number(prefix + name) for fact, name in names.items()}
+
+
 def _variables(readers: Iterable[Reader]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for reader in readers for name in reader.variables))
 
@@ -177,7 +176,6 @@ PHALANX = replace(
     when=lambda environment: (
         bool(run_id := environment[settings.RUN_ID]) and run_id == environment.get("TORCHELASTIC_RUN_ID")
     ),
-    condition="it equals TORCHELASTIC_RUN_ID",
     example="phalanx run -n 2",
 )
 
@@ -185,22 +183,17 @@ PHALANX = replace(
 
 # mpiexec does not say where rank 0 is. In an allocation it is on the first node, unless the user reorders the hosts;
 # then rank 0 finds that the address is not its own, and says so.
+_ALLOTTED = first_host(
+    node_list("SLURM_JOB_NODELIST"), lines_of("PBS_NODEFILE"), host_slots("LSB_MCPU_HOSTS"), lines_of("PE_HOSTFILE")
+)
 _OF_ALLOCATION = {
-    "master_addr": first(
-        _MASTER_ADDR,
-        first_host(
-            node_list("SLURM_JOB_NODELIST"),
-            lines_of("PBS_NODEFILE"),
-            host_slots("LSB_MCPU_HOSTS"),
-            lines_of("PE_HOSTFILE"),
-        ),
-    ),
+    "master_addr": first(_MASTER_ADDR, _ALLOTTED),
     "job": first(together("SLURM_JOB_ID"), together("PBS_JOBID"), together("LSB_JOBID")),
 }
 
 
-def _job(*own: Reader) -> dict[str, Reader]:
-    return {"job": first(*own, _OF_ALLOCATION["job"])}
+def _mpi_job(*own: Reader) -> dict[str, Reader]:
+    return {**_OF_ALLOCATION, "job": first(*own, _OF_ALLOCATION["job"])}
 
 
 def _of_horovod(name: str) -> Reader:
@@ -221,23 +214,19 @@ HOROVOD = Launcher(
     "horovod",
     "horovodrun",
     Kind.MPI,
-    _numbers(rank="HOROVOD_RANK", world_size="HOROVOD_SIZE")
-    | _numbers(local_rank="HOROVOD_LOCAL_RANK", local_world_size="HOROVOD_LOCAL_SIZE")
-    | _OF_ALLOCATION
+    _prefixed("HOROVOD_")
     | {"node_rank": _of_horovod("HOROVOD_CROSS_RANK"), "num_nodes": _of_horovod("HOROVOD_CROSS_SIZE")}
-    | _job(together("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")),
+    | _mpi_job(together("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")),
     any_of=("HOROVOD_RANK", "HOROVOD_SIZE"),
     example="horovodrun -np 2",
 )
 
-_OPENMPI = _numbers(rank="OMPI_COMM_WORLD_RANK", world_size="OMPI_COMM_WORLD_SIZE") | _numbers(
-    local_rank="OMPI_COMM_WORLD_LOCAL_RANK", local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE"
-)
+_OPENMPI = _prefixed("OMPI_COMM_WORLD_")
 OPENMPI = Launcher(
     "openmpi",
     "mpiexec of Open MPI",
     Kind.MPI,
-    _OPENMPI | _OF_ALLOCATION | _job(together("PMIX_NAMESPACE"), together("OMPI_MCA_ess_base_jobid")),
+    _OPENMPI | _mpi_job(together("PMIX_NAMESPACE"), together("OMPI_MCA_ess_base_jobid")),
     any_of=_variables(_OPENMPI.values()),
     traits=Traits(starts_mpi=True, pass_on="mpiexec -x MASTER_ADDR=h1 -x MASTER_PORT=29500"),
     example="mpiexec -n 2",
@@ -262,11 +251,10 @@ LSF = Launcher(
     "lsf",
     "jsrun of LSF",
     Kind.MPI,
-    _numbers(rank="JSM_NAMESPACE_RANK", world_size="JSM_NAMESPACE_SIZE")
-    | _numbers(local_rank="JSM_NAMESPACE_LOCAL_RANK", local_world_size="JSM_NAMESPACE_LOCAL_SIZE")
+    # No num_nodes: a step may use fewer nodes than the job has.
+    _prefixed("JSM_NAMESPACE_")
     | {
         "node_rank": this_host_in(_RANKFILE),
-        # No num_nodes: a step may use fewer nodes than the job has.
         "master_addr": first(_MASTER_ADDR, first_host(_RANKFILE, host_slots("LSB_MCPU_HOSTS"))),
         "job": together("LSB_JOBID", "JSM_NAMESPACE"),
     },
@@ -289,22 +277,19 @@ PALS = Launcher(
     unknown_world="With PMIx, PALS gives the world size only to MPI itself; start with mpiexec --pmi=cray",
 )
 
-_MVAPICH = _numbers(rank="MV2_COMM_WORLD_RANK", world_size="MV2_COMM_WORLD_SIZE") | _numbers(
-    local_rank="MV2_COMM_WORLD_LOCAL_RANK", local_world_size="MV2_COMM_WORLD_LOCAL_SIZE"
-)
+_MVAPICH = _prefixed("MV2_COMM_WORLD_")
 MVAPICH = Launcher(
     "mvapich",
     "mpiexec or mpirun_rsh of MVAPICH",
     Kind.MPI,
-    _MVAPICH | _OF_ALLOCATION | _job(together("MPIRUN_ID", "MPIRUN_HOST")),
+    _MVAPICH | _mpi_job(together("MPIRUN_ID", "MPIRUN_HOST")),
     any_of=_variables(_MVAPICH.values()),
     traits=Traits(starts_mpi=True),
     example="mpiexec -n 2",
 )
 
-_MPICH = _numbers(
-    rank="PMI_RANK", world_size="PMI_SIZE", local_rank="MPI_LOCALRANKID", local_world_size="MPI_LOCALNRANKS"
-)
+_HYDRA_LOCAL = _numbers(local_rank="MPI_LOCALRANKID", local_world_size="MPI_LOCALNRANKS")
+_MPICH = _numbers(rank="PMI_RANK", world_size="PMI_SIZE") | _HYDRA_LOCAL
 MPICH = Launcher(
     "mpich",
     "mpiexec of MPICH (Hydra)",
@@ -327,7 +312,7 @@ INTELMPI = replace(
 MPICH_BY_PORT = replace(
     MPICH,
     title="mpiexec -pmi-port of MPICH (Hydra)",
-    readers=_numbers(rank="PMI_ID", local_rank="MPI_LOCALRANKID", local_world_size="MPI_LOCALNRANKS") | _OF_ALLOCATION,
+    readers=_numbers(rank="PMI_ID") | _HYDRA_LOCAL | _OF_ALLOCATION,
     all_of=("PMI_PORT",),
     any_of=("PMI_ID", "MPI_LOCALRANKID"),
     none_of=("PMI_RANK", "PMI_SIZE"),
@@ -354,7 +339,6 @@ SLURM = Launcher(
     },
     any_of=("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
     when=lambda environment: environment.get("SLURM_STEP_ID") not in _NO_RANKS,
-    condition="the step is not a batch script or a shell",
     hosts=_STEP_NODES,
     example="srun -n 2",
 )
@@ -368,13 +352,7 @@ def _pmi_of_slurm(environment: Environment) -> bool:
     return environment["PMI_RANK"] == environment["SLURM_PROCID"] and environment.get("PMI_SIZE") == tasks
 
 
-SLURM_WITH_PMI = replace(
-    SLURM,
-    all_of=("SLURM_STEP_ID", "SLURM_PROCID", "PMI_RANK"),
-    any_of=(),
-    when=_pmi_of_slurm,
-    condition="PMI_RANK and PMI_SIZE say the same",
-)
+SLURM_WITH_PMI = replace(SLURM, all_of=("SLURM_STEP_ID", "SLURM_PROCID", "PMI_RANK"), any_of=(), when=_pmi_of_slurm)
 
 
 def _all_on_one_node(environment: Environment) -> Fact | None:
@@ -390,9 +368,8 @@ FLUX = Launcher(
     "flux",
     "flux run",
     Kind.ALLOCATION,
-    _numbers(
-        rank="FLUX_TASK_RANK", world_size="FLUX_JOB_SIZE", local_rank="FLUX_TASK_LOCAL_ID", num_nodes="FLUX_JOB_NNODES"
-    )
+    _numbers(rank="FLUX_TASK_RANK", world_size="FLUX_JOB_SIZE")
+    | _numbers(local_rank="FLUX_TASK_LOCAL_ID", num_nodes="FLUX_JOB_NNODES")
     | {
         "local_world_size": Reader("FLUX_JOB_NNODES", _all_on_one_node),
         # A job's id is its own only within its instance of Flux, and instances nest; the path names all of them.
@@ -401,7 +378,6 @@ FLUX = Launcher(
     any_of=("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
     none_of=("MPI_LOCALRANKID", "PMI_HOSTNAME", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"),
     when=lambda environment: environment.get("PMI_RANK", rank := environment.get("FLUX_TASK_RANK", "")) == rank,
-    condition="PMI_RANK, if it is set, says the same",
     also_around=(Kind.MPI, Kind.ALLOCATION),
     traits=Traits(starts_mpi=True, pass_on="flux run --env=MASTER_ADDR=h1 --env=MASTER_PORT=29500"),
     example="flux run -n 2",
@@ -441,10 +417,7 @@ _PET_RANKS = number_unless("PET_NPROC_PER_NODE", "auto|cpu|gpu|xpu")
 
 
 def _ranks_of_pods(environment: Environment) -> Fact | None:
-    """Return the world size that the job asks for: pods times processes per pod.
-
-    A pod by itself starts one process; torchrun in it would start the others.
-    """
+    """Multiply pods by processes per pod. A pod by itself starts one process; torchrun in it would start the others."""
     nodes, each = _PET_NODES(environment), _PET_RANKS(environment)
     if "PET_NPROC_PER_NODE" not in environment:
         return None  # Kubeflow always sets it, so without it the environment was passed on only in part
@@ -502,7 +475,6 @@ KUBEFLOW_LOCAL = replace(
     when=lambda environment: (
         "LOCAL_RANK" in environment or environment["RANK"] != environment.get("PET_NODE_RANK", environment["RANK"])
     ),
-    condition="LOCAL_RANK is set, or RANK is not PET_NODE_RANK",
     one_process_per_node=False,
 )
 KUBEFLOW_BY_HAND = replace(
@@ -586,7 +558,6 @@ TPU = Launcher(
     when=lambda environment: (
         "TPU_WORKER_ID" in environment or any(len(one.hosts(environment)) > 1 for one in _TPU_HOSTS)
     ),
-    condition="TPU_WORKER_ID is set, or a list names several hosts",
     one_process_per_node=True,
     traits=_LATE,
 )
@@ -611,11 +582,6 @@ STARTERS |= {"orted", "prted", "prterun"}  # of Open MPI
 OWN_DEVICES = ("SLURM_GPUS_PER_TASK",)
 
 
-# -- for people ----------------------------------------------------------------------------------------
-
-_HEAD = ("`world.launcher`", "started by", "rank; world size")
-
-
 def launcher_names() -> list[str]:
     """List every value of ``world.launcher``, in the order in which launchers are tried; ``none`` comes last."""
     return [*dict.fromkeys(row.name for row in LAUNCHERS), "none"]
@@ -628,40 +594,15 @@ def commands_started(command: str) -> list[str]:
 
 def launcher_table() -> str:
     """Format a table of all launchers in Markdown, for users: one line for each name."""
-    lines = []
+    lines = [("`world.launcher`", "started by", "rank; world size"), ("---",) * 3]
     for name in launcher_names()[:-1]:
         rows = [row for row in LAUNCHERS if row.name == name and "world_size" in row.readers]
-        cells = zip(*((row.title, _rank_and_size(row)) for row in rows), strict=True)
-        lines.append((f"`{name}`", *(" **or** ".join(dict.fromkeys(column)) for column in cells)))
-    return _table(_HEAD, [*lines, ("`none`", "`python train.py`", "a world of one")])
-
-
-def recognition_table() -> str:
-    """Format a table of all rows in Markdown, for developers, in the order in which they are tried."""
-    lines = []
-    for row in LAUNCHERS:
-        signs = "; with ".join(filter(None, (_list(row.all_of, "and"), _list(row.any_of, "or"))))
-        without = f"without {_list(row.none_of, 'and')}" if row.none_of else ""
-        recognised = "; ".join(filter(None, (signs, without, row.condition)))
-        meeting = _variables(row.readers[fact] for fact in ("master_addr", "master_port") if fact in row.readers)
-        own = [name for name in meeting if name not in ("MASTER_ADDR", "MASTER_PORT")]
-        lines.append((f"`{row.name}`", row.title, recognised, _rank_and_size(row), _list(own, "or")))
-    return _table((*_HEAD[:2], "recognised by", _HEAD[2], "address of rank 0, unless MASTER_ADDR is set"), lines)
-
-
-def _rank_and_size(row: Launcher) -> str:
-    size = row.readers["world_size"].names if "world_size" in row.readers else "not in the variables"
-    return f"{row.readers['rank'].names}; {size}"
-
-
-def _table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, ("---",) * len(head), *lines))
-
-
-def _list(names: Sequence[str], last: str) -> str:
-    """``A, B or C``."""
-    return f" {last} ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+        titles = dict.fromkeys(row.title for row in rows)
+        variables = dict.fromkeys(f"{row.readers['rank'].names}; {row.readers['world_size'].names}" for row in rows)
+        lines.append((f"`{name}`", " **or** ".join(titles), " **or** ".join(variables)))
+    lines.append(("`none`", "`python train.py`", "a world of one"))
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 if __name__ == "__main__":
-    sys.stdout.write(f"{launcher_table()}\n{recognition_table()}")
+    sys.stdout.write(launcher_table())
