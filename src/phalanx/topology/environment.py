@@ -1,4 +1,4 @@
-"""From the environment to a place: which launcher started this process, and can what it says be true?
+"""Find which launcher started this process, and its place, by the variables of its environment.
 
 Every value is checked before it is used, because a half-set environment (a shell that still exports RANK from
 yesterday) otherwise ends as a hang, or as two ranks that both take themselves for rank 0.
@@ -25,13 +25,8 @@ _ALONE = {"local_rank": 0, "local_world_size": 1, "node_rank": 0, "num_nodes": 1
 class Reading:
     """The facts that one row of the table reads from an environment, complete or not.
 
-    Attributes:
-        launcher: the row; None for a process started plainly.
-        found: the facts, by the names of the attributes of ``Place``.
-        signs: the variables by which the row was recognised.
-        notes: what the user should know.
-        hosts: the hosts by node rank, where the launcher lists them.
-        keeps_store: whether the launcher keeps a store of torch's at the address and port that were found.
+    ``launcher`` is None for a process started plainly, and ``signs`` has the variables by which it was recognised.
+    ``found`` has the facts by the names of the attributes of ``Place``; the other fields are those of ``Place``.
     """
 
     launcher: Launcher | None
@@ -58,11 +53,7 @@ class Reading:
         return by.join(self.found[fact].source for fact in facts if fact in self.found)
 
     def place(self) -> Place:
-        """Return the place of this process.
-
-        Raises:
-            LauncherEnvironmentError: the variables do not give the rank or the world size, which only MPI itself knows.
-        """
+        """Return the place of this process, or raise if only MPI itself knows the world size."""
         launcher, master = self.launcher, self.found.get("master_addr")
         rank, world_size = self.number("rank"), self.number("world_size")
         if rank is None or world_size is None:
@@ -93,8 +84,6 @@ class Reading:
 
 def read_environment(environment: Environment | None = None, arguments: Sequence[str] | None = None) -> Reading:
     """Read the facts that this process's launcher gives; those of a world of one when no launcher is recognised.
-
-    The answer may lack the world size, because under some launchers only MPI knows it; then its ``place()`` raises.
 
     Args:
         environment: the variables to read; ``os.environ`` by default.
@@ -143,26 +132,16 @@ def _read(launcher: Launcher, environment: Environment, arguments: Sequence[str]
             )
     if found.get("world_size") and found["world_size"].value == 1:
         found = {**{fact: Fact(value, "a world of one") for fact, value in _ALONE.items()}, **found}
+    keeps_store = False
+    if launcher.kind is Kind.AGENT and {"master_addr", "master_port"} <= found.keys():
+        # A script under ``phalanx run`` may have set a MASTER_PORT of its own; then rank 0 opens a store there.
+        own = environment.get(settings.STORE_PORT, environment["MASTER_PORT"])
+        keeps_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and own == environment["MASTER_PORT"]
     note = launcher.note(environment)
-    reading = Reading(
-        launcher,
-        found,
-        launcher.signs(environment),
-        (note,) if note else (),
-        () if launcher.hosts is None else tuple(launcher.hosts.hosts(environment)),
-        launcher.kind is Kind.AGENT and {"master_addr", "master_port"} <= found.keys() and _agent_store(environment),
-    )
+    hosts = () if launcher.hosts is None else tuple(launcher.hosts.hosts(environment))
+    reading = Reading(launcher, found, launcher.signs(environment), (note,) if note else (), hosts, keeps_store)
     _check(launcher, reading)
     return reading
-
-
-def _agent_store(environment: Environment) -> bool:
-    """Return whether the agent's own store is at MASTER_PORT; otherwise rank 0 is to open one there.
-
-    A script under ``phalanx run`` may have set a MASTER_PORT of its own.
-    """
-    own = environment.get(settings.STORE_PORT, environment["MASTER_PORT"])
-    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and own == environment["MASTER_PORT"]
 
 
 def _check(launcher: Launcher, reading: Reading) -> None:
@@ -204,11 +183,7 @@ def _check(launcher: Launcher, reading: Reading) -> None:
 
 
 def _compare(launcher: Launcher, reading: Reading, beside: Reading) -> None:
-    """Refuse another launcher that is recognised too, and not around this one, unless it gives the same facts.
-
-    Raises:
-        LauncherEnvironmentError: the two contradict each other; the message shows both.
-    """
+    """Refuse another launcher that is recognised too, and not around this one, unless it gives the same facts."""
     by_hand = beside.launcher is not None and beside.launcher.kind is Kind.HAND
     lacking = [name for name, fact in (("RANK", "rank"), ("WORLD_SIZE", "world_size")) if fact not in beside.found]
     if by_hand and lacking:
@@ -234,10 +209,7 @@ def _claim(reading: Reading) -> str:
 
 
 def _says_not_distributed(environment: Environment) -> bool:
-    """Return whether the variables say "not distributed" by the older convention.
-
-    That is a rank of -1, or a variable that was set to nothing, and no world of several ranks.
-    """
+    """Return whether a rank is -1 or empty, the older convention for "not distributed", and no world has several."""
     alone = {"RANK": ("", "-1"), "WORLD_SIZE": ("", "-1", "1"), "LOCAL_RANK": ("", "-1", "0")}
     said = {name: environment[name].strip() for name in alone if name in environment}
     return all(value in alone[name] for name, value in said.items()) and not {"", "-1"}.isdisjoint(said.values())
@@ -281,10 +253,6 @@ def place_with(reading: Reading | None, init_method: str | None, rank: int | Non
         reading: what the launcher says; read from ``os.environ`` by default.
         init_method: ``tcp://host:port``, with ``?rank=…&world_size=…`` if wanted, ``env://``, or None.
         rank, world_size: the place; None, or -1 as in torch, to leave it to the launcher.
-
-    Raises:
-        InitializationError: ``init_method`` is of another kind, or only one of rank and world size is known.
-        LauncherEnvironmentError: what was given contradicts the launcher, or describes no process.
     """
     reading = read_environment() if reading is None else reading
     address = port = None
@@ -303,9 +271,8 @@ def place_with(reading: Reading | None, init_method: str | None, rank: int | Non
     }
     if given and reading.launcher is None:  # the script is its own launcher
         if len(given) != 2:
-            raise InitializationError(
-                f"{next(iter(given.values())).source}, but the other is not known; pass both rank and world_size"
-            )
+            (one,) = given.values()
+            raise InitializationError(f"{one.source}, but the other is not known; pass both rank and world_size")
         place = Place("env", int(rank or 0), int(world_size or 0), None, None, None, None)
     else:
         for name, finding in given.items():

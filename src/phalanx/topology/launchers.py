@@ -26,20 +26,20 @@ from phalanx.topology.readers import (
     Fact,
     HostList,
     Reader,
-    comma_list,
+    comma_names,
     constant,
+    expand_node_list,
     first,
     first_host,
     host_of,
-    host_slots,
     index_of,
-    json_list,
+    json_names,
     length_of,
     lines_of,
-    node_list,
     number,
     number_unless,
     port,
+    slot_names,
     tasks_on_node,
     text,
     this_host_in,
@@ -68,6 +68,7 @@ _AROUND = {
     Kind.PLATFORM: (Kind.PLATFORM, Kind.ALLOCATION),
     Kind.HAND: (Kind.PLATFORM, Kind.HAND, Kind.ALLOCATION),
 }
+_NO_TRAITS = Traits()
 _MASTER_ADDR = host_of("MASTER_ADDR")
 # Facts that are read alike under every launcher whose row does not say otherwise.
 _COMMON = {"master_addr": _MASTER_ADDR, "master_port": port("MASTER_PORT"), "attempt": number("SLURM_RESTART_COUNT")}
@@ -110,7 +111,7 @@ class Launcher:
     note: Callable[[Environment], str] = lambda _: ""
     one_process_per_node: bool = False
     rank_counts_nodes: bool = False
-    traits: Traits = Traits()
+    traits: Traits = _NO_TRAITS
     example: str = ""
 
     @property
@@ -184,7 +185,10 @@ PHALANX = replace(
 # mpiexec does not say where rank 0 is. In an allocation it is on the first node, unless the user reorders the hosts;
 # then rank 0 finds that the address is not its own, and says so.
 _ALLOTTED = first_host(
-    node_list("SLURM_JOB_NODELIST"), lines_of("PBS_NODEFILE"), host_slots("LSB_MCPU_HOSTS"), lines_of("PE_HOSTFILE")
+    HostList("SLURM_JOB_NODELIST", expand_node_list),
+    lines_of("PBS_NODEFILE"),
+    HostList("LSB_MCPU_HOSTS", slot_names),
+    lines_of("PE_HOSTFILE"),
 )
 _OF_ALLOCATION = {
     "master_addr": first(_MASTER_ADDR, _ALLOTTED),
@@ -255,7 +259,7 @@ LSF = Launcher(
     _prefixed("JSM_NAMESPACE_")
     | {
         "node_rank": this_host_in(_RANKFILE),
-        "master_addr": first(_MASTER_ADDR, first_host(_RANKFILE, host_slots("LSB_MCPU_HOSTS"))),
+        "master_addr": first(_MASTER_ADDR, first_host(_RANKFILE, HostList("LSB_MCPU_HOSTS", slot_names))),
         "job": together("LSB_JOBID", "JSM_NAMESPACE"),
     },
     any_of=("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),
@@ -323,7 +327,7 @@ MPICH_BY_PORT = replace(
 
 # Steps whose processes are not ranks: a shell (interactive, batch), or Slurm's own process on each node (extern).
 _NO_RANKS = {"4294967290", "4294967291", "4294967292", "interactive", "batch", "extern"}
-_STEP_NODES = node_list("SLURM_STEP_NODELIST")
+_STEP_NODES = HostList("SLURM_STEP_NODELIST", expand_node_list)
 
 SLURM = Launcher(
     "slurm",
@@ -334,7 +338,7 @@ SLURM = Launcher(
     | {
         "local_world_size": tasks_on_node("SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"),
         "num_nodes": first(number("SLURM_STEP_NUM_NODES"), length_of(_STEP_NODES)),
-        "master_addr": first(_MASTER_ADDR, first_host(_STEP_NODES, node_list("SLURM_JOB_NODELIST"))),
+        "master_addr": first(_MASTER_ADDR, first_host(_STEP_NODES, HostList("SLURM_JOB_NODELIST", expand_node_list))),
         "job": together("SLURM_JOB_ID", "SLURM_STEP_ID"),
     },
     any_of=("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
@@ -512,7 +516,7 @@ AZUREML_BY_HAND = replace(
     traits=_LATE,
 )
 
-_SM_HOSTS = json_list("SM_HOSTS")
+_SM_HOSTS = HostList("SM_HOSTS", json_names)
 _SAGEMAKER = {
     "node_rank": index_of("SM_CURRENT_HOST", _SM_HOSTS),
     "num_nodes": length_of(_SM_HOSTS),
@@ -540,7 +544,7 @@ SAGEMAKER_BY_HAND = replace(
     traits=_LATE,
 )
 
-_TPU_HOSTS = (comma_list("TPU_PROCESS_ADDRESSES"), comma_list("TPU_WORKER_HOSTNAMES"))
+_TPU_HOSTS = (HostList("TPU_PROCESS_ADDRESSES", comma_names), HostList("TPU_WORKER_HOSTNAMES", comma_names))
 TPU = Launcher(
     "tpu",
     "Cloud TPU",

@@ -33,9 +33,6 @@ class Place:
 
     Attributes:
         launcher: the name of the row that was recognised; ``none`` for a process started plainly.
-        rank, world_size: place in the default group.
-        local_rank, local_world_size: place among the ranks of the same host.
-        node_rank, num_nodes: the host's index in the world.
         master_addr: where the ranks can meet.
         master_port: the port there, where it is fixed.
         job: a text that no other job has, from which the ranks can derive a port.
