@@ -14,8 +14,6 @@ from phalanx.words import did_you_mean
 if TYPE_CHECKING:
     from phalanx.explain.steps import Explained
 
-__all__ = ["explain"]
-
 _COLLECTIVES = (
     "all_reduce",
     "broadcast",

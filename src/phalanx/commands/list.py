@@ -8,8 +8,6 @@ import sys
 
 import click
 
-__all__ = ["list"]
-
 
 @click.command(short_help="Show your jobs that run on this host.")
 @click.option("--json", "as_json", is_flag=True, help="Print a list of objects, one for each job.")

@@ -18,8 +18,6 @@ from phalanx import settings
 from phalanx.errors import ArgumentError, LauncherEnvironmentError, LaunchError
 from phalanx.words import did_you_mean, tell
 
-__all__ = ["main"]
-
 COMMANDS = ("bench", "doctor", "env", "explain", "list", "report", "run", "stop", "timeline", "top")
 
 

@@ -12,8 +12,6 @@ from phalanx.errors import LaunchError
 from phalanx.launch.job.options import FAILURE_FILE
 from phalanx.words import format_bytes
 
-__all__ = ["report"]
-
 
 @click.command(short_help="Print why a job hung: its newest report.")
 @click.argument("path", metavar="DIR")

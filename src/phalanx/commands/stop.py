@@ -6,8 +6,6 @@ import click
 
 from phalanx.words import format_count, tell
 
-__all__ = ["stop"]
-
 
 @click.command(short_help="End a running job of yours.")
 @click.argument("job", metavar="JOB")

@@ -14,8 +14,6 @@ from phalanx.words import format_named
 if TYPE_CHECKING:
     from phalanx.diagnosis.timeline import Timeline
 
-__all__ = ["timeline"]
-
 _SHOWN = 5
 _FILE = click.File("w", encoding="utf-8")
 

@@ -10,8 +10,6 @@ from phalanx.explain.steps import Explained, cell_text
 from phalanx.explain.text import did, heading, kept_text, legend, sums, title
 from phalanx.topology.placement import FONT, GAP, LETTER, LINE, WIDTH, box, picture, style, text_lines
 
-__all__ = ["STYLE", "explained_svg", "rows_legend", "step_svgs"]
-
 #: Of all these pictures; a cell is ``fresh`` if it has changed in the step.
 STYLE = style("explain", ("host", "rank", "fresh"))
 STYLE += ".explain .cell { text-anchor: middle; }\n"

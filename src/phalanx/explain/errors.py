@@ -9,8 +9,6 @@ from typing import Any
 from phalanx import errors, rpc
 from phalanx.rpc.autograd.blame import BackwardError
 
-__all__ = ["error_as_json", "error_as_text", "error_classes", "summary"]
-
 _SECTION = re.compile(r"^(Example|What to do|Attributes):$", re.MULTILINE)
 _ROLE = re.compile(r":\w+:`~?([^`]*)`")
 

@@ -11,8 +11,6 @@ from phalanx.explain.steps import Explained
 from phalanx.explain.text import sums, title
 from phalanx.topology.placement import DARK, LIGHT
 
-__all__ = ["explained_page"]
-
 _STYLE = f"""
 :root {{ color-scheme: light dark; --page: {LIGHT["page"]}; --text: {LIGHT["text"]}; }}
 @media (prefers-color-scheme: dark) {{ :root {{ --page: {DARK["page"]}; --text: {DARK["text"]}; }} }}

@@ -35,8 +35,6 @@ from phalanx.transports.reductions import SUM
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.solo import SoloCommunicator
 
-__all__ = ["BLOCKWISE", "ROOTED", "SENT", "Cell", "Event", "Kept", "Plan", "TracedRank", "run_rank"]
-
 #: What the engine between hosts tells, beside ``Traced`` of the core; the last two are of memory beside the segment.
 SENT, RECEIVED, PUT_BESIDE, TAKEN_BESIDE = 10, 11, 12, 13
 #: Operations in which a rank gives, or gets, a block for each rank.

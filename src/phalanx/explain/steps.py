@@ -27,8 +27,6 @@ from phalanx.launch.function.call import launch
 from phalanx.native.core import Traced
 from phalanx.words import format_spans
 
-__all__ = ["Explained", "Kind", "Move", "Step", "cell_text", "explain_collective"]
-
 Kind = Literal["puts", "adds", "takes", "combines", "sends", "raises", "sees"]
 _KINDS: dict[int, Kind] = {
     Traced.PUT: "puts",

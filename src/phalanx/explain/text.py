@@ -9,8 +9,6 @@ from phalanx.explain.ranks import Cell, Kept
 from phalanx.explain.steps import Explained, Move, Step, cell_text
 from phalanx.words import format_bytes, format_count, format_named
 
-__all__ = ["as_text", "blocks_text", "did", "heading", "kept_text", "legend", "moved_text", "sums", "title"]
-
 # What several ranks do, and what one does.
 _HEADINGS = {
     "adds": ("read shared memory and add", "reads shared memory and adds"),

@@ -33,8 +33,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["as_defaults", "format_config", "read_config", "save_config"]
-
 # Those that say what this one call is to do. A file is for what every call is to do.
 _NOT_IN_FILES = ("config", "save-config", "dry-run", "json")
 # Options that replace each other: if one of a line is typed, the others of the line are not taken from the file.

@@ -15,8 +15,6 @@ from typing import NamedTuple
 from phalanx.errors import LaunchError
 from phalanx.system.host import machine_name
 
-__all__ = ["count_after_target", "translate"]
-
 
 class _Row(NamedTuple):
     """The meaning of another launcher's option.
