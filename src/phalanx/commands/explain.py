@@ -15,36 +15,19 @@ if TYPE_CHECKING:
     from phalanx.explain.steps import Explained
 
 _COLLECTIVES = (
-    "all_reduce",
-    "broadcast",
-    "reduce",
-    "all_gather",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "all_to_all",
+    *("all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"),
     "barrier",
 )
+_BYTES = "How large the tensor is: 4K, 1M. Where ranks have blocks, as in all_gather, it is all blocks of a rank."
 _MOST_RANKS = 16
 _MOST_BYTES = 64 << 20
 
 
 @click.command(short_help="Show how a collective works, or what an error means.")
 @click.argument("name", required=False)
-@click.option(
-    "-n", "ranks", type=click.IntRange(2, _MOST_RANKS), metavar="N", help="How many ranks: 2 to 16.  [default: 4]"
-)
-@click.option(
-    "--hosts", metavar="HxN", help="As if on several hosts: 2x2 is two of two ranks; 1,3 one and three ranks."
-)
-@click.option(
-    "--bytes",
-    "nbytes",
-    default="256K",
-    show_default=True,
-    metavar="SIZE",
-    help="How large the tensor is: 4K, 1M. Where ranks have blocks, as in all_gather, it is all blocks of a rank.",
-)
+@click.option("-n", "ranks", type=click.IntRange(2, _MOST_RANKS), metavar="N", help="How many ranks.  [default: 4]")
+@click.option("--hosts", metavar="HxN", help="As if on hosts: 2x2 is two of two ranks; 1,3 one and three ranks.")
+@click.option("--bytes", "nbytes", default="256K", show_default=True, metavar="SIZE", help=_BYTES)
 @click.option("--svg", metavar="FILE", help="Draw all steps into a file, one below the other.")
 @click.option("--html", metavar="FILE", help="Write a page on which a slider shows one step at a time.")
 @click.option("--json", "as_json", is_flag=True, help="Print the steps as JSON.")
@@ -71,8 +54,7 @@ def explain(
 
     A collective is run once, on ranks that are started for it on this machine. They note what they copy, read, add and
     send, so what is shown is what Phalanx does with this size, on so many ranks. What is done in one step does not wait
-    for anything else in that step. Rank 0 is the root. With --hosts the ranks of one host share memory, and ranks of
-    different hosts send each other messages.
+    for anything else in that step. Rank 0 is the root.
 
     \b
     B[0]      block B of the tensor of rank 0
@@ -113,7 +95,7 @@ def explain(
 
         _write("--svg", svg, explained_svg(explained))
     if html is not None:
-        from phalanx.explain.page import explained_page
+        from phalanx.explain.drawn import explained_page
 
         _write("--html", html, explained_page(explained))
     if as_json:

@@ -1,4 +1,4 @@
-"""From what the ranks have noted to steps: what is moved in a step waits for nothing that is moved in it.
+"""Put what the ranks have noted in steps: what is moved in a step waits for nothing that is moved in it.
 
 A rank that reads what another one has put somewhere, or gets a message, is in a later step than that one was then.
 """
@@ -44,17 +44,14 @@ _READS, _WRITES = (Traced.TAKEN, Traced.ADDED, TAKEN_BESIDE), (Traced.PUT, PUT_B
 
 @dataclass(frozen=True)
 class Move:
-    """Describe what a rank does in a step.
+    """A thing that a rank does in a step.
 
     Attributes:
         kind: ``puts`` into the memory that its host shares, ``takes`` from there, ``adds`` what it reads there,
             ``combines`` what other hosts have sent with its own, ``sends`` to another host, ``raises`` its counter,
             ``sees`` that of another one.
-        rank: it.
         other: the rank that had put there what it takes or adds, or to which it sends; -1 if none.
-        nbytes: how much.
-        cells: of what: blocks, with the ranks that have contributed; nothing if it is not data, but what the ranks
-            agree by.
+        cells: blocks, with the ranks that have contributed; nothing if it is not data, but what the ranks agree by.
     """
 
     kind: Kind
@@ -66,12 +63,7 @@ class Move:
 
 @dataclass
 class Step:
-    """A step.
-
-    Attributes:
-        moves: in the order of the ranks.
-        kept: what lies in each block of each rank's result after it.
-    """
+    """The moves of a step by ranks, and what lies in each block of each rank's result after it."""
 
     moves: list[Move]
     kept: list[Kept]
@@ -82,41 +74,21 @@ class Explained:
     """A call, as it was run.
 
     Attributes:
-        plan: the call.
         given: what lies in each block that each rank gives.
-        steps: one after the other.
-        agreement: what the ranks move beside the data, with which they find out that all have made the same call.
+        agreement_nbytes: what the ranks move beside the data, to find out that all have made the same call.
     """
 
     plan: Plan
     given: list[Kept]
     steps: list[Step]
-    agreement: list[Move]
+    agreement_nbytes: int
 
     def links(self) -> dict[tuple[int, int], int]:
         """Count the bytes from one rank to another, through shared memory or over the network."""
-        return self._links_of(move for step in self.steps for move in step.moves)
-
-    def agreed_by(self) -> dict[tuple[int, int], int]:
-        """The same of what they move beside the data."""
-        return self._links_of(self.agreement)
-
-    def _links_of(self, moves: Iterable[Move]) -> dict[tuple[int, int], int]:
-        found: dict[tuple[int, int], int] = defaultdict(int)
-        for move in moves:
-            if move.kind == "sends":
-                found[move.rank, move.other] += move.nbytes
-            elif move.kind in ("takes", "adds") and move.other not in (-1, move.rank):
-                found[move.other, move.rank] += move.nbytes
-        return dict(sorted(found.items()))
-
-    def between(self, one: int, other: int) -> str:
-        """Name what two ranks have between them: ``memory`` or ``network``."""
-        hosts = self.plan.host_of
-        return "memory" if hosts[one] == hosts[other] else "network"
+        return _links_of(move for step in self.steps for move in step.moves)
 
     def to_json(self) -> dict[str, Any]:
-        """The same for programs."""
+        hosts = self.plan.host_of
         return {
             "operation": self.plan.operation,
             "hosts": list(self.plan.hosts),
@@ -139,15 +111,30 @@ class Explained:
                 for step in self.steps
             ],
             "links": [
-                {"from": one, "to": other, "by": self.between(one, other), "bytes": nbytes}
+                {
+                    "from": one,
+                    "to": other,
+                    "by": "memory" if hosts[one] == hosts[other] else "network",
+                    "bytes": nbytes,
+                }
                 for (one, other), nbytes in self.links().items()
             ],
-            "agreement_bytes": sum(self.agreed_by().values()),
+            "agreement_bytes": self.agreement_nbytes,
         }
 
 
+def _links_of(moves: Iterable[Move]) -> dict[tuple[int, int], int]:
+    found: dict[tuple[int, int], int] = defaultdict(int)
+    for move in moves:
+        if move.kind == "sends":
+            found[move.rank, move.other] += move.nbytes
+        elif move.kind in ("takes", "adds") and move.other not in (-1, move.rank):
+            found[move.other, move.rank] += move.nbytes
+    return dict(sorted(found.items()))
+
+
 def cell_text(cell: Cell) -> str:
-    """``B[0-3]``: the second block, of the ranks 0 to 3."""
+    """Name a block and its ranks: ``B[0-3]`` is the second block, of the ranks 0 to 3."""
     block, mask = cell
     ranks = [rank for rank in range(mask.bit_length()) if mask >> rank & 1]
     return f"{chr(ord('A') + block)}[{format_spans(ranks).replace(' ', '')}]"
@@ -158,23 +145,14 @@ def _kept_json(kept: Kept) -> list[list[str]]:
 
 
 def explain_collective(plan: Plan) -> Explained:
-    """Run the call on new ranks of this machine, and say what it did step by step.
-
-    Raises:
-        LaunchError, RankFailed: the ranks could not be started, or one failed.
-    """
+    """Run the call on new ranks of this machine, and say what it did step by step."""
     with tempfile.TemporaryDirectory(prefix="phalanx-explain-") as folder:
         ranks = launch(run_rank, (plan, folder), n=plan.ranks, device="cpu", prefix=False)
     return _Steps(plan, ranks).explained
 
 
 class _Steps:
-    """Puts events in steps.
-
-    Args:
-        plan: the call.
-        ranks: what each rank has noted.
-    """
+    """Put the events that each rank has noted in steps."""
 
     def __init__(self, plan: Plan, ranks: list[TracedRank]) -> None:
         self._host = plan.host_of
@@ -182,9 +160,8 @@ class _Steps:
         # Of each host: from where to where in the shared memory a rank has put something, and in which step.
         self._written: dict[object, list[tuple[int, int, int, int]]] = defaultdict(list)
         self._sent: dict[object, tuple[int, tuple[Cell, ...]]] = {}
-        self._arrived: dict[int, dict[Cell, int]] = defaultdict(
-            dict
-        )  # of each rank, and the first step that can use it
+        # Of each rank: what has come by message, and the first step that can use it.
+        self._arrived: dict[int, dict[Cell, int]] = defaultdict(dict)
         # Of each rank and block of its result: in which step a message brings it, and what.
         self._came: dict[int, dict[int, tuple[int, tuple[Cell, ...]]]] = defaultdict(dict)
         self._raised: dict[int, int] = {}
@@ -206,7 +183,8 @@ class _Steps:
             steps.append(Step(_joined(moves[number]), after))
         if steps:
             steps[-1].kept = [rank.result for rank in ranks]
-        self.explained = Explained(plan, [rank.given for rank in ranks], steps, _joined(agreement))
+        beside_nbytes = sum(_links_of(agreement).values())
+        self.explained = Explained(plan, [rank.given for rank in ranks], steps, beside_nbytes)
 
     def _with_messages(self, rank: int, step: int, kept: Kept, before: Kept) -> Kept:
         """List a rank's result after a step: a message has come when the step is over in which it is sent."""
@@ -216,7 +194,7 @@ class _Steps:
         return tuple(found)
 
     def _place(self, event: Event, beside: bool) -> tuple[int, list[Move]]:
-        """The step of an event, and what was moved by it. What is moved ``beside`` the data delays nothing."""
+        """Find the step of an event, and what it moved. What is moved ``beside`` the data delays nothing."""
         rank, others = event.rank, [(-1, event.nbytes)]
         if event.what == RECEIVED:
             sent, cells = self._sent.get((event.at, rank, event.turn), (-1, ()))
@@ -278,7 +256,7 @@ class _Steps:
 
 
 def _joined(moves: list[Move]) -> list[Move]:
-    """The moves of a step by ranks; those of one kind between the same two become one."""
+    """Sort the moves of a step by ranks; those of one kind between the same two become one."""
     found: dict[tuple[int, Kind, int], list[Move]] = defaultdict(list)
     order: dict[tuple[int, Kind], int] = {}  # as each rank did them first
     for move in moves:
