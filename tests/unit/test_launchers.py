@@ -111,18 +111,6 @@ def test_two_launchers_that_contradict_each_other_are_both_shown() -> None:
         assert all(f"{name}={value}" in str(caught.value) for name, value in stale.items())
 
 
-def test_host_finds_itself_in_a_list_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A login shell exports HOSTNAME, and a launcher hands it on to processes on other hosts."""
-    path = tmp_path / "rankfile"
-    path.write_text("launch\nn1\nn1\nn2\nn2\n")
-    step = {"JSM_NAMESPACE_RANK": "2", "JSM_NAMESPACE_SIZE": "4", "LSB_DJOB_RANKFILE": str(path), "HOSTNAME": "n1"}
-    monkeypatch.setattr("phalanx.system.host.machine_name", lambda: "n2.cluster")
-    assert read(step).number("node_rank") == 1
-    assert read({**step, "PHALANX_HOST": "n1"}).number("node_rank") == 0
-    monkeypatch.setattr("phalanx.system.host.machine_name", lambda: "unlisted")
-    assert read(step).number("node_rank") is None
-
-
 def test_conventions_for_a_world_of_one() -> None:
     cases: list[tuple[dict[str, str], list[str], str]] = [
         ({}, [], "none"),

@@ -43,23 +43,22 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 # The options of each section of --help, in its order.
 _HELP = {
     "Options": {
-        "-n": "How many ranks (processes): a number, or gpu (one for each accelerator), cpu (one for each core), auto "
+        "-n": "How many ranks (processes): a number, gpu (one for each accelerator), cpu (one for each core), or auto "
         "(gpu, or cpu without one).  [default: 1, or as many as the hosts take]",
         "-m": "TARGET is a module, as with python -m.",
     },
     "What each rank gets": {
         "--device": "Where ranks compute: cpu, cuda, xpu, npu, … (PHALANX_DEVICE); phalanx.init(device=...) overrides "
         "it.  [default: the accelerator of each local rank, or cpu]",
-        "--bind": "Bind each rank to its own share of the cores (core), or to the cores of one NUMA node (numa). Only "
-        "for a job that has the machine to itself: two jobs that bind crowd onto the same cores.",
+        "--bind": "Bind each rank to its own share of the cores (core), or to those of one NUMA node (numa). Only for "
+        "a job that has the machine to itself: two jobs that bind crowd onto the same cores.",
         "--memory": "On the CPU: large tensors in huge pages (huge), freed memory kept for the next step as well "
         "(keep), or neither (return).",
-        "-x": "Set a variable for all ranks. They get all other variables of this shell anyway; on other hosts not "
-        "those of a login or a machine (HOME, TMPDIR, SSH_…) unless you name them: -x NAME.",
-        "--replace": "Give programs that ask torch for this backend (gloo, mpi) Phalanx's, without a change, as by "
-        "PHALANX_REPLACE=gloo in the environment; nccl cannot be replaced. rpc: torch.distributed.rpc over Phalanx.",
-        "--interface": "The network interface, on every host, over which ranks talk (ib0), if phalanx would choose "
-        "another one.",
+        "-x": "Set a variable for all ranks. They get all others of this shell anyway; on other hosts not those of a "
+        "login or a machine (HOME, TMPDIR, SSH_…) unless you name them: -x NAME.",
+        "--replace": "Give programs that ask torch for this backend (gloo, mpi) Phalanx's, as by PHALANX_REPLACE=gloo; "
+        "nccl cannot be replaced. rpc: torch.distributed.rpc over Phalanx.",
+        "--interface": "The network interface over which ranks talk, on every host (ib0).  [default: phalanx chooses]",
         "--no-preload": "Let each rank import torch for itself, a second or two later. Needed by a script that sets "
         "variables which torch reads only while it is imported; a note names them.",
         "--pass-local-rank": "Give TARGET --local_rank=R before its arguments, as torch.distributed.launch did.",
@@ -71,14 +70,13 @@ _HELP = {
         "-q": "Print no rank table, no notes, and at Ctrl-C not where the ranks were; errors are still printed.",
         "--no-prefix": "Do not write '[rank 3]' before each line of output.",
         "--only": "Show only these ranks: 0,2-3. The others' output is in --log-dir, or dropped.",
-        "--log-dir": "Write all output of each rank to a file DIR/rank-0.log, DIR/rank-1.log, …, each line with its "
-        "time, in place of showing it. When the job has ended, phalanx timeline DIR reads there what each rank did.",
+        "--log-dir": "Write the output of each rank to a file DIR/rank-0.log, …, each line with its time, in place of "
+        "showing it. When the job has ended, phalanx timeline DIR reads there what each rank did.",
         "--tee": "With --log-dir: show the output as well.",
         "--grace": "How long ranks may take to end after they were asked to, before they are killed.  [default: 1 "
         "after Ctrl-C, 30 after SIGTERM or SIGHUP, 5 after another rank's failure]",
         "--restarts": "After the failure of a rank, end all and start all again, up to K times; world.attempt counts "
-        "them. The script goes on from a checkpoint of its own. Each attempt has its own files: DIR/attempt-1 of "
-        "--log-dir.",
+        "them. The script goes on from a checkpoint of its own. --log-dir has a folder for each attempt.",
         "--config": "Read options from this TOML file, by their long names (ranks = 4), and TARGET; an option that is "
         "typed overrides the file.",
         "--save-config": "Write the options of this call, and TARGET, for --config.",
@@ -94,17 +92,17 @@ _HELP = {
         "PHALANX_CALL_SITES=error. It holds for Phalanx's own backends (--replace gloo).",
     },
     "Other hosts": {
-        "-H": "The hosts, and how many ranks each takes (without N: 1, or --ppn), in rank order. They are reached "
-        "by ssh, or by --starter or --mpi.",
+        "-H": "The hosts, and how many ranks each takes (without N: 1, or --ppn), in rank order. They are reached by "
+        "ssh, or by --starter or --mpi.",
         "--hostfile": "The hosts from a file, one a line (h1:4, or h1 slots=4).",
         "--ppn": "With --hosts or --hostfile, or in an allocation: the most ranks a host takes.",
         "--starter": "In place of ssh: start processes on other hosts by this program, called as COMMAND HOST PROGRAM "
-        "ARGS..., or with HOST where it has the word {host}; it hands its standard input on: --starter 'docker exec "
-        "-i'. kubectl alone: by kubectl exec -i {host} --.",
+        "ARGS..., or with HOST in place of {host}; it hands its standard input on: --starter 'docker exec -i'. kubectl "
+        "alone: by kubectl exec -i {host} --.",
         "--mpi": "Let this MPI launcher start the ranks: mpiexec, mpirun, srun, or a path to one; with its own options "
         "in quotes: --mpi 'mpiexec -iface ib0'.",
-        "--address": "With other hosts: the address, IPv4 or IPv6, by which they reach this one.  [default: its first "
-        "that answers them]",
+        "--address": "The address, IPv4 or IPv6, by which other hosts reach this one.  [default: the first that "
+        "answers them]",
     },
     "Without running it": {
         "--rehearse": "Run all ranks here, on the CPU, as if on that many hosts with that many ranks each (2x4), or on "
@@ -123,7 +121,7 @@ def _option(*names: str, **how: Any) -> Callable[[_Command], _Command]:
 
 
 class _Run(click.Command):
-    """Take options of other launchers and of a file too, and show ours in groups."""
+    """Take options of other launchers and of a file too, and show ours in sections."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         parameters = self.get_params(ctx)
@@ -224,10 +222,9 @@ def run(target: str, arguments: tuple[str, ...], module: bool, **given: Any) -> 
     are ended. Ctrl-C ends the job and says where each rank was; a second one kills at once. Ctrl-\\ only prints the
     ranks' stacks. SIGUSR1 and SIGUSR2 are passed on to the ranks.
 
-    Ranks on other hosts (-H, --hostfile, or an allocation of Slurm, PBS or LSF) run as on one. ssh must log in there
-    without a question, and every host needs the same Python, torch and Phalanx in the same place, and the same script
-    in the same directory. docs/clusters.md has examples. Ranks that an MPI launcher starts (--mpi) can use MPI, as by
-    init_process_group("mpi") or mpi4py, and import torch each for itself.
+    On other hosts (-H, --hostfile, or an allocation of Slurm, PBS or LSF) ssh must log in without a question, and
+    Python, torch, Phalanx and the script must be the same, in the same place: docs/clusters.md. Ranks that an MPI
+    launcher starts (--mpi) can use MPI, as by init_process_group("mpi") or mpi4py, and import torch each for itself.
 
     Exit codes: 0 if every rank ends well; otherwise that of the rank that failed first (128 + signal if it was killed);
     1 if --strict ended the job, or a host is lost or cannot be reached; 2 for a mistake on the command line; 74 if

@@ -6,10 +6,8 @@ torchrun in either to torchrun. A new launcher is a row here and a recording of 
 ``tests/data/launchers``. Help texts follow from the rows, and so does the table of ``docs/launchers.md``, which
 ``python -m phalanx.topology.launchers`` prints.
 
-Three variables are not what their names say. Open MPI's ``OMPI_COMM_WORLD_NODE_RANK`` is a local rank that counts the
+Two variables are not what their names say. Open MPI's ``OMPI_COMM_WORLD_NODE_RANK`` is a local rank that counts the
 ranks of all jobs on the node, not the node's index. ``RANK`` on Alibaba's PAI is the node's index, not the rank.
-Horovod's ``HOROVOD_CROSS_RANK`` counts only the nodes that have this local rank, so it is the node's index only if all
-nodes have the same number of ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ from phalanx.topology.readers import (
     slot_names,
     tasks_on_node,
     text,
-    this_host_in,
     together,
 )
 
@@ -200,27 +197,12 @@ def _mpi_job(*own: Reader) -> dict[str, Reader]:
     return {**_OF_ALLOCATION, "job": first(*own, _OF_ALLOCATION["job"])}
 
 
-def _of_horovod(name: str) -> Reader:
-    """Read HOROVOD_CROSS_…, if it counts the nodes here: on local rank 0, or if all nodes have as many ranks."""
-
-    def read(environment: Environment) -> Fact | None:
-        names = ("HOROVOD_LOCAL_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_SIZE")
-        found = [number(each)(environment) for each in names]
-        rank, size, local, cross = (None if one is None else int(one.value) for one in found)
-        # Some uneven placements pass too (1, 2 and 3 ranks); in the joined world the ranks count the nodes themselves.
-        even = (size or 0) == (local or 0) * (cross or 0)
-        return number(name)(environment) if rank == 0 or even else None
-
-    return Reader(name, read, (name,))
-
-
 HOROVOD = Launcher(
     "horovod",
     "horovodrun",
     Kind.MPI,
-    _prefixed("HOROVOD_")
-    | {"node_rank": _of_horovod("HOROVOD_CROSS_RANK"), "num_nodes": _of_horovod("HOROVOD_CROSS_SIZE")}
-    | _mpi_job(together("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")),
+    # HOROVOD_CROSS_RANK counts only the nodes that have this local rank, so it is not the node's index.
+    _prefixed("HOROVOD_") | _mpi_job(together("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")),
     any_of=("HOROVOD_RANK", "HOROVOD_SIZE"),
     example="horovodrun -np 2",
 )
@@ -250,7 +232,6 @@ AZUREML = replace(
     example="",
 )
 
-_RANKFILE = lines_of("LSB_DJOB_RANKFILE", skip=1)
 LSF = Launcher(
     "lsf",
     "jsrun of LSF",
@@ -258,8 +239,9 @@ LSF = Launcher(
     # No num_nodes: a step may use fewer nodes than the job has.
     _prefixed("JSM_NAMESPACE_")
     | {
-        "node_rank": this_host_in(_RANKFILE),
-        "master_addr": first(_MASTER_ADDR, first_host(_RANKFILE, HostList("LSB_MCPU_HOSTS", slot_names))),
+        "master_addr": first(
+            _MASTER_ADDR, first_host(lines_of("LSB_DJOB_RANKFILE", skip=1), HostList("LSB_MCPU_HOSTS", slot_names))
+        ),
         "job": together("LSB_JOBID", "JSM_NAMESPACE"),
     },
     any_of=("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import LauncherEnvironmentError
-from phalanx.system.host import this_host
 
 Environment = Mapping[str, str]
 # More than any cluster has; a list that claims more is a mistake, and would fill the memory.
@@ -230,19 +229,6 @@ def index_of(name: str, among: HostList) -> Reader:
         return Fact(hosts.index(own), f"{name}={own} in {among.name}={environment[among.name]}")
 
     return Reader(f"{name} and {among.name}", read, (name, among.name))
-
-
-def this_host_in(among: HostList) -> Reader:
-    """Read the index of this very host in a list."""
-
-    def read(environment: Environment) -> Fact | None:
-        own = this_host(environment).name
-        names = [host.partition(".")[0] for host in among.hosts(environment)]
-        short = own.partition(".")[0]
-        # A node may have several names, so this one may be listed under another.
-        return Fact(names.index(short), f"{own} in {among.name}") if short in names else None
-
-    return Reader(among.name, read, (among.name,))
 
 
 def tasks_on_node(counts: str, node: str) -> Reader:
