@@ -145,7 +145,7 @@ def _read(launcher: Launcher, environment: Environment, arguments: Sequence[str]
 
 
 def _check(launcher: Launcher, reading: Reading) -> None:
-    """Refuse facts that no process can have together."""
+    """Refuse facts that no process can have together; :func:`phalanx.topology.topology.arrange` compares the ranks'."""
     for index, count in (("rank", "world_size"), ("local_rank", "local_world_size"), ("node_rank", "num_nodes")):
         low, high = reading.number(index), reading.number(count)
         said = reading.said(index, count, by=" and ")
@@ -155,27 +155,11 @@ def _check(launcher: Launcher, reading: Reading) -> None:
             limit = "" if high is None else f" to {high - 1}"
             raise LauncherEnvironmentError(f"{said} is impossible: ranks and nodes count from 0{limit}")
     world, local, nodes = (reading.number(fact) for fact in ("world_size", "local_world_size", "num_nodes"))
-    if world is None:
-        return
-    for fact, most in (("local_world_size", world), ("num_nodes", world), ("local_rank", world - 1)):
-        if (reading.number(fact) or 0) > most:
-            raise LauncherEnvironmentError(
-                f"{reading.said(fact)} does not fit into a world of {world} ({reading.said('world_size')})"
-            )
-    if local is None or nodes is None:
-        return
-    if launcher.one_process_per_node and local == 1 and nodes != world:
+    if launcher.one_process_per_node and local == 1 and None not in (nodes, world) and nodes != world:
         note = f" {reading.notes[0]}" if reading.notes else ""
         raise LauncherEnvironmentError(
             f"{reading.name}: {reading.said('world_size')} ranks on {reading.said('num_nodes')} nodes, but the "
             f"platform starts one process on each, and this is one of them.{note}"
-        )
-    # One node has all ranks; of several, each has at least one.
-    if (nodes == 1) != (local == world) or local + nodes - 1 > world:
-        raise LauncherEnvironmentError(
-            f"{reading.said('local_world_size')} and {reading.said('num_nodes')} contradict "
-            f"{reading.said('world_size')}: with {local} ranks on this node, {world - local} are left for the "
-            f"{nodes - 1} other(s)"
         )
 
 
