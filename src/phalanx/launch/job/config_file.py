@@ -3,8 +3,6 @@
 A key is the long name of an option, and ``target`` and ``arguments`` are what follows the options::
 
     ranks = 4
-    log-dir = "logs"
-    tee = true
     variables = ["OMP_NUM_THREADS=2"]
     target = "train.py"
     arguments = ["--lr", "0.1"]
@@ -121,29 +119,17 @@ def format_config(ctx: click.Context) -> str:
     for key, option in _keys(ctx.command.params).items():
         value, source = ctx.params[option.name or ""], ctx.get_parameter_source(option.name or "")
         if source in (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP) and value != () and value is not None:
-            lines.append(f"{key} = {_toml(value)}\n")
+            # JSON writes such values as TOML does, but for one character that it leaves as it is.
+            written = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+            lines.append(f"{key} = {written}\n")
     return "".join(lines)
 
 
 def save_config(path: str, ctx: click.Context) -> None:
     """Write the options of a call to a file; see :func:`format_config`."""
-    content = format_config(ctx)
     try:
-        Path(path).write_text(content, encoding="utf-8")
+        Path(path).write_text(format_config(ctx), encoding="utf-8")
+    except UnicodeEncodeError as error:
+        raise LaunchError(f"--save-config: {os.fsencode(error.object)!r} is not UTF-8, as TOML has to be") from None
     except OSError as error:
         raise LaunchError(f"--save-config {path}: cannot be written: {error.strerror}") from error
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if not isinstance(value, str):
-        return repr(value)
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise LaunchError(f"--save-config: {os.fsencode(value)!r} is not UTF-8, which a TOML file has to be") from None
-    # JSON writes texts as TOML does, but for one character that it leaves as it is.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

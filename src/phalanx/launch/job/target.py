@@ -3,7 +3,7 @@
 A Python target is compiled once, and run in processes that have imported torch already; any other program is exec'd. A
 mistyped name costs the user one line, not a traceback of each rank. These count as Python:
 
-- a file named ``.py``, ``.pyw`` or ``.pyc``;
+- a file named ``.py``;
 - a directory or a zip archive with a ``__main__.py``;
 - a file whose first line names the Python interpreter that is running now, or one that ``env`` is to find. A script
   that names another interpreter, such as that of another environment, is executed with that one.
@@ -18,14 +18,14 @@ import shutil
 import sys
 import traceback
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder, SourcelessFileLoader
+from importlib.machinery import ModuleSpec, PathFinder
 from types import CodeType, ModuleType
 from typing import Literal
 
 from phalanx.errors import LaunchError
 from phalanx.words import did_you_mean
 
-Kind = Literal["script", "bytecode", "archive", "module", "program", "function"]
+Kind = Literal["script", "archive", "module", "program", "function"]
 
 
 class Refusal(Exception):
@@ -43,8 +43,7 @@ class Target:
     Attributes:
         kind: ``archive`` is a directory or zip file with a ``__main__.py``, ``program`` anything the kernel can
             execute, ``function`` one of a running interpreter, by ``phalanx.launch()``.
-        name: the name that the user typed.
-        path: the absolute path of the file, directory or archive.
+        name: the name that the user typed; ``path`` is absolute.
         argv: ``sys.argv`` as the target will see it.
         search_path: the first entry of ``sys.path``; empty for a program.
     """
@@ -62,11 +61,7 @@ class Target:
 
 
 def find_target(name: str, arguments: tuple[str, ...] = (), *, module: bool = False) -> Target:
-    """Decide what ``name`` is: a file, a directory, a program on PATH, or with ``module`` one, as for ``python -m``.
-
-    Raises:
-        LaunchError: nothing of that name can be run. The message says what was searched, and where.
-    """
+    """Decide what ``name`` is: a file, a directory, a program on PATH, or with ``module`` one, as for ``python -m``."""
     if any(word == ":" and after.startswith("-") for word, after in zip((name, *arguments), arguments, strict=False)):
         raise LaunchError("':' begins a second program; a job here has one for all ranks, which may ask for its rank")
     if module:
@@ -114,10 +109,8 @@ def _classify(name: str, path: str, arguments: tuple[str, ...]) -> Target:
         if PathFinder.find_spec("__main__", [absolute]) is None:
             raise LaunchError(f"{name}: is a directory without a __main__.py, so there is nothing to run in it")
         return Target("archive", name, absolute, argv, absolute)
-    if path.endswith((".py", ".pyw")):
+    if path.endswith(".py"):
         return Target("script", name, absolute, argv, beside)
-    if path.endswith(".pyc"):
-        return Target("bytecode", name, absolute, argv, beside)
     # A file that is executable but not readable is a program.
     if os.path.isfile(path) and os.access(path, os.R_OK):
         with open(path, "rb") as file:
@@ -200,11 +193,6 @@ def compile_target(target: Target) -> tuple[CodeType | None, ModuleSpec | None]:
     if target.kind == "script":
         with open(target.path, "rb") as file:
             return compile(file.read(), target.path, "exec", dont_inherit=True), None
-    if target.kind == "bytecode":
-        try:
-            return SourcelessFileLoader("__main__", target.path).get_code("__main__"), None
-        except ImportError:
-            raise LaunchError(f"{target.name}: was compiled by another version of Python; run its source") from None
     if target.kind == "archive":
         spec = PathFinder.find_spec("__main__", [target.path])
     else:
