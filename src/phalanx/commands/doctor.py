@@ -13,7 +13,7 @@ from phalanx.doctor.accelerators import devices_as_text
 from phalanx.doctor.finding import Finding, Level, as_json, as_text, worst
 from phalanx.doctor.host import examine
 from phalanx.doctor.hosts import examine_devices, examine_hosts, pairs_as_json, pairs_as_text
-from phalanx.launch.job.hosts import HostSlots, find_allocation, parse_hosts, read_hostfile
+from phalanx.launch.job.hosts import HostSlots, chosen_hosts, find_allocation
 from phalanx.launch.starters.ssh import split_starter
 from phalanx.words import format_list, tell_progress
 
@@ -65,13 +65,10 @@ def doctor(
     json_wanted: bool,
 ) -> int:
     """Run the command; ``--help`` prints ``_HELP``."""
-    if hosts and hostfile:
-        raise click.UsageError("-H and --hostfile both name hosts; give one of them")
-    start_by = split_starter(starter or "")
-    named = read_hostfile(hostfile) if hostfile else parse_hosts(hosts) if hosts else ()
+    start_by, named = split_starter(starter or ""), chosen_hosts(hosts, hostfile)
     allocation = find_allocation(os.environ) if not named and not start_by else None
     if allocation is not None:
-        named = [HostSlots(one.name, ranks or one.slots) for one in allocation.hosts]
+        named = tuple(HostSlots(one.name, ranks or one.slots) for one in allocation.hosts)
         start_by = list(allocation.starter)
         tell_progress(f"these are the hosts of {allocation.title}")
     if not named and (starter or no_rates):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import click
 
@@ -19,6 +18,7 @@ _COLLECTIVES = (
     "barrier",
 )
 _BYTES = "How large the tensor is: 4K, 1M. Where ranks have blocks, as in all_gather, it is all blocks of a rank."
+_FILE = click.File("w", encoding="utf-8")
 _MOST_RANKS = 16
 _MOST_BYTES = 64 << 20
 
@@ -28,8 +28,8 @@ _MOST_BYTES = 64 << 20
 @click.option("-n", "ranks", type=click.IntRange(2, _MOST_RANKS), metavar="N", help="How many ranks.  [default: 4]")
 @click.option("--hosts", metavar="HxN", help="As if on hosts: 2x2 is two of two ranks; 1,3 one and three ranks.")
 @click.option("--bytes", "nbytes", default="256K", show_default=True, metavar="SIZE", help=_BYTES)
-@click.option("--svg", metavar="FILE", help="Draw all steps into a file, one below the other.")
-@click.option("--html", metavar="FILE", help="Write a page on which a slider shows one step at a time.")
+@click.option("--svg", type=_FILE, metavar="FILE", help="Draw all steps into a file, one below the other.")
+@click.option("--html", type=_FILE, metavar="FILE", help="Write a page on which a slider shows one step at a time.")
 @click.option("--json", "as_json", is_flag=True, help="Print the steps as JSON.")
 @click.option("--list", "listed", is_flag=True, help="List all names that can be explained.")
 def explain(
@@ -37,8 +37,8 @@ def explain(
     ranks: int | None,
     hosts: str | None,
     nbytes: str,
-    svg: str | None,
-    html: str | None,
+    svg: TextIO | None,
+    html: TextIO | None,
     as_json: bool,
     listed: bool,
 ) -> None:
@@ -64,7 +64,7 @@ def explain(
     moves (kind, rank, other, bytes, blocks) and results (what each rank has after it), links (from, to, by, bytes), and
     agreement_bytes (what the ranks move to compare their calls). Of an error it has name, summary and text.
 
-    Exit codes: 0; 2 for a name that is not known.
+    Exit codes: 0; 1 if FILE cannot be written; 2 for a name that is not known.
     """
     from phalanx.explain.errors import error_as_json, error_as_text, error_classes, summary
 
@@ -93,11 +93,11 @@ def explain(
     if svg is not None:
         from phalanx.explain.drawn import explained_svg
 
-        _write("--svg", svg, explained_svg(explained))
+        svg.write(explained_svg(explained))
     if html is not None:
         from phalanx.explain.drawn import explained_page
 
-        _write("--html", html, explained_page(explained))
+        html.write(explained_page(explained))
     if as_json:
         click.echo(json.dumps(explained.to_json()))
     elif svg is None and html is None:
@@ -129,10 +129,3 @@ def _explained(operation: str, ranks: int | None, hosts: str | None, nbytes: str
     if more or not 8 * total <= size <= _MOST_BYTES:
         raise ArgumentError(f"--bytes {nbytes}: give from {8 * total} bytes, 8 for each rank, to 64M")
     return explain_collective(Plan(operation, counts, size // 8 * 8))
-
-
-def _write(option: str, file: str, text: str) -> None:
-    try:
-        Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise LaunchError(f"{option} {file}: cannot be written: {error.strerror}") from None

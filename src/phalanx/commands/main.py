@@ -98,6 +98,8 @@ def _in_one_line(error: click.ClickException) -> str:
     """Word an error of click's as ours are."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "phalanx"
+    if isinstance(error, click.FileError):
+        return f"{error.ui_filename} cannot be written: {error.message}"
     if isinstance(error, click.NoSuchOption):
         meant = did_you_mean(error.option_name, error.possibilities or ())
         return f"no such option {error.option_name}; {meant}{path} --help lists all"

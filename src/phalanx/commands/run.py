@@ -19,14 +19,12 @@ from phalanx.commands import Seconds
 from phalanx.errors import LaunchError
 from phalanx.launch.job.binding import Bind
 from phalanx.launch.job.hosts import (
-    HostSlots,
     Placement,
+    chosen_hosts,
     find_allocation,
     note_ignored,
     parse_address,
-    parse_hosts,
     parse_rehearsal,
-    read_hostfile,
     share_allocation,
 )
 from phalanx.launch.job.job import Job, make_job
@@ -268,7 +266,7 @@ def _read_options(ctx: click.Context, given: Mapping[str, Any], notes: list[str]
     counted_here = given["ranks"] in COUNTED_HERE
     read |= {
         "ranks": count_ranks(given["ranks"]) if given["ranks"] is not None else None,
-        "hosts": _read_hosts(given["hosts"], given["hostfile"]),
+        "hosts": chosen_hosts(given["hosts"], given["hostfile"]),
         "addresses": () if given["address"] is None else (parse_address(given["address"]),),
         "named": tuple(variable.partition("=")[0] for variable in given["variables"]),
         "replace": names_to_replace(given["replace"] or "", source="--replace"),
@@ -320,14 +318,6 @@ def _read_options(ctx: click.Context, given: Mapping[str, Any], notes: list[str]
 
 def _is_given(ctx: click.Context, name: str) -> bool:
     return ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
-
-
-def _read_hosts(hosts: str | None, hostfile: str | None) -> tuple[HostSlots, ...]:
-    if hosts is not None and hostfile is not None:
-        raise LaunchError("--hosts and --hostfile both say where the ranks run; give one of them")
-    if hosts is not None:
-        return tuple(parse_hosts(hosts))
-    return tuple(read_hostfile(hostfile)) if hostfile is not None else ()
 
 
 def _prepare_reports(ctx: click.Context, job: Job) -> list[str]:

@@ -47,6 +47,15 @@ class HostSlots:
     slots: int | None = None
 
 
+def chosen_hosts(hosts: str | None, hostfile: str | None) -> tuple[HostSlots, ...]:
+    """Read ``--hosts`` or ``--hostfile``, whichever is given; nothing if neither is."""
+    if hosts is not None and hostfile is not None:
+        raise LaunchError("--hosts and --hostfile both say where the ranks run; give one of them")
+    if hosts is not None:
+        return tuple(parse_hosts(hosts))
+    return tuple(read_hostfile(hostfile)) if hostfile is not None else ()
+
+
 def parse_hosts(text: str) -> list[HostSlots]:
     """Read ``--hosts``: names separated by commas, each with the number of its ranks after a colon."""
     where = f"--hosts {text}"
