@@ -14,8 +14,7 @@ import click
 def list(as_json: bool) -> None:
     """Show the jobs of phalanx run, and of phalanx.launch(), that you have running on this host.
 
-    Each has its id, the process id of its launcher, how many ranks it has, since when it runs, its script, and the
-    directory where it was started. Jobs of other users, and jobs whose launcher runs on another host, are not shown.
+    Jobs of other users, and jobs whose launcher runs on another host, are not shown.
 
     \b
       phalanx list

@@ -54,13 +54,10 @@ def command() -> None:
 
 
 def main() -> int | None:
-    """Run the command line; the entry point of ``phalanx``.
+    """Run the command line, and return the exit code; the entry point of ``phalanx``.
 
     Each rank of a job is a fork of this process. It returns to this function before it runs the user's script, so that
     the script runs at the top of the interpreter, which then finalises as after ``python script``.
-
-    Returns:
-        The exit code; in a rank that of its script.
     """
     words = sys.argv[1:] or ["--help"]
     own = (*COMMANDS, "-h", "--help", "--version")
