@@ -257,14 +257,12 @@ class _Steps:
 
 def _joined(moves: list[Move]) -> list[Move]:
     """Sort the moves of a step by ranks; those of one kind between the same two become one."""
-    found: dict[tuple[int, Kind, int], list[Move]] = defaultdict(list)
-    order: dict[tuple[int, Kind], int] = {}  # as each rank did them first
+    found: dict[tuple[int, Kind], dict[int, list[Move]]] = {}  # in the order in which each rank did them first
     for move in moves:
-        found[move.rank, move.kind, move.other].append(move)
-        order.setdefault((move.rank, move.kind), len(order))
+        found.setdefault((move.rank, move.kind), {}).setdefault(move.other, []).append(move)
     joined = []
-    for _, alike in sorted(found.items(), key=lambda each: (each[0][0], order[each[0][:2]], each[0][2])):
-        cells = tuple(sorted({cell for move in alike for cell in move.cells}))
-        first = alike[0]
-        joined.append(Move(first.kind, first.rank, first.other, sum(move.nbytes for move in alike), cells))
+    for (rank, kind), by_other in sorted(found.items(), key=lambda each: each[0][0]):
+        for other, alike in sorted(by_other.items()):
+            cells = tuple(sorted({cell for move in alike for cell in move.cells}))
+            joined.append(Move(kind, rank, other, sum(move.nbytes for move in alike), cells))
     return joined

@@ -342,10 +342,7 @@ SLURM_WITH_PMI = replace(SLURM, all_of=("SLURM_STEP_ID", "SLURM_PROCID", "PMI_RA
 
 
 def _all_on_one_node(environment: Environment) -> Fact | None:
-    nodes, tasks = number("FLUX_JOB_NNODES")(environment), number("FLUX_JOB_SIZE")(environment)
-    if nodes is None or tasks is None or nodes.value != 1:
-        return None
-    return Fact(tasks.value, f"{tasks.source} on {nodes.source}")
+    return number("FLUX_JOB_SIZE")(environment) if environment.get("FLUX_JOB_NNODES") == "1" else None
 
 
 # Flux may itself be started by an MPI launcher, whose variables its jobs inherit. An MPI launcher that is started as a
@@ -425,10 +422,6 @@ def _in_pod(name: str, of_the_pod: Reader) -> Reader:
     return Reader(name, read)
 
 
-def _unless_elastic(whole: Reader) -> Reader:
-    return Reader(whole.names, lambda environment: None if _PET_NODES(environment) is None else whole(environment))
-
-
 KUBEFLOW = Launcher(
     "kubeflow",
     "PyTorchJob of Kubeflow",
@@ -440,7 +433,7 @@ KUBEFLOW = Launcher(
         "num_nodes": _PET_NODES,
         "master_addr": host_of("PET_MASTER_ADDR", "MASTER_ADDR"),
         "master_port": first(port("PET_MASTER_PORT"), _COMMON["master_port"]),
-        **{fact: _unless_elastic(reader) for fact, reader in _ALONE.items()},
+        **_ALONE,
     },
     all_of=("KUBERNETES_SERVICE_HOST",),
     any_of=("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
