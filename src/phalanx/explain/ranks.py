@@ -43,7 +43,6 @@ _TIMEOUT = timedelta(seconds=60)
 _SHIFT = 20  # bits for the ranks that have contributed
 _FIRST = 1 << 22  # the number of the first element, so large that no counter or hash of a call looks like one
 _SAMPLES = 2048
-_HEAD_BYTES = 64  # of a frame, and of what a leader tells its host (``small.py``)
 
 Cell = tuple[int, int]  # the number of a block, and a bit for each rank that has contributed to it
 Kept = tuple[tuple[Cell, ...], ...]  # what lies in each block of a tensor
@@ -113,14 +112,13 @@ class _Notes:
         self.edges = np.array(plan.edges)
         self.events: list[Event] = []
         self.result: torch.Tensor | None = None
-        self.head = 0  # how many bytes before the data say what it is
         self.beside: Callable[[], ExchangeMemory | None] = lambda: None
         self.tracer = Tracer(self.told)
 
     def told(self, what: int, at: int, data: int | None, nbytes: int, *of_message: Any) -> None:
         """Note what has just been moved; the core calls it on the thread that moved it."""
         now = time.monotonic_ns()
-        cells = self.cells_at(data + self.head, nbytes - self.head) if data else ()
+        cells = self.cells_at(data, nbytes) if data else ()
         self.events.append(Event(now, self.rank, what, at, nbytes, cells, self.kept(), *of_message))
 
     def copied(self, to: int, source: int, nbytes: int) -> None:
@@ -177,19 +175,8 @@ class _Notes:
         return tuple(found)
 
 
-class _Inside(SharedMemoryCommunicator):
-    """Of the ranks of one of several hosts. What their leader has heard begins with a line about the call."""
-
-    notes: _Notes
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        self.notes.head = _HEAD_BYTES if tensor.dtype == torch.uint8 else 0
-        super().broadcast(tensor, root)
-        self.notes.head = 0
-
-
 class _TracedEngine(GlooEngine):
-    """Tells what it carries. The leaders' frames, which have the tag 0, begin with a line about the call."""
+    """Tell what it carries."""
 
     notes: _Notes
 
@@ -210,11 +197,8 @@ class _TracedEngine(GlooEngine):
         return cast(dist.Work, _TracedWork(work, tell))
 
     def _tell_of(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        address, notes = tensor.data_ptr(), self.notes
-        notes.head = 0 if tag else _HEAD_BYTES
-        turn = tag, self._turn("send", peer, tag)
-        notes.told(SENT, peer, address, tensor.nbytes, turn, (), notes.place_beside(address))
-        notes.head = 0
+        address, turn = tensor.data_ptr(), (tag, self._turn("send", peer, tag))
+        self.notes.told(SENT, peer, address, tensor.nbytes, turn, (), self.notes.place_beside(address))
 
     def _turn(self, *way: object) -> int:
         turns: dict[object, int] = vars(self).setdefault("turns", {})
@@ -265,8 +249,7 @@ def _join(plan: Plan, rank: int, store: Store, notes: _Notes) -> Communicator:
     local: Communicator = SoloCommunicator()
     if len(layout.here) > 1:
         own = part(f"memory {layout.host}")
-        local = inside = _Inside(own, layout.local, len(layout.here), _TIMEOUT, names=layout.here)
-        inside.notes = notes
+        local = SharedMemoryCommunicator(own, layout.local, len(layout.here), _TIMEOUT, names=layout.here)
 
     def gloo(name: str) -> GlooOnDemand:
         own = GlooOnDemand(lambda limit: lazy_gloo(part(name), rank, plan.ranks, limit, one_host=True), _TIMEOUT)

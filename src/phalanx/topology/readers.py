@@ -6,7 +6,9 @@ variable and the value.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -288,13 +290,11 @@ def expand_node_list(name: str, value: str) -> list[str]:
         raise wrong("a name is empty, or a bracket has no partner")
     nodes: list[str] = []
     for item in re.findall(_NODE, value.strip()):
-        names = [""]
-        for index, part in enumerate(re.split(r"[\[\]]", item)):  # every second one was in brackets
-            pieces = expand(part) if index % 2 else [part]
-            if len(names) * len(pieces) > MOST_NODES:
-                raise wrong(f"more than {MOST_NODES} nodes")
-            names = [begun + piece for begun in names for piece in pieces]
-        nodes += names
+        # Every second part was in brackets.
+        pieces = [expand(part) if index % 2 else [part] for index, part in enumerate(re.split(r"[\[\]]", item))]
+        if math.prod(map(len, pieces)) > MOST_NODES:
+            raise wrong(f"more than {MOST_NODES} nodes")
+        nodes += map("".join, itertools.product(*pieces))
     return nodes
 
 
