@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from phalanx.diagnosis.recorder import open_recorder
-from phalanx.native.core import Tracer, library
+from phalanx.native.core import Traced, Tracer, library
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
 from phalanx.transports.hosts import exchanging
@@ -35,8 +35,8 @@ from phalanx.transports.reductions import SUM
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.solo import SoloCommunicator
 
-#: What the engine between hosts tells, beside ``Traced`` of the core; the last two are of memory beside the segment.
-SENT, RECEIVED, PUT_BESIDE, TAKEN_BESIDE = 10, 11, 12, 13
+#: What the engine between hosts tells, beside ``Traced`` of the core.
+SENT, RECEIVED = 10, 11
 #: Operations in which a rank gives, or gets, a block for each rank.
 BLOCKWISE = ("all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
 _TIMEOUT = timedelta(seconds=60)
@@ -83,7 +83,7 @@ class Event(NamedTuple):
         kept: what lies in the result thereafter.
         turn: tells messages between two ranks apart.
         into: the blocks of the result into which a message comes.
-        beside: where it lies in the memory in which the ranks of a host exchange parts; -1 if it does not.
+        beside: its place in the memory in which the ranks of a host exchange parts; -1 if it does not lie there.
     """
 
     time_ns: int
@@ -124,9 +124,9 @@ class _Notes:
     def copied(self, to: int, source: int, nbytes: int) -> None:
         """Copy, and note it if one side is the memory in which the ranks of a host exchange parts."""
         ctypes.memmove(to, source, nbytes)
-        for what, address in ((PUT_BESIDE, to), (TAKEN_BESIDE, source)):
-            if (at := self.place_beside(address)) >= 0 and nbytes:
-                self.told(what, at, address, nbytes)
+        for what, address in ((Traced.PUT, to), (Traced.TAKEN, source)):
+            if (beside := self.place_beside(address)) >= 0 and nbytes:
+                self.told(what, -1, address, nbytes, (0, 0), (), beside)
 
     def place_beside(self, address: int) -> int:
         """Return where an address lies in that memory; -1 if it does not."""

@@ -11,18 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from phalanx.explain.ranks import (
-    PUT_BESIDE,
-    RECEIVED,
-    SENT,
-    TAKEN_BESIDE,
-    Cell,
-    Event,
-    Kept,
-    Plan,
-    TracedRank,
-    run_rank,
-)
+from phalanx.explain.ranks import RECEIVED, SENT, Cell, Event, Kept, Plan, TracedRank, run_rank
 from phalanx.launch.function.call import launch
 from phalanx.native.core import Traced
 from phalanx.words import format_spans
@@ -36,10 +25,8 @@ _KINDS: dict[int, Kind] = {
     Traced.RAISED: "raises",
     Traced.SAW: "sees",
     SENT: "sends",
-    PUT_BESIDE: "puts",
-    TAKEN_BESIDE: "takes",
 }
-_READS, _WRITES = (Traced.TAKEN, Traced.ADDED, TAKEN_BESIDE), (Traced.PUT, PUT_BESIDE)
+_READS = (Traced.TAKEN, Traced.ADDED)
 
 
 @dataclass(frozen=True)
@@ -169,7 +156,7 @@ class _Steps:
         agreement: list[Move] = []
         kept: dict[tuple[int, int], Kept] = {}
         for event in sorted(event for rank in ranks for event in rank.events):
-            beside = not event.cells and event.what in (*_READS, *_WRITES, SENT) and plan.operation != "barrier"
+            beside = not event.cells and event.what in (*_READS, Traced.PUT, SENT) and plan.operation != "barrier"
             step, done = self._place(event, beside)
             (agreement if beside else moves[step]).extend(done)
             if event.what != RECEIVED:
@@ -208,7 +195,7 @@ class _Steps:
         # What has come is used from now on: by its cells, because a rank may do other things until it has come.
         arrived = self._arrived[rank]
         used = arrived if event.what == Traced.COMBINED else (cell for cell in event.cells if cell in arrived)
-        if event.what in (*_WRITES, SENT, Traced.COMBINED):
+        if event.what in (Traced.PUT, SENT, Traced.COMBINED):
             self._at[rank] = max(self._at[rank], *(arrived[cell] for cell in used), 0)
         if event.what == SENT and event.beside >= 0:
             self._read(event)
@@ -218,7 +205,7 @@ class _Steps:
             self._at[rank] = max(self._at[rank], self._raised.get(event.at, 0) + 1)
             others = [(event.at, 0)]
         step = self._at[rank]
-        if event.what in _WRITES:
+        if event.what == Traced.PUT:
             self._write(event, -1 if beside else step)
         elif event.what == Traced.RAISED:
             self._raised[rank] = step
@@ -227,14 +214,10 @@ class _Steps:
             others = [(event.at, event.nbytes)]
         return step, [Move(_KINDS[event.what], rank, other, nbytes, event.cells) for other, nbytes in others]
 
-    def _memory(self, event: Event) -> list[tuple[int, int, int, int]]:
-        beside = event.beside >= 0 or event.what in (PUT_BESIDE, TAKEN_BESIDE)
-        return self._written[self._host[event.rank], beside]
-
     def _write(self, event: Event, step: int) -> None:
         begin = event.beside if event.beside >= 0 else event.at
         end = begin + event.nbytes
-        written = self._memory(event)
+        written = self._written[self._host[event.rank], event.beside >= 0]
         kept = []
         for low, high, rank, when in written:
             if low < begin:
@@ -247,7 +230,7 @@ class _Steps:
         """Find who had put there what is read, and how much; the reader is in a later step than these."""
         found: dict[int, int] = defaultdict(int)
         begin = event.beside if event.beside >= 0 else event.at
-        for low, high, rank, when in self._memory(event):
+        for low, high, rank, when in self._written[self._host[event.rank], event.beside >= 0]:
             nbytes = min(high, begin + event.nbytes) - max(low, begin)
             if nbytes > 0:
                 found[rank] += nbytes
