@@ -128,8 +128,9 @@ def format_config(ctx: click.Context) -> str:
 def save_config(path: str, ctx: click.Context) -> None:
     """Write the options of a call to a file; see :func:`format_config`."""
     try:
-        Path(path).write_text(format_config(ctx), encoding="utf-8")
+        Path(path).write_bytes(format_config(ctx).encode())
     except UnicodeEncodeError as error:
-        raise LaunchError(f"--save-config: {os.fsencode(error.object)!r} is not UTF-8, as TOML has to be") from None
+        wrong = os.fsencode(error.object[error.start : error.end])
+        raise LaunchError(f"--save-config: {wrong!r} is not UTF-8, which a TOML file has to be") from None
     except OSError as error:
         raise LaunchError(f"--save-config {path}: cannot be written: {error.strerror}") from error
