@@ -43,6 +43,7 @@ _TIMEOUT = timedelta(seconds=60)
 _SHIFT = 20  # bits for the ranks that have contributed
 _FIRST = 1 << 22  # the number of the first element, so large that no counter or hash of a call looks like one
 _SAMPLES = 2048
+_HEAD_BYTES = 64  # of a frame, and of what a leader tells its host (``small.py``)
 
 Cell = tuple[int, int]  # the number of a block, and a bit for each rank that has contributed to it
 Kept = tuple[tuple[Cell, ...], ...]  # what lies in each block of a tensor
@@ -112,13 +113,14 @@ class _Notes:
         self.edges = np.array(plan.edges)
         self.events: list[Event] = []
         self.result: torch.Tensor | None = None
+        self.head = 0  # how many bytes before the data say what it is; what is unused of them may look like data
         self.beside: Callable[[], ExchangeMemory | None] = lambda: None
         self.tracer = Tracer(self.told)
 
     def told(self, what: int, at: int, data: int | None, nbytes: int, *of_message: Any) -> None:
         """Note what has just been moved; the core calls it on the thread that moved it."""
         now = time.monotonic_ns()
-        cells = self.cells_at(data, nbytes) if data else ()
+        cells = self.cells_at(data + self.head, nbytes - self.head) if data else ()
         self.events.append(Event(now, self.rank, what, at, nbytes, cells, self.kept(), *of_message))
 
     def copied(self, to: int, source: int, nbytes: int) -> None:
@@ -175,8 +177,19 @@ class _Notes:
         return tuple(found)
 
 
+class _Inside(SharedMemoryCommunicator):
+    """Of the ranks of one of several hosts. What their leader has heard begins with a line about the call."""
+
+    notes: _Notes
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        self.notes.head = _HEAD_BYTES if tensor.dtype == torch.uint8 else 0
+        super().broadcast(tensor, root)
+        self.notes.head = 0
+
+
 class _TracedEngine(GlooEngine):
-    """Tell what it carries."""
+    """Tell what it carries. The leaders' frames, which have the tag 0, begin with a line about the call."""
 
     notes: _Notes
 
@@ -198,7 +211,9 @@ class _TracedEngine(GlooEngine):
 
     def _tell_of(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         address, turn = tensor.data_ptr(), (tag, self._turn("send", peer, tag))
+        self.notes.head = 0 if tag else _HEAD_BYTES
         self.notes.told(SENT, peer, address, tensor.nbytes, turn, (), self.notes.place_beside(address))
+        self.notes.head = 0
 
     def _turn(self, *way: object) -> int:
         turns: dict[object, int] = vars(self).setdefault("turns", {})
@@ -249,7 +264,8 @@ def _join(plan: Plan, rank: int, store: Store, notes: _Notes) -> Communicator:
     local: Communicator = SoloCommunicator()
     if len(layout.here) > 1:
         own = part(f"memory {layout.host}")
-        local = SharedMemoryCommunicator(own, layout.local, len(layout.here), _TIMEOUT, names=layout.here)
+        local = inside = _Inside(own, layout.local, len(layout.here), _TIMEOUT, names=layout.here)
+        inside.notes = notes
 
     def gloo(name: str) -> GlooOnDemand:
         own = GlooOnDemand(lambda limit: lazy_gloo(part(name), rank, plan.ranks, limit, one_host=True), _TIMEOUT)
