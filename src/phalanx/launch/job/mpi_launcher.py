@@ -22,6 +22,17 @@ from phalanx.errors import LauncherEnvironmentError, LaunchError
 from phalanx.launch.job.hosts import HostSlots
 from phalanx.topology.launchers import MPICH, OPENMPI, SLURM, Launcher
 
+__all__ = [
+    "Abort",
+    "MpiLauncher",
+    "carried_environment",
+    "find_abort",
+    "find_mpi_launcher",
+    "how_to_bind",
+    "place_of",
+    "unbound_environment",
+]
+
 _VERSION_S = 30.0
 # Variables of batch systems that have allotted hosts, and those that name a file of hosts: MPI launchers read them.
 _HOSTS_NAMED_BY = (
