@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import InitializationError, LaunchError
-from phalanx.launch.job.hosts import HostSlots, fill_hosts, find_allocation, is_here, parse_hosts, read_hostfile
+from phalanx.launch.job.hosts import (
+    HostSlots,
+    fill_hosts,
+    find_allocation,
+    is_here,
+    note_ignored,
+    parse_hosts,
+    read_hostfile,
+)
 from phalanx.launch.job.job import make_job
 from phalanx.launch.job.mpi_launcher import MpiLauncher
 from phalanx.launch.job.options import LaunchOptions
@@ -21,7 +29,6 @@ from phalanx.launch.starters.ssh import command_for, parse_starter
 from phalanx.system import interfaces
 from phalanx.system.host import machine_name
 from phalanx.system.interfaces import is_other_host, listening_address, outward_address, outward_addresses
-from phalanx.topology.environment import note_ignored
 
 
 def slots(hosts: list[HostSlots]) -> list[tuple[str, int | None]]:

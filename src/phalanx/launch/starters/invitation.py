@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 from phalanx import settings
 from phalanx.launch.job.binding import Bind
-from phalanx.topology.environment import is_allocated
+from phalanx.launch.job.hosts import is_allocated
 
 __all__ = ["OTHER_VERSION", "UNREACHABLE", "Invitation", "carried_variables"]
 
