@@ -41,7 +41,6 @@ __all__ = [
     "Examined",
     "Exited",
     "Here",
-    "Invite",
     "Leave",
     "Look",
     "LookUp",
@@ -51,14 +50,12 @@ __all__ = [
     "Overdue",
     "Owns",
     "Ping",
-    "Printed",
     "RankPlan",
     "Refused",
     "Reported",
     "SignalOrder",
     "Start",
     "Started",
-    "Unstarted",
     "Waits",
     "WantsInput",
     "decode_event",
@@ -152,12 +149,6 @@ class LookUp(Order):
     other_end: list[Any]
 
 
-class Invite(Order):
-    """Start the agents of these hosts: number, name, how many ranks."""
-
-    hosts: list[tuple[int, str, int]]
-
-
 class Ping(Order):
     """Nothing. That something comes continues an agent that is stopped (:meth:`Link.continue_when_called`)."""
 
@@ -180,9 +171,7 @@ class Here(Event):
     accelerators: list[str] = []  # the accelerators that ranks may use
     problems: list[str] = []  # why no rank can run there
     same: dict[str, str] = {}  # what has to be the same on all hosts
-    # size, beside: the number of ranks in the world and on this host, as MPI says
-    size: int = 0
-    beside: int = 0
+    size: int = 0  # the number of ranks in the world, as MPI says
 
 
 class Started(Event):
@@ -252,19 +241,6 @@ class Owns(Event):
     number: int
 
 
-class Printed(Event):
-    """A line of a program that starts the agent of another host."""
-
-    agent: int
-    text: str
-
-
-class Unstarted(Event):
-    """The agent of another host could not be started."""
-
-    agent: int
-
-
 class WantsInput(Event):
     """The rank that reads takes the next block."""
 
@@ -280,23 +256,8 @@ class Over(Event):
     """No process of the job is left."""
 
 
-ORDERS = Start | EndOrder | SignalOrder | Examine | Look | EndedElsewhere | LookUp | Invite | Ping | Leave
-EVENTS = (
-    Here
-    | Started
-    | Reported
-    | Exited
-    | Overdue
-    | Waits
-    | Examined
-    | Looked
-    | Owns
-    | Printed
-    | Unstarted
-    | WantsInput
-    | Refused
-    | Over
-)
+ORDERS = Start | EndOrder | SignalOrder | Examine | Look | EndedElsewhere | LookUp | Ping | Leave
+EVENTS = Here | Started | Reported | Exited | Overdue | Waits | Examined | Looked | Owns | WantsInput | Refused | Over
 
 
 def encode(message: Order | Event) -> bytes:

@@ -56,14 +56,12 @@ from phalanx.launch.protocol import (
     Overdue,
     Owns,
     Ping,
-    Printed,
     RankPlan,
     Refused,
     Reported,
     SignalOrder,
     Start,
     Started,
-    Unstarted,
     Waits,
     WantsInput,
     decode_event,
@@ -407,7 +405,6 @@ class Supervisor:
             agent.over = True
             self.hangs.lose(agent)
             self.looks.lose(agent)
-            self.starter.on_lost(agent)
             for rank in agent.ranks:
                 if rank.end is None:
                     if own_fault and rank.report is None:
@@ -500,8 +497,6 @@ class Supervisor:
             case Owns():
                 if self.store is not None:
                     self.store.found(event.number)
-            case Printed() | Unstarted():
-                self.starter.hear(event)
 
     def _on_started(self, agent: AgentState, event: Started) -> None:
         agent.started = True
@@ -559,7 +554,7 @@ class Supervisor:
 
     def _look_up(self, number: int, end: list[object], other_end: list[object]) -> None:
         """Ask each host of the job whether a connection to the store is its user's."""
-        for agent in self.starter.one_of_each_host():
+        for agent in {agent.place: agent for agent in self.agents if agent.link is not None}.values():
             self.send(agent, LookUp(number=number, end=end, other_end=other_end))
 
     def _on_store_lost(self) -> None:

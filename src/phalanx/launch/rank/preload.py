@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 
 from phalanx import settings
-from phalanx.system.processes import state_of_thread
+from phalanx.system.processes import state_of
 from phalanx.words import format_list, tell
 
 __all__ = ["apply_threads", "hide_torch", "import_for_ranks", "preload"]
@@ -207,5 +207,5 @@ def _others_rest() -> bool:
                 return True
             time.sleep(_CHECK_S)
             # A thread without a state has ended since.
-            rested = rested + 1 if all(state_of_thread(os.getpid(), each) in ("S", "") for each in others) else 0
+            rested = rested + 1 if all(state_of(os.getpid(), each) in ("S", "") for each in others) else 0
     return False
