@@ -275,7 +275,7 @@ def of_memory() -> Iterator[Parser]:
     job = {
         "run_id": "phalanx-abc", "pid": 4242, "start": 6, "since": 1.5, "ranks": 1, "target": "train.py",
         "arguments": ["--lr", "0.1"], "directory": "/", "host": "h0", "hosts": [], "mpi": "",
-        "is_python": True, "end_s": 30.0, "descriptor": 5,
+        "is_python": True, "end_s": 30.0, "descriptor": 5, "processes": [rank],
     }  # fmt: skip
 
     file = os.memfd_create("test")
@@ -291,7 +291,7 @@ def of_memory() -> Iterator[Parser]:
             json.dumps(found.to_record())
         return found
 
-    lines = as_bytes(**job) + b"\n" + as_bytes(processes=[rank]) + b"\n"
+    lines = as_bytes(**job) + b"\n"
     told = rank_report.Report("ValueError", "a text", "Traceback", False, None, 1)
     reports = [json.dumps(told.to_record()).encode(), as_bytes(message={"message": "torch's @record", "extraInfo": {}})]
     yield Parser("the description of a job", [lines], lambda data: jobs._read(f"/proc/self/fd/{in_memory(data)}"))

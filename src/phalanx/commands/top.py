@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 import time
-from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -101,14 +100,12 @@ def top(job: str | None, interval_s: float, once: bool, host: str | None, starte
 
 
 def _watcher(job: str | None, host: str | None, starter: str | None) -> contextlib.AbstractContextManager[Watcher]:
-    from phalanx.launch.running.jobs import find_job
-    from phalanx.launch.running.watching import Watcher, ask_launcher, watcher_elsewhere
+    from phalanx.launch.running.watching import watcher_elsewhere, watcher_here
     from phalanx.launch.starters.ssh import parse_starter
 
     if host is not None:
         return watcher_elsewhere(host, parse_starter(starter), job, _say_again)
-    found = find_job(job)
-    return contextlib.nullcontext(Watcher(found.id, partial(ask_launcher, found)))
+    return contextlib.nullcontext(watcher_here(job))
 
 
 def _say_again(line: str) -> None:

@@ -674,8 +674,6 @@ class Agent:
             os.close(rank.report)
         self._close_feed()
         self.questions.clear()
-        if self.observer is not None:
-            self.observer.close()
         self.request = self.observer = None
         if self.trace.descriptor >= 0:
             os.close(self.trace.descriptor)

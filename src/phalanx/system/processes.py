@@ -272,11 +272,6 @@ def blocks(pid: int, signum: int) -> bool:
     return _has_signal(pid, signum, "SigBlk")
 
 
-def awaits_signal(pid: int, signum: int) -> bool:
-    """Return whether a signal that was sent to a process has not been taken by it so far."""
-    return _has_signal(pid, signum, "SigPnd", "ShdPnd")
-
-
 def _has_signal(pid: int, signum: int, *sets: str) -> bool:
     """Return whether a signal is in any of these sets of a process, as /proc names them; False if it has gone."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:

@@ -6,8 +6,7 @@ kernel shows the open files of a process only to its own user and to root. A fil
 to a process of this one is left aside by its owner; one that a process has inherited, because the description names the
 launcher, with the time of its start.
 
-The file is a list of lines, each an object of JSON, and grows only. The launcher writes it, with one write for each
-line; any process reads it at any time, and leaves out a last line that does not end.
+Each line of the file is the whole job as JSON, written at once. The last line that ends counts.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -35,7 +34,6 @@ __all__ = ["WHERE_LISTED", "Description", "RankProcess", "RunningJob", "find_job
 WHERE_LISTED = "A job is listed on the host on which phalanx run was called"
 
 _NAME, _SUFFIX = "/memfd:", "-job (deleted)"
-_MOST_BYTES = 1 << 26
 _SHORT = "phalanx-"  # with which every job's run id begins
 _LEAST_LETTERS = 3  # of an id, so that the number of a process that has ended is hardly taken for one
 
@@ -87,56 +85,44 @@ class RunningJob(msgspec.Struct, frozen=True):
         """The name by which users call it."""
         return self.run_id.removeprefix(_SHORT)
 
-    @property
-    def runs(self) -> bool:
-        """Whether its launcher still runs."""
-        return start_of(self.pid) == self.start
-
     def again(self) -> RunningJob | None:
         """The same job, as its launcher describes it now; None if it has ended."""
-        with contextlib.suppress(OSError):
-            job = _read(f"/proc/{self.pid}/fd/{self.descriptor}")
-            if job is not None and job.run_id == self.run_id and job.runs:
-                return job
-        return None
+        job = _read(f"/proc/{self.pid}/fd/{self.descriptor}")
+        return job if job is not None and job.run_id == self.run_id and start_of(self.pid) == self.start else None
 
 
 class Description:
-    """A launcher's description of its own job. A job runs as well without, so what cannot be written is left out.
-
-    Args:
-        job: the job.
-    """
+    """A launcher's description of its own job. A job runs as well without, so what cannot be written is left out."""
 
     def __init__(self, job: Job) -> None:
         self._file = -1
-        self._job = job
         with contextlib.suppress(OSError):
             self._file = os.memfd_create(f"{job.run_id}-job")
-            described = RunningJob(
-                run_id=job.run_id,
-                pid=os.getpid(),
-                start=start_of(os.getpid()),
-                since=time.time(),
-                ranks=job.ranks,
-                target=job.target.name,
-                arguments=tuple(job.target.argv[1:]),
-                directory=own_folder(),
-                host=job.host,
-                hosts=tuple(host.name for host in job.hosts),
-                mpi=job.mpi.title if job.mpi is not None else "",
-                is_python=job.target.is_python,
-                end_s=job.patience_s(signal.SIGTERM),
-                descriptor=self._file,
-            )
-            self._write(msgspec.to_builtins(described))
+        self._is_local = job.is_local
+        self._job = RunningJob(
+            run_id=job.run_id,
+            pid=os.getpid(),
+            start=start_of(os.getpid()),
+            since=time.time(),
+            ranks=job.ranks,
+            target=job.target.name,
+            arguments=tuple(job.target.argv[1:]),
+            directory=own_folder(),
+            host=job.host,
+            hosts=tuple(host.name for host in job.hosts),
+            mpi=job.mpi.title if job.mpi is not None else "",
+            is_python=job.target.is_python,
+            end_s=job.patience_s(signal.SIGTERM),
+            descriptor=self._file,
+        )
+        self._write()
 
     def add_ranks(self, pids: Sequence[int], hosts: Sequence[str]) -> None:
         """Describe the ranks, once they have been started, or started anew."""
-        where = [self._job.host] * len(hosts) if self._job.is_local else hosts  # rehearsed hosts are this one
-        ranks = [{"rank": rank, "pid": pid, "host": where[rank]} for rank, pid in enumerate(pids)]
-        with contextlib.suppress(OSError):
-            self._write({"processes": ranks})
+        where = [self._job.host] * len(hosts) if self._is_local else hosts  # rehearsed hosts are this one
+        ranks = tuple(RankProcess(rank, pid, where[rank]) for rank, pid in enumerate(pids))
+        self._job = msgspec.structs.replace(self._job, processes=ranks)
+        self._write()
 
     def close(self) -> None:
         """Give up the description, in a process that is not the launcher."""
@@ -144,9 +130,9 @@ class Description:
             os.close(self._file)
             self._file = -1
 
-    def _write(self, values: dict[str, Any]) -> None:
-        if self._file >= 0:
-            os.write(self._file, json.dumps(values).encode() + b"\n")
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # also of -1, the file that could not be made
+            os.write(self._file, json.dumps(msgspec.to_builtins(self._job)).encode() + b"\n")
 
 
 def running_jobs() -> list[RunningJob]:
@@ -161,35 +147,23 @@ def running_jobs() -> list[RunningJob]:
 
 
 def _described_by(pid: int) -> Iterator[RunningJob]:
-    with contextlib.suppress(OSError):
-        for number in os.listdir(f"/proc/{pid}/fd"):
-            path = f"/proc/{pid}/fd/{number}"
-            with contextlib.suppress(OSError):
-                link = os.readlink(path)
-                if link.startswith(_NAME) and link.endswith(_SUFFIX):
-                    job = _read(path)
-                    if job is not None and job.pid == pid and job.runs:
-                        yield job
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{number}"
+        with contextlib.suppress(OSError):
+            link = os.readlink(path)
+            if link.startswith(_NAME) and link.endswith(_SUFFIX):
+                job = _read(path)
+                if job is not None and job.pid == pid and start_of(pid) == job.start:
+                    yield job
 
 
 def _read(path: str) -> RunningJob | None:
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        about = os.fstat(file)
-        if about.st_uid != os.geteuid():
-            return None
-        data = os.pread(file, min(about.st_size, _MOST_BYTES), 0)
-    finally:
-        os.close(file)
-    lines = data.splitlines(keepends=True)
-    try:
-        values: dict[str, Any] = {}
-        for line in lines:
-            if line.endswith(b"\n"):
-                values |= read_json(line)
-        return msgspec.convert(values, RunningJob)
-    except (ValueError, TypeError):
-        return None  # of another version of Phalanx, or no description
+    """The job that a file describes; None if it is no description, or that of another version of Phalanx."""
+    with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:
+        lines = file.read().split(b"\n")
+        if os.fstat(file.fileno()).st_uid == os.geteuid() and len(lines) > 1:
+            return msgspec.convert(read_json(lines[-2]), RunningJob)
+    return None
 
 
 def find_job(name: str | None) -> RunningJob:
@@ -202,26 +176,21 @@ def find_job(name: str | None) -> RunningJob:
         LaunchError: there is no such job, or there are several. The message lists the jobs that there are.
     """
     jobs = running_jobs()
+    listed = "\n".join(f"  {job.id}  pid {job.pid}, {job.target}, in {job.directory}" for job in jobs)
     if not jobs:
         raise LaunchError(
             f"{'no job' if name is None else f'no job {name}'} of yours runs on this host. {WHERE_LISTED}"
         )
+    if name == "":
+        raise LaunchError(f"which job? The name given is empty; these run on this host:\n{listed}")
     if name is None:
         found = jobs
-    elif not name:
-        raise LaunchError(f"which job? The name given is empty; these run on this host:\n{_lines(jobs)}")
-    elif name.isdigit() and any(name == str(job.pid) for job in jobs):
-        found = [job for job in jobs if name == str(job.pid)]
     else:
-        exact = [job for job in jobs if name in (job.id, job.run_id)]
-        found = exact or [job for job in jobs if job.id.startswith(name) and len(name) >= _LEAST_LETTERS]
-    if len(found) == 1:
-        return found[0]
-    if found:
+        found = [job for job in jobs if name in (str(job.pid), job.id, job.run_id)]
+        found = found or [job for job in jobs if job.id.startswith(name) and len(name) >= _LEAST_LETTERS]
+    if not found:
+        raise LaunchError(f"no job {name} of yours runs on this host; these do:\n{listed}")
+    if len(found) > 1:
         why = "several jobs run here" if name is None else f"{name} may be any of several jobs"
-        raise LaunchError(f"{why}; name one by more of its id:\n{_lines(found)}")
-    raise LaunchError(f"no job {name} of yours runs on this host; these do:\n{_lines(jobs)}")
-
-
-def _lines(jobs: Sequence[RunningJob]) -> str:
-    return "\n".join(f"  {job.id}  pid {job.pid}, {job.target}, in {job.directory}" for job in jobs)
+        raise LaunchError(f"{why}; name one by more of its id:\n{listed}")
+    return found[0]
