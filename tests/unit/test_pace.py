@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from phalanx.diagnosis.pace import Pace, PaceOfRank
+from phalanx.launch.running.rank_look import Pace, PaceOfRank
 from phalanx.native.core import RECORDER_BYTES, RECORDS, RECORDS_AT, STRINGS_AT
 
 ALL_REDUCE, BARRIER, SEND = 1, 4, 10

@@ -2,7 +2,7 @@
 
 A new column of ``phalanx top`` is a field of ``RankLook`` that ``WatchedRank.look`` fills in (``rank_look.py``), a cell
 of :func:`_line`, and a line of the help text (``commands/top.py``). What the flight recorder knows is a field of
-``Pace`` (``diagnosis/pace.py``), whose name :data:`_OF_PACE` has for ``--json``.
+``Pace``, whose name :data:`_OF_PACE` has for ``--json``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from phalanx.topology.table import format_table
 from phalanx.words import format_bytes, format_count, format_named
 
 if TYPE_CHECKING:
-    from phalanx.diagnosis.pace import OperationLook
-    from phalanx.launch.running.rank_look import RankLook
+    from phalanx.launch.running.rank_look import OperationLook, RankLook
     from phalanx.launch.running.watching import Look
 
 __all__ = ["described_job", "format_jobs", "format_look", "look_values"]
