@@ -74,7 +74,7 @@ def divergence(diagnosis: HangDiagnosis, ranks: Sequence[RankSnapshot], folder: 
     if branch is None:
         return ""
     file, node = branch
-    elsewhere = f" of {beside(file, folder)}" if {other[-1].file for other in theirs} != {file} else ""
+    elsewhere = f" of {beside(file, folder)}" if {other[-1][0] for other in theirs} != {file} else ""
     return f"the `{type(node).__name__.removeprefix('Async').lower()}` in line {node.lineno}{elsewhere}"
 
 
