@@ -25,6 +25,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import click
+import msgspec
 import pytest
 import torch
 from tests.support.mutations import changed
@@ -209,7 +210,8 @@ def of_ranks() -> Iterator[Parser]:
     yield Parser("a message between lookouts", said, signs)
 
     seen = [RankSnapshot(rank, Recording(42, rank, 3, 3, "", 4, (RECORD,)), "S", place="train.py:7") for rank in (1, 2)]
-    waiting = RankSnapshot(0, Recording(41, 0, 3, 3, "", 4, (replace(RECORD, entered_ns=10**15 - 99),)), "S")
+    earlier = msgspec.structs.replace(RECORD, entered_ns=10**15 - 99)
+    waiting = RankSnapshot(0, Recording(41, 0, 3, 3, "", 4, (earlier,)), "S")
 
     def of_host(data: bytes) -> object:
         _, ranks = answer_from(data, [1, 2])

@@ -8,7 +8,8 @@ of this wait-for graph end. Where they end nowhere, ranks wait for each other in
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from phalanx.diagnosis.call_site import lengths_that_count
 from phalanx.diagnosis.snapshot import RankSnapshot, Record, Recording, lengths_in, world_rank
@@ -23,11 +24,10 @@ _OWN_SIZES = ("all_to_all", "reduce_scatter")
 _OWN_SIZES_BUT_IN_GLOO = (*_OWN_SIZES, "all_gather")
 
 
-@dataclass(frozen=True)
-class HangDiagnosis:
+class HangDiagnosis(msgspec.Struct, frozen=True):
     """Diagnosis of a hung job: who waits for whom, by ranks in the world."""
 
-    sentence: str  # the whole of it, without its full stop
+    sentence: str = msgspec.field(name="verdict")  # the whole of it, without its full stop
     awaited: tuple[int, ...]  # whom the others wait for; of a circle all of its ranks
     waiting: tuple[int, ...]
     since_ns: int  # when the first of them began to wait, on the host's monotonic clock

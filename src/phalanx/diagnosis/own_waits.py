@@ -17,8 +17,9 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from phalanx import settings
 from phalanx.diagnosis.call_site import running_at, shown

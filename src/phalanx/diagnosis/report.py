@@ -12,15 +12,15 @@ import pickle
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from phalanx.diagnosis.diagnose import HangDiagnosis
 from phalanx.diagnosis.snapshot import RankSnapshot, Record, Recording, lengths_in
 from phalanx.system.files import whole_file
-from phalanx.system.foreign_values import checked, is_number, read_json
+from phalanx.system.foreign_values import read_json
 
 _OPERATIONS = "operations.json"
 _NAME = re.compile(r"hang-(\d+)\.json")
@@ -30,8 +30,7 @@ _KEPT, _FEWEST_KEPT, _MOST_KEPT = 16384, 32, 256
 _VERSION = 2
 
 
-@dataclass(frozen=True)
-class HangReport:
+class HangReport(msgspec.Struct, frozen=True):
     """Snapshots, stacks and diagnosis of a job that does not go on."""
 
     job: str  # the command, for people
@@ -41,23 +40,16 @@ class HangReport:
     diagnosis: HangDiagnosis
     ranks: Sequence[RankSnapshot]
     # Of main threads, by rank, as lines, the innermost call last; without those that did not say.
-    stacks: dict[int, list[str]] = field(default_factory=dict)
+    stacks: dict[int, list[str]] = {}
 
     def to_json(self, *, whole: bool = False) -> dict[str, Any]:
         """Plain values; :func:`read_report` gives them back, with all operations if it is the ``whole`` report."""
         kept = None if whole else min(_MOST_KEPT, max(_FEWEST_KEPT, _KEPT // len(self.ranks)))
         return {
             "version": _VERSION,
-            "verdict": self.diagnosis.sentence,
-            "hint": self.diagnosis.hint,
-            "awaited": list(self.diagnosis.awaited),
-            "waiting": list(self.diagnosis.waiting),
+            **msgspec.to_builtins(self.diagnosis),
             "waited_s": round((self.now_ns - self.diagnosis.since_ns) / 1e9, 3),
-            "job": self.job,
-            "host": self.host,
-            "when": self.when,
-            "now_ns": self.now_ns,
-            "since_ns": self.diagnosis.since_ns,
+            **{name: getattr(self, name) for name in ("job", "host", "when", "now_ns")},
             "ranks": [{**seen.to_json(kept), "stack": self.stacks.get(seen.rank, [])} for seen in self.ranks],
         }
 
@@ -129,18 +121,10 @@ def read_report(path: Path) -> HangReport:
     if not isinstance(values, dict) or values.get("version") != _VERSION:
         raise ValueError("it is not a report of this version of Phalanx")
     try:
-        who = tuple(values["awaited"]), tuple(values["waiting"])
-        if not all(map(is_number, chain(*who))):
-            raise TypeError("ranks are numbers")
-        said = {"sentence": values["verdict"], "since_ns": values["since_ns"], "hint": values["hint"]}
-        diagnosis = checked(HangDiagnosis, {**said, "awaited": who[0], "waiting": who[1]})
+        diagnosis = msgspec.convert(values, HangDiagnosis)
         ranks = [RankSnapshot.from_json(rank) for rank in values["ranks"]]
         stacks = {rank["rank"]: rank["stack"] for rank in values["ranks"] if rank["stack"]}
-        for stack in stacks.values():
-            if not isinstance(stack, list) or not all(isinstance(line, str) for line in stack):
-                raise TypeError("a stack is a list of lines")
-        own = {name: values[name] for name in ("job", "host", "when", "now_ns")}
-        return checked(HangReport, {**own, "diagnosis": diagnosis, "ranks": ranks, "stacks": stacks})
+        return msgspec.convert({**values, "diagnosis": diagnosis, "ranks": ranks, "stacks": stacks}, HangReport)
     except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is not a whole report: {error}") from None
 
