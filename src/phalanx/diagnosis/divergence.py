@@ -53,7 +53,7 @@ def divergence(diagnosis: HangDiagnosis, ranks: Sequence[RankSnapshot], folder: 
     """
     awaited = [rank for rank in ranks if rank.rank in diagnosis.awaited]
     waiting = [rank for rank in ranks if rank.rank in diagnosis.waiting and rank not in awaited]
-    if awaited and not waiting:  # they wait for each other
+    if awaited and set(diagnosis.awaited) <= set(diagnosis.waiting):  # they wait for each other
         sites = {rank.rank: rank.operation.site if rank.operation is not None else "" for rank in awaited}
         waiting = [rank for rank in awaited if sites[rank.rank] != sites[awaited[0].rank]]
         awaited = [rank for rank in awaited if rank not in waiting]
