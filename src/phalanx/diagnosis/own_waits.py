@@ -1,9 +1,8 @@
-"""Without ``phalanx run``: a rank that waits says for whom, long before the group's timeout is over.
+"""Watch this rank's own waits, and say for whom it waits, where no ``phalanx run`` does.
 
-Under ``phalanx run`` the launcher sees all ranks and says it (``launch/hang_watch.py``); other launchers do not look.
-So each rank has a thread that looks at its own flight recorder twice a second, which takes microseconds. When an
-operation has lasted for long, it reads the recorders of the world's other ranks on this host and analyses them
-(``diagnose.py``). Of the ranks of a host that wait the first says it, and ever more seldom.
+Each rank has a thread that looks at its own flight recorder twice a second, which takes microseconds. When an operation
+has lasted for long, it reads the recorders of the world's other ranks on this host and analyses them (``diagnose.py``).
+Of the ranks of a host that wait the first says it, and ever more seldom.
 
 If it depends on a rank of another host, that host is asked, where it can be, and one of its ranks answers for all
 (``transports/hosts/inquiry.py``); ranks beside that rank which wait too say it themselves. Where nobody can be asked,

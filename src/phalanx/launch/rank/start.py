@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO, cast
 
 from phalanx import settings
-from phalanx.diagnosis.ends import learn_by, learn_elsewhere_by, tell_of_exit
+from phalanx.diagnosis.ends import learn_by, tell_of_exit
 from phalanx.diagnosis.recorder import keep_in
 from phalanx.diagnosis.stacks import publish_by
 from phalanx.errors import PhalanxError
@@ -150,9 +150,7 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     open_own(ends.trace, start.part)
     publish_by(note_asked)
     keep_in(place_of_recorder)
-    learn_by(how_ended)
-    if settings.AGENT in os.environ:
-        learn_elsewhere_by(how_ended_elsewhere)
+    learn_by(how_ended, how_ended_elsewhere if settings.AGENT in os.environ else None)
 
 
 def _stream(stream: TextIO | None, descriptor: int, mode: str) -> TextIO:
