@@ -106,7 +106,7 @@ class _Recorder:
         return bytes(self._strings[number + 4 : number + 4 + length]).decode(errors="replace")
 
     def here(self) -> int:
-        """The number of the line of the program that called the operation of this thread; 0 if it is not known."""
+        """See :func:`number_here`."""
         queued: CallSite | None = getattr(call_site.running, "site", None)
         return self.site() if queued is None else self.number_of(*queued)
 
@@ -156,10 +156,7 @@ def describe_dtypes(names: dict[int, str]) -> None:
 def group(name: str, backend: str, ranks: Sequence[int], own: int) -> RecordedGroup | None:
     """A group whose operations are recorded; None without a recorder.
 
-    Args:
-        name, backend: torch's names, equal on all members.
-        ranks: the members' ranks in the world.
-        own: this process's rank in the group.
+    ``name`` and ``backend`` are torch's, ``ranks`` are in the world, and ``own`` is this process's rank in the group.
     """
     state = _own()
     text = json.dumps({"name": name, "backend": backend, "ranks": spans(ranks), "own": own})
@@ -193,7 +190,7 @@ def place_of(number: int) -> str:
 
 
 def number_here() -> int:
-    """The number of the line of the program that called the operation of this thread; 0 if it is not known."""
+    """The number of the line that called this thread's operation; 0 if it is not known."""
     state = _own()
     return 0 if state is None else state.here()
 
@@ -246,8 +243,7 @@ def begin_at(group: RecordedGroup, what: int, nbytes: int, *, line: str, entered
 
 def drop(ticket: int) -> None:
     """Take back a record, on the thread that has begun it."""
-    state = _own()
-    if state is not None:
+    if (state := _own()) is not None:
         state.core.phx_record_drop(ticket)
 
 
@@ -280,10 +276,7 @@ def joining(name: str, backend: str, ranks: Sequence[int], own: int) -> Iterator
 
 
 def mark(step: int | None = None, label: str | None = None) -> None:
-    """Note what the script says of what it does from now on: which step, and a label (empty for none).
-
-    Without a group nothing is recorded yet, but what was said last counts when the recorder is opened.
-    """
+    """Note what the script says of what it does from now on: which step, and a label (empty for none)."""
     global _label
     if not open_recorder():
         return

@@ -1,14 +1,13 @@
 """Stacks on demand: how a process writes them though its interpreter may be held, and how another one asks and reads.
 
 A thread that gets a signal writes its stack by ``faulthandler``, in C. But if the signal comes while the interpreter
-links in the frame of a call (Python 3.11 and later), ``faulthandler`` ends the process, or does not end itself: a
-program of many short calls died of one question in a hundred. So a copy of the process writes the stack
-(``native/csrc/stacks.c``), unless the thread is outside the interpreter's own code: a copy costs some 40 ms for each
-GiB of memory. If the copy could not, that is noted, and whoever has asked asks again (:func:`was_changed`).
+links in the frame of a call (Python 3.11 and later), ``faulthandler`` may end the process, or not end itself. So a copy
+of the process writes the stack (``native/csrc/stacks.c``), unless the thread is outside the interpreter's own code: a
+copy costs some 40 ms for each GiB of memory. If the copy could not, who has asked asks again (:func:`was_changed`).
 
-A process that others of its user may look at has one file in memory for that, from :func:`be_seen` on. Only its
-handler writes there, behind what is there. Others find the file through /proc, ask by a signal, and take the first
-whole stack that comes then, whoever of them has asked for it.
+A process that others of its user may look at has one file in memory for that (:func:`be_seen`). Only its handler writes
+there, behind what is there. Others find the file through /proc, ask by a signal, and take the first whole stack that
+comes then, whoever of them has asked for it.
 """
 
 from __future__ import annotations
@@ -126,17 +125,17 @@ def be_seen() -> None:
     global _seen
     pid = os.getpid()
     with _opening, contextlib.suppress(OSError):
-        inherited = _seen
-        if inherited is None or inherited[0] != pid:
-            _seen = pid, -1
-            if inherited is not None and inherited[1] >= 0:
-                faulthandler.unregister(PLACE_SIGNAL)  # else the handler of the parent would count as the program's
-                os.close(inherited[1])
-            if not processes.uses(pid, PLACE_SIGNAL):
-                file = os.memfd_create(_stacks_of(pid))
-                fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # also after a reader has cut it
-                write_stacks_on(PLACE_SIGNAL, file)
-                _seen = pid, file
+        if _seen is not None and _seen[0] == pid:
+            return
+        inherited, _seen = _seen, (pid, -1)
+        if inherited is not None and inherited[1] >= 0:
+            faulthandler.unregister(PLACE_SIGNAL)  # else the handler of the parent would count as the program's
+            os.close(inherited[1])
+        if not processes.uses(pid, PLACE_SIGNAL):
+            file = os.memfd_create(_stacks_of(pid))
+            fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # also after a reader has cut it
+            write_stacks_on(PLACE_SIGNAL, file)
+            _seen = pid, file
 
 
 class Mark:

@@ -1,10 +1,8 @@
 """List this user's jobs on this host: every launcher describes its own, in memory that others find.
 
-The description lies in a memfd that the launcher holds open, and that others of the same user find by its name under
-/proc. So there is no folder that strangers could fill or read, and nothing is left when a launcher is killed. The
-kernel shows the open files of a process only to its own user and to root. A file that another user has made and handed
-to a process of this one is left aside by its owner; one that a process has inherited, because the description names the
-launcher, with the time of its start.
+The description lies in a memfd that the launcher holds open. Others of the same user, to whom alone the kernel shows
+it, find it by its name under /proc. So there is no folder that strangers could fill or read, and nothing is left of a
+launcher that is killed. It is believed if the file is the reader's own, and if the process that it names holds it.
 
 Each line of the file is the whole job as JSON, written at once. The last line that ends counts.
 """
@@ -50,15 +48,13 @@ class RunningJob(msgspec.Struct, frozen=True):
     """A job, as its launcher describes it.
 
     Attributes:
-        run_id: its name; ``PHALANX_RUN_ID`` in its ranks.
+        run_id: ``PHALANX_RUN_ID`` in its ranks.
         pid, start: the process of ``phalanx run``, and when it began (:func:`phalanx.system.processes.start_of`).
         since: when the job began, in seconds since 1970.
         target, arguments: the script, module or program, as the user named it, and its own arguments.
-        directory: where the launcher runs.
-        host: this host's name.
+        directory, host: where the launcher runs.
         hosts: the hosts that were asked for, if there are others; empty if all ranks run here, or if MPI chooses.
         mpi: the MPI launcher that starts the ranks; empty for none.
-        is_python: whether the target is a script, a module or a function of Python.
         end_s: how long its ranks may take to end after SIGTERM.
         descriptor: the launcher's descriptor of this description.
         processes: the ranks; empty until they have been started.

@@ -58,13 +58,12 @@ class OperationLook(msgspec.Struct):
 class Pace(msgspec.Struct):
     """Rates of one rank, by its recorder.
 
-    Rates and shares are those since the look before, or of the last 4,096 operations if there were more since then. At
-    the first look they are those of all that the recorder holds.
+    They are of the time since the look before, or of the last 4,096 operations if there were more since then. At the
+    first look they are of all that the recorder holds.
 
     Attributes:
         begun: how many operations have begun since its first.
-        operation: the one that it is in; None if it is in none.
-        last: the last one to begin.
+        operation, last: the one that it is in, and the last one to begin.
         step: None if the script says none.
         operations_per_s, bytes_per_s: the operations that began, and the bytes of those that ended.
         steps_per_s: the mean over the last 20 steps, or those since the look before; None if the script says none.
@@ -90,10 +89,8 @@ class RankLook(msgspec.Struct):
     """What a look has found of one rank, of this moment or since the look before.
 
     Attributes:
-        rank, pid: its number in the world, and its process.
-        host: the name of its host.
         state: ``waits`` (in an operation, or for the answer to a call by RPC), ``computes``, ``sleeps`` (in no
-            operation, and on no core), ``disk`` (it waits for a disk or a driver), ``stopped``, ``debugged``, or
+            operation, and on no core), ``disk`` (it waits for a disk or a driver), ``stopped``, ``debugged`` or
             ``ended``.
         pace: what its recorder says; None if it has none, or no group yet.
         asked: what it has asked another process for, and waits for; empty for nothing.
@@ -114,13 +111,7 @@ class RankLook(msgspec.Struct):
 
 
 class WatchedRank:
-    """One rank, as its agent looks at it again and again.
-
-    Args:
-        trace: of the agent.
-        part: the rank's part of it.
-        rank, pid: its number in the world, and its process.
-    """
+    """One rank, of which an agent's trace has a part, looked at again and again."""
 
     def __init__(self, trace: Trace, part: int, rank: int, pid: int) -> None:
         self._trace, self._part, self._rank, self._pid = trace, part, rank, pid
@@ -170,11 +161,7 @@ class PaceOfRank:
         self._step = -1
 
     def look(self, now_ns: int) -> Pace | None:
-        """Compare with the last look; None if there is no recorder so far.
-
-        Args:
-            now_ns: the time on the host's monotonic clock.
-        """
+        """Compare with the last look, by the host's monotonic clock; None if there is no recorder so far."""
         copy = copy_recorder(*self._place)
         if copy is None:
             self._before_ns = now_ns

@@ -41,14 +41,8 @@ def peer_uid(sock: socket.socket) -> int:
 class LookServer:
     """Asks all agents for a look when a client connects. Others that connect meanwhile get the same answer.
 
-    Args:
-        run_id: the job's.
-        selector: calls what is registered as data, as the supervisor does.
-        agents: they.
-        send: sends an agent an order.
-
-    Attributes:
-        due_at: until when answers are waited for; None if nobody has asked.
+    ``selector`` calls what is registered as data, as the supervisor does. ``due_at`` is until when answers are waited
+    for; None if nobody has asked.
     """
 
     def __init__(
