@@ -68,7 +68,7 @@ def watch_own_waits(rank: int, pids: Mapping[int, int], others: OtherHosts | Non
 
 
 def warn_after_s() -> float:
-    """After how many seconds a rank says for whom it waits, as the user wants it; 0 for never."""
+    """After how many seconds a rank says for whom it waits; 0 for never."""
     with contextlib.suppress(ValueError):
         return max(0.0, float(os.environ.get(settings.WARN_AFTER) or _WARN_AFTER_S))
     return _WARN_AFTER_S

@@ -65,25 +65,26 @@ def write_report(folder: Path, report: HangReport, over: Path | None = None) -> 
     Its files appear whole. If they cannot be written (OSError), nothing of them stays, and the earlier report does.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    match = _NAME.fullmatch(over.name) if over is not None else None
-    recordings = {seen.rank: seen.recording for seen in report.ranks if seen.recording is not None}
     with tempfile.TemporaryDirectory(prefix=".hang-", dir=folder) as name:
         parts = Path(name)
-        write_torch_traces(parts / "traces", recordings)
+        write_torch_traces(parts, {seen.rank: seen.recording for seen in report.ranks if seen.recording is not None})
         (parts / "report").write_text(json.dumps(report.to_json()))
-        number = int(match[1]) if match is not None else 1 + max((number for number, _ in _reports(folder)), default=0)
-        while True:
-            traces = folder / f"hang-{number}-torch"
-            try:  # who makes the folder has the number: several jobs may write into the folder at the same time
-                traces.mkdir(exist_ok=match is not None)
-                break
-            except FileExistsError:
-                number += 1
-        for part in (parts / "traces").iterdir():
-            part.replace(traces / part.name)
-        path = folder / f"hang-{number}.json"
+        path = over if over is not None else _next_in(folder)
         (parts / "report").replace(path)
+        for part in parts.iterdir():
+            part.replace(path.with_name(f"{path.stem}-torch") / part.name)
     return path
+
+
+def _next_in(folder: Path) -> Path:
+    """The next report's path. Several jobs may write into a folder: who makes the folder beside it has the number."""
+    number = 1 + max((number for number, _ in _reports(folder)), default=0)
+    while True:
+        try:
+            (folder / f"hang-{number}-torch").mkdir()
+            return folder / f"hang-{number}.json"
+        except FileExistsError:
+            number += 1
 
 
 def write_operations(folder: Path, report: HangReport) -> None:
@@ -130,11 +131,11 @@ def read_report(path: Path) -> HangReport:
 
 
 def write_torch_traces(folder: Path, recordings: Mapping[int, Recording]) -> None:
-    """Write a file for each rank into a folder of its own, for ``torchfrtrace --prefix rank_ FOLDER``.
+    """Write a file for each rank into a folder, for ``torchfrtrace --prefix rank_ FOLDER``.
 
     The format is that of torch's ``_dump_nccl_trace`` in version 2.10, as far as torch's analyser
-    (``torch.distributed.flight_recorder``, torch 2.13 to 2.15) reads it: a pickled dictionary for each rank. The
-    analyser knows backends by a list of its own, so our operations are called ``gloo:...``.
+    (``torch.distributed.flight_recorder``, torch 2.13 to 2.15) reads it. The analyser knows backends by a list of its
+    own, so our operations are called ``gloo:...``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for rank, recording in recordings.items():
@@ -161,7 +162,9 @@ def _description(name: str) -> str:
 
 def _entry(record: Record) -> dict[str, Any]:
     inputs, outputs = _sizes(record)
+    dtypes = [record.dtype] if record.dtype else []
     file, _, line = record.site.rpartition(":")
+    done = not record.under_way
     return {
         "record_id": record.number,
         "pg_id": 0,
@@ -172,14 +175,14 @@ def _entry(record: Record) -> dict[str, Any]:
         "profiling_name": f"gloo:{_name(record)}",
         "time_created_ns": record.entered_ns,
         "time_discovered_started_ns": record.entered_ns,
-        "time_discovered_completed_ns": None if record.under_way else record.left_ns,
-        "duration_ms": None if record.under_way else (record.left_ns - record.entered_ns) / 1e6,
+        "time_discovered_completed_ns": record.left_ns if done else None,
+        "duration_ms": (record.left_ns - record.entered_ns) / 1e6 if done else None,
         "input_sizes": inputs,
-        "input_dtypes": [record.dtype] if record.dtype else [],
+        "input_dtypes": dtypes,
         "output_sizes": outputs,
-        "output_dtypes": [record.dtype] if record.dtype else [],
-        "state": "started" if record.under_way else "completed",
-        "retired": not record.under_way,
+        "output_dtypes": dtypes,
+        "state": "completed" if done else "started",
+        "retired": done,
         "is_p2p": record.is_message,
         "timeout_ms": 0,
         "frames": [{"name": record.label or "script", "filename": file, "line": int(line)}] if line.isdigit() else [],

@@ -125,9 +125,8 @@ class Recording(msgspec.Struct, frozen=True, dict=True):
         last = {record.group: record for record in self.records if not record.is_message}
         groups = sorted(last.values(), key=lambda record: record.number)[-_MOST_EACH:]
         under_way = [record for record in self.records if record.under_way][:_MOST_EACH]
-        newest = self.records[-count:] if count else ()
-        kept = {record.number: record for record in (*groups, *under_way, *newest)}
-        return replace(self, records=tuple(kept[number] for number in sorted(kept)))
+        kept = {record.number for record in (*groups, *under_way, *(self.records[-count:] if count else ()))}
+        return replace(self, records=tuple(record for record in self.records if record.number in kept))
 
     def seen_from(self, folder: str, later_ns: int) -> Recording:
         """The same on another host's clock, which is later, with files below a folder as people there write them."""

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -24,8 +24,6 @@ __all__ = ["Helper", "Unanswered"]
 
 START_S = 10.0
 LAST_WORDS_S = 1.0
-# How often it is said that a helper has not answered yet.
-SAID_EVERY_S = 1.0
 _HINTS = (
     (
         "Host key verification failed",
@@ -59,17 +57,13 @@ class Helper:
         host: the host, as the user calls it.
         starter: the user's starter and its arguments, as of ``phalanx run --starter``; empty for ssh.
         module: what the helper runs; it calls :func:`~phalanx.launch.starters.helping.serve`.
-        waiting: is called each second in which an answer has not come, with the seconds that it has been waited for.
 
     Raises:
         Unanswered: the starter cannot be run.
     """
 
-    def __init__(
-        self, host: str, starter: Sequence[str], module: str, waiting: Callable[[float], None] | None = None
-    ) -> None:
+    def __init__(self, host: str, starter: Sequence[str], module: str) -> None:
         self.host = host
-        self._waiting = waiting
         try:
             command = command_for(host, starter, (sys.executable, "-m", module))
         except LaunchError as error:
@@ -155,10 +149,7 @@ class Helper:
         began = time.monotonic()
         while b"\n" not in self._buffer:
             left_s = max(0.0, until - time.monotonic())
-            readable = self._poll.poll(1000 * (left_s if self._waiting is None else min(left_s, SAID_EVERY_S)))
-            if not readable and self._waiting is not None and time.monotonic() < until:
-                self._waiting(time.monotonic() - began)
-                continue
+            readable = self._poll.poll(1000 * left_s)
             more = os.read(self._process.stdout.fileno(), 1 << 16) if readable else b""
             if not more:
                 raise self._why(0.0 if readable else time.monotonic() - began)
