@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from phalanx.diagnosis.timeline import Lane, Timeline
 
 _TEMPLATES = Path(__file__).with_name("templates")
-# Of all ranks together, the fewest of each, and the most of each.
-_BARS = 8192, 4, 256
-_ROWS = 2048, 2, 32
 _MOST_STACKS = 64
 # All rows have one axis. A job that hangs has done its last operations within milliseconds and has waited for half a
 # minute since: four fifths are linear up to the last moment at which a rank began or ended an operation, and the last
@@ -127,7 +124,9 @@ def report_text(report: HangReport) -> str:
 def report_page(report: HangReport) -> str:
     """The report on a job that hangs, as a page."""
     awaited = report.diagnosis.awaited
-    drawn = {seen.rank: _latest(seen, _share(_BARS, report.ranks)) for seen in report.ranks}
+    ranks = max(1, len(report.ranks))
+    most_bars, most_rows = min(256, max(4, 8192 // ranks)), min(32, max(2, 2048 // ranks))
+    drawn = {seen.rank: _latest(seen, most_bars) for seen in report.ranks}
     records = [record for of_rank in drawn.values() for record in of_rank]
     at, labels = _axis(records, report.now_ns)
     used = dict.fromkeys((*KINDS.values(), *sorted({record.kind for record in records})))
@@ -140,7 +139,6 @@ def report_page(report: HangReport) -> str:
     unsaid = alike.pop((), [])
     # Those of the ranks that the others wait for come first.
     stacks = sorted(alike.items(), key=lambda stack: (not set(stack[1]) & set(awaited), stack[1]))
-    most_rows = _share(_ROWS, report.ranks)
     return _render(
         "report.html",
         title=report.headline(),
@@ -157,11 +155,6 @@ def report_page(report: HangReport) -> str:
         most_rows=most_rows,
         operations=[(seen, _latest(seen, most_rows)) for seen in report.ranks],
     )
-
-
-def _share(bounds: tuple[int, int, int], ranks: Sequence[RankSnapshot]) -> int:
-    together, fewest, most = bounds
-    return min(most, max(fewest, together // max(1, len(ranks))))
 
 
 def _latest(seen: RankSnapshot, most: int) -> list[Record]:
@@ -198,13 +191,11 @@ def _bars(records: Sequence[Record], at: Callable[[int], float], now_ns: int) ->
     height = _HEIGHT / max(1, len(lanes))
     bars = []
     for record, lane, end in placed:
-        width = max(_NARROWEST, at(end) - at(record.entered_ns))
-        marks = [_CLASSES.get(record.kind, "k0")]
-        marks += ["open"] if record.under_way else []
-        marks += ["failed"] if record.failed else []
+        begin, width = at(record.entered_ns), max(_NARROWEST, at(end) - at(record.entered_ns))
+        marks = [_CLASSES.get(record.kind, "k0"), "open" if record.under_way else "", "failed" if record.failed else ""]
         bar = {
-            "classes": " ".join(marks),
-            "x": f"{min(at(record.entered_ns), _WIDTH - width):.2f}",
+            "classes": " ".join(filter(None, marks)),
+            "x": f"{min(begin, _WIDTH - width):.2f}",
             "y": f"{lane * height + 1:.1f}",
             "width": f"{width:.2f}",
             "height": f"{height - 2:.1f}",

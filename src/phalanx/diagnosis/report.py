@@ -139,21 +139,16 @@ def write_torch_traces(folder: Path, recordings: Mapping[int, Recording]) -> Non
     """
     folder.mkdir(parents=True, exist_ok=True)
     for rank, recording in recordings.items():
-        (folder / f"rank_{rank}").write_bytes(pickle.dumps(_torch_trace(recording)))
-
-
-def _torch_trace(recording: Recording) -> dict[str, Any]:
-    """One rank's recording as torch's dictionary; without the waits of ranks that join, which torch does not record."""
-    records = [record for record in recording.records if record.kind != "init"]
-    groups = {record.group.name: record.group for record in records}
-    return {
-        "version": "2.10",
-        "pg_config": {
-            name: {"name": name, "desc": _description(name), "ranks": str(list(group.ranks))}
-            for name, group in groups.items()
-        },
-        "entries": [_entry(record) for record in records],
-    }
+        records = [record for record in recording.records if record.kind != "init"]  # which torch does not record
+        groups = {record.group.name: str(list(record.group.ranks)) for record in records}
+        trace = {
+            "version": "2.10",
+            "pg_config": {
+                name: {"name": name, "desc": _description(name), "ranks": ranks} for name, ranks in groups.items()
+            },
+            "entries": [_entry(record) for record in records],
+        }
+        (folder / f"rank_{rank}").write_bytes(pickle.dumps(trace))
 
 
 def _description(name: str) -> str:

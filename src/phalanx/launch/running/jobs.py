@@ -27,8 +27,6 @@ from phalanx.system.processes import start_of
 if TYPE_CHECKING:
     from phalanx.launch.job.job import Job
 
-__all__ = ["WHERE_LISTED", "Description", "RankProcess", "RunningJob", "find_job", "running_jobs"]
-
 WHERE_LISTED = "A job is listed on the host on which phalanx run was called"
 
 _NAME, _SUFFIX = "/memfd:", "-job (deleted)"

@@ -22,8 +22,6 @@ from phalanx.system.files import beside, own_folder
 from phalanx.system.host import machine_name
 from phalanx.system.processes import ProcessUse, process_use
 
-__all__ = ["OperationLook", "Pace", "PaceOfRank", "RankLook", "WatchedRank", "pause_after_s"]
-
 # A rank in no operation that has had less of a core than this does not compute.
 _COMPUTES_CORES = 0.02
 # The share of a host's cores that looking may use, so that the job does not notice.
@@ -37,24 +35,6 @@ _ENDLESS = np.iinfo(np.uint64).max
 _Records = npt.NDArray[np.void]
 
 
-class OperationLook(msgspec.Struct):
-    """An operation, as ``phalanx top --json`` prints it; ``for_s`` is how long it has been under way, or took."""
-
-    name: str
-    kind: str
-    in_group: int
-    nbytes: int
-    dtype: str
-    op: str
-    peer: int
-    failed: bool
-    group: str
-    site: str
-    under_way: bool
-    awaits: int | None  # the rank in the world
-    for_s: float
-
-
 class Pace(msgspec.Struct):
     """Rates of one rank, by its recorder.
 
@@ -63,7 +43,7 @@ class Pace(msgspec.Struct):
 
     Attributes:
         begun: how many operations have begun since its first.
-        operation, last: the one that it is in, and the last one to begin.
+        operation, last: the one that it is in, and the last one to begin, as ``phalanx top --json`` prints them.
         step: None if the script says none.
         operations_per_s, bytes_per_s: the operations that began, and the bytes of those that ended.
         steps_per_s: the mean over the last 20 steps, or those since the look before; None if the script says none.
@@ -73,8 +53,8 @@ class Pace(msgspec.Struct):
     """
 
     begun: int = msgspec.field(name="operations")
-    operation: OperationLook | None
-    last: OperationLook | None
+    operation: dict[str, Any] | None
+    last: dict[str, Any] | None
     step: int | None
     label: str
     operations_per_s: float
@@ -219,22 +199,16 @@ class PaceOfRank:
         return done / ((now_ns - int(times[0]) if late else duration_ns) / 1e9)
 
 
-def _operation(record: Record, now_ns: int) -> OperationLook:
-    return OperationLook(
-        name=record.name(),
-        kind=record.kind,
-        in_group=record.in_group,
-        nbytes=record.nbytes,
-        dtype=record.dtype,
-        op=record.op,
-        peer=record.peer,
-        failed=record.failed,
-        group=record.group.name,
-        site=beside(record.site, own_folder()),
-        under_way=record.under_way,
-        awaits=world_rank(record.group, record.awaits) if record.under_way and record.awaits >= 0 else None,
-        for_s=max(0, (record.left_ns or now_ns) - record.entered_ns) / 1e9,
-    )
+def _operation(record: Record, now_ns: int) -> dict[str, Any]:
+    names = ("kind", "in_group", "nbytes", "dtype", "op", "peer", "failed", "under_way")
+    return {
+        "name": record.name(),
+        **{name: getattr(record, name) for name in names},
+        "group": record.group.name,
+        "site": beside(record.site, own_folder()),
+        "awaits": world_rank(record.group, record.awaits) if record.under_way and record.awaits >= 0 else None,
+        "for_s": max(0, (record.left_ns or now_ns) - record.entered_ns) / 1e9,  # under way, or taken
+    }
 
 
 def _covered_ns(seen: _Records, since_ns: int, now_ns: int) -> int:

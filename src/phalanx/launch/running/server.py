@@ -21,8 +21,6 @@ from collections.abc import Callable, Sequence
 from phalanx.launch.protocol import Look, Looked, Order
 from phalanx.launch.roster import AgentState
 
-__all__ = ["ANSWER_S", "LookServer", "address_of", "peer_uid"]
-
 #: How long agents are waited for, in seconds.
 ANSWER_S = 1.0
 

@@ -24,8 +24,6 @@ from phalanx.system.limits import raise_file_limit
 from phalanx.system.processes import start_of
 from phalanx.words import format_count, format_named
 
-__all__ = ["stop"]
-
 # The order in which a launcher is asked; it may have been started to ignore some, as in the background of a script.
 _ASKED_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # How much longer than its ranks' time to end a launcher may take, before it counts as stuck.

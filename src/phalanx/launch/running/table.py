@@ -19,10 +19,8 @@ from phalanx.topology.table import format_table
 from phalanx.words import format_bytes, format_count, format_named
 
 if TYPE_CHECKING:
-    from phalanx.launch.running.rank_look import OperationLook, RankLook
+    from phalanx.launch.running.rank_look import RankLook
     from phalanx.launch.running.watching import Look
-
-__all__ = ["described_job", "format_jobs", "format_look", "look_values"]
 
 _STATES = {"disk": "waits for disk", "debugged": "in a debugger"}  # the others are called so
 _TEXT_COLUMNS = ("host", "state", "operation", "job", "since", "script", "directory")
@@ -183,16 +181,16 @@ def _line(rank: RankLook, *, with_host: bool) -> dict[str, str]:
 def _operation(rank: RankLook) -> str:
     pace = rank.pace
     if pace is not None and pace.operation is not None:
-        found = pace.operation
-        awaited = f", for rank {found.awaits}" if found.awaits is not None else ""
-        return f"{_named(found)}{awaited}, {found.for_s:.1f} s"
+        awaits = pace.operation["awaits"]
+        awaited = f", for rank {awaits}" if awaits is not None else ""
+        return f"{_named(pace.operation)}{awaited}, {pace.operation['for_s']:.1f} s"
     if rank.asked:
         return f"asked {printable_line(rank.asked)}"
     return f"after {_named(pace.last)}" if pace is not None and pace.last is not None else ""
 
 
-def _named(operation: OperationLook) -> str:
-    return f"{operation.name} at {printable_line(operation.site)}" if operation.site else operation.name
+def _named(operation: dict[str, Any]) -> str:
+    return printable_line(f"{operation['name']} at {operation['site']}" if operation["site"] else operation["name"])
 
 
 def _notes(look: Look) -> list[str]:

@@ -20,8 +20,6 @@ from phalanx.launch.running.server import ANSWER_S, address_of, peer_uid
 from phalanx.system import processes
 from phalanx.system.foreign_values import read_json
 
-__all__ = ["Look", "Watcher"]
-
 _LAUNCHER_S = 3.0  # how long the launcher may take to answer
 
 
