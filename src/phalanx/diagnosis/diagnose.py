@@ -183,8 +183,7 @@ def disagreement(
 
     Args:
         recordings: by rank; those that are not known are left out.
-        rank: the rank whose operation failed, or that ended in it.
-        at_ns: when, on the host's monotonic clock.
+        rank: the rank whose operation failed at ``at_ns`` on the host's monotonic clock, or that ended in it.
         stopped, ended: the ranks that were stopped then (state T), and those that had ended with exit code 0.
     """
     last = _last(recordings, rank)

@@ -45,11 +45,8 @@ class _Place(NamedTuple):
 def divergence(diagnosis: HangDiagnosis, ranks: Sequence[RankSnapshot], folder: str, unchanged_since: float) -> str:
     """Find the statement that parted the ranks, as "the `if` in line 55"; empty if it cannot be told.
 
-    Args:
-        diagnosis: who waits for whom.
-        ranks: all ranks, with the frames of those that were asked.
-        folder: which the sites of operations are relative to.
-        unchanged_since: a time of day; files that have changed since may not be what the ranks run.
+    Sites of operations are relative to ``folder``. Files that have changed since the time of day ``unchanged_since``
+    may not be what the ranks run, and are not read.
     """
     awaited = [rank for rank in ranks if rank.rank in diagnosis.awaited]
     waiting = [rank for rank in ranks if rank.rank in diagnosis.waiting and rank not in awaited]

@@ -56,10 +56,7 @@ class OtherHosts(Protocol):
 def watch_own_waits(rank: int, pids: Mapping[int, int], others: OtherHosts | None = None) -> OwnWaits | None:
     """Begin to watch, with a thread; None where the launcher does, where nobody else is seen, or nobody wants it.
 
-    Args:
-        rank: this process's rank in the world.
-        pids: the process ids of the ranks of the world on this host, by rank.
-        others: asks the ranks of other hosts, if there are any that can be asked.
+    ``pids`` are the processes of the world's ranks on this host, by rank; ``others`` asks the ranks of other hosts.
     """
     after_s = warn_after_s()
     if is_kept() or (len(pids) < 2 and others is None) or not after_s:

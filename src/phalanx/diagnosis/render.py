@@ -42,15 +42,10 @@ _PICTURE, _GAP, _LETTER = 360, 5, 6.4  # widths in pixels: of a picture on a pho
 
 
 def shown(value: object, longest: int = 200, *, keep_end: bool = False) -> str:
-    """A value as text of a page, safe also within the quotes of an attribute.
+    """A value as text of a page, safe also within the quotes of an attribute, cut after so many characters.
 
     Characters that are not visible are replaced: some would change the order in which the rest is shown, and others
-    cannot be encoded.
-
-    Args:
-        value: whatever it is.
-        longest: how many characters of it are kept.
-        keep_end: of a longer text its end is kept rather than its beginning, as of a path.
+    cannot be encoded. ``keep_end`` cuts the beginning, as of a path.
     """
     text = str(value)
     if len(text) > longest:

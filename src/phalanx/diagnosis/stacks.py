@@ -73,7 +73,7 @@ def frames_of(stack: str) -> list[Frame]:
 
 
 def has_ended(frames: Sequence[Frame]) -> bool:
-    """Return whether this is the stack of a main thread whose script is over, and which waits for other threads."""
+    """Return whether this is a main thread whose script is over, and which waits for other threads."""
     return bool(frames) and frames[-1].function == "_shutdown" and os.path.basename(frames[-1].file) == "threading.py"
 
 

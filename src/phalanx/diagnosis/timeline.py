@@ -2,8 +2,8 @@
 
 A rank waits in a collective until the last rank of its group has come to the same one; from then on it communicates.
 One that leaves before that, as it may leave a broadcast, has waited for the root alone. A rank that receives a message
-waits until the sender has begun to send. All the time in no operation counts as computing. A timeline begins with
-the first step, if the script says its steps, or where all recorders reach back to, since they hold the last operations.
+waits until the sender has begun to send. A timeline begins with the first step, if the script says its steps, or where
+all recorders reach back to.
 """
 
 from __future__ import annotations

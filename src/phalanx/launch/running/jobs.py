@@ -161,10 +161,7 @@ def _read(path: str) -> RunningJob | None:
 
 
 def find_job(name: str | None) -> RunningJob:
-    """The running job that a user means.
-
-    Args:
-        name: its id, or how that begins, or the process id of its launcher; None for the only one.
+    """The running job that a user names by its id, how that begins, or its launcher's pid; None is the only one.
 
     Raises:
         LaunchError: there is no such job, or there are several. The message lists the jobs that there are.

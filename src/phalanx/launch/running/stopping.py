@@ -39,10 +39,7 @@ _SAID_AFTER_S = 2.0
 def stop(job: RunningJob, *, at_once: bool, say: Callable[[str], None]) -> float:
     """End a job, and wait until nothing of it is left on this host; how long it took, in seconds.
 
-    Args:
-        job: the job.
-        at_once: kill the ranks without giving them time.
-        say: prints a line about what takes time.
+    ``at_once`` gives the ranks no time, and ``say`` prints a line about what takes time.
 
     Raises:
         LaunchError: processes of the job could not be ended; the message names them.

@@ -111,13 +111,7 @@ def look_values(look: Look) -> dict[str, Any]:
 
 
 def format_look(look: Look, *, width: int | None = None, height: int | None = None, color: bool = False) -> str:
-    """A look as text that ends in a newline.
-
-    Args:
-        look: the look.
-        width, height: of the terminal; None for as much as is needed.
-        color: whether to write ANSI colours.
-    """
+    """A look as text that ends in a newline, with ANSI colours or not, for a terminal of this size if one is given."""
     job = look.job
     several = bool(job.hosts or job.mpi)
     hosts = {process.host for process in job.processes}
