@@ -277,7 +277,7 @@ def of_memory() -> Iterator[Parser]:
     job = {
         "run_id": "phalanx-abc", "pid": 4242, "start": 6, "since": 1.5, "ranks": 1, "target": "train.py",
         "arguments": ["--lr", "0.1"], "directory": "/", "host": "h0", "hosts": [], "mpi": "",
-        "is_python": True, "end_s": 30.0, "descriptor": 5, "processes": [rank],
+        "is_python": True, "end_s": 30.0, "processes": [rank],
     }  # fmt: skip
 
     file = os.memfd_create("test")

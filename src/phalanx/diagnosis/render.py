@@ -124,8 +124,9 @@ def report_page(report: HangReport) -> str:
     drawn = {seen.rank: _latest(seen, most_bars) for seen in report.ranks}
     records = [record for of_rank in drawn.values() for record in of_rank]
     at, labels = _axis(records, report.now_ns)
-    used = dict.fromkeys((*KINDS.values(), *sorted({record.kind for record in records})))
-    kinds = [(_CLASSES.get(kind, "k0"), kind) for kind in used if any(record.kind == kind for record in records)]
+    called = {record.kind for record in records}
+    kinds = [(classes, kind) for kind, classes in _CLASSES.items() if kind in called]
+    kinds += [("k0", kind) for kind in sorted(called - _CLASSES.keys())]
     kinds += [("k0 open", "under way")] if any(record.under_way for record in records) else []
     kinds += [("k0 failed", "failed")] if any(record.failed for record in records) else []
     alike: dict[tuple[str, ...], list[int]] = {}

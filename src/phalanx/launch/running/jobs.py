@@ -54,7 +54,6 @@ class RunningJob(msgspec.Struct, frozen=True):
         hosts: the hosts that were asked for, if there are others; empty if all ranks run here, or if MPI chooses.
         mpi: the MPI launcher that starts the ranks; empty for none.
         end_s: how long its ranks may take to end after SIGTERM.
-        descriptor: the launcher's descriptor of this description.
         processes: the ranks; empty until they have been started.
     """
 
@@ -71,7 +70,6 @@ class RunningJob(msgspec.Struct, frozen=True):
     mpi: str
     is_python: bool
     end_s: float
-    descriptor: int
     processes: tuple[RankProcess, ...] = ()
 
     @property
@@ -81,8 +79,7 @@ class RunningJob(msgspec.Struct, frozen=True):
 
     def again(self) -> RunningJob | None:
         """The same job, as its launcher describes it now; None if it has ended."""
-        job = _read(f"/proc/{self.pid}/fd/{self.descriptor}")
-        return job if job is not None and job.run_id == self.run_id and start_of(self.pid) == self.start else None
+        return next((job for job in _described_by(self.pid) if job.run_id == self.run_id), None)
 
 
 class Description:
@@ -107,7 +104,6 @@ class Description:
             mpi=job.mpi.title if job.mpi is not None else "",
             is_python=job.target.is_python,
             end_s=job.patience_s(signal.SIGTERM),
-            descriptor=self._file,
         )
         self._write()
 
@@ -141,14 +137,15 @@ def running_jobs() -> list[RunningJob]:
 
 
 def _described_by(pid: int) -> Iterator[RunningJob]:
-    for number in os.listdir(f"/proc/{pid}/fd"):
-        path = f"/proc/{pid}/fd/{number}"
-        with contextlib.suppress(OSError):
-            link = os.readlink(path)
-            if link.startswith(_NAME) and link.endswith(_SUFFIX):
-                job = _read(path)
-                if job is not None and job.pid == pid and start_of(pid) == job.start:
-                    yield job
+    with contextlib.suppress(OSError):
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            path = f"/proc/{pid}/fd/{number}"
+            with contextlib.suppress(OSError):
+                link = os.readlink(path)
+                if link.startswith(_NAME) and link.endswith(_SUFFIX):
+                    job = _read(path)
+                    if job is not None and job.pid == pid and start_of(pid) == job.start:
+                        yield job
 
 
 def _read(path: str) -> RunningJob | None:

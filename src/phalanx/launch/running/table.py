@@ -38,7 +38,7 @@ _OF_PACE = (
 def described_job(job: RunningJob) -> dict[str, Any]:
     """A job as plain values."""
     values = msgspec.to_builtins(job)
-    for own in ("start", "descriptor", "processes", "end_s"):
+    for own in ("start", "processes", "end_s"):
         del values[own]
     return {"id": job.id, **values, "since": _iso(job.since), "pids": [process.pid for process in job.processes]}
 
