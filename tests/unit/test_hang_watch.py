@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+from msgspec.structs import replace
 from tests.support.reports import operation
 
 from phalanx.diagnosis.report import latest_report, read_report

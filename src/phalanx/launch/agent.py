@@ -36,7 +36,7 @@ from types import CodeType
 from typing import Any, NoReturn
 
 from phalanx import settings
-from phalanx.diagnosis.ends import learn_elsewhere_by
+from phalanx.diagnosis.ends import learn_by
 from phalanx.errors import PROCESS_LIMIT_HINT
 from phalanx.launch.job.target import Refusal, Target, prepare_target
 from phalanx.launch.link import ERR, IN, OUT, Link, Lost, split_rank
@@ -66,7 +66,7 @@ from phalanx.launch.protocol import (
 )
 from phalanx.launch.rank.preload import preload
 from phalanx.launch.rank.start import RankStart, enter_rank, leave_siblings, report_name
-from phalanx.launch.rank.trace import StackRequest, Trace, how_ended_elsewhere, open_trace
+from phalanx.launch.rank.trace import StackRequest, Trace, how_ended, how_ended_elsewhere, open_trace
 from phalanx.system import processes
 from phalanx.system.foreign_values import read_json
 from phalanx.system.limits import count_oom_kills
@@ -467,8 +467,8 @@ class Agent:
         enter_rank(start, self.handlers, self.file_limit)
         if order.target.is_python and order.preload:
             leave_siblings(start)
-        if order.target.is_python and self.peer:
-            learn_elsewhere_by(how_ended_elsewhere)
+        if order.target.is_python:
+            learn_by(how_ended, how_ended_elsewhere if self.peer else None)
         return start
 
     def environment_of(self, order: Start, plan: RankPlan) -> dict[str, str]:
@@ -658,8 +658,6 @@ class Agent:
             os.close(rank.report)
         self._close_feed()
         self.held.clear()
-        if self.observer is not None:
-            self.observer.close()
         self.request = self.observer = None
         if self.trace.descriptor >= 0:
             os.close(self.trace.descriptor)

@@ -18,10 +18,11 @@ import platform
 import shlex
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from phalanx.diagnosis.diagnose import HangDiagnosis, calls_that_differ, diagnose
 from phalanx.diagnosis.divergence import divergence
@@ -327,7 +328,7 @@ def received_recording(sent: Any, later: float) -> Recording | None:
     """Read a rank's operations as its agent has sent them, by this process's clock and with the user's paths."""
     if sent is None or not math.isfinite(later):
         return None
-    return Recording.from_json(sent).later(round(later * 1e9)).beside(own_folder())
+    return Recording.from_json(sent).seen_from(own_folder(), round(later * 1e9))
 
 
 def _says_nothing(seen: RankSnapshot, stacks: Mapping[int, str]) -> bool:

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TextIO, cast
 
-from phalanx.diagnosis.ends import learn_by, tell_of_exit
+from phalanx.diagnosis.ends import tell_of_exit
 from phalanx.diagnosis.recorder import keep_in
 from phalanx.diagnosis.stacks import publish_by
 from phalanx.errors import PhalanxError
@@ -40,7 +40,6 @@ from phalanx.launch.rank.preload import apply_threads, hide_torch
 from phalanx.launch.rank.trace import (
     Stage,
     advance,
-    how_ended,
     note_asked,
     open_own,
     place_of_recorder,
@@ -128,7 +127,6 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     open_own(start.trace, start.part)
     publish_by(note_asked)
     keep_in(place_of_recorder)
-    learn_by(how_ended)
 
 
 def _stream(stream: TextIO | None, descriptor: int, mode: str) -> TextIO:

@@ -37,7 +37,7 @@ from phalanx.diagnosis.ends import Ending
 from phalanx.diagnosis.stacks import ASKED, was_changed, write_stacks_on
 from phalanx.errors import PhalanxError
 from phalanx.launch.output.failure import signal_name
-from phalanx.native.core import RECORDER_BYTES
+from phalanx.native.core import RECORDER_BYTES, RECORDS
 from phalanx.system import processes
 from phalanx.system.limits import TRACE_BYTES_PER_RANK
 
@@ -207,14 +207,13 @@ class Trace:
         """Return where in the file the flight recorder of the rank with this part begins, if it has one."""
         return part * _PART + _RECORDER
 
-    def recording(self, part: int, count: int = 0) -> Recording | None:
-        """Read what a rank has recorded, the last ``count`` operations, by default all; None if it cannot be read."""
+    def recording(self, part: int, count: int = RECORDS) -> Recording | None:
+        """Read what a rank has recorded, the last ``count`` operations; None if it cannot be read."""
         # The job may have been one without Phalanx, so what reads it is not imported before.
-        from phalanx.diagnosis.reading import copy_recorder, in_words
+        from phalanx.diagnosis.reading import read_recording
 
         try:
-            copy = copy_recorder(self.descriptor, self.place_of_recorder(part))
-            return in_words(copy.latest(count) if copy is not None and count else copy)
+            return read_recording(self.descriptor, self.place_of_recorder(part), count)
         except (OSError, ValueError, PhalanxError):
             return None
 
