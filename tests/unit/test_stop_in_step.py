@@ -18,7 +18,7 @@ from phalanx.launch.job.options import LaunchOptions
 from phalanx.launch.job.stop_options import read_stop_signals, slurm_end_time
 from phalanx.launch.job.target import Target
 from phalanx.launch.protocol import AskedToStop, CallsShouldStop, Held, Hold, StopAt
-from phalanx.launch.stop_in_step import HostStop, StopInStep
+from phalanx.launch.stop_in_step import GENTLY, HostStop, StopInStep
 from phalanx.training.should_stop import _LaunchedStopper, stopper_of
 
 
@@ -53,7 +53,7 @@ class Launch:
 def test_request_before_a_rank_asks_is_none() -> None:
     launch = Launch()
     assert not launch.stop.ask_by_signal(signal.SIGTERM)
-    assert not launch.stop.ask_gently()
+    assert launch.stop.ask_by_signal(GENTLY)  # which means nothing to ranks
     assert launch.sent == []
     assert launch.said == [
         "phalanx stop --gently: no rank has called world.should_stop(); the job goes on",
@@ -67,13 +67,13 @@ def test_agreed_call_is_the_first_that_no_rank_has_begun() -> None:
     launch = Launch()
     launch.use()
     assert not launch.stop.ask_by_signal(signal.SIGUSR2)
-    assert launch.stop.ask_gently()
+    assert launch.stop.ask_by_signal(GENTLY)
     launch.sent.clear()
     launch.stop.hear(launch.agents[0], Held(calls={0: 7}))
     assert launch.sent == []
     launch.stop.hear(launch.agents[1], Held(calls={1: 9}))
     assert launch.sent == [(0, StopAt(call=10)), (1, StopAt(call=10))]
-    launch.stop.ask_gently()
+    launch.stop.ask_by_signal(GENTLY)
     assert len(launch.sent) == 2  # agreed once and for all
     for rank in range(2):
         launch.end(rank, 10, 0)
@@ -84,7 +84,7 @@ def test_agreed_call_is_the_first_that_no_rank_has_begun() -> None:
 def test_host_that_is_lost_is_not_waited_for() -> None:
     launch = Launch()
     launch.use()
-    launch.stop.ask_gently()
+    launch.stop.ask_by_signal(GENTLY)
     launch.sent.clear()
     launch.stop.hear(launch.agents[0], Held(calls={0: 3}))
     launch.stop.lose(launch.agents[1])
@@ -134,7 +134,7 @@ def test_grace_is_that_of_sigterm_or_the_users(signum: str, grace_s: float | Non
 def test_ranks_that_are_late_are_named_if_there_is_no_grace() -> None:
     launch = Launch()
     launch.use()
-    launch.stop.ask_gently()
+    launch.stop.ask_by_signal(GENTLY)
     launch.answer([4, 0])
     launch.sent.clear()
     assert launch.stop.act(time.monotonic() + 31.0) is None
@@ -171,7 +171,7 @@ def test_slurms_limit_leaves_the_time_before_it(monkeypatch: pytest.MonkeyPatch)
 def test_job_that_came_to_its_end_was_not_stopped() -> None:
     launch = Launch()
     launch.use()
-    launch.stop.ask_gently()
+    launch.stop.ask_by_signal(GENTLY)
     launch.answer([4, 5])
     for rank in range(2):
         launch.end(rank, 5, 0)

@@ -6,8 +6,6 @@ import click
 
 from phalanx.words import format_count, tell
 
-__all__ = ["stop"]
-
 
 @click.command(short_help="End a running job of yours.")
 @click.argument("job", metavar="JOB")
@@ -23,21 +21,16 @@ def stop(job: str, at_once: bool, gently: bool) -> None:
       phalanx stop --kill 3f2a
       phalanx stop --gently 3f2a
 
-    It sends the job's launcher SIGTERM, which the launcher passes on to the ranks. They may write a checkpoint, and are
-    killed if they have not ended within the grace of the job (phalanx run --grace, 30 s by default). That holds for
-    its ranks on other hosts and for --mpi too. The launcher exits with 143 and says in its terminal how the job ended.
-    A launcher that ignores SIGTERM is sent SIGINT or SIGHUP, and exits with 130 or 129.
+    It sends the job's launcher SIGTERM, which the launcher passes on to the ranks, also on other hosts. They may write
+    a checkpoint, and are killed if they have not ended within the grace of the job (phalanx run --grace, 30 s by
+    default). The launcher exits with 143; one that ignores SIGTERM is sent SIGINT or SIGHUP, and exits with 130 or 129.
 
     If ranks call world.should_stop(), they are not sent SIGTERM: it is True on all of them at the same step, and the
     launcher exits with 0 if they then end well. A second phalanx stop ends the job as above. With --gently they may
-    take as long as they want, and a job whose ranks do not call it goes on.
-
-    A job with ranks on several hosts is ended on the host on which phalanx run was called.
+    take as long as they want; a job whose ranks do not call it goes on.
 
     A launcher that is stopped (Ctrl-Z, kill -STOP) is continued first. One that does not end the job half a minute
-    after the grace is killed; its helpers then kill the ranks.
-
-    Ctrl-C here ends only the waiting: the job has been asked by then.
+    after the grace is killed; its helpers then kill the ranks. Ctrl-C here ends only the waiting.
 
     Exit codes: 0 if the job has ended, also by itself meanwhile; 2 if there is no such job, if JOB fits several, if
     processes of the job could not be ended, or if it goes on in spite of --gently.

@@ -32,9 +32,13 @@ from phalanx.words import format_named
 
 if TYPE_CHECKING:
     from phalanx.launch.job.job import Job
-    from phalanx.launch.roster import AgentState, RankState
+    from phalanx.launch.output.failure import RankState
+    from phalanx.launch.roster import AgentState
 
-__all__ = ["HostStop", "StopInStep"]
+__all__ = ["GENTLY", "HostStop", "StopInStep"]
+
+#: The signal of ``phalanx stop --gently``, which the launcher alone handles.
+GENTLY = signal.SIGRTMAX - 5
 
 _SETTLE_S = 0.002  # until what one core has written is what another one reads: far more than it ever takes
 _NAMED_AFTER_S = 30.0
@@ -103,6 +107,7 @@ class StopInStep:
         say: prints a line.
 
     Attributes:
+        used: whether a rank has called ``should_stop``.
         why: who has asked for a stop; empty if nobody has.
         due_at: when to :meth:`act` next; None for never.
     """
@@ -116,7 +121,7 @@ class StopInStep:
     ) -> None:
         self._job, self._agents, self._send, self._say = job, agents, send, say
         self.why = ""
-        self._used = self._signalled = self._killed = False
+        self.used = self._signalled = self._killed = False
         self._at = 0  # the agreed call
         self._grace_s: float | None = None
         self._awaited: set[int] | None = None  # the agents that are to say their calls; None if nobody is asked
@@ -145,7 +150,7 @@ class StopInStep:
             why: who asks.
             grace_s: how long ranks may take, unless the user has said it; None for as long as they want.
         """
-        if not self._used:
+        if not self.used:
             return False
         if not self.why:
             self.why = why
@@ -164,18 +169,15 @@ class StopInStep:
             signum: the signal.
             where: which process has got it; empty for the launcher, whose second signal ends the job.
         """
+        if signum == GENTLY:
+            if not self.ask("phalanx stop --gently"):
+                self._say(f"phalanx stop --gently: {_CANNOT}; the job goes on")
+            return True
         if signum not in self._job.stop_on or (self._signalled and not where):
             return False
         grace_s = self._job.patience_s(signum) if signum == signal.SIGTERM else None
         made = self.ask(f"{signal_name(signum)} at {where}" if where else signal_name(signum), grace_s)
         self._signalled |= made and not where
-        return made
-
-    def ask_gently(self) -> bool:
-        """Have all ranks stop for ``phalanx stop --gently``; return whether they can."""
-        made = self.ask("phalanx stop --gently")
-        if not made:
-            self._say(f"phalanx stop --gently: {_CANNOT}; the job goes on")
         return made
 
     def _ask_by_clock(self, why: str, grace_s: float | None) -> int | None:
@@ -196,7 +198,7 @@ class StopInStep:
         """Take what an agent says."""
         match event:
             case CallsShouldStop():
-                self._used = True
+                self.used = True
             case Held():
                 self._calls.update(event.calls)
                 self.lose(agent)
