@@ -29,8 +29,23 @@ from phalanx.wire.sockets import KeepAlive, listen
 
 if TYPE_CHECKING:
     from phalanx.wire.door import Door
+    from phalanx.wire.key import Key
 
-__all__ = ["ERR", "IN", "MESSAGE", "OUT", "ROLE", "Link", "Lost", "join", "link_pair", "open_door", "split_rank"]
+__all__ = [
+    "ERR",
+    "IN",
+    "MESSAGE",
+    "OUT",
+    "ROLE",
+    "Link",
+    "Lost",
+    "dial_address",
+    "door_at",
+    "join",
+    "link_pair",
+    "open_door",
+    "split_rank",
+]
 
 ROLE = "launcher"
 OUT, ERR, IN, MESSAGE = b"o", b"e", b"i", b"m"
@@ -202,20 +217,24 @@ def open_door(
     """
     # Not imported at the top, as in join(): a job on one host needs no network.
     from phalanx.system.interfaces import listening_address
-    from phalanx.wire.door import Arrival, Door
     from phalanx.wire.key import Key, new_key
 
     secret = secret or new_key()
     listener = listen(listening_address(addresses), 0)
     port = listener.getsockname()[1]
+    key = Key(secret.encode(), "phalanx run")
+    return door_at(listener, key, selector, admit), f"{','.join(addresses)}:{port}:{secret}"
+
+
+def door_at(listener: socket.socket, key: Key, selector: selectors.BaseSelector, admit: Callable[[Link], None]) -> Door:
+    """Admit agents that prove the key at a listening socket."""
+    from phalanx.wire.door import Arrival, Door
 
     def welcome(arrival: Arrival) -> None:
         arrival.answer(b"")
         admit(Link(arrival.sock, arrival.proven.session(), arrival.rest))
 
-    key = Key(secret.encode(), "phalanx run")
-    door = Door(listener, key, ROLE, _KEEP_ALIVE, selector, welcome, most=_MOST_STRANGERS)
-    return door, f"{','.join(addresses)}:{port}:{secret}"
+    return Door(listener, key, ROLE, _KEEP_ALIVE, selector, welcome, most=_MOST_STRANGERS)
 
 
 def join(invitation: str, patience_s: float = JOIN_S) -> Link:
@@ -228,24 +247,32 @@ def join(invitation: str, patience_s: float = JOIN_S) -> Link:
     Raises:
         OSError: nothing listens there, the launcher has ended, or what listens there does not know the job's key.
     """
-    from phalanx.wire.dial import dial
     from phalanx.wire.key import Key
     from phalanx.wire.proof import NoProof, WrongKey
 
     addresses, port, secret = invitation.rsplit(":", 2)
     key = Key(secret.encode(), "phalanx run")
-
-    def join_at(address: str) -> Link:
-        line, _ = dial((address, int(port)), key, ROLE, b"", patience_s=patience_s, keep_alive=_KEEP_ALIVE)
-        return Link(line.sock, line.session)
-
     *others, last = addresses.split(",")
     for address in others:
         with contextlib.suppress(OSError, NoProof, WrongKey):
-            return join_at(address)
+            return dial_address(address, int(port), key, patience_s)
     try:
-        return join_at(last)
+        return dial_address(last, int(port), key, patience_s)
     except ConnectionResetError as error:
         raise ConnectionRefusedError("the connection was closed: phalanx run has ended") from error
     except (NoProof, WrongKey) as error:
         raise ConnectionRefusedError("what answers there does not know the job's key") from error
+
+
+def dial_address(address: str, port: int, key: Key, patience_s: float) -> Link:
+    """Connect to the supervisor's door, and prove the key.
+
+    Raises:
+        OSError: as of :func:`phalanx.wire.dial.dial`.
+        NoProof: what listens there is not Phalanx.
+        WrongKey: it proves another key.
+    """
+    from phalanx.wire.dial import dial
+
+    line, _ = dial((address, port), key, ROLE, b"", patience_s=patience_s, keep_alive=_KEEP_ALIVE)
+    return Link(line.sock, line.session)

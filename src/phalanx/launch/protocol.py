@@ -34,6 +34,7 @@ from phalanx.launch.job.target import Target
 __all__ = [
     "EVENTS",
     "ORDERS",
+    "Asked",
     "EndOrder",
     "EndedElsewhere",
     "Event",
@@ -60,6 +61,7 @@ __all__ = [
     "StacksOrder",
     "Start",
     "Started",
+    "Tell",
     "Unstarted",
     "Waits",
     "WantsInput",
@@ -208,8 +210,21 @@ class Ping(Order):
     """Nothing. That something comes continues an agent that is stopped (:meth:`Link.continue_when_called`)."""
 
 
+class Tell(Order):
+    """Print a line of the supervisor's, on a node that was started by itself."""
+
+    text: str
+
+
 class Leave(Order):
-    """Kill what is left, and end."""
+    """Kill what is left, and end.
+
+    Attributes:
+        code, why: the exit code, and a line that says why, on a node that was started by itself.
+    """
+
+    code: int = 0
+    why: str = ""
 
 
 class Here(Event):
@@ -355,11 +370,30 @@ class Refused(Event):
     code: int
 
 
+class Asked(Event):
+    """Somebody has asked a node that was started by itself to end, by this signal."""
+
+    signal: int
+
+
 class Over(Event):
     """No process of the job is left."""
 
 
-ORDERS = Start | EndOrder | SignalOrder | StacksOrder | Examine | Look | EndedElsewhere | LookUp | Invite | Ping | Leave
+ORDERS = (
+    Start
+    | EndOrder
+    | SignalOrder
+    | StacksOrder
+    | Examine
+    | Look
+    | EndedElsewhere
+    | LookUp
+    | Invite
+    | Ping
+    | Tell
+    | Leave
+)
 EVENTS = (
     Here
     | Started
@@ -375,6 +409,7 @@ EVENTS = (
     | Unstarted
     | WantsInput
     | Refused
+    | Asked
     | Over
 )
 

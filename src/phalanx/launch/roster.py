@@ -66,6 +66,7 @@ class AgentState:
         here: what it has said of its host; None before.
         started: whether it has forked its ranks.
         over: whether no process of the job is left there, as far as the supervisor has been told.
+        leaving: the exit code with which it ends before the next attempt, because its node was asked to; else None.
         later: what is to be added to a time of its clock, as exactly as the quickest message so far can tell; 0 on this
             host.
     """
@@ -77,6 +78,7 @@ class AgentState:
     here: Here | None = None
     started: bool = False
     over: bool = False
+    leaving: int | None = None
     later: float = math.inf
     numbers: list[int] = field(default_factory=list)
 

@@ -45,11 +45,13 @@ from phalanx.launch.output.failure import (
     collect_failures,
     describe_status,
     lacks_cause,
+    signal_name,
 )
 from phalanx.launch.output.logs import Console, Sink
 from phalanx.launch.output.streams import LogFiles, last_lines, open_streams
 from phalanx.launch.protocol import (
     EVENTS,
+    Asked,
     EndedElsewhere,
     EndOrder,
     Examined,
@@ -247,22 +249,24 @@ class Supervisor:
         )
         ended = self._ended()
         goes_on = not self.job.attempt.is_last and failed(ended, self.console)
-        self._dismiss(stays=goes_on and self.job.is_local)
+        self._dismiss(stays=goes_on and self.job.keeps_agents)
         if goes_on and self.interrupted is None:
             conclude_attempt(self.job, ended, self.console)
             self._act_on_signals()  # one may have come while that was written
             if self.interrupted is None:
                 return None
-        if goes_on and self.job.is_local:
+        if goes_on and self.job.keeps_agents:
             self._dismiss(stays=False)
+        why = self._why_it_ends().rstrip("; :")
         code = conclude(self.job, self._ended(), self.console, hand_over)
+        self.starter.farewell(code, why)
         signal.set_wakeup_fd(-1)
         return code
 
     def _dismiss(self, *, stays: bool) -> None:
         """Let the agents leave, and end what does not."""
         if not stays:
-            for agent in self.agents:
+            for agent in self.agents if self.job.nodes is None else ():
                 self.send(agent, Leave())
             self.starter.dismiss(self._turn)
             processes.end_descendants(but=self.strangers)
@@ -512,6 +516,8 @@ class Supervisor:
                     self.store.found(event.number)
             case Printed() | Unstarted():
                 self.starter.hear(event)
+            case Asked():
+                self._on_asked(agent, event.signal)
 
     def _on_started(self, agent: AgentState, event: Started) -> None:
         agent.started = True
@@ -610,6 +616,15 @@ class Supervisor:
             # Else the agent is about to say that it has started them, and is given the order then.
         else:
             self._order(signal.SIGKILL if again else signum)
+
+    def _on_asked(self, agent: AgentState, signum: int) -> None:
+        """Act on a signal that has come to another node. A platform that takes one away may bring another."""
+        self.console.say(f"node {agent.number} ({agent.name}) was asked to end by {signal_name(signum)}")
+        if self.job.attempt.is_last or signum != signal.SIGTERM or self.interrupted is not None or not self.going:
+            self._on_interrupt(signum)
+        elif agent.leaving is None:
+            agent.leaving = 128 + signum
+            self.send(agent, EndOrder(signal=signum, grace_s=self.job.patience_s(signum), spare=[], where=False))
 
     def _order(self, signum: int, spare: Sequence[int] = ()) -> None:
         """Have the ranks ended."""

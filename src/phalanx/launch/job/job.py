@@ -66,7 +66,12 @@ class Job(LaunchOptions):
     @property
     def is_local(self) -> bool:
         """Tell whether all ranks are of this host, and no MPI launcher starts them: their agent is forked here."""
-        return self.mpi is None and not self.hosts
+        return self.mpi is None and not self.hosts and self.nodes is None
+
+    @property
+    def keeps_agents(self) -> bool:
+        """Tell whether its agents stay from one attempt to the next."""
+        return self.is_local or self.nodes is not None
 
     def patience_s(self, signum: int | None) -> float:
         """Return how long ranks may take to end after this signal, or after the failure of a rank (None)."""

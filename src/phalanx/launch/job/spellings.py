@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from phalanx.errors import LaunchError
-from phalanx.system.host import machine_name
 
 __all__ = ["count_after_target", "translate"]
 
@@ -39,6 +38,10 @@ _SAME = _by_name(
         "iface network-interface network-interfaces": "--interface {}",
         "bind-to binding": "--bind {}",
         "s": "--stdin {}",
+        "num-machines": "--nnodes {}",
+        "machine-rank": "--node-rank {}",
+        "main-process-ip rdzv-endpoint": "--master-addr {}",
+        "main-process-port": "--master-port {}",
         "shutdown-timeout": "--grace {}",
         "max-restarts": "--restarts {}",
         "genv env": "-x {}",
@@ -61,9 +64,6 @@ _STREAMS = f"{_LOGS}, both streams of all ranks"
 # and accelerate that go to files are 0 none, 1 stdout, 2 stderr, 3 both, or such a number for each local rank.
 _VALUES: dict[str, tuple[dict[str, str], str]] = _by_name(
     {
-        "nnodes": ({"1": "", "1:1": ""}, _HOSTS),
-        "num-machines": ({"1": ""}, _HOSTS),
-        "node-rank machine-rank": ({"0": ""}, _HOSTS),
         "output": ({"tag": "", "TAG": ""}, _LOGS),
         "r redirects": ({"0": "", "3": ""}, _STREAMS),
         "t tee": ({"0": "", "3": "--tee"}, _STREAMS),
@@ -73,8 +73,7 @@ _MEETING = "phalanx run chooses where its ranks meet, on a free port"
 # Options with a value that nothing here needs, and why.
 _NEEDLESS = _by_name(
     {
-        "master-port main-process-port rdzv-backend rdzv-id rdzv-conf local-addr": _MEETING,
-        "master-addr main-process-ip rdzv-endpoint": _MEETING,  # only an address of this host
+        "rdzv-backend rdzv-id rdzv-conf local-addr": _MEETING,
         "monitor-interval": "phalanx run is told at once that a rank has ended",
         "start-method": "Python ranks are forked; with --no-preload each is a new process",
         "start-timeout": "phalanx run waits for its ranks until they have started, or one has failed",
@@ -194,9 +193,6 @@ def translate(words: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str],
             found += [part.replace("{}", value) for part in _SAME[plain].split()]
         elif plain in _NEEDLESS:
             value = value if given else take(name)
-            host = value.rpartition(":")[0] if plain == "rdzv-endpoint" and ":" in value else value
-            if plain in _ADDRESSES and host not in (*_THIS_HOST, machine_name()):
-                raise LaunchError(f"no such option {name} {value}; {_HOSTS}")
             notes.append(f"{name} {value} is not needed: {_NEEDLESS[plain]}")
         elif plain in _OTHERWISE or plain.startswith(_FAMILIES):
             raise LaunchError(f"no such option {name}; {_OTHERWISE.get(plain, _OWN_LAUNCHER)}")

@@ -72,19 +72,20 @@ def _content(path: str) -> str:
     return ""
 
 
-def find_differences(names: Sequence[str], here: Sequence[Here]) -> list[str]:
+def find_differences(names: Sequence[str], here: Sequence[Here], *, may_share: bool = False) -> list[str]:
     """Name each thing in which the hosts of a job differ and must not; empty if they fit together.
 
     Args:
         names: the hosts, as the user wrote them.
         here: what the agent of each has said.
+        may_share: whether two of them may be one machine.
     """
-    lines = [*_twice(names, here)]
+    lines = [] if may_share else _twice(names, here)
     lines += dict.fromkeys(problem for said in here for problem in said.problems)
     for thing in here[0].same:
         found: dict[str, list[str]] = {}
         for name, said in zip(names, here, strict=True):
-            found.setdefault(said.same[thing], []).append(name)
+            found.setdefault(said.same.get(thing, ""), []).append(name)
         if len(found) > 1 or "" in found:
             lines.append(_described(thing, found))
     return lines

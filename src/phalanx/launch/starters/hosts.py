@@ -39,9 +39,10 @@ from phalanx.topology.table import RankRow
 from phalanx.words import format_count, format_list
 
 if TYPE_CHECKING:
+    from phalanx.launch.job.job import Job
     from phalanx.launch.supervisor import Supervisor
 
-__all__ = ["HostsStarter", "JoiningStarter"]
+__all__ = ["HostsStarter", "JoiningStarter", "place_ranks"]
 
 # After this long in which no agent came, the hosts of those that are missing are named; then the job is given up.
 _NAMED_S, _GIVEN_UP_S = 5.0, 60.0
@@ -306,23 +307,7 @@ class HostsStarter(JoiningStarter):
         differences = find_differences([agent.name for agent in self.agents], here)
         if differences:
             raise Refusal("\n".join(f"phalanx: {line}" for line in differences), 1)
-        rows: list[RankRow] = []
-        notes: list[str] = []
-        for agent, said in zip(self.agents, here, strict=True):
-            cpus = list(map(tuple, said.cpus))
-            share = cores_per_rank(len(agent.ranks), said.cores, cpus)
-            threads = int(self.job.threads.partition(",")[0]) if self.job.threads else share
-            for local, rank in enumerate(agent.ranks):
-                own = cpus[local] if cpus else ()
-                device = device_of_rank(local, self.job.device, said.accelerators)
-                cores = len(own) or said.cores
-                rows.append(RankRow(rank.number, agent.number, said.name, local, device, None, cores, threads, own))
-            if len(agent.ranks) > said.cores and not notes:
-                notes.append(
-                    f"{format_count(len(agent.ranks), 'rank')} share {format_count(said.cores, 'core')} on "
-                    f"{agent.name}; they will take turns, and a timing says little about a machine with a core for each"
-                )
-        self.supervisor.all_here(rows, notes)
+        self.supervisor.all_here(*place_ranks(self.job, self.agents))
 
     def times(self) -> list[float | None]:
         """See :class:`JoiningStarter`."""
@@ -393,3 +378,26 @@ class HostsStarter(JoiningStarter):
     def leave_s(self) -> float:
         """See :class:`JoiningStarter`."""
         return max(_LEAVE_S, self._swept_until - time.monotonic())
+
+
+def place_ranks(job: Job, agents: Sequence[AgentState]) -> tuple[list[RankRow], list[str]]:
+    """Place the ranks on the hosts of agents that have come; the rows of the rank table, and notes for the user."""
+    rows: list[RankRow] = []
+    notes: list[str] = []
+    for agent in agents:
+        said = agent.here
+        assert said is not None
+        cpus = list(map(tuple, said.cpus))
+        share = cores_per_rank(len(agent.ranks), said.cores, cpus)
+        threads = int(job.threads.partition(",")[0]) if job.threads else share
+        for local, rank in enumerate(agent.ranks):
+            own = cpus[local] if cpus else ()
+            device = device_of_rank(local, job.device, said.accelerators)
+            cores = len(own) or said.cores
+            rows.append(RankRow(rank.number, agent.number, said.name, local, device, None, cores, threads, own))
+        if len(agent.ranks) > said.cores and not notes:
+            notes.append(
+                f"{format_count(len(agent.ranks), 'rank')} share {format_count(said.cores, 'core')} on "
+                f"{agent.name}; they will take turns, and a timing says little about a machine with a core for each"
+            )
+    return rows, notes
