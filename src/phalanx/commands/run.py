@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shlex
@@ -118,7 +117,8 @@ _HELP = {
         "[default: 0 where --master-addr is, elsewhere as they come]",
         "--master-addr": "Node 0, by a name or an address that the others reach.",
         "--master-port": "The port on which node 0 listens.  [default: 29500]",
-        "--join-within": "How long nodes are waited for.",
+        "--join-within": "How long nodes are waited for.  [default: 600; with a range, 30 for one more once there are "
+        "enough]",
         "--rejoin-within": "With --restarts: how long a node that is lost, or replaced, is waited for. 0: not at all.",
     },
     "Without running it": {
@@ -205,7 +205,7 @@ class _Run(click.Command):
 @_option("--node-rank", metavar="R", type=int)
 @_option("--master-addr", metavar="HOST[:PORT]")
 @_option("--master-port", metavar="PORT", type=click.IntRange(0, 65535))
-@_option("--join-within", "join_within_s", metavar="SECONDS", type=Seconds(), default=600.0, show_default=True)
+@_option("--join-within", "join_within_s", metavar="SECONDS", type=Seconds())
 @_option("--rejoin-within", "rejoin_within_s", metavar="SECONDS", type=Seconds(), default=600.0, show_default=True)
 @_option("--starter", metavar="COMMAND")
 @_option("--mpi", metavar="COMMAND")
@@ -323,7 +323,8 @@ def _read_options(ctx: click.Context, given: Mapping[str, Any], notes: list[str]
         )
     elsewhere = bool(read["hosts"] or read["starter"] or given["mpi"] or read["rehearsal"])
     platform = None if elsewhere else find_platform(os.environ)
-    nodes = read_nodes(given["nnodes"], given["node_rank"], given["master_addr"], given["master_port"], platform)
+    named = ("nnodes", "node_rank", "master_addr", "master_port", "join_within_s", "rejoin_within_s")
+    nodes = read_nodes(**{name: given[name] for name in named}, platform=platform)
     if nodes is not None:
         if elsewhere:
             raise LaunchError(
@@ -332,9 +333,7 @@ def _read_options(ctx: click.Context, given: Mapping[str, Any], notes: list[str]
             )
         if read["ranks"] is None and platform is not None and platform.ranks is not None:
             read["ranks"] = count_ranks(platform.ranks)
-        read["nodes"] = dataclasses.replace(
-            nodes, join_within_s=given["join_within_s"], rejoin_within_s=given["rejoin_within_s"]
-        )
+        read["nodes"] = nodes
     elif not elsewhere:
         allocation = find_allocation(os.environ) if given["debugged"] is None else None
         if allocation is not None:

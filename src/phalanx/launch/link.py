@@ -226,15 +226,21 @@ def open_door(
     return door_at(listener, key, selector, admit), f"{','.join(addresses)}:{port}:{secret}"
 
 
-def door_at(listener: socket.socket, key: Key, selector: selectors.BaseSelector, admit: Callable[[Link], None]) -> Door:
-    """Admit agents that prove the key at a listening socket."""
+def door_at(
+    listener: socket.socket,
+    key: Key,
+    selector: selectors.BaseSelector,
+    admit: Callable[[Link], None],
+    refused: Callable[[str, Exception], None] = lambda peer, why: None,
+) -> Door:
+    """Admit agents that prove the key at a listening socket; ``refused`` is as of :class:`Door`."""
     from phalanx.wire.door import Arrival, Door
 
     def welcome(arrival: Arrival) -> None:
         arrival.answer(b"")
         admit(Link(arrival.sock, arrival.proven.session(), arrival.rest))
 
-    return Door(listener, key, ROLE, _KEEP_ALIVE, selector, welcome, most=_MOST_STRANGERS)
+    return Door(listener, key, ROLE, _KEEP_ALIVE, selector, welcome, refused, most=_MOST_STRANGERS)
 
 
 def join(invitation: str, patience_s: float = JOIN_S) -> Link:

@@ -248,10 +248,15 @@ class Supervisor:
             {rank.number: rank.recording for rank in self.ranks if rank.recording is not None}, self._hosts()
         )
         ended = self._ended()
-        goes_on = not self.job.attempt.is_last and failed(ended, self.console)
+        leaving = [agent for agent in self.agents if agent.leaving is not None]
+        goes_on = not self.job.attempt.is_last and (bool(leaving) or failed(ended, self.console))
         self._dismiss(stays=goes_on and self.job.keeps_agents)
         if goes_on and self.interrupted is None:
-            conclude_attempt(self.job, ended, self.console)
+            if leaving:
+                nodes = ", ".join(agent.title for agent in leaving)
+                self.console.say(f"{nodes} leaves; {self.job.attempt.next().title} starts once another has come")
+            else:
+                conclude_attempt(self.job, ended, self.console)
             self._act_on_signals()  # one may have come while that was written
             if self.interrupted is None:
                 return None
@@ -624,13 +629,14 @@ class Supervisor:
             self._on_interrupt(signum)
         elif agent.leaving is None:
             agent.leaving = 128 + signum
-            self.send(agent, EndOrder(signal=signum, grace_s=self.job.patience_s(signum), spare=[], where=False))
+            self._order(signum, grace_s=self.job.patience_s(signum))
 
-    def _order(self, signum: int, spare: Sequence[int] = ()) -> None:
+    def _order(self, signum: int, spare: Sequence[int] = (), grace_s: float | None = None) -> None:
         """Have the ranks ended."""
         self.ending = True
         asked = self.interrupted is not None and signum != signal.SIGKILL
-        grace_s = 0.0 if signum == signal.SIGKILL else self.job.patience_s(signum if asked else None)
+        if grace_s is None:
+            grace_s = 0.0 if signum == signal.SIGKILL else self.job.patience_s(signum if asked else None)
         for agent in self.agents:
             self.send(agent, EndOrder(signal=int(signum), grace_s=grace_s, spare=list(spare), where=asked))
         self.give_up_after(grace_s + _SILENCE_S)

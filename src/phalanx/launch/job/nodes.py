@@ -17,8 +17,8 @@ __all__ = ["Nodes", "read_nodes"]
 
 #: torchrun's port, too.
 DEFAULT_PORT = 29500
-# How long a job with a range of nodes waits for one more, once it has enough.
-ONE_MORE_S = 30.0
+# How long all nodes are waited for; and with a range of nodes, once there are enough, for one more.
+_ALL_S, _ONE_MORE_S = 600.0, 30.0
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Nodes:
         master_addr, master_port: where node 0 listens.
         names: the names or addresses of all nodes in the order of their ranks; empty if the platform does not say.
         title: who said so, for people.
-        join_within_s: how long nodes that have not come are waited for; with a range, how long for one more.
+        join_within_s: how long nodes that have not come are waited for.
+        one_more_s: with a range, how long for one more once there are enough.
         rejoin_within_s: how long a node that is lost is waited for before a restart; 0 not to wait.
     """
 
@@ -42,7 +43,8 @@ class Nodes:
     master_port: int
     names: tuple[str, ...] = ()
     title: str = "--nnodes"
-    join_within_s: float = 600.0
+    join_within_s: float = _ALL_S
+    one_more_s: float = _ONE_MORE_S
     rejoin_within_s: float = 600.0
 
     @property
@@ -63,12 +65,15 @@ def read_nodes(
     master_addr: str | None,
     master_port: int | None,
     platform: PlatformNodes | None,
+    join_within_s: float | None = None,
+    rejoin_within_s: float = _ALL_S,
 ) -> Nodes | None:
     """Read the nodes of a job; None for a job that ``phalanx run`` starts alone.
 
     Args:
-        nnodes, node_rank, master_addr, master_port: the options of these names; None if not given.
+        nnodes, node_rank, master_addr, master_port, join_within_s: the options of these names; None if not given.
         platform: what the variables of a platform say; an option that is given counts instead.
+        rejoin_within_s: the option.
 
     Raises:
         LaunchError: the options are no numbers, contradict each other, or do not say where node 0 is.
@@ -103,6 +108,9 @@ def read_nodes(
         port or master_port or DEFAULT_PORT,
         platform.names if platform is not None and nnodes is None else (),
         platform.title if platform is not None else "--nnodes",
+        _ALL_S if join_within_s is None else join_within_s,
+        _ONE_MORE_S if join_within_s is None else join_within_s,
+        rejoin_within_s,
     )
 
 

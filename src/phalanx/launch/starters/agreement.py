@@ -81,11 +81,15 @@ def find_differences(names: Sequence[str], here: Sequence[Here], *, may_share: b
         may_share: whether two of them may be one machine.
     """
     lines = [] if may_share else _twice(names, here)
+    for name, said in zip(names, here, strict=True):
+        if said.same.keys() != here[0].same.keys():
+            [script], [other] = (sorted(a.same.keys() - b.same.keys()) for a, b in ((said, here[0]), (here[0], said)))
+            return [f"{name} is to run {script}, and {names[0]} {other}; give the same command on every node"]
     lines += dict.fromkeys(problem for said in here for problem in said.problems)
     for thing in here[0].same:
         found: dict[str, list[str]] = {}
         for name, said in zip(names, here, strict=True):
-            found.setdefault(said.same.get(thing, ""), []).append(name)
+            found.setdefault(said.same[thing], []).append(name)
         if len(found) > 1 or "" in found:
             lines.append(_described(thing, found))
     return lines

@@ -50,8 +50,6 @@ def fork_process(be: Callable[[], RankStart]) -> int | RankStart:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if pid:
         return pid
-    # It sees the supervisor's end as the end of the link, unless it has been stopped.
-    processes.wake_with_parent()
     os.setsid()  # out of the terminal's foreground group, in which Ctrl-C is the supervisor's
     processes.set_name("phalanx-agent")
     processes.adopt_orphans()
@@ -78,6 +76,8 @@ def fork_agent(job: Job, file_limit: tuple[int, int]) -> LocalAgent | RankStart:
 
     def be_agent() -> RankStart:
         link.close()
+        # It sees the supervisor's end as the end of the link, unless it has been stopped.
+        processes.wake_with_parent()
         from phalanx.launch.agent import Agent  # here, so that only the agent waits for it
 
         before_import = {"OMP_NUM_THREADS": job.threads, **job.before_torch()}

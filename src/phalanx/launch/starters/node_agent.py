@@ -96,6 +96,8 @@ def be_agent(job: Job, nodes: Nodes, *, prints: bool = True) -> RankStart:
     file_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ended_by_signals():
         link = _dial(nodes, node_key())
+    if not prints:
+        processes.wake_with_parent()  # it sees the supervisor's end as the end of the link, unless it is stopped
     agent = NodeAgent(link, file_limit, job, nodes, prints=prints)
     agent.introduce()
     return agent.run()

@@ -24,7 +24,7 @@ from phalanx import settings
 from phalanx.errors import LaunchError
 from phalanx.launch.job.hosts import HostSlots
 from phalanx.launch.job.job import Job
-from phalanx.launch.job.nodes import ONE_MORE_S, Nodes
+from phalanx.launch.job.nodes import Nodes
 from phalanx.launch.job.target import Refusal
 from phalanx.launch.link import MESSAGE, Link, Lost, door_at
 from phalanx.launch.output.failure import signal_name
@@ -35,7 +35,8 @@ from phalanx.launch.starters.contract import Starter
 from phalanx.launch.starters.hosts import place_ranks
 from phalanx.launch.starters.local import fork_process
 from phalanx.launch.starters.node_agent import be_agent, ended_by_signals, node_key
-from phalanx.system import interfaces
+from phalanx.system import interfaces, processes
+from phalanx.wire.proof import WrongKey
 from phalanx.wire.sockets import listen
 from phalanx.words import format_count, format_named, tell
 
@@ -94,7 +95,10 @@ def join_nodes(job: Job, nodes: Nodes) -> Gathering | RankStart:
         ) from error
     own = dataclasses.replace(nodes, node_rank=0, master_addr=addresses[0], master_port=listener.getsockname()[1])
 
+    supervisor = os.getpid()
+
     def be_own_agent() -> RankStart:
+        processes.die_with_parent(supervisor)  # until it has joined
         listener.close()
         return be_agent(job, own, prints=False)
 
@@ -174,7 +178,7 @@ class Gathering:
         self._selector = selectors.DefaultSelector()
         for seat in self.seats:
             self._selector.register(seat.link, selectors.EVENT_READ, functools.partial(self._hear, seat))
-        door = door_at(self._listener.dup(), self._key, self._selector, self._welcome)
+        door = door_at(self._listener.dup(), self._key, self._selector, self._welcome, self._refuse)
         try:
             with ended_by_signals():
                 self._wait(door, patience_s)
@@ -215,18 +219,18 @@ class Gathering:
 
     def _wait(self, door: Door, patience_s: float) -> None:
         nodes, began = self.nodes, time.monotonic()
-        self._came_at, say_at = began, began + _SAID_S
+        self._came_at, say_at = began, began + (0 if self._came_at else _SAID_S)
         while len(self.seats) < nodes.most:
             now = time.monotonic()
             enough = len(self.seats) >= nodes.least
-            until = self._came_at + min(ONE_MORE_S, patience_s) if enough else began + patience_s
+            until = self._came_at + min(nodes.one_more_s, patience_s) if enough else began + patience_s
             if now >= until:
                 if enough:
                     return
                 raise Refusal(f"{self._missing()} not come to {nodes.where} within {patience_s:g} s", 1)
             if now >= say_at:
                 say_at = now + _SAID_AGAIN_S
-                text = f"{self._missing()} not come to {nodes.where} after {now - began:.0f} s"
+                text = f"{self._missing()} not come to {nodes.where} after {now - began:.0f} of {patience_s:.0f} s"
                 tell(text)
                 for seat in self.seats:
                     seat.link.send(Tell(text=text))
@@ -255,6 +259,10 @@ class Gathering:
         seat = Seat(link, Here(agent=-1, name="", machine="", pid=0), math.inf)
         self._selector.register(link, selectors.EVENT_READ, functools.partial(self._hear, seat))
         self._hear(seat)
+
+    def _refuse(self, peer: str, why: Exception) -> None:
+        if isinstance(why, WrongKey):
+            tell(f"{peer} wants to join with another key; {settings.KEY_FILE} is to name the same file on every node")
 
     def _known_addresses(self) -> set[str]:
         known = {*self.addresses}
