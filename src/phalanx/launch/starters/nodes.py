@@ -230,7 +230,9 @@ class Gathering:
                 raise Refusal(f"{self._missing()} not come to {nodes.where} within {patience_s:g} s", 1)
             if now >= say_at:
                 say_at = now + _SAID_AGAIN_S
-                text = f"{self._missing()} not come to {nodes.where} after {now - began:.0f} of {patience_s:.0f} s"
+                text = f"after {now - began:.0f} s {self._missing()} not come to {nodes.where}"
+                if enough:
+                    text = f"{len(self.seats)} nodes have come, which are enough; {until - now:.0f} s more for another"
                 tell(text)
                 for seat in self.seats:
                     seat.link.send(Tell(text=text))
@@ -241,11 +243,12 @@ class Gathering:
         """Name the nodes that have not come, as far as they are numbered, with the verb."""
         numbers = {seat.here.agent for seat in self.seats}
         missing = [number for number in range(self.nodes.least) if number not in numbers]
+        named = format_named("node", missing)
         if -1 in numbers or self.nodes.least < self.nodes.most:
-            left = max(1, self.nodes.least - len(self.seats))
-            return f"{left} of {format_count(self.nodes.least, 'node')} {'has' if left == 1 else 'have'}"
-        names = [self.nodes.names[number] if self.nodes.names else "" for number in missing]
-        named = format_named("node", missing) + (f" ({', '.join(names)})" if any(names) else "")
+            missing = missing[: self.nodes.least - len(self.seats)]
+            named = f"{len(missing)} of at least {format_count(self.nodes.least, 'node')}"
+        elif self.nodes.names:
+            named += f" ({', '.join(self.nodes.names[number] for number in missing)})"
         return f"{named} {'has' if len(missing) == 1 else 'have'}"
 
     # Arrivals.
