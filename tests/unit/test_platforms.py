@@ -20,9 +20,9 @@ NODES = [
 ]
 
 
-def recorded(name: str, node: int = 0, **changes: Any) -> dict[str, str]:
-    """The variables of a node of a recording, with some of them changed."""
-    return {**RECORDINGS[name]["common"], **RECORDINGS[name]["nodes"][node]["environment"], **changes}
+def recorded(name: str, **changes: str) -> dict[str, str]:
+    """The variables of the first node of a recording, with some of them changed."""
+    return {**RECORDINGS[name]["common"], **RECORDINGS[name]["nodes"][0]["environment"], **changes}
 
 
 @pytest.mark.parametrize(("environment", "answer"), NODES)

@@ -370,8 +370,10 @@ _OF_TASKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RAN
 # Slurm numbers steps from 0; those of a batch script and of an interactive shell have numbers from here on.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 # Variables that say how many processes a job has, those that count a host's alone, and values that ask for no others.
-_OF_JOB = ("PET_NNODES", "SKYPILOT_NUM_NODES", "DSTACK_NODES_NUM", "AWS_BATCH_JOB_NUM_NODES", "NNODES")
-_OF_JOB += ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_OF_JOB = (
+    *("PET_NNODES", "SKYPILOT_NUM_NODES", "DSTACK_NODES_NUM", "AWS_BATCH_JOB_NUM_NODES", "NNODES"),
+    *("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+)
 _OF_HOST = ("PET_NPROC_PER_NODE", "SKYPILOT_NUM_GPUS_PER_NODE", "DSTACK_GPUS_PER_NODE", "SLURM_NTASKS", "PBS_TASKNUM")
 _ASK_FOR_NONE = ("", "0", "1", "1:1", "-1")
 
