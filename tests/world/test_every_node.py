@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.hosts import TestHosts, why_no_hosts
 from tests.support.remote import PHALANX, RemoteJob, RemoteLauncher, launching, reachable_hosts
+
+from phalanx.system.limits import usable_cores
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
 
@@ -35,13 +39,18 @@ class Nodes(RemoteLauncher):
     """Starts ``phalanx run`` on nodes."""
 
     def start_on(
-        self, host: int, *arguments: str, environment: Mapping[str, str] | None = None, numbered: bool = True
+        self,
+        host: int,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        numbered: bool = True,
+        words: Sequence[str] = ("-n", "1"),
     ) -> RemoteJob:
         """Start the command on a host; if it is numbered, the number of the host is the node's."""
         folder = self.folder / f"job-{len(self.jobs)}"
         folder.mkdir()
-        words = ["--node-rank", str(host)] if numbered else []
-        command = [self.python, *PHALANX, "run", "--no-preload", "-n", "1", *words, *arguments]
+        which = ["--node-rank", str(host)] if numbered and words else []
+        command = [self.python, *PHALANX, "run", "--no-preload", *words, *which, *arguments]
         with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
             process = self.hosts.start(
                 host, command, environment or {}, stdin=subprocess.DEVNULL, stdout=out, stderr=err
@@ -179,3 +188,44 @@ def test_a_key_file_keeps_nodes_without_it_out(nodes: Nodes) -> None:
     assert (stranger.finish(), first.finish()) == (1, 1)
     assert "node 0 at h0:29500 has another key (this node has none); set PHALANX_KEY_FILE" in stranger.err
     assert "wants to join with another key" in first.err
+
+
+RECORDINGS = sorted((Path(__file__).parents[1] / "data" / "platforms").glob("*.json"))
+
+
+def on_these_hosts(recording: dict[str, Any], hosts: TestHosts) -> list[dict[str, str]]:
+    """Return the variables of a platform's nodes, as if they were these hosts: names resolve, addresses are theirs."""
+    answers = [node["answer"] for node in recording["nodes"]]
+    names = dict(enumerate(answers[0]["names"]))
+    first = next(host for host, answer in enumerate(answers) if answer["node_rank"] in (0, None))
+    if not names:
+        names = {first: max(answer["master_addr"] for answer in answers)}  # AWS Batch does not tell node 0
+    for host in range(hosts.count):
+        hosts.set_names(host, {name: hosts.address(other) for other, name in names.items()})
+    environments = []
+    for node in recording["nodes"]:
+        environment = {**recording["common"], **node["environment"]}
+        for host, name in names.items():
+            if name[0].isdigit():
+                environment = {key: value.replace(name, hosts.address(host)) for key, value in environment.items()}
+        environments.append(environment)
+    return environments
+
+
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
+def test_nodes_of_a_platform_are_one_job(nodes: Nodes, path: Path) -> None:
+    recording = json.loads(path.read_text())
+    answers = [node["answer"] for node in recording["nodes"]]
+    try:
+        jobs = [
+            nodes.start_on(host, "--no-prefix", "printenv", "RANK", words=[], environment=environment)
+            for host, environment in enumerate(on_these_hosts(recording, nodes.hosts))
+        ]
+        assert [job.finish() for job in jobs] == [0] * len(jobs), "".join(job.said() for job in jobs)
+    finally:
+        nodes.hosts.reset_names()
+    ranks = [sorted(map(int, job.out.split())) for job in jobs]
+    each = usable_cores() if answers[0]["ranks"] == "auto" else int(answers[0]["ranks"] or 1)
+    every = list(range(len(jobs) * each))
+    assert max(ranks, key=len) == every  # on node 0
+    assert sorted(rank for own in ranks for rank in own if own != every) == every[each:]

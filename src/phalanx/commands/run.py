@@ -415,6 +415,7 @@ def _describe(job: Job, *, as_json: bool) -> None:
             "mpi": job.mpi.command(job.ranks, job.hosts, ["RANK"], "HOSTS") if job.mpi is not None else None,
             "rehearsal": asdict(job.rehearsal) if job.rehearsal is not None else None,
             "memory": dict(job.memory),
+            "nodes": asdict(job.nodes) if job.nodes is not None else None,
             "restarts": job.attempt.restarts,
             "bind": job.bind,
             "cpus": list(map(list, job.cpus)) if job.cpus else None,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from phalanx.errors import LaunchError
 from phalanx.launch.job.hosts import is_here
 from phalanx.launch.job.platforms import PlatformNodes
+from phalanx.system.host import machine_name
 
 __all__ = ["Nodes", "read_nodes"]
 
@@ -90,9 +91,11 @@ def read_nodes(
         node_rank = node_rank if named else platform.node_rank
         master_addr = master_addr or platform.master_addr
         master_port = master_port or platform.master_port
+    if not master_addr and node_rank == 0:
+        master_addr = machine_name()  # AWS Batch tells node 0 no address; by hand, it need not be told either
     if not master_addr:
         raise LaunchError(
-            f"--nnodes {nnodes}: say where node 0 is, on every node: --master-addr HOST; or call phalanx run once, "
+            f"{most} nodes: say where node 0 is, on every node: --master-addr HOST; or call phalanx run once, "
             "and it starts the ranks of all hosts: -H h1:4,h2:4"
         )
     address, port = _split(master_addr)

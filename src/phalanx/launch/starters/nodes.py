@@ -195,6 +195,8 @@ class Gathering:
         hosts = tuple(HostSlots(here.name, here.beside) for here in heres)
         ranks = sum(here.beside for here in heres)
         job.output.check(ranks)
+        if not 0 <= (job.reader or 0) < ranks:
+            raise LaunchError(f"--stdin {job.reader}: is not one of the {format_count(ranks, 'rank')}, from 0 on")
         threads = os.environ.get("OMP_NUM_THREADS", "")
         return dataclasses.replace(
             job, hosts=hosts, ranks=ranks, addresses=self.addresses, threads=threads, cpus=(), counted=True
