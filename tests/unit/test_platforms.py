@@ -99,6 +99,12 @@ def test_variables_that_make_no_sense_are_an_error(name: str, changes: dict[str,
     assert str(error.value).endswith("say --nnodes, --node-rank and --master-addr (--nnodes 1: this node alone)")
 
 
+def test_intel_accelerators_are_counted_as_such() -> None:
+    found = find_platform(recorded("kubeflow-trainer", PET_NPROC_PER_NODE="xpu"))
+    assert found is not None
+    assert found.ranks == "gpu"
+
+
 def test_address_and_port_of_a_script_count_more() -> None:
     found = find_platform(recorded("slurm", MASTER_ADDR="h1-ib", MASTER_PORT="29500"))
     assert found is not None

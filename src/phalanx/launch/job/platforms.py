@@ -123,10 +123,10 @@ def _most_nodes(name: str, nodes: str) -> int:
 
 
 def _ranks_in(name: str) -> Reader:
-    """Read how many ranks or accelerators a node has; without accelerators nothing is said of ranks."""
+    """Read how many ranks or accelerators a node has; 0 says nothing of ranks. ``xpu`` is a word of torchrun."""
 
     def read(environment: Environment) -> Fact | None:
-        value = environment.get(name, "0").strip()
+        value = environment.get(name, "0").strip().replace("xpu", "gpu")
         return Fact(value if value in ("auto", "gpu", "cpu") else whole_number(name, value), f"{name}={value}")
 
     return Reader(name, read, (name,))
