@@ -24,7 +24,6 @@ TUNING = "PHALANX_TUNING"  # the file of switch points that `phalanx bench --tun
 WARN_AFTER = "PHALANX_WARN_AFTER"  # seconds after which a rank without `phalanx run` says for whom it waits; 0: never
 
 # Set by the launcher for its ranks.
-AGENT = "PHALANX_AGENT"  # across hosts: the job, the attempt and the host, for all that is started there
 ATTEMPT = "PHALANX_ATTEMPT"  # how often the ranks have been started again after a failure: --restarts
 DIRECTORY = "PHALANX_DIRECTORY"  # where `phalanx run` was called: files below it are named without it
 KEY = "PHALANX_KEY"  # the job's key

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from tests.support.hosts import why_no_hosts
 from tests.support.remote import RemoteJob, RemoteLauncher, hosts, impatient, remote
 from tests.support.waiting import stop
-
-from phalanx import settings
-from phalanx.launch.starters import sweep_host
 
 __all__ = ["hosts", "remote"]  # fixtures
 
@@ -124,17 +118,3 @@ def test_kernel_that_kills_a_rank_and_a_host_that_loses_all_of_phalanx(remote: R
     assert job.finish() == 1, job.said()
     assert "failed: host h1 is lost" in job.err
     remote.check()
-
-
-def test_sweep_ends_what_one_agent_of_one_attempt_has_left() -> None:
-    environments = [{settings.AGENT: name} for name in ("job/1/1", "job/0/1", "job/1/10", "job/1")]
-    sleepers = [subprocess.Popen(["/bin/sleep", "600"], env=own) for own in (*environments, {})]
-    try:
-        program = [sys.executable, "-I", "-S", str(Path(sweep_host.__file__))]
-        subprocess.run([*program, f"{settings.AGENT}=job/1/1"], check=True, timeout=60)
-        assert sleepers[0].wait(60) == -signal.SIGKILL
-        assert [process.poll() for process in sleepers[1:]] == [None] * 4
-    finally:
-        for process in sleepers:
-            process.kill()
-            process.wait()

@@ -63,7 +63,7 @@ def test_rank_that_does_not_come_is_named_meanwhile_and_at_the_end(monkeypatch: 
         return "", ""
 
     (of_rank_0, printed), (of_rank_1, _), _ = on_ranks(body, 3)
-    who = "rank 2 of 3 (h2, local rank 0)"
+    who = "rank 2 of 3; no rank has come from node 2 (h2)"
     missing = rf"after [\d.]+ s {re.escape(who)} had not come to rank 0 on h0; check whether they were started"
     check_facts(of_rank_0, rf"^phalanx\.errors\.InitializationError: {missing}")
     check_facts(of_rank_1, rf"^phalanx\.errors\.InitializationError: rank 1 had joined, but {missing}")

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from phalanx.errors import InitializationError, LaunchError
-from phalanx.launch.job.hosts import HostSlots, fill_hosts, find_allocation, is_here, parse_hosts, read_hostfile
+from phalanx.launch.job.hosts import (
+    HostSlots,
+    fill_hosts,
+    find_allocation,
+    is_here,
+    note_ignored,
+    parse_hosts,
+    read_hostfile,
+)
 from phalanx.launch.job.job import make_job
 from phalanx.launch.job.mpi_launcher import MpiLauncher
 from phalanx.launch.job.options import LaunchOptions
 from phalanx.launch.job.target import Target
 from phalanx.launch.protocol import Here
-from phalanx.launch.starters.agreement import find_differences
-from phalanx.launch.starters.environment import carried_variables
-from phalanx.launch.starters.ssh import command_for, split_starter
-from phalanx.launch.starters.tree import FAN, starting_host
+from phalanx.launch.starters.hosts import find_differences
+from phalanx.launch.starters.invitation import carried_variables
+from phalanx.launch.starters.ssh import command_for, parse_starter
 from phalanx.system import interfaces
 from phalanx.system.host import machine_name
 from phalanx.system.interfaces import is_other_host, listening_address, outward_address, outward_addresses
-from phalanx.topology.environment import note_ignored
 
 
 def slots(hosts: list[HostSlots]) -> list[tuple[str, int | None]]:
@@ -181,8 +186,8 @@ def test_the_command_on_a_host() -> None:
     assert command.startswith(f"exec {sys.executable} -I -S ")
     agent = command_for("localhost", [])
     assert command_for("pod-1", ["kubectl", "exec", "-i"]) == ["kubectl", "exec", "-i", "pod-1", *agent]
-    assert command_for("pod-1", split_starter("kubectl")) == ["kubectl", "exec", "-i", "pod-1", "--", *agent]
-    assert command_for("c1", split_starter("a -n 'b c' {host} --")) == ["a", "-n", "b c", "c1", "--", *agent]
+    assert command_for("pod-1", parse_starter("kubectl")) == ["kubectl", "exec", "-i", "pod-1", "--", *agent]
+    assert command_for("c1", parse_starter("a -n 'b c' {host} --")) == ["a", "-n", "b c", "c1", "--", *agent]
 
 
 def test_variables_that_differ_between_hosts_stay() -> None:
@@ -212,14 +217,6 @@ def test_differences_are_named_with_their_hosts() -> None:
     assert find_differences(["a", "a.ib"], [first, first]) == [
         "a and a.ib are one host, which calls itself a; list it once, with the number of its ranks"
     ]
-
-
-def test_hosts_are_started_by_the_supervisor_or_by_one_that_comes_before() -> None:
-    assert [starting_host(number) for number in range(FAN)] == [None] * FAN
-    parents = [starting_host(number) for number in range(FAN, FAN + FAN * FAN)]
-    assert all(parent is not None and parent < FAN for parent in parents)
-    assert set(Counter(parents).values()) == {FAN}  # each level is shared out evenly over the one before
-    assert starting_host(5000) not in (None, *range(FAN))
 
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[01-02],m", "SLURM_TASKS_PER_NODE": "4(x2),3"}

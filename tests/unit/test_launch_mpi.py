@@ -25,8 +25,8 @@ from phalanx.launch.job.mpi_launcher import (
 from phalanx.launch.job.options import LaunchOptions
 from phalanx.launch.job.target import Target
 from phalanx.launch.protocol import Here
-from phalanx.launch.starters import shim
-from phalanx.launch.starters.mpi_placing import find_contradiction, place_ranks
+from phalanx.launch.starters import start_agent
+from phalanx.launch.starters.mpi import place_ranks
 
 HYDRA = "HYDRA build details:\\n    Version:                                 4.3.1\\n"
 TARGET = Target("program", "true", "/bin/true", ("true",))
@@ -106,8 +106,8 @@ def test_srun_places_equally_many_on_each_and_open_mpi_runs_as_root(monkeypatch:
 
 def test_place_of_a_process_and_the_environment_that_is_the_users() -> None:
     own = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2", "OMPI_COMM_WORLD_RANK": "7"}
-    assert place_of("mpich", own) == {"rank": 2, "size": 4, "beside": 2}
-    assert place_of("slurm", {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}) == {"rank": 1, "size": 2, "beside": 0}
+    assert place_of("mpich", own) == (2, 4)
+    assert place_of("slurm", {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}) == (1, 2)
     with pytest.raises(LaunchError, match="did not set OMPI_COMM_WORLD_SIZE"):
         place_of("openmpi", own)
     user = {"A": "1", "PATH": "/mine", "HOSTNAME": "h0", "PMI_RANK": "9", "OMPI_MCA_btl": "self", "SAME": "x"}
@@ -131,7 +131,7 @@ def test_shim_finds_the_package_by_its_own_path(tmp_path: Path) -> None:
     for name in ("phalanx.py", "signal.py"):
         (tmp_path / name).write_text("raise ImportError('from the working directory')")
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PHALANX_MPI_JOIN")}
-    command = [sys.executable, "-S", shim.__file__, "mpich"]
+    command = [sys.executable, "-S", start_agent.__file__, "mpi", "mpich"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr == "phalanx: this program is for `phalanx run --mpi` to start; start your script with that\n"
@@ -142,8 +142,8 @@ def job(ranks: int, **changes: object) -> Job:
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
 
-def said(host: str, cpus: list[int], beside: int = 0) -> Here:
-    return Here(agent=0, pid=1, machine="same", name=host, cpus=[tuple(cpus)], beside=beside)
+def said(host: str, cpus: list[int]) -> Here:
+    return Here(agent=0, pid=1, machine="same", name=host, cpus=[tuple(cpus)])
 
 
 def test_hosts_are_numbered_by_their_first_rank_and_cores_are_shared() -> None:
@@ -156,14 +156,3 @@ def test_hosts_are_numbered_by_their_first_rank_and_cores_are_shared() -> None:
     own = job(4).environment(2, port=5, rows=rows)
     names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "OMP_NUM_THREADS")
     assert [own[name] for name in names] == ["1", "2", "0", "2", "2"]
-
-
-def test_what_the_launcher_did_otherwise_is_said() -> None:
-    def contradiction(asked: Job, here: list[Here]) -> str:
-        return find_contradiction(asked, "mpiexec", place_ranks(asked, here), here)
-
-    asked = job(2, hosts=(HostSlots("a", 1), HostSlots("b", 1)))
-    text = contradiction(asked, [said("vm", [0]), said("vm", [0])])
-    assert "asked for rank 0 on a and rank 1 on b; they run on vm" in text
-    assert "1 of 2 ranks" in contradiction(job(2), [said("vm", [0], beside=1), said("vm", [0], beside=1)])
-    assert contradiction(asked, [said("a", [0], beside=1), said("b", [0], beside=1)]) == ""

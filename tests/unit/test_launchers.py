@@ -18,7 +18,7 @@ import pytest
 from phalanx.errors import InitializationError, LauncherEnvironmentError
 from phalanx.system.host import Host
 from phalanx.topology.environment import Reading, place_with, read_environment
-from phalanx.topology.launchers import LAUNCHERS, Kind, launcher_table, recognition_table
+from phalanx.topology.launchers import LAUNCHERS, Kind, launcher_table
 from phalanx.topology.readers import expand_node_list, expand_task_counts
 from phalanx.topology.topology import RankInfo, arrange
 
@@ -79,10 +79,9 @@ def test_every_row_and_name_has_a_job() -> None:
     assert found == {*LAUNCHERS, None}
 
 
-def test_the_tables_of_the_documentation_are_those_of_the_rows() -> None:
-    page, design = ((ROOT / "docs" / name).read_text() for name in ("launchers.md", "design/launching.md"))
+def test_the_table_of_the_documentation_is_that_of_the_rows() -> None:
+    page = (ROOT / "docs/launchers.md").read_text()
     assert launcher_table() in page, "copy the output of `python -m phalanx.topology.launchers` into docs/launchers.md"
-    assert recognition_table() in design, "and its second table into docs/design/launching.md"
     for row in LAUNCHERS:
         assert row.traits.pass_on in page
 
@@ -110,18 +109,6 @@ def test_two_launchers_that_contradict_each_other_are_both_shown() -> None:
         ) as caught:
             read({**environment, **stale})
         assert all(f"{name}={value}" in str(caught.value) for name, value in stale.items())
-
-
-def test_host_finds_itself_in_a_list_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A login shell exports HOSTNAME, and a launcher hands it on to processes on other hosts."""
-    path = tmp_path / "rankfile"
-    path.write_text("launch\nn1\nn1\nn2\nn2\n")
-    step = {"JSM_NAMESPACE_RANK": "2", "JSM_NAMESPACE_SIZE": "4", "LSB_DJOB_RANKFILE": str(path), "HOSTNAME": "n1"}
-    monkeypatch.setattr("phalanx.system.host.machine_name", lambda: "n2.cluster")
-    assert read(step).number("node_rank") == 1
-    assert read({**step, "PHALANX_HOST": "n1"}).number("node_rank") == 0
-    monkeypatch.setattr("phalanx.system.host.machine_name", lambda: "unlisted")
-    assert read(step).number("node_rank") is None
 
 
 def test_conventions_for_a_world_of_one() -> None:

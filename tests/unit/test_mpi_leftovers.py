@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.support.strangers import NOBODY, needs_another_user
 
-from phalanx.launch.starters.leftovers import remove_unused
+from phalanx.launch.starters.mpi_agent import remove_unused
 
 
 @pytest.fixture

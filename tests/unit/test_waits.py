@@ -14,7 +14,7 @@ from tests.support.waiting import soon
 
 from phalanx.errors import BackendError
 from phalanx.system import threads
-from phalanx.system.threads import AwakeClock, TimedQueue, ended_early, keep_spare_thread, start, wait_awake, within
+from phalanx.system.threads import AwakeClock, TimedQueue, ended_early, spare_thread, start, wait_awake, within
 
 PATIENCE_S = 120.0
 START = next(name for name in ("_start_new_thread", "_start_joinable_thread") if hasattr(threading, name))
@@ -76,7 +76,7 @@ def refuse(thread: threading.Thread) -> None:
 
 
 def test_what_takes_too_long_is_left_alone_also_when_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, user = threading.active_count(), Time()
+    before = threading.active_count()
 
     def check() -> None:
         goes_on = threading.Event()
@@ -88,7 +88,7 @@ def test_what_takes_too_long_is_left_alone_also_when_no_thread_can_start(monkeyp
             within(60, lambda: 1 / 0)
 
     check()
-    keep_spare_thread(user)
+    user = spare_thread()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         check()

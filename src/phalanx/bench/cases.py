@@ -1,27 +1,13 @@
-"""The cases to measure, and the values of the command line, read and checked, from which they follow."""
+"""What is measured, as the command line says it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx.bench.operations import DTYPES, OPERATIONS, SizeOf
 from phalanx.words import did_you_mean, format_size
-
-__all__ = [
-    "MEMCPY",
-    "MPI",
-    "NOTHING",
-    "UNBOUNDED",
-    "BenchOptions",
-    "Case",
-    "parse_dtypes",
-    "parse_operations",
-    "parse_rate",
-    "parse_sizes",
-    "tuning_label",
-]
 
 # Names among the samples of a row, beside those of backends of torch.
 MEMCPY, MPI, NOTHING = "memcpy", "mpi", "nothing"
@@ -43,16 +29,15 @@ class Case:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The choice of what is measured, and for how long; every rank gets it as JSON.
+    """What is measured, and for how long; every rank gets it as JSON.
 
     Attributes:
         operations, sizes, dtypes: every combination is measured, with every number in ``ranks``.
-        against: backends of torch to measure beside ``phalanx``; MPI is not one of them. ``nothing`` is ours.
-        rounds: how many turns each backend gets in each case.
-        round_s: about how long one turn is.
+        against: backends of torch to measure beside ``phalanx``, or ``nothing``.
+        rounds, round_s: how many turns each backend gets in each case, and about how long one is.
         patience_s: for each world size, how long to repeat rows that were measured on a noisy machine.
-        tunings: values of :class:`~phalanx.transports.shm.tuning.Tuning`. If there are any, groups with these values
-            are compared with each other instead of with other backends.
+        tunings: values of :class:`~phalanx.transports.shm.tuning.Tuning`; if there are any, groups with these are
+            compared instead of backends.
         link_bytes_per_s: the rate of a link between hosts; 0 to measure it.
     """
 
@@ -69,7 +54,7 @@ class BenchOptions:
     link_bytes_per_s: float = 0.0
 
     def cases(self) -> Iterator[Case]:
-        """Return the rows of one world size, in the order they are measured."""
+        """Return the rows of one world size, in order."""
         for operation in self.operations:
             if OPERATIONS[operation].size_of is SizeOf.NOTHING:
                 yield Case(operation, "", 0)
@@ -78,13 +63,9 @@ class BenchOptions:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Read ``4,64K,1M``: K, M and G are powers of 1024; ``KiB`` and ``KB`` mean the same.
-
-    Raises:
-        ValueError: a part is not a size.
-    """
+    """Read ``4,64K,1M``: K, M and G are powers of 1024; ``KiB`` and ``KB`` mean the same; else raise ValueError."""
     sizes = []
-    for part in _parts(text):
+    for part in map(str.strip, text.split(",")):
         match = _SIZE.fullmatch(part)
         if match is None or not int(match[1]):
             raise ValueError(f"{part!r} is not a valid size; write a number of bytes, as in 4, 64K, 1M or 1G")
@@ -93,11 +74,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def parse_rate(text: str) -> float:
-    """Read ``1gbit``, ``100mbit`` or ``25gbit/s``: the rate of a link, in bytes a second.
-
-    Raises:
-        ValueError: it is not a rate.
-    """
+    """Read ``1gbit``, ``100mbit`` or ``25gbit/s``, and return bytes a second; raise ValueError if it is not a rate."""
     match = _RATE.fullmatch(text.strip())
     if match is None or not float(match[1]):
         raise ValueError(f"{text!r} is not a rate; write one as in 100mbit, 1gbit or 25gbit")
@@ -106,12 +83,12 @@ def parse_rate(text: str) -> float:
 
 def parse_dtypes(text: str) -> tuple[str, ...]:
     """Read ``float32,bfloat16``; raise ValueError for a name that is not one of DTYPES."""
-    return _known(_parts(text), tuple(DTYPES), "a dtype")
+    return _known([part.strip() for part in text.split(",")], DTYPES, "a dtype")
 
 
 def parse_operations(names: Sequence[str]) -> tuple[str, ...]:
     """Check names of operations, of which ``all`` means every one; raise ValueError for an unknown one."""
-    return tuple(OPERATIONS) if "all" in names else _known(names, tuple(OPERATIONS), "an operation")
+    return tuple(OPERATIONS) if "all" in names else _known(names, OPERATIONS, "an operation")
 
 
 def tuning_label(tuning: Sequence[int]) -> str:
@@ -119,11 +96,7 @@ def tuning_label(tuning: Sequence[int]) -> str:
     return "/".join("∞" if value == UNBOUNDED else format_size(value) for value in tuning)
 
 
-def _parts(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",")]
-
-
-def _known(names: Sequence[str], known: tuple[str, ...], what: str) -> tuple[str, ...]:
+def _known(names: Sequence[str], known: Iterable[str], what: str) -> tuple[str, ...]:
     for name in names:
         if name not in known:
             meant = did_you_mean(name, known)

@@ -1,10 +1,4 @@
-"""The machine on which a figure was measured: what it is, and whether it was quiet enough to believe the figure.
-
-Three figures say how noisy it was. The first is the spread of the probe: one piece of work, a loop and a copy, is timed
-again and again between the cases, and its times differ if something slows a core down (its frequency, a neighbour on
-the same core or in the shared cache). The second is the kernel's count of stolen time, which the hypervisor gave to
-another guest. The third is the CPU time that other programs than the ranks used.
-"""
+"""The machine on which a figure was measured: what it is, and whether it was quiet enough to believe the figure."""
 
 from __future__ import annotations
 
@@ -22,11 +16,9 @@ from typing import Any
 
 from phalanx import settings
 
-__all__ = ["CpuClock", "Noise", "clock_mhz", "describe_machine", "probe", "probe_spread", "quartiles", "versions"]
-
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-# The bound of each figure, and what it means. On a quiet machine the probe's spread is within 3 %, nothing is stolen,
-# and other programs take less than 2 %. Below these bounds a difference of 10 % between two medians means something.
+# The bound of each figure of Noise, and what it means. On a quiet machine the probe's spread is within 3 %, nothing is
+# stolen, and other programs take less than 2 %. Below these bounds a difference of 10 % between two medians counts.
 _BOUNDS = {
     "probe_spread": (0.10, "the same piece of work took times that differ by {:.0%}"),
     "stolen": (0.02, "the hypervisor took {:.0%} of the CPU time"),
@@ -47,7 +39,7 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
 
 def describe_machine() -> dict[str, Any]:
     """Return the hardware and the kernel, and the load before anything is measured."""
-    named = {key.strip(): value.strip() for key, _, value in _cpuinfo()}
+    named = dict(_cpuinfo())
     return {
         "cpu": named.get("model name") or named.get("Model") or named.get("CPU part") or "unknown",
         "architecture": platform.machine(),
@@ -63,12 +55,13 @@ def describe_machine() -> dict[str, Any]:
 
 
 def clock_mhz() -> list[float]:
-    """Return the present clock of each core, in the order of the kernel; empty if it does not say."""
-    return [float(value) for key, _, value in _cpuinfo() if key.strip() == "cpu MHz"]
+    """Return the present clock of each core; empty if the kernel does not say."""
+    return [float(value) for key, value in _cpuinfo() if key == "cpu MHz"]
 
 
-def _cpuinfo() -> list[tuple[str, str, str]]:
-    return [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
+def _cpuinfo() -> list[tuple[str, str]]:
+    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    return [(key.strip(), value.strip()) for key, _, value in lines]
 
 
 def _caches() -> list[str]:
@@ -109,14 +102,12 @@ class Noise:
 
     @property
     def excessive(self) -> bool:
-        """Tell whether the machine disturbed what was measured meanwhile."""
         return self.severity > 1
 
     def reasons(self) -> list[str]:
         """Say which figures are above their bounds."""
-        return [
-            said.format(getattr(self, name)) for name, (bound, said) in _BOUNDS.items() if getattr(self, name) > bound
-        ]
+        figures = ((getattr(self, name), bound, said) for name, (bound, said) in _BOUNDS.items())
+        return [said.format(figure) for figure, bound, said in figures if figure > bound]
 
     @staticmethod
     def worst(noises: Sequence[Noise]) -> Noise:
@@ -131,7 +122,7 @@ def probe_spread(samples: Sequence[float]) -> float:
 
 
 def probe() -> list[float]:
-    """Time the probe, which takes about half a millisecond, several times; the samples are in seconds."""
+    """Time a loop and a copy several times, in seconds: the times differ if something slows a core down."""
     source, target = ctypes.create_string_buffer(_COPY_BYTES), ctypes.create_string_buffer(_COPY_BYTES)
     samples = []
     for _ in range(_WARM + _REPEATS):
@@ -145,22 +136,22 @@ def probe() -> list[float]:
 
 
 class CpuClock:
-    """Says how the machine's CPU time was used since this clock was made."""
+    """The use of the machine's CPU time since this clock was made."""
 
     def __init__(self) -> None:
-        self._busy_s, self._stolen_s, _ = self._read()
+        self._busy_s, self._stolen_s = self._read()
         self._own_s, self._since = time.process_time(), time.monotonic()
 
     @staticmethod
-    def _read() -> tuple[float, float, int]:
-        """Return busy and stolen seconds, and the cores. Interrupts do not count: most are the ranks' (Gloo's)."""
-        first, *rest = Path("/proc/stat").read_text().splitlines()
-        user, nice, system, _idle, _iowait, _irq, _softirq, stolen = (int(ticks) for ticks in first.split()[1:9])
+    def _read() -> tuple[float, float]:
+        """Return busy and stolen seconds. Interrupts do not count: most are the ranks' (Gloo's)."""
+        line = Path("/proc/stat").read_text().partition("\n")[0]
+        user, nice, system, _idle, _iowait, _irq, _softirq, stolen = (int(ticks) for ticks in line.split()[1:9])
         per_s = os.sysconf("SC_CLK_TCK")
-        return (user + nice + system) / per_s, stolen / per_s, sum(line.startswith("cpu") for line in rest)
+        return (user + nice + system) / per_s, stolen / per_s
 
     def own_s(self) -> float:
-        """Return the CPU seconds this process has used."""
+        """Return the CPU seconds that this process has used."""
         return time.process_time() - self._own_s
 
     def shares(self, ranks_s: float) -> tuple[float, float]:
@@ -169,7 +160,8 @@ class CpuClock:
         Args:
             ranks_s: CPU seconds of all ranks of this machine together.
         """
-        busy_s, stolen_s, cores = self._read()
+        busy_s, stolen_s = self._read()
+        cores = os.cpu_count() or 1
         total = max((time.monotonic() - self._since) * cores, 1e-3)
         # The kernel counts in ticks of 10 ms for each core, so a difference below two ticks a core may be rounding.
         others = busy_s - self._busy_s - ranks_s - 2 * cores / os.sysconf("SC_CLK_TCK")

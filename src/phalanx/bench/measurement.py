@@ -1,7 +1,7 @@
-"""One measurement: the sets of ranks one after the other, the progress shown meanwhile, and the results.
+"""Start the ranks of a measurement, one set after the other, and collect what they measure.
 
-``phalanx run`` starts the ranks, with ``--mpi`` when MPI is measured too, unless a launcher has started this process as
-one of them. Rank 0 reports what it measures (:func:`~phalanx.bench.rank.run_rank`).
+``phalanx run`` starts them, with ``--mpi`` when MPI is measured too, unless a launcher has started this process as one
+of them. Rank 0 reports what it measures (:func:`~phalanx.bench.rank.run_rank`).
 """
 
 from __future__ import annotations
@@ -32,17 +32,15 @@ from phalanx.system.processes import die_with_parent
 from phalanx.topology.environment import read_environment
 from phalanx.words import tell, tell_progress
 
-__all__ = ["Mpi", "RanksFailed", "choose_mpis", "load_results", "measure", "measure_joined"]
-
 Handler = Callable[[dict[str, Any]], object]  # of rank 0's events
 
 SCHEMA = 2
-# The other environment's own packages come first; Phalanx need not be installed there.
+# With another environment's MPI, whose own packages come first; Phalanx need not be installed there.
 _START = "import sys; sys.path.append(sys.argv.pop(1)); from phalanx.bench.rank import main; main()"
 
 
 class RanksFailed(PhalanxError):
-    """The ranks of a measurement did not finish. The message has what they printed; rows measured before are kept."""
+    """The ranks of a measurement did not finish; the message has what they printed."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +52,7 @@ class Mpi:
 
 
 def choose_mpis(against: Sequence[str], mpiexecs: Sequence[str]) -> list[Mpi]:
-    """Find the MPIs to measure.
-
-    Args:
-        against: the names given to ``--against``.
-        mpiexecs: the paths given to ``--mpi``.
-
-    Raises:
-        ValueError: a path is not a program, or ``--against mpi`` was given and no MPI is installed.
-    """
+    """Find the MPIs to measure, by ``--against`` and ``--mpi``; raise ValueError if there is none of that kind."""
     if mpiexecs:
         return [_find_mpi(path) for path in mpiexecs]
     if not {"mpi", "installed"} & set(against):
@@ -85,11 +75,9 @@ def _find_mpi(path: str) -> Mpi:
 
 
 def measure(options: BenchOptions, mpis: Sequence[Mpi], command: Sequence[str], quiet: bool) -> dict[str, Any]:
-    """Measure with every set of ranks, one set after the other.
+    """Measure with every number of ranks and each MPI, or without one if there is none.
 
     Args:
-        options: what to measure.
-        mpis: everything is measured once with each of them; if there are none, without MPI.
         command: the arguments of the command line, to be kept with the results.
         quiet: show no progress.
 
@@ -98,10 +86,8 @@ def measure(options: BenchOptions, mpis: Sequence[Mpi], command: Sequence[str], 
         the rows that were measured before.
     """
     launchers: Sequence[Mpi | None] = mpis or [None]
-    rank_sets = [(size, mpi) for mpi in launchers for size in options.ranks]
-    return _collect(
-        options, command, quiet, [(size, mpi, partial(_run_ranks, size, mpi, options)) for size, mpi in rank_sets]
-    )
+    sets = [(size, mpi, partial(_run_ranks, size, mpi, options)) for mpi in launchers for size in options.ranks]
+    return _collect(options, command, quiet, sets)
 
 
 def measure_joined(options: BenchOptions, command: Sequence[str], quiet: bool) -> dict[str, Any] | None:
@@ -121,11 +107,7 @@ def measure_joined(options: BenchOptions, command: Sequence[str], quiet: bool) -
 
 
 def load_results(path: Path) -> dict[str, Any]:
-    """Read the object that an earlier ``--json`` printed.
-
-    Raises:
-        ValueError: the file contains something else, or was written by a version with another schema.
-    """
+    """Read the object that an earlier ``--json`` printed; raise ValueError if the file has something else."""
     try:
         results = json.loads(path.read_text())
         known = results["schema"] == SCHEMA
@@ -137,7 +119,7 @@ def load_results(path: Path) -> dict[str, Any]:
 
 
 def _run_ranks(size: int, mpi: Mpi | None, options: BenchOptions, handle: Handler) -> None:
-    """Start ranks, hand on what rank 0 reports, and return when all have ended; raise RanksFailed if one fails."""
+    """Start ranks, hand on what rank 0 reports until all have ended; raise RanksFailed if one fails."""
     described = json.dumps(asdict(options))
     if mpi is None:
         # In an allocation of several hosts -n alone would spread the ranks over them.
@@ -179,7 +161,7 @@ def _collect(
     quiet: bool,
     rank_sets: Sequence[tuple[int, Mpi | None, Callable[[Handler], None]]],
 ) -> dict[str, Any]:
-    """Measure with sets of ranks, each run by its function; keep also what was measured before an early end."""
+    """Measure with sets of ranks, each run by its function."""
     results: dict[str, Any] = {
         "schema": SCHEMA,
         "command": shlex.join(["phalanx", *command]),
@@ -217,7 +199,7 @@ def _collect(
 
 
 def _take(job: dict[str, Any], quiet: bool, event: dict[str, Any]) -> None:
-    """Add what rank 0 reports to the job's entry, and show a row: on a terminal until the next one replaces it."""
+    """Add what rank 0 reports to the job's entry, and show a row."""
     if event.pop("event") == "started":
         job.update(event)
         return

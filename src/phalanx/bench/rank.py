@@ -1,10 +1,7 @@
-"""The work of one rank: it measures every case of the options, on all backends, in rounds.
+"""Measure every case on all backends, on one rank.
 
-In every round each backend has one turn, so whatever else the machine does slows all of them. A turn is a barrier and
-then as many back-to-back calls as fit the time of a turn; the ranks find that number by trial and agree on it. A
-turn's figure is the mean time of a call on the slowest rank: a rank may return from a call early and leave work to the
-others, and that work is then counted on them. The CPU time of a call is the median over the turns on the rank that used
-most, with all its threads; the barrier before the calls is in it.
+In every round each backend has one turn: a barrier, and then as many back-to-back calls as fit the time of a turn. Its
+figure is the mean time of a call on the slowest rank, because a rank may return early and leave work to the others.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import chain, repeat
@@ -41,8 +38,6 @@ from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.tuning import Tuning, tuning_in_force
 from phalanx.words import format_gib, format_size
 
-__all__ = ["Report", "main", "run_rank"]
-
 Report = Callable[[dict[str, Any]], object]
 
 TIMEOUT = timedelta(seconds=120)
@@ -50,27 +45,24 @@ TIMEOUT = timedelta(seconds=120)
 # result and its parts, and one that Gloo makes.
 MOST_BUFFERS = 8
 MOST_CALLS, FEWEST_CALLS = 100_000, 2
-# A library that waits actively on shared cores can take seconds a call: it gets fewer turns, if all would take longer.
+# All turns of a backend take no longer: a library that waits actively on shared cores can take seconds a call.
 PATIENCE_S = 5.0
 EMPTY_DTYPE = "uint8"  # of the buffers of an operation that moves no data
 
 
 def main() -> None:
-    """Measure on a rank that this command has started; rank 0 prints each event as a line of JSON.
+    """Measure on a rank that ``phalanx bench`` has started; rank 0 prints each event as a line of JSON.
 
     The arguments are the options, as JSON, and ``mpi`` if MPI is to be measured too.
     """
-    options = BenchOptions(**json.loads(sys.argv[1]))
-    run_rank(
-        options, lambda event: print(json.dumps(event), flush=True), mpi=_load_mpi() if MPI in sys.argv[2:] else None
-    )
+    mpi = _load_mpi() if MPI in sys.argv[2:] else None
+    run_rank(BenchOptions(**json.loads(sys.argv[1])), lambda event: print(json.dumps(event), flush=True), mpi=mpi)
 
 
 def _load_mpi() -> Any:
     size = int(os.environ["WORLD_SIZE"])
-    # The level at which each library is quickest. Only the main thread calls MPI here, and with "funneled" the library
-    # needs no locks. But if ranks share cores, MPICH must yield its core while it waits, and it does so only if other
-    # threads may call it; otherwise a call waits for whole time slices (measured: 500 times as long).
+    # With "funneled" a library needs no locks. But if ranks share cores, MPICH yields its core while it waits only if
+    # other threads may call it; otherwise a call waits for whole time slices (measured: 500 times as long).
     importlib.import_module("mpi4py").rc.thread_level = "funneled" if size <= usable_cores() else "multiple"
     mpi = importlib.import_module("mpi4py.MPI")
     if size != mpi.COMM_WORLD.size:
@@ -107,6 +99,7 @@ def run_rank(options: BenchOptions, report: Report, *, mpi: Any = None, quiet: b
             )
         groups = _groups(options)
         timer = _CaseTimer(joined, options, groups, mpi)
+        vendor = mpi.get_vendor() if mpi else None  # "Open MPI", (5, 0, 11)
         communicator = getattr(next(iter(groups.values())), "_communicator", None)
         started = {
             "event": "started",
@@ -118,7 +111,7 @@ def run_rank(options: BenchOptions, report: Report, *, mpi: Any = None, quiet: b
             "hosts": [[node.host, len(node.ranks)] for node in joined.nodes],
             "link_bytes_per_s": timer.rate,
             "versions": versions(),
-            "mpi": _describe_mpi(mpi) if mpi else None,
+            "mpi": {"name": vendor[0], "version": ".".join(map(str, vendor[1]))} if vendor else None,
         }
         rows = ({"event": "row", **timer.quiet_row(case)} for case in options.cases())
         for event in chain([started], rows):
@@ -127,14 +120,8 @@ def run_rank(options: BenchOptions, report: Report, *, mpi: Any = None, quiet: b
         joined.barrier()
 
 
-def _describe_mpi(mpi: Any) -> dict[str, str]:
-    """Return its name, as ``Open MPI``, and its version, as ``5.0.11``."""
-    name, number = mpi.get_vendor()
-    return {"name": name, "version": ".".join(map(str, number))}
-
-
 def _groups(options: BenchOptions) -> dict[str, Any]:
-    """Make a group of all ranks for each backend, or for each tuning, to be compared; by its name in the results."""
+    """Make a group of all ranks for each backend, or for each tuning, by its name in the results."""
     if NOTHING in options.against:
         _register_nothing(options.asynchronous)
     if not options.tunings:
@@ -146,39 +133,42 @@ def _groups(options: BenchOptions) -> dict[str, Any]:
     return groups
 
 
-class _NothingGroup(dist.ProcessGroup):
-    """A process group whose operations are done when called, and move nothing: the cost of torch.distributed itself."""
-
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return NOTHING
-
-    def shutdown(self) -> None:
-        pass
-
-
 def _register_nothing(asynchronous: bool) -> None:
-    """Let ``new_group(backend="nothing")`` make such groups in this process."""
+    """Let ``new_group(backend="nothing")`` make groups whose operations move nothing: what torch itself costs."""
     done = DoneWork([])
     collectives = (
         *("allreduce", "reduce", "broadcast", "allgather", "_allgather_base", "all_gather_single", "gather"),
         *("gather_single", "scatter", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
         *("alltoall", "alltoall_base", "all_to_all_single", "barrier"),
     )
-    for name in collectives:  # a synchronous one returns no handle
-        setattr(_NothingGroup, name, lambda *_, **__: done if asynchronous else None)
-    for name in ("send", "recv"):
-        setattr(_NothingGroup, name, lambda *_, **__: done)
+    methods: dict[str, Any] = {"getBackendName": lambda _: NOTHING, "shutdown": lambda _: None}
+    methods |= {name: lambda *_, **__: done for name in ("send", "recv")}
+    # A synchronous collective returns no handle.
+    methods |= {name: lambda *_, **__: done if asynchronous else None for name in collectives}
+    kind: Any = type("NothingGroup", (dist.ProcessGroup,), methods)
 
-    def create(given: Any, _options: Any) -> _NothingGroup:
-        group = _NothingGroup(given.group_rank, given.group_size)  # type: ignore[call-arg]
+    def create(given: Any, _options: Any) -> Any:
+        group = kind(given.group_rank, given.group_size)
         group._set_group_name(given.group_id)
         return group
 
     dist.Backend.register_backend(NOTHING, create, extended_api=True, devices=["cpu"])
 
 
+@dataclass
+class _Timed:
+    """A backend's call while a case is measured; a turn has ``count`` calls."""
+
+    call: Call
+    first_s: float
+    count: int = 0
+    turns: int = 0
+    samples_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+
+
 class _CaseTimer:
-    """Measures cases on this rank, together with the other ranks: each calls every method in the same order."""
+    """Measure cases together with the other ranks: each calls every method in the same order."""
 
     def __init__(self, joined: world.World, options: BenchOptions, groups: dict[str, Any], mpi: Any) -> None:
         self.world, self.options, self.groups, self.mpi = joined, options, groups, mpi
@@ -204,116 +194,108 @@ class _CaseTimer:
         operation = OPERATIONS[case.operation]
         buffers = Buffers(operation, self.world.rank, self.world.size, case.dtype or EMPTY_DTYPE, case.nbytes)
         nbytes = int(self._largest([buffers.nbytes])[0])
-        calls, left_out, wrong, first_s = self._check(case, operation, buffers)
+        timed, left_out, wrong = self._prepare(case, operation, buffers)
         buffers.clear()
         if nbytes:
-            calls[MEMCPY] = _copy(nbytes)
-        counts, rounds = {}, {}
-        for name, call in calls.items():
-            counts[name], mean_s = self._agree(call, first_s.get(name, 0.0))
-            rounds[name] = max(1, min(self.options.rounds, int(PATIENCE_S / (counts[name] * mean_s))))
-        samples: dict[str, list[float]] = {name: [] for name in calls}
-        used: dict[str, list[float]] = {name: [] for name in calls}
+            timed[MEMCPY] = _Timed(_copy(nbytes), 0.0)
+        for each in timed.values():
+            self._agree(each)
         for turn in range(self.options.rounds):
-            for name, call in calls.items():
-                if turn < rounds[name]:
+            for each in timed.values():
+                if turn < each.turns:
                     before_s = time.process_time()
-                    samples[name].append(_mean_s(call, counts[name]))
-                    used[name].append((time.process_time() - before_s) / counts[name])
-        slowest = self._largest([value for values in samples.values() for value in values])
-        most_used = self._largest([statistics.median(values) for values in used.values()])
-        unit = {name: 1e6 / (1 if name == MEMCPY else operation.messages) for name in samples}
+                    each.samples_s.append(_mean_s(each.call, each.count))
+                    each.cpu_s.append((time.process_time() - before_s) / each.count)
+        unit = {name: 1e6 / (1 if name == MEMCPY else operation.messages) for name in timed}
+        samples = {name: self._largest(each.samples_s) for name, each in timed.items()}
+        used = self._largest([statistics.median(each.cpu_s) for each in timed.values()])
         return {
             **asdict(case),
             "used_nbytes": nbytes,
-            "calls": counts,
-            "samples_us": {name: [slowest.pop(0) * unit[name] for _ in values] for name, values in samples.items()},
-            "cpu_us": {name: own_s * unit[name] for name, own_s in zip(used, most_used, strict=True)},
+            "calls": {name: each.count for name, each in timed.items()},
+            "samples_us": {name: [value * unit[name] for value in values] for name, values in samples.items()},
+            "cpu_us": {name: value * unit[name] for name, value in zip(timed, used, strict=True)},
             "left_out": left_out,
             "wrong": wrong,
             "noise": asdict(self._noise(clock)),
-            **self._crossing(operation, buffers, calls),
+            **self._crossing(operation, buffers, timed),
         }
 
-    def _crossing(self, operation: Operation, buffers: Buffers, calls: dict[str, Call]) -> dict[str, Any]:
+    def _crossing(self, operation: Operation, buffers: Buffers, timed: dict[str, _Timed]) -> dict[str, Any]:
         """Return what has to cross each host's link, and what does, as ``[sent, received]``; nothing on one host."""
         if self.links is None:
             return {}
         stated = stated_bytes(operation, buffers, self.links.hosts)
+        moving = {name: each.call for name, each in timed.items() if name not in (MEMCPY, NOTHING)}
         return {
             "stated_bytes": stated and [[link.sent, link.received] for link in stated],
             "wire_us": stated and busiest(stated) / self.rate * 1e6,
-            "counted_bytes": {
-                name: self.links.count(call) for name, call in calls.items() if name not in (MEMCPY, NOTHING)
-            },
+            "counted_bytes": {name: self.links.count(call) for name, call in moving.items()},
         }
 
-    def _check(
+    def _prepare(
         self, case: Case, operation: Operation, buffers: Buffers
-    ) -> tuple[dict[str, Call], dict[str, str], list[str], dict[str, float]]:
+    ) -> tuple[dict[str, _Timed], dict[str, str], list[str]]:
         """Make one call on each backend and compare what it gives.
 
         Returns:
-            The calls that gave the right result; the reason why each other backend is left out; the backends that
-            computed something wrong; and how long each call took.
+            The calls that gave the right result; the reason why each other backend is left out; and the backends that
+            computed something wrong.
         """
         asynchronous = self.options.asynchronous
-        candidates = {name: operation.torch(group, buffers, asynchronous) for name, group in self.groups.items()}
+        calls = {name: operation.torch(group, buffers, asynchronous) for name, group in self.groups.items()}
         left_out: dict[str, str] = {}
         if self.mpi is not None:
             datatype = DTYPES[case.dtype or EMPTY_DTYPE]
             if datatype is None:
                 left_out[MPI] = f"MPI has no datatype for {case.dtype} that every library knows"
             else:
-                candidates[MPI] = operation.mpi(MpiBuffers(buffers, self.mpi, datatype), asynchronous)
-        calls, wrong, first_s = dict(candidates), [], {}
-        for name, call in candidates.items():
+                calls[MPI] = operation.mpi(MpiBuffers(buffers, self.mpi, datatype), asynchronous)
+        timed, wrong = {}, []
+        for name, call in calls.items():
             buffers.fill()
             dist.barrier()
             started = time.perf_counter()
             error = difference = None
+            took_s = 0.0
             try:
                 call()
-                first_s[name] = time.perf_counter() - started
+                took_s = time.perf_counter() - started
                 difference = None if name == NOTHING else buffers.difference(operation.expected(buffers))
             except Exception as problem:
                 error = (str(problem).strip() or type(problem).__name__).splitlines()[0]
-            first_s[name] = self._largest([first_s.get(name, 0.0)])[0]
             said: list[Any] = [None] * self.world.size
-            dist.all_gather_object(said, (error, difference))
-            errors, differences = ([pair[i] for pair in said if pair[i] is not None] for i in (0, 1))
-            if errors or differences:
-                del calls[name]
-                left_out[name] = errors[0] if errors else f"wrong result: {differences[0]}"
-            if differences and not errors:
+            dist.all_gather_object(said, (error, difference, took_s))
+            errors, differences = ([each[i] for each in said if each[i] is not None] for i in (0, 1))
+            if errors:
+                left_out[name] = errors[0]
+            elif differences:
+                left_out[name] = f"wrong result: {differences[0]}"
                 wrong.append(name)
-        return calls, left_out, wrong, first_s
+            else:
+                timed[name] = _Timed(call, max(each[2] for each in said))
+        return timed, left_out, wrong
 
-    def _agree(self, call: Call, first_s: float) -> tuple[int, float]:
-        """Return how many calls fill a turn, the same number on every rank; and the mean time of one.
-
-        Args:
-            call: what is to be timed.
-            first_s: how long the first call took; if it took more than a second, no further trial is made.
-        """
-        if first_s > 1.0:
-            return 1, first_s
-        _mean_s(call, FEWEST_CALLS)  # not counted: these make connections and touch new pages
-        count, round_s = FEWEST_CALLS, self.options.round_s
-        while True:
-            mean_s = self._largest([_mean_s(call, count)])[0]
-            if mean_s * count >= round_s / 10 or count == MOST_CALLS:
-                return max(FEWEST_CALLS, min(MOST_CALLS, int(round_s / mean_s))), mean_s
-            count = min(MOST_CALLS, count * 8)
+    def _agree(self, timed: _Timed) -> None:
+        """Find how many calls fill a turn, and how many turns there is time for: the same numbers on every rank."""
+        count, mean_s = 1, timed.first_s
+        if timed.first_s <= 1.0:
+            _mean_s(timed.call, FEWEST_CALLS)  # not counted: these make connections and touch new pages
+            count = FEWEST_CALLS
+            while True:
+                mean_s = self._largest([_mean_s(timed.call, count)])[0]
+                if mean_s * count >= self.options.round_s / 10 or count == MOST_CALLS:
+                    break
+                count = min(MOST_CALLS, count * 8)
+            count = max(FEWEST_CALLS, min(MOST_CALLS, int(self.options.round_s / mean_s)))
+        timed.count, timed.turns = count, max(1, min(self.options.rounds, int(PATIENCE_S / (count * mean_s))))
 
     def _probe(self) -> float:
         """Return the probe's spread on the rank where it is largest; only as many ranks probe as there are cores."""
-        samples = [1.0]
         if self.world.local_rank < usable_cores():
-            samples = probe()
-        else:
-            time.sleep(0.02)  # waiting actively in the collective below would disturb the ranks that probe
-        return self._largest([probe_spread(samples)])[0]
+            return self._largest([probe_spread(probe())])[0]
+        time.sleep(0.02)  # waiting actively in the collective below would disturb the ranks that probe
+        return self._largest([0.0])[0]
 
     def _noise(self, clock: CpuClock) -> Noise:
         # The kernel counts CPU time for the whole machine, so the ranks of each are added up by themselves.
@@ -341,7 +323,7 @@ def _mean_s(call: Call, count: int) -> float:
 
 
 def _copy(nbytes: int) -> Call:
-    """Copy that many bytes within this process; no transport through memory can be much quicker than that."""
+    """Copy that many bytes within this process; no transport through memory can be much quicker."""
     return partial(numpy.copyto, numpy.ones(nbytes, numpy.uint8), numpy.ones(nbytes, numpy.uint8))
 
 

@@ -1,16 +1,11 @@
-"""From samples to tables, footnotes and a plot, and whether to believe them.
-
-Everything here works on the JSON object that ``--json`` prints, so an old file can be shown again. The tables are
-Markdown with aligned columns, so they can be read in a terminal and copied into a document.
-"""
+"""Format the object of ``--json`` as Markdown tables with footnotes, or draw it."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import statistics
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +15,11 @@ from phalanx.bench.machine import Noise, quartiles
 from phalanx.system.files import check_creatable
 from phalanx.words import format_count, format_size, format_time
 
-__all__ = ["check_plot", "draw", "format_noise", "format_report", "format_row", "noise_of"]
-
 _WIRE = (
     " wire: what the busiest link between hosts must carry in one direction, at its rate. MB: what it must carry "
     "(stated), and what it did carry with each backend, with the headers of packets."
 )
-LEAST_WIRE_US = 100  # of a call that takes less on the wire, other things decide the time
+LEAST_WIRE_US = 100  # below it, other things than the wire decide the time
 MOST_NAMED = 4  # operations in a footnote; more are counted
 
 Row = dict[str, Any]
@@ -87,42 +80,54 @@ def _title(job: dict[str, Any], backend: str, *, version: bool = True) -> str:
     """Name a backend: for MPI the library, with its version or without."""
     if backend != MPI or not job["mpi"]:
         return backend
-    return f"{job['mpi']['name']} {job['mpi']['version']}" if version else str(job["mpi"]["name"])
+    return f"{job['mpi']['name']} {job['mpi']['version'] if version else ''}".rstrip()
 
 
 def _table(job: dict[str, Any]) -> str:
-    own, rows = settings.BACKEND, job["rows"]
-    names = dict.fromkeys(name for row in rows for name in (*row["samples_us"], *row["left_out"]))
-    peers = [name for name in names if name not in (own, MEMCPY)]
-    columns: list[tuple[str, Callable[[Row], str]]] = [
-        ("", lambda row: "~" if noise_of(row).excessive else ""),
-        ("operation", lambda row: row["operation"]),
-        ("dtype", lambda row: row["dtype"]),
-        ("size", _size),
-        (MEMCPY, lambda row: format_time(_median(row, MEMCPY)) if MEMCPY in row["samples_us"] else ""),
-    ]
-    if _spans(job):
-        columns.append(("wire", lambda row: format_time(row["wire_us"]) if row["wire_us"] else ""))
-        columns.append((f"{own}/wire", _wire))
-    columns.append((own, partial(_times, own)))
-    for peer in peers:
-        columns.append((_title(job, peer), partial(_times, peer)))
-        columns.append((f"{_title(job, peer, version=False)}/{own}", partial(_ratio, peer)))
-    busy = [name for name in (own, *peers) if any(name in row.get("cpu_us", {}) for row in rows)]
-    columns += [(f"{_title(job, name, version=False)} CPU", partial(_cpu, name)) for name in busy]
-    if _spans(job):
-        columns.append(("MB stated", lambda row: _megabytes(row["stated_bytes"])))
-        crossed = [name for name in (own, *peers) if any(name in row["counted_bytes"] for row in rows)]
-        columns += [(f"{_title(job, name)} MB", partial(_counted, name)) for name in crossed]
-    return _aligned([[title for title, _ in columns], *([cell(row) for _, cell in columns] for row in rows)], left=3)
+    names = dict.fromkeys(name for row in job["rows"] for name in (*row["samples_us"], *row["left_out"]))
+    peers = [name for name in names if name not in (settings.BACKEND, MEMCPY)]
+    lines = [_cells(job, row, peers) for row in job["rows"]]
+    optional = (" CPU", " MB")
+    kept = [title for title in lines[0] if not title.endswith(optional) or any(line[title] for line in lines)]
+    return _aligned([kept, *([line[title] for title in kept] for line in lines)], left=3)
 
 
-def _median(row: Row, backend: str) -> float:
-    return float(statistics.median(row["samples_us"][backend]))
+def _cells(job: dict[str, Any], row: Row, peers: Sequence[str]) -> dict[str, str]:
+    """Return the cells of a row by the titles of their columns; empty ones where there is nothing to say."""
+    own, medians = settings.BACKEND, _medians(row)
+    cells = {
+        "": "~" if noise_of(row).excessive else "",
+        "operation": row["operation"],
+        "dtype": row["dtype"],
+        "size": _size(row),
+        MEMCPY: format_time(medians[MEMCPY]) if MEMCPY in medians else "",
+    }
+    if _spans(job):
+        wire_us = row["wire_us"] or 0
+        cells["wire"] = format_time(wire_us) if wire_us else ""
+        is_bound = own in medians and wire_us >= LEAST_WIRE_US
+        cells[f"{own}/wire"] = f"{medians[own] / wire_us:.2f}×" if is_bound else ""
+    cells[own] = _times(own, row)
+    for name in peers:
+        cells[_title(job, name)] = _times(name, row)
+        ratio = f"{format_time(medians[name] / medians[own])}×" if {name, own} <= medians.keys() else ""
+        cells[f"{_title(job, name, version=False)}/{own}"] = ratio
+    for name in (own, *peers):
+        used_us = row.get("cpu_us", {}).get(name)
+        cells[f"{_title(job, name, version=False)} CPU"] = "" if used_us is None else format_time(used_us)
+    if _spans(job):
+        cells["MB stated"] = _megabytes(row["stated_bytes"])
+        for name in (own, *peers):
+            cells[f"{_title(job, name)} MB"] = _megabytes(row["counted_bytes"].get(name))
+    return cells
+
+
+def _medians(row: Row) -> dict[str, float]:
+    return {name: statistics.median(samples) for name, samples in row["samples_us"].items()}
 
 
 def _size(row: Row) -> str:
-    """Return the size that was asked for, or the one that was used if blocks of one element each are more than that."""
+    """Return the size that was asked for, or the one that was used if blocks of one element each are more."""
     return format_size(max(row["nbytes"], row["used_nbytes"])) if row["used_nbytes"] else ""
 
 
@@ -132,29 +137,6 @@ def _times(backend: str, row: Row) -> str:
         return "wrong" if backend in row["wrong"] else "–" if backend in row["left_out"] else ""
     low, median, high = map(format_time, quartiles(row["samples_us"][backend]))
     return f"{median} ({low}–{high})"
-
-
-def _ratio(peer: str, row: Row) -> str:
-    """Return how many times as long a backend takes as Phalanx."""
-    if not {peer, settings.BACKEND} <= row["samples_us"].keys():
-        return ""
-    return f"{format_time(_median(row, peer) / _median(row, settings.BACKEND))}×"
-
-
-def _cpu(backend: str, row: Row) -> str:
-    return format_time(row["cpu_us"][backend]) if backend in row["cpu_us"] else ""
-
-
-def _counted(backend: str, row: Row) -> str:
-    return _megabytes(row["counted_bytes"].get(backend))
-
-
-def _wire(row: Row) -> str:
-    """Return how many times as long Phalanx takes as the busiest link."""
-    wire_us = row["wire_us"] or 0
-    if settings.BACKEND not in row["samples_us"] or wire_us < LEAST_WIRE_US:
-        return ""
-    return f"{_median(row, settings.BACKEND) / wire_us:.2f}×"
 
 
 def _megabytes(links: Sequence[Sequence[int]] | None) -> str:
@@ -175,13 +157,12 @@ def _aligned(lines: Sequence[Sequence[str]], left: int) -> str:
 
 def _footnotes(job: dict[str, Any]) -> str:
     """Give the reasons for empty cells, each once, and what else a reader of this table must know."""
-    where: dict[tuple[str, str], list[str]] = {}
+    where: dict[tuple[str, str], dict[str, None]] = {}
     for row in job["rows"]:
-        for backend, why in row["left_out"].items():
-            where.setdefault((backend, why), []).append(f"{row['operation']} {row['dtype']}".strip())
+        for reason in row["left_out"].items():
+            where.setdefault(reason, {})[f"{row['operation']} {row['dtype']}".strip()] = None
     notes = []
-    for (backend, why), rows in where.items():
-        names = list(dict.fromkeys(rows))
+    for (backend, why), names in where.items():
         listed = ", ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} operations"
         notes.append(f"{_title(job, backend)}, {listed}: {why}")
     if not job["shared_memory"]:
@@ -211,7 +192,7 @@ def format_noise(results: dict[str, Any]) -> str:
 
 def format_row(row: Row, job: dict[str, Any]) -> str:
     """Format a row in one line: the progress that is printed if standard error is not a terminal."""
-    medians = [f"{_title(job, name)} {format_time(_median(row, name))}" for name in row["samples_us"] if name != MEMCPY]
+    medians = [f"{_title(job, name)} {format_time(us)}" for name, us in _medians(row).items() if name != MEMCPY]
     what = " ".join(filter(None, (row["operation"], row["dtype"], _size(row))))
     return f"{format_count(job['size'], 'rank')}, {what}: {', '.join(medians)} µs"
 

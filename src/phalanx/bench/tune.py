@@ -1,8 +1,7 @@
 """``phalanx bench --tune``: measure the switch points of the shared-memory backend on this machine.
 
-Every candidate is a group of its own in the same processes, and the groups take turns as backends otherwise do. The
-choice is made by one figure for each candidate: its time as a multiple of the best candidate's, as the geometric mean
-over all rows. A built-in value is kept unless another one is better by more than noise could make it.
+Every candidate is a group of its own in the same processes, and the groups take turns. The slowdown of a candidate is
+its time as a multiple of the best candidate's, as the geometric mean over all rows.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from phalanx.bench.measurement import measure
 from phalanx.bench.report import noise_of
 from phalanx.transports.shm.tuning import Tuning, save_tuning
 from phalanx.words import format_size
-
-__all__ = ["choose", "choose_switch", "format_tuning", "tune"]
 
 CHUNKS = tuple(1 << exponent for exponent in range(16, 21))
 CHUNK_SIZES = (512 << 10, 2 << 20, 16 << 20)
@@ -45,16 +42,16 @@ def tune(options: BenchOptions, command: Sequence[str], quiet: bool) -> dict[str
 
     Returns:
         The object of ``--json``: ``tuning``, and the values that are ``built_in``; ``slowdown``, for each of them and
-        each candidate its mean time as a multiple of the best one's; ``noisy``, the share of rows on a noisy machine;
-        ``path`` of the file, None if too many were, or the measurement ended early; and its ``exit_code``.
+        each candidate; ``noisy``, the share of rows on a noisy machine; ``path`` of the file, None if too many were, or
+        the measurement ended early; and its ``exit_code``.
     """
     noisy: list[bool] = []
 
     def measured(
-        operations: Sequence[str], sizes: Sequence[int], candidates: Sequence[Tuning]
+        operations: Sequence[str], sizes: Sequence[int], field: str, candidates: Sequence[int]
     ) -> list[tuple[int, int, list[float]]]:
-        """Return, for each row, the ranks, the size, and the time of each candidate."""
-        tunings = [astuple(candidate) for candidate in candidates]
+        """Return, for each row, the ranks, the size, and the time with each candidate as the value of this field."""
+        tunings = [astuple(replace(found, **{field: value})) for value in candidates]
         each = replace(options, operations=operations, sizes=sizes, tunings=tunings)
         results = measure(each, (), command, quiet)
         if results["exit_code"]:
@@ -69,20 +66,19 @@ def tune(options: BenchOptions, command: Sequence[str], quiet: bool) -> dict[str
 
     found, exit_code = Tuning(), 0
     slowdown: dict[str, dict[int, float]] = {}
+    both = UNBOUNDED, 0
     try:
-        rows = measured(CHUNK_OPERATIONS, CHUNK_SIZES, [replace(found, chunk_bytes=nbytes) for nbytes in CHUNKS])
+        rows = measured(CHUNK_OPERATIONS, CHUNK_SIZES, "chunk_bytes", CHUNKS)
         costs = [dict(zip(CHUNKS, times, strict=True)) for _, _, times in rows]
         best, slowdown["chunk_bytes"] = choose(CHUNKS, found.chunk_bytes, costs)
         found = replace(found, chunk_bytes=best)
 
-        both = replace(found, small_bytes=UNBOUNDED), replace(found, small_bytes=0)
-        rows = measured(("all_reduce",), SMALL_SIZES, both)
+        rows = measured(("all_reduce",), SMALL_SIZES, "small_bytes", both)
         points = [(ranks * nbytes, below, above) for ranks, nbytes, (below, above) in rows]
         best, slowdown["small_bytes"] = choose_switch(points, found.small_bytes)
         found = replace(found, small_bytes=best)
 
-        both = replace(found, stream_bytes=UNBOUNDED), replace(found, stream_bytes=0)
-        rows = measured(STREAM_OPERATIONS, STREAM_SIZES, both)
+        rows = measured(STREAM_OPERATIONS, STREAM_SIZES, "stream_bytes", both)
         points = [(nbytes - 1, below, above) for _, nbytes, (below, above) in rows]
         best, slowdowns = choose_switch(points, found.stream_bytes - 1)
         slowdown["stream_bytes"] = {value + 1: times for value, times in slowdowns.items()}
@@ -98,12 +94,9 @@ def tune(options: BenchOptions, command: Sequence[str], quiet: bool) -> dict[str
 def choose(
     candidates: Sequence[int], default: int, costs: Sequence[Mapping[int, float]]
 ) -> tuple[int, dict[int, float]]:
-    """Return the candidate with the least mean slowdown, or the default if it is about as good; and each slowdown.
+    """Return the candidate with the least slowdown, or the default if it is about as good; and each slowdown.
 
-    Args:
-        candidates: the values to choose from; the default is one of them.
-        default: the built-in value.
-        costs: for each row, the time of each candidate.
+    ``costs`` has the time of each candidate for each row.
     """
 
     def mean_slowdown(candidate: int) -> float:
@@ -111,18 +104,15 @@ def choose(
 
     slowdown = {candidate: mean_slowdown(candidate) for candidate in candidates}
     best = min(candidates, key=slowdown.__getitem__)
-    # Rows in which both candidates took the same code path say nothing about the choice; averaging them in would only
-    # hide the difference.
+    # Rows in which both candidates took the same code path would only hide the difference.
     gains = [math.log(row[default] / row[best]) for row in costs if row[default] != row[best]]
     return (best if gains and statistics.fmean(gains) > math.log1p(MARGIN) else default), slowdown
 
 
 def choose_switch(points: Sequence[tuple[int, float, float]], default: int) -> tuple[int, dict[int, float]]:
-    """Return the largest size for the algorithm for small sizes with which the least time is lost; and each slowdown.
+    """Return the largest size for which the algorithm for small sizes should be used; and each slowdown.
 
-    Args:
-        points: for each size measured, the times of the algorithm for small sizes and of the one for large sizes.
-        default: the built-in value.
+    ``points`` has each size measured, with the times of the algorithm for small sizes and of the one for large sizes.
     """
     candidates = sorted({nbytes for nbytes, _, _ in points} | {0, default})
     costs = [{each: below if nbytes <= each else above for each in candidates} for nbytes, below, above in points]
@@ -135,10 +125,9 @@ def format_tuning(found: dict[str, Any]) -> str:
     for name, slowdown in found["slowdown"].items():
         lines.append(f"{name}: time as a multiple of the best candidate's, mean over all rows")
         for value, times in slowdown.items():
-            marks = [
-                word for word, key in (("chosen", "tuning"), ("built in", "built_in")) if found[key][name] == value
-            ]
-            lines.append(f"  {format_size(value):>6}  {times:5.2f}×  {', '.join(marks)}".rstrip())
+            chosen, built_in = found["tuning"][name] == value, found["built_in"][name] == value
+            marks = ", ".join(["chosen"] * chosen + ["built in"] * built_in)
+            lines.append(f"  {format_size(value):>6}  {times:5.2f}×  {marks}".rstrip())
     if found["path"]:
         lines.append(f"Written to {found['path']}; groups made from now on use it. Delete the file to go back.")
     elif found["exit_code"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,13 +14,12 @@ from phalanx.c10d.ddp_parameters import name_parameters
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.errors import InitializationError, PhalanxError
 from phalanx.rendezvous.meet import kept_store
-from phalanx.system.host import this_host
 from phalanx.topology.environment import place_with
-from phalanx.topology.place import Came, format_missing
 from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
 from phalanx.transports.mpi.communicator import MpiCommunicator
 from phalanx.transports.mpi.runtime import Runtime, running, start
 from phalanx.transports.mpi.store import MpiStore
+from phalanx.words import format_named
 
 __all__ = ["create_mpi_group"]
 
@@ -90,10 +88,7 @@ def _await_all(timeout: timedelta) -> Callable[[], object]:
         return nothing
     store = PrefixStore(f"phalanx/mpi/{place.attempt}/{next(_openings)}", kept_store(place, timeout.total_seconds()))
     keys = [str(rank) for rank in range(place.world_size)]
-    store.set(
-        keys[place.rank],
-        json.dumps([this_host().name, place.node_rank, place.local_rank, place.local_world_size]),
-    )
+    store.set(keys[place.rank], "here")
     try:
         store.wait(keys, timeout)
     except RuntimeError as error:
@@ -101,8 +96,7 @@ def _await_all(timeout: timedelta) -> Callable[[], object]:
         if not missing:
             raise InitializationError(f"the store in which the ranks were meeting has failed: {error}") from error
         before = f"rank {place.rank} had joined, but" if place.rank else ""
-        came = [Came(rank, *json.loads(store.get(key))) for rank, key in enumerate(keys) if rank not in missing]
-        ranks = format_missing(missing, came, place)
+        ranks = f"{format_named('rank', missing)} of {place.world_size}"
         raise InitializationError.ranks_missing(ranks, timeout.total_seconds(), before=before) from None
     return partial(store.delete_key, keys[place.rank])
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import click
 
-__all__ = ["Seconds"]
-
 # poll() takes milliseconds as an int, so it knows no 25 days.
 _MOST_S = 1_000_000.0
 

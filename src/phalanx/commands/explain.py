@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import click
 
@@ -14,41 +13,23 @@ from phalanx.words import did_you_mean
 if TYPE_CHECKING:
     from phalanx.explain.steps import Explained
 
-__all__ = ["explain"]
-
 _COLLECTIVES = (
-    "all_reduce",
-    "broadcast",
-    "reduce",
-    "all_gather",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "all_to_all",
+    *("all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"),
     "barrier",
 )
+_BYTES = "How large the tensor is: 4K, 1M. Where ranks have blocks, as in all_gather, it is all blocks of a rank."
+_FILE = click.File("w", encoding="utf-8")
 _MOST_RANKS = 16
 _MOST_BYTES = 64 << 20
 
 
 @click.command(short_help="Show how a collective works, or what an error means.")
 @click.argument("name", required=False)
-@click.option(
-    "-n", "ranks", type=click.IntRange(2, _MOST_RANKS), metavar="N", help="How many ranks: 2 to 16.  [default: 4]"
-)
-@click.option(
-    "--hosts", metavar="HxN", help="As if on several hosts: 2x2 is two of two ranks; 1,3 one and three ranks."
-)
-@click.option(
-    "--bytes",
-    "nbytes",
-    default="256K",
-    show_default=True,
-    metavar="SIZE",
-    help="How large the tensor is: 4K, 1M. Where ranks have blocks, as in all_gather, it is all blocks of a rank.",
-)
-@click.option("--svg", metavar="FILE", help="Draw all steps into a file, one below the other.")
-@click.option("--html", metavar="FILE", help="Write a page on which a slider shows one step at a time.")
+@click.option("-n", "ranks", type=click.IntRange(2, _MOST_RANKS), metavar="N", help="How many ranks.  [default: 4]")
+@click.option("--hosts", metavar="HxN", help="As if on hosts: 2x2 is two of two ranks; 1,3 one and three ranks.")
+@click.option("--bytes", "nbytes", default="256K", show_default=True, metavar="SIZE", help=_BYTES)
+@click.option("--svg", type=_FILE, metavar="FILE", help="Draw all steps into a file, one below the other.")
+@click.option("--html", type=_FILE, metavar="FILE", help="Write a page on which a slider shows one step at a time.")
 @click.option("--json", "as_json", is_flag=True, help="Print the steps as JSON.")
 @click.option("--list", "listed", is_flag=True, help="List all names that can be explained.")
 def explain(
@@ -56,8 +37,8 @@ def explain(
     ranks: int | None,
     hosts: str | None,
     nbytes: str,
-    svg: str | None,
-    html: str | None,
+    svg: TextIO | None,
+    html: TextIO | None,
     as_json: bool,
     listed: bool,
 ) -> None:
@@ -73,8 +54,7 @@ def explain(
 
     A collective is run once, on ranks that are started for it on this machine. They note what they copy, read, add and
     send, so what is shown is what Phalanx does with this size, on so many ranks. What is done in one step does not wait
-    for anything else in that step. Rank 0 is the root. With --hosts the ranks of one host share memory, and ranks of
-    different hosts send each other messages.
+    for anything else in that step. Rank 0 is the root.
 
     \b
     B[0]      block B of the tensor of rank 0
@@ -84,7 +64,7 @@ def explain(
     moves (kind, rank, other, bytes, blocks) and results (what each rank has after it), links (from, to, by, bytes), and
     agreement_bytes (what the ranks move to compare their calls). Of an error it has name, summary and text.
 
-    Exit codes: 0; 2 for a name that is not known.
+    Exit codes: 0; 1 if FILE cannot be written; 2 for a name that is not known.
     """
     from phalanx.explain.errors import error_as_json, error_as_text, error_classes, summary
 
@@ -113,11 +93,11 @@ def explain(
     if svg is not None:
         from phalanx.explain.drawn import explained_svg
 
-        _write("--svg", svg, explained_svg(explained))
+        svg.write(explained_svg(explained))
     if html is not None:
-        from phalanx.explain.page import explained_page
+        from phalanx.explain.drawn import explained_page
 
-        _write("--html", html, explained_page(explained))
+        html.write(explained_page(explained))
     if as_json:
         click.echo(json.dumps(explained.to_json()))
     elif svg is None and html is None:
@@ -149,10 +129,3 @@ def _explained(operation: str, ranks: int | None, hosts: str | None, nbytes: str
     if more or not 8 * total <= size <= _MOST_BYTES:
         raise ArgumentError(f"--bytes {nbytes}: give from {8 * total} bytes, 8 for each rank, to 64M")
     return explain_collective(Plan(operation, counts, size // 8 * 8))
-
-
-def _write(option: str, file: str, text: str) -> None:
-    try:
-        Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise LaunchError(f"{option} {file}: cannot be written: {error.strerror}") from None

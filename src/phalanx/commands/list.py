@@ -8,16 +8,13 @@ import sys
 
 import click
 
-__all__ = ["list"]
-
 
 @click.command(short_help="Show your jobs that run on this host.")
 @click.option("--json", "as_json", is_flag=True, help="Print a list of objects, one for each job.")
 def list(as_json: bool) -> None:
     """Show the jobs of phalanx run, and of phalanx.launch(), that you have running on this host.
 
-    Each has its id, the process id of its launcher, how many ranks it has, since when it runs, its script, and the
-    directory where it was started. Jobs of other users, and jobs whose launcher runs on another host, are not shown.
+    Jobs of other users, and jobs whose launcher runs on another host, are not shown.
 
     \b
       phalanx list

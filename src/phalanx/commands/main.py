@@ -18,8 +18,6 @@ from phalanx import settings
 from phalanx.errors import ArgumentError, LauncherEnvironmentError, LaunchError
 from phalanx.words import did_you_mean, tell
 
-__all__ = ["main"]
-
 COMMANDS = ("bench", "doctor", "env", "explain", "list", "report", "run", "stop", "timeline", "top")
 
 
@@ -56,13 +54,10 @@ def command() -> None:
 
 
 def main() -> int | None:
-    """Run the command line; the entry point of ``phalanx``.
+    """Run the command line, and return the exit code; the entry point of ``phalanx``.
 
     Each rank of a job is a fork of this process. It returns to this function before it runs the user's script, so that
     the script runs at the top of the interpreter, which then finalises as after ``python script``.
-
-    Returns:
-        The exit code; in a rank that of its script.
     """
     words = sys.argv[1:] or ["--help"]
     own = (*COMMANDS, "-h", "--help", "--version")
@@ -100,6 +95,8 @@ def _in_one_line(error: click.ClickException) -> str:
     """Word an error of click's as ours are."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "phalanx"
+    if isinstance(error, click.FileError):
+        return f"{error.ui_filename} cannot be written: {error.message}"
     if isinstance(error, click.NoSuchOption):
         meant = did_you_mean(error.option_name, error.possibilities or ())
         return f"no such option {error.option_name}; {meant}{path} --help lists all"

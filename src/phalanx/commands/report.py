@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from datetime import datetime
 from pathlib import Path
+from typing import TextIO
 
 import click
 
@@ -12,14 +13,14 @@ from phalanx.errors import LaunchError
 from phalanx.launch.job.options import FAILURE_FILE
 from phalanx.words import format_bytes
 
-__all__ = ["report"]
+_FILE = click.File("w", encoding="utf-8")
 
 
 @click.command(short_help="Print why a job hung: its newest report.")
 @click.argument("path", metavar="DIR")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-@click.option("--html", "html_file", metavar="FILE", help="Write it as one page of HTML; - is standard output.")
-def report(path: str, as_json: bool, html_file: str | None) -> None:
+@click.option("--html", type=_FILE, metavar="FILE", help="Write it as one page of HTML; - is standard output.")
+def report(path: str, as_json: bool, html: TextIO | None) -> None:
     """Print the newest report that phalanx run has written into DIR, its --report-dir or --log-dir, or that of a file.
 
     Before it stands what was said when a job of that --log-dir failed last. The report's first sentence says who keeps
@@ -29,14 +30,14 @@ def report(path: str, as_json: bool, html_file: str | None) -> None:
     """
     from phalanx.diagnosis.report import latest_report, read_report
 
-    if as_json and html_file is not None:
+    if as_json and html is not None:
         raise click.UsageError("--json and --html are two ways to show a report: give one of them")
     found: Path | None = Path(path)
     failed = Path(path, FAILURE_FILE)
     try:
         if Path(path).is_dir():
             found = latest_report(Path(path))
-        if failed.is_file() and not as_json and html_file is None:
+        if failed.is_file() and not as_json and html is None:
             when = datetime.fromtimestamp(failed.stat().st_mtime).astimezone().isoformat(timespec="seconds")
             click.echo(f"{failed}, written {when}:\n{failed.read_text(errors='replace')}", nl=found is not None)
             if found is None:
@@ -51,18 +52,12 @@ def report(path: str, as_json: bool, html_file: str | None) -> None:
         raise LaunchError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise LaunchError(f"{found} cannot be read: {error}") from None
-    if html_file is None:
-        from phalanx.diagnosis.render import report_text
+    from phalanx.diagnosis.render import report_page, report_text
 
+    if html is None:
         click.echo(json.dumps(read.to_json(), indent=1) if as_json else report_text(read), nl=as_json)
         return
-    from phalanx.diagnosis.render import report_page
-
-    text = report_page(read).encode()
-    try:
-        with click.open_file(html_file, "wb") as file:
-            file.write(text)
-    except OSError as error:
-        raise LaunchError(f"{html_file} cannot be written: {error.strerror}") from None
-    if html_file != "-":
-        click.echo(f"phalanx report: wrote {html_file} ({format_bytes(len(text))})")
+    text = report_page(read)
+    html.write(text)
+    if html.name != "-":
+        click.echo(f"phalanx report: wrote {html.name} ({format_bytes(len(text.encode()))})")

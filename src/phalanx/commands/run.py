@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -19,14 +19,13 @@ from phalanx.commands import Seconds
 from phalanx.errors import LaunchError
 from phalanx.launch.job.binding import Bind
 from phalanx.launch.job.hosts import (
-    HostSlots,
     Placement,
-    Rehearsal,
+    chosen_hosts,
     find_allocation,
+    note_ignored,
     parse_address,
-    parse_hosts,
     parse_rehearsal,
-    read_hostfile,
+    share_allocation,
 )
 from phalanx.launch.job.job import Job, make_job
 from phalanx.launch.job.memory import Mode
@@ -36,34 +35,30 @@ from phalanx.launch.job.platforms import find_platform
 from phalanx.launch.job.spellings import translate
 from phalanx.launch.job.target import find_target
 from phalanx.system.limits import check_limits, machine_limits, raise_file_limit
-from phalanx.topology.environment import note_ignored
 from phalanx.topology.table import format_rank_table
 from phalanx.words import format_count, printable, tell
-
-__all__ = ["run"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 # The options of each section of --help, in its order.
 _HELP = {
     "Options": {
-        "-n": "How many ranks (processes): a number, or gpu (one for each accelerator), cpu (one for each core), auto "
+        "-n": "How many ranks (processes): a number, gpu (one for each accelerator), cpu (one for each core), or auto "
         "(gpu, or cpu without one).  [default: 1, or as many as the hosts take]",
         "-m": "TARGET is a module, as with python -m.",
     },
     "What each rank gets": {
         "--device": "Where ranks compute: cpu, cuda, xpu, npu, … (PHALANX_DEVICE); phalanx.init(device=...) overrides "
         "it.  [default: the accelerator of each local rank, or cpu]",
-        "--bind": "Bind each rank to its own share of the cores (core), or to the cores of one NUMA node (numa). Only "
-        "for a job that has the machine to itself: two jobs that bind crowd onto the same cores.",
+        "--bind": "Bind each rank to its own share of the cores (core), or to those of one NUMA node (numa). Only for "
+        "a job that has the machine to itself: two jobs that bind crowd onto the same cores.",
         "--memory": "On the CPU: large tensors in huge pages (huge), freed memory kept for the next step as well "
         "(keep), or neither (return).",
-        "-x": "Set a variable for all ranks. They get all other variables of this shell anyway; on other hosts not "
-        "those of a login or a machine (HOME, TMPDIR, SSH_…) unless you name them: -x NAME.",
-        "--replace": "Give programs that ask torch for this backend (gloo, mpi) Phalanx's, without a change, as by "
-        "PHALANX_REPLACE=gloo in the environment; nccl cannot be replaced. rpc: torch.distributed.rpc over Phalanx.",
-        "--interface": "The network interface, on every host, over which ranks talk (ib0), if phalanx would choose "
-        "another one.",
+        "-x": "Set a variable for all ranks. They get all others of this shell anyway; on other hosts not those of a "
+        "login or a machine (HOME, TMPDIR, SSH_…) unless you name them: -x NAME.",
+        "--replace": "Give programs that ask torch for this backend (gloo, mpi) Phalanx's, as by PHALANX_REPLACE=gloo; "
+        "nccl cannot be replaced. rpc: torch.distributed.rpc over Phalanx.",
+        "--interface": "The network interface over which ranks talk, on every host (ib0).  [default: phalanx chooses]",
         "--no-preload": "Let each rank import torch for itself, a second or two later. Needed by a script that sets "
         "variables which torch reads only while it is imported; a note names them.",
         "--pass-local-rank": "Give TARGET --local_rank=R before its arguments, as torch.distributed.launch did.",
@@ -75,14 +70,13 @@ _HELP = {
         "-q": "Print no rank table, no notes, and at Ctrl-C not where the ranks were; errors are still printed.",
         "--no-prefix": "Do not write '[rank 3]' before each line of output.",
         "--only": "Show only these ranks: 0,2-3. The others' output is in --log-dir, or dropped.",
-        "--log-dir": "Write all output of each rank to a file DIR/rank-0.log, DIR/rank-1.log, …, each line with its "
-        "time, in place of showing it. When the job has ended, phalanx timeline DIR reads there what each rank did.",
+        "--log-dir": "Write the output of each rank to a file DIR/rank-0.log, …, each line with its time, in place of "
+        "showing it. When the job has ended, phalanx timeline DIR reads there what each rank did.",
         "--tee": "With --log-dir: show the output as well.",
         "--grace": "How long ranks may take to end after they were asked to, before they are killed.  [default: 1 "
         "after Ctrl-C, 30 after SIGTERM or SIGHUP, 5 after another rank's failure]",
         "--restarts": "After the failure of a rank, end all and start all again, up to K times; world.attempt counts "
-        "them. The script goes on from a checkpoint of its own. Each attempt has its own files: DIR/attempt-1 of "
-        "--log-dir.",
+        "them. The script goes on from a checkpoint of its own. --log-dir has a folder for each attempt.",
         "--config": "Read options from this TOML file, by their long names (ranks = 4), and TARGET; an option that is "
         "typed overrides the file.",
         "--save-config": "Write the options of this call, and TARGET, for --config.",
@@ -98,17 +92,17 @@ _HELP = {
         "PHALANX_CALL_SITES=error. It holds for Phalanx's own backends (--replace gloo).",
     },
     "Other hosts": {
-        "-H": "The hosts, and how many ranks each takes (without N: 1, or --ppn), in rank order. They are reached "
-        "by ssh, or by --starter or --mpi.",
+        "-H": "The hosts, and how many ranks each takes (without N: 1, or --ppn), in rank order. They are reached by "
+        "ssh, or by --starter or --mpi.",
         "--hostfile": "The hosts from a file, one a line (h1:4, or h1 slots=4).",
         "--ppn": "With --hosts or --hostfile, or in an allocation: the most ranks a host takes.",
         "--starter": "In place of ssh: start processes on other hosts by this program, called as COMMAND HOST PROGRAM "
-        "ARGS..., or with HOST where it has the word {host}; it hands its standard input on: --starter 'docker exec "
-        "-i'. kubectl alone: by kubectl exec -i {host} --.",
+        "ARGS..., or with HOST in place of {host}; it hands its standard input on: --starter 'docker exec -i'. kubectl "
+        "alone: by kubectl exec -i {host} --.",
         "--mpi": "Let this MPI launcher start the ranks: mpiexec, mpirun, srun, or a path to one; with its own options "
         "in quotes: --mpi 'mpiexec -iface ib0'.",
-        "--address": "With other hosts: the address, IPv4 or IPv6, by which they reach this one.  [default: its first "
-        "that answers them]",
+        "--address": "The address, IPv4 or IPv6, by which other hosts reach this one.  [default: the first that "
+        "answers them]",
     },
     "The same command on every node": {
         "--nnodes": "How many nodes run this command, each with -n ranks; 2:4: at least 2, begun once no more come. "
@@ -138,7 +132,7 @@ def _option(*names: str, **how: Any) -> Callable[[_Command], _Command]:
 
 
 class _Run(click.Command):
-    """Take options of other launchers and of a file too, and show ours in groups."""
+    """Take options of other launchers and of a file too, and show ours in sections."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         parameters = self.get_params(ctx)
@@ -245,10 +239,9 @@ def run(target: str, arguments: tuple[str, ...], module: bool, **given: Any) -> 
     are ended. Ctrl-C ends the job and says where each rank was; a second one kills at once. Ctrl-\\ only prints the
     ranks' stacks. SIGUSR1 and SIGUSR2 are passed on to the ranks.
 
-    Ranks on other hosts (-H, --hostfile, or an allocation of Slurm, PBS or LSF) run as on one. ssh must log in there
-    without a question, and every host needs the same Python, torch and Phalanx in the same place, and the same script
-    in the same directory. docs/clusters.md has examples. Ranks that an MPI launcher starts (--mpi) can use MPI, as by
-    init_process_group("mpi") or mpi4py, and import torch each for itself.
+    On other hosts (-H, --hostfile, or an allocation of Slurm, PBS or LSF) ssh must log in without a question, and
+    Python, torch, Phalanx and the script must be the same, in the same place: docs/clusters.md. Ranks that an MPI
+    launcher starts (--mpi) can use MPI, as by init_process_group("mpi") or mpi4py, and import torch each for itself.
 
     Exit codes: 0 if every rank ends well; otherwise that of the rank that failed first (128 + signal if it was killed);
     1 if --strict ended the job, or a host is lost or cannot be reached; 2 for a mistake on the command line; 74 if
@@ -286,23 +279,13 @@ def run(target: str, arguments: tuple[str, ...], module: bool, **given: Any) -> 
     return None
 
 
-def _read_starter(starter: str | None) -> tuple[str, ...]:
-    if starter is None:
-        return ()
-    from phalanx.launch.starters.ssh import parse_starter
-
-    return tuple(parse_starter(starter))
-
-
 def _read_options(ctx: click.Context, given: Mapping[str, Any], notes: list[str]) -> LaunchOptions:
     """Read what has a form of its own; an option whose name is a field's, and its type too, is taken as it is."""
-    same = {field.name: given[field.name] for field in fields(LaunchOptions) if field.name in given}
+    read: dict[str, Any] = {field.name: given[field.name] for field in fields(LaunchOptions) if field.name in given}
     counted_here = given["ranks"] in COUNTED_HERE
-    read: dict[str, Any] = {
+    read |= {
         "ranks": count_ranks(given["ranks"]) if given["ranks"] is not None else None,
-        "hosts": _read_hosts(given["hosts"], given["hostfile"]),
-        "starter": _read_starter(given["starter"]),
-        "rehearsal": _read_rehearsal(given["rehearse"], given["placement"]),
+        "hosts": chosen_hosts(given["hosts"], given["hostfile"]),
         "addresses": () if given["address"] is None else (parse_address(given["address"]),),
         "named": tuple(variable.partition("=")[0] for variable in given["variables"]),
         "replace": names_to_replace(given["replace"] or "", source="--replace"),
@@ -310,18 +293,27 @@ def _read_options(ctx: click.Context, given: Mapping[str, Any], notes: list[str]
         "prefix": not given["no_prefix"],
         "output": decide_output(given["log_dir"], tee=given["tee"], only=given["only"]),
         "attempt": Attempt(restarts=given["restarts"]),
+        "starter": (),
     }
+    placement = given["placement"]
+    if given["rehearse"] is not None:
+        read["rehearsal"] = parse_rehearsal(given["rehearse"], placement or "block")
+    elif placement is not None:
+        how = "places ranks on rehearsed hosts; add --rehearse 2x4, or leave --placement out"
+        raise LaunchError(f"--placement {placement}: {how}")
+    # Not imported at the top, because the rows of all launchers would take a quarter of the command's start.
+    if given["starter"] is not None:
+        from phalanx.launch.starters.ssh import parse_starter
+
+        read["starter"] = tuple(parse_starter(given["starter"]))
     if given["mpi"] is not None:
-        # Not imported at the top, because the rows of all launchers would take a quarter of the command's start.
         from phalanx.launch.job.mpi_launcher import find_mpi_launcher
 
         read["mpi"] = find_mpi_launcher(given["mpi"])
     if read["hosts"] and counted_here:
-        raise LaunchError(
-            f"-n {given['ranks']}: counts what this host has; say how many ranks each host takes: -H h1:4,h2:4, or "
-            "--ppn 4"
-        )
-    elsewhere = bool(read["hosts"] or read["starter"] or given["mpi"] or read["rehearsal"])
+        how = "say how many ranks each host takes: -H h1:4,h2:4, or --ppn 4"
+        raise LaunchError(f"-n {given['ranks']}: counts what this host has; {how}")
+    elsewhere = bool(read["hosts"] or read["starter"] or given["mpi"] or given["rehearse"])
     platform = None if elsewhere else find_platform(os.environ)
     named = ("nnodes", "node_rank", "master_addr", "master_port", "join_within_s", "rejoin_within_s")
     nodes = read_nodes(**{name: given[name] for name in named}, platform=platform)
@@ -338,7 +330,7 @@ def _read_options(ctx: click.Context, given: Mapping[str, Any], notes: list[str]
         allocation = find_allocation(os.environ) if given["debugged"] is None else None
         if allocation is not None:
             asked = None if counted_here else read["ranks"]
-            hosts = _share_allocation(allocation.hosts, asked, given["ppn"])
+            hosts = share_allocation(allocation.hosts, asked, given["ppn"])
             read |= {"hosts": hosts, "starter": allocation.starter, "ranks": asked}
             where = f"{format_count(len(hosts), 'host')} of {allocation.title}"
             notes.append(f"ranks run on {where}; with -H localhost:N on this one alone")
@@ -353,36 +345,11 @@ def _read_options(ctx: click.Context, given: Mapping[str, Any], notes: list[str]
         os.path.abspath(folder) if folder else "",
         given["strict"],
     )
-    return LaunchOptions(**{**same, **read})
+    return LaunchOptions(**read)
 
 
 def _is_given(ctx: click.Context, name: str) -> bool:
     return ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
-
-
-def _read_hosts(hosts: str | None, hostfile: str | None) -> tuple[HostSlots, ...]:
-    if hosts is not None and hostfile is not None:
-        raise LaunchError("--hosts and --hostfile both say where the ranks run; give one of them")
-    if hosts is not None:
-        return tuple(parse_hosts(hosts))
-    return tuple(read_hostfile(hostfile)) if hostfile is not None else ()
-
-
-def _read_rehearsal(rehearse: str | None, placement: Placement | None) -> Rehearsal | None:
-    if placement is not None and rehearse is None:
-        raise LaunchError(
-            f"--placement {placement}: places ranks on rehearsed hosts; add --rehearse 2x4, or leave --placement out"
-        )
-    return parse_rehearsal(rehearse, placement or "block") if rehearse is not None else None
-
-
-def _share_allocation(hosts: Sequence[HostSlots], ranks: int | None, ppn: int | None) -> tuple[HostSlots, ...]:
-    """Say how many ranks each host of a batch system takes: it was asked for hosts, and phalanx run for ranks there."""
-    if ppn is not None:
-        return tuple(HostSlots(host.name) for host in hosts)
-    if ranks is not None and ranks > sum(host.slots or 1 for host in hosts):
-        return tuple(HostSlots(host.name, -(-ranks // len(hosts))) for host in hosts)
-    return tuple(hosts)
 
 
 def _prepare_reports(ctx: click.Context, job: Job) -> list[str]:

@@ -6,8 +6,6 @@ import click
 
 from phalanx.words import format_count, tell
 
-__all__ = ["stop"]
-
 
 @click.command(short_help="End a running job of yours.")
 @click.argument("job", metavar="JOB")
@@ -21,17 +19,12 @@ def stop(job: str, at_once: bool) -> None:
       phalanx stop 3f2a
       phalanx stop --kill 3f2a
 
-    It sends the job's launcher SIGTERM, which the launcher passes on to the ranks. They may write a checkpoint, and are
-    killed if they have not ended within the grace of the job (phalanx run --grace, 30 s by default). That holds for
-    its ranks on other hosts and for --mpi too. The launcher exits with 143 and says in its terminal how the job ended.
-    A launcher that ignores SIGTERM is sent SIGINT or SIGHUP, and exits with 130 or 129.
-
-    A job with ranks on several hosts is ended on the host on which phalanx run was called.
+    It sends the job's launcher SIGTERM, which the launcher passes on to the ranks, also on other hosts. They may write
+    a checkpoint, and are killed if they have not ended within the grace of the job (phalanx run --grace, 30 s by
+    default). The launcher exits with 143; one that ignores SIGTERM is sent SIGINT or SIGHUP, and exits with 130 or 129.
 
     A launcher that is stopped (Ctrl-Z, kill -STOP) is continued first. One that does not end the job half a minute
-    after the grace is killed; its helpers then kill the ranks.
-
-    Ctrl-C here ends only the waiting: the job has been asked by then.
+    after the grace is killed; its helpers then kill the ranks. Ctrl-C here ends only the waiting.
 
     Exit codes: 0 if the job has ended, also by itself meanwhile; 2 if there is no such job, if JOB fits several, or if
     processes of the job could not be ended.

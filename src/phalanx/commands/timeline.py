@@ -14,8 +14,6 @@ from phalanx.words import format_named
 if TYPE_CHECKING:
     from phalanx.diagnosis.timeline import Timeline
 
-__all__ = ["timeline"]
-
 _SHOWN = 5
 _FILE = click.File("w", encoding="utf-8")
 
@@ -48,10 +46,8 @@ def timeline(path: str, html: TextIO | None, svg: TextIO | None, trace: TextIO |
     those are there that Python calls, so not the gradients of DDP over gloo.
 
     The objects of --json have job, when, seconds, ranks, and waits, the longest first. FILE may be - for standard
-    output; then nothing else is printed. Exit codes: 0; 1 if FILE cannot be written; 2
-    if DIR has no operations.
+    output; then nothing else is printed. Exit codes: 0; 1 if FILE cannot be written; 2 if DIR has no operations.
     """
-    # Not imported at the top, because the other commands do without.
     from phalanx.diagnosis.render import timeline_page, timeline_svg
     from phalanx.diagnosis.report import read_operations
     from phalanx.diagnosis.timeline import chrome_trace, make_timeline
@@ -62,17 +58,15 @@ def timeline(path: str, html: TextIO | None, svg: TextIO | None, trace: TextIO |
         raise LaunchError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     found = make_timeline(left) if left is not None else None
     if found is None:
-        raise LaunchError(
-            f"{path} has no operations. phalanx run --log-dir {path} leaves them there when the job ends, if its ranks "
-            f"have called any"
-        )
-    files = [file for file in (html, svg, trace) if file is not None]
-    for file in files:
-        if file is trace:
-            json.dump(chrome_trace(found), file)
-        else:
-            file.write(timeline_page(found) if file is html else timeline_svg(found))
-    if not any(file.name == "-" for file in files):
+        how = "leaves them there when the job ends, if its ranks have called any"
+        raise LaunchError(f"{path} has no operations. phalanx run --log-dir {path} {how}")
+    if html is not None:
+        html.write(timeline_page(found))
+    if svg is not None:
+        svg.write(timeline_svg(found))
+    if trace is not None:
+        json.dump(chrome_trace(found), trace)
+    if not any(file is not None and file.name == "-" for file in (html, svg, trace)):
         click.echo(json.dumps(found.to_json()) if as_json else "\n".join(_summary(found)))
 
 

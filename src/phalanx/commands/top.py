@@ -18,8 +18,7 @@ from phalanx.commands import Seconds
 if TYPE_CHECKING:
     from phalanx.launch.running.watching import Look, Watcher
 
-__all__ = ["top"]
-
+_INTERVAL = "The time between two looks. It grows if looking would need more than 0.25 % of a host's cores."
 # The first table comes after so long, if the interval is longer.
 _FIRST_S = 0.5
 
@@ -27,13 +26,7 @@ _FIRST_S = 0.5
 @click.command()
 @click.argument("job", metavar="[JOB]", required=False)
 @click.option(
-    "--interval",
-    "interval_s",
-    type=Seconds(0.05),
-    default=1.0,
-    show_default=True,
-    metavar="S",
-    help="The time between two looks. It grows if looking would need more than 0.25 % of a host's cores.",
+    "--interval", "interval_s", type=Seconds(0.05), default=1.0, show_default=True, metavar="S", help=_INTERVAL
 )
 @click.option("--once", is_flag=True, help="Look for one interval, print that, and end.")
 @click.option("-H", "--host", metavar="HOST", help="The host on which phalanx run was called, if that is not this one.")
@@ -42,8 +35,7 @@ _FIRST_S = 0.5
 def top(job: str | None, interval_s: float, once: bool, host: str | None, starter: str | None, as_json: bool) -> None:
     """Show live how each rank of a running job is getting on. Ctrl-C ends this, and not the job.
 
-    JOB is the id that phalanx list shows, or its beginning, or the process id of phalanx run; without it, the only job
-    that runs.
+    JOB is the id that phalanx list shows, or its beginning, or the process id of phalanx run; by default the only job.
 
     \b
       phalanx top                the only job of yours on this host
@@ -65,12 +57,9 @@ def top(job: str | None, interval_s: float, once: bool, host: str | None, starte
       operation   which it is in, where the script calls it, which rank it waits for there, and since when; or the last
                   one (after ...)
 
-    It asks the job's launcher, and that the agents of all hosts. They read /proc and the ranks' flight recorders, the
-    memory in which the ranks note their operations anyway: these do nothing for it. Of torch's own backends, such as
-    gloo and nccl, they have what Python calls, and of what C++ does, such as DDP's gradients, what has lasted for two
-    seconds. Hosts that do not answer within a second are named.
-
-    With -H a helper asks for a job that was started on that host, by ssh or by --starter; JOB is its id there.
+    It asks the job's launcher, and that the agents of all hosts, which read /proc and the ranks' flight recorders. Of
+    torch's own backends, such as gloo and nccl, they have what Python calls, and of what C++ does, such as DDP's
+    gradients, what has lasted for two seconds. Hosts that do not answer within a second are named.
 
     The objects of --json have job (as of phalanx list --json), at, interval_s, ranks, elsewhere (ranks on other hosts
     that are not shown, by host), and notes. Each of ranks has rank, pid, host, state (waits, computes, sleeps, disk,
@@ -86,16 +75,8 @@ def top(job: str | None, interval_s: float, once: bool, host: str | None, starte
         os.nice(10)  # where cores are scarce they are the ranks'
     with contextlib.suppress(KeyboardInterrupt), _watcher(job, host, starter) as watcher:
         try:
-            if once:
-                watcher.look()
-                time.sleep(interval_s)
-                look = watcher.look()
-                if look is not None:
-                    _print(as_json, look)
-                    return
-            else:
-                _watch(watcher, interval_s, as_json)
-            click.echo(f"job {watcher.id} has ended", err=as_json)
+            if not _watch(watcher, interval_s, as_json, once):
+                click.echo(f"job {watcher.id} has ended", err=as_json)
         except BrokenPipeError:  # nobody reads any more, as behind head
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what the interpreter writes when it ends
 
@@ -116,13 +97,13 @@ def _say_again(line: str) -> None:
     click.echo(f"{line}\x1b[K\r" if sys.stderr.isatty() else line, nl=not sys.stderr.isatty(), err=True)
 
 
-def _watch(watcher: Watcher, interval_s: float, as_json: bool) -> None:
-    """Look at a job until it has ended, on the terminal's other page if there is one."""
+def _watch(watcher: Watcher, interval_s: float, as_json: bool, once: bool) -> bool:
+    """Print looks at a job, on the terminal's other page if there is one; return whether it may still run."""
     from phalanx.launch.running.rank_look import pause_after_s
 
-    screen = sys.stdout.isatty() and not as_json and os.environ.get("TERM", "dumb") != "dumb"
+    screen = sys.stdout.isatty() and not as_json and not once and os.environ.get("TERM", "dumb") != "dumb"
+    pause_s = interval_s if once else min(interval_s, _FIRST_S)
     last: Look | None = None
-    pause_s = min(interval_s, _FIRST_S)
     watcher.look()
     if screen:
         sys.stdout.write("\x1b[?1049h\x1b[?25l")
@@ -132,9 +113,11 @@ def _watch(watcher: Watcher, interval_s: float, as_json: bool) -> None:
             used_s = time.process_time()
             look = watcher.look()
             if look is None:
-                return
+                return False
             last = look
             _print(as_json, look, screen=screen)
+            if once:
+                return True
             used_s = time.process_time() - used_s
             pause_s = max(interval_s, pause_after_s(used_s), look.pause_s)
     finally:

@@ -17,8 +17,6 @@ from torch.utils.data import Sampler
 
 from phalanx.errors import ArgumentError
 
-__all__ = ["ShardedBatchSampler", "hashed_seed"]
-
 
 def hashed_seed(*numbers: int) -> int:
     """A seed that follows from several numbers.
@@ -112,18 +110,19 @@ class ShardedBatchSampler(Sampler[list[int]]):
         # iterators for one pass if it has workers. So the order of a pass that is broken off is not used again.
         epoch, start, self.epoch, self.start = self.epoch, self.start, self.epoch + 1, 0
         order = self._order(epoch)
-        for first, last in self._parts(start):
-            yield order[first:last]
+        for _, first, last in self._parts(start):
+            if first < last:
+                yield order[first:last]
 
     def ends(self, start: int) -> list[int]:
         """How many items of the epoch, over all ranks, are done after each batch of a pass that begins at ``start``."""
-        return [last for first, last in self._bounds(start) if self._part(first, last)[0] < self._part(first, last)[1]]
+        return [end for end, first, last in self._parts(start) if first < last]
 
-    def _parts(self, start: int) -> Iterator[tuple[int, int]]:
-        for bounds in self._bounds(start):
-            first, last = self._part(*bounds)
-            if first < last:
-                yield first, last
+    def _parts(self, start: int) -> Iterator[tuple[int, int, int]]:
+        for begin, end in self._bounds(start):
+            items = end - begin
+            first = begin + items * self.rank // self.world_size
+            yield end, first, begin + items * (self.rank + 1) // self.world_size
 
     def _bounds(self, start: int) -> list[tuple[int, int]]:
         """Where each global batch begins and ends in the order, from the item ``start`` on."""
@@ -143,10 +142,3 @@ class ShardedBatchSampler(Sampler[list[int]]):
         generator = torch.Generator().manual_seed(hashed_seed(self.seed, epoch))
         order: list[int] = torch.randperm(self.length, generator=generator).tolist()
         return order
-
-    def _part(self, first: int, last: int) -> tuple[int, int]:
-        items = last - first
-        return (
-            first + items * self.rank // self.world_size,
-            first + items * (self.rank + 1) // self.world_size,
-        )

@@ -133,7 +133,7 @@ def be_seen() -> None:
             if inherited is not None and inherited[1] >= 0:
                 faulthandler.unregister(PLACE_SIGNAL)  # else the handler of the parent would count as the program's
                 os.close(inherited[1])
-            if not processes.uses(pid, PLACE_SIGNAL):
+            if processes.signal_sets(pid, PLACE_SIGNAL).isdisjoint({"SigCgt", "SigBlk"}):
                 file = os.memfd_create(_stacks_of(pid))
                 fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # also after a reader has cut it
                 write_stacks_on(PLACE_SIGNAL, file)
@@ -210,8 +210,8 @@ def memory_file(pid: int, name: str) -> str:
 def _threads(pid: int) -> list[int]:
     """The threads to be asked: those that run, and the main one, first if it runs."""
     threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
-    running = [thread for thread in threads if processes.state_of_thread(pid, thread) == "R" and thread != pid]
-    main_runs = processes.state_of_thread(pid, pid) == "R"
+    running = [thread for thread in threads if processes.state_of(pid, thread) == "R" and thread != pid]
+    main_runs = processes.state_of(pid, pid) == "R"
     return [pid, *running[:_MOST_THREADS]] if main_runs else [*running[:_MOST_THREADS], pid]
 
 
@@ -230,10 +230,10 @@ def _ask(pid: int, start: int, thread: int, file: int, patience_s: float) -> str
             os.ftruncate(file, 0)
         before = _signal(pid, start, thread, file)
         until = time.monotonic() + patience_s
-        while time.monotonic() < until and processes.state_of_thread(pid, thread) not in _SILENT:
+        while time.monotonic() < until and processes.state_of(pid, thread) not in _SILENT:
             time.sleep(_LOOK_S)
             # The handler writes in many small pieces, and blocks the signal until it returns.
-            if _first_whole(file, before) and not processes.blocks(thread, PLACE_SIGNAL):
+            if _first_whole(file, before) and "SigBlk" not in processes.signal_sets(thread, PLACE_SIGNAL):
                 if not was_changed(_first_whole(file, before)):
                     break
                 before = _signal(pid, start, thread, file)
@@ -245,7 +245,7 @@ def _ask(pid: int, start: int, thread: int, file: int, patience_s: float) -> str
 def _signal(pid: int, start: int, thread: int, file: int) -> int:
     """Ask a thread, if its process is still the one that answers, and not another program by now; the file's size."""
     size = os.fstat(file).st_size
-    if start_of(pid) == start and processes.has_handler(pid, PLACE_SIGNAL):
+    if start_of(pid) == start and "SigCgt" in processes.signal_sets(pid, PLACE_SIGNAL):
         if hasattr(_libc, "tgkill"):
             _libc.tgkill(pid, thread, int(PLACE_SIGNAL))
         elif thread == pid:

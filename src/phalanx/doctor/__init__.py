@@ -1,6 +1,5 @@
-"""``phalanx doctor``: what stands in the way of a job, found before one is lost to it.
+"""``phalanx doctor``: find what stands in the way of a job.
 
-``host.py`` looks at one host, in a process on it; ``hosts.py`` has that done on all hosts of a job, and looks at the
-way between each two of them, which ``probe.py`` measures. ``accelerators.py`` is ``--gpu``. All of them return findings
-(``finding.py``); begin there.
+All functions return findings (``finding.py``). ``host.py`` examines one host from a process on it, ``hosts.py`` all
+hosts of a job and each pair of them (``probe.py``); ``accelerators.py`` is ``--gpu``.
 """

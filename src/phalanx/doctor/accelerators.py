@@ -1,8 +1,4 @@
-"""Accelerators: whether torch sees those that this machine has, what each can do, and which are slow or broken.
-
-They are measured in a process of its own, ``python -m phalanx.doctor.accelerators``, so that no other one makes a
-context on a device.
-"""
+"""Check and measure accelerators, in a process of its own, so that no other one makes a context on a device."""
 
 from __future__ import annotations
 
@@ -16,38 +12,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.doctor.finding import Finding, Level, failure, ok, warning
+from phalanx.doctor.finding import Finding, failure, ok, warning
 from phalanx.doctor.variables import device_variables
 from phalanx.topology.device_files import accelerator_files, count_devices, read_text
 from phalanx.topology.table import format_table
 from phalanx.words import format_count, format_gib, format_list
-
-__all__ = [
-    "DEVICES_S",
-    "DeviceRecord",
-    "device_findings",
-    "devices",
-    "devices_as_text",
-    "parse_xids",
-    "probe_devices",
-]
 
 DEVICES_S = 120.0  # the first use of many devices takes a while
 MEASURE_S = 2.0  # for all devices of the host
 _MATRIX, _COPIED_BYTES = 8192, 64 << 20
 _PCI = Path("/sys/bus/pci/devices")
 SLOW = 0.8  # of the median
-# What is measured: the field of a record, its title, and how much of it makes one of the unit in the title.
-_MEASURED = (
+# The rates of a record: field, title, and how much of the field is one of the title's unit.
+_RATES = (
     ("teraflops", "product TFLOP/s", 1.0),
     ("to_bytes_per_s", "to it GB/s", 1e9),
     ("from_bytes_per_s", "from it GB/s", 1e9),
 )
-# By these variables a launcher or a user hides accelerators from a process.
 _HIDING = (
     *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
     *("ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES"),
@@ -56,15 +41,14 @@ _HIDING = (
 
 @dataclass
 class DeviceRecord:
-    """One accelerator, as it was measured. What is None or 0 is not known.
+    """One accelerator, as it was measured; None or 0 is not known.
 
     Attributes:
         device: torch's name of it on its host, as ``cuda:0``; ``name`` is its model, ``pci`` its address on the bus.
-        used_bytes, total_bytes: of its memory. Measuring itself uses about half a GiB.
         ecc_corrected, ecc_uncorrected: errors of its memory since the last reset.
         xids: the numbers of the driver's errors since the boot.
-        lanes, most_lanes: of its PCIe link now, and as many as it and its slot have; the speed is in GT/s a lane.
-        peers: how many devices of the host's it reaches without the host's memory.
+        lanes, gigatransfers: of its PCIe link now, the speed in GT/s; ``most`` is what it and its slot can do.
+        peers: how many devices of the host it reaches without the host's memory.
         teraflops: of a product of matrices of float16.
         to_bytes_per_s, from_bytes_per_s: from the host's pinned memory, and back.
         error: why it could not be measured; empty if it was.
@@ -94,7 +78,7 @@ Records = Mapping[str, Sequence[DeviceRecord]]  # by host
 
 
 def devices(ranks: int | None = None) -> Iterator[Finding]:
-    """Say whether torch sees this machine's accelerators. torch is imported only where there is a device file.
+    """Check whether torch sees this machine's accelerators; import it only where there is a device file.
 
     Args:
         ranks: how many ranks are to run on this host, if that is known.
@@ -110,30 +94,29 @@ def devices(ranks: int | None = None) -> Iterator[Finding]:
         yield failure(subject, f"torch cannot be imported: {error}", "install torch again")
         return
     kind = torch.accelerator.current_accelerator(check_available=True)
-    seen = torch.accelerator.device_count() if kind is not None else 0
-    there = count_devices()
-    if not seen and there:
+    seen, there = torch.accelerator.device_count() if kind else 0, count_devices()
+    if kind is None or not seen:
+        if not there:
+            yield ok(subject, "none that torch can use: ranks compute on the CPU")
+            return
         why = hiding or f"torch {torch.__version__} was built for another kind of device, or the driver is missing"
         said = f"this machine has {there}, and torch sees none ({why})"
         yield warning(subject, said, "ranks would compute on the CPU; mend it if they should not")
-    elif not seen:
-        yield ok(subject, "none that torch can use: ranks compute on the CPU")
     elif ranks is not None and ranks > seen:
         said = f"{format_count(seen, 'device')} for {format_count(ranks, 'rank')}: some would share one"
         yield warning(subject, said, f"start {seen} ranks here" + f" ({hiding})" * bool(hiding))
     else:
-        hidden = f", {hiding}" if hiding else ""
-        yield ok(subject, f"{seen} of {max(there, seen)} ({kind.type if kind else ''}){hidden}")
+        yield ok(subject, f"{seen} of {max(there, seen)} ({kind.type})" + f", {hiding}" * bool(hiding))
 
 
 # -- measuring -----------------------------------------------------------------------------------------
 
 
 def probe_devices() -> dict[str, Any]:
-    """Measure the accelerators of this host in a process of its own.
+    """Measure this host's accelerators in a process of its own.
 
     Returns:
-        ``findings`` about what torch sees and what variables change, and ``devices``, a record of each.
+        ``findings`` about what torch sees and about variables, and ``devices``, a record of each.
     """
     command = [sys.executable, "-m", "phalanx.doctor.accelerators"]
     try:
@@ -148,32 +131,36 @@ def probe_devices() -> dict[str, Any]:
     return {"findings": [asdict(failure("accelerators", f"measuring them failed: {why}", remedy))], "devices": []}
 
 
-def _probe() -> dict[str, Any]:
-    found = list(devices())
-    kind, count = "", 0
-    if accelerator_files() and found[0].level is not Level.FAILURE:
+def main() -> None:
+    """Print what :func:`probe_devices` returns."""
+    found, records = list(devices()), []
+    if "torch" in sys.modules:  # there is a device file, and torch could be imported
         import torch
         from torch.cuda import nccl
 
-        count, current = torch.accelerator.device_count(), torch.accelerator.current_accelerator()
-        kind = current.type if current is not None else ""
-        if kind == "cuda" and torch.distributed.is_nccl_available():
-            version = nccl.version()  # type: ignore[no-untyped-call]
-            found.append(ok("NCCL", ".".join(map(str, version))))
+        kind = torch.accelerator.current_accelerator()
+        if kind is not None:
+            if kind.type == "cuda" and torch.distributed.is_nccl_available():
+                version = nccl.version()  # type: ignore[no-untyped-call]
+                found.append(ok("NCCL", ".".join(map(str, version))))
+            count = torch.accelerator.device_count()
+            records = [_measured_record(kind.type, index, count) for index in range(count)]
         found += device_variables(os.environ)
     errors, log = _ecc_errors(), _kernel_log()
-    records = [_record(kind, index, count) for index in range(count)]
     for record in records:
         record.ecc_corrected, record.ecc_uncorrected = errors.get(record.pci, (None, None))
         record.xids = None if log is None else parse_xids(log).get(record.pci, [])
-    return {"findings": [asdict(finding) for finding in found], "devices": [asdict(record) for record in records]}
+    made = {"findings": [asdict(finding) for finding in found], "devices": [asdict(record) for record in records]}
+    print(json.dumps(made))
 
 
-def _record(kind: str, index: int, count: int) -> DeviceRecord:
+def _measured_record(kind: str, index: int, count: int) -> DeviceRecord:
     import torch
 
     module = getattr(torch, kind)
-    record = DeviceRecord(f"{kind}:{index}", driver=_driver())
+    driver = re.search(r"\d+\.[\d.]+", read_text(Path("/proc/driver/nvidia/version")))
+    amd = read_text(Path("/sys/module/amdgpu/version")).strip()
+    record = DeviceRecord(f"{kind}:{index}", driver=driver.group() if driver else amd)
     try:
         properties = module.get_device_properties(index)
         record.name = properties.name.removeprefix("NVIDIA ")
@@ -184,13 +171,13 @@ def _record(kind: str, index: int, count: int) -> DeviceRecord:
         record.used_bytes = record.total_bytes - free
         if kind == "cuda":
             record.peers = sum(module.can_device_access_peer(index, other) for other in range(count) if other != index)
-        _measure(record, torch.device(kind, index), MEASURE_S / count)
+        _measure_rates(record, torch.device(kind, index), MEASURE_S / count)
     except Exception as error:
         record.error = str(error).strip().partition("\n")[0] or type(error).__name__
     return record
 
 
-def _measure(record: DeviceRecord, device: Any, seconds: float) -> None:
+def _measure_rates(record: DeviceRecord, device: Any, seconds: float) -> None:
     import torch
 
     left, right = (torch.randn(_MATRIX, _MATRIX, dtype=torch.float16, device=device) for _ in range(2))
@@ -212,29 +199,26 @@ def _measure(record: DeviceRecord, device: Any, seconds: float) -> None:
     record.to_bytes_per_s = rate(lambda: there.copy_(here, non_blocking=True), 0.25) * _COPIED_BYTES
     record.from_bytes_per_s = rate(lambda: here.copy_(there, non_blocking=True), 0.25) * _COPIED_BYTES
     there.copy_(here, non_blocking=True)
-    _describe_link(record)  # now: a link that is idle saves power by being slow
+    _describe_link(record)  # under load: an idle link saves power by being slow
     torch.accelerator.synchronize(device)
 
 
 def _describe_link(record: DeviceRecord) -> None:
-    """Read the link's width and speed, and the most that the device and its slot can do; 0 where that is not known."""
-    ends = [_PCI / record.pci, (_PCI / record.pci).resolve().parent] if record.pci else []
+    """Read the PCIe link's width and speed, and the most that the device and its slot can do."""
+    if not record.pci:
+        return
+    device = _PCI / record.pci
+    slot = device.resolve().parent
 
     def read(end: Path, name: str) -> float:
         number = re.match(r"[\d.]+", read_text(end / name))
         return float(number.group()) if number else 0.0
 
     def most(name: str) -> float:
-        return min(filter(None, (read(end, name) for end in ends)), default=0.0)
+        return min(filter(None, (read(device, name), read(slot, name))), default=0.0)
 
-    if ends:
-        record.lanes, record.gigatransfers = read(ends[0], "current_link_width"), read(ends[0], "current_link_speed")
-        record.most_lanes, record.most_gigatransfers = most("max_link_width"), most("max_link_speed")
-
-
-def _driver() -> str:
-    found = re.search(r"\d+\.[\d.]+", read_text(Path("/proc/driver/nvidia/version")))
-    return found.group() if found else read_text(Path("/sys/module/amdgpu/version")).strip()
+    record.lanes, record.gigatransfers = read(device, "current_link_width"), read(device, "current_link_speed")
+    record.most_lanes, record.most_gigatransfers = most("max_link_width"), most("max_link_speed")
 
 
 def _ecc_errors() -> dict[str, tuple[int, int]]:
@@ -270,41 +254,37 @@ def parse_xids(log: str) -> dict[str, list[int]]:
 
 
 def device_findings(records: Records) -> list[Finding]:
-    """Return findings about devices that are slow or broken."""
-    return [
-        Finding(level, one.device, said, remedy, host)
-        for host, own in records.items()
-        for one in own
-        for level, said, remedy in _complaints(one, own)
-    ]
+    """Find devices that are slow or broken."""
+    return [replace(said, host=host) for host, own in records.items() for one in own for said in _complaints(one, own)]
 
 
-def _complaints(one: DeviceRecord, own: Sequence[DeviceRecord]) -> Iterator[tuple[Level, str, str]]:
+def _complaints(one: DeviceRecord, own: Sequence[DeviceRecord]) -> Iterator[Finding]:
+    subject = one.device
     if one.error:
         remedy = "look which processes use it (nvidia-smi, rocm-smi); if none does, reset it"
-        yield Level.FAILURE, f"could not be measured: {one.error}", remedy
+        yield failure(subject, f"could not be measured: {one.error}", remedy)
     if one.ecc_uncorrected:
         remedy = "reset it when no job uses it (nvidia-smi --gpu-reset), and have it replaced if they come again"
-        yield Level.FAILURE, f"{one.ecc_uncorrected} uncorrected ECC errors since the last reset", remedy
+        yield failure(subject, f"{one.ecc_uncorrected} uncorrected ECC errors since the last reset", remedy)
     if one.xids:
         numbers = format_list([str(number) for number in sorted(set(one.xids))])
         remedy = "https://docs.nvidia.com/deploy/xid-errors says what they mean"
-        yield Level.WARNING, f"the driver has reported Xid {numbers} since the boot", remedy
+        yield warning(subject, f"the driver has reported Xid {numbers} since the boot", remedy)
     if 0 < one.lanes < one.most_lanes or 0 < one.gigatransfers < one.most_gigatransfers:
         width, speed = f"{one.lanes:g} of {one.most_lanes:g}", f"{one.gigatransfers:g} of {one.most_gigatransfers:g}"
         remedy = "seat the card and its riser anew, and look at the firmware's settings"
-        yield Level.WARNING, f"its PCIe link has {width} lanes, at {speed} GT/s", remedy
+        yield warning(subject, f"its PCIe link has {width} lanes, at {speed} GT/s", remedy)
     if (one.peers or 0) < max(other.peers or 0 for other in own):
         said = f"it reaches {one.peers} devices of this host directly, and others reach more"
-        yield Level.WARNING, said, "compare nvidia-smi topo -m, and look for a broken NVLink"
-    for name, title, _ in _MEASURED:
+        yield warning(subject, said, "compare nvidia-smi topo -m, and look for a broken NVLink")
+    for name, title, _ in _RATES:
         if share := _slow(one, name, own):
             said = f"{title}: {share:.0%} of the median of this host's devices of its kind"
-            yield Level.WARNING, said, "look at its temperature, power limit and clocks, and for another job"
+            yield warning(subject, said, "look at its temperature, power limit and clocks, and for another job")
 
 
 def _slow(one: DeviceRecord, name: str, own: Sequence[DeviceRecord]) -> float:
-    """Return its share of the median of this model's devices on its host; 0 if it is not slow, or not measured."""
+    """Return its share of the median of its host's devices of its model; 0 if it is not slow, or not measured."""
     measured = [getattr(other, name) for other in own if other.name == one.name and not other.error]
     share: float = 0.0 if one.error else getattr(one, name) / statistics.median(measured)
     return share if share < SLOW else 0.0
@@ -312,30 +292,27 @@ def _slow(one: DeviceRecord, name: str, own: Sequence[DeviceRecord]) -> float:
 
 def devices_as_text(records: Records) -> str:
     """Format a row for each device of all hosts, slow ones marked; empty if there is none."""
-    lines = [
-        {
-            **({"host": host} if host else {}),
-            "device": one.device,
-            "model": one.name,
-            "driver": one.driver or "unknown",
-            "memory used": f"{format_gib(one.used_bytes)} of {format_gib(one.total_bytes)}",
-            "ECC errors": "unknown"
-            if one.ecc_corrected is None
-            else f"{one.ecc_corrected}, {one.ecc_uncorrected} fatal",
-            "Xids": "unreadable" if one.xids is None else str(len(one.xids)),
-            "PCIe": f"x{one.lanes:g} {one.gigatransfers:g} GT/s" if one.lanes else "unknown",
-            "peers": "unknown" if one.peers is None else f"{one.peers} of {len(own) - 1}",
-            **{
-                title: f"{getattr(one, name) / unit:.3g}{' slow' if _slow(one, name, own) else ''}"
-                for name, title, unit in _MEASURED
-            },
-        }
-        for host, own in records.items()
-        for one in own
-    ]
+    rows = [_row(host, one, own) for host, own in records.items() for one in own]
     texts = ("host", "device", "model", "driver", "memory used", "ECC errors", "Xids", "PCIe", "peers")
-    return format_table(lines, title="accelerators", text_columns=texts, color=True) if lines else ""
+    return format_table(rows, title="accelerators", text_columns=texts, color=True) if rows else ""
+
+
+def _row(host: str, one: DeviceRecord, own: Sequence[DeviceRecord]) -> dict[str, str]:
+    unknown = one.ecc_corrected is None
+    row = {
+        "device": one.device,
+        "model": one.name,
+        "driver": one.driver or "unknown",
+        "memory used": f"{format_gib(one.used_bytes)} of {format_gib(one.total_bytes)}",
+        "ECC errors": "unknown" if unknown else f"{one.ecc_corrected}, {one.ecc_uncorrected} fatal",
+        "Xids": "unreadable" if one.xids is None else str(len(one.xids)),
+        "PCIe": f"x{one.lanes:g} {one.gigatransfers:g} GT/s" if one.lanes else "unknown",
+        "peers": "unknown" if one.peers is None else f"{one.peers} of {len(own) - 1}",
+    }
+    for name, title, unit in _RATES:
+        row[title] = f"{getattr(one, name) / unit:.3g}{' slow' if _slow(one, name, own) else ''}"
+    return {"host": host, **row} if host else row
 
 
 if __name__ == "__main__":
-    print(json.dumps(_probe()))
+    main()

@@ -1,12 +1,12 @@
-"""Describe one host from a process on it: its software, its room, its accelerators, its names.
+"""Examine one host from a process on it: its software, limits, accelerators, names and variables.
 
-``python -m phalanx.doctor.host`` is the doctor's helper on a host. It talks to the doctor through the pipe of the
-program that started it (ssh, for one), so that it can say what is wrong with the network between the hosts even where
-nothing else passes.
+``python -m phalanx.doctor.host`` is the doctor's helper on a host. It answers through the pipe of the program that
+started it (ssh, for one), so that it can say what is wrong where nothing else passes between the hosts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import resource
@@ -26,7 +26,7 @@ from phalanx.doctor.finding import Finding, failure, ok, warning
 from phalanx.doctor.probe import Listener, probe
 from phalanx.doctor.variables import variables
 from phalanx.errors import BackendError, InitializationError, LaunchError
-from phalanx.launch.starters.helping import serve
+from phalanx.launch.starters.helpers import serve
 from phalanx.native import core
 from phalanx.system.host import machine_name, this_host
 from phalanx.system.interfaces import (
@@ -42,20 +42,15 @@ from phalanx.system.interfaces import (
 from phalanx.system.limits import Limit, Resource, machine_limits, usable_cores
 from phalanx.words import format_count, format_gib, format_list
 
-__all__ = ["examine", "machine"]
-
 _SHM = "/dev/shm"
-# A DataLoader worker puts each batch into /dev/shm. Below the first it cannot work at all; Docker gives 64 MiB, too
-# little for batches of images.
+# A DataLoader worker puts each batch into /dev/shm. Docker gives 64 MiB, too little for batches of images.
 _SHM_LEAST, _SHM_USUAL = 16 << 20, 256 << 20
 _TEMPORARY_LEAST = 16 << 20
 _FEW_FILES = 1024  # for data loaders
-# Variables of engines that name the interface they use; NCCL's may begin with ^ or = and be a list of prefixes.
-_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def examine(ranks: int | None = None, *, several_hosts: bool = False) -> list[Finding]:
-    """Return all findings about this host, in the order in which they should be read.
+    """Return all findings about this host.
 
     Args:
         ranks: how many ranks are to run here; as many as there are usable cores by default.
@@ -76,9 +71,8 @@ def _versions() -> dict[str, str]:
 
 
 def _software() -> Iterator[Finding]:
-    versions = _versions()
-    yield ok("python", f"{versions['python']}, {sys.executable}")
-    torch, oldest = versions["torch"], ".".join(map(str, torch_versions.OLDEST))
+    yield ok("python", f"{platform.python_version()}, {sys.executable}")
+    torch, oldest = _versions()["torch"], ".".join(map(str, torch_versions.OLDEST))
     needs = f"phalanx.init() and the backend phalanx need torch >= {oldest}; phalanx run starts scripts on others"
     if torch == "none":
         remedy = "activate the environment that has it, or install it there: pip install torch"
@@ -90,8 +84,7 @@ def _software() -> Iterator[Finding]:
     try:
         core.library()
     except (BackendError, OSError) as error:
-        said = f"{settings.VERSION}, whose C core cannot be loaded: {error}"
-        yield failure("phalanx", said, "install Phalanx again")
+        yield failure("phalanx", f"{settings.VERSION}, whose C core cannot be loaded: {error}", "install Phalanx again")
         return
     entry = core.quick_entry()
     if isinstance(entry, str):
@@ -105,18 +98,15 @@ def _software() -> Iterator[Finding]:
 
 
 def machine(ranks: int | None = None) -> Iterator[Finding]:
-    """Return findings about what this machine has left: cores, memory, files, processes, shared memory, folders."""
+    """Check cores, memory, open files, processes, shared memory and folders."""
     yield _cores(ranks)
     for limit in machine_limits(python=True):
         yield _room(limit, ranks or usable_cores())
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if os.path.isdir("/dev/infiniband"):  # nothing else needs locked memory
-        if soft == resource.RLIM_INFINITY:
-            yield ok("locked memory", "no limit")
-        else:
-            said = f"at most {soft >> 10} KiB, and InfiniBand registers the memory that it sends"
-            remedy = "ulimit -l unlimited; LimitMEMLOCK=infinity for slurmd, docker --ulimit memlock=-1"
-            yield warning("locked memory", said, remedy)
+    if os.path.isdir("/dev/infiniband") and soft != resource.RLIM_INFINITY:
+        said = f"at most {soft >> 10} KiB, and InfiniBand registers the memory that it sends"
+        remedy = "ulimit -l unlimited; LimitMEMLOCK=infinity for slurmd, docker --ulimit memlock=-1"
+        yield warning("locked memory", said, remedy)
     yield _shared_memory()
     try:
         yield ok("directory", os.getcwd())
@@ -190,38 +180,33 @@ def _names(several_hosts: bool) -> Iterator[Finding]:
         yield failure("loopback", str(error), "ip link set lo up")
     yield _own_name(several_hosts)
     yield _interface(several_hosts)
-    for variable in _INTERFACE_VARIABLES:
+    for variable in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if value := os.environ.get(variable):
             yield _engine_interface(variable, value)
 
 
 def _own_name(several_hosts: bool) -> Finding:
     subject, name = "own name", machine_name()
+    address = "ADDRESS"
+    with contextlib.suppress(InitializationError):
+        address = address if is_loopback(found := outward_address()) else found
     try:
         addresses = resolve(name)
     except OSError as error:
         said = f"{name} does not resolve here ({error.strerror or error}), and some engines listen where it leads"
-        return warning(subject, said, f"add a line to /etc/hosts: {_address_or_example()} {name}")
+        return warning(subject, said, f"add a line to /etc/hosts: {address} {name}")
     said = f"{name} is {format_list(addresses)}"
     if all(map(is_loopback, addresses)):
         if not several_hosts:
             return ok(subject, f"{said}, which is enough for one host")
         said += ", which no other host can reach; torch's Gloo and torchrun take that address"
-        return warning(subject, said, f"let /etc/hosts say: {_address_or_example()} {name}")
+        return warning(subject, said, f"let /etc/hosts say: {address} {name}")
     own = {address.partition("%")[0] for of_one in interface_addresses().values() for address in of_one}
     foreign = [address for address in addresses if not is_loopback(address) and address not in own]
     if foreign:
         remedy = f"mend it in /etc/hosts or at the name server; the interfaces are {describe_interfaces()}"
         return warning(subject, f"{said}, but this host does not have {format_list(foreign)}", remedy)
     return ok(subject, said)
-
-
-def _address_or_example() -> str:
-    try:
-        found = outward_address()
-    except InitializationError:
-        found = LOOPBACK
-    return found if not is_loopback(found) else "ADDRESS"
 
 
 def _interface(several_hosts: bool) -> Finding:

@@ -1,8 +1,4 @@
-"""All hosts of a job at once: each by itself, every pair, and what their answers say together.
-
-A helper (``host.py``) is started on each host. Findings come from its answers; the way from each host to each other one
-is tried and measured by ``probe.py``.
-"""
+"""Examine all hosts of a job: each by a helper on it (``host.py``), and each pair of them (``probe.py``)."""
 
 from __future__ import annotations
 
@@ -25,8 +21,6 @@ from phalanx.system.interfaces import is_loopback
 from phalanx.topology.table import format_table
 from phalanx.words import format_list, format_time
 
-__all__ = ["Examination", "examine_devices", "examine_hosts", "pairs_as_json", "pairs_as_text"]
-
 MOST_THREADS = 256
 CLOCK_ASKS = 5
 CLOCK_WARNING_S = 1.0
@@ -41,14 +35,7 @@ Answer = TypeVar("Answer")
 
 @dataclass
 class Examination:
-    """What was found out about several hosts.
-
-    Attributes:
-        findings: by host, those about all of them first.
-        reached: for each pair, what the first one saw.
-        offsets_s: how far each host's clock is ahead of this one's.
-        devices: the accelerators of each host, where they were measured.
-    """
+    """What was found out about several hosts; ``offsets_s`` is how far each clock is ahead of this host's."""
 
     findings: list[Finding] = field(default_factory=list)
     reached: dict[Pair, Reach] = field(default_factory=dict)
@@ -57,25 +44,22 @@ class Examination:
 
 
 class _Helpers:
-    """A helper on each host, all asked at once; one that does not answer becomes a finding.
-
-    Args:
-        hosts: as the user calls them.
-        starter: how a helper is started, as of :class:`~phalanx.launch.starters.helpers.Helper`.
-    """
+    """A helper on each host, all asked at once; one that does not answer becomes a finding, and is asked no more."""
 
     def __init__(self, hosts: Iterable[str], starter: Sequence[str]) -> None:
         self.findings: list[Finding] = []
-        self.ready: dict[str, Helper] = {}
-        self._running = contextlib.ExitStack()
-        self._pool = self._running.enter_context(ThreadPoolExecutor(MOST_THREADS))
-        for name in hosts:
-            try:
-                helper = Helper(name, starter, "phalanx.doctor.host")
-            except Unanswered as error:
-                self.findings.append(failure("start", str(error), error.remedy, name))
-            else:
-                self.ready[name] = self._running.enter_context(helper)
+        self._helpers: dict[str, Helper] = {}
+        with contextlib.ExitStack() as running:
+            self._pool = running.enter_context(ThreadPoolExecutor(MOST_THREADS))
+            for name in hosts:
+                try:
+                    helper = Helper(name, starter, "phalanx.doctor.host")
+                except Unanswered as error:
+                    self.findings.append(failure("start", str(error), error.remedy, name))
+                else:
+                    self._helpers[name] = running.enter_context(helper)
+            self.each(lambda _, helper: helper.wait_ready(), subject="start")
+            self._running = running.pop_all()
 
     def __enter__(self) -> _Helpers:
         return self
@@ -83,49 +67,44 @@ class _Helpers:
     def __exit__(self, *error: object) -> None:
         self._running.close()
 
-    def wait_ready(self) -> None:
-        """Wait until each helper answers; those that do not are asked no more."""
-        ready = self.each(lambda _, helper: helper.wait_ready(), subject="start")
-        self.ready = {name: self.ready[name] for name in ready}
-
     def each(
         self, ask: Callable[[str, Helper], Answer], among: Iterable[str] | None = None, subject: str = "helper"
     ) -> dict[str, Answer]:
         """Ask each helper, or those on some hosts; return the answers by host."""
-        names = self.ready if among is None else among
-        futures = {name: self._pool.submit(ask, name, self.ready[name]) for name in names}
+        asked = {name: helper for name, helper in self._helpers.items() if among is None or name in among}
+        futures = {name: self._pool.submit(ask, name, helper) for name, helper in asked.items()}
         answers = {}
         for name, future in futures.items():
             try:
                 answers[name] = future.result()
             except Unanswered as error:
                 self.findings.append(failure(subject, str(error), error.remedy, name))
+                del self._helpers[name]
         return answers
 
 
 def examine_hosts(
     hosts: Mapping[str, int | None], starter: Sequence[str], *, rate: bool, progress: Callable[[str], None]
 ) -> Examination:
-    """Look at every host, and at the way from each to each other one.
+    """Examine every host, and the way from each to each other one.
 
     Args:
         hosts: each host, and how many ranks are to run there, if the user has said so.
-        starter: how a helper is started, as of :class:`~phalanx.launch.starters.helpers.Helper`.
+        starter: the user's starter and its arguments; empty for ssh.
         rate: whether to measure rates, which uses each link for about a second.
         progress: called with what is done next, for people who wait.
     """
     made, directory = Examination(), os.getcwd()
     progress(f"starting a helper on {', '.join(hosts)}")
     with _Helpers(hosts, starter) as helpers:
-        helpers.wait_ready()
         progress("looking at each host")
         # A host that is reached from here has to be reachable itself, also if it is the only one of the job.
-        several = len(hosts) > 1 or not all(is_here(name, starter=bool(starter)) for name in helpers.ready)
+        several = len(hosts) > 1 or not all(is_here(name, starter=bool(starter)) for name in hosts)
         answers = helpers.each(
             lambda name, helper: helper.ask("examine", directory=directory, ranks=hosts[name], several_hosts=several)
         )
-        made.offsets_s = helpers.each(lambda _, helper: _clock(helper), answers)
-        listening = helpers.each(lambda _, helper: helper.ask("listen"), answers)
+        made.offsets_s = helpers.each(lambda _, helper: _clock(helper))
+        listening = helpers.each(lambda _, helper: helper.ask("listen"))
         turns = [turn for pairs in _rounds(sorted(listening)) for turn in (pairs, {b: a for a, b in pairs.items()})]
         for number, turn in enumerate(turns, 1):
             progress(f"measuring pairs, round {number} of {len(turns)}")
@@ -151,7 +130,6 @@ def examine_devices(hosts: Sequence[str], starter: Sequence[str]) -> Examination
     made = Examination()
     if hosts:
         with _Helpers(hosts, starter) as helpers:
-            helpers.wait_ready()
             answers = helpers.each(lambda _, helper: helper.ask("devices", 2 * DEVICES_S))
         made.findings = helpers.findings
     else:
@@ -175,10 +153,7 @@ def _clock(helper: Helper) -> float:
 
 
 def _rounds(hosts: Sequence[str]) -> list[dict[str, str]]:
-    """Return every pair of hosts once, in as few rounds as can be; no host is twice in a round.
-
-    It is the round-robin tournament: one place stays, the others go around it.
-    """
+    """Return every pair of hosts once, no host twice in a round: a round-robin tournament."""
     places, found = [*hosts] + [""] * (len(hosts) % 2), []
     for _ in range(len(places) - 1):
         pairs = zip(places[: len(places) // 2], reversed(places), strict=False)
@@ -195,14 +170,14 @@ def _findings(host: str, answer: Mapping[str, Any]) -> list[Finding]:
 
 
 def _in_order(hosts: Iterable[str], made: Examination) -> Examination:
-    """Sort the findings by host; those about all of them come first."""
+    """Sort the findings by host, those about all of them first."""
     order = ["", *hosts]
     made.findings.sort(key=lambda finding: order.index(finding.host))
     return made
 
 
 def _differences(answers: Mapping[str, Mapping[str, Any]], directory: str) -> Iterator[Finding]:
-    """Compare what must be the same on all hosts: versions, and the directory where the job is to run."""
+    """Compare versions and the directory, which must be the same on all hosts."""
     for subject in ("python", "torch", "phalanx"):
         by_version = _alike({host: answer["versions"][subject] for host, answer in answers.items()})
         if len(by_version) > 1:
@@ -227,7 +202,7 @@ def _alike(values: Mapping[str, Key]) -> dict[Key, list[str]]:
 
 
 def _paths(reached: Mapping[Pair, Reach]) -> Iterator[Finding]:
-    """Judge the way from each host to each other one."""
+    """Find pairs that do not reach each other, or only in part."""
     for (host, other), reach in reached.items():
         subject, back = f"to {other}", reached.get((other, host))
         if loopback := [address for address in reach.addresses if is_loopback(address)]:
@@ -235,23 +210,19 @@ def _paths(reached: Mapping[Pair, Reach]) -> Iterator[Finding]:
             remedy = f"on {host}, let /etc/hosts give {other} the address by which others reach it"
             yield failure(subject, said, remedy, host)
         elif reach.error:
+            remedy = "let the firewalls of both hosts pass TCP on all ports between the hosts of a job"
             if not reach.addresses:
                 remedy = f"add {other} to /etc/hosts there, or call it by its address"
             elif reach.address:
                 remedy = "look at the firewalls and the MTU between the two"
-            else:
-                remedy = "let the firewalls of both hosts pass TCP on all ports between the hosts of a job"
-                remedy += f", {reach.addresses[0]} here"
             yield failure(subject, reach.error, remedy, host)
         elif reach.small_packets_only:
             said = f"small packets arrive, and those of {reach.interface} (MTU {reach.mtu}) are lost on the way"
             remedy = f"give both hosts and all between them the same MTU: ip link set dev {reach.interface} mtu 1400"
             yield failure(subject, said, remedy, host)
         elif host < other and back and not back.error and (reach.source, reach.address) != (back.address, back.source):
-            said = (  # once for both directions
-                f"{host} reaches {other} from {reach.source} ({reach.interface}) at {reach.address}, and is itself "
-                f"reached from {back.source} ({back.interface}) at {back.address}"
-            )
+            said = f"{host} reaches {other} from {reach.source} ({reach.interface}) at {reach.address}, and is itself "
+            said += f"reached from {back.source} ({back.interface}) at {back.address}"
             remedy = f"name the interface that the job should use: {settings.INTERFACE}, or --interface of phalanx run"
             yield warning(subject, said, remedy, host)
 
@@ -288,7 +259,7 @@ def _clock_findings(offsets_s: Mapping[str, float]) -> Iterator[Finding]:
 
 
 def pairs_as_text(hosts: Sequence[str], reached: Mapping[Pair, Reach]) -> str:
-    """Format a row for each host: how the others are reached from there, ``117 MB/s 210 µs``; empty for one host."""
+    """Format a row for each host with the ways to the others, ``117 MB/s 210 µs``; empty for one host."""
     there = [host for host in hosts if any(host in pair for pair in reached)]
     if len(there) < 2:
         return ""

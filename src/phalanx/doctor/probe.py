@@ -1,8 +1,7 @@
-"""From one host to another: whether a connection is possible, and how quick it is.
+"""Connect from one host to another, and measure round trip and rate.
 
-One side has a ``Listener``, the other calls ``probe``. A connection begins with a token that only the two know, so a
-stranger who finds the port gets nothing. Then the caller sends lengths, each with so many bytes after it, and the
-listener acknowledges each by one byte: of nothing for the round trip, of more and more for the rate.
+A connection begins with a token that only caller and :class:`Listener` know. Then the caller sends lengths, each with
+so many bytes after it, and the listener acknowledges each by one byte.
 """
 
 from __future__ import annotations
@@ -21,34 +20,26 @@ from dataclasses import dataclass
 
 from phalanx.system.interfaces import interface_addresses, interface_mtu, interface_speed_mbit, resolve
 
-__all__ = ["Listener", "Reach", "probe"]
-
 TOKEN_BYTES = 32
 CONNECT_S = 4.0
-# For how long a connection that exists may stand still. A packet that is lost is sent anew after 0.2, 0.4, 0.8, … s.
-STILL_S = 4.0
+STILL_S = 4.0  # how long a connection may stand still; a lost packet is sent anew after 0.2, 0.4, 0.8, … s
 ECHOES = 50
 RATE_S = 0.3  # a rate is taken over at least so long
 SMALLEST_BYTES, LARGEST_BYTES = 64 << 10, 1 << 30
+SMALL_SEGMENT_BYTES = 500  # passes every network: if larger segments are lost, the MTU is the cause
 _LENGTH = struct.Struct("!Q")
-# A payload that every network lets pass: where larger segments are lost and these arrive, the MTU is the cause.
-SMALL_SEGMENT_BYTES = 500
 
 
 @dataclass
 class Reach:
-    """How one host reaches another, as the first one sees it.
+    """How one host reaches another, as the first one sees it; 0 or empty if it is not known.
 
     Attributes:
-        error: why it cannot; empty if it can.
-        addresses: what the other's name resolves to there.
-        address: the address that was connected to; empty if none could be.
-        source: this side's address of that connection.
-        interface: the interface with that address.
-        mtu: the most bytes a packet of that interface has; 0 if unknown.
-        speed_mbit: what the interface's driver says it can do; 0 if unknown.
-        round_trip_us: the median time that one byte takes there and back.
-        bytes_per_s: how much arrives at the other side; 0 if nothing large arrived.
+        error: why it does not reach it.
+        addresses: what the other's name resolves to; ``address`` is the one that was connected to.
+        source, interface: this side's address of that connection, and the interface with it.
+        mtu, speed_mbit: of that interface.
+        bytes_per_s: how much arrives at the other side.
         small_packets_only: large packets are lost, and small ones arrive.
     """
 
@@ -65,12 +56,7 @@ class Reach:
 
 
 class Listener:
-    """Takes probes on every address of this host, until it is closed.
-
-    Attributes:
-        port: where it listens.
-        token: what a caller has to say first.
-    """
+    """Answer probes at ``port`` on every address of this host, from callers who know ``token``."""
 
     def __init__(self) -> None:
         self.token = secrets.token_hex(TOKEN_BYTES // 2)
@@ -81,7 +67,6 @@ class Listener:
         threading.Thread(target=self._accept, name="phalanx-doctor-listener", daemon=True).start()
 
     def close(self) -> None:
-        """Take no more."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -96,11 +81,11 @@ class Listener:
         with connection, contextlib.suppress(OSError):
             connection.settimeout(2 * STILL_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if not hmac.compare_digest(_exactly(connection, TOKEN_BYTES), self.token.encode()):
+            if not hmac.compare_digest(_receive(connection, TOKEN_BYTES), self.token.encode()):
                 return
             memory = bytearray(1 << 18)
             while True:
-                (left,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+                (left,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
                 while left:
                     got = connection.recv_into(memory, min(left, len(memory)))
                     if not got:
@@ -110,7 +95,7 @@ class Listener:
 
 
 def probe(name: str, port: int, token: str, *, rate: bool = True) -> Reach:
-    """Connect to another host, and measure.
+    """Connect to another host's listener, and measure the round trip.
 
     Args:
         name: the other host, as the user calls it.
@@ -132,7 +117,11 @@ def probe(name: str, port: int, token: str, *, rate: bool = True) -> Reach:
             continue
         with connection:
             reach.address, reach.source = address, str(connection.getsockname()[0])
-            _describe_interface(reach)
+            own = reach.source.removeprefix("::ffff:")
+            for interface, addresses in interface_addresses().items():
+                if own in (one.partition("%")[0] for one in addresses):
+                    reach.interface = interface
+                    reach.mtu, reach.speed_mbit = interface_mtu(interface), interface_speed_mbit(interface)
             try:
                 reach.round_trip_us = 1e6 * statistics.median(_send(connection, 0) for _ in range(ECHOES))
             except OSError as error:
@@ -162,8 +151,15 @@ def _connect(address: str, port: int, token: str, segment_bytes: int = 0) -> soc
 
 
 def _measure_rate(reach: Reach, connection: socket.socket, port: int, token: str) -> None:
+    """Send twice as many bytes each time, until that takes long enough for a rate."""
     try:
-        reach.bytes_per_s = _rate(connection)
+        # One packet of the largest size goes first, and alone: virtual interfaces hand many packets on as one, so a
+        # long stream may pass where each large packet is lost.
+        _send(connection, connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG))
+        nbytes = SMALLEST_BYTES
+        while (took_s := _send(connection, nbytes)) < RATE_S and nbytes < LARGEST_BYTES:
+            nbytes *= 2
+        reach.bytes_per_s = nbytes / took_s
     except OSError as error:
         try:
             with _connect(reach.address, port, token, SMALL_SEGMENT_BYTES) as small:
@@ -174,39 +170,18 @@ def _measure_rate(reach: Reach, connection: socket.socket, port: int, token: str
             reach.small_packets_only = True
 
 
-def _rate(connection: socket.socket) -> float:
-    """Return the bytes per second that arrive: twice as many are sent each time, until that takes long enough.
-
-    One packet of the largest size goes first, and alone: interfaces that are made of software hand many packets on as
-    one, whatever the MTU, so that a way on which each large packet is lost may let most of a long stream pass.
-    """
-    _send(connection, connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG))
-    nbytes = SMALLEST_BYTES
-    while (took_s := _send(connection, nbytes)) < RATE_S and nbytes < LARGEST_BYTES:
-        nbytes *= 2
-    return nbytes / took_s
-
-
 def _send(connection: socket.socket, nbytes: int) -> float:
     """Send so many bytes; return the seconds until the other side has them."""
     block, left = memoryview(bytes(1 << 18)), nbytes
     began = time.perf_counter()
     connection.sendall(_LENGTH.pack(nbytes))
     while left:
-        left -= connection.send(block[:left])
-    _exactly(connection, 1)
+        left -= connection.send(block[:left])  # sendall's timeout would be for all of them
+    _receive(connection, 1)
     return time.perf_counter() - began
 
 
-def _describe_interface(reach: Reach) -> None:
-    source = reach.source.removeprefix("::ffff:")
-    for name, addresses in interface_addresses().items():
-        if source in (address.partition("%")[0] for address in addresses):
-            reach.interface = name
-            reach.mtu, reach.speed_mbit = interface_mtu(name), interface_speed_mbit(name)
-
-
-def _exactly(connection: socket.socket, nbytes: int) -> bytes:
+def _receive(connection: socket.socket, nbytes: int) -> bytes:
     data = b""
     while len(data) < nbytes:
         more = connection.recv(nbytes - len(data))
@@ -216,12 +191,11 @@ def _exactly(connection: socket.socket, nbytes: int) -> bytes:
     return data
 
 
-def _in_words(error: Exception) -> str:
+def _in_words(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return "no answer; a firewall drops the packets, or the cable is out"
-    number = getattr(error, "errno", None)
-    if number == errno.ECONNREFUSED:
+    if error.errno == errno.ECONNREFUSED:
         return "refused, although a process listens there; a firewall rejects it, or the address is another machine's"
-    if number in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+    if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
         return "no route leads there"
-    return str(getattr(error, "strerror", None) or error)
+    return str(error.strerror or error)

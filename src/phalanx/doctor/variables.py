@@ -1,4 +1,4 @@
-"""Whether the variables of this process's environment fit together, and which of them change what happens."""
+"""Check environment variables: of launchers, torch, CUDA, NCCL and Phalanx."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from phalanx.system.limits import usable_cores
 from phalanx.topology.environment import Reading, read_environment
 from phalanx.words import format_list
 
-__all__ = ["device_variables", "variables"]
-
-# Variables that change what a job does, in a way that their user may not remember: the value that does so, and what.
+# Variables whose effect a user may not remember: the value that has it, and the effect.
 _EFFECTS = {
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is compared among the ranks first, and is slower"),
     "CUDA_LAUNCH_BLOCKING": ("1", "every kernel of a GPU is waited for, which is several times slower"),
@@ -31,7 +29,7 @@ _EFFECTS = {
     "TORCH_NCCL_BLOCKING_WAIT": ("1", "the CPU waits for every collective of the GPUs"),
 }
 _SWITCH, _DISTANCE = "[01]", r"LOC|NVL|PIX|PXB|PHB|SYS|\d+"
-# Another value is ignored or taken for less, mostly without a word.
+# Any other value is ignored, mostly without a word.
 _VALUES = {
     "CUDA_DEVICE_ORDER": "FASTEST_FIRST|PCI_BUS_ID",
     "CUDA_LAUNCH_BLOCKING": _SWITCH,
@@ -47,7 +45,7 @@ _VALUES = {
 
 
 def variables(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Return findings about the environment of this process."""
+    """Check all variables."""
     yield from _launcher(environment)
     yield from device_variables(environment)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -64,7 +62,7 @@ def variables(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def device_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Return findings about variables of torch, CUDA and NCCL that change what a job does, or have a wrong value."""
+    """Check the variables of torch, CUDA and NCCL."""
     for name, (changing, said) in _EFFECTS.items():
         value = environment.get(name, "")
         if value.upper() == changing:
@@ -83,10 +81,8 @@ def _launcher(environment: Mapping[str, str]) -> Iterator[Finding]:
         remedy = "unset what another job has left, or start this process by the launcher itself"
         yield failure("launcher", str(error), remedy)
         return
-    yield ok(
-        "launcher",
-        "none, a world of one" if reading.launcher is None else f"{reading.launcher.title}, by {reading.signs}",
-    )
+    by = f"{reading.launcher.title}, by {reading.signs}" if reading.launcher else "none, a world of one"
+    yield ok("launcher", by)
     for note in reading.notes:
         yield warning("launcher", note.rstrip("."), "see docs/launchers.md")
     try:
@@ -95,10 +91,10 @@ def _launcher(environment: Mapping[str, str]) -> Iterator[Finding]:
         return  # only MPI knows the world
     point = meeting_point(place) if place.world_size != 1 else None
     if point is not None:
-        yield from _meeting(reading, point, one_host=place.on_one_host)
+        yield from _meeting_point(reading, point, one_host=place.on_one_host)
 
 
-def _meeting(reading: Reading, point: MeetingPoint, *, one_host: bool) -> Iterator[Finding]:
+def _meeting_point(reading: Reading, point: MeetingPoint, *, one_host: bool) -> Iterator[Finding]:
     subject, where = "meeting point", f"rank 0 at {point.address} ({point.source})"
     try:
         addresses = resolve(point.address)

@@ -1,30 +1,28 @@
-"""The steps of a collective as a picture: in each step a row for each rank, with what its tensor holds thereafter."""
+"""Draw the steps of a collective: in each step a row for each rank, with what its tensor holds thereafter."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from phalanx.diagnosis.render import shown
 from phalanx.explain.ranks import BLOCKWISE, Cell, Kept
 from phalanx.explain.steps import Explained, cell_text
 from phalanx.explain.text import did, heading, kept_text, legend, sums, title
-from phalanx.topology.placement import FONT, GAP, LETTER, LINE, WIDTH, box, picture, style, text_lines
+from phalanx.topology.placement import DARK, FONT, GAP, LETTER, LIGHT, LINE, WIDTH, box, picture, style, text_lines
 
-__all__ = ["STYLE", "explained_svg", "rows_legend", "step_svgs"]
-
-#: Of all these pictures; a cell is ``fresh`` if it has changed in the step.
-STYLE = style("explain", ("host", "rank", "fresh"))
-STYLE += ".explain .cell { text-anchor: middle; }\n"
+# A cell is ``fresh`` if it has changed in the step.
+_STYLE = style("explain", ("host", "rank", "fresh")) + ".explain .cell { text-anchor: middle; }\n"
 _LABEL = 44.0  # the width of "rank 15"
 _HIGH = 18.0  # of a cell
 
-_Drawn = tuple[list[str], float]
+_Drawn = tuple[list[str], float]  # elements, and where they end
 
 
 def explained_svg(explained: Explained) -> str:
-    """All steps, one below the other."""
+    """Draw all steps, one below the other."""
     drawn, y = text_lines(title(explained), GAP, GAP, WIDTH - 2 * GAP, bold=True)
-    for line in rows_legend(explained):
+    for line in _legend(explained):
         more, y = text_lines(line, GAP, y, WIDTH - 2 * GAP)
         drawn += more
     for number in range(0 if any(explained.given) else 1, len(explained.steps) + 1):
@@ -35,25 +33,37 @@ def explained_svg(explained: Explained) -> str:
         more, y = text_lines(line, GAP, y, WIDTH - 2 * GAP)
         drawn += more
     said = " ".join(_said(explained, number) for number in range(len(explained.steps) + 1))
-    return picture("explain", title(explained), shown(said, 20_000), drawn, y + GAP, STYLE)
+    return picture("explain", title(explained), shown(said, 20_000), drawn, y + GAP, _STYLE)
 
 
-def rows_legend(explained: Explained) -> list[str]:
+def explained_page(explained: Explained) -> str:
+    """Make a page of HTML that needs nothing else: a slider shows one step after the other."""
+    import jinja2  # it takes a tenth of a second
+
+    pictures = []
+    for number in range(len(explained.steps) + 1):
+        drawn, y = _step(explained, number, GAP)
+        said = shown(_said(explained, number), 4000)
+        pictures.append(picture(f"explain-{number}", _heading(explained, number), said, drawn, y + GAP))
+    template = jinja2.Template(Path(__file__).with_name("page.html").read_text(), keep_trailing_newline=True)
+    page: str = template.render(
+        title=shown(title(explained)),
+        legend=shown(" ".join(_legend(explained)), 1000),
+        pictures=pictures,
+        sums=[shown(line, 1000) for line in sums(explained)],
+        style=_STYLE,
+        light=LIGHT,
+        dark=DARK,
+    )
+    return page
+
+
+def _legend(explained: Explained) -> list[str]:
     """Explain the letters, the rows and the colours."""
     lines = legend(explained)
     if explained.plan.operation in BLOCKWISE:
         lines.append("The start has what each rank gives, and each step what it has received.")
     return lines if explained.plan.operation == "barrier" else [*lines, "Blue: new in this step."]
-
-
-def step_svgs(explained: Explained) -> list[str]:
-    """A picture of the start, and one of each step, for a page that has :data:`STYLE`."""
-    found = []
-    for number in range(len(explained.steps) + 1):
-        drawn, y = _step(explained, number, GAP)
-        said = shown(_said(explained, number), 4000)
-        found.append(picture(f"explain-{number}", _heading(explained, number), said, drawn, y + GAP))
-    return found
 
 
 def _heading(explained: Explained, number: int) -> str:
@@ -75,9 +85,8 @@ def _step(explained: Explained, number: int, top: float) -> _Drawn:
     drawn, y = text_lines(_heading(explained, number), GAP, top, WIDTH - 2 * GAP, bold=True)
     plan = explained.plan
     lines: dict[int, list[str]] = {}
-    for line in did(explained.steps[number - 1]) if number else ():
-        _, number_of, words = line.split(" ", 2)
-        lines.setdefault(int(number_of), []).append(words)
+    for rank, words in did(explained.steps[number - 1]) if number else ():
+        lines.setdefault(rank, []).append(words)
     for host in range(len(plan.hosts)):
         begin, inside = y + GAP, list[str]()
         y = begin + GAP

@@ -9,29 +9,24 @@ from typing import Any
 from phalanx import errors, rpc
 from phalanx.rpc.autograd.blame import BackwardError
 
-__all__ = ["error_as_json", "error_as_text", "error_classes", "summary"]
-
 _SECTION = re.compile(r"^(Example|What to do|Attributes):$", re.MULTILINE)
 _ROLE = re.compile(r":\w+:`~?([^`]*)`")
 
 
 def error_classes() -> dict[str, type[BaseException]]:
-    """The public ones, by their names."""
-    found = [getattr(module, name) for module in (errors, rpc) for name in module.__all__]
-    return {each.__name__: each for each in [*found, BackwardError] if _is_error(each)}
-
-
-def _is_error(found: object) -> bool:
-    return isinstance(found, type) and issubclass(found, BaseException) and found is not rpc.RemoteTraceback
+    """Find the public exceptions, by their names."""
+    public = [getattr(module, name) for module in (errors, rpc) for name in module.__all__]
+    found = [each for each in public if isinstance(each, type) and issubclass(each, BaseException)]
+    return {each.__name__: each for each in [*found, BackwardError] if each is not rpc.RemoteTraceback}
 
 
 def summary(error: type[BaseException]) -> str:
-    """The first sentence."""
+    """Return its first sentence."""
     return re.split(r"(?<=\.)\s", _plain(inspect.getdoc(error) or ""), maxsplit=1)[0].replace("\n", " ")
 
 
 def error_as_text(name: str) -> str:
-    """All that is known about an error."""
+    """Say all that is known about an error."""
     error = error_classes()[name]
     parts = _SECTION.split(_plain(inspect.getdoc(error) or ""))
     meaning, sections = parts[0].strip(), list(zip(parts[1::2], parts[2::2], strict=True))
@@ -49,12 +44,12 @@ def error_as_text(name: str) -> str:
 
 
 def error_as_json(name: str) -> dict[str, Any]:
-    """The same for programs."""
+    """Say the same for programs."""
     return {"name": name, "summary": summary(error_classes()[name]), "text": error_as_text(name)}
 
 
 def _plain(text: str) -> str:
-    """Text without the marks of code and of links."""
+    """Remove the marks of code and of links."""
     return _ROLE.sub(lambda found: found[1].rpartition(".")[2], text).replace("``", "")
 
 

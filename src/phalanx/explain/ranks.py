@@ -1,4 +1,4 @@
-"""One rank of the small job that ``phalanx explain`` runs: it makes a real call, and notes what that moves.
+"""Make a real call as a rank of the small job that ``phalanx explain`` runs, and note what that moves.
 
 The core tells of every copy into, out of and inside the shared memory (``native/csrc/trace.h``), and the engine of what
 it carries between hosts. Every element says where it comes from: rank r gives ``(i + 2**22 << 20) + (1 << r)`` as its
@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from phalanx.diagnosis.recorder import open_recorder
-from phalanx.native.core import Tracer, library
+from phalanx.native.core import Traced, Tracer, library
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
 from phalanx.transports.hosts import exchanging
@@ -35,13 +35,10 @@ from phalanx.transports.reductions import SUM
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.solo import SoloCommunicator
 
-__all__ = ["BLOCKWISE", "ROOTED", "SENT", "Cell", "Event", "Kept", "Plan", "TracedRank", "run_rank"]
-
-#: What the engine between hosts tells, beside ``Traced`` of the core; the last two are of memory beside the segment.
-SENT, RECEIVED, PUT_BESIDE, TAKEN_BESIDE = 10, 11, 12, 13
+#: What the engine between hosts tells, beside ``Traced`` of the core.
+SENT, RECEIVED = 10, 11
 #: Operations in which a rank gives, or gets, a block for each rank.
 BLOCKWISE = ("all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
-ROOTED = ("broadcast", "reduce", "gather", "scatter")
 _TIMEOUT = timedelta(seconds=60)
 _SHIFT = 20  # bits for the ranks that have contributed
 _FIRST = 1 << 22  # the number of the first element, so large that no counter or hash of a call looks like one
@@ -62,17 +59,15 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """Count them."""
         return sum(self.hosts)
 
     @property
     def host_of(self) -> list[int]:
-        """The host of each rank."""
         return [host for host, count in enumerate(self.hosts) for _ in range(count)]
 
     @property
     def edges(self) -> list[int]:
-        """Return where blocks begin, in elements, and where the last ends: at cache lines, as the core cuts."""
+        """Where blocks begin, in elements, and where the last ends: at cache lines, as the core cuts."""
         count = self.nbytes // 8
         if self.operation in BLOCKWISE:
             return [rank * (count // self.ranks) for rank in range(self.ranks + 1)]
@@ -81,11 +76,15 @@ class Plan:
 
 
 class Event(NamedTuple):
-    """Something that a rank did: when, what (``Traced``, or one of the above), where, with how much, and what it was.
+    """Something that a rank did.
 
-    ``at`` is a place in the shared memory, or a rank; ``turn`` tells messages between two ranks apart. ``kept`` is what
-    lies in the result thereafter. Of a message, ``into`` has the blocks of the result into which it comes, and
-    ``beside`` is where it lies in the memory in which the ranks of a host exchange parts; -1 if it does not.
+    Attributes:
+        what: ``Traced``, or one of the above.
+        at: a place in the shared memory, or a rank.
+        kept: what lies in the result thereafter.
+        turn: tells messages between two ranks apart.
+        into: the blocks of the result into which a message comes.
+        beside: its place in the memory in which the ranks of a host exchange parts; -1 if it does not lie there.
     """
 
     time_ns: int
@@ -100,24 +99,21 @@ class Event(NamedTuple):
     beside: int = -1
 
 
-@dataclass
-class TracedRank:
-    """Hold what a rank gave, what it did, and what it had in the end."""
+class TracedRank(NamedTuple):
+    """What a rank gave, what it did, and what it had in the end."""
 
     given: Kept
-    events: list[Event] = field(default_factory=list)
-    result: Kept = ()
+    events: list[Event]
+    result: Kept
 
 
 class _Notes:
-    """The notes of this rank."""
-
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
         self.edges = np.array(plan.edges)
         self.events: list[Event] = []
         self.result: torch.Tensor | None = None
-        self.head = 0  # how many bytes before the data say what it is
+        self.head = 0  # how many bytes before the data say what it is; what is unused of them may look like data
         self.beside: Callable[[], ExchangeMemory | None] = lambda: None
         self.tracer = Tracer(self.told)
 
@@ -130,9 +126,9 @@ class _Notes:
     def copied(self, to: int, source: int, nbytes: int) -> None:
         """Copy, and note it if one side is the memory in which the ranks of a host exchange parts."""
         ctypes.memmove(to, source, nbytes)
-        for what, address in ((PUT_BESIDE, to), (TAKEN_BESIDE, source)):
-            if (at := self.place_beside(address)) >= 0 and nbytes:
-                self.told(what, at, address, nbytes)
+        for what, address in ((Traced.PUT, to), (Traced.TAKEN, source)):
+            if (beside := self.place_beside(address)) >= 0 and nbytes:
+                self.told(what, -1, address, nbytes, (0, 0), (), beside)
 
     def place_beside(self, address: int) -> int:
         """Return where an address lies in that memory; -1 if it does not."""
@@ -140,7 +136,7 @@ class _Notes:
         return -1 if memory is None or not 0 <= address - memory.address < memory.nbytes else address - memory.address
 
     def blocks_of_result(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """The blocks of the result in which a tensor lies."""
+        """List the blocks of the result in which a tensor lies."""
         if self.result is None:
             return ()
         begin = (tensor.data_ptr() - self.result.data_ptr()) // 8
@@ -193,7 +189,7 @@ class _Inside(SharedMemoryCommunicator):
 
 
 class _TracedEngine(GlooEngine):
-    """Tells what it carries. The leaders' frames, which have the tag 0, begin with a line about the call."""
+    """Tell what it carries. The leaders' frames, which have the tag 0, begin with a line about the call."""
 
     notes: _Notes
 
@@ -214,11 +210,10 @@ class _TracedEngine(GlooEngine):
         return cast(dist.Work, _TracedWork(work, tell))
 
     def _tell_of(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        address, notes = tensor.data_ptr(), self.notes
-        notes.head = 0 if tag else _HEAD_BYTES
-        turn = tag, self._turn("send", peer, tag)
-        notes.told(SENT, peer, address, tensor.nbytes, turn, (), notes.place_beside(address))
-        notes.head = 0
+        address, turn = tensor.data_ptr(), (tag, self._turn("send", peer, tag))
+        self.notes.head = 0 if tag else _HEAD_BYTES
+        self.notes.told(SENT, peer, address, tensor.nbytes, turn, (), self.notes.place_beside(address))
+        self.notes.head = 0
 
     def _turn(self, *way: object) -> int:
         turns: dict[object, int] = vars(self).setdefault("turns", {})
@@ -227,17 +222,15 @@ class _TracedEngine(GlooEngine):
 
 
 class _TracedWork:
-    """A receive that tells when it is done."""
+    """A receive that tells once when it is done."""
 
     def __init__(self, work: dist.Work, tell: Callable[[], None]) -> None:
-        self._work, self._tell = work, tell
-        self._told = False
+        self._work, self._tell = work, [tell]
 
     def wait(self, *limit: Any) -> bool:
         done = self._work.wait(*limit)
-        if not self._told:
-            self._told = True
-            self._tell()
+        while self._tell:
+            self._tell.pop()()
         return done
 
 
@@ -249,13 +242,13 @@ def run_rank(plan: Plan, folder: str) -> TracedRank:
     communicator = _join(plan, rank, FileStore(os.path.join(folder, "store"), plan.ranks), notes)
     _call(plan, rank, communicator, notes)[1]()  # connects the hosts: the call that is shown is not the first one
     given, call = _call(plan, rank, communicator, notes)
-    traced = TracedRank(() if given is None else notes.kept(given))
+    before = () if given is None else notes.kept(given)
     communicator.barrier()
     notes.events.clear()
     library().phx_trace(notes.tracer)
     call()
     library().phx_trace(Tracer())
-    traced.events, traced.result = notes.events[:], notes.kept()
+    traced = TracedRank(before, notes.events[:], notes.kept())
     communicator.barrier()
     communicator.close()
     return traced
@@ -290,37 +283,22 @@ def _join(plan: Plan, rank: int, store: Store, notes: _Notes) -> Communicator:
 
 def _call(plan: Plan, rank: int, group: Communicator, notes: _Notes) -> tuple[torch.Tensor | None, Callable[[], None]]:
     """Make what a rank gives, and its call. The memory for the result becomes that of the notes."""
-    total, size, root = plan.edges[-1], plan.ranks, rank == 0
+    total, size, is_root = plan.edges[-1], plan.ranks, rank == 0
     each = total // size
     numbers = (torch.arange(_FIRST, _FIRST + total) << _SHIFT) + (1 << rank)
     whole, empty = numbers.clone(), torch.zeros(total, dtype=torch.int64)
     block, space = numbers[rank * each : (rank + 1) * each].clone(), torch.zeros(each, dtype=torch.int64)
-
-    def parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        return tensor.view(size, -1).unbind()
-
-    def begin(given: torch.Tensor | None, result: torch.Tensor | None) -> torch.Tensor | None:
-        notes.result = result
-        return given
-
-    match plan.operation:
-        case "all_reduce":
-            return begin(whole, whole), lambda: group.all_reduce(whole, SUM)
-        case "reduce":
-            return begin(whole, whole), lambda: group.reduce(whole, 0, SUM)
-        case "broadcast":
-            return begin(whole, whole), lambda: group.broadcast(whole, 0)
-        case "all_gather":
-            return begin(block, empty), lambda: group.all_gather(parts(empty), block)
-        case "gather":
-            outputs = parts(empty) if root else None
-            return begin(block, empty if root else None), lambda: group.gather(outputs, block, 0)
-        case "scatter":
-            inputs = parts(whole) if root else None
-            return begin(whole if root else None, space), lambda: group.scatter(space, inputs, 0)
-        case "reduce_scatter":
-            return begin(whole, space), lambda: group.reduce_scatter(space, parts(whole), SUM)
-        case "all_to_all":
-            return begin(whole, empty), lambda: group.all_to_all(parts(empty), parts(whole))
-        case _:
-            return begin(None, None), group.barrier
+    inputs, outputs = (tensor[: each * size].view(size, -1).unbind() for tensor in (whole, empty))
+    calls: dict[str, tuple[torch.Tensor | None, torch.Tensor | None, Callable[[], Any]]] = {
+        "all_reduce": (whole, whole, lambda: group.all_reduce(whole, SUM)),
+        "reduce": (whole, whole, lambda: group.reduce(whole, 0, SUM)),
+        "broadcast": (whole, whole, lambda: group.broadcast(whole, 0)),
+        "all_gather": (block, empty, lambda: group.all_gather(outputs, block)),
+        "gather": (block, empty if is_root else None, lambda: group.gather(outputs if is_root else None, block, 0)),
+        "scatter": (whole if is_root else None, space, lambda: group.scatter(space, inputs if is_root else None, 0)),
+        "reduce_scatter": (whole, space, lambda: group.reduce_scatter(space, inputs, SUM)),
+        "all_to_all": (whole, empty, lambda: group.all_to_all(outputs, inputs)),
+        "barrier": (None, None, group.barrier),
+    }
+    given, notes.result, call = calls[plan.operation]
+    return given, call

@@ -1,4 +1,4 @@
-"""From what the ranks have noted to steps: what is moved in a step waits for nothing that is moved in it.
+"""Put what the ranks have noted in steps: what is moved in a step waits for nothing that is moved in it.
 
 A rank that reads what another one has put somewhere, or gets a message, is in a later step than that one was then.
 """
@@ -11,23 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from phalanx.explain.ranks import (
-    PUT_BESIDE,
-    RECEIVED,
-    SENT,
-    TAKEN_BESIDE,
-    Cell,
-    Event,
-    Kept,
-    Plan,
-    TracedRank,
-    run_rank,
-)
+from phalanx.explain.ranks import RECEIVED, SENT, Cell, Event, Kept, Plan, TracedRank, run_rank
 from phalanx.launch.function.call import launch
 from phalanx.native.core import Traced
 from phalanx.words import format_spans
-
-__all__ = ["Explained", "Kind", "Move", "Step", "cell_text", "explain_collective"]
 
 Kind = Literal["puts", "adds", "takes", "combines", "sends", "raises", "sees"]
 _KINDS: dict[int, Kind] = {
@@ -38,25 +25,20 @@ _KINDS: dict[int, Kind] = {
     Traced.RAISED: "raises",
     Traced.SAW: "sees",
     SENT: "sends",
-    PUT_BESIDE: "puts",
-    TAKEN_BESIDE: "takes",
 }
-_READS, _WRITES = (Traced.TAKEN, Traced.ADDED, TAKEN_BESIDE), (Traced.PUT, PUT_BESIDE)
+_READS = (Traced.TAKEN, Traced.ADDED)
 
 
 @dataclass(frozen=True)
 class Move:
-    """Describe what a rank does in a step.
+    """A thing that a rank does in a step.
 
     Attributes:
         kind: ``puts`` into the memory that its host shares, ``takes`` from there, ``adds`` what it reads there,
             ``combines`` what other hosts have sent with its own, ``sends`` to another host, ``raises`` its counter,
             ``sees`` that of another one.
-        rank: it.
         other: the rank that had put there what it takes or adds, or to which it sends; -1 if none.
-        nbytes: how much.
-        cells: of what: blocks, with the ranks that have contributed; nothing if it is not data, but what the ranks
-            agree by.
+        cells: blocks, with the ranks that have contributed; nothing if it is not data, but what the ranks agree by.
     """
 
     kind: Kind
@@ -68,12 +50,7 @@ class Move:
 
 @dataclass
 class Step:
-    """A step.
-
-    Attributes:
-        moves: in the order of the ranks.
-        kept: what lies in each block of each rank's result after it.
-    """
+    """The moves of a step by ranks, and what lies in each block of each rank's result after it."""
 
     moves: list[Move]
     kept: list[Kept]
@@ -84,41 +61,21 @@ class Explained:
     """A call, as it was run.
 
     Attributes:
-        plan: the call.
         given: what lies in each block that each rank gives.
-        steps: one after the other.
-        agreement: what the ranks move beside the data, with which they find out that all have made the same call.
+        agreement_nbytes: what the ranks move beside the data, to find out that all have made the same call.
     """
 
     plan: Plan
     given: list[Kept]
     steps: list[Step]
-    agreement: list[Move]
+    agreement_nbytes: int
 
     def links(self) -> dict[tuple[int, int], int]:
         """Count the bytes from one rank to another, through shared memory or over the network."""
-        return self._links_of(move for step in self.steps for move in step.moves)
-
-    def agreed_by(self) -> dict[tuple[int, int], int]:
-        """The same of what they move beside the data."""
-        return self._links_of(self.agreement)
-
-    def _links_of(self, moves: Iterable[Move]) -> dict[tuple[int, int], int]:
-        found: dict[tuple[int, int], int] = defaultdict(int)
-        for move in moves:
-            if move.kind == "sends":
-                found[move.rank, move.other] += move.nbytes
-            elif move.kind in ("takes", "adds") and move.other not in (-1, move.rank):
-                found[move.other, move.rank] += move.nbytes
-        return dict(sorted(found.items()))
-
-    def between(self, one: int, other: int) -> str:
-        """Name what two ranks have between them: ``memory`` or ``network``."""
-        hosts = self.plan.host_of
-        return "memory" if hosts[one] == hosts[other] else "network"
+        return _links_of(move for step in self.steps for move in step.moves)
 
     def to_json(self) -> dict[str, Any]:
-        """The same for programs."""
+        hosts = self.plan.host_of
         return {
             "operation": self.plan.operation,
             "hosts": list(self.plan.hosts),
@@ -141,15 +98,30 @@ class Explained:
                 for step in self.steps
             ],
             "links": [
-                {"from": one, "to": other, "by": self.between(one, other), "bytes": nbytes}
+                {
+                    "from": one,
+                    "to": other,
+                    "by": "memory" if hosts[one] == hosts[other] else "network",
+                    "bytes": nbytes,
+                }
                 for (one, other), nbytes in self.links().items()
             ],
-            "agreement_bytes": sum(self.agreed_by().values()),
+            "agreement_bytes": self.agreement_nbytes,
         }
 
 
+def _links_of(moves: Iterable[Move]) -> dict[tuple[int, int], int]:
+    found: dict[tuple[int, int], int] = defaultdict(int)
+    for move in moves:
+        if move.kind == "sends":
+            found[move.rank, move.other] += move.nbytes
+        elif move.kind in ("takes", "adds") and move.other not in (-1, move.rank):
+            found[move.other, move.rank] += move.nbytes
+    return dict(sorted(found.items()))
+
+
 def cell_text(cell: Cell) -> str:
-    """``B[0-3]``: the second block, of the ranks 0 to 3."""
+    """Name a block and its ranks: ``B[0-3]`` is the second block, of the ranks 0 to 3."""
     block, mask = cell
     ranks = [rank for rank in range(mask.bit_length()) if mask >> rank & 1]
     return f"{chr(ord('A') + block)}[{format_spans(ranks).replace(' ', '')}]"
@@ -160,23 +132,14 @@ def _kept_json(kept: Kept) -> list[list[str]]:
 
 
 def explain_collective(plan: Plan) -> Explained:
-    """Run the call on new ranks of this machine, and say what it did step by step.
-
-    Raises:
-        LaunchError, RankFailed: the ranks could not be started, or one failed.
-    """
+    """Run the call on new ranks of this machine, and say what it did step by step."""
     with tempfile.TemporaryDirectory(prefix="phalanx-explain-") as folder:
         ranks = launch(run_rank, (plan, folder), n=plan.ranks, device="cpu", prefix=False)
     return _Steps(plan, ranks).explained
 
 
 class _Steps:
-    """Puts events in steps.
-
-    Args:
-        plan: the call.
-        ranks: what each rank has noted.
-    """
+    """Put the events that each rank has noted in steps."""
 
     def __init__(self, plan: Plan, ranks: list[TracedRank]) -> None:
         self._host = plan.host_of
@@ -184,9 +147,8 @@ class _Steps:
         # Of each host: from where to where in the shared memory a rank has put something, and in which step.
         self._written: dict[object, list[tuple[int, int, int, int]]] = defaultdict(list)
         self._sent: dict[object, tuple[int, tuple[Cell, ...]]] = {}
-        self._arrived: dict[int, dict[Cell, int]] = defaultdict(
-            dict
-        )  # of each rank, and the first step that can use it
+        # Of each rank: what has come by message, and the first step that can use it.
+        self._arrived: dict[int, dict[Cell, int]] = defaultdict(dict)
         # Of each rank and block of its result: in which step a message brings it, and what.
         self._came: dict[int, dict[int, tuple[int, tuple[Cell, ...]]]] = defaultdict(dict)
         self._raised: dict[int, int] = {}
@@ -194,7 +156,7 @@ class _Steps:
         agreement: list[Move] = []
         kept: dict[tuple[int, int], Kept] = {}
         for event in sorted(event for rank in ranks for event in rank.events):
-            beside = not event.cells and event.what in (*_READS, *_WRITES, SENT) and plan.operation != "barrier"
+            beside = not event.cells and event.what in (*_READS, Traced.PUT, SENT) and plan.operation != "barrier"
             step, done = self._place(event, beside)
             (agreement if beside else moves[step]).extend(done)
             if event.what != RECEIVED:
@@ -208,7 +170,8 @@ class _Steps:
             steps.append(Step(_joined(moves[number]), after))
         if steps:
             steps[-1].kept = [rank.result for rank in ranks]
-        self.explained = Explained(plan, [rank.given for rank in ranks], steps, _joined(agreement))
+        beside_nbytes = sum(_links_of(agreement).values())
+        self.explained = Explained(plan, [rank.given for rank in ranks], steps, beside_nbytes)
 
     def _with_messages(self, rank: int, step: int, kept: Kept, before: Kept) -> Kept:
         """List a rank's result after a step: a message has come when the step is over in which it is sent."""
@@ -218,7 +181,7 @@ class _Steps:
         return tuple(found)
 
     def _place(self, event: Event, beside: bool) -> tuple[int, list[Move]]:
-        """The step of an event, and what was moved by it. What is moved ``beside`` the data delays nothing."""
+        """Find the step of an event, and what it moved. What is moved ``beside`` the data delays nothing."""
         rank, others = event.rank, [(-1, event.nbytes)]
         if event.what == RECEIVED:
             sent, cells = self._sent.get((event.at, rank, event.turn), (-1, ()))
@@ -232,7 +195,7 @@ class _Steps:
         # What has come is used from now on: by its cells, because a rank may do other things until it has come.
         arrived = self._arrived[rank]
         used = arrived if event.what == Traced.COMBINED else (cell for cell in event.cells if cell in arrived)
-        if event.what in (*_WRITES, SENT, Traced.COMBINED):
+        if event.what in (Traced.PUT, SENT, Traced.COMBINED):
             self._at[rank] = max(self._at[rank], *(arrived[cell] for cell in used), 0)
         if event.what == SENT and event.beside >= 0:
             self._read(event)
@@ -242,7 +205,7 @@ class _Steps:
             self._at[rank] = max(self._at[rank], self._raised.get(event.at, 0) + 1)
             others = [(event.at, 0)]
         step = self._at[rank]
-        if event.what in _WRITES:
+        if event.what == Traced.PUT:
             self._write(event, -1 if beside else step)
         elif event.what == Traced.RAISED:
             self._raised[rank] = step
@@ -251,14 +214,10 @@ class _Steps:
             others = [(event.at, event.nbytes)]
         return step, [Move(_KINDS[event.what], rank, other, nbytes, event.cells) for other, nbytes in others]
 
-    def _memory(self, event: Event) -> list[tuple[int, int, int, int]]:
-        beside = event.beside >= 0 or event.what in (PUT_BESIDE, TAKEN_BESIDE)
-        return self._written[self._host[event.rank], beside]
-
     def _write(self, event: Event, step: int) -> None:
         begin = event.beside if event.beside >= 0 else event.at
         end = begin + event.nbytes
-        written = self._memory(event)
+        written = self._written[self._host[event.rank], event.beside >= 0]
         kept = []
         for low, high, rank, when in written:
             if low < begin:
@@ -271,7 +230,7 @@ class _Steps:
         """Find who had put there what is read, and how much; the reader is in a later step than these."""
         found: dict[int, int] = defaultdict(int)
         begin = event.beside if event.beside >= 0 else event.at
-        for low, high, rank, when in self._memory(event):
+        for low, high, rank, when in self._written[self._host[event.rank], event.beside >= 0]:
             nbytes = min(high, begin + event.nbytes) - max(low, begin)
             if nbytes > 0:
                 found[rank] += nbytes
@@ -280,15 +239,13 @@ class _Steps:
 
 
 def _joined(moves: list[Move]) -> list[Move]:
-    """The moves of a step by ranks; those of one kind between the same two become one."""
-    found: dict[tuple[int, Kind, int], list[Move]] = defaultdict(list)
-    order: dict[tuple[int, Kind], int] = {}  # as each rank did them first
+    """Sort the moves of a step by ranks; those of one kind between the same two become one."""
+    found: dict[tuple[int, Kind], dict[int, list[Move]]] = {}  # in the order in which each rank did them first
     for move in moves:
-        found[move.rank, move.kind, move.other].append(move)
-        order.setdefault((move.rank, move.kind), len(order))
+        found.setdefault((move.rank, move.kind), {}).setdefault(move.other, []).append(move)
     joined = []
-    for _, alike in sorted(found.items(), key=lambda each: (each[0][0], order[each[0][:2]], each[0][2])):
-        cells = tuple(sorted({cell for move in alike for cell in move.cells}))
-        first = alike[0]
-        joined.append(Move(first.kind, first.rank, first.other, sum(move.nbytes for move in alike), cells))
+    for (rank, kind), by_other in sorted(found.items(), key=lambda each: each[0][0]):
+        for other, alike in sorted(by_other.items()):
+            cells = tuple(sorted({cell for move in alike for cell in move.cells}))
+            joined.append(Move(kind, rank, other, sum(move.nbytes for move in alike), cells))
     return joined

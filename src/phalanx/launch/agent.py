@@ -33,9 +33,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from types import CodeType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from phalanx import settings
+from phalanx.diagnosis.ends import learn_elsewhere_by
 from phalanx.errors import PROCESS_LIMIT_HINT
 from phalanx.launch.job.target import Refusal, Target, prepare_target
 from phalanx.launch.link import ERR, IN, OUT, Link, Lost, split_rank
@@ -48,7 +49,6 @@ from phalanx.launch.protocol import (
     Event,
     Examine,
     Exited,
-    Invite,
     Leave,
     Look,
     LookUp,
@@ -69,13 +69,18 @@ from phalanx.launch.protocol import (
 from phalanx.launch.rank.held_signals import HeldSignals
 from phalanx.launch.rank.preload import preload
 from phalanx.launch.rank.start import RankEnds, RankStart, enter_rank, leave_siblings, report_name
-from phalanx.launch.rank.trace import StackRequest, Trace, last_call, last_operation, last_recording, open_trace
+from phalanx.launch.rank.trace import (
+    StackRequest,
+    Trace,
+    how_ended_elsewhere,
+    last_call,
+    last_operation,
+    last_recording,
+    open_trace,
+)
 from phalanx.system import processes
 from phalanx.system.foreign_values import read_json
 from phalanx.system.limits import count_oom_kills
-
-if TYPE_CHECKING:
-    from phalanx.launch.starters.tree import Branch
 
 __all__ = ["Agent", "Rank"]
 
@@ -132,11 +137,10 @@ class Agent:
         link: to the supervisor.
         file_limit: the soft and hard limit on open files, which the ranks get back.
         name: the host, as the user wrote it.
-        branch: the programs that start the agents of other hosts (``starters/tree.py``); None for none.
     """
 
-    def __init__(self, link: Link, file_limit: tuple[int, int], name: str, branch: Branch | None = None) -> None:
-        self.link, self.file_limit, self.name, self.branch = link, file_limit, name, branch
+    def __init__(self, link: Link, file_limit: tuple[int, int], name: str) -> None:
+        self.link, self.file_limit, self.name = link, file_limit, name
         # The handlers that the interpreter started with, which the ranks get back. getsignal returns None for one that
         # Python did not install and cannot put back.
         self.handlers: dict[int, Any] = {signum: signal.getsignal(signum) or signal.SIG_DFL for signum in _HANDLED}
@@ -324,9 +328,6 @@ class Agent:
 
                 if is_own(tuple(order.end), tuple(order.other_end)):
                     self.say(Owns(number=order.number))
-            case Invite():
-                if self.branch is not None:
-                    self.branch.start(order.hosts)
             case Leave():
                 self.leave(0)
         return None
@@ -476,6 +477,8 @@ class Agent:
         enter_rank(start, self.handlers, self.file_limit)
         if order.target.is_python and order.preload:
             leave_siblings(start)
+        if order.target.is_python and self.peer:
+            learn_elsewhere_by(how_ended_elsewhere)
         return start
 
     def environment_of(self, order: Start, plan: RankPlan) -> dict[str, str]:
@@ -491,8 +494,6 @@ class Agent:
                 os.close(descriptor)
         for descriptor in self.wakeup:
             os.close(descriptor)
-        if self.branch is not None:
-            self.branch.forget()
 
     # Output and input.
 
@@ -599,8 +600,6 @@ class Agent:
                 break
             if info is None:
                 break
-            if self.branch is not None and self.branch.reap(info.si_pid):
-                continue
             part = parts.get(info.si_pid)
             status = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
             if part is not None:
@@ -617,7 +616,7 @@ class Agent:
     def end_remains(self, rank: Rank) -> None:
         """Kill the processes that an ended rank left behind: they hold its output, its memory and its ports."""
         assert self.start is not None
-        known = {*(other.pid for other in self.ranks.values()), *(self.branch.pids if self.branch is not None else ())}
+        known = {other.pid for other in self.ranks.values()}
         marks = [f"{settings.RUN_ID}={self.start.run_id}".encode(), f"RANK={rank.plan.rank}".encode()]
         name = report_name(self.start.run_id, rank.plan.rank)
         for orphan in processes.children_of(os.getpid()):
@@ -671,7 +670,7 @@ class Agent:
 
     def _kill_everything(self) -> None:
         """Kill and reap every descendant, however many processes lie between, and forget the attempt."""
-        processes.end_descendants(but=self.branch.pids if self.branch is not None else ())
+        processes.end_descendants()
         for part in list(self.ranks):
             rank = self.ranks.pop(part)
             self._drain(rank)

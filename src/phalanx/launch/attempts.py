@@ -1,4 +1,4 @@
-"""Starting a job, and starting it again after a failure (``--restarts``): one attempt after the other.
+"""Start a job, and start it again after a failure (``--restarts``): one attempt after the other.
 
 An attempt shares nothing with those before: its pipes, report files and trace are new, its store is another process at
 another port, and its ranks have another key. On one host the agent stays, so torch is imported once for all attempts.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from phalanx.errors import LaunchError
@@ -44,8 +43,8 @@ def launch(job: Job, hand_over: HandOver | None = None) -> RankStart | int:
         hand_over: takes the reason if it fails, which then is not printed.
 
     Returns:
-        In the process that called: the exit code. In each rank, which is a fork of it: its start, to be
-        handed to :func:`phalanx.launch.rank.start.become` at the top of the interpreter.
+        In the process that called: the exit code. In each rank, which is a fork of it: its start, for
+        :func:`phalanx.launch.rank.start.become` at the top of the interpreter.
 
     Raises:
         LaunchError: the machine has no room for that many ranks, or their files cannot be written. No rank has been
@@ -58,6 +57,9 @@ def launch(job: Job, hand_over: HandOver | None = None) -> RankStart | int:
     # A program that became the launcher by exec may have had children before; they are not this job's.
     strangers = processes.children_of(os.getpid())
     processes.adopt_orphans()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()  # a fork would copy what is in the buffers
     standing: Standing = None
     if job.is_local:
         local = fork_agent(job, file_limit)
@@ -82,9 +84,6 @@ def launch(job: Job, hand_over: HandOver | None = None) -> RankStart | int:
     if job.ranks > 1 or job.target.is_python:
         check_reachable(job.addresses[0])
     supervisor = _open(job, standing, strangers)
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()  # a fork would copy what is in the buffers
     supervisor.listen_to_signals()
     if standing is None:
         try:
@@ -113,24 +112,24 @@ def _open(job: Job, standing: Standing, strangers: list[int], before: Supervisor
 
     logs = LogFiles(job)
     listener = listen(listening_address(job.addresses), 0)
-    return Supervisor(job, listener, logs, _starter_of(job, standing), strangers, before)
 
+    def starter(supervisor: Supervisor) -> Starter:
+        # A job has one of them, and each brings modules that the others do not need.
+        if isinstance(standing, LocalAgent):
+            return LocalStarter(supervisor, standing)
+        if standing is not None:
+            from phalanx.launch.starters.nodes import NodesStarter
 
-def _starter_of(job: Job, standing: Standing) -> Callable[[Supervisor], Starter]:
-    # A job has one of them, and each brings modules that the others do not need.
-    if isinstance(standing, LocalAgent):
-        return lambda supervisor: LocalStarter(supervisor, standing)
-    if standing is not None:
-        from phalanx.launch.starters.nodes import NodesStarter
+            return NodesStarter(supervisor, standing)
+        if job.mpi is not None:
+            from phalanx.launch.starters.mpi import MpiStarter
 
-        return lambda supervisor: NodesStarter(supervisor, standing)
-    if job.mpi is not None:
-        from phalanx.launch.starters.mpi import MpiStarter
+            return MpiStarter(supervisor)
+        from phalanx.launch.starters.hosts import HostsStarter
 
-        return MpiStarter
-    from phalanx.launch.starters.hosts import HostsStarter
+        return HostsStarter(supervisor)
 
-    return HostsStarter
+    return Supervisor(job, listener, logs, starter, strangers, before)
 
 
 def _open_next(before: Supervisor, standing: Standing, strangers: list[int]) -> Supervisor:

@@ -22,10 +22,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from phalanx.launch.protocol import Event, Order, encode
-from phalanx.wire.acknowledged import unanswered_s
 from phalanx.wire.framing import PREFIX_BYTES, Malformed, end_of_frame, frame
 from phalanx.wire.session import TAG_BYTES, Session
-from phalanx.wire.sockets import KeepAlive, listen
+from phalanx.wire.sockets import KeepAlive, listen, unanswered_s
 
 if TYPE_CHECKING:
     from phalanx.wire.door import Door
@@ -50,11 +49,6 @@ __all__ = [
 ROLE = "launcher"
 OUT, ERR, IN, MESSAGE = b"o", b"e", b"i", b"m"
 _RANK_BYTES = 4
-_BLOCK = 1 << 17
-# Linux: which signal says that a descriptor with O_ASYNC is ready.
-_F_SETSIG = 10
-# How long an agent tries to join.
-JOIN_S = 20.0
 # How many agents may be joining at the same time.
 _MOST_STRANGERS = 1024
 # A link that is cut counts as lost within 4 s: after a second of silence three probes are sent, one a second.
@@ -64,14 +58,7 @@ _SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 
 
 class Lost(Exception):
-    """The connection has ended: the other process has, or the network between them is cut.
-
-    Args:
-        silent: as the attribute.
-
-    Attributes:
-        silent: whether the other host does not answer any more; it does if only the process there has ended.
-    """
+    """The connection has ended; ``silent``: the other host does not answer, so not only the process there has ended."""
 
     def __init__(self, *, silent: bool = False) -> None:
         super().__init__()
@@ -94,8 +81,7 @@ class Link:
         self._tag_bytes = TAG_BYTES if session is not None else 0
         self._in = bytearray(received)
         self._out = bytearray()
-        self._ended = False
-        self._silent = False
+        self._ended = self._silent = False
 
     def fileno(self) -> int:
         """Return the descriptor, for a selector."""
@@ -144,19 +130,16 @@ class Link:
         Raises:
             Lost: nothing more will come, and everything that came has been returned.
         """
-        if self._ended:
-            raise Lost(silent=self._silent)
-        over = False
+        frames: list[tuple[bytes, bytes]] = []
         try:
-            data = self._socket.recv(_BLOCK)
-            over = not data
+            data = b"" if self._ended else self._socket.recv(1 << 17)
+            self._ended = not data
             self._in += data
         except BlockingIOError:
             pass
         except OSError as error:
             self._silent |= error.errno in _SILENT
-            over = True
-        frames = []
+            self._ended = True
         try:
             while (end := end_of_frame(self._in, shortest=1)) is not None and len(self._in) >= end + self._tag_bytes:
                 if self._session is not None:
@@ -165,17 +148,16 @@ class Link:
                 frames.append((content[:1], content[1:]))
                 del self._in[: end + self._tag_bytes]
         except Malformed:
-            over = True  # nothing that comes after it can be read
-        if over:
-            self._ended = True
-            if not frames:
-                raise Lost(silent=self._silent)
+            self._ended = True  # nothing that comes after it can be read
+            self._in.clear()
+        if self._ended and not frames:
+            raise Lost(silent=self._silent)
         return frames
 
     def continue_when_called(self) -> None:
         """Have the kernel continue this process, if somebody has stopped it, when anything comes, or the end."""
         fcntl.fcntl(self._socket, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(self._socket, _F_SETSIG, signal.SIGCONT)
+        fcntl.fcntl(self._socket, fcntl.F_SETSIG, signal.SIGCONT)
         fcntl.fcntl(self._socket, fcntl.F_SETFL, fcntl.fcntl(self._socket, fcntl.F_GETFL) | os.O_ASYNC)
 
     def finish(self, timeout_s: float) -> None:
@@ -221,9 +203,8 @@ def open_door(
 
     secret = secret or new_key()
     listener = listen(listening_address(addresses), 0)
-    port = listener.getsockname()[1]
-    key = Key(secret.encode(), "phalanx run")
-    return door_at(listener, key, selector, admit), f"{','.join(addresses)}:{port}:{secret}"
+    invitation = f"{','.join(addresses)}:{listener.getsockname()[1]}:{secret}"
+    return door_at(listener, Key(secret.encode(), "phalanx run"), selector, admit), invitation
 
 
 def door_at(
@@ -243,7 +224,7 @@ def door_at(
     return Door(listener, key, ROLE, _KEEP_ALIVE, selector, welcome, refused, most=_MOST_STRANGERS)
 
 
-def join(invitation: str, patience_s: float = JOIN_S) -> Link:
+def join(invitation: str, patience_s: float = 20.0) -> Link:
     """Connect to the launcher's door, at its first address that answers, and prove to belong to the job.
 
     Args:
@@ -258,16 +239,17 @@ def join(invitation: str, patience_s: float = JOIN_S) -> Link:
 
     addresses, port, secret = invitation.rsplit(":", 2)
     key = Key(secret.encode(), "phalanx run")
-    *others, last = addresses.split(",")
-    for address in others:
-        with contextlib.suppress(OSError, NoProof, WrongKey):
+    why = OSError("there is no address")
+    for address in addresses.split(","):
+        try:
             return dial_address(address, int(port), key, patience_s)
-    try:
-        return dial_address(last, int(port), key, patience_s)
-    except ConnectionResetError as error:
-        raise ConnectionRefusedError("the connection was closed: phalanx run has ended") from error
-    except (NoProof, WrongKey) as error:
-        raise ConnectionRefusedError("what answers there does not know the job's key") from error
+        except ConnectionResetError:
+            why = ConnectionRefusedError("the connection was closed: phalanx run has ended")
+        except (NoProof, WrongKey):
+            why = ConnectionRefusedError("what answers there does not know the job's key")
+        except OSError as error:
+            why = error
+    raise why
 
 
 def dial_address(address: str, port: int, key: Key, patience_s: float) -> Link:

@@ -42,7 +42,6 @@ __all__ = [
     "Examined",
     "Exited",
     "Here",
-    "Invite",
     "Leave",
     "Look",
     "LookUp",
@@ -52,7 +51,6 @@ __all__ = [
     "Overdue",
     "Owns",
     "Ping",
-    "Printed",
     "RankPlan",
     "Refused",
     "Reported",
@@ -62,7 +60,6 @@ __all__ = [
     "Start",
     "Started",
     "Tell",
-    "Unstarted",
     "Waits",
     "WantsInput",
     "decode_event",
@@ -200,12 +197,6 @@ class LookUp(Order):
     other_end: list[Any]
 
 
-class Invite(Order):
-    """Start the agents of these hosts: number, name, how many ranks."""
-
-    hosts: list[tuple[int, str, int]]
-
-
 class Ping(Order):
     """Nothing. That something comes continues an agent that is stopped (:meth:`Link.continue_when_called`)."""
 
@@ -239,7 +230,7 @@ class Here(Event):
         accelerators: the accelerators that ranks may use.
         problems: why no rank can run there.
         same: what has to be the same on all hosts.
-        size, beside: the number of ranks in the world and on this host, as MPI says.
+        size: the number of ranks in the world, as MPI says; of a node that was started by itself, how many it takes.
     """
 
     agent: int
@@ -252,7 +243,6 @@ class Here(Event):
     problems: list[str] = []
     same: dict[str, str] = {}
     size: int = 0
-    beside: int = 0
 
 
 class Started(Event):
@@ -346,19 +336,6 @@ class Owns(Event):
     number: int
 
 
-class Printed(Event):
-    """A line of a program that starts the agent of another host."""
-
-    agent: int
-    text: str
-
-
-class Unstarted(Event):
-    """The agent of another host could not be started."""
-
-    agent: int
-
-
 class WantsInput(Event):
     """The rank that reads takes the next block."""
 
@@ -380,20 +357,7 @@ class Over(Event):
     """No process of the job is left."""
 
 
-ORDERS = (
-    Start
-    | EndOrder
-    | SignalOrder
-    | StacksOrder
-    | Examine
-    | Look
-    | EndedElsewhere
-    | LookUp
-    | Invite
-    | Ping
-    | Tell
-    | Leave
-)
+ORDERS = Start | EndOrder | SignalOrder | StacksOrder | Examine | Look | EndedElsewhere | LookUp | Ping | Tell | Leave
 EVENTS = (
     Here
     | Started
@@ -405,8 +369,6 @@ EVENTS = (
     | Examined
     | Looked
     | Owns
-    | Printed
-    | Unstarted
     | WantsInput
     | Refused
     | Asked

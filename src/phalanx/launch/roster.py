@@ -15,7 +15,7 @@ from phalanx.launch.output.failure import End, Report
 from phalanx.launch.output.streams import RankStream
 from phalanx.launch.protocol import Here, Order
 from phalanx.launch.rank.trace import Stage
-from phalanx.wire.acknowledged import LOOK_S
+from phalanx.wire.sockets import LOOK_S
 
 if TYPE_CHECKING:
     from phalanx.diagnosis.snapshot import Recording

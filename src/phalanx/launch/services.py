@@ -18,8 +18,6 @@ from phalanx.words import format_placed, tell
 
 __all__ = ["Input", "StoreOnDemand"]
 
-_BLOCK = 1 << 16
-
 
 class Input:
     """Standard input, which a rank of another host reads: a block at a time and on demand.
@@ -34,30 +32,28 @@ class Input:
     def __init__(self, selector: selectors.BaseSelector, deliver: Callable[[bytes], None]) -> None:
         self._selector = selector
         self._deliver = deliver
-        self._wanted = False
 
     def want(self) -> None:
         """Deliver the next block when there is one."""
         try:
             self._selector.register(0, selectors.EVENT_READ, self._take)
-            self._wanted = True
         except PermissionError:
             self._take()  # a file is always ready, and a selector does not take it
 
     def _take(self) -> None:
-        self._forget()
         try:
-            data = os.read(0, _BLOCK)
+            data = os.read(0, 1 << 16)
         except OSError:
             data = b""
-        if not data:
+        if data:
+            self._forget()
+        else:
             self.release()
         self._deliver(data)
 
     def _forget(self) -> None:
-        if self._wanted:
+        with contextlib.suppress(KeyError):  # nothing is wanted, or it is a file
             self._selector.unregister(0)
-            self._wanted = False
 
     def release(self) -> None:
         """Close the input, so that its writer notices that nobody reads any more."""
@@ -70,7 +66,7 @@ class StoreOnDemand:
 
     It should not be a rank: when rank 0 hosts the store, the other ranks lose it as soon as rank 0 ends. Its port is
     open from the beginning. The process that serves it is forked at the first connection; a script that uses MPI alone
-    never makes one. That process asks here about connections from other hosts.
+    never makes one.
 
     Args:
         listener: the store's listening socket.
@@ -91,21 +87,16 @@ class StoreOnDemand:
     ) -> None:
         self._listener, self._selector = listener, selector
         self._look_up, self._lost, self._forget = look_up, lost, forget
-        self._pid = self._handle = 0
+        self._pid = 0
+        # On the second end the process asks about connections from other hosts; the first one ends with it.
         self._asked, self._asking = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._asked.setblocking(False)
         self._ends = EndsChannel()
         selector.register(listener, selectors.EVENT_READ, self._start)
 
-    @property
-    def pid(self) -> int:
-        """Return the process that serves it; 0 if there is none."""
-        return self._pid
-
     def found(self, number: int) -> None:
         """Let a connection in that one of the job's hosts knows as the user's."""
-        with contextlib.suppress(OSError):  # the process that asked has ended
-            self._asked.send(str(number).encode())
+        with contextlib.suppress(OSError):  # the process that asked has ended, or does not keep up
+            self._asked.send(str(number).encode(), socket.MSG_DONTWAIT)
 
     def ended(self, rank: int, host: str) -> None:
         """Tell it that a rank has ended in order on a host; nobody should wait for what it would have written."""
@@ -124,33 +115,22 @@ class StoreOnDemand:
         self._listener.close()
         self._ends.keep_writing_end()
         self._selector.register(self._asked, selectors.EVENT_READ, self._on_question)
-        self._handle = os.pidfd_open(self._pid)
-        self._selector.register(self._handle, selectors.EVENT_READ, self._on_end)
 
     def _on_question(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            data = self._asked.recv(4096)
-            if data and self._look_up is not None:
-                self._look_up(*json.loads(data))
-            else:
-                self._selector.unregister(self._asked)  # the process has ended, which _on_end reports
-
-    def _on_end(self) -> None:
-        self._selector.unregister(self._handle)
-        os.close(self._handle)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._pid, 0)
-        self._pid = 0
-        self._lost()
+        data = self._asked.recv(4096)
+        if data and self._look_up is not None:
+            self._look_up(*json.loads(data))
+        else:  # the process has ended
+            self.close()
+            self._lost()
 
     def close(self) -> None:
         """End the process, and close everything."""
         if self._pid:
-            self._selector.unregister(self._handle)
+            self._selector.unregister(self._asked)
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(self._pid, signal.SIGKILL)
                 os.waitpid(self._pid, 0)
-            os.close(self._handle)
             self._pid = 0
         self._listener.close()
         self._asked.close()

@@ -64,7 +64,6 @@ from phalanx.launch.protocol import (
     Overdue,
     Owns,
     Ping,
-    Printed,
     RankPlan,
     Refused,
     Reported,
@@ -73,7 +72,6 @@ from phalanx.launch.protocol import (
     StacksOrder,
     Start,
     Started,
-    Unstarted,
     Waits,
     WantsInput,
     decode_event,
@@ -421,7 +419,6 @@ class Supervisor:
             self.examiner.lose(agent)
             self.looks.lose(agent)
             self._has_answered(agent)
-            self.starter.on_lost(agent)
             for rank in agent.ranks:
                 if rank.end is None:
                     if own_fault and rank.report is None:
@@ -519,8 +516,6 @@ class Supervisor:
             case Owns():
                 if self.store is not None:
                     self.store.found(event.number)
-            case Printed() | Unstarted():
-                self.starter.hear(event)
             case Asked():
                 self._on_asked(agent, event.signal)
 
@@ -577,7 +572,7 @@ class Supervisor:
 
     def _look_up(self, number: int, end: list[object], other_end: list[object]) -> None:
         """Ask each host of the job whether a connection to the store is its user's."""
-        for agent in self.starter.one_of_each_host():
+        for agent in {agent.place: agent for agent in self.agents if agent.link is not None}.values():
             self.send(agent, LookUp(number=number, end=end, other_end=other_end))
 
     def _on_store_lost(self) -> None:

@@ -1,8 +1,4 @@
-"""The C core through ctypes: the only Python file that knows a C signature.
-
-ctypes releases the GIL around every call by itself and costs about 0.3 µs, so one call per collective needs
-no extension module and ties no wheel to an interpreter.
-"""
+"""The C core through ctypes, which releases the GIL around every call; only this file knows C signatures."""
 
 from __future__ import annotations
 
@@ -85,46 +81,23 @@ class End(Structure):
 
     _fields_ = [("nbytes", c_uint64), ("dtype", c_uint32), ("site", c_uint32)]
 
-    nbytes: int
-    dtype: int
-    site: int
-
 
 class Breakage(Structure):
     """Why a group broke (``struct phx_breakage``)."""
 
     _fields_ = [
-        ("status", c_uint32),
-        ("rank", c_uint32),
-        ("peer", c_uint32),
-        ("peer_pid", c_uint32),
+        *((name, c_uint32) for name in ("status", "rank", "peer", "peer_pid")),
         ("chunk", c_uint64),
-        ("how", c_uint32),
-        ("of_message", c_uint32),
+        *((name, c_uint32) for name in ("how", "of_message")),
         ("sent", End),
         ("expected", End),
     ]
-
-    status: int
-    rank: int
-    peer: int
-    peer_pid: int
-    chunk: int
-    how: int
-    of_message: int
-    sent: End
-    expected: End
 
 
 class Crossing(Structure):
     """Two lines that two ranks have called in different calls (``struct phx_crossing``)."""
 
     _fields_ = [("peer", c_uint32), ("lines", c_uint32 * 2), ("mine", c_uint32 * 2), ("theirs", c_uint32 * 2)]
-
-    peer: int
-    lines: ctypes.Array[c_uint32]
-    mine: ctypes.Array[c_uint32]
-    theirs: ctypes.Array[c_uint32]
 
 
 RECORDS, RECORDS_AT, PIECES_AT = 4096, 4096, 80
@@ -147,24 +120,8 @@ class SeenRecord(Structure):
         *((name, c_uint64) for name in ("number", "entered_ns", "left_ns", "nbytes")),
         *((name, c_uint32) for name in ("in_group", "what", "group", "site", "label")),
         *((name, c_int32) for name in ("peer", "awaits", "step")),
-        ("failed", c_uint32),
-        ("shape", c_uint32),
+        *((name, c_uint32) for name in ("failed", "shape")),
     ]
-
-    number: int
-    entered_ns: int
-    left_ns: int
-    nbytes: int
-    in_group: int
-    what: int
-    group: int
-    site: int
-    label: int
-    peer: int
-    awaits: int
-    step: int
-    failed: int
-    shape: int
 
 
 MPI_WORDS = 4  # PHX_MPI_WORDS
@@ -178,19 +135,10 @@ class MpiGroup(Structure):
         ("common", c_int64 * MPI_WORDS),
         ("lines", c_void_p),
         ("sequence", c_uint64),
-        ("start", c_void_p),
-        ("test", c_void_p),
-        ("all_reduce", c_void_p),
-        ("probe", c_void_p),
-        ("request", c_void_p),
-        ("in_place", c_void_p),
-        ("comm", c_ssize_t),
-        ("world", c_ssize_t),
-        ("any_source", c_int),
-        ("notice_tag", c_int),
-        ("spins", c_uint32),
-        ("probes", c_uint32),
-        ("under_way", c_uint32),
+        *((name, c_void_p) for name in ("start", "test", "all_reduce", "probe", "request", "in_place")),
+        *((name, c_ssize_t) for name in ("comm", "world")),
+        *((name, c_int) for name in ("any_source", "notice_tag")),
+        *((name, c_uint32) for name in ("spins", "probes", "under_way")),
     ]
 
 
@@ -211,8 +159,7 @@ def library() -> ctypes.CDLL:
     """Load the core once, check that it is the one these signatures describe, and declare them.
 
     Raises:
-        BackendError: the library is missing (the package was not built: ``pip install .``) or of another ABI
-            (a stale build: remove ``src/phalanx/native/libphalanx.so`` and install again).
+        BackendError: the library is missing, or of another ABI.
     """
     path = Path(__file__).with_name("libphalanx.so")
     try:
@@ -227,7 +174,7 @@ def library() -> ctypes.CDLL:
             f"{path} has ABI {found}, this Phalanx needs {ABI}: remove the file and run pip install . again"
         )
     comm = data = message = group = c_void_p
-    blocks, sizes = POINTER(c_void_p), POINTER(c_uint64)
+    blocks, sizes, recorded = POINTER(c_void_p), POINTER(c_uint64), POINTER(RecordedGroup)
     for name, result, arguments in (
         ("phx_segment_format", c_int, [c_int, c_uint32, c_uint64, c_uint64, c_uint64, c_char_p]),
         ("phx_open", comm, [c_int, c_uint32, c_char_p, c_uint32, Poll]),
@@ -263,12 +210,8 @@ def library() -> ctypes.CDLL:
         ("phx_recorder_open", c_void_p, [c_int, c_uint64, c_uint32, c_int32, c_uint32]),
         ("phx_recorder_names", None, [c_uint32, c_int32, c_uint32]),
         ("phx_recorder_mark", None, [c_int32, c_uint32]),
-        ("phx_record_begin", c_uint64, [POINTER(RecordedGroup), c_uint32, c_uint64, c_uint32, c_int32]),
-        (
-            "phx_record_begin_at",
-            c_uint64,
-            [POINTER(RecordedGroup), c_uint32, c_uint64, c_uint32, c_int32, c_uint64],
-        ),
+        ("phx_record_begin", c_uint64, [recorded, c_uint32, c_uint64, c_uint32, c_int32]),
+        ("phx_record_begin_at", c_uint64, [recorded, c_uint32, c_uint64, c_uint32, c_int32, c_uint64]),
         ("phx_record_drop", None, [c_uint64]),
         ("phx_record_piece", None, [c_uint64, c_uint64]),
         ("phx_record_end", None, [c_uint64, c_int]),
@@ -319,11 +262,10 @@ def library() -> ctypes.CDLL:
 
 @cache
 def rpc(*, holding: bool = False) -> ctypes.CDLL:
-    """The core's functions for RPC (``native/csrc/rpc.h``).
+    """Load the core's functions for RPC (``native/csrc/rpc.h``).
 
-    Args:
-        holding: whether calls keep the interpreter's lock. That is right for a function that never waits: it spares two
-            hand-overs of the lock, each of which may take 5 ms beside a busy thread.
+    With ``holding``, calls keep the interpreter's lock: a function that never waits is spared two hand-overs, each of
+    which may take 5 ms beside a busy thread.
     """
     path = library()._name
     core = ctypes.PyDLL(path) if holding else ctypes.CDLL(path, use_errno=True)
@@ -369,17 +311,15 @@ def rpc(*, holding: bool = False) -> ctypes.CDLL:
 
 
 def addresses(names: Iterable[str]) -> dict[str, int]:
-    """Where functions of the core lie, by their names as in ``phx_all_reduce``, given without ``phx_``."""
+    """Return where functions of the core lie, by their names as in ``phx_all_reduce``, given without ``phx_``."""
     core = library()
-    found = {f"phx_{name}": ctypes.cast(getattr(core, f"phx_{name}"), c_void_p).value for name in names}
-    return {name: address or 0 for name, address in found.items()}
+    return {f"phx_{name}": ctypes.cast(getattr(core, f"phx_{name}"), c_void_p).value or 0 for name in names}
 
 
 def quick_entry() -> ModuleType | str:
-    """The module in C for the usual calls (``native/csrc_entry``); or, in words, why there is none.
+    """Load the module in C for the usual calls (``native/csrc_entry``); or say why there is none.
 
-    The package works without it, by ctypes alone: it may not have been built, or this interpreter may not load modules
-    of the stable ABI.
+    The package works without it, by ctypes alone.
     """
     try:
         module = importlib.import_module("phalanx.native.entry")

@@ -1,4 +1,4 @@
-"""Running Python's signal handlers while the core waits, so that Ctrl-C ends a collective."""
+"""Run Python's signal handlers while the core waits, so that Ctrl-C ends a collective."""
 
 from __future__ import annotations
 
@@ -13,21 +13,18 @@ from phalanx.native.core import Poll
 class SignalPoll:
     """A poll function for the core that runs pending signal handlers and remembers what they raised.
 
-    Attributes:
-        callback: the function that the core calls, from the thread that waits. Python runs handlers on the main
-            thread only; on any other, and while a handler runs, the callback returns 0 at once.
+    The core calls ``callback`` from the thread that waits. Python runs handlers on the main thread only; on any other,
+    and while a handler runs, it returns 0 at once.
     """
 
     def __init__(self) -> None:
         self._raised: list[BaseException] = []
         self._main = threading.main_thread().ident
-        # An exception must not leave the callback: ctypes drops it, and the core then gets an undefined value. A plain
-        # function cannot prevent that, since Python may run a handler at the function's first instruction, before any
-        # `try` is entered. A generator resumes inside its `try`.
-        # The lookup must run no Python function either. So the callback is `next(idle.pop(thread id, repeat(0)))`,
-        # built from C iterators. The main thread takes the generator out of `idle`; the generator puts itself back
-        # before it yields. Any other thread, and a handler that waits while the generator is out, finds nothing and
-        # gets 0.
+        # An exception must not leave the callback: ctypes drops it, and the core gets an undefined value. Python may
+        # run a handler at a function's first instruction, before any `try`; a generator resumes inside its `try`.
+        # The lookup must run no Python function either: it is `next(idle.pop(thread id, repeat(0)))`, built from C
+        # iterators. The generator puts itself back into `idle` before it yields. Any other thread, and a handler that
+        # waits while the generator is out, finds nothing and gets 0.
         idle: dict[int | None, Iterator[int]] = {}
         watch = _watch(idle, self._main, self._raised)
         next(watch)

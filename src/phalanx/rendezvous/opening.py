@@ -77,7 +77,7 @@ def serve(
             f"note: the join is open: every process that reaches {address} port {port} can join this job. To keep "
             f"others out, set {settings.KEY_FILE} for all ranks to a file that only you can read, with a key in it"
         )
-    seats = Seats(claim, place.hosts, place.num_nodes, in_blocks=place.traits.in_blocks)
+    seats = Seats(claim, place.hosts, place.num_nodes)
     return StoreServer(listener, key, seats, announced=announced)
 
 

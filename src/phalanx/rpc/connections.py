@@ -26,13 +26,13 @@ from phalanx.rpc.links.socket import END_S, SocketLink
 from phalanx.rpc.members import Member, Members
 from phalanx.rpc.mending import Mender
 from phalanx.rpc.network import EncryptionMismatch, Network
-from phalanx.wire.acknowledged import LOOK_S
 from phalanx.wire.dial import NoAnswer
 from phalanx.wire.door import Arrival
 from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
 from phalanx.wire.proof import NoProof, PassedOn, WrongKey
 from phalanx.wire.session import TAG_BYTES, Session
+from phalanx.wire.sockets import LOOK_S
 from phalanx.words import tell
 
 __all__ = ["Connections", "Unreached"]

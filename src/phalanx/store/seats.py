@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from phalanx.store.claim import Claim, Verdict
 from phalanx.store.company import neighbours
-from phalanx.topology.place import Came, Expected, expected_places, format_expected
 from phalanx.words import format_named, format_spans
 
 __all__ = ["Seats"]
@@ -20,16 +19,12 @@ class Seats:
         own: rank 0's claim; all others must be of the same job, attempt, opening and world size.
         hosts: the hosts of the job by node rank, if the launcher names them.
         num_nodes: how many hosts there are, if that is known.
-        in_blocks: whether the ranks of each host follow one another, as the launcher has it.
     """
 
-    def __init__(
-        self, own: Claim, hosts: Sequence[str] = (), num_nodes: int | None = None, *, in_blocks: bool = False
-    ) -> None:
+    def __init__(self, own: Claim, hosts: Sequence[str] = (), num_nodes: int | None = None) -> None:
         self.own = own
         self._hosts = hosts
         self._num_nodes = num_nodes
-        self._in_blocks = in_blocks
         self._taken: dict[int, Claim] = {0: own}
         self._refused = ""  # why, for the last process that was
 
@@ -44,28 +39,16 @@ class Seats:
         return len(self._taken) == self.own.world_size
 
     def describe_missing(self) -> str:
-        """The missing ranks, for people: where they should be, if that is known, and what may be the reason.
-
-        That is that one was refused, or that no rank of a node came.
-        """
+        """The missing ranks, for people, and what may be the reason: one was refused, or no rank of a node came."""
         refused = f" (refused: {self._refused})" if self._refused else ""
         return self._describe_missing() + refused
 
     def _describe_missing(self) -> str:
-        missing = self.missing
-        text = f"{format_named('rank', missing)} of {self.own.world_size}"
-        places = self._places()
-        if places:
-            text += f" ({format_expected(missing, places)})"
+        text = f"{format_named('rank', self.missing)} of {self.own.world_size}"
         nodes = {claim.node_rank for claim in self._taken.values()}
         if None in nodes or not self._num_nodes:
             return text
-        named = {place.host for place in places.values()}
-        absent = [
-            node
-            for node in range(self._num_nodes)
-            if node not in nodes and not (len(self._hosts) == self._num_nodes and self._hosts[node] in named)
-        ]
+        absent = [node for node in range(self._num_nodes) if node not in nodes]
         if not absent:
             return text
         if len(self._hosts) == self._num_nodes and len(absent) <= 16:
@@ -73,15 +56,6 @@ class Seats:
         else:
             names = format_spans(absent)
         return f"{text}; no rank has come from node{'s' if len(absent) > 1 else ''} {names}"
-
-    def _places(self) -> dict[int, Expected]:
-        came = [
-            Came(claim.rank, claim.host, claim.node_rank, claim.local_rank, claim.local_world_size)
-            for claim in self._taken.values()
-        ]
-        return expected_places(
-            came, self.own.world_size, hosts=self._hosts, num_nodes=self._num_nodes, in_blocks=self._in_blocks
-        )
 
     def judge(self, claim: Claim) -> Verdict:
         """Rank 0's verdict on a claim: the process gets its seat, or the reason why it gets none."""

@@ -1,8 +1,4 @@
-"""What this package does as the process exits, in one order, whatever was imported first.
-
-Exit handlers run in the reverse order of their registration, which with one in each module would be that of the
-imports. So one handler runs all that the modules have to do.
-"""
+"""One exit handler runs all that modules have to do, in one order, whatever was imported first."""
 
 from __future__ import annotations
 

@@ -1,28 +1,19 @@
-"""Files: written whole or not at all, source text, names for people, and what MPI libraries leave in /dev/shm.
-
-A file that is being written bears another name beside its own, and a lock (flock), which the kernel frees when its
-holder ends, however that is. So whoever writes the same file next can remove what a killed writer has left. A writer
-that finds its own lock taken, or its file removed, by one who looks just then, takes another name. On a file system
-without locks nothing is removed, as nobody can know whether it is still written.
-"""
+"""Files: written whole or not at all, source text, names for people, and what MPI libraries leave in /dev/shm."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import os
 import re
-import secrets
-import stat
-import threading
+import tempfile
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from phalanx import settings
-
-_SUFFIX = ".part"
+from phalanx.system.threads import within
 
 # -- written whole -------------------------------------------------------------------------------------
 
@@ -37,77 +28,37 @@ def whole_file(target: Path) -> Iterator[BinaryIO]:
         target: the file; a symbolic link itself would be replaced.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written, or another process has begun to write it meanwhile.
     """
-    remove_unfinished(target)
-    with contextlib.ExitStack() as held:
-        folder = os.open(target.parent, os.O_RDONLY)
-        held.callback(os.close, folder)
-        descriptor, name = _locked_beside(target)
-        held.callback(name.unlink, missing_ok=True)  # after the replacement there is none
-        file = held.enter_context(os.fdopen(descriptor, "w+b"))
-        yield file
-        file.flush()
-        os.fsync(descriptor)
-        name.replace(target)
+    part = target.with_name(f".{target.name}.part")
+    part.unlink(missing_ok=True)  # what a killed writer has left
+    with open(part, "x+b") as file:
+
+        def is_there() -> bool:
+            return part.exists() and os.path.samestat(os.fstat(file.fileno()), part.lstat())
+
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            if not is_there():
+                raise FileExistsError(errno.EEXIST, "another process writes it at the same time", str(target))
+            part.replace(target)
+        except BaseException:
+            if is_there():
+                part.unlink()
+            raise
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
         os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def check_creatable(target: Path) -> None:
-    """Find out whether a file can be made beside ``target``.
-
-    Raises:
-        OSError: no.
-    """
-    remove_unfinished(target)
-    descriptor, name = _locked_beside(target)
-    name.unlink()
-    os.close(descriptor)
-
-
-def remove_unfinished(target: Path) -> None:
-    """Remove what writers of ``target`` have left that were killed. Whatever cannot be removed stays."""
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(target.parent):
-            if entry.name.startswith(f".{target.name}.") and entry.name.endswith(_SUFFIX):
-                with contextlib.suppress(OSError):
-                    _remove_if_left(Path(entry.path))
-
-
-def _locked_beside(target: Path) -> tuple[int, Path]:
-    """Make a file beside ``target``, with a name of its own, and lock it."""
-    while True:
-        name = target.with_name(f".{target.name}.{secrets.token_hex(8)}{_SUFFIX}")
-        descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)  # less the umask, as by open()
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(descriptor, name):
-                return descriptor, name
-        except BlockingIOError:
-            pass
-        except OSError:
-            return descriptor, name  # nobody has locks here, so nobody removes it
-        os.close(descriptor)
-
-
-def _remove_if_left(path: Path) -> None:
-    kind = path.lstat()
-    if kind.st_uid != os.geteuid() or not stat.S_ISREG(kind.st_mode):
-        return
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)  # NFS locks for writing only what is open for it
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_at(descriptor, path):  # it has not got its own name meanwhile
-            path.unlink()
-    finally:
-        os.close(descriptor)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.lstat())
-    except FileNotFoundError:
-        return False
+    """Make a file without a name beside ``target``; raise OSError if that is not possible."""
+    with tempfile.TemporaryFile(dir=target.parent):
+        pass
 
 
 # -- source text ---------------------------------------------------------------------------------------
@@ -117,24 +68,19 @@ _silent: set[str] = set()  # files that did not come in time
 
 
 def source_lines(path: str) -> list[str]:
-    """Read the lines of a source file; none if it cannot be read, or not within half a second.
+    """Read the lines of a source file; none if it cannot be read, or not within half a second, as from a hung NFS."""
 
-    A file system may not answer (a hung NFS), so a thread reads, and such a file is not asked for again.
-    """
-    lines: list[str] = []
+    def read() -> list[str]:
+        with tokenize.open(path) as file:
+            return file.readlines()
 
-    def read() -> None:
-        with contextlib.suppress(OSError, SyntaxError, ValueError), tokenize.open(path) as file:
-            lines.extend(file.readlines())
-
-    if path not in _silent:
-        reader = threading.Thread(target=read, name="phalanx-source", daemon=True)
-        reader.start()
-        reader.join(_READ_WITHIN_S)
-        if reader.is_alive():
-            _silent.add(path)
-            return []
-    return lines
+    try:
+        return [] if path in _silent else within(_READ_WITHIN_S, read)
+    except TimeoutError:
+        _silent.add(path)
+    except (OSError, SyntaxError, ValueError):
+        pass
+    return []
 
 
 # -- as people write them ------------------------------------------------------------------------------
@@ -149,10 +95,7 @@ def own_folder() -> str:
 
 
 def jobs_folder() -> str:
-    """Return the folder in which ``phalanx run`` was called that started this process; empty without one.
-
-    All ranks of a job have been started there, and a script that changes its working directory does not change it.
-    """
+    """Return the folder in which ``phalanx run`` was called that started this process; empty without one."""
     return os.environ.get(settings.DIRECTORY, "")
 
 

@@ -15,13 +15,7 @@ from phalanx import settings
 class Host:
     """A host. Two processes are on one host if all of this is equal.
 
-    A name alone is not enough: images are cloned with their names, and a container can have its host's. A boot id alone
-    is shared by all containers of a machine, which may see different devices and process ids.
-
-    Attributes:
-        name: the host's name.
-        boot_id: the id of the kernel's last start.
-        pid_namespace: the namespace that its process ids belong to.
+    Images are cloned with their names, and all containers of a machine share its boot id.
     """
 
     name: str

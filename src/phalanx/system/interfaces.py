@@ -24,8 +24,7 @@ LOOPBACK = "127.0.0.1"
 Address = tuple[str, int]  # and port
 
 _SIOCGIFADDR, _SIOCGIFMTU, _SIOCETHTOOL, _ETHTOOL_GSET = 0x8915, 0x8921, 0x8946, 1
-# No host has these addresses, which are reserved for documentation (RFC 5737, RFC 3849). So a packet to them leaves by
-# the default route, and the source address that the kernel chooses for it is the one that other hosts reach.
+# Reserved for documentation (RFC 5737, RFC 3849), so packets to them leave by the default route.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 # -- interfaces ----------------------------------------------------------------------------------------
@@ -59,10 +58,8 @@ def interface_mtu(name: str) -> int:
 
 
 def interface_speed_mbit(name: str) -> int:
-    """Return what the driver of an interface says that it can do, in Mbit/s; 0 if it does not know, as virtual ones.
-
-    It is asked by ``ETHTOOL_GSET``: files below /sys may be those of another network namespace.
-    """
+    """Return what the driver of an interface says that it can do, in Mbit/s; 0 if it does not know, as virtual ones."""
+    # By an ioctl, because files below /sys may be those of another network namespace.
     asked = ctypes.create_string_buffer(struct.pack("I", _ETHTOOL_GSET), 44)
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         fcntl.ioctl(probe, _SIOCETHTOOL, struct.pack("16sP8x", name.encode()[:15], ctypes.addressof(asked)))
@@ -145,9 +142,7 @@ def outward_address(towards: Iterable[str] = (), environment: Mapping[str, str] 
     The first of these that exists:
 
     - an address of the interface that ``PHALANX_INTERFACE`` names;
-    - the source address of packets to the first host of ``towards`` that is another machine, so an address in the
-      network that both share. A name that does not resolve is skipped: a launcher may know names that the resolver
-      does not;
+    - the source address of packets to the first host of ``towards`` that is another machine and resolves;
     - the address that this host's own name resolves to, unless it is loopback (127.0.1.1 on Debian);
     - the source address of packets that leave by the default route;
     - any address that is neither loopback nor link-local: a cluster without a gateway has no default route;
@@ -207,12 +202,9 @@ def _source_address(target: str) -> str | None:
 
 
 def check_reachable(address: str) -> None:
-    """Make sure that processes of this host can connect to each other at an address of this host.
+    """Check that processes of this host can connect to each other at an address of it; raise LaunchError if not.
 
     They cannot in a new network namespace, as in some containers, where the loopback interface is down.
-
-    Raises:
-        LaunchError: they cannot; the message says why.
     """
     with socket.socket(_family(address)) as listener, socket.socket(_family(address)) as caller:
         try:
@@ -262,16 +254,14 @@ def _sockets(*tables: str) -> Iterator[list[str]]:
 def owner_of(end: Address, other_end: Address) -> int | None:
     """Return which user holds the socket at ``end`` of a connection; None if no process of this host does.
 
-    The kernel knows, and a stranger cannot forge it. Prior art: the identification protocol (RFC 1413), which asked the
-    other host; here both ends are on this one. A socket that its process has closed lives on for a while, and the
-    kernel then lists it as root's, without an inode: it belongs to nobody any more.
+    A socket that its process has closed lives on for a while as root's, without an inode: it belongs to nobody.
     """
     return _ask_kernel(end, other_end) if _kernel_answers() else _search(end, other_end)
 
 
 @functools.cache
 def _kernel_answers() -> bool:
-    """Return whether this kernel answers questions about single sockets; tried on a connection of this process."""
+    """Try whether this kernel answers questions about single sockets; gVisor's and qemu's do not."""
     with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 0)) as listener:
         where = listener.getsockname()
         with socket.create_connection(where, timeout=1) as own:

@@ -1,8 +1,4 @@
-"""How many ranks this machine has room for, checked before any is started.
-
-Starting 500 ranks where 200 fit ends in an out-of-memory kill, or in a fork that fails half way. So the limits are read
-from the kernel first, and the error names the limit that is too small and how many ranks would fit.
-"""
+"""How many ranks this machine has room for, by the kernel's limits, checked before any is started."""
 
 from __future__ import annotations
 
@@ -18,20 +14,19 @@ from pathlib import Path
 from phalanx.errors import PROCESS_LIMIT_HINT, LaunchError
 from phalanx.words import format_gib
 
-# What a rank takes, and what the launcher takes beside it. A rank has two pipes of two ends each and one report file,
-# all open while the ranks are being forked; its main thread and the two that a Gloo process group starts.
+# What a rank takes, and the launcher beside it: two pipes of two ends each and a report file, open while the ranks are
+# being forked; the main thread and the two that a Gloo process group starts.
 FILES_PER_RANK, FILES_BESIDE = 5, 32
 TASKS_PER_RANK, TASKS_BESIDE = 3, 8
-# How much memory a forked rank shares with no other when it ends, after a process group, a backward pass and the
-# interpreter's finalisation: 59 MiB, or 35 if it closes its groups first (`python benchmarks/start_ranks.py --memory`).
-# Ranks rarely end all at once, so this leaves a reserve. The script's own data is unknown, so it is not counted.
+# What a forked rank shares with no other when it ends: 59 MiB, or 35 if it closes its groups first (`python
+# benchmarks/start_ranks.py --memory`). The script's own data is unknown, so it is not counted.
 BYTES_PER_RANK, BYTES_BESIDE = 60 << 20, 400 << 20
-# How far apart the ranks' parts of the file in memory are in which they say where they are.
+# How far apart the ranks' parts of the trace are.
 TRACE_BYTES_PER_RANK = 1 << 32
 
 
 class Resource(Enum):
-    """A resource that a machine can run out of, counted in files, tasks or bytes; the value is its name in messages."""
+    """A resource that a machine can run out of; the value is its name in messages."""
 
     FILES = "open files"
     TASKS = "processes and threads"
@@ -64,10 +59,8 @@ def machine_limits(*, python: bool, forked: bool = True, logs: bool = False) -> 
     """Read the limits in force here, in the order they are checked.
 
     Args:
-        python: whether the ranks run Python with torch. If not, memory is not checked, because it is unknown how much
-            another program needs.
-        forked: whether they are forked here. If not, only the limits on open files and on the size of files are
-            checked, because the ranks of an MPI launcher may be on other hosts, with other limits.
+        python: whether the ranks run Python with torch; memory is checked only then.
+        forked: whether they are forked here; else only the limits on files are checked.
         logs: whether each rank has a log file, which is open as well.
     """
     limits = []
@@ -90,11 +83,7 @@ def machine_limits(*, python: bool, forked: bool = True, logs: bool = False) -> 
 
 
 def check_limits(ranks: int, limits: list[Limit]) -> None:
-    """Refuse a number of ranks that cannot run.
-
-    Raises:
-        LaunchError: a limit is too small; the message names it and the number of ranks that would fit.
-    """
+    """Raise LaunchError if a limit is too small for so many ranks."""
     for limit in limits:
         if ranks > limit.fits:
             need = ranks * limit.per_rank + limit.beside
@@ -158,7 +147,7 @@ def _tasks_of(uid: int) -> int:
 
 
 def _cgroups() -> Iterator[Path]:
-    """Return the folders of this process's cgroup (version 2) and of those above it; each of them may limit it."""
+    """Return the folders of this process's cgroup (version 2) and of those above it, which may all limit it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             if line.startswith("0::/"):

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import hashlib
 import os
-import select
 import signal
 import time
 from collections.abc import Collection, Iterable
@@ -24,7 +23,7 @@ _PF_EXITING = 0x4
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _MPOL_LOCAL = 4
 
-# In words, what the kernel's letters mean that are of interest.
+# What the kernel's letters mean.
 STATES = {
     "T": "stopped (state T)",
     "t": "held by a debugger (state t)",
@@ -45,31 +44,17 @@ def _prctl(option: int, argument: int | bytes) -> None:
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Have the kernel signal this process when its parent ends.
+    """Have the kernel signal this process when its parent, whose process id this is, ends.
 
-    Args:
-        parent: the process id that the parent had before the fork. If the parent has ended already, the signal would
-            never come, so this process ends at once.
-        signum: the signal. A program that has to tidy up can be given SIGTERM instead.
+    If it has ended already, the signal would never come, so this process ends at once.
     """
     _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
 
 
-def wake_with_parent() -> None:
-    """Have the kernel only continue this process when its parent ends, in place of :func:`die_with_parent`.
-
-    For a process that notices the end of its parent by other means, but not while it is stopped.
-    """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
-
-
 def adopt_orphans() -> None:
-    """Make this process the new parent of every descendant that loses its own: a subreaper.
-
-    So none leaves the tree, as with a cgroup of one's own (systemd, containerd), which an ordinary user seldom has.
-    """
+    """Make this process the new parent of every descendant that loses its own: a subreaper."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -107,10 +92,9 @@ def take_memory_nearby() -> None:
 def skip_library_teardown() -> None:
     """Leave the memory of the libraries loaded so far to the kernel when this process ends.
 
-    libtorch's static destructors take its operator tables apart entry by entry: 90 ms a process, and in a fork each
-    page they touch is copied first. Handlers that the script's own libraries register from now on still run, because
-    ``exit()`` runs the last one first; then C streams are flushed, and the process ends with its own exit status.
-    A C library other than glibc may lack ``on_exit``; then everything is torn down, slowly.
+    libtorch's static destructors take 90 ms a process, and in a fork each page they touch is copied first. Handlers
+    registered from now on still run, because ``exit()`` runs the last one first; then C streams are flushed. Without
+    ``on_exit``, which glibc has, everything is torn down, slowly.
     """
     if hasattr(_libc, "on_exit") and hasattr(_libc, "__cxa_atexit"):
         _libc.on_exit(_libc._exit, None)
@@ -144,10 +128,9 @@ class ProcessUse:
     """One look at a process.
 
     Attributes:
-        state: of its main thread, as the kernel names it: ``R``, ``S``, ``D``, ``T`` (stopped), ``t`` (held by a
-            debugger), ``Z`` (ended, and not reaped).
+        state: of its main thread, by the kernel's letter; ``T`` is stopped, ``Z`` ended and not reaped.
         start: when it was started, in clock ticks after the boot. With the process id it names a process for good.
-        cpu_s: the time that all of its threads have had on a core, without the processes that it has started.
+        cpu_s: the time that all of its threads have had on a core, without its children.
         resident_bytes: its memory that is in RAM, with what it shares with others.
     """
 
@@ -191,14 +174,11 @@ def has_ended(pid: int, start: int) -> bool:
     return False  # /proc hides it
 
 
-def state_of(pid: int) -> str:
-    """Return the kernel's letter for the state of a process, such as ``R`` or ``T`` (stopped); empty if it is gone."""
-    return _state_in(f"/proc/{pid}/stat")
-
-
-def state_of_thread(pid: int, thread: int) -> str:
-    """Return :func:`state_of` for one thread of a process."""
-    return _state_in(f"/proc/{pid}/task/{thread}/stat")
+def state_of(pid: int, thread: int = 0) -> str:
+    """Return the kernel's letter for the state of a process, or of one of its threads; empty if it is gone."""
+    with contextlib.suppress(OSError, IndexError):
+        return _fields_in(f"/proc/{pid}/task/{thread or pid}/stat")[0].decode()
+    return ""
 
 
 def state_if_stopped(pid: int, start: int) -> str:
@@ -215,8 +195,7 @@ def state_text(state: str) -> str:
 def is_ending(pid: int) -> bool:
     """Return whether a process has begun to end, or has ended: no signal makes a difference to it any more.
 
-    Others may notice its end from then on, because its memory and its connections go; its parent is told only when all
-    of that is gone, which takes long if the process had much memory.
+    Its parent is told only when its memory is gone, which takes long if it had much.
     """
     try:
         return bool(int(_fields_in(f"/proc/{pid}/stat")[6]) & _PF_EXITING)
@@ -224,12 +203,6 @@ def is_ending(pid: int) -> bool:
         return True
     except OSError:  # this process has no descriptor left to look with
         return False
-
-
-def _state_in(path: str) -> str:
-    with contextlib.suppress(OSError, IndexError):
-        return _fields_in(path)[0].decode()
-    return ""
 
 
 def _fields_in(path: str) -> list[bytes]:
@@ -242,47 +215,15 @@ def _fields_in(path: str) -> list[bytes]:
 # -- what a process does with signals ------------------------------------------------------------------
 
 
-def catches(pid: int, signum: int) -> bool:
-    """Return whether a process handles, ignores or blocks a signal, so that it does not end it; True for signal 0."""
-    return not signum or _has_signal(pid, signum, "SigCgt", "SigIgn", "SigBlk")
+def signal_sets(pid: int, signum: int) -> set[str]:
+    """Return in which sets of a process, or of a thread of this id, a signal is, by the names of /proc.
 
-
-def handles(pid: int, signum: int) -> bool:
-    """Return whether a process would handle or ignore a signal that came now; one that blocks it may yet choose."""
-    return ignores(pid, signum) or (has_handler(pid, signum) and not blocks(pid, signum))
-
-
-def uses(pid: int, signum: int) -> bool:
-    """Return whether a process handles a signal, or blocks it, perhaps to wait for it."""
-    return _has_signal(pid, signum, "SigCgt", "SigBlk")
-
-
-def has_handler(pid: int, signum: int) -> bool:
-    """Return whether a process has a handler for a signal, which may be blocked for now."""
-    return _has_signal(pid, signum, "SigCgt")
-
-
-def ignores(pid: int, signum: int) -> bool:
-    """Return whether a process ignores a signal."""
-    return _has_signal(pid, signum, "SigIgn")
-
-
-def blocks(pid: int, signum: int) -> bool:
-    """Return whether a process, or the thread of this id, blocks a signal, as it does while it handles one."""
-    return _has_signal(pid, signum, "SigBlk")
-
-
-def awaits_signal(pid: int, signum: int) -> bool:
-    """Return whether a signal that was sent to a process has not been taken by it so far."""
-    return _has_signal(pid, signum, "SigPnd", "ShdPnd")
-
-
-def _has_signal(pid: int, signum: int, *sets: str) -> bool:
-    """Return whether a signal is in any of these sets of a process, as /proc names them; False if it has gone."""
+    ``SigCgt`` is handled, ``SigIgn`` ignored, ``SigBlk`` blocked, ``SigPnd`` and ``ShdPnd`` not taken so far.
+    """
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
-        masks = [line.split()[1] for line in file if line.partition(":")[0] in sets]
-        return any(int(mask, 16) >> (signum - 1) & 1 for mask in masks)
-    return False
+        masks = (line.split() for line in file if line.startswith(("Sig", "ShdPnd")) and not line.startswith("SigQ"))
+        return {name.rstrip(":") for name, mask in masks if int(mask, 16) >> (signum - 1) & 1}
+    return set()
 
 
 # -- whose child it is ---------------------------------------------------------------------------------
@@ -292,18 +233,10 @@ def children_of(pid: int) -> list[int]:
     """Return the children of ``pid``, zombies included; empty when it has gone."""
     found: list[int] = []
     with contextlib.suppress(OSError):
-        if not os.path.exists("/proc/thread-self/children"):  # a kernel without CONFIG_PROC_CHILDREN
-            return [int(one) for one in os.listdir("/proc") if one.isdigit() and _parent_of(one) == pid]
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
                 found += map(int, file.read().split())
     return found
-
-
-def _parent_of(pid: str) -> int:
-    with contextlib.suppress(OSError, IndexError):
-        return int(_fields_in(f"/proc/{pid}/stat")[1])
-    return 0
 
 
 def descendants_of(pids: Iterable[int]) -> list[int]:
@@ -319,8 +252,8 @@ def descendants_of(pids: Iterable[int]) -> list[int]:
 def belongs_to(pid: int, session: int, memfd_name: str, environment: Iterable[bytes]) -> bool:
     """Return whether an orphan came from a given rank; it may have left its process group, or lost its parent.
 
-    It is in the rank's session, or was started with the variables (``b"RANK=3"``) of this rank's programs alone, or, as
-    a plain fork, holds the rank's report file open, which has this name.
+    It is in the rank's session, or was started with variables (``b"RANK=3"``) that only this rank's programs have, or,
+    as a plain fork, holds the rank's report file open, which has this name.
     """
     with contextlib.suppress(OSError):
         if os.getsid(pid) == session:
@@ -371,33 +304,22 @@ def send_to_group(leader: int, signum: int) -> None:
 
 
 def await_ends(handles: Iterable[int], patience_s: float) -> list[int]:
-    """Wait until processes have ended, and return the handles of those that have not.
+    """Wait until processes have ended, by a pidfd of each, and return the handles of those that have not."""
+    from multiprocessing.connection import wait  # takes 20 ms
 
-    Args:
-        handles: a pidfd of each, as of ``os.pidfd_open``: it never comes to mean another process.
-        patience_s: the longest wait; with 0 or less it is only looked which have ended.
-    """
-    left = dict.fromkeys(handles)
-    poll = select.poll()
-    for handle in left:
-        poll.register(handle, select.POLLIN)
+    left = list(handles)
     until = time.monotonic() + patience_s
-    while left and (ended := poll.poll(max(0.0, until - time.monotonic()) * 1000)):
-        for handle, _ in ended:
-            poll.unregister(handle)
-            del left[handle]
-    return [*left]
+    while left and (ended := wait(left, max(0.0, until - time.monotonic()))):
+        left = [handle for handle in left if handle not in ended]
+    return left
 
 
 def end_descendants(*, but: Collection[int] = ()) -> None:
     """SIGKILL all descendants of this process until none is left that may be killed.
 
-    A process whose parent is killed becomes a child of this one (:func:`adopt_orphans`), so each round reaches the
-    processes that the round before has orphaned. Python's resource trackers get a moment to end by themselves.
-
-    Args:
-        but: children that are spared, with all their descendants, and not reaped: whoever started them wants to know
-            how they end.
+    A process whose parent is killed becomes a child of this one (:func:`adopt_orphans`), so each round reaches those
+    that the round before has orphaned. Python's resource trackers get a moment to end by themselves. Children in
+    ``but`` are spared, with all their descendants, and not reaped.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     spared: set[int] = set()

@@ -1,4 +1,4 @@
-"""Threads, and waits with a limit that is right also if the process is stopped meanwhile, or about to end."""
+"""Threads, and waits with a limit that is right if the process is stopped meanwhile, or about to end."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ def start(thread: threading.Thread) -> None:
 def renew_engine() -> None:
     """Have torch make its autograd engine anew, if this process is a fork that has not used the engine yet.
 
-    torch takes the engine of a fork for a stale one, and whoever asks for it first destroys it and makes another,
-    without a lock. An operation on a tensor that requires gradients asks for it too: if the first such operations of
-    two threads coincide, the process dies by SIGSEGV. So this has to be called before another thread computes.
+    Whoever asks for it first in a fork destroys it and makes another, without a lock. If the first operations of two
+    threads coincide, the process dies by SIGSEGV. So this has to be called before another thread computes.
     """
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -58,8 +57,8 @@ _LONGEST_S = 2 * SLICE_S  # of a longer gap between two readings no more than th
 class AwakeClock:
     """Seconds since it was made in which the process ran. Any thread may read it.
 
-    A whole job may be stopped for longer than any timeout (SIGSTOP, docker pause, a batch system's suspend). When it
-    goes on, no rank has waited in vain for another. The core's waits count alike (``native/csrc/futex.h``).
+    A whole job may be stopped for longer than any timeout (SIGSTOP, docker pause, a batch system's suspend). The core's
+    waits count alike (``native/csrc/futex.h``).
     """
 
     def __init__(self) -> None:
@@ -79,8 +78,7 @@ class AwakeClock:
 def wait_awake(wait: Callable[[float], bool], timeout_s: float | None, clock: AwakeClock | None = None) -> bool:
     """Wait in slices until ``wait``, which is called with the seconds it may take, returns True; False at the timeout.
 
-    Time in which the process was stopped does not count; a timeout of None means without limit. ``clock`` is one that
-    the caller goes on to read: it is read often enough meanwhile.
+    Time in which the process was stopped does not count; a timeout of None means without limit.
     """
     clock = clock or AwakeClock()
     end = math.inf if timeout_s is None else clock.now() + timeout_s
@@ -93,8 +91,7 @@ def wait_awake(wait: Callable[[float], bool], timeout_s: float | None, clock: Aw
 def ended_early(began_s: float, timeout_s: float) -> bool:
     """Return whether a wait that began then, by ``time.monotonic()``, has failed for another reason than its timeout.
 
-    Stores and Gloo raise one class of error for both, so the time tells them apart: less than half of the timeout is no
-    timeout, whatever clock they count by.
+    Stores and Gloo raise one class of error for both; less than half of the timeout is no timeout.
     """
     return time.monotonic() - began_s < timeout_s / 2
 
@@ -102,13 +99,6 @@ def ended_early(began_s: float, timeout_s: float) -> bool:
 # -- what may never return, such as asking a host that may be gone -------------------------------------
 
 _STEP_S = 0.1  # of a wait; more than that does not count of a time in which the process was stopped
-
-# From Python 3.12 on no thread can be started when the interpreter ends, which is when a process tells others that it
-# leaves: a spare thread does it then. It is given tasks, None to end, and kept for so many users. Any thread reads and
-# writes both under ``_changing``, which a finalizer or a signal handler may take again.
-_tasks: queue.SimpleQueue[Callable[[], object] | None] | None = None
-_users = 0
-_changing = threading.RLock()
 
 
 def within(timeout_s: float, task: Callable[[], T]) -> T:
@@ -143,28 +133,39 @@ def within(timeout_s: float, task: Callable[[], T]) -> T:
     return outcome[0]
 
 
-def keep_spare_thread(user: object) -> None:
-    """Have a thread ready for when no other can be started any more, as long as ``user`` exists."""
-    global _tasks, _users
-    with _changing:
-        if _tasks is None:
-            tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-            start(threading.Thread(target=_work, args=(tasks,), name="phalanx-spare", daemon=True))
-            _tasks = tasks
-        _users += 1
-    weakref.finalize(user, _release, os.getpid()).atexit = False
+class SpareThread:
+    """A thread for when no other can be started: from Python 3.12 on, when the interpreter ends.
+
+    It is there as long as somebody holds this object.
+    """
+
+    def __init__(self) -> None:
+        self.tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        start(threading.Thread(target=_work, args=(self.tasks,), name="phalanx-spare", daemon=True))
+        weakref.finalize(self, self.tasks.put, None).atexit = False
+
+
+_spare: weakref.ref[SpareThread] | None = None
+_making = threading.RLock()  # a signal handler may take it again
+
+
+def spare_thread() -> SpareThread:
+    """Return this process's spare thread; make it if there is none."""
+    global _spare
+    with _making:
+        spare = None if _spare is None else _spare()
+        if spare is None:
+            spare = SpareThread()
+            _spare = weakref.ref(spare)
+        return spare
 
 
 def on_spare_thread(task: Callable[[], object]) -> None:
-    """Have the spare thread do something, after what it was given before.
-
-    Raises:
-        RuntimeError: there is none.
-    """
-    with _changing:
-        if _tasks is None:
-            raise RuntimeError("no thread can be started any more, and none was kept for that")
-        _tasks.put(task)
+    """Have the spare thread do something, after what it was given before; raise RuntimeError if there is none."""
+    spare = None if _spare is None else _spare()
+    if spare is None:
+        raise RuntimeError("no thread can be started any more, and none was kept for that")
+    spare.tasks.put(task)
 
 
 def _work(tasks: queue.SimpleQueue[Callable[[], object] | None]) -> None:
@@ -174,19 +175,9 @@ def _work(tasks: queue.SimpleQueue[Callable[[], object] | None]) -> None:
         del task
 
 
-def _release(pid: int) -> None:
-    global _tasks, _users
-    with _changing:
-        if pid == os.getpid():  # the thread of a parent is not in this process
-            _users -= 1
-            if not _users and _tasks is not None:
-                _tasks.put(None)
-                _tasks = None
-
-
 def _after_fork() -> None:
-    global _tasks, _users, _changing
-    _tasks, _users, _changing = None, 0, threading.RLock()
+    global _spare, _making
+    _spare, _making = None, threading.RLock()  # the thread is the parent's
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -197,14 +188,11 @@ os.register_at_fork(after_in_child=_after_fork)
 class TimedQueue(Generic[T]):
     """First in, first out, without a limit; ``get`` ends when its time is over, and a signal handler may use it.
 
-    Up to Python 3.12 ``SimpleQueue.get(timeout=...)`` may block for ever: it waits for a negative time if the thread
-    was off the processor for longer than the timeout. ``queue.Queue`` has a lock that a signal handler finds taken by
-    the thread that it interrupted.
+    Up to Python 3.12 ``SimpleQueue.get(timeout=...)`` may block for ever, if the thread was off the processor for
+    longer than the timeout. ``queue.Queue`` has a lock that a signal handler finds taken by its own thread.
 
-    ``_items`` is added to and popped by any thread; deque's append and popleft are atomic. ``_gate`` is a lock that is
-    used as a signal: whoever waits acquires it, whoever has added an item releases it, so that while there is an item
-    either the gate is free, or a thread has acquired it and is on its way to the item. That thread frees the gate again
-    if it leaves items behind.
+    Whoever waits acquires ``_gate``, whoever has added an item releases it: while there is an item, the gate is free,
+    or a thread has acquired it and is on its way to the item. That thread frees it again if it leaves items behind.
     """
 
     __slots__ = ("_gate", "_items")

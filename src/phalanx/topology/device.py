@@ -1,4 +1,4 @@
-"""The device on which a rank computes, found through ``torch.accelerator``, so no vendor's functions are called here.
+"""Choose the device on which a rank computes, through ``torch.accelerator``, so without any vendor's functions.
 
 A rank takes the device with the index of its local rank. If its launcher has hidden all devices but the rank's own
 (srun with ``--gpus-per-task``), that one is number 0, whatever the local rank is.
@@ -41,12 +41,9 @@ _DEVICES_OF = {
 
 @dataclass(frozen=True)
 class Accelerator:
-    """The accelerators that this process sees.
+    """The accelerators that this process sees, of torch's type ``cuda`` (also for ROCm), ``xpu``, ``mps``, ``npu``, …
 
-    Attributes:
-        type: torch's name of the kind: ``cuda`` (also for ROCm), ``xpu``, ``mps``, ``npu``, …
-        count: how many.
-        mask: the variable that hides other devices from this process, and its value; None if none is set.
+    ``mask`` is the variable that hides other devices from this process, and its value.
     """
 
     type: str
@@ -55,12 +52,10 @@ class Accelerator:
 
     @property
     def counted(self) -> str:
-        """``2 cuda devices``."""
         return format_count(self.count, f"{self.type} device")
 
     @property
     def visible(self) -> str:
-        """``2 cuda devices (CUDA_VISIBLE_DEVICES=0,2)``."""
         return self.counted + (f" ({self.mask[0]}={self.mask[1]})" if self.mask else "")
 
 
@@ -88,19 +83,10 @@ def choose_device(
     accelerator: Accelerator | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> torch.device:
-    """Choose the device of one rank.
+    """Choose the device of one rank; DeviceError if it does not exist, or this host has more ranks than devices.
 
-    If a host has too few devices, all of its ranks raise, so none waits for one that has raised.
-
-    Args:
-        rank: the rank, for errors.
-        local_rank, local_world_size: its number on this host, and how many there are.
-        wanted: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, …; None takes what ``PHALANX_DEVICE`` says, else the accelerator.
-        accelerator: the accelerators that the process sees.
-        environment: where variables are read.
-
-    Raises:
-        DeviceError: the wanted device does not exist, or this host has more ranks than devices.
+    If a host has too few devices, all of its ranks raise, so none waits for one that has raised. ``wanted`` is
+    ``"cpu"``, ``"cuda"``, ``"cuda:1"``, …; None takes what ``PHALANX_DEVICE`` says, else the accelerator.
     """
     asked = wanted if wanted is not None else environment.get(settings.DEVICE)
     try:
@@ -109,17 +95,13 @@ def choose_device(
         raise DeviceError(f"{DeviceError.not_a_device(repr(asked))} ({_first_line(error)})") from error
     if device.type in ("cpu", "meta"):
         return device
+    asked_for = f"rank {rank}: the device {device} was asked for, but this process sees"
     if accelerator is None or accelerator.type != device.type:
         seen = "no accelerator" if accelerator is None else f"{accelerator.count} of type {accelerator.type}"
-        raise DeviceError(
-            f"rank {rank}: the device {device} was asked for, but this process sees {seen}. "
-            f"{_why_none(device.type, environment)}"
-        )
+        raise DeviceError(f"{asked_for} {seen}. {_why_none(device.type, environment)}")
     if device.index is not None:
         if device.index >= accelerator.count:
-            raise DeviceError(
-                f"rank {rank}: the device {device} was asked for, but this process sees only {accelerator.visible}"
-            )
+            raise DeviceError(f"{asked_for} only {accelerator.visible}")
         return device
     if any(environment.get(name) for name in OWN_DEVICES) or (accelerator.count == 1 and accelerator.mask):
         return torch.device(device.type, 0)
@@ -141,11 +123,7 @@ def _why_none(kind: str, environment: Mapping[str, str]) -> str:
 
 
 def open_device(device: torch.device, rank: int) -> None:
-    """Make ``device`` the current one, and fail now if it cannot be used.
-
-    Raises:
-        DeviceError: it cannot be used; the vendor's reason is in the message.
-    """
+    """Make ``device`` the current one, and fail now if it cannot be used, with the vendor's reason."""
     if device.type in ("cpu", "meta"):
         return
     try:
@@ -159,10 +137,7 @@ def open_device(device: torch.device, rank: int) -> None:
 
 
 def physical_device(device: torch.device, accelerator: Accelerator | None) -> str:
-    """Name a device as no other of its host is: by its id or, if it has none, its entry in the mask, or its index.
-
-    Empty for the CPU, which ranks share.
-    """
+    """Name a device by its id, its entry in the mask, or its index; empty for the CPU, which ranks share."""
     if device.type in ("cpu", "meta") or accelerator is None:
         return ""
     index = device.index or 0
@@ -174,12 +149,7 @@ def physical_device(device: torch.device, accelerator: Accelerator | None) -> st
 
 
 def shared_devices(hosts: Sequence[str], devices: Sequence[str]) -> list[tuple[str, str, list[int]]]:
-    """Find the devices that several ranks took: host, device, ranks.
-
-    Args:
-        hosts: the host of each rank, by anything that distinguishes one host from another.
-        devices: :func:`physical_device` of each rank.
-    """
+    """Find the devices that several ranks took, by host and :func:`physical_device` of each: host, device, ranks."""
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for rank, (host, device) in enumerate(zip(hosts, devices, strict=True)):
         if device:
@@ -205,11 +175,9 @@ def default_backend(device: torch.device) -> str:
 
 
 def why_unfit(backend: str, accelerator: Accelerator | None = None) -> str:
-    """Say why none of this machine's devices can be served by a backend, and which one can; empty if it fits.
+    """Say why a backend (``nccl``, ``cpu:gloo,cuda:nccl``) serves no device here, and which one does; empty if it does.
 
-    Args:
-        backend: as for ``init_process_group``: ``nccl``, or ``cpu:gloo,cuda:nccl``.
-        accelerator: the devices that this process sees; found out by default, if the backend needs any.
+    ``accelerator`` is found out by default, if the backend needs any.
     """
     for part in backend.lower().split(","):
         name = part.rpartition(":")[2].strip()

@@ -29,13 +29,13 @@ def count_devices() -> int:
 
 @dataclass(frozen=True)
 class FoundDevice:
-    """An accelerator that a process may use.
+    """An accelerator that a process may use; what the files do not say is empty.
 
     Attributes:
         kind: torch's name of the kind: ``cuda`` (also for ROCm) or ``npu``.
-        name: its model, as ``H200``; empty if the files do not say.
-        identity: what its vendor calls it, as ``GPU-1f2e…``; empty if the files do not say.
-        pci: its address on the PCI bus, as ``0000:19:00.0``; empty if the files do not say.
+        name: its model, as ``H200``.
+        identity: what its vendor calls it, as ``GPU-1f2e…``.
+        pci: its address on the PCI bus, as ``0000:19:00.0``.
     """
 
     kind: str
@@ -66,10 +66,7 @@ def visible_devices(environment: Mapping[str, str], root: str = "/") -> list[Fou
 def devices_of_ranks(ranks: int, asked: str | None, environment: Mapping[str, str]) -> list[FoundDevice]:
     """List the accelerator of each rank of this host; empty if they compute on the CPU, or it is not known of all.
 
-    Args:
-        ranks: how many ranks share this host.
-        asked: the device that the user has asked for, as ``cuda`` or ``cuda:1``; None for none.
-        environment: has the variables that hide devices.
+    ``asked`` is the device that the user has asked for, as ``cuda`` or ``cuda:1``.
     """
     found = [] if asked == "cpu" else visible_devices(environment) or []
     index = (asked or "").partition(":")[2]
@@ -90,10 +87,7 @@ def device_names(environment: Mapping[str, str]) -> list[str] | None:
 def device_of_rank(local_rank: int, asked: str | None, names: Sequence[str] | None) -> str:
     """Name the device of a rank, as the rank table does; ``?`` if it is not known.
 
-    Args:
-        local_rank: the rank's number on its host.
-        asked: the device that the user has asked for, as ``cuda`` or ``cuda:1``; None for none.
-        names: :func:`device_names` on that host.
+    ``asked`` is the device that the user has asked for, ``names`` are :func:`device_names` on the rank's host.
     """
     if asked == "cpu" or (asked is None and names == []):
         return "cpu"

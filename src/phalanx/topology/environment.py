@@ -1,6 +1,4 @@
-"""From the environment to a place: which launcher started this process, and can what it says be true?
-
-Also what a batch system says of the nodes of this job, for ``phalanx run``, which then starts ranks there.
+"""Find which launcher started this process, and its place, by the variables of its environment.
 
 Every value is checked before it is used, because a half-set environment (a shell that still exports RANK from
 yesterday) otherwise ends as a hang, or as two ranks that both take themselves for rank 0.
@@ -9,7 +7,6 @@ yesterday) otherwise ends as a hang, or as two ranks that both take themselves f
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,15 +16,7 @@ from phalanx import settings
 from phalanx.errors import InitializationError, LauncherEnvironmentError
 from phalanx.topology.launchers import LAUNCHERS, Kind, Launcher
 from phalanx.topology.place import Place, Traits
-from phalanx.topology.readers import (
-    Environment,
-    Fact,
-    expand_node_list,
-    expand_task_counts,
-    read_host_slots,
-    whole_number,
-)
-from phalanx.words import format_count
+from phalanx.topology.readers import Environment, Fact, whole_number
 
 _ALONE = {"local_rank": 0, "local_world_size": 1, "node_rank": 0, "num_nodes": 1}
 
@@ -36,13 +25,8 @@ _ALONE = {"local_rank": 0, "local_world_size": 1, "node_rank": 0, "num_nodes": 1
 class Reading:
     """The facts that one row of the table reads from an environment, complete or not.
 
-    Attributes:
-        launcher: the row; None for a process started plainly.
-        found: the facts, by the names of the attributes of ``Place``.
-        signs: the variables by which the row was recognised.
-        notes: what the user should know.
-        hosts: the hosts by node rank, where the launcher lists them.
-        keeps_store: whether the launcher keeps a store of torch's at the address and port that were found.
+    ``launcher`` is None for a process started plainly, and ``signs`` has the variables by which it was recognised.
+    ``found`` has the facts by the names of the attributes of ``Place``; the other fields are those of ``Place``.
     """
 
     launcher: Launcher | None
@@ -69,11 +53,7 @@ class Reading:
         return by.join(self.found[fact].source for fact in facts if fact in self.found)
 
     def place(self) -> Place:
-        """Return the place of this process.
-
-        Raises:
-            LauncherEnvironmentError: the variables do not give the rank or the world size, which only MPI itself knows.
-        """
+        """Return the place of this process, or raise if only MPI itself knows the world size."""
         launcher, master = self.launcher, self.found.get("master_addr")
         rank, world_size = self.number("rank"), self.number("world_size")
         if rank is None or world_size is None:
@@ -104,8 +84,6 @@ class Reading:
 
 def read_environment(environment: Environment | None = None, arguments: Sequence[str] | None = None) -> Reading:
     """Read the facts that this process's launcher gives; those of a world of one when no launcher is recognised.
-
-    The answer may lack the world size, because under some launchers only MPI knows it; then its ``place()`` raises.
 
     Args:
         environment: the variables to read; ``os.environ`` by default.
@@ -154,30 +132,20 @@ def _read(launcher: Launcher, environment: Environment, arguments: Sequence[str]
             )
     if found.get("world_size") and found["world_size"].value == 1:
         found = {**{fact: Fact(value, "a world of one") for fact, value in _ALONE.items()}, **found}
+    keeps_store = False
+    if launcher.kind is Kind.AGENT and {"master_addr", "master_port"} <= found.keys():
+        # A script under ``phalanx run`` may have set a MASTER_PORT of its own; then rank 0 opens a store there.
+        own = environment.get(settings.STORE_PORT, environment["MASTER_PORT"])
+        keeps_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and own == environment["MASTER_PORT"]
     note = launcher.note(environment)
-    reading = Reading(
-        launcher,
-        found,
-        launcher.signs(environment),
-        (note,) if note else (),
-        () if launcher.hosts is None else tuple(launcher.hosts.hosts(environment)),
-        launcher.kind is Kind.AGENT and {"master_addr", "master_port"} <= found.keys() and _agent_store(environment),
-    )
+    hosts = () if launcher.hosts is None else tuple(launcher.hosts.hosts(environment))
+    reading = Reading(launcher, found, launcher.signs(environment), (note,) if note else (), hosts, keeps_store)
     _check(launcher, reading)
     return reading
 
 
-def _agent_store(environment: Environment) -> bool:
-    """Return whether the agent's own store is at MASTER_PORT; otherwise rank 0 is to open one there.
-
-    A script under ``phalanx run`` may have set a MASTER_PORT of its own.
-    """
-    own = environment.get(settings.STORE_PORT, environment["MASTER_PORT"])
-    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and own == environment["MASTER_PORT"]
-
-
 def _check(launcher: Launcher, reading: Reading) -> None:
-    """Refuse facts that no process can have together."""
+    """Refuse facts that no process can have together; :func:`phalanx.topology.topology.arrange` compares the ranks'."""
     for index, count in (("rank", "world_size"), ("local_rank", "local_world_size"), ("node_rank", "num_nodes")):
         low, high = reading.number(index), reading.number(count)
         said = reading.said(index, count, by=" and ")
@@ -187,27 +155,11 @@ def _check(launcher: Launcher, reading: Reading) -> None:
             limit = "" if high is None else f" to {high - 1}"
             raise LauncherEnvironmentError(f"{said} is impossible: ranks and nodes count from 0{limit}")
     world, local, nodes = (reading.number(fact) for fact in ("world_size", "local_world_size", "num_nodes"))
-    if world is None:
-        return
-    for fact, most in (("local_world_size", world), ("num_nodes", world), ("local_rank", world - 1)):
-        if (reading.number(fact) or 0) > most:
-            raise LauncherEnvironmentError(
-                f"{reading.said(fact)} does not fit into a world of {world} ({reading.said('world_size')})"
-            )
-    if local is None or nodes is None:
-        return
-    if launcher.one_process_per_node and local == 1 and nodes != world:
+    if launcher.one_process_per_node and local == 1 and None not in (nodes, world) and nodes != world:
         note = f" {reading.notes[0]}" if reading.notes else ""
         raise LauncherEnvironmentError(
             f"{reading.name}: {reading.said('world_size')} ranks on {reading.said('num_nodes')} nodes, but the "
             f"platform starts one process on each, and this is one of them.{note}"
-        )
-    # One node has all ranks; of several, each has at least one.
-    if (nodes == 1) != (local == world) or local + nodes - 1 > world:
-        raise LauncherEnvironmentError(
-            f"{reading.said('local_world_size')} and {reading.said('num_nodes')} contradict "
-            f"{reading.said('world_size')}: with {local} ranks on this node, {world - local} are left for the "
-            f"{nodes - 1} other(s)"
         )
 
 
@@ -215,11 +167,7 @@ def _check(launcher: Launcher, reading: Reading) -> None:
 
 
 def _compare(launcher: Launcher, reading: Reading, beside: Reading) -> None:
-    """Refuse another launcher that is recognised too, and not around this one, unless it gives the same facts.
-
-    Raises:
-        LauncherEnvironmentError: the two contradict each other; the message shows both.
-    """
+    """Refuse another launcher that is recognised too, and not around this one, unless it gives the same facts."""
     by_hand = beside.launcher is not None and beside.launcher.kind is Kind.HAND
     lacking = [name for name, fact in (("RANK", "rank"), ("WORLD_SIZE", "world_size")) if fact not in beside.found]
     if by_hand and lacking:
@@ -245,10 +193,7 @@ def _claim(reading: Reading) -> str:
 
 
 def _says_not_distributed(environment: Environment) -> bool:
-    """Return whether the variables say "not distributed" by the older convention.
-
-    That is a rank of -1, or a variable that was set to nothing, and no world of several ranks.
-    """
+    """Return whether a rank is -1 or empty, the older convention for "not distributed", and no world has several."""
     alone = {"RANK": ("", "-1"), "WORLD_SIZE": ("", "-1", "1"), "LOCAL_RANK": ("", "-1", "0")}
     said = {name: environment[name].strip() for name in alone if name in environment}
     return all(value in alone[name] for name, value in said.items()) and not {"", "-1"}.isdisjoint(said.values())
@@ -292,10 +237,6 @@ def place_with(reading: Reading | None, init_method: str | None, rank: int | Non
         reading: what the launcher says; read from ``os.environ`` by default.
         init_method: ``tcp://host:port``, with ``?rank=…&world_size=…`` if wanted, ``env://``, or None.
         rank, world_size: the place; None, or -1 as in torch, to leave it to the launcher.
-
-    Raises:
-        InitializationError: ``init_method`` is of another kind, or only one of rank and world size is known.
-        LauncherEnvironmentError: what was given contradicts the launcher, or describes no process.
     """
     reading = read_environment() if reading is None else reading
     address = port = None
@@ -314,9 +255,8 @@ def place_with(reading: Reading | None, init_method: str | None, rank: int | Non
     }
     if given and reading.launcher is None:  # the script is its own launcher
         if len(given) != 2:
-            raise InitializationError(
-                f"{next(iter(given.values())).source}, but the other is not known; pass both rank and world_size"
-            )
+            (one,) = given.values()
+            raise InitializationError(f"{one.source}, but the other is not known; pass both rank and world_size")
         place = Place("env", int(rank or 0), int(world_size or 0), None, None, None, None)
     else:
         for name, finding in given.items():
@@ -361,90 +301,3 @@ def _parse(init_method: str) -> tuple[str, int, dict[str, int]]:
     query = {name: values[-1] for name, values in parse_qs(parts.query).items() if name in ("rank", "world_size")}
     numbers = {name: whole_number(f"{name} in init_method", value) for name, value in query.items()}
     return parts.hostname, port, numbers
-
-
-# -- nodes that a batch system has allotted to the job of this process ----------------------------------
-
-# The variables of a task of mpiexec, or of LSF's jsrun, which it has beside those of the batch system.
-_OF_TASKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK")
-# Slurm numbers steps from 0; those of a batch script and of an interactive shell have numbers from here on.
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0
-# Variables that say how many processes a job has, those that count a host's alone, and values that ask for no others.
-_OF_JOB = (
-    *("PET_NNODES", "SKYPILOT_NUM_NODES", "DSTACK_NODES_NUM", "AWS_BATCH_JOB_NUM_NODES", "NNODES"),
-    *("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
-)
-_OF_HOST = ("PET_NPROC_PER_NODE", "SKYPILOT_NUM_GPUS_PER_NODE", "DSTACK_GPUS_PER_NODE", "SLURM_NTASKS", "PBS_TASKNUM")
-_ASK_FOR_NONE = ("", "0", "1", "1:1", "-1")
-
-
-@dataclass(frozen=True)
-class Allocated:
-    """The nodes of a job.
-
-    Attributes:
-        title: the job, for people.
-        nodes: each node, with the number of tasks that the user asked for there; empty if a file lists them.
-        file: the path of that file.
-        program: the batch system's own one that starts processes there, without any login; empty if it has none.
-    """
-
-    title: str
-    nodes: tuple[tuple[str, int], ...] = ()
-    file: str = ""
-    program: str = ""
-
-
-def read_allocated(environment: Mapping[str, str]) -> Allocated | None:
-    """Read which nodes are allotted; None outside of a job, and in a process that a launcher has started.
-
-    Raises:
-        LauncherEnvironmentError: the variables cannot be read, or contradict each other; the message has them.
-    """
-    slurm, pbs, lsf = (environment.get(name) for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"))
-    nodes, step = environment.get("SLURM_JOB_NODELIST"), environment.get("SLURM_STEP_ID", "")
-    if slurm and nodes and not (step.isdigit() and int(step) < _FIRST_SPECIAL_STEP):
-        return _slurm(slurm, nodes, environment.get("SLURM_TASKS_PER_NODE", ""))
-    if any(name in environment for name in _OF_TASKS):
-        return None
-    if pbs and (path := environment.get("PBS_NODEFILE")):
-        return Allocated(f"PBS job {pbs}", file=path)
-    slots, path = environment.get("LSB_MCPU_HOSTS"), environment.get("LSB_DJOB_HOSTFILE", "")
-    if not lsf or not (slots or path):
-        return None
-    title = f"LSF's job {lsf}"
-    try:
-        hosts = read_host_slots("LSB_MCPU_HOSTS", slots) if slots else []
-    except LauncherEnvironmentError as error:
-        raise LauncherEnvironmentError(f"the hosts of {title} cannot be read: {error}") from None
-    return Allocated(title, tuple(hosts), "" if slots else path, program="blaunch")
-
-
-def _slurm(job: str, nodes: str, tasks: str) -> Allocated:
-    try:
-        names = expand_node_list("SLURM_JOB_NODELIST", nodes)
-        counts = expand_task_counts("SLURM_TASKS_PER_NODE", tasks) if tasks else [1] * len(names)
-    except LauncherEnvironmentError as error:
-        raise LauncherEnvironmentError(f"the nodes of Slurm's job {job} cannot be read: {error}") from None
-    if len(counts) != len(names):
-        raise LauncherEnvironmentError(
-            f"Slurm's job {job} has {len(names)} nodes (SLURM_JOB_NODELIST={nodes}) and tasks for {len(counts)} "
-            f"(SLURM_TASKS_PER_NODE={tasks})"
-        )
-    return Allocated(f"Slurm's job {job}", tuple(zip(names, counts, strict=True)), program="srun")
-
-
-def is_allocated(environment: Mapping[str, str]) -> bool:
-    """Return whether this process belongs to a job of a batch system that gives each node devices of its own."""
-    return any(name in environment for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"))
-
-
-def note_ignored(environment: Mapping[str, str], ranks: int | None) -> str:
-    """Make a note on variables that ask for processes which ``phalanx run`` does not start, given -n; else empty."""
-    of_tasks = [name for name in environment if re.fullmatch(r"VC_\w+_NUM", name)]  # pods of each task of Volcano
-    names = (*_OF_JOB, *of_tasks, *(_OF_HOST if ranks is None else ()))
-    asked = ", ".join(f"{name}={environment[name]}" for name in names if environment.get(name, "") not in _ASK_FOR_NONE)
-    return asked and (
-        f"{asked}: phalanx run ignores that, and starts {format_count(ranks or 1, 'rank')} on this host. Say how many "
-        "with -n 2, and where with -H h1:2,h2:2; or, if it is called on every node, with --nnodes and --node-rank"
-    )

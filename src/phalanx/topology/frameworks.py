@@ -1,11 +1,8 @@
-"""Variables that training frameworks read and launchers do not set.
+"""Set variables that training frameworks read and launchers do not set.
 
 Hugging Face Trainer, Accelerate and Lightning understand the variables of torchrun. In two cases those do not suffice:
-
-- Accelerate, and Trainer with it, takes several processes without an accelerator for as many jobs of one process each,
-  unless ACCELERATE_USE_CPU is set (``accelerate launch --cpu`` sets it). No message says so; every rank trains alone.
-- Ranks that an MPI or a batch system started do not have torchrun's variables at all. ``phalanx.init()`` knows their
-  values, and :func:`announce` sets them for as long as the world exists.
+Accelerate takes several processes without an accelerator for as many jobs of one process each, unless
+ACCELERATE_USE_CPU is set; and ranks that an MPI or a batch system started have none of torchrun's variables.
 """
 
 from __future__ import annotations
@@ -26,8 +23,7 @@ if TYPE_CHECKING:
 def cpu_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """Return variables by which frameworks see that several ranks compute on the CPU; empty if that is not so.
 
-    Args:
-        environment: the rank's, with WORLD_SIZE and PHALANX_DEVICE. ACCELERATE_USE_CPU in it is the user's, and stays.
+    ``environment`` is the rank's, with WORLD_SIZE and PHALANX_DEVICE. ACCELERATE_USE_CPU in it is the user's.
     """
     alone = environment.get("WORLD_SIZE", "1") == "1"
     on_cpu = environment.get(settings.DEVICE, "").partition(":")[0] == "cpu" or not accelerator_files()

@@ -2,24 +2,20 @@
 
 The rows are tried in the order of ``LAUNCHERS``, the most specific first, so that the launcher that started this very
 process is found and not one around it: a process of ``mpiexec`` in a Slurm allocation belongs to MPI, and one of
-torchrun in either to torchrun.
+torchrun in either to torchrun. A new launcher is a row here and a recording of its variables in
+``tests/data/launchers``. Help texts follow from the rows, and so does the table of ``docs/launchers.md``, which
+``python -m phalanx.topology.launchers`` prints.
 
-A new launcher is a row here and a recording of its variables in ``tests/data/launchers``. Help texts follow from the
-rows, and so do the tables in ``docs/launchers.md`` and ``docs/design/launching.md``: ``python -m
-phalanx.topology.launchers`` prints them.
-
-Three variables are not what their names say. Open MPI's ``OMPI_COMM_WORLD_NODE_RANK`` is a local rank that counts the
+Two variables are not what their names say. Open MPI's ``OMPI_COMM_WORLD_NODE_RANK`` is a local rank that counts the
 ranks of all jobs on the node, not the node's index. ``RANK`` on Alibaba's PAI is the node's index, not the rank.
-Horovod's ``HOROVOD_CROSS_RANK`` counts only the nodes that have this local rank, so it is the node's index only if all
-nodes have the same number of ranks.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import Enum, auto
 
 from phalanx import settings
 from phalanx.topology.place import Traits
@@ -28,23 +24,22 @@ from phalanx.topology.readers import (
     Fact,
     HostList,
     Reader,
-    comma_list,
+    comma_names,
     constant,
+    expand_node_list,
     first,
     first_host,
     host_of,
-    host_slots,
     index_of,
-    json_list,
+    json_names,
     length_of,
     lines_of,
-    node_list,
     number,
     number_unless,
     port,
+    slot_names,
     tasks_on_node,
     text,
-    this_host_in,
     together,
 )
 
@@ -54,11 +49,11 @@ from phalanx.topology.readers import (
 class Kind(Enum):
     """The kinds of launchers, by what they start."""
 
-    AGENT = "an agent on each node, which starts the ranks there"
-    MPI = "one process for each rank of an MPI job"
-    ALLOCATION = "one process for each task, on hosts that a scheduler has allotted"
-    PLATFORM = "one process on each machine that a cloud has rented out"
-    HAND = "whatever a user's own script starts"
+    AGENT = auto()  # an agent on each node, which starts the ranks there
+    MPI = auto()  # one process for each rank of an MPI job
+    ALLOCATION = auto()  # one process for each task, on hosts that a scheduler has allotted
+    PLATFORM = auto()  # one process on each machine that a cloud has rented out
+    HAND = auto()  # whatever a user's own script starts
 
 
 # Launchers nest: torchrun inside srun inherits Slurm's variables. Variables of these kinds may come from a launcher
@@ -85,12 +80,10 @@ class Launcher:
         title: the launcher, for people.
         kind: which kind of launcher it is.
         readers: how each fact that it gives is read, by the names of the attributes of ``Place``.
-        all_of: variables that must all be set.
-        any_of: variables of which at least one must be set; empty if none is needed. One is enough, so that a launcher
-            whose variables are set only in part is recognised and an error can name those that are missing.
-        none_of: variables that must not be set.
+        all_of, none_of: variables that must all be set, or must not be set.
+        any_of: variables of which one is enough, so that a launcher whose variables are set only in part is recognised
+            and an error can name those that are missing; empty if none is needed.
         when: a further condition on the environment.
-        condition: ``when`` in words, for the table in the documentation.
         also_around: kinds that may be around this launcher, beside those that may be around its kind.
         hosts: the list of exactly the hosts of this world, by node rank.
         unknown_world: the user's remedy where the variables do not give the world size; empty where they do.
@@ -109,7 +102,6 @@ class Launcher:
     any_of: tuple[str, ...] = ()
     none_of: tuple[str, ...] = ()
     when: Callable[[Environment], bool] = lambda _: True
-    condition: str = ""
     also_around: tuple[Kind, ...] = ()
     hosts: HostList | None = None
     unknown_world: str = ""
@@ -148,6 +140,11 @@ def _numbers(**variables: str) -> dict[str, Reader]:
     return {fact: number(*names.split()) for fact, names in variables.items()}
 
 
+def _prefixed(prefix: str) -> dict[str, Reader]:
+    names = {"rank": "RANK", "world_size": "SIZE", "local_rank": "LOCAL_RANK", "local_world_size": "LOCAL_SIZE"}
+    return {fact: number(prefix + name) for fact, name in names.items()}
+
+
 def _variables(readers: Iterable[Reader]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for reader in readers for name in reader.variables))
 
@@ -164,7 +161,6 @@ TORCHRUN = Launcher(
     | _numbers(node_rank="GROUP_RANK", num_nodes="GROUP_WORLD_SIZE")
     | {"job": text("TORCHELASTIC_RUN_ID"), "attempt": _RESTARTS},
     all_of=("TORCHELASTIC_RUN_ID",),
-    traits=Traits(in_blocks=True),
     example="torchrun --nproc-per-node 2 --no-python",
 )
 PHALANX = replace(
@@ -178,8 +174,6 @@ PHALANX = replace(
     when=lambda environment: (
         bool(run_id := environment[settings.RUN_ID]) and run_id == environment.get("TORCHELASTIC_RUN_ID")
     ),
-    condition="it equals TORCHELASTIC_RUN_ID",
-    traits=_NO_TRAITS,  # by way of mpiexec the ranks of a host need not follow one another
     example="phalanx run -n 2",
 )
 
@@ -187,59 +181,38 @@ PHALANX = replace(
 
 # mpiexec does not say where rank 0 is. In an allocation it is on the first node, unless the user reorders the hosts;
 # then rank 0 finds that the address is not its own, and says so.
+_ALLOTTED = first_host(
+    HostList("SLURM_JOB_NODELIST", expand_node_list),
+    lines_of("PBS_NODEFILE"),
+    HostList("LSB_MCPU_HOSTS", slot_names),
+    lines_of("PE_HOSTFILE"),
+)
 _OF_ALLOCATION = {
-    "master_addr": first(
-        _MASTER_ADDR,
-        first_host(
-            node_list("SLURM_JOB_NODELIST"),
-            lines_of("PBS_NODEFILE"),
-            host_slots("LSB_MCPU_HOSTS"),
-            lines_of("PE_HOSTFILE"),
-        ),
-    ),
+    "master_addr": first(_MASTER_ADDR, _ALLOTTED),
     "job": first(together("SLURM_JOB_ID"), together("PBS_JOBID"), together("LSB_JOBID")),
 }
 
 
-def _job(*own: Reader) -> dict[str, Reader]:
-    return {"job": first(*own, _OF_ALLOCATION["job"])}
-
-
-def _of_horovod(name: str) -> Reader:
-    """Read HOROVOD_CROSS_…, if it counts the nodes here: on local rank 0, or if all nodes have as many ranks."""
-
-    def read(environment: Environment) -> Fact | None:
-        names = ("HOROVOD_LOCAL_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_SIZE")
-        found = [number(each)(environment) for each in names]
-        rank, size, local, cross = (None if one is None else int(one.value) for one in found)
-        # Some uneven placements pass too (1, 2 and 3 ranks); in the joined world the ranks count the nodes themselves.
-        even = (size or 0) == (local or 0) * (cross or 0)
-        return number(name)(environment) if rank == 0 or even else None
-
-    return Reader(name, read, (name,))
+def _mpi_job(*own: Reader) -> dict[str, Reader]:
+    return {**_OF_ALLOCATION, "job": first(*own, _OF_ALLOCATION["job"])}
 
 
 HOROVOD = Launcher(
     "horovod",
     "horovodrun",
     Kind.MPI,
-    _numbers(rank="HOROVOD_RANK", world_size="HOROVOD_SIZE")
-    | _numbers(local_rank="HOROVOD_LOCAL_RANK", local_world_size="HOROVOD_LOCAL_SIZE")
-    | _OF_ALLOCATION
-    | {"node_rank": _of_horovod("HOROVOD_CROSS_RANK"), "num_nodes": _of_horovod("HOROVOD_CROSS_SIZE")}
-    | _job(together("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")),
+    # HOROVOD_CROSS_RANK counts only the nodes that have this local rank, so it is not the node's index.
+    _prefixed("HOROVOD_") | _mpi_job(together("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")),
     any_of=("HOROVOD_RANK", "HOROVOD_SIZE"),
     example="horovodrun -np 2",
 )
 
-_OPENMPI = _numbers(rank="OMPI_COMM_WORLD_RANK", world_size="OMPI_COMM_WORLD_SIZE") | _numbers(
-    local_rank="OMPI_COMM_WORLD_LOCAL_RANK", local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE"
-)
+_OPENMPI = _prefixed("OMPI_COMM_WORLD_")
 OPENMPI = Launcher(
     "openmpi",
     "mpiexec of Open MPI",
     Kind.MPI,
-    _OPENMPI | _OF_ALLOCATION | _job(together("PMIX_NAMESPACE"), together("OMPI_MCA_ess_base_jobid")),
+    _OPENMPI | _mpi_job(together("PMIX_NAMESPACE"), together("OMPI_MCA_ess_base_jobid")),
     any_of=_variables(_OPENMPI.values()),
     traits=Traits(starts_mpi=True, pass_on="mpiexec -x MASTER_ADDR=h1 -x MASTER_PORT=29500"),
     example="mpiexec -n 2",
@@ -259,17 +232,16 @@ AZUREML = replace(
     example="",
 )
 
-_RANKFILE = lines_of("LSB_DJOB_RANKFILE", skip=1)
 LSF = Launcher(
     "lsf",
     "jsrun of LSF",
     Kind.MPI,
-    _numbers(rank="JSM_NAMESPACE_RANK", world_size="JSM_NAMESPACE_SIZE")
-    | _numbers(local_rank="JSM_NAMESPACE_LOCAL_RANK", local_world_size="JSM_NAMESPACE_LOCAL_SIZE")
+    # No num_nodes: a step may use fewer nodes than the job has.
+    _prefixed("JSM_NAMESPACE_")
     | {
-        "node_rank": this_host_in(_RANKFILE),
-        # No num_nodes: a step may use fewer nodes than the job has.
-        "master_addr": first(_MASTER_ADDR, first_host(_RANKFILE, host_slots("LSB_MCPU_HOSTS"))),
+        "master_addr": first(
+            _MASTER_ADDR, first_host(lines_of("LSB_DJOB_RANKFILE", skip=1), HostList("LSB_MCPU_HOSTS", slot_names))
+        ),
         "job": together("LSB_JOBID", "JSM_NAMESPACE"),
     },
     any_of=("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),
@@ -291,22 +263,19 @@ PALS = Launcher(
     unknown_world="With PMIx, PALS gives the world size only to MPI itself; start with mpiexec --pmi=cray",
 )
 
-_MVAPICH = _numbers(rank="MV2_COMM_WORLD_RANK", world_size="MV2_COMM_WORLD_SIZE") | _numbers(
-    local_rank="MV2_COMM_WORLD_LOCAL_RANK", local_world_size="MV2_COMM_WORLD_LOCAL_SIZE"
-)
+_MVAPICH = _prefixed("MV2_COMM_WORLD_")
 MVAPICH = Launcher(
     "mvapich",
     "mpiexec or mpirun_rsh of MVAPICH",
     Kind.MPI,
-    _MVAPICH | _OF_ALLOCATION | _job(together("MPIRUN_ID", "MPIRUN_HOST")),
+    _MVAPICH | _mpi_job(together("MPIRUN_ID", "MPIRUN_HOST")),
     any_of=_variables(_MVAPICH.values()),
     traits=Traits(starts_mpi=True),
     example="mpiexec -n 2",
 )
 
-_MPICH = _numbers(
-    rank="PMI_RANK", world_size="PMI_SIZE", local_rank="MPI_LOCALRANKID", local_world_size="MPI_LOCALNRANKS"
-)
+_HYDRA_LOCAL = _numbers(local_rank="MPI_LOCALRANKID", local_world_size="MPI_LOCALNRANKS")
+_MPICH = _numbers(rank="PMI_RANK", world_size="PMI_SIZE") | _HYDRA_LOCAL
 MPICH = Launcher(
     "mpich",
     "mpiexec of MPICH (Hydra)",
@@ -329,7 +298,7 @@ INTELMPI = replace(
 MPICH_BY_PORT = replace(
     MPICH,
     title="mpiexec -pmi-port of MPICH (Hydra)",
-    readers=_numbers(rank="PMI_ID", local_rank="MPI_LOCALRANKID", local_world_size="MPI_LOCALNRANKS") | _OF_ALLOCATION,
+    readers=_numbers(rank="PMI_ID") | _HYDRA_LOCAL | _OF_ALLOCATION,
     all_of=("PMI_PORT",),
     any_of=("PMI_ID", "MPI_LOCALRANKID"),
     none_of=("PMI_RANK", "PMI_SIZE"),
@@ -340,7 +309,7 @@ MPICH_BY_PORT = replace(
 
 # Steps whose processes are not ranks: a shell (interactive, batch), or Slurm's own process on each node (extern).
 _NO_RANKS = {"4294967290", "4294967291", "4294967292", "interactive", "batch", "extern"}
-_STEP_NODES = node_list("SLURM_STEP_NODELIST")
+_STEP_NODES = HostList("SLURM_STEP_NODELIST", expand_node_list)
 
 SLURM = Launcher(
     "slurm",
@@ -351,12 +320,11 @@ SLURM = Launcher(
     | {
         "local_world_size": tasks_on_node("SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"),
         "num_nodes": first(number("SLURM_STEP_NUM_NODES"), length_of(_STEP_NODES)),
-        "master_addr": first(_MASTER_ADDR, first_host(_STEP_NODES, node_list("SLURM_JOB_NODELIST"))),
+        "master_addr": first(_MASTER_ADDR, first_host(_STEP_NODES, HostList("SLURM_JOB_NODELIST", expand_node_list))),
         "job": together("SLURM_JOB_ID", "SLURM_STEP_ID"),
     },
     any_of=("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
     when=lambda environment: environment.get("SLURM_STEP_ID") not in _NO_RANKS,
-    condition="the step is not a batch script or a shell",
     hosts=_STEP_NODES,
     example="srun -n 2",
 )
@@ -370,20 +338,11 @@ def _pmi_of_slurm(environment: Environment) -> bool:
     return environment["PMI_RANK"] == environment["SLURM_PROCID"] and environment.get("PMI_SIZE") == tasks
 
 
-SLURM_WITH_PMI = replace(
-    SLURM,
-    all_of=("SLURM_STEP_ID", "SLURM_PROCID", "PMI_RANK"),
-    any_of=(),
-    when=_pmi_of_slurm,
-    condition="PMI_RANK and PMI_SIZE say the same",
-)
+SLURM_WITH_PMI = replace(SLURM, all_of=("SLURM_STEP_ID", "SLURM_PROCID", "PMI_RANK"), any_of=(), when=_pmi_of_slurm)
 
 
 def _all_on_one_node(environment: Environment) -> Fact | None:
-    nodes, tasks = number("FLUX_JOB_NNODES")(environment), number("FLUX_JOB_SIZE")(environment)
-    if nodes is None or tasks is None or nodes.value != 1:
-        return None
-    return Fact(tasks.value, f"{tasks.source} on {nodes.source}")
+    return number("FLUX_JOB_SIZE")(environment) if environment.get("FLUX_JOB_NNODES") == "1" else None
 
 
 # Flux may itself be started by an MPI launcher, whose variables its jobs inherit. An MPI launcher that is started as a
@@ -392,9 +351,8 @@ FLUX = Launcher(
     "flux",
     "flux run",
     Kind.ALLOCATION,
-    _numbers(
-        rank="FLUX_TASK_RANK", world_size="FLUX_JOB_SIZE", local_rank="FLUX_TASK_LOCAL_ID", num_nodes="FLUX_JOB_NNODES"
-    )
+    _numbers(rank="FLUX_TASK_RANK", world_size="FLUX_JOB_SIZE")
+    | _numbers(local_rank="FLUX_TASK_LOCAL_ID", num_nodes="FLUX_JOB_NNODES")
     | {
         "local_world_size": Reader("FLUX_JOB_NNODES", _all_on_one_node),
         # A job's id is its own only within its instance of Flux, and instances nest; the path names all of them.
@@ -403,7 +361,6 @@ FLUX = Launcher(
     any_of=("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
     none_of=("MPI_LOCALRANKID", "PMI_HOSTNAME", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"),
     when=lambda environment: environment.get("PMI_RANK", rank := environment.get("FLUX_TASK_RANK", "")) == rank,
-    condition="PMI_RANK, if it is set, says the same",
     also_around=(Kind.MPI, Kind.ALLOCATION),
     traits=Traits(starts_mpi=True, pass_on="flux run --env=MASTER_ADDR=h1 --env=MASTER_PORT=29500"),
     example="flux run -n 2",
@@ -443,10 +400,7 @@ _PET_RANKS = number_unless("PET_NPROC_PER_NODE", "auto|cpu|gpu|xpu")
 
 
 def _ranks_of_pods(environment: Environment) -> Fact | None:
-    """Return the world size that the job asks for: pods times processes per pod.
-
-    A pod by itself starts one process; torchrun in it would start the others.
-    """
+    """Multiply pods by processes per pod. A pod by itself starts one process; torchrun in it would start the others."""
     nodes, each = _PET_NODES(environment), _PET_RANKS(environment)
     if "PET_NPROC_PER_NODE" not in environment:
         return None  # Kubeflow always sets it, so without it the environment was passed on only in part
@@ -468,10 +422,6 @@ def _in_pod(name: str, of_the_pod: Reader) -> Reader:
     return Reader(name, read)
 
 
-def _unless_elastic(whole: Reader) -> Reader:
-    return Reader(whole.names, lambda environment: None if _PET_NODES(environment) is None else whole(environment))
-
-
 KUBEFLOW = Launcher(
     "kubeflow",
     "PyTorchJob of Kubeflow",
@@ -483,7 +433,7 @@ KUBEFLOW = Launcher(
         "num_nodes": _PET_NODES,
         "master_addr": host_of("PET_MASTER_ADDR", "MASTER_ADDR"),
         "master_port": first(port("PET_MASTER_PORT"), _COMMON["master_port"]),
-        **{fact: _unless_elastic(reader) for fact, reader in _ALONE.items()},
+        **_ALONE,
     },
     all_of=("KUBERNETES_SERVICE_HOST",),
     any_of=("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
@@ -504,7 +454,6 @@ KUBEFLOW_LOCAL = replace(
     when=lambda environment: (
         "LOCAL_RANK" in environment or environment["RANK"] != environment.get("PET_NODE_RANK", environment["RANK"])
     ),
-    condition="LOCAL_RANK is set, or RANK is not PET_NODE_RANK",
     one_process_per_node=False,
 )
 KUBEFLOW_BY_HAND = replace(
@@ -542,7 +491,7 @@ AZUREML_BY_HAND = replace(
     traits=_LATE,
 )
 
-_SM_HOSTS = json_list("SM_HOSTS")
+_SM_HOSTS = HostList("SM_HOSTS", json_names)
 _SAGEMAKER = {
     "node_rank": index_of("SM_CURRENT_HOST", _SM_HOSTS),
     "num_nodes": length_of(_SM_HOSTS),
@@ -570,7 +519,7 @@ SAGEMAKER_BY_HAND = replace(
     traits=_LATE,
 )
 
-_TPU_HOSTS = (comma_list("TPU_PROCESS_ADDRESSES"), comma_list("TPU_WORKER_HOSTNAMES"))
+_TPU_HOSTS = (HostList("TPU_PROCESS_ADDRESSES", comma_names), HostList("TPU_WORKER_HOSTNAMES", comma_names))
 TPU = Launcher(
     "tpu",
     "Cloud TPU",
@@ -588,7 +537,6 @@ TPU = Launcher(
     when=lambda environment: (
         "TPU_WORKER_ID" in environment or any(len(one.hosts(environment)) > 1 for one in _TPU_HOSTS)
     ),
-    condition="TPU_WORKER_ID is set, or a list names several hosts",
     one_process_per_node=True,
     traits=_LATE,
 )
@@ -613,11 +561,6 @@ STARTERS |= {"orted", "prted", "prterun"}  # of Open MPI
 OWN_DEVICES = ("SLURM_GPUS_PER_TASK",)
 
 
-# -- for people ----------------------------------------------------------------------------------------
-
-_HEAD = ("`world.launcher`", "started by", "rank; world size")
-
-
 def launcher_names() -> list[str]:
     """List every value of ``world.launcher``, in the order in which launchers are tried; ``none`` comes last."""
     return [*dict.fromkeys(row.name for row in LAUNCHERS), "none"]
@@ -630,40 +573,15 @@ def commands_started(command: str) -> list[str]:
 
 def launcher_table() -> str:
     """Format a table of all launchers in Markdown, for users: one line for each name."""
-    lines = []
+    lines = [("`world.launcher`", "started by", "rank; world size"), ("---",) * 3]
     for name in launcher_names()[:-1]:
         rows = [row for row in LAUNCHERS if row.name == name and "world_size" in row.readers]
-        cells = zip(*((row.title, _rank_and_size(row)) for row in rows), strict=True)
-        lines.append((f"`{name}`", *(" **or** ".join(dict.fromkeys(column)) for column in cells)))
-    return _table(_HEAD, [*lines, ("`none`", "`python train.py`", "a world of one")])
-
-
-def recognition_table() -> str:
-    """Format a table of all rows in Markdown, for developers, in the order in which they are tried."""
-    lines = []
-    for row in LAUNCHERS:
-        signs = "; with ".join(filter(None, (_list(row.all_of, "and"), _list(row.any_of, "or"))))
-        without = f"without {_list(row.none_of, 'and')}" if row.none_of else ""
-        recognised = "; ".join(filter(None, (signs, without, row.condition)))
-        meeting = _variables(row.readers[fact] for fact in ("master_addr", "master_port") if fact in row.readers)
-        own = [name for name in meeting if name not in ("MASTER_ADDR", "MASTER_PORT")]
-        lines.append((f"`{row.name}`", row.title, recognised, _rank_and_size(row), _list(own, "or")))
-    return _table((*_HEAD[:2], "recognised by", _HEAD[2], "address of rank 0, unless MASTER_ADDR is set"), lines)
-
-
-def _rank_and_size(row: Launcher) -> str:
-    size = row.readers["world_size"].names if "world_size" in row.readers else "not in the variables"
-    return f"{row.readers['rank'].names}; {size}"
-
-
-def _table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, ("---",) * len(head), *lines))
-
-
-def _list(names: Sequence[str], last: str) -> str:
-    """``A, B or C``."""
-    return f" {last} ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+        titles = dict.fromkeys(row.title for row in rows)
+        variables = dict.fromkeys(f"{row.readers['rank'].names}; {row.readers['world_size'].names}" for row in rows)
+        lines.append((f"`{name}`", " **or** ".join(titles), " **or** ".join(variables)))
+    lines.append(("`none`", "`python train.py`", "a world of one"))
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 if __name__ == "__main__":
-    sys.stdout.write(f"{launcher_table()}\n{recognition_table()}")
+    sys.stdout.write(launcher_table())

@@ -1,7 +1,6 @@
 """Draw where the ranks of a job run, as SVG: a box for each host, and in it one for each of its ranks.
 
-The second half has the boxes and lines of text that all pictures share, in light and dark, for phones and wide screens.
-One unit is a pixel if the picture is as wide as a phone, so no text is smaller than 11 of them.
+The second half has the boxes and lines of text that all pictures share. One unit is a pixel of a phone's width.
 """
 
 from __future__ import annotations
@@ -15,22 +14,9 @@ from phalanx.topology.table import RankRow
 from phalanx.words import format_count
 
 #: The colours of each scheme. Text has a contrast of at least 4.5 with every surface, and lines one of at least 3.
-LIGHT = {
-    "page": "#ffffff",
-    "host": "#eceff2",
-    "rank": "#ffffff",
-    "line": "#6b7682",
-    "text": "#1b1f24",
-    "fresh": "#cfe3ff",
-}
-DARK = {
-    "page": "#14171b",
-    "host": "#22272e",
-    "rank": "#14171b",
-    "line": "#87929e",
-    "text": "#e4e8ec",
-    "fresh": "#1b4069",
-}
+_PARTS = ("page", "host", "rank", "line", "text", "fresh")
+LIGHT = dict(zip(_PARTS, ("#ffffff", "#eceff2", "#ffffff", "#6b7682", "#1b1f24", "#cfe3ff"), strict=True))
+DARK = dict(zip(_PARTS, ("#14171b", "#22272e", "#14171b", "#87929e", "#e4e8ec", "#1b4069"), strict=True))
 WIDTH, GAP, LINE, FONT = 360, 5, 14, 11
 #: The width of a letter of the widest common font, DejaVu Sans.
 LETTER = 6.4
@@ -40,14 +26,9 @@ MOST_RANKS = 64
 
 
 def placement_svg(rows: Sequence[RankRow], *, title: str = "") -> str:
-    """Draw the ranks on their hosts, in light and dark, for screens of 360 pixels or more.
+    """Draw the ranks, in any order, on their hosts; ``<desc>`` says in words what is drawn.
 
-    Two hosts are beside each other, further ones below. ``<desc>`` says in words what is drawn. With more than 64 ranks
-    only the first and the last host are drawn.
-
-    Args:
-        rows: the ranks, in any order; at least one.
-        title: the line above the hosts; by default it says how many ranks and hosts there are.
+    Two hosts are beside each other, further ones below. With more than 64 ranks only the first and the last are drawn.
     """
     members: dict[int, list[RankRow]] = {}
     for row in sorted(rows, key=lambda row: (row.node_rank, row.local_rank)):
@@ -78,11 +59,7 @@ def placement_svg(rows: Sequence[RankRow], *, title: str = "") -> str:
 
 
 def write_placement(path: str, rows: Sequence[RankRow], *, title: str = "") -> None:
-    """Write the picture of :func:`placement_svg` to a file.
-
-    Raises:
-        LaunchError: the file cannot be written.
-    """
+    """Write the picture of :func:`placement_svg` to a file."""
     try:
         with open(path, "w", encoding="utf-8") as file:
             file.write(placement_svg(rows, title=title))
@@ -148,13 +125,8 @@ def style(name: str, kinds: Sequence[str]) -> str:
 def picture(name: str, title: str, said: str, drawn: Sequence[str], height: float, css: str = "") -> str:
     """Return the picture as one element, which has its title and description for those who do not see it.
 
-    Args:
-        name: its class, and the beginning of its ids.
-        title: what it shows.
-        said: the same in words; text of a page.
-        drawn: its elements.
-        height: how high it is; its width is :data:`WIDTH`.
-        css: its style; empty if the page around it has that.
+    ``name`` is its class, and the beginning of its ids; ``said`` is the description, as text of a page; ``css`` is its
+    style, empty if the page around it has that.
     """
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" version="1.1" class="{name.split("-")[0]}" width="100%" role="img"',

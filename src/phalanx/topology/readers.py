@@ -1,18 +1,19 @@
-"""Read single facts from launchers' variables: a value, and which variable said so.
+"""Read single facts from launchers' variables: the rows of ``launchers.py`` are made of these readers.
 
-The rows of ``launchers.py`` are made of these readers. A variable that is not set gives None; one whose value makes no
-sense is an error that names the variable and the value.
+A variable that is not set gives None; one whose value makes no sense is a LauncherEnvironmentError that names the
+variable and the value.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import LauncherEnvironmentError
-from phalanx.system.host import this_host
 
 Environment = Mapping[str, str]
 # More than any cluster has; a list that claims more is a mistake, and would fill the memory.
@@ -21,12 +22,9 @@ MOST_NODES = 1_000_000
 
 @dataclass(frozen=True)
 class Fact:
-    """A value, and where it was read.
+    """A value, and where it was read, for people: ``RANK=3``.
 
-    Attributes:
-        value: the value.
-        source: where it was read, for people: ``RANK=3``.
-        listed: whether it is the first host of a list, and not a host that was named by itself.
+    ``listed``: it is the first host of a list, and not a host that was named by itself.
     """
 
     value: int | str
@@ -50,11 +48,7 @@ class Reader:
 
 
 def whole_number(name: str, value: str) -> int:
-    """Parse the value of a variable as a whole number.
-
-    Raises:
-        LauncherEnvironmentError: it is not one.
-    """
+    """Parse the value of a variable as a whole number."""
     # int() alone would take 1_000 and digits of other scripts, which no launcher writes.
     if not re.fullmatch(r"[+-]?[0-9]{1,18}", value.strip()):
         raise LauncherEnvironmentError(f"{name}={value!r} is not a whole number")
@@ -142,7 +136,7 @@ def first(*readers: Reader) -> Reader:
 
 @dataclass(frozen=True)
 class HostList:
-    """A variable that names several hosts; ``parse`` is given name and value. An empty list counts as not set."""
+    """A variable that names several hosts; ``parse`` is given name and value. An empty variable counts as not set."""
 
     name: str
     parse: Callable[[str, str], Sequence[str]]
@@ -152,55 +146,38 @@ class HostList:
         return self.parse(self.name, value) if value else []
 
 
-def json_list(name: str) -> HostList:
-    """A list as ``["algo-1", "algo-2"]``."""
-
-    def parse(name: str, value: str) -> list[str]:
-        try:
-            items = json.loads(value)
-        except ValueError:
-            items = None
-        if not isinstance(items, list) or not items or not all(isinstance(item, str) for item in items):
-            raise LauncherEnvironmentError(f"{name}={value!r} is not a JSON list of host names")
-        return items
-
-    return HostList(name, parse)
+def json_names(name: str, value: str) -> list[str]:
+    """Parse ``["algo-1", "algo-2"]``."""
+    try:
+        items = json.loads(value)
+    except ValueError:
+        items = None
+    if not isinstance(items, list) or not items or not all(isinstance(item, str) for item in items):
+        raise LauncherEnvironmentError(f"{name}={value!r} is not a JSON list of host names")
+    return items
 
 
-def comma_list(name: str) -> HostList:
-    """A list as ``h1,h2``."""
-
-    def parse(name: str, value: str) -> list[str]:
-        items = [item.strip() for item in value.split(",") if item.strip()]
-        if not items:
-            raise LauncherEnvironmentError(f"{name}={value!r} names no host")
-        return items
-
-    return HostList(name, parse)
+def comma_names(name: str, value: str) -> list[str]:
+    """Parse ``h1,h2``."""
+    items = [item.strip() for item in value.split(",") if item.strip()]
+    if not items:
+        raise LauncherEnvironmentError(f"{name}={value!r} names no host")
+    return items
 
 
-def node_list(name: str) -> HostList:
-    """A list as Slurm's ``node[01-03,7]``."""
-    return HostList(name, expand_node_list)
-
-
-def host_slots(name: str) -> HostList:
-    """A list as LSF's ``h1 4 h2 4``, without the host that took no rank.
+def slot_names(name: str, value: str) -> list[str]:
+    """Parse LSF's ``h1 4 h2 4``, without the host that took no rank.
 
     For jsrun it is ``launch 1 node1 4 node2 4``: if the first host has a single slot and another has more, the first
     is the host that the job was launched from.
     """
-
-    def parse(name: str, value: str) -> list[str]:
-        given = read_host_slots(name, value)
-        launched = len(given) > 1 and given[0][1] == 1 and max(slots for _, slots in given) > 1
-        return [host for host, _ in given[launched:]]
-
-    return HostList(name, parse)
+    given = read_host_slots(name, value)
+    launched = len(given) > 1 and given[0][1] == 1 and max(slots for _, slots in given) > 1
+    return [host for host, _ in given[launched:]]
 
 
 def lines_of(name: str, skip: int = 0) -> HostList:
-    """A variable that names a file with a line for each rank, which begins with a host, after ``skip`` other lines."""
+    """Read a file with a line for each rank, which begins with a host, after ``skip`` other lines."""
 
     def parse(_: str, path: str) -> list[str]:
         try:
@@ -226,18 +203,20 @@ def _of_lists(lists: Sequence[HostList], find: Callable[[HostList, Sequence[str]
 
 def first_host(*lists: HostList) -> Reader:
     """Read the first host of the first list that is set."""
-    return _of_lists(
-        lists,
-        lambda one, hosts, _: Fact(hosts[0].rpartition(":")[0] or hosts[0], f"the first of {one.name}", listed=True),
-    )
+
+    def find(one: HostList, hosts: Sequence[str], _: Environment) -> Fact:
+        return Fact(hosts[0].rpartition(":")[0] or hosts[0], f"the first of {one.name}", listed=True)
+
+    return _of_lists(lists, find)
 
 
 def length_of(*lists: HostList) -> Reader:
     """Count the hosts of the first list that is set."""
-    return _of_lists(
-        lists,
-        lambda one, hosts, environment: Fact(len(hosts), f"{len(hosts)} in {one.name}={environment[one.name]}"),
-    )
+
+    def find(one: HostList, hosts: Sequence[str], environment: Environment) -> Fact:
+        return Fact(len(hosts), f"{len(hosts)} in {one.name}={environment[one.name]}")
+
+    return _of_lists(lists, find)
 
 
 def index_of(name: str, among: HostList) -> Reader:
@@ -252,19 +231,6 @@ def index_of(name: str, among: HostList) -> Reader:
         return Fact(hosts.index(own), f"{name}={own} in {among.name}={environment[among.name]}")
 
     return Reader(f"{name} and {among.name}", read, (name, among.name))
-
-
-def this_host_in(among: HostList) -> Reader:
-    """Read the index of this very host in a list."""
-
-    def read(environment: Environment) -> Fact | None:
-        own = this_host(environment).name
-        names = [host.partition(".")[0] for host in among.hosts(environment)]
-        short = own.partition(".")[0]
-        # A node may have several names, so this one may be listed under another.
-        return Fact(names.index(short), f"{own} in {among.name}") if short in names else None
-
-    return Reader(among.name, read, (among.name,))
 
 
 def tasks_on_node(counts: str, node: str) -> Reader:
@@ -283,7 +249,7 @@ def tasks_on_node(counts: str, node: str) -> Reader:
     return Reader(f"{counts} and {node}", read, (counts, node))
 
 
-# -- notations of batch systems; name is the variable, for the error, which is LauncherEnvironmentError -----
+# -- notations of batch systems; name is the variable, for the error -----------------------------------
 
 
 def read_host_slots(name: str, value: str) -> list[tuple[str, int]]:
@@ -324,13 +290,11 @@ def expand_node_list(name: str, value: str) -> list[str]:
         raise wrong("a name is empty, or a bracket has no partner")
     nodes: list[str] = []
     for item in re.findall(_NODE, value.strip()):
-        names = [""]
-        for index, part in enumerate(re.split(r"[\[\]]", item)):  # every second one was in brackets
-            pieces = expand(part) if index % 2 else [part]
-            if len(names) * len(pieces) > MOST_NODES:
-                raise wrong(f"more than {MOST_NODES} nodes")
-            names = [begun + piece for begun in names for piece in pieces]
-        nodes += names
+        # Every second part was in brackets.
+        pieces = [expand(part) if index % 2 else [part] for index, part in enumerate(re.split(r"[\[\]]", item))]
+        if math.prod(map(len, pieces)) > MOST_NODES:
+            raise wrong(f"more than {MOST_NODES} nodes")
+        nodes += map("".join, itertools.product(*pieces))
     return nodes
 
 

@@ -23,12 +23,8 @@ class RankRow:
     """One rank and where it runs.
 
     Attributes:
-        rank: its number in the world.
-        node_rank: the index of its host among the hosts of the world.
-        host: the name of that host.
-        local_rank: its number among the ranks of that host.
         device: what it computes on, as torch writes it (``cpu``, ``cuda:3``).
-        pid: its process id; None if the process does not exist yet.
+        pid: None if the process does not exist yet.
         cores: how many cores it may run on; None if unknown.
         threads: how many threads its operations may use; None if unknown.
         cpus: the logical cores to which the launcher binds it; empty if it does not.
@@ -58,16 +54,9 @@ def format_rank_table(
     width: int | None = None,
     color: bool = False,
 ) -> str:
-    """Format the table as text that ends in a newline.
+    """Format ranks, in any order, as text that ends in a newline: up to 16 ranks have a line each, else each node.
 
-    Up to 16 ranks have a line each; if there are more, each node has one.
-
-    Args:
-        rows: the ranks, in any order; at least one.
-        title: the line above the table.
-        backend: what the ranks communicate with, added to the title; None if that is not known.
-        width: how many columns a line may have; None for as many as it needs.
-        color: whether to write ANSI colours, for a terminal.
+    ``backend`` is added to the title if it is known; the other arguments are those of :func:`format_table`.
     """
     rows = sorted(rows, key=lambda row: row.rank)
     lines = _rank_lines(rows) if len(rows) <= MOST_RANK_LINES else _node_lines(rows)
@@ -110,8 +99,6 @@ def format_table(
         force_terminal=color,
         color_system="standard" if color else None,
         highlight=False,
-        markup=False,
-        emoji=False,
         legacy_windows=False,
     )
     console.print(Text(title, style="bold"))
@@ -120,7 +107,6 @@ def format_table(
 
 
 def _rank_lines(rows: Sequence[RankRow]) -> list[dict[str, str]]:
-    """Make one line for each rank: the cells by the names of their columns."""
     started = any(row.pid is not None for row in rows)
     return [
         {
@@ -138,7 +124,6 @@ def _rank_lines(rows: Sequence[RankRow]) -> list[dict[str, str]]:
 
 
 def _node_lines(rows: Sequence[RankRow]) -> list[dict[str, str]]:
-    """Make one line for each node: the cells by the names of their columns."""
     nodes: dict[int, list[RankRow]] = {}
     for row in rows:
         nodes.setdefault(row.node_rank, []).append(row)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from phalanx import settings
 from phalanx.errors import InitializationError, LauncherEnvironmentError
 from phalanx.system.host import Host
-from phalanx.topology.place import Came, Place, format_missing
-from phalanx.words import format_spans
+from phalanx.topology.place import Place
+from phalanx.words import format_named, format_spans
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -25,15 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where one rank is, as it reports itself.
-
-    Attributes:
-        rank: its number in the world.
-        host: where it runs.
-        pid: its process id there.
-        launcher: the name of the launcher that started it.
-        local_rank, local_world_size, node_rank: the launcher's numbers; None for those that it does not give.
-    """
+    """Where one rank is, as it reports itself; None for the numbers that its launcher does not give."""
 
     rank: int
     host: Host
@@ -46,13 +38,7 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Node:
-    """One host of the world.
-
-    Attributes:
-        node_rank: its index.
-        host: its name.
-        ranks: the world ranks that run there, in the order of their local ranks.
-    """
+    """One host of the world, and the world ranks that run there, in the order of their local ranks."""
 
     node_rank: int
     host: str
@@ -61,18 +47,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Topology:
-    """All hosts and their ranks.
-
-    Attributes:
-        nodes: by node rank.
-        notes: what the user should know, one line each.
-    """
+    """All hosts and their ranks, by node rank; ``notes`` is what the user should know, one line each."""
 
     nodes: tuple[Node, ...]
     notes: tuple[str, ...] = ()
 
     def node_of(self, rank: int) -> Node:
-        """Return the node on which ``rank`` runs."""
         return next(node for node in self.nodes if rank in node.ranks)
 
 
@@ -80,12 +60,6 @@ def gather(store: Store, place: Place, host: Host, timeout_s: float) -> Topology
     """Report to the other ranks where this rank is, and learn where they are. Every rank calls it, with a new store.
 
     Each rank makes three requests to the store; rank 0 makes one for each rank.
-
-    Args:
-        store: the store in which the ranks meet; no rank may have written to it for this purpose before.
-        place: what the launcher said.
-        host: where this process is.
-        timeout_s: how long to wait for the other ranks, in seconds.
 
     Raises:
         InitializationError: two processes are the same rank, or ranks did not come in time; the message names them.
@@ -120,22 +94,14 @@ def _await(store: Store, keys: list[str], place: Place, timeout_s: float) -> Non
     except InitializationError:
         raise  # a rank has gone
     except RuntimeError as error:  # the error's class depends on the store, and all are of this kind
-        came: dict[int, RankInfo] = {}
         try:
-            for rank, key in enumerate(_keys(place)):
-                if store.check([key]):
-                    came[rank] = _parse(store.get(key).decode())
+            missing = [rank for rank, key in enumerate(_keys(place)) if not store.check([key])]
         except RuntimeError:
             raise InitializationError(f"the store in which the ranks were meeting has gone: {error}") from error
         # If all have come by now, rank 0 was about to say so.
-        missing = [rank for rank in range(place.world_size) if rank not in came] or [0]
-        told = [
-            Came(one.rank, one.host.name, one.node_rank, one.local_rank, one.local_world_size) for one in came.values()
-        ]
+        ranks = f"{format_named('rank', missing or [0])} of {place.world_size}"
         before = f"rank {place.rank} had joined, but" if place.rank else ""
-        raise InitializationError.ranks_missing(
-            format_missing(missing, told, place), timeout_s, before=before
-        ) from None
+        raise InitializationError.ranks_missing(ranks, timeout_s, before=before) from None
 
 
 def _keys(place: Place) -> list[str]:
@@ -148,14 +114,7 @@ def _parse(entry: str) -> RankInfo:
 
 
 def arrange(reports: Sequence[RankInfo]) -> Topology:
-    """Number the hosts, and the ranks on each host.
-
-    Args:
-        reports: the reports of all ranks, in rank order.
-
-    Raises:
-        LauncherEnvironmentError: the launcher's local ranks on a host are not 0 to n - 1 for its n ranks.
-    """
+    """Number the hosts, and the ranks on each host, by the reports of all ranks in rank order."""
     hosts: dict[Host, list[RankInfo]] = {}
     for report in reports:
         hosts.setdefault(report.host, []).append(report)
@@ -188,8 +147,10 @@ def _by_local_rank(host: Host, members: list[RankInfo]) -> tuple[list[RankInfo],
         for member in members[:8]
     )
     more = ", …" if len(members) > 8 else ""
+    ranks = format_spans([member.rank for member in members])
+    are = f"is rank {ranks} alone" if len(members) == 1 else f"are the ranks {ranks}"
     raise LauncherEnvironmentError(
-        f"{members[0].launcher} contradicts what the ranks see: on {host.name} there {_are(members)}, and by the "
+        f"{members[0].launcher} contradicts what the ranks see: on {host.name} there {are}, and by the "
         f"launcher {said}{more}. If each rank runs in a container of its own, set {settings.HOST} to the same name for "
         f"all ranks of a host; otherwise check whether a variable was left by another job"
     )
@@ -197,11 +158,6 @@ def _by_local_rank(host: Host, members: list[RankInfo]) -> tuple[list[RankInfo],
 
 def _agree(members: Sequence[RankInfo]) -> bool:
     """Return whether the launcher's local ranks are 0 to n - 1 for a host's n ranks, and its local world size is n."""
-    return sorted(-1 if member.local_rank is None else member.local_rank for member in members) == list(
-        range(len(members))
-    ) and all(member.local_world_size in (None, len(members)) for member in members)
-
-
-def _are(members: Sequence[RankInfo]) -> str:
-    ranks = format_spans([member.rank for member in members])
-    return f"is rank {ranks} alone" if len(members) == 1 else f"are the ranks {ranks}"
+    local = sorted(-1 if member.local_rank is None else member.local_rank for member in members)
+    sizes = {member.local_world_size for member in members}
+    return local == list(range(len(members))) and sizes <= {None, len(members)}

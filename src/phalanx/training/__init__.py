@@ -1,0 +1,1 @@
+"""What a training loop asks of its world (``calls.py``), and its state as a file (``checkpoint.py``)."""

@@ -19,7 +19,6 @@ from phalanx.parallel.data_parallel import data_parallel
 from phalanx.parallel.integers import Lanes
 from phalanx.parallel.replica import Replica
 from phalanx.training import checkpoint
-from phalanx.training.randomness import random_state, seed_generators, set_random_state
 from phalanx.words import tell
 
 __all__ = ["TrainingCalls"]
@@ -153,7 +152,7 @@ class TrainingCalls(Group):
         of torch's ``DataLoader`` are seeded from torch's generator, each with another number; those of
         :meth:`loader` from the loader's own seed, epoch and rank.
         """
-        seed_generators(seed + self.rank)
+        checkpoint.seed_generators(seed + self.rank)
 
     def check_writable(self, path: str | os.PathLike[str]) -> None:
         """Refuse a path to which :meth:`save` could not write: call it before training. Every rank must call it.
@@ -183,7 +182,7 @@ class TrainingCalls(Group):
         optimizers = [entry for entry in state.values() if isinstance(entry, torch.optim.Optimizer)]
         exchanges = {name: replica.prepare_checkpoint(optimizers) for name, replica in _replicas_in(state)}
         contents = checkpoint.contents_of(state)
-        states = self.gather_object(random_state(self.device))
+        states = self.gather_object(checkpoint.random_state(self.device))
         self._on_main("save()", lambda: checkpoint.write(path, contents, states or [], exchanges))
 
     def load(self, path: str | os.PathLike[str], state: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -222,7 +221,7 @@ class TrainingCalls(Group):
             replica.load_exchange_state(contents[checkpoint.MARK].get("exchanges", {}).get(name))
         states = contents[checkpoint.MARK]["random"]
         if len(states) == self.size:
-            set_random_state(states[self.rank], self.device)
+            checkpoint.set_random_state(states[self.rank], self.device)
         elif self.rank == 0:
             tell(
                 f"note: {path} was saved by {len(states)} ranks and loaded by {self.size}, so random number generators "

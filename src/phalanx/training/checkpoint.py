@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from phalanx.errors import ArgumentError, CheckpointError
 from phalanx.system.files import check_creatable, whole_file
-
-__all__ = ["MARK", "check_writable", "contents_of", "plain", "read", "restore", "write"]
 
 # The entry with the format's number, the file's id, the random states of the ranks, and, by the names of the models in
 # the checkpoint, what their replicas keep from one exchange to the next.
@@ -173,3 +173,35 @@ def _nested(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for entry in value:
             yield from _nested(entry)
+
+
+# -- random number generators: Python's, numpy's, and torch's on every device ------------------------------
+
+
+def seed_generators(seed: int) -> None:
+    """Seed every generator of this process. torch seeds its loaders' workers from its own."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy.random.seed(seed % 2**32)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The state of every generator, as numbers, texts and tensors."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state()}
+    name, keys, *rest = cast(tuple[Any, ...], numpy.random.get_state())
+    state["numpy"] = [name, keys.tolist(), *rest]
+    if device.type != "cpu":
+        state[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Continue from a state that :func:`random_state` returned; generators that it lacks stay as they are."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        numpy.random.set_state(tuple(state["numpy"]))
+    if device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type], device)

@@ -11,8 +11,6 @@ from phalanx.wire.proof import GREETING, GREETING_BYTES, NoProof, Response
 from phalanx.wire.session import Session
 from phalanx.wire.sockets import KeepAlive, connect
 
-__all__ = ["Line", "NoAnswer", "dial"]
-
 
 class NoAnswer(TimeoutError):
     """The listener's host has accepted the connection, but the listener says nothing: it is busy, or stopped."""
@@ -20,18 +18,12 @@ class NoAnswer(TimeoutError):
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """A proven connection, from the caller's side.
-
-    Attributes:
-        sock: the socket.
-        session: what gives each message its digest.
-    """
+    """A proven connection, from the caller's side."""
 
     sock: socket.socket
     session: Session
 
     def close(self) -> None:
-        """Close the connection."""
         self.sock.close()
 
 
@@ -49,10 +41,8 @@ def dial(
 
     Args:
         where: the address and the port.
-        key: the job's key.
-        role: what kind of listener is expected there (``proof.py``).
-        claim: what this process says of itself.
-        patience_s: how long connecting may take, in seconds, and then the handshake as long again.
+        key, role, claim: see :class:`~phalanx.wire.proof.Response`.
+        patience_s: how long connecting may take, and then the handshake as long again.
         keep_alive: when the listener counts as lost afterwards.
         source: the address to connect from; any of this host's by default.
 

@@ -2,8 +2,7 @@
 
 An unproven connection is a stranger. It gets a challenge and ``PATIENCE_S`` seconds; at most ``LONGEST_PROOF`` of its
 bytes are kept, and none is interpreted before its digest was found right (``proof.py``). When there are too many of
-them, the oldest is sent away for each that comes; a connection that has proven the key is none of them. Nothing here
-waits: the user of a door waits with its own selector for all its connections at once, and strangers are among them.
+them, the oldest is sent away for each that comes. Nothing here waits: the user of a door waits with its own selector.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from time import monotonic
 from phalanx.wire.key import Key
 from phalanx.wire.proof import LONGEST_PROOF, Address, Challenge, NoProof, PassedOn, Proven, WrongKey
 from phalanx.wire.sockets import KeepAlive
-
-__all__ = ["PATIENCE_S", "Arrival", "Displaced", "Door", "Silent"]
 
 # An honest process answers the challenge at once, unless its machine is very busy.
 PATIENCE_S = 10.0
@@ -41,13 +38,9 @@ class Displaced(Exception):
 
 @dataclass(frozen=True)
 class Arrival:
-    """A connection that has proven the key. Its socket belongs to the function that is called with it.
+    """A connection that has proven the key; ``rest`` came after its proof.
 
-    Attributes:
-        sock: the connection, non-blocking and in no selector.
-        peer: the address it comes from, for people.
-        proven: its proof, with the claim.
-        rest: the bytes that came after its proof.
+    Its socket, non-blocking and in no selector, belongs to the function that is called with this.
     """
 
     sock: socket.socket
@@ -56,7 +49,7 @@ class Arrival:
     rest: bytearray
 
     def answer(self, verdict: bytes) -> None:
-        """Send the verdict. A peer that has gone is noticed when receiving, not here."""
+        """Send the verdict. A peer that has gone is noticed when receiving."""
         # Nothing else is under way to this peer, so the kernel takes all of it.
         with contextlib.suppress(OSError):
             self.sock.send(self.proven.answer(verdict))
@@ -73,17 +66,14 @@ class _Stranger:
 
 
 class Door:
-    """A listening socket, and the strangers that came in by it.
-
-    The door has no lock: its user calls its methods, and the functions that it registers, from one thread at a time.
+    """A listening socket, and the strangers that came in by it; for one thread at a time.
 
     Args:
         listener: the listening socket; the door closes it.
         key: the job's key.
         role: what kind of listener this is (``proof.py``).
         keep_alive: when an accepted connection counts as lost.
-        selector: where the user waits. The data of each registration that the door makes is a function without
-            arguments, to be called when its socket is ready.
+        selector: where the user waits; the data of a registration is a function to call when its socket is ready.
         admit: takes each connection that has proven the key.
         refused: takes each peer that was sent away, and why: :class:`NoProof`, :class:`WrongKey`, :class:`PassedOn`,
             :class:`Silent` or :class:`Displaced`.
@@ -119,11 +109,7 @@ class Door:
         selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def tend(self, now: float) -> float:
-        """Send silent strangers away; return when to call this again, infinity for never.
-
-        Args:
-            now: the time of ``time.monotonic``.
-        """
+        """Send silent strangers away; return when to call this again, by ``time.monotonic``, infinity for never."""
         for stranger in [stranger for stranger in self._strangers if stranger.until <= now]:
             self._dismiss(stranger, Silent())
         if self._deaf_until is not None and self._deaf_until <= now:

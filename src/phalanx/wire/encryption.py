@@ -1,19 +1,13 @@
 """Encryption of a proven connection: a key that its two ends agree on, and messages that nobody else can read.
 
-The ends exchange public keys (X25519) that are made for this connection alone. They travel in the claim and the verdict
-of the handshake (``proof.py``), which are covered by its digests, so a process in between that does not know the job's
-key cannot put its own there. The keys of the messages are derived from what both ends compute of these, and from the
-session's key. So a recorded connection cannot be read later by somebody who learns the job's key, and nobody can read
-it who only breaks X25519.
+The ends exchange public keys (X25519) made for this connection alone, in the claim and the verdict of the handshake
+(``proof.py``), which its digests cover. The keys of the messages are derived from what both ends compute of these, and
+from the session's key. So a recorded connection cannot be read later by somebody who learns the job's key, or who only
+breaks X25519.
 
-Each direction has its own keys, and each message is sealed by AES-256-GCM with its number as the nonce. So a message
-that was changed, dropped, repeated, swapped or sent back is refused, as without encryption. A key serves for
-``MESSAGES_PER_KEY`` messages, far from what AES-GCM allows (RFC 8446, 5.5), and then the next one is derived.
-
-What stays readable: the handshake with claim and verdict, the sizes of the messages, and the first bytes of each, which
-its user needs in order to find its end. They are authenticated all the same.
-
-AES, X25519 and the random numbers are those of the package ``cryptography``, which is OpenSSL; none is made here.
+Each direction has its own keys, and each message is sealed by AES-256-GCM with its number as the nonce. A key serves
+for ``MESSAGES_PER_KEY`` messages, far from what AES-GCM allows (RFC 8446, 5.5). What stays readable: the handshake, the
+sizes of the messages, and the first bytes of each, which its user needs to find its end; they are authenticated too.
 """
 
 from __future__ import annotations
@@ -35,18 +29,12 @@ except ImportError as _missing:
         'pip install ".[encryption]" in a checkout of Phalanx, on every host'
     ) from _missing
 
-__all__ = ["EncryptedSession", "Exchange"]
-
 MESSAGES_PER_KEY = 1 << 20
 _NONCE_BYTES = 12
 
 
 class Exchange:
-    """One end's half of the exchange, for one connection.
-
-    Attributes:
-        public: what the other end needs, as text.
-    """
+    """One end's half of the key exchange, for one connection; the other end needs ``public``."""
 
     def __init__(self) -> None:
         self._private = X25519PrivateKey.generate()
@@ -54,16 +42,7 @@ class Exchange:
         self.public = self._public.hex()
 
     def session(self, proven: Session, theirs: object, *, is_listener: bool) -> EncryptedSession:
-        """What follows the handshake.
-
-        Args:
-            proven: the session of the handshake in which the public keys have travelled.
-            theirs: the other end's ``public``.
-            is_listener: which end this is.
-
-        Raises:
-            Malformed: ``theirs`` is not a public key.
-        """
+        """Return what follows the handshake ``proven``; raise Malformed if ``theirs`` is not a public key."""
         try:
             public = bytes.fromhex(str(theirs))
             shared = self._private.exchange(X25519PublicKey.from_public_bytes(public))
@@ -77,11 +56,7 @@ class Exchange:
 class EncryptedSession(Session):
     """A session whose messages only the other end can read, if they go by :meth:`sealed`.
 
-    AES-GCM adds ``TAG_BYTES`` to a message, as the digest does, so messages have the same sizes either way. A message
-    by :meth:`seal` still has a digest only. The two may be mixed: both count in the same numbers.
-
-    Args:
-        key, is_listener: see :class:`Session`.
+    A message by :meth:`seal` still has a digest only. Messages have the same sizes either way.
     """
 
     encrypts = True
@@ -94,7 +69,6 @@ class EncryptedSession(Session):
     def sealed(
         self, parts: Sequence[bytes | memoryview], clear_nbytes: int, *, sha: bool = False
     ) -> list[bytes | memoryview]:
-        """See :class:`Session`; there is only one kind of digest."""
         if len(parts) == 2 and len(parts[0]) == clear_nbytes:
             clear, secret = bytes(parts[0]), parts[1]
         else:
@@ -106,12 +80,10 @@ class EncryptedSession(Session):
         return [clear, cipher.encrypt(nonce, secret, clear)]
 
     def opened(self, message: memoryview, tag: memoryview, clear_nbytes: int, *, sha: bool = False) -> memoryview:
-        """See :class:`Session`."""
         clear = bytes(message[:clear_nbytes])
         return memoryview(clear + self._open(clear, message[clear_nbytes:], tag))
 
     def open_in_place(self, tag: bytes, clear: bytes, secret: memoryview, *, sha: bool = False) -> None:
-        """See :class:`Session`."""
         secret[:] = self._open(clear, secret, tag)
 
     def _open(self, clear: bytes, secret: memoryview, tag: bytes | memoryview) -> bytes:
@@ -133,7 +105,7 @@ class _Direction:
         self._cipher: AESGCM
 
     def at(self, message: int) -> tuple[AESGCM, bytes]:
-        """The cipher and the nonce of a message."""
+        """Return the cipher and the nonce of a message."""
         number = message // MESSAGES_PER_KEY
         if number != self._number:
             self._cipher = AESGCM(blake2b(number.to_bytes(8, "big"), key=self._secret, digest_size=32).digest())

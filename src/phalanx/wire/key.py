@@ -1,8 +1,7 @@
-"""The job's key: what a process must know to join, wherever it can reach the port.
+"""The job's key, which a process must know to join.
 
-A launcher that can pass a key on to its ranks makes a new one for each job. Elsewhere a user puts one into a file that
-all ranks can read and nobody else can. A key is never part of a command line, which every user of a machine can read;
-the environment of a process is visible only to its own user.
+A launcher makes a new one for each job; elsewhere a user puts one into a file that only the ranks can read. A key is
+never part of a command line, which every user of a machine can read, as the environment of a process is not.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from dataclasses import dataclass, field
 from phalanx import settings
 from phalanx.errors import InitializationError
 
-__all__ = ["Key", "job_key", "new_key"]
-
 # An eavesdropper on one join can try guesses at leisure, so a password that people can remember is not enough.
 SHORTEST, LONGEST = 16, 4096
 _REMEDY = "make one with: (umask 077; head -c 32 /dev/urandom | base64 > FILE)"
@@ -25,11 +22,9 @@ _REMEDY = "make one with: (umask 077; head -c 32 /dev/urandom | base64 > FILE)"
 
 @dataclass(frozen=True)
 class Key:
-    """The secret by which a process proves that it belongs to the job.
+    """The secret by which a process proves that it belongs to the job; empty if there is none, and the join is open.
 
-    Attributes:
-        secret: its bytes; empty if there is none. Then every process can prove it, and the join is open.
-        source: where it comes from, for people; empty if there is none.
+    ``source`` says where it comes from, for people.
     """
 
     secret: bytes = field(default=b"", repr=False)
@@ -37,24 +32,20 @@ class Key:
 
     @property
     def is_open(self) -> bool:
-        """Whether every process that reaches the port can join."""
+        """Tell whether every process that reaches the port can join."""
         return not self.secret
 
 
 def new_key() -> str:
-    """A key that no other job has, in letters and digits."""
+    """Make a key that no other job has, in letters and digits."""
     return secrets.token_hex(32)
 
 
 def job_key(environment: Mapping[str, str] | None = None) -> Key:
-    """The key of this process's job: the user's file, else the launcher's, else none.
-
-    Args:
-        environment: the variables to read; ``os.environ`` by default.
+    """Return the key of this process's job: the user's file, else the launcher's, else none.
 
     Raises:
-        InitializationError: the file cannot be read, others can read it, or the key is too short or too long; the
-            message says what to do.
+        InitializationError: the file cannot be read, others can read it, or the key is too short or too long.
     """
     environment = os.environ if environment is None else environment
     path = environment.get(settings.KEY_FILE)

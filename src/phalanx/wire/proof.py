@@ -1,30 +1,24 @@
 """The handshake: each side of a connection proves that it knows the job's key before anything else is read.
 
-As in the standard library's ``multiprocessing.connection``, each side answers the other's random challenge with a keyed
-digest (HMAC-SHA-256); nothing is ever unpickled.
+Each side answers the other's random challenge with a keyed digest (HMAC-SHA-256); nothing is ever unpickled.
 
     listener   GREETING  challenge
     caller     GREETING  challenge  digest  dialled, claim
     listener                        digest  verdict
 
-Claim and verdict are frames (``framing.py``) of at most ``LONGEST_UNPROVEN`` bytes. The modules that use this one write
-and read their content, which they get only after the digest was found right. A digest covers
+Claim and verdict are frames (``framing.py``) of at most ``LONGEST_UNPROVEN`` bytes, whose content the users of this
+module get only after the digest was found right. A digest covers
 
-- the role: what kind of listener it is, ``store`` or ``launcher``, so that a proof made for one is worth nothing to the
-  other;
+- the role, ``store`` or ``launcher``, so that a proof made for one kind of listener is worth nothing to the other;
 - the side, listener or caller, so that a digest cannot be sent back to the process that made it;
 - both challenges, so that a recorded proof is worth nothing to another connection;
-- the address and port that the caller has dialled, which it sends before its claim. The listener compares them with its
-  own, and with those under which it was announced. So the proof is worth nothing to a process that listens where the
-  listener was expected, and passes everything on to the real one;
+- the address and port that the caller has dialled, which the listener compares with its own and those under which it
+  was announced. So the proof is worth nothing to a process in between that passes everything on;
 - the claim or the verdict, so that neither can be changed on the way.
 
-A listener answers a wrong key with its own digest: that cannot match the caller's key either, so the caller learns
-that the keys differ, and not merely that the connection was closed. Without a key both sides use an empty one; then
-the handshake proves only that the other side is Phalanx.
-
-After the handshake every message carries a digest under a key that both sides derive from the challenges
-(``session.py``). Nothing is encrypted, unless both sides agree on it by claim and verdict (``encryption.py``).
+A listener answers a wrong key with its own digest, so the caller learns that the keys differ. Without a key both sides
+use an empty one; then the handshake proves only that the other side is Phalanx. After it every message carries a digest
+(``session.py``), and is encrypted if both sides agree on that by claim and verdict (``encryption.py``).
 """
 
 from __future__ import annotations
@@ -38,19 +32,6 @@ from dataclasses import dataclass
 from phalanx.wire.framing import LONGEST_UNPROVEN, PREFIX_BYTES, Malformed, end_of_frame, frame
 from phalanx.wire.key import Key
 from phalanx.wire.session import Session
-
-__all__ = [
-    "GREETING",
-    "GREETING_BYTES",
-    "LONGEST_PROOF",
-    "Address",
-    "Challenge",
-    "NoProof",
-    "PassedOn",
-    "Proven",
-    "Response",
-    "WrongKey",
-]
 
 Address = tuple[str, int]
 
@@ -71,11 +52,7 @@ class NoProof(Exception):
 
 
 class WrongKey(Exception):
-    """The other side speaks the protocol, but knows another key.
-
-    Attributes:
-        answer: the bytes that a listener sends before it closes the connection, so that the caller learns the reason.
-    """
+    """The other side knows another key; a listener sends ``answer``, so that the caller learns that."""
 
     def __init__(self, answer: bytes = b"") -> None:
         super().__init__("the other side proves another key")
@@ -83,11 +60,7 @@ class WrongKey(Exception):
 
 
 class PassedOn(Exception):
-    """The caller knows the key, but has dialled another listener, which passed its bytes on.
-
-    Attributes:
-        dialled: the address and port that the caller has dialled, for people.
-    """
+    """The caller knows the key, but has dialled another listener, which passed its bytes on."""
 
     def __init__(self, dialled: str) -> None:
         super().__init__(f"the caller has dialled {dialled}")
@@ -96,12 +69,7 @@ class PassedOn(Exception):
 
 @dataclass(frozen=True)
 class Proven:
-    """A caller that knows the key.
-
-    Attributes:
-        claim: what it says of itself.
-        nbytes: how many of the received bytes belong to its proof; those after them are its first requests.
-    """
+    """A caller that knows the key, and what it claims; ``nbytes`` of the received bytes belong to its proof."""
 
     claim: bytes
     nbytes: int
@@ -110,28 +78,16 @@ class Proven:
     _challenges: bytes
 
     def answer(self, verdict: bytes) -> bytes:
-        """The verdict as it is sent, with the listener's own proof.
-
-        Raises:
-            ValueError: it is longer than ``LONGEST_UNPROVEN``.
-        """
+        """Return the verdict as it is sent, with the listener's own proof."""
         return _sign(self._key, self._role, b"listener", self._challenges, verdict)
 
     def session(self) -> Session:
-        """The listener's side of what follows the handshake."""
+        """Return the listener's side of what follows the handshake."""
         return Session(_session_key(self._key, self._role, self._challenges), is_listener=True)
 
 
 class Challenge:
-    """The listener's side of one handshake.
-
-    Args:
-        key: the job's key.
-        role: what kind of listener this is; the caller must expect the same.
-
-    Attributes:
-        greeting: what is sent as soon as the connection has been accepted.
-    """
+    """The listener's side of one handshake, which begins with ``greeting``; the caller must expect the same role."""
 
     def __init__(self, key: Key, role: str) -> None:
         self._key = key
@@ -140,10 +96,10 @@ class Challenge:
         self.greeting = GREETING + self._own
 
     def check(self, data: bytes | bytearray, here: Collection[Address]) -> Proven | None:
-        """Judge what the caller has sent so far; None while more must come.
+        """Judge all that the caller has sent so far; None while more must come.
 
         Args:
-            data: all that it has sent.
+            data: what it has sent.
             here: the addresses and ports at which this listener may have been dialled, as numbers.
 
         Raises:
@@ -167,7 +123,7 @@ class Challenge:
 
 
 class Response:
-    """The caller's side of one handshake.
+    """The caller's side of one handshake; ``message`` is what is sent in answer to the greeting.
 
     Args:
         key: the job's key.
@@ -176,12 +132,8 @@ class Response:
         dialled: the address and port to which the caller is connected, as numbers.
         claim: what the caller says of itself.
 
-    Attributes:
-        message: what is sent in answer to the greeting.
-
     Raises:
         NoProof: the greeting is not Phalanx's.
-        ValueError: the claim is longer than ``LONGEST_UNPROVEN``.
     """
 
     def __init__(self, key: Key, role: str, greeting: bytes, dialled: Address, claim: bytes) -> None:
@@ -194,26 +146,18 @@ class Response:
         self.message = GREETING + own + _sign(key, role, b"caller", theirs + own, _as_sent(dialled) + b"\n" + claim)
 
     def missing(self, data: bytes | bytearray) -> int:
-        """How many bytes of the answer are certainly missing; 0 once ``data`` is all of it.
-
-        Raises:
-            NoProof: this is not the beginning of an answer.
-        """
+        """Return how many bytes of the answer are certainly missing; 0 once ``data`` is all of it."""
         end = _end_of_signed(data, _DIGEST_BYTES)
         return (_DIGEST_BYTES + PREFIX_BYTES if end is None else end) - len(data)
 
     def check(self, data: bytes) -> bytes:
-        """The verdict in the listener's answer.
-
-        Raises:
-            WrongKey: the listener has not proven that it knows the key.
-        """
+        """Return the verdict in the listener's answer; raise WrongKey if it has not proven that it knows the key."""
         if not _is_right(self._key, self._role, b"listener", self._challenges, data):
             raise WrongKey
         return _content(data)
 
     def session(self) -> Session:
-        """The caller's side of what follows the handshake."""
+        """Return the caller's side of what follows the handshake."""
         return Session(_session_key(self._key, self._role, self._challenges), is_listener=False)
 
 
@@ -246,7 +190,7 @@ def _session_key(key: Key, role: str, challenges: bytes) -> bytes:
 
 
 def _as_sent(address: Address) -> bytes:
-    """An address and a port in one spelling: without a zone, and IPv4 as such also in a socket for IPv6."""
+    """Spell an address and a port in one way: without a zone, and IPv4 as such also in a socket for IPv6."""
     number = ipaddress.ip_address(address[0].partition("%")[0])
     if isinstance(number, ipaddress.IPv6Address) and number.ipv4_mapped is not None:
         number = number.ipv4_mapped

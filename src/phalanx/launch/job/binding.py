@@ -1,11 +1,9 @@
 """Bind ranks to cores (``--bind``).
 
-By default ranks are not bound, as under torchrun, Hydra and srun. Open MPI and Intel MPI bind by default: two jobs on
-one machine are then bound to the same cores while others idle, and the workers of a data loader crowd onto the cores of
-their rank. A user who has the machine alone can bind, so that threads stay near their caches and the rank's memory.
-
-Ranks get whole physical cores as long as there are enough of them. Neighbouring ranks get neighbouring cores, NUMA node
-by NUMA node; ranks that compute on an accelerator get cores next to it, where the kernel says which these are.
+By default ranks are not bound, as under torchrun, Hydra and srun: two jobs on one machine would be bound to the same
+cores, and the workers of a data loader would crowd onto those of their rank. Bound ranks get whole physical cores as
+long as there are enough of them. Neighbouring ranks get neighbouring cores, NUMA node by NUMA node; ranks that compute
+on an accelerator get cores next to it, where the kernel says which these are.
 """
 
 from __future__ import annotations
@@ -21,23 +19,12 @@ from typing import Literal
 from phalanx.errors import LaunchError
 from phalanx.topology.device_files import FoundDevice, devices_of_ranks, read_text
 
-__all__ = [
-    "Bind",
-    "Core",
-    "bind_ranks",
-    "bind_ranks_here",
-    "cores_per_rank",
-]
-
 Bind = Literal["none", "core", "numa"]
 
 
 @dataclass(frozen=True, order=True)
 class Core:
-    """One logical core. In sorted order, cores that share a NUMA node or a physical core are neighbours.
-
-    ``physical`` is the number of the first logical core of the same physical core, ``cpu`` its own number.
-    """
+    """The logical core ``cpu``; ``physical`` is the number of the first one of the same physical core."""
 
     numa_node: int
     physical: int
@@ -49,8 +36,7 @@ def bind_ranks_here(
 ) -> list[tuple[int, ...]]:
     """List the logical cores of each rank of this host; none if ranks are not bound.
 
-    ``most`` is how many cores may be busy at a time, ``device`` what the user has asked for (``cuda``, ``cuda:1``), and
-    ``environment`` has the variables that hide devices.
+    ``most`` is how many cores may be busy at a time; ``environment`` has the variables that hide devices.
     """
     if bind == "none":
         return []

@@ -3,8 +3,6 @@
 A key is the long name of an option, and ``target`` and ``arguments`` are what follows the options::
 
     ranks = 4
-    log-dir = "logs"
-    tee = true
     variables = ["OMP_NUM_THREADS=2"]
     target = "train.py"
     arguments = ["--lr", "0.1"]
@@ -32,8 +30,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-__all__ = ["as_defaults", "format_config", "read_config", "save_config"]
 
 # Those that say what this one call is to do. A file is for what every call is to do.
 _NOT_IN_FILES = ("config", "save-config", "dry-run", "json")
@@ -123,29 +119,18 @@ def format_config(ctx: click.Context) -> str:
     for key, option in _keys(ctx.command.params).items():
         value, source = ctx.params[option.name or ""], ctx.get_parameter_source(option.name or "")
         if source in (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP) and value != () and value is not None:
-            lines.append(f"{key} = {_toml(value)}\n")
+            # JSON writes such values as TOML does, but for one character that it leaves as it is.
+            written = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+            lines.append(f"{key} = {written}\n")
     return "".join(lines)
 
 
 def save_config(path: str, ctx: click.Context) -> None:
     """Write the options of a call to a file; see :func:`format_config`."""
-    content = format_config(ctx)
     try:
-        Path(path).write_text(content, encoding="utf-8")
+        Path(path).write_bytes(format_config(ctx).encode())
+    except UnicodeEncodeError as error:
+        wrong = os.fsencode(error.object[error.start : error.end])
+        raise LaunchError(f"--save-config: {wrong!r} is not UTF-8, which a TOML file has to be") from None
     except OSError as error:
         raise LaunchError(f"--save-config {path}: cannot be written: {error.strerror}") from error
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if not isinstance(value, str):
-        return repr(value)
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise LaunchError(f"--save-config: {os.fsencode(value)!r} is not UTF-8, which a TOML file has to be") from None
-    # JSON writes texts as TOML does, but for one character that it leaves as it is.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -15,35 +15,31 @@ from typing import TYPE_CHECKING, Literal
 from phalanx import settings
 from phalanx.errors import LauncherEnvironmentError, LaunchError
 from phalanx.system import interfaces
-from phalanx.topology.environment import read_allocated
+from phalanx.topology.readers import expand_node_list, expand_task_counts, read_host_slots
+from phalanx.words import format_count
 
 if TYPE_CHECKING:
     from phalanx.launch.job.mpi_launcher import MpiLauncher
 
-__all__ = [
-    "Allocation",
-    "HostSlots",
-    "Placement",
-    "Rehearsal",
-    "fill_hosts",
-    "find_allocation",
-    "is_here",
-    "launcher_addresses",
-    "parse_address",
-    "parse_hosts",
-    "parse_rehearsal",
-    "read_hostfile",
-]
-
 Placement = Literal["block", "cyclic"]
-# One task on one node, beside whatever runs there, with all that the job has there. ``srun`` hands its standard input
-# on. Ranks must not take the variables of its process manager for theirs.
+# One task on one node, beside whatever runs there, with all that the job has there. Its standard input is handed on.
+# Ranks must not take the variables of its process manager for theirs.
 _SRUN = (
     "srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap --cpu-bind=none --kill-on-bad-exit=0 --export=ALL "
     "--mpi=none --quiet -w"
 )
-# How processes are started on the nodes of an allocation, by the batch system's own program. Without one: by ssh.
-_ALLOCATION_STARTERS = {"": (), "srun": tuple(_SRUN.split()), "blaunch": ("blaunch",)}
+# The variables of a task of mpiexec, or of LSF's jsrun, which it has beside those of the batch system.
+_OF_TASKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK")
+# Slurm numbers steps from 0; those of a batch script and of an interactive shell have numbers from here on.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+# Variables that say how many processes a job has, those that count a host's alone, and values that ask for no others.
+_OF_JOB = (
+    *("PET_NNODES", "SKYPILOT_NUM_NODES", "DSTACK_NODES_NUM", "AWS_BATCH_JOB_NUM_NODES", "NNODES"),
+    *("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+)
+_OF_HOST = ("PET_NPROC_PER_NODE", "SKYPILOT_NUM_GPUS_PER_NODE", "DSTACK_GPUS_PER_NODE", "SLURM_NTASKS", "PBS_TASKNUM")
+_NAME_THEM = "name the nodes: -H h1:4,h2:4"
+_ASK_FOR_NONE = ("", "0", "1", "1:1", "-1")
 
 
 @dataclass(frozen=True)
@@ -54,13 +50,13 @@ class HostSlots:
     slots: int | None = None
 
 
-@dataclass(frozen=True)
-class Allocation:
-    """Hosts that a batch system has allotted, its title for people, and the way to start processes there."""
-
-    title: str
-    hosts: tuple[HostSlots, ...]
-    starter: tuple[str, ...]
+def chosen_hosts(hosts: str | None, hostfile: str | None) -> tuple[HostSlots, ...]:
+    """Read ``--hosts`` or ``--hostfile``, whichever is given; nothing if neither is."""
+    if hosts is not None and hostfile is not None:
+        raise LaunchError("--hosts and --hostfile both say where the ranks run; give one of them")
+    if hosts is not None:
+        return tuple(parse_hosts(hosts))
+    return tuple(read_hostfile(hostfile)) if hostfile is not None else ()
 
 
 def parse_hosts(text: str) -> list[HostSlots]:
@@ -70,10 +66,7 @@ def parse_hosts(text: str) -> list[HostSlots]:
 
 
 def read_hostfile(path: str) -> list[HostSlots]:
-    """Read ``--hostfile``: one host a line, as ``h1``, ``h1:4`` or ``h1 slots=4``; # begins a comment.
-
-    These are the forms of MPICH, Intel MPI, Open MPI (whose ``max_slots`` says nothing here), DeepSpeed and PBS.
-    """
+    """Read ``--hostfile``, as of MPICH, Intel MPI, Open MPI, DeepSpeed and PBS: ``h1``, ``h1:4`` or ``h1 slots=4``."""
     try:
         with open(path, encoding="utf-8") as file:
             lines = file.read().splitlines()
@@ -111,9 +104,8 @@ def _add_up(entries: Iterable[HostSlots], where: str) -> list[HostSlots]:
         if hosts and hosts[-1].name == host.name:
             host = HostSlots(host.name, (hosts.pop().slots or 1) + (host.slots or 1))
         if any(other.name == host.name for other in hosts):
-            raise LaunchError(
-                f"{where}: {host.name} is listed twice; list each host once, with the number of its ranks"
-            )
+            how = "list each host once, with the number of its ranks"
+            raise LaunchError(f"{where}: {host.name} is listed twice; {how}")
         hosts.append(host)
     return hosts
 
@@ -121,8 +113,7 @@ def _add_up(entries: Iterable[HostSlots], where: str) -> list[HostSlots]:
 def fill_hosts(hosts: Sequence[HostSlots], ranks: int | None, ppn: int | None = None) -> list[HostSlots]:
     """Fill each host before the next one; return those that get a rank, each with the number it gets.
 
-    ``ranks``: None for as many as there are slots. ``ppn``: the most ranks that a host may take, and how many it takes
-    if the user did not say.
+    ``ranks``: None for as many as there are slots. ``ppn``: the most of a host, and its number if nobody gave one.
     """
     slots = [min((count for count in (host.slots, ppn) if count), default=1) for host in hosts]
     left = sum(slots) if ranks is None else ranks
@@ -140,21 +131,87 @@ def fill_hosts(hosts: Sequence[HostSlots], ranks: int | None, ppn: int | None = 
     return filled
 
 
+# -- hosts that a batch system has allotted ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Hosts that a batch system has allotted, its title for people, and its program that starts processes there.
+
+    ``starter`` is empty if it has no such program: then processes are started by ssh.
+    """
+
+    title: str
+    hosts: tuple[HostSlots, ...]
+    starter: tuple[str, ...]
+
+
 def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
     """Find the allocation that this process may use as a whole; None if there is none, or it is this host alone.
 
     A process that a launcher has started is a rank, or starts ranks for itself alone, so it has none.
     """
+    slurm, pbs, lsf = (environment.get(name) for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"))
+    step, file = environment.get("SLURM_STEP_ID", ""), environment.get("PBS_NODEFILE", "")
+    listed, slots = environment.get("LSB_DJOB_HOSTFILE", ""), environment.get("LSB_MCPU_HOSTS", "")
+    if slurm and "SLURM_JOB_NODELIST" in environment and not (step.isdigit() and int(step) < _FIRST_SPECIAL_STEP):
+        found = Allocation(f"Slurm's job {slurm}", _slurm_hosts(slurm, environment), tuple(_SRUN.split()))
+    elif any(name in environment for name in _OF_TASKS):
+        return None
+    elif pbs and file:
+        found = Allocation(f"PBS job {pbs}", tuple(read_hostfile(file)), ())
+    elif lsf and (slots or listed):
+        try:
+            named = [HostSlots(*host) for host in read_host_slots("LSB_MCPU_HOSTS", slots)] if slots else None
+        except LauncherEnvironmentError as error:
+            raise LaunchError(f"the hosts of LSF's job {lsf} cannot be read: {error}; {_NAME_THEM}") from None
+        found = Allocation(f"LSF's job {lsf}", tuple(named or read_hostfile(listed)), ("blaunch",))
+    else:
+        return None
+    return None if len(found.hosts) == 1 and interfaces.is_own_name(found.hosts[0].name) else found
+
+
+def _slurm_hosts(job: str, environment: Mapping[str, str]) -> tuple[HostSlots, ...]:
+    nodes, tasks = environment["SLURM_JOB_NODELIST"], environment.get("SLURM_TASKS_PER_NODE", "")
     try:
-        read = read_allocated(environment)
+        names = expand_node_list("SLURM_JOB_NODELIST", nodes)
+        counts = expand_task_counts("SLURM_TASKS_PER_NODE", tasks) if tasks else [1] * len(names)
     except LauncherEnvironmentError as error:
-        raise LaunchError(f"{error}; name the nodes: -H h1:4,h2:4") from None
-    if read is None:
-        return None
-    hosts = tuple(HostSlots(name, count) for name, count in read.nodes) or tuple(read_hostfile(read.file))
-    if len(hosts) == 1 and interfaces.is_own_name(hosts[0].name):
-        return None
-    return Allocation(read.title, hosts, _ALLOCATION_STARTERS[read.program])
+        raise LaunchError(f"the nodes of Slurm's job {job} cannot be read: {error}; {_NAME_THEM}") from None
+    if len(counts) != len(names):
+        raise LaunchError(
+            f"Slurm's job {job} has {len(names)} nodes (SLURM_JOB_NODELIST={nodes}) and tasks for {len(counts)} "
+            f"(SLURM_TASKS_PER_NODE={tasks}); {_NAME_THEM}"
+        )
+    return tuple(map(HostSlots, names, counts))
+
+
+def share_allocation(hosts: Sequence[HostSlots], ranks: int | None, ppn: int | None) -> tuple[HostSlots, ...]:
+    """Say how many ranks each host of a batch system takes: it was asked for hosts, and phalanx run for ranks there."""
+    if ppn is not None:
+        return tuple(HostSlots(host.name) for host in hosts)
+    if ranks is not None and ranks > sum(host.slots or 1 for host in hosts):
+        return tuple(HostSlots(host.name, -(-ranks // len(hosts))) for host in hosts)
+    return tuple(hosts)
+
+
+def is_allocated(environment: Mapping[str, str]) -> bool:
+    """Return whether this process belongs to a job of a batch system that gives each node devices of its own."""
+    return any(name in environment for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"))
+
+
+def note_ignored(environment: Mapping[str, str], ranks: int | None) -> str:
+    """Make a note on variables that ask for processes which ``phalanx run`` does not start, given -n; else empty."""
+    of_tasks = [name for name in environment if re.fullmatch(r"VC_\w+_NUM", name)]  # pods of each task of Volcano
+    names = (*_OF_JOB, *of_tasks, *(_OF_HOST if ranks is None else ()))
+    asked = ", ".join(f"{name}={environment[name]}" for name in names if environment.get(name, "") not in _ASK_FOR_NONE)
+    return asked and (
+        f"{asked}: phalanx run ignores that, and starts {format_count(ranks or 1, 'rank')} on this host. Say how many "
+        "with -n 2, and where with -H h1:2,h2:2; or, if it is called on every node, with --nnodes and --node-rank"
+    )
+
+
+# -- where hosts are, and the way back -----------------------------------------------------------------
 
 
 def is_here(name: str, *, starter: bool = False) -> bool:
@@ -210,19 +267,20 @@ def launcher_addresses(
         return addresses[:1]
     if interfaces.is_loopback(addresses[0]):
         there = interfaces.describe_interfaces()
-        raise LaunchError(
-            f"other hosts cannot reach this one; name the way there by --interface, or --address: {there}"
-        )
+        how = f"name the way there by --interface, or --address: {there}"
+        raise LaunchError(f"other hosts cannot reach this one; {how}")
     return addresses
+
+
+# -- hosts that do not exist ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Rehearsal:
     """Hosts that do not exist: all ranks run here, with the variables that a launcher sets on such hosts.
 
-    Devices are the CPU, and groups that span hosts share memory, because Gloo among hundreds of ranks on a few cores
-    would measure the rehearsal and not the program. ``hosts`` are the counts of ranks, by node rank, and ``given`` is
-    what the user wrote.
+    Groups that span hosts share memory, because Gloo among hundreds of ranks on a few cores would measure the rehearsal
+    and not the program. ``hosts`` are the counts of ranks, by node rank, and ``given`` is what the user wrote.
     """
 
     hosts: tuple[int, ...]

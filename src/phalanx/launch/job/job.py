@@ -27,8 +27,6 @@ from phalanx.topology.table import RankRow
 from phalanx.wire.key import new_key
 from phalanx.words import format_count
 
-__all__ = ["Job", "make_job", "next_attempt"]
-
 # After Ctrl-C somebody waits at the terminal. After SIGTERM or SIGHUP a batch system ends the job, and ranks may be
 # writing a checkpoint. After a failure (None) the ranks are out of step, and most of them can only fail too.
 _GRACE_S: dict[int | None, float] = {signal.SIGINT: 1.0, signal.SIGTERM: 30.0, signal.SIGHUP: 30.0, None: 5.0}
@@ -40,7 +38,6 @@ class Job(LaunchOptions):
 
     Attributes:
         run_id: a name that no other job has; ``PHALANX_RUN_ID`` in the ranks.
-        host: this machine's name.
         cores: how many all ranks together may use.
         threads: ``OMP_NUM_THREADS`` of each rank; empty if that depends on the cores of other hosts.
         addresses: those at which ranks may reach the launcher, and the store; an agent knows which one they can.
@@ -65,12 +62,12 @@ class Job(LaunchOptions):
 
     @property
     def is_local(self) -> bool:
-        """Tell whether all ranks are of this host, and no MPI launcher starts them: their agent is forked here."""
+        """Whether all ranks are of this host, and no MPI launcher starts them: their agent is forked here."""
         return self.mpi is None and not self.hosts and self.nodes is None
 
     @property
     def keeps_agents(self) -> bool:
-        """Tell whether its agents stay from one attempt to the next."""
+        """Whether its agents stay from one attempt to the next."""
         return self.is_local or self.nodes is not None
 
     def patience_s(self, signum: int | None) -> float:
@@ -130,23 +127,18 @@ class Job(LaunchOptions):
         """Return the variables added to the environment of ``rank``: all those that torchrun sets, and Phalanx's own.
 
         ``port`` is that of the store; if the target is not Python, there is none, and rank 0 may listen there.
+        ``rows`` is the table of all ranks once their places are known.
         """
-        if rows is None and self.is_local:
-            rows = self.rows()
-        local_rank, node_rank, beside, nodes, threads = rank, 0, self.ranks, 1, self.threads
-        if rows is not None:
-            local_rank, node_rank = rows[rank].local_rank, rows[rank].node_rank
-            beside = sum(row.node_rank == node_rank for row in rows)
-            nodes = 1 + max(row.node_rank for row in rows)
-            threads = self.threads or str(rows[rank].threads or 1)
+        rows = self.rows() if rows is None else rows
+        node_rank = rows[rank].node_rank
         keeps_store = self.target.is_python or not self.is_local
         variables = {
             "RANK": rank,
-            "LOCAL_RANK": local_rank,
+            "LOCAL_RANK": rows[rank].local_rank,
             "WORLD_SIZE": self.ranks,
-            "LOCAL_WORLD_SIZE": beside,
+            "LOCAL_WORLD_SIZE": sum(row.node_rank == node_rank for row in rows),
             "GROUP_RANK": node_rank,
-            "GROUP_WORLD_SIZE": nodes,
+            "GROUP_WORLD_SIZE": 1 + max(row.node_rank for row in rows),
             "ROLE_RANK": rank,
             "ROLE_NAME": "default",
             "ROLE_WORLD_SIZE": self.ranks,
@@ -160,7 +152,7 @@ class Job(LaunchOptions):
             "TORCHELASTIC_USE_AGENT_STORE": keeps_store,
             "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-            "OMP_NUM_THREADS": threads,
+            "OMP_NUM_THREADS": self.threads or rows[rank].threads or 1,
             settings.RUN_ID: self.run_id,
             settings.DIRECTORY: own_folder(),
             # With this variable phalanx.init() does not print the table a second time.
@@ -203,11 +195,12 @@ class Job(LaunchOptions):
                 f"ranks of this one, and node 0 at {self.nodes.where} numbers all"
             )
         warnings += filter(None, [self.output.note(self.ranks)])
-        if (misplaced := count_after_target(self.target.argv[1:])) and not self.counted:
+        if self.counted:
+            return warnings
+        if misplaced := count_after_target(self.target.argv[1:]):
             meant = f"phalanx run {misplaced} {self.target.name} …"
             warnings.append(f"one rank runs, and {misplaced} is an argument of the program; did you mean {meant}?")
-        devices = count_devices()
-        if not self.counted and self.is_local and devices > 1 and self.device_of(0) != "cpu":
+        if self.is_local and (devices := count_devices()) > 1 and self.device_of(0) != "cpu":
             warnings.append(
                 f"this machine has {devices} accelerators, and one rank uses one of them: phalanx run -n {devices} …"
             )
@@ -215,11 +208,7 @@ class Job(LaunchOptions):
 
 
 def make_job(options: LaunchOptions, target: Target, environment: Mapping[str, str] = os.environ) -> Job:
-    """Decide everything about a job; the user's own settings are read in ``environment``.
-
-    Raises:
-        LaunchError: something that was asked for is not possible here, or two options contradict each other.
-    """
+    """Decide everything about a job, or raise LaunchError; the user's own settings are read in ``environment``."""
     _check_alone(options, environment)
     hosts = tuple(fill_hosts(options.hosts, options.ranks, options.ppn)) if options.hosts else ()
     here: list[str] = []
@@ -289,10 +278,11 @@ def _check_alone(options: LaunchOptions, environment: Mapping[str, str]) -> None
     if device is None:
         device = environment.get(settings.DEVICE) or None
         said = f"{settings.DEVICE}={device}"
-    if device is not None and not re.fullmatch(r"[a-z]+[0-9]?(:[0-9]+)?", device):
-        raise LaunchError(DeviceError.not_a_device(said))
-    if device is not None and (other := _OTHER_DEVICE_NAMES.get(device.partition(":")[0])):
-        raise LaunchError(f"{said}: torch calls such a device {other}; write that")
+    if device is not None:
+        if not re.fullmatch(r"[a-z]+[0-9]?(:[0-9]+)?", device):
+            raise LaunchError(DeviceError.not_a_device(said))
+        if other := _OTHER_DEVICE_NAMES.get(device.partition(":")[0]):
+            raise LaunchError(f"{said}: torch calls such a device {other}; write that")
     if options.mpi is not None and options.bind != "none":
         from phalanx.launch.job.mpi_launcher import how_to_bind
 

@@ -1,13 +1,12 @@
 """Choose how ranks that compute on the CPU get memory, and whether they give back what they free.
 
-A training step frees and allocates the same large tensors again and again. glibc returns each block above 32 MiB to the
-kernel, so the next step pays for every page of it anew; on virtual machines that costs several times what copying the
-data costs. ``huge``, the default, has torch's allocator ask for pages of 2 MiB, so there are about ten times fewer page
-faults. ``keep`` also has malloc serve large blocks from its heap and keep them: if sizes change from step to step, the
-heap is fragmented, and the peak grows by a third. ``benchmarks/memory.py`` measures both.
+glibc returns each block above 32 MiB to the kernel, so a training step that allocates its large tensors again pays for
+every page anew. ``huge``, the default, has torch's allocator ask for pages of 2 MiB: a tenth of the page faults.
+``keep`` also has malloc keep large blocks in its heap: if sizes change from step to step, the heap is fragmented, and
+the peak grows by a third. ``benchmarks/memory.py`` measures both.
 
-Both are variables, so that a program that a rank starts has them as well. glibc reads its own when a program starts,
-and a forked rank has started long ago: there :func:`apply_to_this_process` says the same to the running allocator.
+Both are variables, so that a program that a rank starts has them as well. glibc reads its own when a program starts; to
+the allocator of a forked rank :func:`apply_to_this_process` says the same.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ import contextlib
 import ctypes
 from collections.abc import Mapping
 from typing import Literal
-
-__all__ = ["Mode", "apply_to_this_process", "variables"]
 
 Mode = Literal["huge", "keep", "return"]
 

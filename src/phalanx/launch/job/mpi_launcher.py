@@ -1,4 +1,4 @@
-"""Know the MPI launchers that can start Phalanx's ranks: a row each, with everything in which they differ.
+"""Know the MPI launchers that can start Phalanx's ranks, and everything in which they differ.
 
 Every MPI calls its launcher ``mpiexec``, so the program is asked for its version instead of being known by its name. A
 launcher's own defaults stay as they are where the user may have configured them (binding, network, how it reaches other
@@ -13,9 +13,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from phalanx import settings
 from phalanx.errors import LauncherEnvironmentError, LaunchError
@@ -51,100 +51,29 @@ _HYDRA_ABORT = re.compile(rb"^Abort\((-?\d+)\)(?: on node \d+[^\n:]*: (Fatal err
 _CARRIED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
-def _counts(hosts: Sequence[HostSlots]) -> str:
-    return ",".join(f"{host.name}:{host.slots}" for host in hosts)
+class _Kind(NamedTuple):
+    """A kind of MPI launcher: its name, its answer to ``--version``, and its row in the table of launchers."""
 
-
-def _carry() -> list[str]:
-    there = [settings.MPI_JOIN, *(name for name in _CARRIED if name in os.environ)]
-    return [word for name in there for word in ("-x", name)]
-
-
-def _open_mpi_environment() -> dict[str, str]:
-    own = {
-        # As under the built-in launcher, more ranks than cores are allowed. Version 5 reads the first, 4 the second.
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    }
-    if os.geteuid() == 0:
-        # It refuses to run for root, but root has already decided to run a job: the built-in launcher does not ask.
-        own |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return own
-
-
-def _slurm_hosts(hosts: Sequence[HostSlots], _: str) -> list[str]:
-    each = {host.slots for host in hosts[:-1]} or {hosts[-1].slots}
-    last = hosts[-1].slots or 0
-    if len(each) > 1 or last > (most := max(count or 0 for count in each)):
-        raise LaunchError(
-            "srun places equally many ranks on every host; make the numbers in --hosts equal, or start the ranks "
-            "with the mpiexec of your MPI"
-        )
-    names = ",".join(host.name for host in hosts)
-    return [f"--nodelist={names}", f"--nodes={len(hosts)}", f"--ntasks-per-node={most}", "--distribution=block"]
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One MPI launcher.
-
-    Attributes:
-        answer: how its answer to ``--version`` looks; the first group is the version.
-        name: what it is called before its version.
-        supported: the programs that this row is for, as an error lists them.
-        row: its row in the table of launchers, which reads a process's rank from the variables that it sets.
-        on_hosts: the options that start ranks on these hosts; the second argument is the path of a file of hosts.
-        always: options that it always needs.
-    """
-
-    answer: str
     name: str
-    supported: str
+    answer: str  # the first group is the version
     row: Launcher
-    on_hosts: Callable[[Sequence[HostSlots], str], list[str]]
-    always: Callable[[], list[str]] = list
 
 
-# The rows are tried in this order; Intel MPI comes before MPICH because its mpiexec is a Hydra too.
-_ROWS = {
-    "intel": _Row(
-        answer=r"Intel\(R\) MPI Library.*?Version (\S+)",
-        name="Intel MPI",
-        supported="the mpiexec of Intel MPI",
-        row=MPICH,
-        # Not -hosts, because it applies the counts to the hosts in another order than they are written in.
-        on_hosts=lambda _, host_list: ["-machinefile", host_list],
-    ),
-    "mpich": _Row(
-        answer=r"HYDRA build details.*?Version:\s+(\S+)",
-        name="Hydra (MPICH)",
-        supported="the mpiexec of MPICH and MVAPICH (Hydra)",
-        row=MPICH,
-        on_hosts=lambda hosts, _: ["-hosts", _counts(hosts)],
-    ),
-    "openmpi": _Row(
-        answer=r"\(Open MPI\) (([4-9]|\d\d)\S*)",
-        name="Open MPI",
-        supported="the mpiexec of Open MPI 4 or newer",
-        row=OPENMPI,
-        # By slot, because its default for more than two ranks deals them out over sockets first.
-        on_hosts=lambda hosts, _: ["--host", _counts(hosts), "--map-by", "slot:OVERSUBSCRIBE"],
-        always=_carry,
-    ),
-    "slurm": _Row(
-        answer=r"^(slurm(?:-wlm)? \d\S*)",
-        name="",
-        supported="srun",
-        row=SLURM,
-        on_hosts=_slurm_hosts,
-        always=lambda: ["--export=ALL", "--kill-on-bad-exit=0"],
-    ),
+# The kinds are tried in this order; Intel MPI comes before MPICH because its mpiexec is a Hydra too.
+_KINDS = {
+    "intel": _Kind("Intel MPI", r"Intel\(R\) MPI Library.*?Version (\S+)", MPICH),
+    "mpich": _Kind("Hydra (MPICH)", r"HYDRA build details.*?Version:\s+(\S+)", MPICH),
+    "openmpi": _Kind("Open MPI", r"\(Open MPI\) (([4-9]|\d\d)\S*)", OPENMPI),
+    "slurm": _Kind("", r"^(slurm(?:-wlm)? \d\S*)", SLURM),
 }
+_SUPPORTED = (
+    "the mpiexec of Intel MPI, the mpiexec of MPICH and MVAPICH (Hydra), the mpiexec of Open MPI 4 or newer, srun"
+)
 
 
 @dataclass(frozen=True)
 class MpiLauncher:
-    """An MPI launcher that is installed here: its row, its name and version, its program, and the user's options."""
+    """An MPI launcher that is installed here: its kind, its name and version, its program, and the user's options."""
 
     kind: str
     title: str
@@ -169,13 +98,50 @@ class MpiLauncher:
 
         No ``hosts``: the launcher chooses. ``host_list`` is the path of a file with a line ``name:count`` for each.
         """
-        row = _ROWS[self.kind]
-        place = row.on_hosts(hosts, host_list) if hosts else []
-        return [self.path, *self.options, *row.always(), *place, "-n", str(ranks), *program]
+        counts = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+        always, place = list[str](), list[str]()
+        match self.kind:
+            case "intel":
+                # Not -hosts, because it applies the counts to the hosts in another order than they are written in.
+                place = ["-machinefile", host_list]
+            case "mpich":
+                place = ["-hosts", counts]
+            case "openmpi":
+                carried = [settings.MPI_JOIN, *(name for name in _CARRIED if name in os.environ)]
+                always = [word for name in carried for word in ("-x", name)]
+                # By slot, because its default for more than two ranks deals them out over sockets first.
+                place = ["--host", counts, "--map-by", "slot:OVERSUBSCRIBE"]
+            case "slurm":
+                always = ["--export=ALL", "--kill-on-bad-exit=0"]
+                place = _slurm_hosts(hosts) if hosts else []
+        return [self.path, *self.options, *always, *(place if hosts else ()), "-n", str(ranks), *program]
 
     def environment(self) -> dict[str, str]:
         """Return what is added to the launcher's own environment, unless the user has set them otherwise."""
         return _open_mpi_environment() if self.kind == "openmpi" else {}
+
+
+def _slurm_hosts(hosts: Sequence[HostSlots]) -> list[str]:
+    most = max(host.slots or 0 for host in hosts)
+    if any(host.slots != most for host in hosts[:-1]):
+        raise LaunchError(
+            "srun places equally many ranks on every host; make the numbers in --hosts equal, or start the ranks "
+            "with the mpiexec of your MPI"
+        )
+    names = ",".join(host.name for host in hosts)
+    return [f"--nodelist={names}", f"--nodes={len(hosts)}", f"--ntasks-per-node={most}", "--distribution=block"]
+
+
+def _open_mpi_environment() -> dict[str, str]:
+    own = {
+        # As under the built-in launcher, more ranks than cores are allowed. Version 5 reads the first, 4 the second.
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    }
+    if os.geteuid() == 0:
+        # It refuses to run for root, but root has already decided to run a job: the built-in launcher does not ask.
+        own |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return own
 
 
 def find_mpi_launcher(command: str) -> MpiLauncher:
@@ -212,42 +178,38 @@ def find_mpi_launcher(command: str) -> MpiLauncher:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"--mpi {name}: {path} --version did not work: {error}") from error
     said = done.stdout + done.stderr
-    for kind, row in _ROWS.items():
-        if answer := re.search(row.answer, said, re.DOTALL):
-            return MpiLauncher(kind, f"{row.name} {answer[1]}".strip(), os.path.abspath(path), options)
+    for kind, known in _KINDS.items():
+        if answer := re.search(known.answer, said, re.DOTALL):
+            return MpiLauncher(kind, f"{known.name} {answer[1]}".strip(), os.path.abspath(path), options)
     raise LaunchError(
         f"--mpi {name}: {path} is not a launcher that Phalanx knows (its answer to --version is: "
-        f"{said.strip().partition(chr(10))[0] or 'nothing'}). Supported are "
-        f"{', '.join(row.supported for row in _ROWS.values())}. With any other, start the script by it directly: "
-        f"{name} -n 4 python train.py"
+        f"{said.strip().partition(chr(10))[0] or 'nothing'}). Supported are {_SUPPORTED}. With any other, start the "
+        f"script by it directly: {name} -n 4 python train.py"
     )
 
 
-def place_of(kind: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Read the place that an MPI launcher gave to a process: ``rank``, ``size``, ``beside``.
-
-    ``beside`` is the number of ranks on the process's host; 0 if the launcher does not say.
+def place_of(kind: str, environment: Mapping[str, str]) -> tuple[int, int]:
+    """Read the rank and the world size that an MPI launcher gave to a process.
 
     Raises:
         LaunchError: a variable is missing or not a number, so the launcher is another one than it said it was.
     """
-    row = _ROWS[kind].row
-    found = {}
-    for name, column in (("rank", "rank"), ("size", "world_size"), ("beside", "local_world_size")):
-        reader = row.readers.get(column)
+    found = []
+    for column in ("rank", "world_size"):
+        reader = _KINDS[kind].row.readers[column]
         try:
-            finding = reader(environment) if reader is not None else None
+            finding = reader(environment)
         except LauncherEnvironmentError as error:
             raise LaunchError(f"the MPI launcher set {error}; is it another MPI's?") from None
-        if finding is None and reader is not None and name != "beside":
+        if finding is None:
             raise LaunchError(f"the MPI launcher did not set {reader.names}; is it another MPI's?")
-        found[name] = 0 if finding is None else int(finding.value)
-    return found
+        found.append(int(finding.value))
+    return found[0], found[1]
 
 
 @dataclass(frozen=True)
 class Abort:
-    """Find what a process printed that ended its job by MPI; ``by_mpi``: an error inside MPI, not MPI_Abort."""
+    """The line that a process printed as it ended its job by MPI; ``by_mpi``: an error inside MPI, not MPI_Abort."""
 
     text: str
     code: int

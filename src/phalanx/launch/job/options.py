@@ -21,17 +21,6 @@ from phalanx.words import format_count
 if TYPE_CHECKING:
     from phalanx.launch.job.mpi_launcher import MpiLauncher
 
-__all__ = [
-    "COUNTED_HERE",
-    "FAILURE_FILE",
-    "Attempt",
-    "Diagnosis",
-    "LaunchOptions",
-    "OutputOptions",
-    "count_ranks",
-    "decide_output",
-]
-
 #: Where ``--log-dir`` has what was printed when its job failed last.
 FAILURE_FILE = "failure.txt"
 #: The words of ``-n`` for which the accelerators or cores of this machine are counted.
@@ -143,7 +132,7 @@ def decide_output(log_dir: str | None, *, tee: bool, only: str | None) -> Output
         raise LaunchError("--tee shows what goes to the files of --log-dir; add --log-dir DIR, or leave --tee out")
     if tee and only is not None:
         raise LaunchError(f"--tee shows all ranks and --only {only} some; leave one of them out")
-    if log_dir is not None and not log_dir:
+    if log_dir == "":
         raise LaunchError("--log-dir: the name of the folder is empty")
     if only is None:
         return OutputOptions(log_dir or "", () if log_dir and not tee else None)
@@ -168,8 +157,7 @@ class LaunchOptions:
         starter: the program that starts a command on another host, and its arguments; empty for ssh.
         addresses: those at which ranks on other hosts reach this one; empty to find them out.
         named: the variables of -x, which go to other hosts whatever they are.
-        reader: the rank of --stdin.
-        debugged: the rank of --debug.
+        reader, debugged: the ranks of --stdin and --debug.
     """
 
     ranks: int | None = None

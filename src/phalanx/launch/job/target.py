@@ -1,10 +1,9 @@
 """Find and compile the target of a job: a Python script, a Python module, or any other program.
 
-The launcher must know which before it starts anything: a Python target is compiled once and run in processes that have
-imported torch already, any other program is exec'd; and a mistyped name should cost the user one line, not one
-traceback from each rank. These count as Python:
+A Python target is compiled once, and run in processes that have imported torch already; any other program is exec'd. A
+mistyped name costs the user one line, not a traceback of each rank. These count as Python:
 
-- a file named ``.py``, ``.pyw`` or ``.pyc``;
+- a file named ``.py``;
 - a directory or a zip archive with a ``__main__.py``;
 - a file whose first line names the Python interpreter that is running now, or one that ``env`` is to find. A script
   that names another interpreter, such as that of another environment, is executed with that one.
@@ -19,16 +18,14 @@ import shutil
 import sys
 import traceback
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder, SourcelessFileLoader
+from importlib.machinery import ModuleSpec, PathFinder
 from types import CodeType, ModuleType
 from typing import Literal
 
 from phalanx.errors import LaunchError
 from phalanx.words import did_you_mean
 
-__all__ = ["Refusal", "Target", "compile_target", "find_target", "prepare_target"]
-
-Kind = Literal["script", "bytecode", "archive", "module", "program", "function"]
+Kind = Literal["script", "archive", "module", "program", "function"]
 
 
 class Refusal(Exception):
@@ -46,8 +43,7 @@ class Target:
     Attributes:
         kind: ``archive`` is a directory or zip file with a ``__main__.py``, ``program`` anything the kernel can
             execute, ``function`` one of a running interpreter, by ``phalanx.launch()``.
-        name: the name that the user typed.
-        path: the absolute path of the file, directory or archive.
+        name: the name that the user typed; ``path`` is absolute.
         argv: ``sys.argv`` as the target will see it.
         search_path: the first entry of ``sys.path``; empty for a program.
     """
@@ -65,11 +61,7 @@ class Target:
 
 
 def find_target(name: str, arguments: tuple[str, ...] = (), *, module: bool = False) -> Target:
-    """Decide what ``name`` is: a file, a directory, a program on PATH, or with ``module`` one, as for ``python -m``.
-
-    Raises:
-        LaunchError: nothing of that name can be run. The message says what was searched, and where.
-    """
+    """Decide what ``name`` is: a file, a directory, a program on PATH, or with ``module`` one, as for ``python -m``."""
     if any(word == ":" and after.startswith("-") for word, after in zip((name, *arguments), arguments, strict=False)):
         raise LaunchError("':' begins a second program; a job here has one for all ranks, which may ask for its rank")
     if module:
@@ -117,10 +109,8 @@ def _classify(name: str, path: str, arguments: tuple[str, ...]) -> Target:
         if PathFinder.find_spec("__main__", [absolute]) is None:
             raise LaunchError(f"{name}: is a directory without a __main__.py, so there is nothing to run in it")
         return Target("archive", name, absolute, argv, absolute)
-    if path.endswith((".py", ".pyw")):
+    if path.endswith(".py"):
         return Target("script", name, absolute, argv, beside)
-    if path.endswith(".pyc"):
-        return Target("bytecode", name, absolute, argv, beside)
     # A file that is executable but not readable is a program.
     if os.path.isfile(path) and os.access(path, os.R_OK):
         with open(path, "rb") as file:
@@ -161,35 +151,30 @@ def _current_folder() -> str:
 
 
 def _find_module(name: str, folder: str) -> ModuleSpec | None:
-    """Find what ``python -m name`` would run: a module, or the ``__main__`` of a package.
+    """Find what ``python -m name`` would run: a module, the ``__main__`` of a package, or a package that has none.
 
     Nothing is imported, because only ranks may run the user's code. Empty modules stand in for the parent packages,
     which finders look up among the imported modules.
-
-    Returns:
-        The module's spec; the package's if it has no ``__main__``; None if there is no such module.
     """
     before = sys.path
     # The first entry is the folder of the launcher's own script, which is not the target's.
     has_own = not (getattr(sys.flags, "safe_path", False) or sys.flags.isolated)
     sys.path = [folder, *sys.path[has_own:]]
     stand_ins = []
-    spec: ModuleSpec | None = None
-    full = ""
+    found: ModuleSpec | None = None
+    parts = name.split(".")
     try:
-        for part in name.split("."):
-            full = f"{full}.{part}" if full else part
-            spec = importlib.util.find_spec(full)
-            if spec is None:
+        for full in (".".join(parts[: count + 1]) for count in range(len(parts))):
+            found = importlib.util.find_spec(full)
+            if found is None:
                 return None
             if full not in sys.modules:
                 stand_in = sys.modules[full] = ModuleType(full)
                 stand_ins.append(full)
-                if spec.submodule_search_locations is not None:
-                    stand_in.__path__ = spec.submodule_search_locations
-        if spec is not None and spec.submodule_search_locations is not None:
-            return importlib.util.find_spec(f"{name}.__main__") or spec
-        return spec
+                if found.submodule_search_locations is not None:
+                    stand_in.__path__ = found.submodule_search_locations
+        is_package = found is not None and found.submodule_search_locations is not None
+        return importlib.util.find_spec(f"{name}.__main__") or found if is_package else found
     except (ImportError, ValueError):
         return None  # a parent is no package, or a part of the name is empty
     finally:
@@ -199,27 +184,15 @@ def _find_module(name: str, folder: str) -> ModuleSpec | None:
 
 
 def compile_target(target: Target) -> tuple[CodeType | None, ModuleSpec | None]:
-    """Compile a Python target, once for all ranks.
+    """Compile a Python target, once for all ranks; return its code, and the future ``__main__.__spec__``.
 
-    Returns:
-        The code, and the future ``__main__.__spec__``, which is None for a plain script, as with ``python script``.
-        Both are None for a program and for a function.
-
-    Raises:
-        SyntaxError: the target is not valid Python.
-        OSError: it could not be read.
-        LaunchError: it has no code that this Python can run.
+    That is None for a plain script, as with ``python script``. Both are None for a program and for a function.
     """
     if target.kind in ("program", "function"):
         return None, None
     if target.kind == "script":
         with open(target.path, "rb") as file:
             return compile(file.read(), target.path, "exec", dont_inherit=True), None
-    if target.kind == "bytecode":
-        try:
-            return SourcelessFileLoader("__main__", target.path).get_code("__main__"), None
-        except ImportError:
-            raise LaunchError(f"{target.name}: was compiled by another version of Python; run its source") from None
     if target.kind == "archive":
         spec = PathFinder.find_spec("__main__", [target.path])
     else:

@@ -50,7 +50,9 @@ class HeldSignals:
         waits = time.monotonic() < self._until
         held, self._held = [(rank, signum) for rank, signum in dict.fromkeys(self._held) if rank in pids], []
         for rank, signum in held:
-            if waits and not processes.handles(pids[rank], signum):
+            sets = processes.signal_sets(pids[rank], signum)
+            handled = "SigIgn" in sets or ("SigCgt" in sets and "SigBlk" not in sets)
+            if waits and not handled:
                 self._held.append((rank, signum))
             else:
                 with contextlib.suppress(PermissionError):  # it has become a program of another user

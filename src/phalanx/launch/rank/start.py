@@ -29,8 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TextIO, cast
 
-from phalanx import settings
-from phalanx.diagnosis.ends import learn_by, learn_elsewhere_by, tell_of_exit
+from phalanx.diagnosis.ends import learn_by, tell_of_exit
 from phalanx.diagnosis.recorder import keep_in
 from phalanx.diagnosis.stacks import publish_by
 from phalanx.errors import PhalanxError
@@ -43,7 +42,6 @@ from phalanx.launch.rank.trace import (
     Stage,
     advance,
     how_ended,
-    how_ended_elsewhere,
     note_asked,
     open_own,
     place_of_recorder,
@@ -151,8 +149,6 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     publish_by(note_asked)
     keep_in(place_of_recorder)
     learn_by(how_ended)
-    if settings.AGENT in os.environ:
-        learn_elsewhere_by(how_ended_elsewhere)
 
 
 def _stream(stream: TextIO | None, descriptor: int, mode: str) -> TextIO:

@@ -247,7 +247,7 @@ class Trace:
         """Have a rank write its stack; whether it can. The caller is its parent and has not reaped it."""
         number = os.pread(self.descriptor, 4, part * _PART + 4)
         # A process without the handler, such as a program that the rank has become, would be ended by the signal.
-        if not any(number) or not processes.catches(pid, STACK_SIGNAL):
+        if not any(number) or not processes.signal_sets(pid, STACK_SIGNAL):
             return False
         if not _is_trace(pid, int.from_bytes(number, "little"), self._run_id):
             return False
@@ -316,7 +316,8 @@ class StackRequest:
             return False
         # A stack is written in many small pieces, by the signal's handler, and the signal is blocked until it returns;
         # or for good, by a rank whose other thread handles it.
-        if processes.blocks(pid, STACK_SIGNAL) and now - self._seen_at.setdefault(part, now) < _FINISH_S:
+        is_writing = "SigBlk" in processes.signal_sets(pid, STACK_SIGNAL)
+        if is_writing and now - self._seen_at.setdefault(part, now) < _FINISH_S:
             return False
         self._ends[part] = self._trace.end(part)
         written = os.pread(self._trace.descriptor, self._ends[part] - begin, begin).decode(errors="replace")

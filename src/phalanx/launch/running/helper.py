@@ -16,7 +16,7 @@ from typing import Any
 from phalanx.errors import LaunchError
 from phalanx.launch.running.jobs import RunningJob, find_job
 from phalanx.launch.running.watching import ask_launcher
-from phalanx.launch.starters.helping import serve
+from phalanx.launch.starters.helpers import serve
 
 __all__: list[str] = []
 

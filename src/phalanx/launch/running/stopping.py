@@ -99,7 +99,7 @@ def _has_ended_within(process: int, patience_s: float) -> bool:
 
 def _ends_by_itself(launcher: int, job: RunningJob, *, at_once: bool, say: Callable[[str], None]) -> bool:
     """Ask the launcher to end its job; whether it has, and has ended itself."""
-    heard = [signum for signum in _ASKED_BY if not processes.ignores(job.pid, signum)]
+    heard = [signum for signum in _ASKED_BY if "SigIgn" not in processes.signal_sets(job.pid, signum)]
     state = processes.state_of(job.pid)
     if state == "T":
         say(f"its launcher (pid {job.pid}) is stopped (state T); it is continued, so that it can end the job")
@@ -113,7 +113,7 @@ def _ends_by_itself(launcher: int, job: RunningJob, *, at_once: bool, say: Calla
         return _ends_in_order(launcher, job, say)
     # A launcher that was asked kills its ranks at Ctrl-C, if it has taken the first signal by then.
     until = time.monotonic() + _TAKEN_S
-    while time.monotonic() < until and processes.awaits_signal(job.pid, heard[0]):
+    while time.monotonic() < until and processes.signal_sets(job.pid, heard[0]) & {"SigPnd", "ShdPnd"}:
         if _has_ended_within(launcher, _LOOK_S):  # its end is an event; that it has taken a signal is none
             return True
     if _has_ended_within(launcher, 0.1):

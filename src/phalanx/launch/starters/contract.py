@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from phalanx.launch.output.failure import Failure
-    from phalanx.launch.protocol import Printed, Unstarted
     from phalanx.launch.roster import AgentState
 
 __all__ = ["Starter"]
@@ -17,11 +16,8 @@ __all__ = ["Starter"]
 class Starter(ABC):
     """Starts the agents of one attempt, and sees them out.
 
-    A starter gives the supervisor each agent's link (``Supervisor.admit``); one that does not know beforehand where the
-    ranks are calls ``Supervisor.all_here`` when all agents have come.
-
-    Attributes:
-        agents: they, in the order of their ranks.
+    A starter gives the supervisor each agent's link (``Links.admit``); one that does not know beforehand where the
+    ranks are calls ``Supervisor.all_here`` when all agents have come. ``agents`` are in the order of their ranks.
     """
 
     agents: Sequence[AgentState]
@@ -46,9 +42,6 @@ class Starter(ABC):
         """
         return ()
 
-    def hear(self, event: Printed | Unstarted) -> None:  # noqa: B027 - optional
-        """Take what an agent says of those that it starts."""
-
     def has_ranks(self) -> bool:
         """Tell whether there may be ranks although no agent has said so yet."""
         return False
@@ -56,10 +49,6 @@ class Starter(ABC):
     def is_gone(self) -> bool:
         """Tell whether what has started the agents has ended, so that their loss is no fault of their own."""
         return False
-
-    def one_of_each_host(self) -> Sequence[AgentState]:
-        """Choose an agent of each host, of those that are there."""
-        return [agent for agent in self.agents if agent.link is not None]
 
     @abstractmethod
     def describe_lost(self, agent: AgentState, *, silent: bool) -> tuple[str, int]:
@@ -70,10 +59,8 @@ class Starter(ABC):
             silent: whether its host does not answer any more.
         """
 
-    def on_lost(self, agent: AgentState) -> None:  # noqa: B027 - optional
-        """End what a lost agent has left, as far as its host can be reached."""
-
-    def give_up(self, agent: AgentState) -> None:  # noqa: B027 - optional
+    @abstractmethod
+    def give_up(self, agent: AgentState) -> None:
         """End an agent that did not end its ranks in time."""
 
     def explain(self, failures: Sequence[Failure]) -> tuple[str, int] | None:

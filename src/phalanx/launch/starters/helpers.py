@@ -1,4 +1,8 @@
-"""Helpers on other hosts, for a command that a user runs here: started, asked, ended."""
+"""Helpers on other hosts, for a command that a user runs here.
+
+:class:`Helper` starts one, asks it and ends it; it answers by :func:`serve`. A question is a JSON object on a line, of
+which ``do`` names the answer and the rest are arguments; the answer is a line too.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +16,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any, cast
 
 from phalanx.errors import LaunchError
-from phalanx.launch.starters.helping import READY
 from phalanx.launch.starters.ssh import command_for
 
-__all__ = ["Helper", "Unanswered"]
+__all__ = ["Helper", "Unanswered", "serve"]
 
-START_S = 10.0
-LAST_WORDS_S = 1.0
+_READY = "phalanx-helper"  # its first line, so that what a login shell prints before it can be told apart
+_START_S = 10.0
+_LAST_WORDS_S = 1.0
 # How often it is said that a helper has not answered yet.
-SAID_EVERY_S = 1.0
+_SAID_EVERY_S = 1.0
 _HINTS = (
     (
         "Host key verification failed",
@@ -58,7 +61,7 @@ class Helper:
     Args:
         host: the host, as the user calls it.
         starter: the user's starter and its arguments, as of ``phalanx run --starter``; empty for ssh.
-        module: what the helper runs; it calls :func:`~phalanx.launch.starters.helping.serve`.
+        module: what the helper runs; it calls :func:`serve`.
         waiting: is called each second in which an answer has not come, with the seconds that it has been waited for.
 
     Raises:
@@ -66,19 +69,19 @@ class Helper:
     """
 
     def __init__(
-        self, host: str, starter: Sequence[str], module: str, waiting: Callable[[float], None] | None = None
+        self, host: str, starter: Sequence[str], module: str, waiting: Callable[[float], None] = lambda _: None
     ) -> None:
         self.host = host
         self._waiting = waiting
         try:
-            command = command_for(host, starter, (sys.executable, "-m", module))
+            self._command = command_for(host, starter, (sys.executable, "-m", module))
         except LaunchError as error:
             raise Unanswered(str(error), "correct the name, or call the host by its address") from error
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - until close()
         self._buffer = b""
         try:
             self._process = subprocess.Popen(
-                command,
+                self._command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
@@ -87,20 +90,16 @@ class Helper:
         except OSError as error:
             self._errors.close()
             raise Unanswered(
-                f"{command[0]} cannot be started: {error.strerror}",
+                f"{self._command[0]} cannot be started: {error.strerror}",
                 "install OpenSSH's client, or name another program: --starter 'PROGRAM ARGS'",
             ) from error
-        assert self._process.stdout is not None
-        self._poll = select.poll()
-        self._poll.register(self._process.stdout, select.POLLIN | select.POLLHUP)
-        self._until_ready = time.monotonic() + START_S
+        self._questions, self._answers = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)
+        self._until_ready = time.monotonic() + _START_S
 
     def __enter__(self) -> Helper:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def wait_ready(self) -> None:
@@ -109,7 +108,7 @@ class Helper:
         Raises:
             Unanswered: it does not; the error says why, as far as the starter has said so.
         """
-        while self._line(self._until_ready) != READY:
+        while self._line(self._until_ready) != _READY:
             pass  # what a login shell prints
 
     def ask(self, do: str, timeout_s: float = 30.0, **details: Any) -> dict[str, Any]:
@@ -118,51 +117,47 @@ class Helper:
         Raises:
             Unanswered: none came, or it was an error.
         """
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # then no answer comes, and its last words say why
-            self._process.stdin.write(json.dumps({"do": do, **details}).encode() + b"\n")
-            self._process.stdin.flush()
-        answer = self._answer(time.monotonic() + timeout_s)
+            self._questions.write(json.dumps({"do": do, **details}).encode() + b"\n")
+            self._questions.flush()
+        until = time.monotonic() + timeout_s
+        answer = None
+        while not isinstance(answer, dict):
+            with contextlib.suppress(ValueError):  # what the starter says beside it
+                answer = json.loads(self._line(until))
         if answer.keys() == {"error"}:
             raise Unanswered(f"its helper failed: {answer['error']}", "please report this")
         return answer
 
-    def _answer(self, until: float) -> dict[str, Any]:
-        while True:
-            with contextlib.suppress(ValueError):  # what the starter says beside it
-                answer = json.loads(self._line(until))
-                if isinstance(answer, dict):
-                    return answer
-
     def close(self) -> None:
         """End the helper, and wait for the program that started it."""
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._questions.close()
         try:
-            self._process.wait(LAST_WORDS_S)
+            self._process.wait(_LAST_WORDS_S)
         except subprocess.TimeoutExpired:
             # With all that a starter's script has started: what holds the pipes' other ends would be waited for.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._answers.close()
         self._errors.close()
 
     def _line(self, until: float) -> str:
-        assert self._process.stdout is not None
+        poll = select.poll()  # select.select takes no descriptor above 1023
+        poll.register(self._answers)
         began = time.monotonic()
         while b"\n" not in self._buffer:
-            left_s = max(0.0, until - time.monotonic())
-            readable = self._poll.poll(1000 * (left_s if self._waiting is None else min(left_s, SAID_EVERY_S)))
-            if not readable and self._waiting is not None and time.monotonic() < until:
+            now = time.monotonic()
+            if poll.poll(1000 * max(0.0, min(until - now, _SAID_EVERY_S))):
+                more = os.read(self._answers.fileno(), 1 << 16)
+                if not more:
+                    raise self._why(0.0)
+                self._buffer += more
+            elif time.monotonic() >= until:
+                raise self._why(time.monotonic() - began)
+            else:
                 self._waiting(time.monotonic() - began)
-                continue
-            more = os.read(self._process.stdout.fileno(), 1 << 16) if readable else b""
-            if not more:
-                raise self._why(0.0 if readable else time.monotonic() - began)
-            self._buffer += more
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line.decode("utf-8", "replace").strip()
 
@@ -174,11 +169,36 @@ class Helper:
         """
         if not waited_s:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(LAST_WORDS_S)
+                self._process.wait(_LAST_WORDS_S)
         self._errors.seek(0)
         lines = [line for line in self._errors.read().decode("utf-8", "replace").splitlines() if line.strip()]
         words = " / ".join(lines[-3:])
         said = f"its helper did not answer in {waited_s:.0f} s" if waited_s else "its helper ended"
         remedy = next((hint for sign, hint in _HINTS if sign in words), "run the same command by hand: {command}")
-        command = shlex.join(map(str, self._process.args)) if isinstance(self._process.args, list) else ""
-        return Unanswered(said + f": {words}" * bool(words), remedy.format(host=self.host, command=command))
+        return Unanswered(
+            f"{said}: {words}" if words else said, remedy.format(host=self.host, command=shlex.join(self._command))
+        )
+
+
+def serve(answers: Mapping[str, Callable[..., Mapping[str, Any]]]) -> None:
+    """Be a helper: answer questions on standard input until that ends.
+
+    Args:
+        answers: what makes an answer, by the name of the question.
+    """
+    # Whatever a library prints must not be taken for an answer.
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    print(_READY, file=output, flush=True)
+    for line in sys.stdin:
+        question = json.loads(line)
+        answer: Mapping[str, Any]
+        try:
+            answer = answers[question.pop("do")](**question)
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        try:
+            print(json.dumps(answer), file=output, flush=True)
+        except BrokenPipeError:  # who has asked is gone
+            os.dup2(2, output.fileno())  # for what the interpreter writes when it ends
+            return

@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib.metadata
 import json
 import os
+import platform
 import sys
 from typing import NoReturn
 
 from phalanx import settings
+from phalanx.errors import InitializationError, LaunchError
 from phalanx.launch.agent import Agent
+from phalanx.launch.job.binding import bind_ranks_here
 from phalanx.launch.link import join
+from phalanx.launch.protocol import Here
 from phalanx.launch.rank.start import RankStart
-from phalanx.launch.starters.agreement import look_around
 from phalanx.launch.starters.invitation import OTHER_VERSION, UNREACHABLE, Invitation
-from phalanx.launch.starters.tree import Branch
 from phalanx.system import processes
-from phalanx.system.limits import raise_file_limit
+from phalanx.system.host import machine_name, this_host
+from phalanx.system.interfaces import chosen_interface
+from phalanx.system.limits import check_limits, machine_limits, raise_file_limit, usable_cores
+from phalanx.topology.device_files import device_names
 
-__all__ = ["be_agent"]
+__all__ = ["be_agent", "look_around", "read_invitation"]
 
 # How long it tries to reach the supervisor, and as long again for the handshake.
 _JOIN_S = 4.0
 
 
-def be_agent(descriptor: int) -> RankStart:
-    """Be the agent of this host.
-
-    Args:
-        descriptor: a file with the invitation.
-
-    Returns:
-        In each rank, its start. The agent itself never returns.
-    """
+def read_invitation(descriptor: int) -> Invitation:
+    """Read the invitation from a file, which is closed; end if it is of another version of Phalanx."""
     with open(descriptor, "rb") as file:
         invited = json.load(file)
     if invited["version"] != settings.VERSION:
@@ -40,11 +40,12 @@ def be_agent(descriptor: int) -> RankStart:
             f"Phalanx is {settings.VERSION} there and {invited['version']} here; install the same version on all hosts",
             OTHER_VERSION,
         )
-    invitation = Invitation(**invited)
-    with contextlib.suppress(PermissionError):  # the starter has made it the leader of a session already
-        os.setsid()
+    return Invitation(**invited)
+
+
+def be_agent(invitation: Invitation) -> RankStart:
+    """Join the supervisor, and be the agent of this host. Returns in each rank its start; the agent never returns."""
     processes.set_name("phalanx-agent")
-    processes.adopt_orphans()
     file_limit = raise_file_limit()
     try:
         link = join(invitation.door, _JOIN_S)
@@ -55,9 +56,7 @@ def be_agent(descriptor: int) -> RankStart:
             f"--address choose another",
             UNREACHABLE,
         )
-    branch = Branch(invitation)
-    agent = Agent(link, file_limit, invitation.name, branch)
-    branch.say, branch.selector = agent.say, agent.selector
+    agent = Agent(link, file_limit, invitation.name)
     agent.say(look_around(invitation))
     return agent.run()
 
@@ -67,3 +66,41 @@ def _decline(why: str, code: int) -> NoReturn:
     sys.stderr.write(f"{why}\n")
     sys.stderr.flush()
     os._exit(code)
+
+
+def look_around(invitation: Invitation) -> Here:
+    """Find what the supervisor has to know of this host."""
+    here = this_host({})
+    cores = usable_cores()
+    cpus: list[tuple[int, ...]] = []
+    problems = []
+    if not os.path.isdir(invitation.directory):
+        problems.append(f"{invitation.directory}: {invitation.name} has no such directory")
+    elif not invitation.python and not os.access(invitation.path, os.X_OK):
+        problems.append(f"{invitation.path}: {invitation.name} has no such program, or it cannot be executed")
+    try:
+        if invitation.interface:
+            chosen_interface({settings.INTERFACE: invitation.interface})
+        check_limits(invitation.ranks, machine_limits(python=invitation.python))
+        cpus = bind_ranks_here(invitation.bind, invitation.ranks, cores, invitation.device, os.environ)
+    except (InitializationError, LaunchError) as error:
+        problems.append(f"{invitation.name}: {error}")
+    same = {"Python": platform.python_version()}
+    if invitation.python:
+        same |= {"torch": "", invitation.path: ""}
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            same["torch"] = importlib.metadata.version("torch")
+        file_path = os.path.join(invitation.path, "__main__.py") if os.path.isdir(invitation.path) else invitation.path
+        with contextlib.suppress(OSError), open(file_path, "rb") as file:
+            same[invitation.path] = hashlib.sha256(file.read()).hexdigest()
+    return Here(
+        agent=invitation.host,
+        name=machine_name(),
+        machine=f"{here.boot_id} {here.pid_namespace}",
+        pid=os.getpid(),
+        cores=cores,
+        cpus=cpus,
+        accelerators=list(device_names(os.environ) or ()),
+        problems=problems,
+        same=same,
+    )

@@ -1,23 +1,33 @@
 """The knowledge that an agent on another host needs before it can join: it comes by the standard input of its program.
 
-So no command line shows it. If the supervisor dies before it is whole, the program reads the end of its input and ends.
+So no command line shows it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 
 from phalanx import settings
 from phalanx.launch.job.binding import Bind
-from phalanx.launch.job.job import Job
+from phalanx.launch.job.hosts import is_allocated
 
-__all__ = ["OTHER_VERSION", "UNREACHABLE", "Invitation", "agent_name", "attempt_name"]
+__all__ = ["OTHER_VERSION", "UNREACHABLE", "Invitation", "carried_variables"]
 
 # The exit codes of an agent that cannot reach the supervisor (EX_UNAVAILABLE), or would not understand it (EX_CONFIG).
 # Its last line says why.
 UNREACHABLE, OTHER_VERSION = 69, 78
+# Variables about a login, a terminal or a place in a batch system: another host has its own, or none.
+_OF_A_HOST = re.compile(
+    r"SSH_|XDG_|DBUS_|SLURM|PMI|PMIX|PBS_|LSB_|LSF_|TMUX|WT_|WSL|"
+    r"(HOME|HOST|HOSTNAME|HOSTTYPE|USER|USERNAME|LOGNAME|SHELL|MAIL|PWD|OLDPWD|SHLVL|_|TTY|GPG_TTY|STY|WINDOW|WINDOWID|"
+    r"DISPLAY|WAYLAND_DISPLAY|XAUTHORITY|TMP|TEMP|TMPDIR|SESSION_MANAGER|KUBERNETES_.*|container|"
+    rf"{settings.HOST})$"
+)
+# A batch system gives each host of an allocation devices of its own; elsewhere the user has chosen them.
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,6 @@ class Invitation:
     Attributes:
         version: that of the supervisor's Phalanx. An agent of another one only says so: it may understand nothing else.
         environment: the user's variables, as far as they are not the other host's own.
-        directory: the working directory.
         door: where the supervisor listens, with the key, as ``launch/link.py`` takes it.
         host: the number of the host among those of the job.
         name: the host as the user wrote it.
@@ -36,9 +45,7 @@ class Invitation:
             has to be there.
         ranks: how many ranks the host gets.
         interface: the network interface that the user chose; empty for none.
-        bind: how ranks are bound to cores.
         device: the device on which the user wants the ranks to compute; None for none in particular.
-        attempt: the job and the attempt, by a name that nothing else has.
     """
 
     version: str
@@ -53,24 +60,15 @@ class Invitation:
     interface: str
     bind: Bind
     device: str | None
-    attempt: str
 
     def line(self) -> bytes:
         """Write it as it is sent: one line."""
-        environment = {**self.environment, settings.AGENT: agent_name(self.attempt, self.host)}
-        return json.dumps({**asdict(self), "environment": environment}).encode() + b"\n"
+        return json.dumps(asdict(self)).encode() + b"\n"
 
 
-def attempt_name(job: Job) -> str:
-    """Name this attempt at a job."""
-    return f"{job.run_id}/{job.attempt.number}"
-
-
-def agent_name(attempt: str, host: int) -> str:
-    """Name the agent of a host, so that all that is started there can be found (``settings.AGENT``).
-
-    Args:
-        attempt: as of :func:`attempt_name`.
-        host: the number of the host among those of the job.
-    """
-    return f"{attempt}/{host}"
+def carried_variables(user: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:
+    """Choose the variables that go to other hosts: those that are no host's own, and those ``named`` with ``-x``."""
+    devices = _DEVICES if is_allocated(user) else ()
+    return {
+        name: value for name, value in user.items() if name in named or not (name in devices or _OF_A_HOST.match(name))
+    }

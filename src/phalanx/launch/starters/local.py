@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import selectors
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,18 +36,14 @@ def fork_process(be: Callable[[], RankStart]) -> int | RankStart:
     Raises:
         LaunchError: the system refuses another process.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()  # what is in the buffers would be copied by the fork, and printed twice
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         pid = os.fork()
     except OSError as error:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         raise LaunchError(f"cannot fork: {error.strerror}; {PROCESS_LIMIT_HINT}, or free memory") from error
-    finally:
-        if "pid" not in locals() or pid:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return pid
     os.setsid()  # out of the terminal's foreground group, in which Ctrl-C is the supervisor's
     processes.set_name("phalanx-agent")
@@ -58,7 +53,7 @@ def fork_process(be: Callable[[], RankStart]) -> int | RankStart:
 
 @dataclass
 class LocalAgent:
-    """The agent, as its parent holds it: its process, a pidfd, and the link to it."""
+    """The agent: its process, a pidfd, the link to it, and its exit status; None while it runs."""
 
     pid: int
     handle: int
@@ -73,11 +68,12 @@ def fork_agent(job: Job, file_limit: tuple[int, int]) -> LocalAgent | RankStart:
         LaunchError: the system refuses another process.
     """
     link, theirs = link_pair()
+    supervisor = os.getpid()
 
     def be_agent() -> RankStart:
         link.close()
         # It sees the supervisor's end as the end of the link, unless it has been stopped.
-        processes.wake_with_parent()
+        processes.die_with_parent(supervisor, signal.SIGCONT)
         from phalanx.launch.agent import Agent  # here, so that only the agent waits for it
 
         before_import = {"OMP_NUM_THREADS": job.threads, **job.before_torch()}
@@ -101,30 +97,28 @@ class LocalStarter(Starter):
     def __init__(self, supervisor: Supervisor, agent: LocalAgent) -> None:
         from phalanx.launch.roster import AgentState
 
-        self._supervisor, self.agent = supervisor, agent
+        self._supervisor, self._agent = supervisor, agent
         self._until: float | None = None
         self.agents = [AgentState(0, supervisor.job.host, supervisor.ranks)]
 
     def begin(self) -> None:
-        """See :class:`Starter`."""
-        self._supervisor.selector.register(self.agent.handle, selectors.EVENT_READ, self._reap)
-        self._supervisor.links.admit(self.agents[0], self.agent.link)
+        self._supervisor.selector.register(self._agent.handle, selectors.EVENT_READ, self._reap)
+        self._supervisor.links.admit(self.agents[0], self._agent.link)
 
     def _reap(self) -> None:
         """Note how the agent has ended."""
-        if self.agent.status is None:
-            self._supervisor.selector.unregister(self.agent.handle)
-            os.close(self.agent.handle)
-            _, status = os.waitpid(self.agent.pid, 0)
-            self.agent.status = os.waitstatus_to_exitcode(status)
+        if self._agent.status is None:
+            self._supervisor.selector.unregister(self._agent.handle)
+            os.close(self._agent.handle)
+            _, status = os.waitpid(self._agent.pid, 0)
+            self._agent.status = os.waitstatus_to_exitcode(status)
 
     def due_at(self) -> float | None:
-        """Return when to stop waiting for the agent."""
         return self._until
 
     def has_ranks(self) -> bool:
         """Tell whether the agent has forked."""
-        return self.agent.status is None and bool(processes.children_of(self.agent.pid))
+        return self._agent.status is None and bool(processes.children_of(self._agent.pid))
 
     def describe_lost(self, agent: AgentState, *, silent: bool) -> tuple[str, int]:
         """Say how the agent has ended, which it does not by itself."""
@@ -133,7 +127,7 @@ class LocalStarter(Starter):
         self._reap()
         # Processes that the agent could not end have become children of this one, which is a subreaper.
         processes.end_descendants(but=self._supervisor.strangers)
-        return describe_lost_agent(self.agent.status or 0, self.agent.pid, self._supervisor.job.host)
+        return describe_lost_agent(self._agent.status or 0, self._agent.pid, self._supervisor.job.host)
 
     def give_up(self, agent: AgentState) -> None:
         """Kill the agent: it is stopped, or hangs. Without it the kernel ends the ranks."""
@@ -142,7 +136,7 @@ class LocalStarter(Starter):
     def dismiss(self, turn: Callable[[], None]) -> None:
         """Wait for the end of the agent."""
         self._until = time.monotonic() + _LEAVE_S
-        while self.agent.status is None:
+        while self._agent.status is None:
             if self._until is not None and time.monotonic() >= self._until:
                 self._until = None
                 self.kill()
@@ -151,5 +145,5 @@ class LocalStarter(Starter):
 
     def kill(self) -> None:
         """Kill the agent."""
-        if self.agent.status is None:
-            os.kill(self.agent.pid, signal.SIGKILL)
+        if self._agent.status is None:
+            os.kill(self._agent.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The agent of one rank that an MPI launcher has started: a child of the shim (``shim.py``), and the rank's parent.
+"""The agent of one rank that an MPI launcher has started: a child of the shim (``start_agent.py``).
 
 Beside the supervisor's orders, these make the rank end:
 
@@ -13,10 +13,12 @@ Beside the supervisor's orders, these make the rank end:
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import resource
 import selectors
 import signal
+import stat
 import time
 import traceback
 from typing import NoReturn
@@ -30,72 +32,52 @@ from phalanx.launch.output.failure import Report, signal_name
 from phalanx.launch.protocol import Exited, Here, RankPlan, Refused, Reported, Start
 from phalanx.launch.rank.start import RankStart
 from phalanx.launch.rank.trace import Stage
-from phalanx.launch.starters.leftovers import remove_unused
 from phalanx.system import processes
+from phalanx.system.files import MPI_FOLDER, MPI_NAMES
 from phalanx.system.host import this_host
 
-__all__ = ["ASKED", "PASSED_ON", "be_agent"]
+__all__ = ["be_agent", "remove_unused"]
 
 # How long a rank may take to end by itself once the MPI launcher wants it to.
 _OWN_END_S = 0.25
 # How long a rank whose script has failed may go on with its exit handlers: MPI_Finalize waits for the other ranks.
 _WIND_DOWN_S = 0.5
-#: The signals that ask a shim to end, and those that are only handed on to the rank, once it can have a handler.
-ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def be_agent(kind: str, shim: int) -> RankStart:
-    """Be the agent; called in the child of the shim's fork, with the signals that it handles blocked.
+    """Join the supervisor, and be the agent. Returns in the rank its start; the agent never returns.
 
     Args:
         kind: which MPI launcher started the shim.
-        shim: a pipe by which the shim passes on the signals that it receives; its end is the shim's end.
-
-    Returns:
-        In the rank, its start. The agent itself never returns.
+        shim: a pipe by which the shim passes on the user's signals; its end is the shim's end.
     """
-    os.setsid()
-    processes.adopt_orphans()
     processes.set_name("phalanx-agent")
     os.set_blocking(shim, False)
     try:
-        place, invitation = place_of(kind, os.environ), os.environ.pop(settings.MPI_JOIN)
+        (rank, size), invitation = place_of(kind, os.environ), os.environ.pop(settings.MPI_JOIN)
         try:
             link = join(invitation)
         except OSError as error:
             where = invitation.rpartition(":")[0]
             raise LaunchError(
-                f"rank {place['rank']} on {this_host().name} could not reach phalanx run at {where}: {error}\n"
+                f"rank {rank} on {this_host().name} could not reach phalanx run at {where}: {error}\n"
                 f"  is that address reachable from here? Choose another one with --address"
             ) from error
         remove_unused()
-        agent = MpiAgent(link, resource.getrlimit(resource.RLIMIT_NOFILE), this_host().name, kind, shim)
         here = this_host()
-        said = Here(agent=place["rank"], name=here.name, machine=here.machine, pid=os.getpid())
-        said.cpus, said.size, said.beside = [tuple(sorted(os.sched_getaffinity(0)))], place["size"], place["beside"]
-        agent.say(said)
-    except LaunchError as error:
-        _end_at_once(f"phalanx: {error}\n")
-    except BaseException:
-        _end_at_once(traceback.format_exc())
+        agent = MpiAgent(link, resource.getrlimit(resource.RLIMIT_NOFILE), here.name, kind, shim)
+        cpus = tuple(sorted(os.sched_getaffinity(0)))
+        agent.say(Here(agent=rank, name=here.name, machine=here.machine, pid=os.getpid(), cpus=[cpus], size=size))
+    except BaseException as error:
+        text = f"phalanx: {error}\n" if isinstance(error, LaunchError) else traceback.format_exc()
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode(errors="backslashreplace"))
+        os._exit(70)
     return agent.run()
 
 
-def _end_at_once(text: str) -> NoReturn:
-    with contextlib.suppress(OSError):
-        os.write(2, text.encode(errors="backslashreplace"))
-    os._exit(70)
-
-
 class MpiAgent(Agent):
-    """An agent beside a shim.
-
-    Args:
-        link, file_limit, name: see :class:`Agent`.
-        kind: which MPI launcher started the shim.
-        shim: the pipe from the shim.
-    """
+    """An agent beside a shim; for the arguments see :class:`Agent` and :func:`be_agent`."""
 
     def __init__(self, link: Link, file_limit: tuple[int, int], name: str, kind: str, shim: int) -> None:
         super().__init__(link, file_limit, name)
@@ -108,12 +90,8 @@ class MpiAgent(Agent):
     # The shim.
 
     def on_asked(self) -> None:
-        """Take it as the shim's word: a batch system signals all processes of a step."""
-        self._ask_later(self.asked)
-        self.asked = 0
-
-    def _ask_later(self, signum: int) -> None:
-        self.ask_with = signum
+        """Let the rank end by itself, and ask it soon; the shim passes this on, or a batch system signals all."""
+        self.ask_with, self.asked = self.asked, 0
         self.asked_at = self.asked_at or time.monotonic() + _OWN_END_S
 
     def _read_shim(self) -> None:
@@ -125,26 +103,18 @@ class MpiAgent(Agent):
             self.selector.unregister(self.shim)
             os.close(self.shim)
             self.shim = -1
-            self._kill_with_shim()
+            if self.ranks:
+                self.by_others = True
+                self.end(signal.SIGKILL, 0.0, ())
+            elif self.start is None:
+                self.leave(0)
         for signum in signals:
-            if signum in PASSED_ON:
-                self.held.add(self.ranks, signum)
-            else:
-                self._ask_later(signum)
-
-    def _kill_with_shim(self) -> None:
-        if self.ranks:
-            self.by_others = True
-            self.end(signal.SIGKILL, 0.0, ())
-        elif self.start is None:
-            self.leave(0)
+            self.held.add(self.ranks, signum)
 
     def due_at(self) -> list[float | None]:
-        """See :class:`Agent`."""
         return [*super().due_at(), self.asked_at]
 
     def act_on_time(self, now: float) -> None:
-        """See :class:`Agent`."""
         if self.asked_at is not None and now >= self.asked_at:
             self.asked_at = None
             if self.ranks and self.start is not None:
@@ -183,22 +153,16 @@ class MpiAgent(Agent):
         return super()._start(order)
 
     def environment_of(self, order: Start, plan: RankPlan) -> dict[str, str]:
-        """See :class:`Agent`. What MPI needs stays."""
+        """Keep what MPI needs."""
         return {**carried_environment(order.carried, os.environ), **plan.environment}
 
     def forget(self) -> None:
-        """See :class:`Agent`."""
         super().forget()
         if self.shim >= 0:
             os.close(self.shim)
 
     def spared_s(self, grace_s: float) -> float:
-        """See :class:`Agent`."""
         return min(grace_s, _WIND_DOWN_S)
-
-    def end_remains(self, rank: Rank) -> None:
-        """Kill all that the rank has left behind."""
-        processes.end_descendants(but=[rank.pid])
 
     def explained(self, rank: Rank, event: Exited) -> Exited:
         """Add who has wanted the rank to end, as far as that can be known."""
@@ -237,8 +201,33 @@ class MpiAgent(Agent):
 
     def leave(self, code: int) -> NoReturn:
         """Remove the files that the rank has left, and end."""
-        for rank in self.ranks.values():
-            self.signal(rank, signal.SIGKILL)
         processes.end_descendants()
         remove_unused()
         super().leave(code)
+
+
+def remove_unused() -> None:
+    """Remove what MPI libraries of this user have left in /dev/shm, if no process has it open or mapped.
+
+    A process that is ended before it finalises leaves some MB a rank there, until /dev/shm is full. An agent removes
+    them when it comes and when it leaves, so the next launch also removes what a job left that was killed as a whole.
+    The kernel grants a read lease on a file only if nobody has it open for writing, in whatever container, and MPI
+    libraries open theirs so. Until the lease is given back here, who opens the file waits.
+    """
+    with contextlib.suppress(OSError), os.scandir(MPI_FOLDER) as entries:
+        for entry in entries:
+            if MPI_NAMES.match(entry.name):
+                with contextlib.suppress(OSError):
+                    _remove_if_unused(entry.path)
+
+
+def _remove_if_unused(path: str) -> None:
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(file)
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+            fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # ignored; SIGIO would end this process
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+            os.unlink(path)
+    finally:
+        os.close(file)

@@ -29,7 +29,7 @@ from phalanx.launch.output.logs import Console, Sink, make_prefixes
 from phalanx.launch.output.streams import RankStream
 from phalanx.launch.protocol import ORDERS, Asked, Leave, Start, Tell
 from phalanx.launch.rank.start import RankStart
-from phalanx.launch.starters.agreement import look_around
+from phalanx.launch.starters.host_agent import look_around
 from phalanx.launch.starters.invitation import Invitation
 from phalanx.system import processes
 from phalanx.system.host import machine_name
@@ -97,7 +97,8 @@ def be_agent(job: Job, nodes: Nodes, *, prints: bool = True) -> RankStart:
     with ended_by_signals():
         link = _dial(nodes, node_key())
     if not prints:
-        processes.wake_with_parent()  # it sees the supervisor's end as the end of the link, unless it is stopped
+        # From now on it sees the supervisor's end as the end of the link, unless it has been stopped.
+        processes.die_with_parent(os.getppid(), signal.SIGCONT)
     agent = NodeAgent(link, file_limit, job, nodes, prints=prints)
     agent.introduce()
     return agent.run()
@@ -171,11 +172,10 @@ class NodeAgent(Agent):
             interface=job.interface,
             bind=job.bind,
             device=job.device,
-            attempt="",
         )
         here = look_around(invitation)
         here.same["Phalanx"] = settings.VERSION
-        here.beside = job.ranks
+        here.size = job.ranks
         self.say(here)
 
     # Orders.

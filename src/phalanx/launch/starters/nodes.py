@@ -30,9 +30,8 @@ from phalanx.launch.link import MESSAGE, Link, Lost, door_at
 from phalanx.launch.output.failure import signal_name
 from phalanx.launch.protocol import Asked, Here, Leave, Tell, decode_event
 from phalanx.launch.rank.start import RankStart
-from phalanx.launch.starters.agreement import find_differences
 from phalanx.launch.starters.contract import Starter
-from phalanx.launch.starters.hosts import place_ranks
+from phalanx.launch.starters.hosts import find_differences, place_ranks
 from phalanx.launch.starters.local import fork_process
 from phalanx.launch.starters.node_agent import be_agent, ended_by_signals, node_key
 from phalanx.system import interfaces, processes
@@ -192,8 +191,8 @@ class Gathering:
         finally:
             door.close()
             self._selector.close()
-        hosts = tuple(HostSlots(here.name, here.beside) for here in heres)
-        ranks = sum(here.beside for here in heres)
+        hosts = tuple(HostSlots(here.name, here.size) for here in heres)
+        ranks = sum(here.size for here in heres)
         job.output.check(ranks)
         if not 0 <= (job.reader or 0) < ranks:
             raise LaunchError(f"--stdin {job.reader}: is not one of the {format_count(ranks, 'rank')}, from 0 on")
@@ -328,7 +327,7 @@ class NodesStarter(Starter):
         self.agents: list[AgentState] = []
         first = 0
         for number, seat in enumerate(gathering.seats):
-            ranks = supervisor.ranks[first : first + seat.here.beside]
+            ranks = supervisor.ranks[first : first + seat.here.size]
             agent = AgentState(number, seat.here.name, ranks, here=seat.here, later=seat.later)
             self.agents.append(agent)
             first += len(ranks)

@@ -27,10 +27,9 @@ from phalanx.rpc.links import wire_format
 from phalanx.rpc.links.contract import LinkEnded, Receiver
 from phalanx.rpc.links.readers import Readers
 from phalanx.rpc.links.receiving import ReceivingLink
-from phalanx.wire.acknowledged import SILENT_S, Acknowledged
 from phalanx.wire.framing import Malformed
 from phalanx.wire.session import Session
-from phalanx.wire.sockets import KeepAlive
+from phalanx.wire.sockets import SILENT_S, Acknowledged, KeepAlive
 
 __all__ = ["END_S", "KEEP_ALIVE", "SocketLink"]
 

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from phalanx.store.client import end_calls
 from phalanx.system.exit_order import Stage, at_exit
-from phalanx.system.threads import keep_spare_thread, on_spare_thread, start, within
+from phalanx.system.threads import on_spare_thread, spare_thread, start, within
 
 __all__ = ["STORE_S", "Questions"]
 
@@ -56,7 +56,7 @@ class Questions:
         self._begun: set[threading.Event] = set()
         self._closed = False
         self._last: Callable[[], object] | None = None
-        keep_spare_thread(self)  # a rank says that it leaves also when its interpreter ends
+        self._spare = spare_thread()  # a rank says that it leaves also when its interpreter ends
 
     def ask(self, task: Callable[[], T], patience_s: float = STORE_S, anyway: bool = False) -> T | None:
         """What the store says; None if it cannot be reached, or is late already, or nothing is asked any more.

@@ -4,7 +4,7 @@ Both sides have proven the job's key (``wire/proof.py``). Each sends a byte of v
 so also while its interpreter is held (``native/csrc/beat.c``). Between these bytes stand messages: a byte of value 1,
 the length, JSON, and the session's digest. A message is written at once or not at all, so no byte gets into it.
 
-What follows from the bytes, and from what the kernel knows of them (``wire/acknowledged.py``), is a :class:`Sign`.
+What follows from the bytes, and from what the kernel knows of them (``wire/sockets.py``), is a :class:`Sign`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 from phalanx.native.core import library
 from phalanx.system.foreign_values import read_json
-from phalanx.wire.acknowledged import Acknowledged
 from phalanx.wire.framing import PREFIX_BYTES, Malformed, end_of_frame, frame
 from phalanx.wire.session import TAG_BYTES, Session
+from phalanx.wire.sockets import Acknowledged
 
 __all__ = ["SILENT_S", "STILL_S", "Contact", "Sign"]
 

@@ -17,7 +17,7 @@ __all__ = ["AGAIN_S", "HERE", "KEEP_ALIVE", "NO", "PROBE_S", "ROLE", "WELCOME", 
 
 ROLE = "lookout"
 WELCOME, HERE, NO = b"welcome", b"here", b"no"  # what a process that is dialled answers
-# The heartbeats and acknowledged.py notice everything sooner; this is for the handshake.
+# The heartbeats and wire/sockets.py notice everything sooner; this is for the handshake.
 KEEP_ALIVE = KeepAlive(idle_s=10, interval_s=5, probes=6)
 AGAIN_S = 1.0
 PROBE_S = 3.0  # for how long the other one may not have dialled

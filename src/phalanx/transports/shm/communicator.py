@@ -140,13 +140,13 @@ class SharedMemoryCommunicator(Communicator):
     @property
     def aborted(self) -> bool:
         """Whether a rank has broken the group by :meth:`abort`, or because a signal interrupted it."""
-        return self._mailbox.why_broken().status == Status.INTERRUPTED
+        return bool(self._mailbox.why_broken().status == Status.INTERRUPTED)
 
     @property
     def timed_out_elsewhere(self) -> bool:
         """Whether another rank has broken the group, because its time was over."""
         why = self._mailbox.why_broken()
-        return why.status == Status.TIMEOUT and why.rank != self.rank
+        return bool(why.status == Status.TIMEOUT and why.rank != self.rank)
 
     def who_left(self, error: BaseException) -> tuple[int, str] | None:
         """The rank that has left this group, so that an error came about, and the error of the message; see there."""
