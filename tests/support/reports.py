@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from phalanx.diagnosis.diagnose import HangDiagnosis
 from phalanx.diagnosis.report import HangReport
 from phalanx.diagnosis.snapshot import Group, RankSnapshot, Record, Recording
@@ -30,7 +32,7 @@ def report(ranks: int, operations: int, *, text: str = "", site: str = "train.py
         records = [operation(number, world=world, label=text, site=site) for number in range(operations)]
         if rank < ranks - 1:
             last = records[-1]
-            records[-1] = Record(**{**vars(last), "left_ns": 0, "kind": "broadcast", "nbytes": 1 << 20})
+            records[-1] = replace(last, left_ns=0, kind="broadcast", nbytes=1 << 20)
         recording = Recording(5000 + rank, rank, ranks, 3, text, operations, tuple(records))
         seen.append(RankSnapshot(rank, recording, "S", place=f"{site} step() {text}", asked=text))
         stacks[rank] = [f'  File "{site}{text}", line {rank % 3}, in step{text}', f"    call{rank % 3}()"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from phalanx.diagnosis.diagnose import diagnose
 from phalanx.diagnosis.snapshot import Group, RankSnapshot, Record, Recording

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from phalanx.diagnosis.diagnose import disagreement
 from phalanx.diagnosis.snapshot import Group, Record, Recording
@@ -25,7 +24,7 @@ def all_but(rank_1: Recording) -> dict[int, Recording]:
 
 
 def both(**of_rank_1: object) -> dict[int, Recording]:
-    return all_but(recorded(FIRST, replace(LAST, **of_rank_1)))  # type: ignore[arg-type]
+    return all_but(recorded(FIRST, replace(LAST, **of_rank_1)))
 
 
 @pytest.mark.parametrize(

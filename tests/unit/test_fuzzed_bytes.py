@@ -25,6 +25,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import click
+import msgspec
 import pytest
 import torch
 from tests.support.mutations import changed
@@ -209,7 +210,8 @@ def of_ranks() -> Iterator[Parser]:
     yield Parser("a message between lookouts", said, signs)
 
     seen = [RankSnapshot(rank, Recording(42, rank, 3, 3, "", 4, (RECORD,)), "S", place="train.py:7") for rank in (1, 2)]
-    waiting = RankSnapshot(0, Recording(41, 0, 3, 3, "", 4, (replace(RECORD, entered_ns=10**15 - 99),)), "S")
+    earlier = msgspec.structs.replace(RECORD, entered_ns=10**15 - 99)
+    waiting = RankSnapshot(0, Recording(41, 0, 3, 3, "", 4, (earlier,)), "S")
 
     def of_host(data: bytes) -> object:
         _, ranks = answer_from(data, [1, 2])
@@ -275,7 +277,7 @@ def of_memory() -> Iterator[Parser]:
     job = {
         "run_id": "phalanx-abc", "pid": 4242, "start": 6, "since": 1.5, "ranks": 1, "target": "train.py",
         "arguments": ["--lr", "0.1"], "directory": "/", "host": "h0", "hosts": [], "mpi": "",
-        "is_python": True, "end_s": 30.0, "descriptor": 5,
+        "is_python": True, "end_s": 30.0, "processes": [rank],
     }  # fmt: skip
 
     file = os.memfd_create("test")
@@ -291,7 +293,7 @@ def of_memory() -> Iterator[Parser]:
             json.dumps(found.to_record())
         return found
 
-    lines = as_bytes(**job) + b"\n" + as_bytes(processes=[rank]) + b"\n"
+    lines = as_bytes(**job) + b"\n"
     told = rank_report.Report("ValueError", "a text", "Traceback", False, None, 1)
     reports = [json.dumps(told.to_record()).encode(), as_bytes(message={"message": "torch's @record", "extraInfo": {}})]
     yield Parser("the description of a job", [lines], lambda data: jobs._read(f"/proc/self/fd/{in_memory(data)}"))

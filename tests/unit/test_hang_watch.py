@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from msgspec.structs import replace
 from tests.support.reports import operation
 
 from phalanx.diagnosis.diagnose import diagnose

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from phalanx.diagnosis.pace import Pace, PaceOfRank
+from phalanx.launch.running.rank_look import Pace, PaceOfRank
 from phalanx.native.core import RECORDER_BYTES, RECORDS, RECORDS_AT, STRINGS_AT
 
 ALL_REDUCE, BARRIER, SEND = 1, 4, 10
@@ -91,8 +91,8 @@ def test_rates_are_those_since_the_look_before(recorder: Recorder) -> None:
     # From 1.0 to 1.5, from 2.0 to 2.75, and from 2.875 to 3.0: time in two operations counts once.
     assert found.communication == pytest.approx((0.5 + 0.75 + 0.125) / 2)
     assert found.operation is not None
-    assert found.operation.nbytes == 1 << 20
-    assert found.collectives == {("4", (0, 1, 2, 3)): 4}
+    assert found.operation["nbytes"] == 1 << 20
+    assert found.collectives == [("4", [[0, 4, 1]], 4)]
     assert found.complete
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from xml.etree import ElementTree
 
+from msgspec.structs import replace
 from tests.support.reports import EVIL, SECOND, operation, report
 
 from phalanx.diagnosis.diagnose import HangDiagnosis
@@ -73,10 +73,12 @@ def test_it_begins_with_the_first_step() -> None:
     left = recorded(
         [("all_gather", 1, 0, 5), ("all_reduce", 2, 6, 9)], [("all_gather", 1, 4, 5), ("all_reduce", 2, 8, 9)]
     )
+    ranks = []
     for seen in left.ranks:
         assert seen.recording is not None
-        vars(seen.recording)["records"] = (seen.recording.records[0], replace(seen.recording.records[1], step=0))
-    found = made(left)
+        first, second = seen.recording.records
+        ranks.append(replace(seen, recording=replace(seen.recording, records=(first, replace(second, step=0)))))
+    found = made(replace(left, ranks=ranks))
     assert (found.begin_ns, found.end_ns) == (5 * SECOND, 9 * SECOND)
     assert shares(found) == [[0.25, 0.25, 0.5], [0.75, 0.25, 0.0]]
     assert [mark for lane in found.lanes for mark in lane.marks] == [(5 * SECOND, "step 0")] * 2

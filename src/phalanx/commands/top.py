@@ -6,9 +6,9 @@ import contextlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
-from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -57,9 +57,12 @@ def top(job: str | None, interval_s: float, once: bool, host: str | None, starte
       operation   which it is in, where the script calls it, which rank it waits for there, and since when; or the last
                   one (after ...)
 
-    It asks the job's launcher, and that the agents of all hosts, which read /proc and the ranks' flight recorders. Of
-    torch's own backends, such as gloo and nccl, they have what Python calls, and of what C++ does, such as DDP's
-    gradients, what has lasted for two seconds. Hosts that do not answer within a second are named.
+    It asks the job's launcher, and that the agents of all hosts. They read /proc and the ranks' flight recorders, the
+    memory in which the ranks note their operations anyway: these do nothing for it. Of torch's own backends, such as
+    gloo and nccl, they have what Python calls, and of what C++ does, such as DDP's gradients, what has lasted for two
+    seconds. Hosts that do not answer within a second are named.
+
+    With -H the command runs on that host, by ssh or by --starter; JOB is its id there.
 
     The objects of --json have job (as of phalanx list --json), at, interval_s, ranks, elsewhere (ranks on other hosts
     that are not shown, by host), and notes. Each of ranks has rank, pid, host, state (waits, computes, sleeps, disk,
@@ -73,28 +76,36 @@ def top(job: str | None, interval_s: float, once: bool, host: str | None, starte
         raise click.UsageError("--starter says how another host is reached; name that with -H")
     with contextlib.suppress(OSError):
         os.nice(10)  # where cores are scarce they are the ranks'
-    with contextlib.suppress(KeyboardInterrupt), _watcher(job, host, starter) as watcher:
-        try:
-            if not _watch(watcher, interval_s, as_json, once):
-                click.echo(f"job {watcher.id} has ended", err=as_json)
-        except BrokenPipeError:  # nobody reads any more, as behind head
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what the interpreter writes when it ends
+    with contextlib.suppress(KeyboardInterrupt):
+        if host is None:
+            _look_here(job, interval_s, once, as_json)
+        else:
+            words = ["--interval", str(interval_s), *["--once"] * once, *["--json"] * as_json, *([job] if job else [])]
+            raise SystemExit(_look_there(host, starter, words))
 
 
-def _watcher(job: str | None, host: str | None, starter: str | None) -> contextlib.AbstractContextManager[Watcher]:
+def _look_here(job: str | None, interval_s: float, once: bool, as_json: bool) -> None:
     from phalanx.launch.running.jobs import find_job
-    from phalanx.launch.running.watching import Watcher, ask_launcher, watcher_elsewhere
-    from phalanx.launch.starters.ssh import parse_starter
+    from phalanx.launch.running.watching import Watcher
 
-    if host is not None:
-        return watcher_elsewhere(host, parse_starter(starter), job, _say_again)
-    found = find_job(job)
-    return contextlib.nullcontext(Watcher(found.id, partial(ask_launcher, found)))
+    watcher = Watcher(find_job(job))
+    try:
+        if _watch(watcher, interval_s, as_json, once):
+            return
+        click.echo(f"job {watcher.job.id} has ended", err=as_json)
+    except BrokenPipeError:  # nobody reads any more, as behind head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what the interpreter writes when it ends
 
 
-def _say_again(line: str) -> None:
-    """Print a line; on a terminal over itself when it comes again, and under what comes next."""
-    click.echo(f"{line}\x1b[K\r" if sys.stderr.isatty() else line, nl=not sys.stderr.isatty(), err=True)
+def _look_there(host: str, starter: str | None, words: list[str]) -> int:
+    """Run this command on another host; ssh hands it this terminal. Its exit code."""
+    from phalanx.launch.starters.ssh import command_for, parse_starter
+
+    command = command_for(host, parse_starter(starter), (sys.executable, "-m", "phalanx", "top", *words))
+    screen = command[0] == "ssh" and sys.stdin.isatty() and sys.stdout.isatty()
+    if screen:
+        command.insert(1, "-t")
+    return subprocess.run(command, stdin=None if screen else subprocess.DEVNULL, check=False).returncode
 
 
 def _watch(watcher: Watcher, interval_s: float, as_json: bool, once: bool) -> bool:

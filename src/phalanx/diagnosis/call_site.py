@@ -93,10 +93,9 @@ def call_site(site: CallSite | None = None) -> str:
     place, thread = shown(text_of(site or capture(2))), threading.current_thread()
     if thread is threading.main_thread() or getattr(running, "site", None) is not None:
         return place
-    outermost = ""
-    for frame, _ in walk_stack(sys._getframe(1)):
-        if not (module := str(frame.f_globals.get("__name__", ""))).startswith(_THREADS):
-            outermost = f"{module}.{frame.f_code.co_name}"
+    frames = [frame for frame, _ in walk_stack(sys._getframe(1))]
+    names = [f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}" for frame in frames]
+    outermost = [name for name in names if not name.startswith(_THREADS)][-1]
     # What Phalanx's threads call for torch's C++ was called on another thread.
     return place if outermost.startswith("phalanx.") else f"{place or outermost} in thread {thread.name!r}"
 

@@ -8,7 +8,8 @@ of this wait-for graph end. Where they end nowhere, ranks wait for each other in
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from phalanx.diagnosis.call_site import lengths_that_count
 from phalanx.diagnosis.snapshot import RankSnapshot, Record, Recording, lengths_in, world_rank
@@ -23,11 +24,10 @@ _OWN_SIZES = ("all_to_all", "reduce_scatter")
 _OWN_SIZES_BUT_IN_GLOO = (*_OWN_SIZES, "all_gather")
 
 
-@dataclass(frozen=True)
-class HangDiagnosis:
+class HangDiagnosis(msgspec.Struct, frozen=True):
     """Diagnosis of a hung job: who waits for whom, by ranks in the world."""
 
-    sentence: str  # the whole of it, without its full stop
+    sentence: str = msgspec.field(name="verdict")  # the whole of it, without its full stop
     awaited: tuple[int, ...]  # whom the others wait for; of a circle all of its ranks
     waiting: tuple[int, ...]
     since_ns: int  # when the first of them began to wait, on the host's monotonic clock
@@ -54,15 +54,14 @@ def diagnose(ranks: Sequence[RankSnapshot]) -> HangDiagnosis | None:
         others = {rank: record for rank, record in waiting.items() if rank not in ends and reached[rank] & ends}
         sentence = _sentence([seen[rank] for rank in sorted(ends) if rank in seen], others)
         return HangDiagnosis(sentence, tuple(sorted(ends)), tuple(sorted(others)), since_ns)
-    circle = sorted(rank for rank in waiting if rank in reached[rank])
+    circle = {rank: record for rank, record in waiting.items() if rank in reached[rank]}
+    text = _whereabouts(circle or waiting, seen)
     if circle:
-        doing = _whereabouts({r: waiting[r] for r in circle}, seen)
-        sentence = f"{format_named('rank', circle)} wait for each other: {doing}"
-        return HangDiagnosis(sentence, tuple(circle), tuple(sorted(waiting)), since_ns)
-    text = _whereabouts(waiting, seen)
-    done = max(found.done for rank in waiting if (found := seen[rank].recording) is not None)
-    far = f"{done} % of it is done" if done >= 0 else "it is not over"
-    return HangDiagnosis(f"{text}: all have come, and {far}", (), tuple(sorted(waiting)), since_ns)
+        text = f"{format_named('rank', sorted(circle))} wait for each other: {text}"
+    else:
+        done = max(found.done for rank in waiting if (found := seen[rank].recording) is not None)
+        text += f": all have come, and {f'{done} % of it is done' if done >= 0 else 'it is not over'}"
+    return HangDiagnosis(text, tuple(sorted(circle)), tuple(sorted(waiting)), since_ns)
 
 
 def _awaited(rank: int, record: Record, seen: Mapping[int, RankSnapshot]) -> set[int]:
@@ -126,13 +125,12 @@ def _sentence(awaited: Sequence[RankSnapshot], waiting: Mapping[int, Record]) ->
         # Of a rank that has never come its user may not know where it should be.
         local = f" ({format_named('local rank', [rank.local_rank for rank in ranks])})" if joining and host else ""
         parts.append(f"{_named([rank.rank for rank in ranks], host)}{local} {does}")
-    whom = "it" if len(awaited) == 1 else "them"
     who = " and ".join(parts)
     if not waiting:
         return who
-    waits = "waits" if len(waiting) == 1 else "wait"
+    waits = f"{'waits' if len(waiting) == 1 else 'wait'} for {'it' if len(awaited) == 1 else 'them'}"
     operations = " and ".join(dict.fromkeys(_called(record) for _, record in sorted(waiting.items())))
-    return f"{who}; {format_named('rank', sorted(waiting))} {waits} for {whom} in {operations}"
+    return f"{who}; {format_named('rank', sorted(waiting))} {waits} in {operations}"
 
 
 def _named(ranks: Sequence[int], host: str) -> str:
@@ -151,19 +149,18 @@ def _doing(rank: RankSnapshot) -> str:
         return f"has ended ({rank.ended})"
     if rank.silent:
         return "out of sight: the host does not answer"
-    record = rank.operation
-    place = f"at {rank.place}" if rank.place else ""
     how = STATES.get(rank.state, "") if rank.is_stopped or rank.state == "D" else ""
-    if record is not None:
-        return f"{how}, in {_called(record)}" if how else f"in {_called(record)}"
+    if rank.operation is not None:
+        return f"{how}, in {_called(rank.operation)}" if how else f"in {_called(rank.operation)}"
     last = rank.recording.last if rank.recording is not None else None
+    place = f"at {rank.place}" if rank.place else ""
     if how:
-        return f"{how} {place}" if place else f"{how}, after {_called(last)}" if last is not None else how
-    if rank.asked:
-        place = f"{place + ', ' if place else ''}waiting for {rank.asked}"
-    if last is None:
-        return f"{place + ', ' if place else ''}in no operation yet"
-    return f"{place}, in no operation" if place else f"in no operation; its last was {_called(last)}"
+        return " ".join(filter(None, [how, place])) if place or last is None else f"{how}, after {_called(last)}"
+    said = [place, f"waiting for {rank.asked}" if rank.asked else ""]
+    if last is None or place or rank.asked:
+        said.append("in no operation yet" if last is None else "in no operation")
+        return ", ".join(filter(None, said))
+    return f"in no operation; its last was {_called(last)}"
 
 
 def _whereabouts(waiting: Mapping[int, Record], seen: Mapping[int, RankSnapshot]) -> str:
@@ -186,10 +183,8 @@ def disagreement(
 
     Args:
         recordings: by rank; those that are not known are left out.
-        rank: the rank whose operation failed, or that ended in it.
-        at_ns: when, on the host's monotonic clock.
-        stopped: the ranks that were stopped then (state T).
-        ended: those that ended by themselves, with exit code 0.
+        rank: the rank whose operation failed at ``at_ns`` on the host's monotonic clock, or that ended in it.
+        stopped, ended: the ranks that were stopped then (state T), and those that had ended with exit code 0.
     """
     last = _last(recordings, rank)
     if last is None:

@@ -1,11 +1,11 @@
 """Tell other ranks how this process's script ends, and find out how other processes of the job have ended.
 
-A process takes seconds to end once torch is loaded. So an exception that nobody caught is told from the exception hook:
-by the core to the ranks that share memory, and by the groups of :func:`tell_of_failure` to those of other hosts. An
-exit is told by the core, from the exit code (``native/csrc/life.c``), and earlier by the launcher, if that runs the
-script (:func:`tell_of_exit`). A group that is closed on the way of an exception, by ``with`` or ``finally``, tells it
-by itself (:func:`cause_of_going`). If the cause is that another rank has left the group in order, so that a message for
-it could not be sent, that rank is named (:func:`note_left`).
+A process takes seconds to end once torch is loaded, so others are told earlier:
+
+- an exception that nobody caught, from the exception hook: by the core to ranks that share memory, and by the groups of
+  :func:`tell_of_failure` to those of other hosts;
+- an exit, by the core (``native/csrc/life.c``), and earlier by the launcher (:func:`tell_of_exit`);
+- an exception on whose way a group is closed, as by ``with``, by that group (:func:`cause_of_going`).
 
 How another process has ended only its parent knows, which is the launcher: it answers :func:`how_ended`.
 """
@@ -105,9 +105,7 @@ def script_failed() -> bool:
 def tell_of_exit(error: BaseException, code: int) -> None:
     """Tell the other ranks that an exit with a code other than 0 ends the script, unless they know that it has failed.
 
-    Args:
-        error: the exit, or an exception that the script was handling when it ended the process.
-        code: the exit code.
+    ``error`` is the exit, or an exception that the script was handling when it ended the process.
     """
     global _exits_badly
     _exits_badly = True
@@ -173,11 +171,10 @@ def _tell(error: BaseException, cause: str) -> None:
 
 def _worker_ends() -> None:
     error = sys.exc_info()[1]
-    code = _exit_code(error.code) if isinstance(error, SystemExit) else 0
-    if error is not None and not isinstance(error, SystemExit):
-        _tell_failure(error)
-    elif error is not None and code:
+    if isinstance(error, SystemExit) and (code := _exit_code(error.code)):
         tell_of_exit(error, code)
+    elif error is not None and not isinstance(error, SystemExit):
+        _tell_failure(error)
     else:
         library().phx_process_leaves()
 
@@ -193,16 +190,12 @@ _look: Callable[[int], Ending | None] | None = None
 _look_elsewhere: Callable[[str, int], dict[str, Any] | None] | None = None
 
 
-def learn_by(function: Callable[[int], Ending | None]) -> None:
-    """Have ends looked up by the launcher's ``function``, which takes a pid and gives None for one that runs."""
-    global _look
-    _look = function
-
-
-def learn_elsewhere_by(function: Callable[[str, int], dict[str, Any] | None]) -> None:
-    """Have ends on other hosts looked up by the launcher's ``function``, which takes the host's name and the pid."""
-    global _look_elsewhere
-    _look_elsewhere = function
+def learn_by(
+    here: Callable[[int], Ending | None], elsewhere: Callable[[str, int], dict[str, Any] | None] | None
+) -> None:
+    """Have ends looked up by the launcher's functions: by pid, and by another host's name and pid; None if it runs."""
+    global _look, _look_elsewhere
+    _look, _look_elsewhere = here, elsewhere
 
 
 def ended_elsewhere(host: str, pid: int) -> dict[str, Any] | None:

@@ -1,9 +1,8 @@
-"""Without ``phalanx run``: a rank that waits says for whom, long before the group's timeout is over.
+"""Watch this rank's own waits, and say for whom it waits, where no ``phalanx run`` does.
 
-Under ``phalanx run`` the launcher sees all ranks and says it (``launch/hang_watch.py``); other launchers do not look.
-So each rank has a thread that looks at its own flight recorder twice a second, which takes microseconds. When an
-operation has lasted for long, it reads the recorders of the world's other ranks on this host and analyses them
-(``diagnose.py``). Of the ranks of a host that wait the first says it, and ever more seldom.
+Each rank has a thread that looks at its own flight recorder twice a second, which takes microseconds. When an operation
+has lasted for long, it reads the recorders of the world's other ranks on this host and analyses them (``diagnose.py``).
+Of the ranks of a host that wait the first says it, and ever more seldom.
 
 If it depends on a rank of another host, that host is asked, where it can be, and one of its ranks answers for all
 (``transports/hosts/inquiry.py``); ranks beside that rank which wait too say it themselves. Where nobody can be asked,
@@ -17,8 +16,9 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from phalanx import settings
 from phalanx.diagnosis.call_site import running_at, shown
@@ -56,10 +56,7 @@ class OtherHosts(Protocol):
 def watch_own_waits(rank: int, pids: Mapping[int, int], others: OtherHosts | None = None) -> OwnWaits | None:
     """Begin to watch, with a thread; None where the launcher does, where nobody else is seen, or nobody wants it.
 
-    Args:
-        rank: this process's rank in the world.
-        pids: the process ids of the ranks of the world on this host, by rank.
-        others: asks the ranks of other hosts, if there are any that can be asked.
+    ``pids`` are the processes of the world's ranks on this host, by rank; ``others`` asks the ranks of other hosts.
     """
     after_s = warn_after_s()
     if is_kept() or (len(pids) < 2 and others is None) or not after_s:
@@ -68,7 +65,7 @@ def watch_own_waits(rank: int, pids: Mapping[int, int], others: OtherHosts | Non
 
 
 def warn_after_s() -> float:
-    """After how many seconds a rank says for whom it waits, as the user wants it; 0 for never."""
+    """After how many seconds a rank says for whom it waits; 0 for never."""
     with contextlib.suppress(ValueError):
         return max(0.0, float(os.environ.get(settings.WARN_AFTER) or _WARN_AFTER_S))
     return _WARN_AFTER_S

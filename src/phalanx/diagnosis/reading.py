@@ -11,8 +11,10 @@ import mmap
 import os
 import struct
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import msgspec
 
 from phalanx.diagnosis.recorder import MEMORY_NAME, own_memory
 from phalanx.diagnosis.snapshot import KINDS, Group, Record, Recording, ranks_in
@@ -29,7 +31,7 @@ from phalanx.native.core import (
     library,
 )
 from phalanx.system.files import beside, jobs_folder
-from phalanx.system.foreign_values import checked, read_json
+from phalanx.system.foreign_values import read_json
 
 _OPS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")  # enum phx_op
 # native/csrc/record.h; of the header the magic number, version, world size, pid, rank, dtypes, step and label.
@@ -53,11 +55,11 @@ class RecorderCopy:
         whole, moved = struct.unpack("<II", ctypes.string_at(address + PIECES_AT, 8))
         self.done = 100 * moved // whole if 0 < moved < whole else -1
 
-    def latest(self, count: int) -> RecorderCopy:
-        """The same with the last ``count`` operations only, before they are put into words, which takes long."""
-        newest = sorted(self.seen, key=lambda seen: seen.number)[-count:]
-        self.seen = (SeenRecord * len(newest))(*newest)
-        return self
+    def recording(self, count: int = RECORDS) -> Recording:
+        """The last ``count`` operations with their texts. To put many into words takes long."""
+        latest = sorted(range(len(self.seen)), key=lambda index: int(self.seen[index].number))[-count:]
+        own = self.pid, self.rank, self.size, self.step, self.label, self.begun
+        return Recording(*own, tuple(map(self.record, latest)), self.done)
 
     def record(self, index: int) -> Record:
         """One of the operations that were seen."""
@@ -94,10 +96,9 @@ class RecorderCopy:
         """The group with this number, by which ``seen`` names it."""
         if number not in self._groups:
             self._groups[number] = Group()
-            with contextlib.suppress(ValueError, TypeError, KeyError):
+            with contextlib.suppress(ValueError, KeyError):
                 values = self._values(number)
-                own = {name: values[name] for name in ("name", "backend", "own")}
-                self._groups[number] = checked(Group, {**own, "ranks": ranks_in(values["ranks"])})
+                self._groups[number] = msgspec.convert({**values, "ranks": ranks_in(values["ranks"])}, Group)
         return self._groups[number]
 
     def _values(self, number: int) -> dict[str, Any]:
@@ -127,40 +128,22 @@ def copy_recorder(file: int, at: int = 0) -> RecorderCopy | None:
             del place
 
 
-def in_words(found: RecorderCopy | None) -> Recording | None:
-    """Turn a copy of a recorder into its operations with their texts; None for None."""
-    if found is None:
-        return None
-    records = sorted(map(found.record, range(len(found.seen))), key=lambda record: record.number)
-    own = found.pid, found.rank, found.size, found.step, found.label, found.begun
-    return Recording(*own, tuple(records), found.done)
-
-
-def read_recording(file: int, at: int = 0) -> Recording | None:
-    """The whole recording in a file, with the arguments of :func:`copy_recorder`; None if there is none."""
-    return in_words(copy_recorder(file, at))
+def read_recording(file: int, at: int = 0, count: int = RECORDS) -> Recording | None:
+    """The last ``count`` operations in a file, as of :func:`copy_recorder`; None if there is no recorder."""
+    copy = copy_recorder(file, at)
+    return copy.recording(count) if copy is not None else None
 
 
 def read_memory(address: int) -> Recording | None:
     """The recorder that is mapped at an address; None if there is none, also for 0."""
-    return in_words(copy_memory(address))
+    copy = copy_memory(address)
+    return copy.recording() if copy is not None else None
 
 
 def read_process(pid: int) -> Recording | None:
     """The recorder of a process of this host and this user that no launcher keeps; None if it has none."""
-    file = open_own_recorder(pid)
-    if file is None:
-        return None
-    try:
-        return read_recording(file)
-    finally:
-        os.close(file)
-
-
-def open_own_recorder(pid: int) -> int | None:
-    """A descriptor of the file in which such a process keeps its recorder; None if it has none."""
-    with contextlib.suppress(OSError):
-        return os.open(memory_file(pid, f"{MEMORY_NAME}-{pid}"), os.O_RDONLY | os.O_CLOEXEC)
+    with contextlib.suppress(OSError), open(memory_file(pid, f"{MEMORY_NAME}-{pid}"), "rb") as file:
+        return read_recording(file.fileno())
     return None
 
 
@@ -194,7 +177,7 @@ def facts_in(recording: Recording) -> dict[str, Any]:
     last = recording.last
     if last is not None:
         facts["last_line"], facts["was_in_it"] = last.site, last.under_way
-        facts["last_operation"] = replace(last, site=beside(last.site, jobs_folder())).text()
+        facts["last_operation"] = msgspec.structs.replace(last, site=beside(last.site, jobs_folder())).text()
     return facts
 
 

@@ -1,9 +1,8 @@
 """The flight recorder of this process: its last 4,096 operations, in memory that outlives it.
 
 The core writes the records (``native/csrc/record.h`` has their protocol). This module opens the memory, with the
-process's first group, and keeps its texts: the names of groups, and the lines from which operations are called. The
-memory belongs to the launcher, if there is one that keeps it (:func:`keep_in`); else it is a file of this process,
-which others find by its name under /proc (``reading.py``).
+process's first group, and keeps its texts: names of groups, and lines from which operations are called. The memory
+belongs to the launcher, if there is one (:func:`keep_in`); else it is a file of this process (``reading.py``).
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class _Recorder:
         return bytes(self._strings[number + 4 : number + 4 + length]).decode(errors="replace")
 
     def here(self) -> int:
-        """The number of the line of the program that called the operation of this thread; 0 if it is not known."""
+        """See :func:`number_here`."""
         queued: CallSite | None = getattr(call_site.running, "site", None)
         return self.site() if queued is None else self.number_of(*queued)
 
@@ -130,11 +129,7 @@ class _Recorder:
 
 
 def open_recorder(rank: int = -1, size: int = 0) -> bool:
-    """Begin to record, if this process does not yet; whether it does.
-
-    Args:
-        rank, size: this process's place in the world, if it is known by now.
-    """
+    """Begin to record, if this process does not yet, with its place in the world, if that is known; whether it does."""
     global _state
     if _own() is None:
         with _opening:
@@ -161,10 +156,7 @@ def describe_dtypes(names: dict[int, str]) -> None:
 def group(name: str, backend: str, ranks: Sequence[int], own: int) -> RecordedGroup | None:
     """A group whose operations are recorded; None without a recorder.
 
-    Args:
-        name, backend: torch's names, equal on all members.
-        ranks: the members' ranks in the world.
-        own: this process's rank in the group.
+    ``name`` and ``backend`` are torch's, ``ranks`` are in the world, and ``own`` is this process's rank in the group.
     """
     state = _own()
     text = json.dumps({"name": name, "backend": backend, "ranks": spans(ranks), "own": own})
@@ -172,10 +164,9 @@ def group(name: str, backend: str, ranks: Sequence[int], own: int) -> RecordedGr
 
 
 def writers() -> tuple[Callable[[int, int, int, int, int], int], Callable[[int, bool], None], Callable[[], int]]:
-    """The parts of :func:`begin` and :func:`end` by themselves, for callers that are called often.
+    """The parts of :func:`begin` and :func:`end` for callers that are called often: begin, end, and the site's number.
 
-    They are: begin(group, what, nbytes, site, peer), end(ticket, failed), and here(), the site. A forked child may call
-    them, and records nothing.
+    A forked child may call them, and records nothing.
     """
     assert _state is not None, "a group is recorded only in a process with a recorder"
     return _state.begin, _state.end, _state.here
@@ -199,7 +190,7 @@ def place_of(number: int) -> str:
 
 
 def number_here() -> int:
-    """The number of the line of the program that called the operation of this thread; 0 if it is not known."""
+    """The number of the line that called this thread's operation; 0 if it is not known."""
     state = _own()
     return 0 if state is None else state.here()
 
@@ -219,10 +210,7 @@ def begin(group: int, what: int, nbytes: int, peer: int) -> int:
         nbytes: of this rank's tensor, or what :func:`shaped` makes of them.
         peer: the root, or the other end of a message; -1 for none.
     """
-    state = _state
-    if state is None:
-        return 0
-    return state.begin(group, what, nbytes, state.here(), peer)
+    return _state.begin(group, what, nbytes, _state.here(), peer) if _state is not None else 0
 
 
 def shaped(nbytes: int, shape: tuple[int, ...]) -> int:
@@ -255,8 +243,7 @@ def begin_at(group: RecordedGroup, what: int, nbytes: int, *, line: str, entered
 
 def drop(ticket: int) -> None:
     """Take back a record, on the thread that has begun it."""
-    state = _own()
-    if state is not None:
+    if (state := _own()) is not None:
         state.core.phx_record_drop(ticket)
 
 
@@ -266,7 +253,8 @@ def end(ticket: int, failed: bool) -> None:
         _state.end(ticket, failed)
 
 
-def joining(name: str, backend: str, ranks: Sequence[int], own: int) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def joining(name: str, backend: str, ranks: Sequence[int], own: int) -> Iterator[None]:
     """Record that this process waits for all of these ranks to join the world or a group, while the body runs.
 
     So ``phalanx run`` sees that a rank does not come. The record is taken back when all have come; else it is the
@@ -277,13 +265,8 @@ def joining(name: str, backend: str, ranks: Sequence[int], own: int) -> contextl
         with contextlib.suppress(Exception):  # a job runs as well without
             made = group(name, backend, ranks, own) if open_recorder() else None
             if made is not None:
-                line = call_site.text_of(call_site.capture())
+                line = call_site.text_of(call_site.capture(3))
                 ticket = begin_at(made, _JOIN, 0, line=line, entered_ns=time.monotonic_ns())
-    return _joined(ticket)
-
-
-@contextlib.contextmanager
-def _joined(ticket: int) -> Iterator[None]:
     try:
         yield
     except BaseException:
@@ -293,10 +276,7 @@ def _joined(ticket: int) -> Iterator[None]:
 
 
 def mark(step: int | None = None, label: str | None = None) -> None:
-    """Note what the script says of what it does from now on: which step, and a label (empty for none).
-
-    Without a group nothing is recorded yet, but what was said last counts when the recorder is opened.
-    """
+    """Note what the script says of what it does from now on: which step, and a label (empty for none)."""
     global _label
     if not open_recorder():
         return

@@ -2,10 +2,8 @@
 
 The templates are in ``templates/``. Everything that comes from the job is foreign text: whatever a page prints has
 passed :func:`shown`, unless it is marked as markup, and whatever a text prints :func:`printable_line`. A policy within
-a page forbids every script but its own, and everything that would have to be loaded, should that ever fail.
-
-The size is bounded, however many ranks and operations there are: there are so many bars, rows and stacks of all ranks
-together, each of so many characters. Each rank has some of them.
+a page forbids every script but its own, and everything that would have to be loaded, should that ever fail. The size is
+bounded, however many ranks and operations there are.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import base64
 import hashlib
 import html
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,9 +26,6 @@ if TYPE_CHECKING:
     from phalanx.diagnosis.timeline import Lane, Timeline
 
 _TEMPLATES = Path(__file__).with_name("templates")
-# Of all ranks together, the fewest of each, and the most of each.
-_BARS = 8192, 4, 256
-_ROWS = 2048, 2, 32
 _MOST_STACKS = 64
 # All rows have one axis. A job that hangs has done its last operations within milliseconds and has waited for half a
 # minute since: four fifths are linear up to the last moment at which a rank began or ended an operation, and the last
@@ -43,21 +38,14 @@ _CLASSES = {kind: f"k{number}" for number, kind in KINDS.items()}
 _MOST_DRAWN = 64  # lanes of a picture; of more ranks those for which the others waited most
 # What a rank did begins so far from the top of its lane, and is so high, which tells them apart without colours.
 _COLUMNS, _PARTS = 1000, {"computes": (0, 24), "communicates": (4, 16), "waits": (10, 4)}
-# A unit is a pixel of a picture as wide as a phone.
-_PICTURE, _GAP, _LINE, _FONT, _LANE, _LETTER = 360, 5, 14, 11, 16, 6.4
-_ROW = _LINE + _LANE + 2
+_PICTURE, _GAP, _LETTER = 360, 5, 6.4  # widths in pixels: of a picture on a phone, of its margin, and of a letter
 
 
 def shown(value: object, longest: int = 200, *, keep_end: bool = False) -> str:
-    """A value as text of a page, safe also within the quotes of an attribute.
+    """A value as text of a page, safe also within the quotes of an attribute, cut after so many characters.
 
     Characters that are not visible are replaced: some would change the order in which the rest is shown, and others
-    cannot be encoded.
-
-    Args:
-        value: whatever it is.
-        longest: how many characters of it are kept.
-        keep_end: of a longer text its end is kept rather than its beginning, as of a path.
+    cannot be encoded. ``keep_end`` cuts the beginning, as of a path.
     """
     text = str(value)
     if len(text) > longest:
@@ -74,11 +62,6 @@ def duration(nanoseconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}" if seconds < 1000 * size else f"{seconds:.0f} s"
     return f"{seconds * 1e6:.3g} µs"
-
-
-def ago(nanoseconds: float) -> str:
-    """Format a time before the report, so finely that operations after each other can be told apart."""
-    return f"{max(0.0, nanoseconds / 1e9):,.4f} s"
 
 
 def printable_line(line: object) -> str:
@@ -109,7 +92,8 @@ def _environment(*, pages: bool) -> Any:
         "shown": foreign,
         "code": lambda text: Markup(re.sub(r"`(\w+)`", r"<code>\1</code>", str(text))),
         "duration": duration,
-        "ago": ago,
+        # So finely that operations after each other can be told apart.
+        "ago": lambda nanoseconds: f"{max(0.0, nanoseconds / 1e9):,.4f} s",
         "bytes": format_bytes,
         "state": state_text,
         "ranks": lambda ranks: format_named("rank", ranks),
@@ -135,11 +119,14 @@ def report_text(report: HangReport) -> str:
 def report_page(report: HangReport) -> str:
     """The report on a job that hangs, as a page."""
     awaited = report.diagnosis.awaited
-    drawn = {seen.rank: _latest(seen, _share(_BARS, report.ranks)) for seen in report.ranks}
+    ranks = max(1, len(report.ranks))
+    most_bars, most_rows = min(256, max(4, 8192 // ranks)), min(32, max(2, 2048 // ranks))
+    drawn = {seen.rank: _latest(seen, most_bars) for seen in report.ranks}
     records = [record for of_rank in drawn.values() for record in of_rank]
     at, labels = _axis(records, report.now_ns)
-    used = dict.fromkeys((*KINDS.values(), *sorted({record.kind for record in records})))
-    kinds = [(_CLASSES.get(kind, "k0"), kind) for kind in used if any(record.kind == kind for record in records)]
+    called = {record.kind for record in records}
+    kinds = [(classes, kind) for kind, classes in _CLASSES.items() if kind in called]
+    kinds += [("k0", kind) for kind in sorted(called - _CLASSES.keys())]
     kinds += [("k0 open", "under way")] if any(record.under_way for record in records) else []
     kinds += [("k0 failed", "failed")] if any(record.failed for record in records) else []
     alike: dict[tuple[str, ...], list[int]] = {}
@@ -148,7 +135,6 @@ def report_page(report: HangReport) -> str:
     unsaid = alike.pop((), [])
     # Those of the ranks that the others wait for come first.
     stacks = sorted(alike.items(), key=lambda stack: (not set(stack[1]) & set(awaited), stack[1]))
-    most_rows = _share(_ROWS, report.ranks)
     return _render(
         "report.html",
         title=report.headline(),
@@ -165,11 +151,6 @@ def report_page(report: HangReport) -> str:
         most_rows=most_rows,
         operations=[(seen, _latest(seen, most_rows)) for seen in report.ranks],
     )
-
-
-def _share(bounds: tuple[int, int, int], ranks: Sequence[RankSnapshot]) -> int:
-    together, fewest, most = bounds
-    return min(most, max(fewest, together // max(1, len(ranks))))
 
 
 def _latest(seen: RankSnapshot, most: int) -> list[Record]:
@@ -206,13 +187,11 @@ def _bars(records: Sequence[Record], at: Callable[[int], float], now_ns: int) ->
     height = _HEIGHT / max(1, len(lanes))
     bars = []
     for record, lane, end in placed:
-        width = max(_NARROWEST, at(end) - at(record.entered_ns))
-        marks = [_CLASSES.get(record.kind, "k0")]
-        marks += ["open"] if record.under_way else []
-        marks += ["failed"] if record.failed else []
+        begin, width = at(record.entered_ns), max(_NARROWEST, at(end) - at(record.entered_ns))
+        marks = [_CLASSES.get(record.kind, "k0"), "open" if record.under_way else "", "failed" if record.failed else ""]
         bar = {
-            "classes": " ".join(marks),
-            "x": f"{min(at(record.entered_ns), _WIDTH - width):.2f}",
+            "classes": " ".join(filter(None, marks)),
+            "x": f"{min(begin, _WIDTH - width):.2f}",
             "y": f"{lane * height + 1:.1f}",
             "width": f"{width:.2f}",
             "height": f"{height - 2:.1f}",
@@ -236,63 +215,34 @@ def timeline_svg(timeline: Timeline) -> str:
     most = sorted(timeline.lanes, key=lambda lane: (-timeline.awaited_ns(lane.seen.rank), lane.seen.rank))
     lanes = sorted(most[:_MOST_DRAWN], key=lambda lane: lane.seen.rank)
     whole = timeline.end_ns - timeline.begin_ns
-    title = timeline.report.job.partition(";")[0].partition(": ")[2]
-    texts: list[dict[str, str]] = []
-
-    def write(text: str, x: float, top: float, classes: str = "") -> None:
-        texts.append({"text": text, "x": f"{x:g}", "y": f"{top + _FONT:g}", "classes": classes})
-
-    keys, x = [], float(_GAP)
-    for kind in _PARTS:
-        keys.append({"x": f"{x:g}", "kind": kind, "path": _path([(0, 24, kind)], kind)})
-        write(kind, x + 16, 23)
-        x += 30 + _LETTER * len(kind)
-    y, ticks, free = 42.0, "", -1.0
+    marks, free = [], -1.0
     for since, text in lanes[0].marks:
         at, label = _GAP + (since - timeline.begin_ns) * (_PICTURE - 2 * _GAP) / whole, text[:16]
         if label and at >= free and at + _LETTER * len(label) <= _PICTURE:
-            write(label, at + 2, y)
-            ticks += f"M{at:.1f} {y:g}v{_LINE}"
-            ticks += "".join(f"M{at:.1f} {y + 2 * _LINE + each * _ROW:g}v{_LANE}" for each in range(len(lanes)))
+            marks.append((f"{at:.1f}", label))
             free = at + _LETTER * len(label) + 8
-    y += _LINE if ticks else 0
-    drawn = []
-    for lane in lanes:
-        write(f"rank {lane.seen.rank}: {_shares(lane)}", _GAP, y)
-        runs = _runs(lane, timeline)
-        drawn.append({"y": f"{y + _LINE:g}", "paths": [(kind, _path(runs, kind)) for kind in _PARTS]})
-        y += _ROW
-    write("0 s", _GAP, y)
-    write(duration(whole), _PICTURE - _GAP, y, "end")
     lines = [timeline.verdict]
     for wait in timeline.waits[:1]:
         lines += [f"the longest time: {duration(wait.wait_ns)}", f"in {wait.record.name()}{wait.record.where()}"]
-    for line in lines:
-        y += _LINE
-        write(line, _GAP, y + _GAP)
-    said = "; ".join([*(f"rank {lane.seen.rank} {_shares(lane)}" for lane in lanes), *lines])
+    names = [
+        f"rank {lane.seen.rank}: {', '.join(f'{kind} {lane.share(kind):.0%}' for kind in _PARTS)}" for lane in lanes
+    ]
     return _render(
         "timeline.svg",
-        height=f"{y + _LINE + 2 * _GAP:g}",
-        title=title,
+        title=timeline.report.job.partition(";")[0].partition(": ")[2],
         whole=duration(whole),
-        said=said,
-        texts=texts,
-        keys=keys,
-        lanes=drawn,
-        ticks=ticks,
+        said="; ".join([*names, *lines]),
+        marks=marks,
+        lanes=[(name, _paths(lane, timeline)) for name, lane in zip(names, lanes, strict=True)],
+        lines=lines,
     )
 
 
-def _shares(lane: Lane) -> str:
-    return ", ".join(f"{kind} {lane.share(kind):.0%}" for kind in _PARTS)
-
-
-def _runs(lane: Lane, timeline: Timeline) -> list[tuple[int, int, str]]:
-    """The columns of a rank's lane: from which to which it did what."""
+def _paths(lane: Lane, timeline: Timeline) -> dict[str, str]:
+    """What is drawn in a rank's lane of each thing that it did."""
     width = (timeline.end_ns - timeline.begin_ns) / _COLUMNS
     owed = dict.fromkeys(_PARTS, 0.0)
-    runs: list[tuple[int, int, str]] = []
+    runs: list[tuple[int, int, str]] = []  # from which column to which it did what
     at = 0
     for column in range(_COLUMNS):
         begin = timeline.begin_ns + width * column
@@ -306,9 +256,8 @@ def _runs(lane: Lane, timeline: Timeline) -> list[tuple[int, int, str]]:
         owed[kind] -= 1
         since = runs.pop()[0] if runs and runs[-1][2] == kind else column
         runs.append((since, column + 1, kind))
-    return runs
-
-
-def _path(runs: Iterable[tuple[int, int, str]], of: str) -> str:
-    top, height = _PARTS[of]
-    return "".join(f"M{begin} {top}h{end - begin}v{height}h{begin - end}z" for begin, end, kind in runs if kind == of)
+    paths = dict.fromkeys(_PARTS, "")
+    for begin_at, end_at, kind in runs:
+        top, height = _PARTS[kind]
+        paths[kind] += f"M{begin_at} {top}h{end_at - begin_at}v{height}h{begin_at - end_at}z"
+    return paths

@@ -12,15 +12,15 @@ import pickle
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from phalanx.diagnosis.diagnose import HangDiagnosis
 from phalanx.diagnosis.snapshot import RankSnapshot, Record, Recording, lengths_in
 from phalanx.system.files import whole_file
-from phalanx.system.foreign_values import checked, is_number, read_json
+from phalanx.system.foreign_values import read_json
 
 _OPERATIONS = "operations.json"
 _NAME = re.compile(r"hang-(\d+)\.json")
@@ -30,8 +30,7 @@ _KEPT, _FEWEST_KEPT, _MOST_KEPT = 16384, 32, 256
 _VERSION = 2
 
 
-@dataclass(frozen=True)
-class HangReport:
+class HangReport(msgspec.Struct, frozen=True):
     """Snapshots, stacks and diagnosis of a job that does not go on."""
 
     job: str  # the command, for people
@@ -41,23 +40,16 @@ class HangReport:
     diagnosis: HangDiagnosis
     ranks: Sequence[RankSnapshot]
     # Of main threads, by rank, as lines, the innermost call last; without those that did not say.
-    stacks: dict[int, list[str]] = field(default_factory=dict)
+    stacks: dict[int, list[str]] = {}
 
     def to_json(self, *, whole: bool = False) -> dict[str, Any]:
         """Plain values; :func:`read_report` gives them back, with all operations if it is the ``whole`` report."""
         kept = None if whole else min(_MOST_KEPT, max(_FEWEST_KEPT, _KEPT // len(self.ranks)))
         return {
             "version": _VERSION,
-            "verdict": self.diagnosis.sentence,
-            "hint": self.diagnosis.hint,
-            "awaited": list(self.diagnosis.awaited),
-            "waiting": list(self.diagnosis.waiting),
+            **msgspec.to_builtins(self.diagnosis),
             "waited_s": round((self.now_ns - self.diagnosis.since_ns) / 1e9, 3),
-            "job": self.job,
-            "host": self.host,
-            "when": self.when,
-            "now_ns": self.now_ns,
-            "since_ns": self.diagnosis.since_ns,
+            **{name: getattr(self, name) for name in ("job", "host", "when", "now_ns")},
             "ranks": [{**seen.to_json(kept), "stack": self.stacks.get(seen.rank, [])} for seen in self.ranks],
         }
 
@@ -73,25 +65,26 @@ def write_report(folder: Path, report: HangReport, over: Path | None = None) -> 
     Its files appear whole. If they cannot be written (OSError), nothing of them stays, and the earlier report does.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    match = _NAME.fullmatch(over.name) if over is not None else None
-    recordings = {seen.rank: seen.recording for seen in report.ranks if seen.recording is not None}
     with tempfile.TemporaryDirectory(prefix=".hang-", dir=folder) as name:
         parts = Path(name)
-        write_torch_traces(parts / "traces", recordings)
+        write_torch_traces(parts, {seen.rank: seen.recording for seen in report.ranks if seen.recording is not None})
         (parts / "report").write_text(json.dumps(report.to_json()))
-        number = int(match[1]) if match is not None else 1 + max((number for number, _ in _reports(folder)), default=0)
-        while True:
-            traces = folder / f"hang-{number}-torch"
-            try:  # who makes the folder has the number: several jobs may write into the folder at the same time
-                traces.mkdir(exist_ok=match is not None)
-                break
-            except FileExistsError:
-                number += 1
-        for part in (parts / "traces").iterdir():
-            part.replace(traces / part.name)
-        path = folder / f"hang-{number}.json"
+        path = over if over is not None else _next_in(folder)
         (parts / "report").replace(path)
+        for part in parts.iterdir():
+            part.replace(path.with_name(f"{path.stem}-torch") / part.name)
     return path
+
+
+def _next_in(folder: Path) -> Path:
+    """The next report's path. Several jobs may write into a folder: who makes the folder beside it has the number."""
+    number = 1 + max((number for number, _ in _reports(folder)), default=0)
+    while True:
+        try:
+            (folder / f"hang-{number}-torch").mkdir()
+            return folder / f"hang-{number}.json"
+        except FileExistsError:
+            number += 1
 
 
 def write_operations(folder: Path, report: HangReport) -> None:
@@ -129,46 +122,33 @@ def read_report(path: Path) -> HangReport:
     if not isinstance(values, dict) or values.get("version") != _VERSION:
         raise ValueError("it is not a report of this version of Phalanx")
     try:
-        who = tuple(values["awaited"]), tuple(values["waiting"])
-        if not all(map(is_number, chain(*who))):
-            raise TypeError("ranks are numbers")
-        said = {"sentence": values["verdict"], "since_ns": values["since_ns"], "hint": values["hint"]}
-        diagnosis = checked(HangDiagnosis, {**said, "awaited": who[0], "waiting": who[1]})
+        diagnosis = msgspec.convert(values, HangDiagnosis)
         ranks = [RankSnapshot.from_json(rank) for rank in values["ranks"]]
         stacks = {rank["rank"]: rank["stack"] for rank in values["ranks"] if rank["stack"]}
-        for stack in stacks.values():
-            if not isinstance(stack, list) or not all(isinstance(line, str) for line in stack):
-                raise TypeError("a stack is a list of lines")
-        own = {name: values[name] for name in ("job", "host", "when", "now_ns")}
-        return checked(HangReport, {**own, "diagnosis": diagnosis, "ranks": ranks, "stacks": stacks})
+        return msgspec.convert({**values, "diagnosis": diagnosis, "ranks": ranks, "stacks": stacks}, HangReport)
     except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is not a whole report: {error}") from None
 
 
 def write_torch_traces(folder: Path, recordings: Mapping[int, Recording]) -> None:
-    """Write a file for each rank into a folder of its own, for ``torchfrtrace --prefix rank_ FOLDER``.
+    """Write a file for each rank into a folder, for ``torchfrtrace --prefix rank_ FOLDER``.
 
     The format is that of torch's ``_dump_nccl_trace`` in version 2.10, as far as torch's analyser
-    (``torch.distributed.flight_recorder``, torch 2.13 to 2.15) reads it: a pickled dictionary for each rank. The
-    analyser knows backends by a list of its own, so our operations are called ``gloo:...``.
+    (``torch.distributed.flight_recorder``, torch 2.13 to 2.15) reads it. The analyser knows backends by a list of its
+    own, so our operations are called ``gloo:...``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for rank, recording in recordings.items():
-        (folder / f"rank_{rank}").write_bytes(pickle.dumps(_torch_trace(recording)))
-
-
-def _torch_trace(recording: Recording) -> dict[str, Any]:
-    """One rank's recording as torch's dictionary; without the waits of ranks that join, which torch does not record."""
-    records = [record for record in recording.records if record.kind != "init"]
-    groups = {record.group.name: record.group for record in records}
-    return {
-        "version": "2.10",
-        "pg_config": {
-            name: {"name": name, "desc": _description(name), "ranks": str(list(group.ranks))}
-            for name, group in groups.items()
-        },
-        "entries": [_entry(record) for record in records],
-    }
+        records = [record for record in recording.records if record.kind != "init"]  # which torch does not record
+        groups = {record.group.name: str(list(record.group.ranks)) for record in records}
+        trace = {
+            "version": "2.10",
+            "pg_config": {
+                name: {"name": name, "desc": _description(name), "ranks": ranks} for name, ranks in groups.items()
+            },
+            "entries": [_entry(record) for record in records],
+        }
+        (folder / f"rank_{rank}").write_bytes(pickle.dumps(trace))
 
 
 def _description(name: str) -> str:
@@ -177,7 +157,9 @@ def _description(name: str) -> str:
 
 def _entry(record: Record) -> dict[str, Any]:
     inputs, outputs = _sizes(record)
+    dtypes = [record.dtype] if record.dtype else []
     file, _, line = record.site.rpartition(":")
+    done = not record.under_way
     return {
         "record_id": record.number,
         "pg_id": 0,
@@ -188,14 +170,14 @@ def _entry(record: Record) -> dict[str, Any]:
         "profiling_name": f"gloo:{_name(record)}",
         "time_created_ns": record.entered_ns,
         "time_discovered_started_ns": record.entered_ns,
-        "time_discovered_completed_ns": None if record.under_way else record.left_ns,
-        "duration_ms": None if record.under_way else (record.left_ns - record.entered_ns) / 1e6,
+        "time_discovered_completed_ns": record.left_ns if done else None,
+        "duration_ms": (record.left_ns - record.entered_ns) / 1e6 if done else None,
         "input_sizes": inputs,
-        "input_dtypes": [record.dtype] if record.dtype else [],
+        "input_dtypes": dtypes,
         "output_sizes": outputs,
-        "output_dtypes": [record.dtype] if record.dtype else [],
-        "state": "started" if record.under_way else "completed",
-        "retired": not record.under_way,
+        "output_dtypes": dtypes,
+        "state": "completed" if done else "started",
+        "retired": done,
         "is_p2p": record.is_message,
         "timeout_ms": 0,
         "frames": [{"name": record.label or "script", "filename": file, "line": int(line)}] if line.isdigit() else [],

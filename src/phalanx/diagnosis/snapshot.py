@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from phalanx.diagnosis.stacks import Frame
 from phalanx.system.files import beside
-from phalanx.system.foreign_values import checked, is_number
 from phalanx.words import format_bytes
 
 # The core's numbers (enum phx_kind).
@@ -22,8 +24,7 @@ _MOST_EACH = 64
 _SHAPE = re.compile(r"\[\d{1,18}(, \d{1,18})*\]", re.ASCII)
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(msgspec.Struct, frozen=True):
     """A group of ranks, as one of its members recorded it."""
 
     name: str = ""  # torch's; the world's is ``0`` in most programs
@@ -32,8 +33,7 @@ class Group:
     own: int = -1  # the group rank of the member that recorded it; -1 if that is not known
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(msgspec.Struct, frozen=True):
     """One operation; times are on the host's monotonic clock."""
 
     number: int  # which of the process's operations, counted from 0
@@ -97,8 +97,7 @@ def world_rank(group: Group, rank: int) -> int:
     return group.ranks[rank] if 0 <= rank < len(group.ranks) else rank
 
 
-@dataclass(frozen=True)
-class Recording:
+class Recording(msgspec.Struct, frozen=True, dict=True):
     """Contents of the recorder of one process."""
 
     pid: int
@@ -107,7 +106,7 @@ class Recording:
     step: int  # what its script said last of what it does; -1 and an empty label if nothing
     label: str
     begun: int  # how many operations have begun since the process's first
-    records: tuple[Record, ...] = field(repr=False)  # the last of them, the oldest first
+    records: tuple[Record, ...]  # the last of them, the oldest first
     done: int = -1  # how far the one under way is, in percent; -1 if it has not moved any of several pieces
 
     @cached_property
@@ -126,57 +125,51 @@ class Recording:
         last = {record.group: record for record in self.records if not record.is_message}
         groups = sorted(last.values(), key=lambda record: record.number)[-_MOST_EACH:]
         under_way = [record for record in self.records if record.under_way][:_MOST_EACH]
-        newest = self.records[-count:] if count else ()
-        kept = {record.number: record for record in (*groups, *under_way, *newest)}
-        return replace(self, records=tuple(kept[number] for number in sorted(kept)))
+        kept = {record.number for record in (*groups, *under_way, *(self.records[-count:] if count else ()))}
+        return replace(self, records=tuple(record for record in self.records if record.number in kept))
 
-    def later(self, by_ns: int) -> Recording:
-        """The same with all times so much later: on another host's clock."""
+    def seen_from(self, folder: str, later_ns: int) -> Recording:
+        """The same on another host's clock, which is later, with files below a folder as people there write them."""
         moved = (
-            replace(each, entered_ns=each.entered_ns + by_ns, left_ns=each.left_ns + by_ns if each.left_ns else 0)
+            replace(
+                each,
+                site=beside(each.site, folder) if folder else each.site,
+                entered_ns=each.entered_ns + later_ns,
+                left_ns=each.left_ns + later_ns if each.left_ns else 0,
+            )
             for each in self.records
         )
         return replace(self, records=tuple(moved))
-
-    def beside(self, folder: str) -> Recording:
-        """The same with the files of a folder named without it, as people write them; unchanged if that is empty."""
-        if not folder:
-            return self
-        return replace(self, records=tuple(replace(each, site=beside(each.site, folder)) for each in self.records))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, from which :meth:`from_json` makes the same."""
         groups = list(dict.fromkeys(record.group for record in self.records))
         number = {group: index for index, group in enumerate(groups)}
         return {
-            **{name: getattr(self, name) for name in _OWN},
+            **{name: getattr(self, name) for name in self.__struct_fields__},
             "groups": [[group.name, group.backend, spans(group.ranks), group.own] for group in groups],
             "fields": ["group", *_FIELDS],
-            "records": [
-                [number[record.group], *(getattr(record, name) for name in _FIELDS)] for record in self.records
-            ],
+            "records": [[number[record.group], *_values_of(record)] for record in self.records],
         }
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Recording:
         """See :meth:`to_json`; other values raise ValueError, TypeError, KeyError or IndexError."""
         groups = [
-            checked(Group, {"name": name, "backend": backend, "ranks": ranks_in(ranks), "own": own})
+            msgspec.convert({"name": name, "backend": backend, "ranks": ranks_in(ranks), "own": own}, Group)
             for name, backend, ranks, own in values["groups"]
         ]
-        records = tuple(
-            checked(Record, {"group": groups[group], **dict(zip(_FIELDS, rest, strict=True))})
-            for group, *rest in values["records"]
-        )
-        return checked(cls, {**{name: values[name] for name in _OWN}, "records": records})
+        records = [
+            {"group": groups[group], **dict(zip(_FIELDS, rest, strict=True))} for group, *rest in values["records"]
+        ]
+        return msgspec.convert({**values, "records": records}, cls)
 
 
-_OWN = ("pid", "rank", "size", "step", "label", "begun", "done")
-_FIELDS = [name for name in Record.__dataclass_fields__ if name != "group"]
+_FIELDS = [name for name in Record.__struct_fields__ if name != "group"]
+_values_of = attrgetter(*_FIELDS)
 
 
-@dataclass(frozen=True)
-class RankSnapshot:
+class RankSnapshot(msgspec.Struct, frozen=True):
     """State of one rank, seen from outside; place and frames are of its main thread, and empty if it did not say."""
 
     rank: int  # in the world
@@ -213,7 +206,7 @@ class RankSnapshot:
     def from_json(cls, values: dict[str, Any]) -> RankSnapshot:
         """See :meth:`to_json`; other values raise these, AttributeError or RecursionError."""
         recording = Recording.from_json(values["recording"]) if values["recording"] is not None else None
-        return checked(cls, {**{name: values[name] for name in _SAID}, "recording": recording})
+        return msgspec.convert({**values, "recording": recording}, cls)
 
 
 _SAID = ("rank", "state", "ended", "place", "asked", "host", "silent")
@@ -233,12 +226,11 @@ def spans(ranks: Sequence[int]) -> list[list[int]]:
 
 
 def ranks_in(parts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The ranks that :func:`spans` has shortened; others raise ValueError or TypeError."""
-    if not all(is_number(number) for part in parts for number in part):
-        raise TypeError("spans are numbers")
-    if sum(max(0, count) for _, count, _ in parts) > _MOST_RANKS:  # a few bytes must not become a list without end
+    """The ranks that :func:`spans` has shortened; others raise ValueError."""
+    found = msgspec.convert(parts, list[tuple[int, int, int]])
+    if sum(max(0, count) for _, count, _ in found) > _MOST_RANKS:  # a few bytes must not become a list without end
         raise ValueError("no job has so many ranks")
-    return tuple(first + i * step for first, count, step in parts for i in range(count))
+    return tuple(first + i * step for first, count, step in found for i in range(count))
 
 
 @lru_cache(maxsize=4096)

@@ -1,14 +1,13 @@
 """Stacks on demand: how a process writes them though its interpreter may be held, and how another one asks and reads.
 
 A thread that gets a signal writes its stack by ``faulthandler``, in C. But if the signal comes while the interpreter
-links in the frame of a call (Python 3.11 and later), ``faulthandler`` ends the process, or does not end itself: a
-program of many short calls died of one question in a hundred. So a copy of the process writes the stack
-(``native/csrc/stacks.c``), unless the thread is outside the interpreter's own code: a copy costs some 40 ms for each
-GiB of memory. If the copy could not, that is noted, and whoever has asked asks again (:func:`was_changed`).
+links in the frame of a call (Python 3.11 and later), ``faulthandler`` may end the process, or not end itself. So a copy
+of the process writes the stack (``native/csrc/stacks.c``), unless the thread is outside the interpreter's own code: a
+copy costs some 40 ms for each GiB of memory. If the copy could not, who has asked asks again (:func:`was_changed`).
 
-A process that others of its user may look at has one file in memory for that, from :func:`be_seen` on. Only its
-handler writes there, behind what is there. Others find the file through /proc; they ask one after the other (a lock of
-the file), and take what comes from the first whole stack on.
+A process that others of its user may look at has one file in memory for that (:func:`be_seen`). Only its handler writes
+there, behind what is there. Others find the file through /proc, ask by a signal, and take the first whole stack that
+comes then, whoever of them has asked for it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.diagnosis.call_site import OWN, is_library
@@ -74,7 +73,7 @@ def frames_of(stack: str) -> list[Frame]:
 
 
 def has_ended(frames: Sequence[Frame]) -> bool:
-    """Return whether this is the stack of a main thread whose script is over, and which waits for other threads."""
+    """Return whether this is a main thread whose script is over, and which waits for other threads."""
     return bool(frames) and frames[-1].function == "_shutdown" and os.path.basename(frames[-1].file) == "threading.py"
 
 
@@ -125,19 +124,18 @@ def be_seen() -> None:
     """
     global _seen
     pid = os.getpid()
-    with _opening:
+    with _opening, contextlib.suppress(OSError):
         if _seen is not None and _seen[0] == pid:
             return
         inherited, _seen = _seen, (pid, -1)
-        with contextlib.suppress(OSError):
-            if inherited is not None and inherited[1] >= 0:
-                faulthandler.unregister(PLACE_SIGNAL)  # else the handler of the parent would count as the program's
-                os.close(inherited[1])
-            if processes.signal_sets(pid, PLACE_SIGNAL).isdisjoint({"SigCgt", "SigBlk"}):
-                file = os.memfd_create(_stacks_of(pid))
-                fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # also after a reader has cut it
-                write_stacks_on(PLACE_SIGNAL, file)
-                _seen = pid, file
+        if inherited is not None and inherited[1] >= 0:
+            faulthandler.unregister(PLACE_SIGNAL)  # else the handler of the parent would count as the program's
+            os.close(inherited[1])
+        if processes.signal_sets(pid, PLACE_SIGNAL).isdisjoint({"SigCgt", "SigBlk"}):
+            file = os.memfd_create(_stacks_of(pid))
+            fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # also after a reader has cut it
+            write_stacks_on(PLACE_SIGNAL, file)
+            _seen = pid, file
 
 
 class Mark:
@@ -169,7 +167,10 @@ def place_of(pid: int, name: str) -> str:
         or has no :class:`Mark` of this name.
     """
     with contextlib.suppress(OSError):  # it has ended
-        return _place(pid, _threads(pid), _WRITTEN_S) if is_there(pid, name) else ""
+        threads = [int(each) for each in os.listdir(f"/proc/{pid}/task")] if is_there(pid, name) else []
+        running = [each for each in threads if processes.state_of(pid, each) == "R"]
+        running.sort(key=lambda each: each != pid)  # the main thread first, if it runs
+        return _place(pid, dict.fromkeys([*running[:_MOST_THREADS], pid]), _WRITTEN_S) if threads else ""
     return ""
 
 
@@ -178,7 +179,7 @@ def place_of_main(pid: int) -> str:
     return _place(pid, [pid], _MAIN_S)
 
 
-def _place(pid: int, threads: Sequence[int], patience_s: float) -> str:
+def _place(pid: int, threads: Iterable[int], patience_s: float) -> str:
     start = start_of(pid)
     path = memory_file(pid, _stacks_of(pid))
     with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
@@ -207,39 +208,20 @@ def memory_file(pid: int, name: str) -> str:
     return ""
 
 
-def _threads(pid: int) -> list[int]:
-    """The threads to be asked: those that run, and the main one, first if it runs."""
-    threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
-    running = [thread for thread in threads if processes.state_of(pid, thread) == "R" and thread != pid]
-    main_runs = processes.state_of(pid, pid) == "R"
-    return [pid, *running[:_MOST_THREADS]] if main_runs else [*running[:_MOST_THREADS], pid]
-
-
 def _ask(pid: int, start: int, thread: int, file: int, patience_s: float) -> str:
-    """Have a thread write its stack, and read it; empty if it or another reader lets nothing come in time."""
+    """Have a thread write its stack, and read it; empty if nothing comes in time."""
+    if os.fstat(file).st_size > _LARGEST:
+        os.ftruncate(file, 0)
+    before = _signal(pid, start, thread, file)
     until = time.monotonic() + patience_s
-    while True:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        if time.monotonic() >= until:
-            return ""
+    while time.monotonic() < until and processes.state_of(pid, thread) not in _SILENT:
         time.sleep(_LOOK_S)
-    try:
-        if os.fstat(file).st_size > _LARGEST:
-            os.ftruncate(file, 0)
-        before = _signal(pid, start, thread, file)
-        until = time.monotonic() + patience_s
-        while time.monotonic() < until and processes.state_of(pid, thread) not in _SILENT:
-            time.sleep(_LOOK_S)
-            # The handler writes in many small pieces, and blocks the signal until it returns.
-            if _first_whole(file, before) and "SigBlk" not in processes.signal_sets(thread, PLACE_SIGNAL):
-                if not was_changed(_first_whole(file, before)):
-                    break
-                before = _signal(pid, start, thread, file)
-        return _first_whole(file, before)
-    finally:
-        fcntl.flock(file, fcntl.LOCK_UN)
+        # The handler writes in many small pieces, and blocks the signal until it returns.
+        if _first_whole(file, before) and "SigBlk" not in processes.signal_sets(thread, PLACE_SIGNAL):
+            if not was_changed(_first_whole(file, before)):
+                break
+            before = _signal(pid, start, thread, file)
+    return _first_whole(file, before)
 
 
 def _signal(pid: int, start: int, thread: int, file: int) -> int:
@@ -301,12 +283,8 @@ def _text_of(frame: Frame) -> str:
 
 def format_stack(stack: str) -> list[str]:
     """A stack as in a traceback, the innermost call last, without the launcher's frames."""
-    return _as_traceback(frames_in(stack))
-
-
-def _as_traceback(frames: Sequence[Frame]) -> list[str]:
     lines = []
-    for frame in reversed(frames):
+    for frame in reversed(frames_in(stack)):
         lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.function}')
         text = _text_of(frame)
         lines += [f"    {text}"] if text else []
@@ -328,12 +306,11 @@ def format_places(stacks: Mapping[int, str]) -> list[str]:
 
 def format_stacks(stacks: Mapping[int, str]) -> list[str]:
     """The stacks in full, as tracebacks; those of several ranks once if they are equal."""
-    groups: dict[tuple[tuple[Frame, ...], str], list[int]] = {}
+    alike: dict[tuple[tuple[Frame, ...], str], list[int]] = {}
     for rank, stack in stacks.items():
-        groups.setdefault((frames_in(stack), asked_in(stack)), []).append(rank)
+        alike.setdefault((frames_in(stack), asked_in(stack)), []).append(rank)
     lines = []
-    for (frames, asked), ranks in groups.items():
-        lines.append(f"{format_named('rank', ranks)} {'is' if len(ranks) == 1 else 'are'} at")
-        lines += _as_traceback(frames)
-        lines += [f"  waiting for {asked}"] if asked else []
+    for (_, asked), ranks in alike.items():
+        lines += [f"{format_named('rank', ranks)} {'is' if len(ranks) == 1 else 'are'} at"]
+        lines += format_stack(stacks[ranks[0]]) + ([f"  waiting for {asked}"] if asked else [])
     return lines

@@ -2,8 +2,8 @@
 
 A rank waits in a collective until the last rank of its group has come to the same one; from then on it communicates.
 One that leaves before that, as it may leave a broadcast, has waited for the root alone. A rank that receives a message
-waits until the sender has begun to send. All the time in no operation counts as computing. A timeline begins with
-the first step, if the script says its steps, or where all recorders reach back to, since they hold the last operations.
+waits until the sender has begun to send. A timeline begins with the first step, if the script says its steps, or where
+all recorders reach back to.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Wait:
 
     def text(self) -> str:
         """``rank 2 was waited for 3.1 s in all_reduce #7 at train.py:20``."""
-        where = f"{self.record.name()}{self.record.where()}"
-        return f"rank {self.awaited} was waited for {duration(self.wait_ns)} in {where}"
+        waited = f"rank {self.awaited} was waited for {duration(self.wait_ns)}"
+        return f"{waited} in {self.record.name()}{self.record.where()}"
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,17 @@ class Timeline:
     @cached_property
     def waits(self) -> list[Wait]:
         """All waits, the longest first."""
-        together: dict[tuple[_Key, int], list[tuple[int, int, Record]]] = {}
+        together: dict[tuple[_Key, int], list[tuple[int, Lane, Span]]] = {}
         for lane in self.lanes:
             for span in lane.spans:
                 if span.awaited >= 0 and span.ready_ns > span.begin_ns:
-                    wait_ns = span.ready_ns - span.begin_ns
-                    together.setdefault((span.key, span.awaited), []).append((wait_ns, lane.seen.rank, span.record))
+                    found = together.setdefault((span.key, span.awaited), [])
+                    found.append((span.ready_ns - span.begin_ns, lane, span))
         waits = []
         for (_, awaited), found in together.items():
-            wait_ns, _, record = max(found, key=lambda each: each[0])
-            waits.append(Wait(awaited, tuple(sorted(rank for _, rank, _ in found)), record, wait_ns))
+            wait_ns, _, span = max(found, key=lambda each: each[0])
+            waiting = tuple(sorted(lane.seen.rank for _, lane, _ in found))
+            waits.append(Wait(awaited, waiting, span.record, wait_ns))
         return sorted(waits, key=lambda wait: -wait.wait_ns)
 
     def awaited_ns(self, rank: int) -> int:
@@ -130,7 +131,12 @@ def make_timeline(report: HangReport) -> Timeline | None:
     if not firsts:
         return None
     cut = [first.entered_ns for first in firsts if first.in_group > 1]  # the operations before it are not kept
-    steps = [began for found in named.values() for began in _first_step([record for _, record in found])]
+    steps = []
+    for found in named.values():
+        records = [record for _, record in found]
+        number = next((number for number, record in enumerate(records) if record.step >= 0), -1)
+        if number >= 0:  # a step begins when what a rank did before has ended
+            steps.append(records[number - 1].left_ns if number else records[0].entered_ns)
     begin = max([*cut, min(steps or [first.entered_ns for first in firsts])])
     ends = [each.left_ns or report.now_ns for found in named.values() for _, each in found]
     end = max(begin + 1, *ends)
@@ -149,14 +155,6 @@ def make_timeline(report: HangReport) -> Timeline | None:
         spans.sort(key=lambda span: span.begin_ns)
         lanes.append(Lane(seen, spans, _parts(spans, begin, end), _marks(spans, begin)))
     return Timeline(report, begin, end, lanes)
-
-
-def _first_step(records: Sequence[Record]) -> list[int]:
-    """Find when a rank had ended what it did before its first step; empty if it has said no step."""
-    for number, record in enumerate(records):
-        if record.step >= 0:
-            return [records[number - 1].left_ns if number else record.entered_ns]
-    return []
 
 
 def _named(rank: int, recording: Recording) -> Iterator[tuple[_Key, Record]]:

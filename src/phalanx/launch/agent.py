@@ -36,7 +36,7 @@ from types import CodeType
 from typing import Any, NoReturn
 
 from phalanx import settings
-from phalanx.diagnosis.ends import learn_elsewhere_by
+from phalanx.diagnosis.ends import learn_by
 from phalanx.errors import PROCESS_LIMIT_HINT
 from phalanx.launch.job.target import Refusal, Target, prepare_target
 from phalanx.launch.link import ERR, IN, OUT, Link, Lost, split_rank
@@ -72,6 +72,7 @@ from phalanx.launch.rank.start import RankEnds, RankStart, enter_rank, leave_sib
 from phalanx.launch.rank.trace import (
     StackRequest,
     Trace,
+    how_ended,
     how_ended_elsewhere,
     last_call,
     last_operation,
@@ -477,8 +478,8 @@ class Agent:
         enter_rank(start, self.handlers, self.file_limit)
         if order.target.is_python and order.preload:
             leave_siblings(start)
-        if order.target.is_python and self.peer:
-            learn_elsewhere_by(how_ended_elsewhere)
+        if order.target.is_python:
+            learn_by(how_ended, how_ended_elsewhere if self.peer else None)
         return start
 
     def environment_of(self, order: Start, plan: RankPlan) -> dict[str, str]:
@@ -677,8 +678,6 @@ class Agent:
             os.close(rank.report)
         self._close_feed()
         self.questions.clear()
-        if self.observer is not None:
-            self.observer.close()
         self.request = self.observer = None
         if self.trace.descriptor >= 0:
             os.close(self.trace.descriptor)

@@ -193,4 +193,4 @@ def received_recording(sent: Any, later: float) -> Recording | None:
     """Read a rank's operations as its agent has sent them, by this process's clock and with the user's paths."""
     if sent is None or not math.isfinite(later):
         return None
-    return Recording.from_json(sent).later(round(later * 1e9)).beside(own_folder())
+    return Recording.from_json(sent).seen_from(own_folder(), round(later * 1e9))

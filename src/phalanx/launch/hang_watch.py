@@ -19,10 +19,11 @@ import platform
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from phalanx.diagnosis.diagnose import HangDiagnosis, calls_that_differ, diagnose
 from phalanx.diagnosis.divergence import divergence

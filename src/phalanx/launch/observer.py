@@ -13,6 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from phalanx.diagnosis.reading import Position, read_position
 from phalanx.launch.job.options import Diagnosis
 from phalanx.launch.protocol import Examine, Examined, Look, Looked, Waits
@@ -80,11 +82,6 @@ class Observer:
                 self._waited_s = max(self._waited_s, now - found.under_way_since_ns / 1e9)
         return stopped
 
-    def close(self) -> None:
-        """Close what is open of the ranks."""
-        for watched in self._watched.values():
-            watched.close()
-
     def look_closely(self, question: Look) -> Looked:
         """Collect what ``phalanx top`` shows of the ranks, those that have ended included."""
         # Not imported at the top, because it needs numpy, and most jobs are never looked at.
@@ -95,8 +92,9 @@ class Observer:
         for part, pid in self._started.items():
             if part not in self._watched:
                 self._watched[part] = WatchedRank(self._trace, part, self._numbers[part], pid)
-            looks.append(self._watched[part].look(now_ns, runs=part in self._pids).to_json())
-        return Looked(number=question.number, pause_s=pause_after_s(time.process_time() - began_s), looks=looks)
+            looks.append(self._watched[part].look(now_ns, runs=part in self._pids))
+        seen = msgspec.to_builtins(looks)
+        return Looked(number=question.number, pause_s=pause_after_s(time.process_time() - began_s), looks=seen)
 
     def answer(self, question: Examine, stacks: Mapping[int, str]) -> Examined:
         """Collect what is seen of the ranks now; ``stacks`` has what they have written, by rank in the world."""

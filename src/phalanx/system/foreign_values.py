@@ -23,12 +23,19 @@ def read_json(data: str | bytes | bytearray) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: it is not JSON, or nested so deeply that Python cannot read it.
+        ValueError: it is not JSON, nested so deeply that Python cannot read it, or has a number of over 64 bits.
     """
     try:
-        return json.loads(data)
+        return json.loads(data, parse_int=_whole)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _whole(digits: str) -> int:
+    number = int(digits)
+    if not is_number(number):
+        raise ValueError("a number has more than 64 bits")
+    return number
 
 
 def is_number(value: object) -> bool:

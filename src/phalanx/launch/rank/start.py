@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TextIO, cast
 
-from phalanx.diagnosis.ends import learn_by, tell_of_exit
+from phalanx.diagnosis.ends import tell_of_exit
 from phalanx.diagnosis.recorder import keep_in
 from phalanx.diagnosis.stacks import publish_by
 from phalanx.errors import PhalanxError
@@ -41,7 +41,6 @@ from phalanx.launch.rank.late_variables import apply_threads, hide_torch
 from phalanx.launch.rank.trace import (
     Stage,
     advance,
-    how_ended,
     note_asked,
     open_own,
     place_of_recorder,
@@ -148,7 +147,6 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     open_own(ends.trace, start.part)
     publish_by(note_asked)
     keep_in(place_of_recorder)
-    learn_by(how_ended)
 
 
 def _stream(stream: TextIO | None, descriptor: int, mode: str) -> TextIO:

@@ -34,14 +34,15 @@ import resource
 import signal
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec.structs import replace
 
 from phalanx.diagnosis.ends import Ending
 from phalanx.diagnosis.stacks import ASKED, was_changed, write_stacks_on
 from phalanx.errors import PhalanxError
 from phalanx.launch.output.failure import signal_name
-from phalanx.native.core import RECORDER_BYTES
+from phalanx.native.core import RECORDER_BYTES, RECORDS
 from phalanx.system import processes
 from phalanx.system.files import beside, own_folder
 from phalanx.system.limits import TRACE_BYTES_PER_RANK
@@ -350,13 +351,12 @@ def _last_record(trace: Trace, part: int) -> Record | None:
     return recording.last if recording is not None else None
 
 
-def last_recording(trace: Trace, part: int, count: int = 0) -> Recording | None:
-    """Read what a rank has recorded, the last ``count`` operations, by default all; None if it cannot be read."""
+def last_recording(trace: Trace, part: int, count: int = RECORDS) -> Recording | None:
+    """Read what a rank has recorded, the last ``count`` operations; None if it cannot be read."""
     # The job may have been one without Phalanx, so what reads it is not imported before.
-    from phalanx.diagnosis.reading import copy_recorder, in_words
+    from phalanx.diagnosis.reading import read_recording
 
     try:
-        copy = copy_recorder(trace.descriptor, trace.place_of_recorder(part))
-        return in_words(copy.latest(count) if copy is not None and count else copy)
+        return read_recording(trace.descriptor, trace.place_of_recorder(part), count)
     except (OSError, ValueError, PhalanxError):
         return None

@@ -1,13 +1,10 @@
 """List this user's jobs on this host: every launcher describes its own, in memory that others find.
 
-The description lies in a memfd that the launcher holds open, and that others of the same user find by its name under
-/proc. So there is no folder that strangers could fill or read, and nothing is left when a launcher is killed. The
-kernel shows the open files of a process only to its own user and to root. A file that another user has made and handed
-to a process of this one is left aside by its owner; one that a process has inherited, because the description names the
-launcher, with the time of its start.
+The description lies in a memfd that the launcher holds open. Others of the same user, to whom alone the kernel shows
+it, find it by its name under /proc. So there is no folder that strangers could fill or read, and nothing is left of a
+launcher that is killed. It is believed if the file is the reader's own, and if the process that it names holds it.
 
-The file is a list of lines, each an object of JSON, and grows only. The launcher writes it, with one write for each
-line; any process reads it at any time, and leaves out a last line that does not end.
+Each line of the file is the whole job as JSON, written at once. The last line that ends counts.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -30,12 +27,9 @@ from phalanx.system.processes import start_of
 if TYPE_CHECKING:
     from phalanx.launch.job.job import Job
 
-__all__ = ["WHERE_LISTED", "Description", "RankProcess", "RunningJob", "find_job", "running_jobs"]
-
 WHERE_LISTED = "A job is listed on the host on which phalanx run was called"
 
 _NAME, _SUFFIX = "/memfd:", "-job (deleted)"
-_MOST_BYTES = 1 << 26
 _SHORT = "phalanx-"  # with which every job's run id begins
 _LEAST_LETTERS = 3  # of an id, so that the number of a process that has ended is hardly taken for one
 
@@ -52,17 +46,14 @@ class RunningJob(msgspec.Struct, frozen=True):
     """A job, as its launcher describes it.
 
     Attributes:
-        run_id: its name; ``PHALANX_RUN_ID`` in its ranks.
+        run_id: ``PHALANX_RUN_ID`` in its ranks.
         pid, start: the process of ``phalanx run``, and when it began (:func:`phalanx.system.processes.start_of`).
         since: when the job began, in seconds since 1970.
         target, arguments: the script, module or program, as the user named it, and its own arguments.
-        directory: where the launcher runs.
-        host: this host's name.
+        directory, host: where the launcher runs.
         hosts: the hosts that were asked for, if there are others; empty if all ranks run here, or if MPI chooses.
         mpi: the MPI launcher that starts the ranks; empty for none.
-        is_python: whether the target is a script, a module or a function of Python.
         end_s: how long its ranks may take to end after SIGTERM.
-        descriptor: the launcher's descriptor of this description.
         processes: the ranks; empty until they have been started.
     """
 
@@ -79,7 +70,6 @@ class RunningJob(msgspec.Struct, frozen=True):
     mpi: str
     is_python: bool
     end_s: float
-    descriptor: int
     processes: tuple[RankProcess, ...] = ()
 
     @property
@@ -87,56 +77,42 @@ class RunningJob(msgspec.Struct, frozen=True):
         """The name by which users call it."""
         return self.run_id.removeprefix(_SHORT)
 
-    @property
-    def runs(self) -> bool:
-        """Whether its launcher still runs."""
-        return start_of(self.pid) == self.start
-
     def again(self) -> RunningJob | None:
         """The same job, as its launcher describes it now; None if it has ended."""
-        with contextlib.suppress(OSError):
-            job = _read(f"/proc/{self.pid}/fd/{self.descriptor}")
-            if job is not None and job.run_id == self.run_id and job.runs:
-                return job
-        return None
+        return next((job for job in _described_by(self.pid) if job.run_id == self.run_id), None)
 
 
 class Description:
-    """A launcher's description of its own job. A job runs as well without, so what cannot be written is left out.
-
-    Args:
-        job: the job.
-    """
+    """A launcher's description of its own job. A job runs as well without, so what cannot be written is left out."""
 
     def __init__(self, job: Job) -> None:
         self._file = -1
-        self._job = job
         with contextlib.suppress(OSError):
             self._file = os.memfd_create(f"{job.run_id}-job")
-            described = RunningJob(
-                run_id=job.run_id,
-                pid=os.getpid(),
-                start=start_of(os.getpid()),
-                since=time.time(),
-                ranks=job.ranks,
-                target=job.target.name,
-                arguments=tuple(job.target.argv[1:]),
-                directory=own_folder(),
-                host=job.host,
-                hosts=tuple(host.name for host in job.hosts),
-                mpi=job.mpi.title if job.mpi is not None else "",
-                is_python=job.target.is_python,
-                end_s=job.patience_s(signal.SIGTERM),
-                descriptor=self._file,
-            )
-            self._write(msgspec.to_builtins(described))
+        self._is_local = job.is_local
+        self._job = RunningJob(
+            run_id=job.run_id,
+            pid=os.getpid(),
+            start=start_of(os.getpid()),
+            since=time.time(),
+            ranks=job.ranks,
+            target=job.target.name,
+            arguments=tuple(job.target.argv[1:]),
+            directory=own_folder(),
+            host=job.host,
+            hosts=tuple(host.name for host in job.hosts),
+            mpi=job.mpi.title if job.mpi is not None else "",
+            is_python=job.target.is_python,
+            end_s=job.patience_s(signal.SIGTERM),
+        )
+        self._write()
 
     def add_ranks(self, pids: Sequence[int], hosts: Sequence[str]) -> None:
         """Describe the ranks, once they have been started, or started anew."""
-        where = [self._job.host] * len(hosts) if self._job.is_local else hosts  # rehearsed hosts are this one
-        ranks = [{"rank": rank, "pid": pid, "host": where[rank]} for rank, pid in enumerate(pids)]
-        with contextlib.suppress(OSError):
-            self._write({"processes": ranks})
+        where = [self._job.host] * len(hosts) if self._is_local else hosts  # rehearsed hosts are this one
+        ranks = tuple(RankProcess(rank, pid, where[rank]) for rank, pid in enumerate(pids))
+        self._job = msgspec.structs.replace(self._job, processes=ranks)
+        self._write()
 
     def close(self) -> None:
         """Give up the description, in a process that is not the launcher."""
@@ -144,9 +120,9 @@ class Description:
             os.close(self._file)
             self._file = -1
 
-    def _write(self, values: dict[str, Any]) -> None:
-        if self._file >= 0:
-            os.write(self._file, json.dumps(values).encode() + b"\n")
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # also of -1, the file that could not be made
+            os.write(self._file, json.dumps(msgspec.to_builtins(self._job)).encode() + b"\n")
 
 
 def running_jobs() -> list[RunningJob]:
@@ -168,60 +144,41 @@ def _described_by(pid: int) -> Iterator[RunningJob]:
                 link = os.readlink(path)
                 if link.startswith(_NAME) and link.endswith(_SUFFIX):
                     job = _read(path)
-                    if job is not None and job.pid == pid and job.runs:
+                    if job is not None and job.pid == pid and start_of(pid) == job.start:
                         yield job
 
 
 def _read(path: str) -> RunningJob | None:
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        about = os.fstat(file)
-        if about.st_uid != os.geteuid():
-            return None
-        data = os.pread(file, min(about.st_size, _MOST_BYTES), 0)
-    finally:
-        os.close(file)
-    lines = data.splitlines(keepends=True)
-    try:
-        values: dict[str, Any] = {}
-        for line in lines:
-            if line.endswith(b"\n"):
-                values |= read_json(line)
-        return msgspec.convert(values, RunningJob)
-    except (ValueError, TypeError):
-        return None  # of another version of Phalanx, or no description
+    """The job that a file describes; None if it is no description, or that of another version of Phalanx."""
+    with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:
+        lines = file.read().split(b"\n")
+        if os.fstat(file.fileno()).st_uid == os.geteuid() and len(lines) > 1:
+            return msgspec.convert(read_json(lines[-2]), RunningJob)
+    return None
 
 
 def find_job(name: str | None) -> RunningJob:
-    """The running job that a user means.
-
-    Args:
-        name: its id, or how that begins, or the process id of its launcher; None for the only one.
+    """The running job that a user names by its id, how that begins, or its launcher's pid; None is the only one.
 
     Raises:
         LaunchError: there is no such job, or there are several. The message lists the jobs that there are.
     """
     jobs = running_jobs()
+    listed = "\n".join(f"  {job.id}  pid {job.pid}, {job.target}, in {job.directory}" for job in jobs)
     if not jobs:
         raise LaunchError(
             f"{'no job' if name is None else f'no job {name}'} of yours runs on this host. {WHERE_LISTED}"
         )
+    if name == "":
+        raise LaunchError(f"which job? The name given is empty; these run on this host:\n{listed}")
     if name is None:
         found = jobs
-    elif not name:
-        raise LaunchError(f"which job? The name given is empty; these run on this host:\n{_lines(jobs)}")
-    elif name.isdigit() and any(name == str(job.pid) for job in jobs):
-        found = [job for job in jobs if name == str(job.pid)]
     else:
-        exact = [job for job in jobs if name in (job.id, job.run_id)]
-        found = exact or [job for job in jobs if job.id.startswith(name) and len(name) >= _LEAST_LETTERS]
-    if len(found) == 1:
-        return found[0]
-    if found:
+        found = [job for job in jobs if name in (str(job.pid), job.id, job.run_id)]
+        found = found or [job for job in jobs if job.id.startswith(name) and len(name) >= _LEAST_LETTERS]
+    if not found:
+        raise LaunchError(f"no job {name} of yours runs on this host; these do:\n{listed}")
+    if len(found) > 1:
         why = "several jobs run here" if name is None else f"{name} may be any of several jobs"
-        raise LaunchError(f"{why}; name one by more of its id:\n{_lines(found)}")
-    raise LaunchError(f"no job {name} of yours runs on this host; these do:\n{_lines(jobs)}")
-
-
-def _lines(jobs: Sequence[RunningJob]) -> str:
-    return "\n".join(f"  {job.id}  pid {job.pid}, {job.target}, in {job.directory}" for job in jobs)
+        raise LaunchError(f"{why}; name one by more of its id:\n{listed}")
+    return found[0]

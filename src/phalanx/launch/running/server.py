@@ -1,9 +1,9 @@
 """Answer ``phalanx top`` in the supervisor, on a socket of its own.
 
 The socket is abstract: it lies in no folder, and goes with the launcher. The kernel says who is at its other end
-(SO_PEERCRED), and only this user and root are answered. A client sends one line of JSON, ``{"do": "look"}``, and gets
-one: ``looks`` of each agent that answered, with what its times lack on this host's clock (``later_ns``), the ranks of
-agents that did not (``silent``), and how long to wait before the next question (``pause_s``). Then the connection ends.
+(SO_PEERCRED), and only this user and root are answered. A client that connects gets one line of JSON: ``looks`` at the
+ranks whose agents answered (``rank_look.py``), the ranks of agents that did not (``silent``), and how long to wait
+before the next question (``pause_s``). Then the connection ends.
 """
 
 from __future__ import annotations
@@ -20,15 +20,9 @@ from collections.abc import Callable, Sequence
 
 from phalanx.launch.protocol import Look, Looked, Order
 from phalanx.launch.roster import AgentState
-from phalanx.system.foreign_values import read_json
-
-__all__ = ["ANSWER_S", "LookServer", "address_of", "peer_uid"]
 
 #: How long agents are waited for, in seconds.
 ANSWER_S = 1.0
-# For how long an answer serves further clients: rates over a shorter time would say nothing.
-_FRESH_S = 0.2
-_LONGEST_QUESTION = 4096
 
 
 def address_of(run_id: str) -> str:
@@ -43,16 +37,10 @@ def peer_uid(sock: socket.socket) -> int:
 
 
 class LookServer:
-    """Asks all agents for a look when a client does. Others that ask soon get the same answer.
+    """Asks all agents for a look when a client connects. Others that connect meanwhile get the same answer.
 
-    Args:
-        run_id: the job's.
-        selector: calls what is registered as data, as the supervisor does.
-        agents: they.
-        send: sends an agent an order.
-
-    Attributes:
-        due_at: until when answers are waited for; None if nobody has asked.
+    ``selector`` calls what is registered as data, as the supervisor does. ``due_at`` is until when answers are waited
+    for; None if nobody has asked.
     """
 
     def __init__(
@@ -63,12 +51,11 @@ class LookServer:
         send: Callable[[AgentState, Order], None],
     ) -> None:
         self._selector, self._agents, self._send = selector, agents, send
-        self._clients: dict[socket.socket, bytes] = {}  # what is still to be sent to each
-        self._waiting: set[socket.socket] = set()
+        self._clients: set[socket.socket] = set()
+        self._waiting: list[socket.socket] = []  # those of them that have no answer yet
         self._number = 0
         self._awaited: dict[int, AgentState] = {}
-        self._found: list[tuple[float, Looked]] = []
-        self._answer, self._answered_at = b"", float("-inf")
+        self._found: list[Looked] = []
         self.due_at: float | None = None
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.setblocking(False)
@@ -82,8 +69,6 @@ class LookServer:
         for sock in (self._listener, *self._clients):
             sock.close()
 
-    # Clients.
-
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
@@ -91,54 +76,24 @@ class LookServer:
                 sock.close()
                 return
             sock.setblocking(False)
-            self._clients[sock] = b""
-            self._selector.register(sock, selectors.EVENT_READ, functools.partial(self._read, sock))
+            self._clients.add(sock)
+            self._waiting.append(sock)
+            if self.due_at is None:
+                self._ask()
 
-    def _hang_up(self, sock: socket.socket) -> None:
-        del self._clients[sock]
-        self._waiting.discard(sock)
-        self._selector.unregister(sock)
-        sock.close()
-
-    def _read(self, sock: socket.socket) -> None:
-        try:
-            is_question = read_json(sock.recv(_LONGEST_QUESTION)) == {"do": "look"}
-        except (OSError, ValueError):  # among them the end
-            is_question = False
-        if is_question:
-            self._ask(sock)
-        else:
-            self._hang_up(sock)
-
-    def _write(self, sock: socket.socket) -> None:
-        try:
-            self._clients[sock] = self._clients[sock][sock.send(self._clients[sock]) :]
-        except BlockingIOError:
-            return
-        except OSError:
-            self._clients[sock] = b""
-        if not self._clients[sock]:
-            self._hang_up(sock)
-
-    # Agents.
-
-    def _ask(self, sock: socket.socket) -> None:
-        self._waiting.add(sock)
-        if time.monotonic() - self._answered_at < _FRESH_S:
-            self._tell()
-        elif self.due_at is None:
-            self.due_at = time.monotonic() + ANSWER_S
-            self._number += 1
-            self._found = []
-            asked = [agent for agent in self._agents if agent.link is not None and agent.started and not agent.over]
-            self._awaited = {agent.number: agent for agent in asked}
-            for agent in asked:
-                self._send(agent, Look(number=self._number))
+    def _ask(self) -> None:
+        self.due_at = time.monotonic() + ANSWER_S
+        self._number += 1
+        self._found = []
+        asked = [agent for agent in self._agents if agent.link is not None and agent.started and not agent.over]
+        self._awaited = {agent.number: agent for agent in asked}
+        for agent in asked:
+            self._send(agent, Look(number=self._number))
 
     def hear(self, agent: AgentState, answer: Looked) -> None:
         """Take an agent's answer."""
         if answer.number == self._number and self._awaited.pop(agent.number, None) is not None:
-            self._found.append((agent.later, answer))
+            self._found.append(answer)
 
     def lose(self, agent: AgentState) -> None:
         """An agent has gone, or has no rank any more."""
@@ -149,16 +104,24 @@ class LookServer:
         if self.due_at is None or (self._awaited and now < self.due_at):
             return
         said = {
-            "looks": [{"later_ns": round(later * 1e9), "looks": found.looks} for later, found in self._found],
+            "looks": [look for found in self._found for look in found.looks],
             "silent": [rank for agent in self._awaited.values() for rank in agent.numbers],
-            "pause_s": max((found.pause_s for _, found in self._found), default=0.0),
+            "pause_s": max((found.pause_s for found in self._found), default=0.0),
         }
-        self._answer, self._answered_at = json.dumps(said).encode() + b"\n", now
-        self.due_at, self._awaited = None, {}
-        self._tell()
+        answer = json.dumps(said).encode() + b"\n"
+        for sock in self._waiting:
+            write = functools.partial(self._write, sock, bytearray(answer))
+            self._selector.register(sock, selectors.EVENT_WRITE, write)
+        self.due_at, self._awaited, self._waiting = None, {}, []
 
-    def _tell(self) -> None:
-        while self._waiting:
-            sock = self._waiting.pop()
-            self._clients[sock] = self._answer
-            self._selector.modify(sock, selectors.EVENT_WRITE, functools.partial(self._write, sock))
+    def _write(self, sock: socket.socket, left: bytearray) -> None:
+        try:
+            del left[: sock.send(left)]
+        except BlockingIOError:
+            return
+        except OSError:
+            left.clear()  # it has hung up
+        if not left:
+            self._clients.discard(sock)
+            self._selector.unregister(sock)
+            sock.close()

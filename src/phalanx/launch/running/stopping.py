@@ -24,31 +24,22 @@ from phalanx.system.limits import raise_file_limit
 from phalanx.system.processes import start_of
 from phalanx.words import format_count, format_named
 
-__all__ = ["stop"]
-
 # The order in which a launcher is asked; it may have been started to ignore some, as in the background of a script.
 _ASKED_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # How much longer than its ranks' time to end a launcher may take, before it counts as stuck.
 _LAUNCHER_S = 30.0
 # How long a launcher may take to carry out the order to kill its ranks, and how long its helpers without it.
 _KILL_S = 10.0
-# How long a launcher may take to notice the first signal.
-_TAKEN_S = 1.0
-_LOOK_S = 0.005
+# How long a launcher may take to notice a signal.
+_TAKEN_S = 0.5
 # After so long it is said that the ranks have time to end.
 _SAID_AFTER_S = 2.0
 
 
 def stop(job: RunningJob, *, at_once: bool, say: Callable[[str], None]) -> float:
-    """End a job, and wait until nothing of it is left on this host.
+    """End a job, and wait until nothing of it is left on this host; how long it took, in seconds.
 
-    Args:
-        job: the job.
-        at_once: kill the ranks without giving them time.
-        say: prints a line about what takes time.
-
-    Returns:
-        How long it took, in seconds.
+    ``at_once`` gives the ranks no time, and ``say`` prints a line about what takes time.
 
     Raises:
         LaunchError: processes of the job could not be ended; the message names them.
@@ -72,9 +63,8 @@ def stop(job: RunningJob, *, at_once: bool, say: Callable[[str], None]) -> float
             _send(process, signal.SIGKILL)
         left = sorted(held[process] for process in processes.await_ends(held, _KILL_S))
         if left:
-            why = "it hangs inside the kernel, or is" if len(left) == 1 else "they hang inside the kernel, or are"
             who = format_named("process", left)
-            raise LaunchError(f"job {job.id}: {who} could not be ended: {why} another user's")
+            raise LaunchError(f"job {job.id}: {who} could not be ended: held inside the kernel, or another user's")
     return time.monotonic() - begun
 
 
@@ -109,22 +99,13 @@ def _ends_by_itself(launcher: int, job: RunningJob, *, at_once: bool, say: Calla
         return False
     _send(launcher, heard[0])
     _send(launcher, signal.SIGCONT)  # a stopped process receives the signal only when it continues
-    if not at_once:
-        return _ends_in_order(launcher, job, say)
-    # A launcher that was asked kills its ranks at Ctrl-C, if it has taken the first signal by then.
-    until = time.monotonic() + _TAKEN_S
-    while time.monotonic() < until and processes.signal_sets(job.pid, heard[0]) & {"SigPnd", "ShdPnd"}:
-        if _has_ended_within(launcher, _LOOK_S):  # its end is an event; that it has taken a signal is none
-            return True
-    if _has_ended_within(launcher, 0.1):
-        return True
-    if signal.SIGINT not in heard:
+    if at_once:  # a launcher that has been asked kills its ranks at Ctrl-C
+        until = time.monotonic() + _KILL_S
+        while time.monotonic() < until:
+            if _has_ended_within(launcher, _TAKEN_S):
+                return True
+            _send(launcher, signal.SIGINT)
         return False
-    _send(launcher, signal.SIGINT)
-    return _has_ended_within(launcher, _KILL_S)
-
-
-def _ends_in_order(launcher: int, job: RunningJob, say: Callable[[str], None]) -> bool:
     if _has_ended_within(launcher, _SAID_AFTER_S):
         return True
     say(

@@ -1,22 +1,20 @@
 """Show running jobs and a look at one: as a table for people, and as plain values for programs.
 
 A new column of ``phalanx top`` is a field of ``RankLook`` that ``WatchedRank.look`` fills in (``rank_look.py``), a cell
-of :func:`_line`, a value of :func:`_rank_values` for ``--json``, and a line of the help text (``commands/top.py``).
-What the flight recorder knows is a field of ``Pace`` (``diagnosis/pace.py``).
+of :func:`_line`, and a line of the help text (``commands/top.py``). What the flight recorder knows is a field of
+``Pace``, whose name :data:`_OF_PACE` has for ``--json``.
 """
 
 from __future__ import annotations
 
 import datetime
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from phalanx.diagnosis.snapshot import Record, world_rank
+from phalanx.diagnosis.render import printable_line
 from phalanx.launch.running.jobs import RunningJob
-from phalanx.system.files import beside
 from phalanx.topology.table import format_table
 from phalanx.words import format_bytes, format_count, format_named
 
@@ -24,12 +22,14 @@ if TYPE_CHECKING:
     from phalanx.launch.running.rank_look import RankLook
     from phalanx.launch.running.watching import Look
 
-__all__ = ["described_job", "format_age", "format_jobs", "format_look", "look_values"]
-
 _STATES = {"disk": "waits for disk", "debugged": "in a debugger"}  # the others are called so
 _TEXT_COLUMNS = ("host", "state", "operation", "job", "since", "script", "directory")
 _SHORTEST_OPERATION, _WHOLE_OPERATION = 24, 56
 _LESS_TELLING = ("pid", "data/s", "cores", "memory")  # what a narrow terminal does without, in this order
+_OF_PACE = (
+    *("operation", "last", "operations", "operations_per_s", "bytes_per_s", "steps_per_s"),
+    *("communication", "step", "label"),
+)
 
 
 # Jobs.
@@ -37,43 +37,40 @@ _LESS_TELLING = ("pid", "data/s", "cores", "memory")  # what a narrow terminal d
 
 def described_job(job: RunningJob) -> dict[str, Any]:
     """A job as plain values."""
-    values = msgspec.structs.asdict(job)
-    for own in ("start", "descriptor", "processes", "end_s", "run_id"):
+    values = msgspec.to_builtins(job)
+    for own in ("start", "processes", "end_s"):
         del values[own]
-    return {
-        "id": job.id,
-        "run_id": job.run_id,
-        **values,
-        "since": _iso(job.since),
-        "pids": [process.pid for process in job.processes],
-    }
+    return {"id": job.id, **values, "since": _iso(job.since), "pids": [process.pid for process in job.processes]}
 
 
 def format_jobs(jobs: Sequence[RunningJob], width: int | None = None) -> str:
     """A line for each job, as text that ends in a newline."""
-    lines = [
-        {
-            "job": job.id,
-            "pid": str(job.pid),
-            "ranks": str(job.ranks),
-            "since": _since(job.since),
-            "script": _printable(" ".join((job.target, *job.arguments))),
-            "directory": _printable(job.directory),
-        }
-        for job in jobs
-    ]
+    lines = []
+    for job in jobs:
+        begun = datetime.datetime.fromtimestamp(job.since)
+        today = begun.date() == datetime.date.today()
+        lines.append(
+            {
+                "job": job.id,
+                "pid": str(job.pid),
+                "ranks": str(job.ranks),
+                "since": f"{begun:%H:%M:%S}" if today else f"{begun:%Y-%m-%d %H:%M}",
+                "script": printable_line(" ".join((job.target, *job.arguments))),
+                "directory": printable_line(job.directory),
+            }
+        )
     if width is not None:
-        # The directory is told by its end, the script by its beginning.
-        taken = sum(max(len(line[name]) for line in lines) + 2 for name in ("job", "pid", "ranks", "since")) + 8
-        room = max(width - taken, 2 * _SHORTEST_OPERATION)
+        taken = sum(max(len(line[name]) for line in lines) + 2 for name in ("job", "pid", "ranks", "since"))
+        room = max(width - taken - 2, 2 * _SHORTEST_OPERATION) // 2
         for line in lines:
-            line["directory"] = _end_of(line["directory"], max(room - len(line["script"]), room // 2))
-            line["script"] = _start_of(line["script"], room - len(line["directory"]))
+            line["script"] = _start_of(line["script"], room)
+            if len(line["directory"]) > room:  # which is told by its end
+                line["directory"] = f"…{line['directory'][1 - room :]}"
     count = format_count(len(jobs), "job")
     return format_table(lines, title=f"phalanx list: {count} of yours on this host", text_columns=_TEXT_COLUMNS)
 
 
-def format_age(seconds: float) -> str:
+def _age(seconds: float) -> str:
     """``12 s``, ``4 min``, ``3.5 h``, ``2.1 days``."""
     for unit, size in (("days", 86400), ("h", 3600)):
         if seconds >= size:
@@ -81,27 +78,12 @@ def format_age(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 100 else f"{seconds:.0f} s"
 
 
-def _since(since: float) -> str:
-    begun = datetime.datetime.fromtimestamp(since)
-    today = begun.date() == datetime.datetime.now().date()
-    return f"{begun:%H:%M:%S}" if today else f"{begun:%Y-%m-%d %H:%M}"
-
-
 def _iso(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="milliseconds")
 
 
-def _printable(text: str) -> str:
-    """A text of somebody's on one line, whatever bytes a file name has."""
-    return "".join(char if char.isprintable() else "\ufffd" for char in text)
-
-
 def _start_of(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[: max(length - 1, 0)]}…"
-
-
-def _end_of(text: str, length: int) -> str:
-    return text if len(text) <= length else f"…{text[len(text) - max(length - 1, 0) :]}"
+    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 # A look at one job.
@@ -113,78 +95,48 @@ def look_values(look: Look) -> dict[str, Any]:
     for rank, (host, _) in sorted(look.hidden.items()):
         if host != look.job.host:
             elsewhere.setdefault(host, []).append(rank)
+    ranks = []
+    for rank_look in look.ranks:
+        values = msgspec.to_builtins(rank_look)
+        pace = values.pop("pace") or {"label": ""}
+        ranks.append(values | {name: pace.get(name) for name in _OF_PACE})
     return {
         "job": described_job(look.job),
         "at": _iso(look.at),
         "interval_s": look.interval_s,
-        "ranks": [_rank_values(rank, look.job) for rank in look.ranks],
+        "ranks": ranks,
         "elsewhere": elsewhere,
         "notes": _notes(look),
     }
 
 
-def _rank_values(rank: RankLook, job: RunningJob) -> dict[str, Any]:
-    pace = rank.pace
-    own = ("rank", "pid", "host", "state", "asked", "lag", "resident_bytes", "cores")
-    rates = ("operations_per_s", "bytes_per_s", "steps_per_s", "communication")
-    return {
-        **{name: getattr(rank, name) for name in own},
-        **{name: getattr(pace, name, None) for name in rates},
-        "operation": _operation_values(pace.operation, job) if pace is not None else None,
-        "last": _operation_values(pace.last, job) if pace is not None else None,
-        "operations": pace.begun if pace is not None else None,
-        "step": pace.step if pace is not None and pace.step >= 0 else None,
-        "label": pace.label if pace is not None else "",
-    }
-
-
-def _operation_values(record: Record | None, job: RunningJob) -> dict[str, Any] | None:
-    if record is None:
-        return None
-    values = {name: getattr(record, name) for name in ("kind", "in_group", "nbytes", "dtype", "op", "peer", "failed")}
-    return {
-        "name": record.name(),
-        **values,
-        "group": record.group.name,
-        "site": beside(record.site, job.directory),
-        "under_way": record.under_way,
-        "awaits": world_rank(record.group, record.awaits) if record.under_way and record.awaits >= 0 else None,
-        "for_s": _for_s(record),
-    }
-
-
-def _for_s(record: Record) -> float:
-    """For how long an operation has been under way, or how long it took."""
-    return max(0, (record.left_ns or time.monotonic_ns()) - record.entered_ns) / 1e9
-
-
 def format_look(look: Look, *, width: int | None = None, height: int | None = None, color: bool = False) -> str:
-    """A look as text that ends in a newline.
-
-    Args:
-        look: the look.
-        width, height: of the terminal; None for as much as is needed.
-        color: whether to write ANSI colours.
-    """
+    """A look as text that ends in a newline, with ANSI colours or not, for a terminal of this size if one is given."""
     job = look.job
-    hosts = list(dict.fromkeys(process.host for process in job.processes))
-    where = f" on {format_count(len(hosts), 'host')}" if hosts and (job.hosts or job.mpi) else ""
-    age = format_age(max(0.0, look.at - job.since))
-    title = f"phalanx top: {_printable(job.target)}, {format_count(job.ranks, 'rank')}{where}, job {job.id}, for {age}"
+    several = bool(job.hosts or job.mpi)
+    hosts = {process.host for process in job.processes}
+    where = f" on {format_count(len(hosts), 'host')}" if hosts and several else ""
+    about = f"{printable_line(job.target)}, {format_count(job.ranks, 'rank')}{where}"
+    title = f"phalanx top: {about}, job {job.id}, for {_age(max(0.0, look.at - job.since))}"
     notes = [f"note: {note}" for note in _notes(look)]
     if not look.ranks:
         return "\n".join([title, *notes]) + "\n"
     shown = list(look.ranks)
     if height is not None:
-        shown = _most_telling(shown, max(1, height - len(notes) - 4))
-    several = bool(job.hosts or job.mpi)
-    lines = [_line(rank, job, with_host=several) for rank in shown]
+        shown = sorted(shown, key=_telling)[: max(1, height - len(notes) - 4)]
+        shown.sort(key=lambda rank: rank.rank)
+    lines = [_line(rank, with_host=several) for rank in shown]
     if width is not None:
         lines = _fit(lines, width)
     if len(shown) < len(look.ranks):
         notes.insert(0, f"{format_count(len(look.ranks) - len(shown), 'more rank')}, which --json shows as well")
     table = format_table(lines, title=title, text_columns=_TEXT_COLUMNS, width=width, color=color)
     return table + "".join(f"{note}\n" for note in notes)
+
+
+def _telling(rank: RankLook) -> tuple[bool, int, int]:
+    """Put ranks first that are not at work, and then those that are behind the others."""
+    return rank.state not in ("stopped", "debugged", "disk", "ended"), -(rank.lag or 0), rank.rank
 
 
 def _fit(lines: list[dict[str, str]], width: int) -> list[dict[str, str]]:
@@ -199,14 +151,14 @@ def _fit(lines: list[dict[str, str]], width: int) -> list[dict[str, str]]:
     return [{**line, "operation": _start_of(line["operation"], room)} for line in lines]
 
 
-def _line(rank: RankLook, job: RunningJob, *, with_host: bool) -> dict[str, str]:
+def _line(rank: RankLook, *, with_host: bool) -> dict[str, str]:
     pace = rank.pace
-    step = "" if pace is None or pace.step < 0 else str(pace.step)
+    step = "" if pace is None or pace.step is None else str(pace.step)
     if pace is not None and pace.label:
-        step = f'{step} "{_printable(pace.label)}"'.strip()
+        step = f'{step} "{printable_line(pace.label)}"'.strip()
     return {
         "rank": str(rank.rank),
-        **({"host": _printable(rank.host)} if with_host else {}),
+        **({"host": printable_line(rank.host)} if with_host else {}),
         "pid": str(rank.pid),
         "state": _STATES.get(rank.state, rank.state),
         "step": step,
@@ -216,35 +168,23 @@ def _line(rank: RankLook, job: RunningJob, *, with_host: bool) -> dict[str, str]
         "lag": "" if rank.lag is None else str(rank.lag),
         "memory": "" if rank.resident_bytes is None else format_bytes(rank.resident_bytes),
         "cores": "" if rank.cores is None else f"{rank.cores:.2f}",
-        "operation": _operation(rank, job),
+        "operation": _operation(rank),
     }
 
 
-def _operation(rank: RankLook, job: RunningJob) -> str:
+def _operation(rank: RankLook) -> str:
     pace = rank.pace
     if pace is not None and pace.operation is not None:
-        record = pace.operation
-        awaited = f", for rank {world_rank(record.group, record.awaits)}" if record.awaits >= 0 else ""
-        return f"{_named(record, job)}{awaited}, {_for_s(record):.1f} s"
+        awaits = pace.operation["awaits"]
+        awaited = f", for rank {awaits}" if awaits is not None else ""
+        return f"{_named(pace.operation)}{awaited}, {pace.operation['for_s']:.1f} s"
     if rank.asked:
-        return f"asked {_printable(rank.asked)}"
-    if pace is not None and pace.last is not None:
-        return f"after {_named(pace.last, job)}"
-    return ""
+        return f"asked {printable_line(rank.asked)}"
+    return f"after {_named(pace.last)}" if pace is not None and pace.last is not None else ""
 
 
-def _named(record: Record, job: RunningJob) -> str:
-    site = beside(record.site, job.directory)
-    return f"{record.name()} at {_printable(site)}" if site else record.name()
-
-
-def _most_telling(ranks: list[RankLook], count: int) -> list[RankLook]:
-    """As many ranks as fit: those first that are not at work, and that are behind the others."""
-
-    def telling(rank: RankLook) -> tuple[bool, int, int]:
-        return rank.state not in ("stopped", "debugged", "disk", "ended"), -(rank.lag or 0), rank.rank
-
-    return sorted(sorted(ranks, key=telling)[:count], key=lambda rank: rank.rank)
+def _named(operation: dict[str, Any]) -> str:
+    return printable_line(f"{operation['name']} at {operation['site']}" if operation["site"] else operation["name"])
 
 
 def _notes(look: Look) -> list[str]:
@@ -256,8 +196,8 @@ def _notes(look: Look) -> list[str]:
     if not job.processes:
         notes.append("the ranks have not been started yet")
     reasons: dict[tuple[str, str], list[int]] = {}
-    for rank, reason in sorted(look.hidden.items()):
-        reasons.setdefault(reason, []).append(rank)
+    for number, reason in sorted(look.hidden.items()):
+        reasons.setdefault(reason, []).append(number)
     for (host, why), ranks in reasons.items():
         where = "" if host == job.host else f" on {host}"
         notes.append(f"{format_named('rank', ranks)}{where}: not shown, since {why}")

@@ -27,8 +27,6 @@ __all__ = ["Helper", "Unanswered", "serve"]
 _READY = "phalanx-helper"  # its first line, so that what a login shell prints before it can be told apart
 _START_S = 10.0
 _LAST_WORDS_S = 1.0
-# How often it is said that a helper has not answered yet.
-_SAID_EVERY_S = 1.0
 _HINTS = (
     (
         "Host key verification failed",
@@ -62,17 +60,13 @@ class Helper:
         host: the host, as the user calls it.
         starter: the user's starter and its arguments, as of ``phalanx run --starter``; empty for ssh.
         module: what the helper runs; it calls :func:`serve`.
-        waiting: is called each second in which an answer has not come, with the seconds that it has been waited for.
 
     Raises:
         Unanswered: the starter cannot be run.
     """
 
-    def __init__(
-        self, host: str, starter: Sequence[str], module: str, waiting: Callable[[float], None] = lambda _: None
-    ) -> None:
+    def __init__(self, host: str, starter: Sequence[str], module: str) -> None:
         self.host = host
-        self._waiting = waiting
         try:
             self._command = command_for(host, starter, (sys.executable, "-m", module))
         except LaunchError as error:
@@ -148,16 +142,11 @@ class Helper:
         poll.register(self._answers)
         began = time.monotonic()
         while b"\n" not in self._buffer:
-            now = time.monotonic()
-            if poll.poll(1000 * max(0.0, min(until - now, _SAID_EVERY_S))):
-                more = os.read(self._answers.fileno(), 1 << 16)
-                if not more:
-                    raise self._why(0.0)
-                self._buffer += more
-            elif time.monotonic() >= until:
-                raise self._why(time.monotonic() - began)
-            else:
-                self._waiting(time.monotonic() - began)
+            readable = poll.poll(1000 * max(0.0, until - time.monotonic()))
+            more = os.read(self._answers.fileno(), 1 << 16) if readable else b""
+            if not more:
+                raise self._why(0.0 if readable else time.monotonic() - began)
+            self._buffer += more
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line.decode("utf-8", "replace").strip()
 

@@ -22,9 +22,9 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
+from msgspec.structs import replace
 from torch._C._distributed_c10d import Store
 
 from phalanx.diagnosis.snapshot import RankSnapshot

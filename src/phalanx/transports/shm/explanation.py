@@ -6,8 +6,9 @@ import ctypes
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.call_site import listed, shown
