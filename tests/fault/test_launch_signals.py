@@ -127,7 +127,7 @@ def test_signals_end_all_ranks_in_order_or_are_passed_on(launcher: Launcher, tmp
             time.sleep(300)
     """)
     saving = launcher.start("-n", "2", *PLAIN, script)
-    held = "from phalanx.launch.rank import held_signals\nheld_signals._HANDLERS_S = 0.2\n"
+    held = "from phalanx.launch import agent\nagent._HANDLERS_S = 0.2\n"
     soon_given_up = changed(tmp_path / "site", held)
     unhandled = launcher.start("-n", "2", "-q", *WAITS, environment=soon_given_up)
     for job in (saving, unhandled):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -10,10 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx.commands.run import run
-from phalanx.launch.examination import Pace
 from phalanx.launch.hang_watch import HangWatch
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.options import Diagnosis
+from phalanx.launch.protocol import Waits
+from phalanx.launch.roster import AgentState
 
 REPORTS = ["--report-dir", "reports"]
 AFTER = ["--report-after", "9"]
@@ -71,10 +71,11 @@ def test_a_job_that_is_debugged_is_watched_only_if_the_user_says_so(script: str)
 
 
 def test_ranks_are_asked_before_the_wait_is_long_enough_for_a_line() -> None:
-    job = Mock(ranks=2, diagnosis=Diagnosis(warn_after_s=5.0))
-    watch = HangWatch(job, Mock(), count(0.0, 10.0).__next__)
-    examiner = watch.examiner = Mock()
+    job, send, clock = Mock(ranks=2, diagnosis=Diagnosis(warn_after_s=5.0)), Mock(), Mock(return_value=0.0)
+    agent = AgentState(0, "here", [], link=Mock())
+    watch = HangWatch(job, [agent], list, send, Mock(), clock)
     for waited_s, asks in ((4.5, False), (4.8, True)):
-        examiner.look.return_value = Pace(waited_s, waited_s, ())
+        clock.return_value += 10.0
+        watch.hear_waits(agent, Waits(waited_s=waited_s, still_s=waited_s, stopped=[]))
         watch.look()
-        assert examiner.ask.called == asks
+        assert send.called == asks

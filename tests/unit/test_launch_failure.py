@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import select
 import signal
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from tests.support.golden import MOST_LINES, without_frames
 
 from phalanx.diagnosis.call_site import listed
 from phalanx.errors import CollectiveMismatch
-from phalanx.launch.output.failure import Failure, Report, as_report, find_cause, format_failure, signal_name
+from phalanx.launch.conclusion import Ended, format_failure
+from phalanx.launch.output.failure import End, RankState, Report, as_report, find_cause, signal_name
 from phalanx.launch.output.logs import LONGEST_LINE, Console, LineAssembler, Sink, fit, make_prefixes
 
 
@@ -108,30 +111,38 @@ def report(
     return Report(name, text, f"Traceback\n{name}: {text}\n", False, time, 1, consequence=consequence)
 
 
+def failure(rank: int, status: int, at: float, said: Report | None = None, *, by_launcher: bool = False) -> RankState:
+    return RankState(rank, 10 + rank, End(status, at, by_launcher), said)
+
+
+def block_on(*failures: RankState) -> str:
+    job = Mock(ranks=len(failures))
+    job.output.log_of.return_value = ""
+    return format_failure(Ended(job, failures, math.inf, ["h"] * len(failures), 0.0, None, {}, None, {}, ()))
+
+
 def test_cause_is_the_earliest_report_but_for_complaints_about_others() -> None:
-    first = Failure(2, 12, 1, 5.0, report(time=5.0))
-    later = Failure(0, 10, 1, 5.2, report("builtins.ConnectionError", time=5.2))
+    first = failure(2, 1, 5.0, report(time=5.0))
+    later = failure(0, 1, 5.2, report("builtins.ConnectionError", time=5.2))
     assert find_cause([later, first]) is first  # whatever ended first
-    killed = Failure(1, 11, -9, 5.010)
-    complaint = Failure(0, 10, 1, 5.005, report("builtins.RuntimeError", time=5.005))
+    killed = failure(1, -9, 5.010)
+    complaint = failure(0, 1, 5.005, report("builtins.RuntimeError", time=5.005))
     assert find_cause([complaint, killed]) is killed
-    lost = Failure(0, 10, 1, 5.0, report("phalanx.errors.PeerLost", consequence=True))
-    exited = Failure(1, 11, 3, 5.5)
+    lost = failure(0, 1, 5.0, report("phalanx.errors.PeerLost", consequence=True))
+    exited = failure(1, 3, 5.5)
     assert find_cause([lost, exited]) is exited
     assert find_cause([lost]) is lost
-    ended = Failure(0, 10, -15, 1.0, ended_by_launcher=True)
-    assert find_cause([ended, Failure(1, 11, 3, 2.0)]).rank == 1
+    ended = failure(0, -15, 1.0, by_launcher=True)
+    assert find_cause([ended, failure(1, 3, 2.0)]).number == 1
 
 
 def test_script_that_exited_is_recognised_by_its_field() -> None:
     exited = replace(report("script.Enough", text="3 of 4\nmore"), exited=True)
-    block = format_failure(Failure(0, 1, 1, 1.0, exited), [], ranks=1, host="h", started=0.0)
+    block = block_on(failure(0, 1, 1.0, exited))
     assert block.startswith("phalanx: rank 0 of 1 failed: 3 of 4\n")
     assert "sys.exit" in block
     without = replace(exited, message="")
-    block = format_failure(
-        Failure(0, 1, 3, 1.0, without), [Failure(1, 2, 1, 2.0, exited)], ranks=2, host="h", started=0
-    )
+    block = block_on(failure(0, 3, 1.0, without), failure(1, 1, 2.0, exited))
     assert block.startswith("phalanx: rank 0 of 2 failed\n")
     assert "rank 1 then failed: 3 of 4" in block
 
@@ -144,17 +155,17 @@ def test_block_on_many_different_calls_is_not_longer_than_a_user_reads(count: in
     name = "phalanx.errors.CollectiveMismatch"
     frames = 'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n    world.all_reduce(x)\n'
     raised = Report(name, str(error), f"{frames}{name}: {error}\n", False, 1.0, 1)
-    others = [Failure(rank, rank, 1, 2.0, replace(raised, message=f"{rank}")) for rank in range(1, count)]
+    others = [failure(rank, 1, 2.0, replace(raised, message=f"{rank}")) for rank in range(1, count)]
     for failures in ([replace(each, report=raised) for each in others], others[:1]):
-        block = format_failure(Failure(0, 1, 1, 1.0, raised), failures, ranks=count, host="h", started=0.0)
+        block = block_on(failure(0, 1, 1.0, raised), *failures)
         assert len(without_frames(block).splitlines()) <= MOST_LINES, block
         assert (f"  and {count - 3} other calls on other ranks\n" in block) == (count > 4)
     assert len(error.calls) == count  # a program can read all of them
 
 
 def test_signals_have_hints_and_names() -> None:
-    failure = Failure(0, 1, -signal.SIGSEGV, 1.0)
-    assert "Python stack" in format_failure(failure, [], ranks=1, host="h", started=0.0)
+    crashed = failure(0, -signal.SIGSEGV, 1.0)
+    assert "Python stack" in block_on(crashed)
     assert signal_name(200) == "signal 200"
 
 

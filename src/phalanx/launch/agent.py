@@ -29,7 +29,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from types import CodeType
@@ -59,26 +59,14 @@ from phalanx.launch.protocol import (
     Refused,
     Reported,
     SignalOrder,
-    Stacks,
-    StacksOrder,
     Start,
     Started,
     WantsInput,
     decode_order,
 )
-from phalanx.launch.rank.held_signals import HeldSignals
 from phalanx.launch.rank.preload import preload
-from phalanx.launch.rank.start import RankEnds, RankStart, enter_rank, leave_siblings, report_name
-from phalanx.launch.rank.trace import (
-    StackRequest,
-    Trace,
-    how_ended,
-    how_ended_elsewhere,
-    last_call,
-    last_operation,
-    last_recording,
-    open_trace,
-)
+from phalanx.launch.rank.start import RankStart, enter_rank, leave_siblings, report_name
+from phalanx.launch.rank.trace import StackRequest, Trace, how_ended, how_ended_elsewhere, open_trace
 from phalanx.system import processes
 from phalanx.system.foreign_values import read_json
 from phalanx.system.limits import count_oom_kills
@@ -100,35 +88,26 @@ _MOST_WAITING = 1 << 20
 _LARGEST_RECORDING = 1 << 22
 # How long what has been said may take to leave this host once the job is over.
 _LAST_WORDS_S = 1.0
+# How long after its start a rank, or the program that it becomes, may take to set a handler for the user's signals. The
+# kernel reports no change of a process's handlers, so the agent looks again and again, but only while it holds a
+# signal.
+_HANDLERS_S, _HANDLERS_LOOK_S = 20.0, 0.05
 _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _HANDLED = (*_ASKED, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGCHLD, signal.SIGCONT)
 
 
 @dataclass(eq=False)
 class Rank:
-    """A rank that has been forked and not been reaped.
-
-    Attributes:
-        plan: what it is.
-        pid: its process, which is also its group.
-        report: the memfd into which it writes why it failed.
-        outputs: the pipes of its output that are open, with the kind of their blocks.
-        sent: its report as far as it was sent.
-        failed_at: when it failed, as the report says.
-        kill_at: when it is killed, and how long it then had; None for never.
-        asked_by: the signals by which it was asked to end, before it had begun to.
-        last_errors: the end of its standard error.
-    """
+    """A rank that has been forked and not been reaped."""
 
     plan: RankPlan
-    pid: int
-    report: int
-    outputs: dict[int, bytes]
-    sent: bytes = b""
-    failed_at: float = math.inf
-    kill_at: tuple[float, float] | None = None
-    asked_by: set[int] = field(default_factory=set)
-    last_errors: bytes = b""
+    pid: int  # its process, which is also its group
+    report: int  # the memfd into which it writes why it failed
+    outputs: dict[int, bytes]  # the pipes of its output that are open, with the kind of their blocks
+    sent: bytes = b""  # its report as far as it was sent
+    kill_at: tuple[float, float] | None = None  # when it is killed, and how long it then had; None for never
+    asked_by: set[int] = field(default_factory=set)  # the signals by which it was asked to end, before it had begun to
+    last_errors: bytes = b""  # the end of its standard error
 
 
 class Agent:
@@ -153,11 +132,11 @@ class Agent:
         self.compiled: tuple[CodeType | None, ModuleSpec | None] | None = None
         self.trace = Trace(-1, "")
         self.observer: Observer | None = None
-        self.held = HeldSignals()
-        self.questions: deque[tuple[list[int], float, Callable[[StackRequest], None]]] = deque()
-        self.request: tuple[StackRequest, Callable[[StackRequest], None]] | None = None
-        self.feed = Feed()
-        self.hungry = False  # whether the selector waits for room in the feed
+        self.held: list[tuple[int, int]] = []  # the user's signals to ranks that have no handler yet, by part
+        self.handlers_by = 0.0  # until when such a signal waits
+        self.request: tuple[StackRequest, Callable[[], None]] | None = None
+        self.feed = -1  # the writing end of the standard input of the rank that reads
+        self.unwritten = b""  # the input that its pipe has not taken yet; the selector waits for room
         self.oom_kills = 0
         self.asked = 0  # the signal by which somebody but the supervisor has asked this process to end
         self.selector = selectors.DefaultSelector()
@@ -227,17 +206,16 @@ class Agent:
         """Return when :meth:`act_on_time` has something to do."""
         kills = [rank.kill_at[0] for rank in self.ranks.values() if rank.kill_at is not None]
         observed = self.observer.look_at if self.observer is not None and self.ranks else None
-        return [min(kills, default=None), observed, self.request[0].look_at if self.request is not None else None]
+        held = time.monotonic() + _HANDLERS_LOOK_S if self.held else None
+        return [min(kills, default=None), observed, held, self.request[0].look_at if self.request is not None else None]
 
     def _due_in_s(self) -> float | None:
         due = [when - time.monotonic() for when in self.due_at() if when is not None]
-        held_s = self.held.due_in_s()
-        due += [] if held_s is None else [held_s]
         return max(0.0, min(due)) if due else None
 
     def act_on_time(self, now: float) -> None:
         """Do what is due."""
-        self.held.send({part: rank.pid for part, rank in self.ranks.items()})
+        self._send_held(now)
         for rank in self.ranks.values():
             if rank.kill_at is not None and rank.kill_at[0] <= now:
                 grace_s, rank.kill_at = rank.kill_at[1], None
@@ -248,10 +226,28 @@ class Agent:
             request, then = self.request
             if request.look():
                 self.request = None
-                then(request)
-                self._ask_next()
+                then()
         if self.observer is not None and (waits := self.observer.look(now)) is not None:
             self.say(waits)
+
+    def _send_held(self, now: float) -> None:
+        """Send the user's signals to the ranks that have a handler, or have had the time to set one.
+
+        One that comes during a start or a restart would end the job. What ranks have started, such as a loader's
+        workers, need not handle the signal, so it goes to the ranks alone.
+        """
+        held, self.held = dict.fromkeys(self.held), []
+        for part, signum in held:
+            rank = self.ranks.get(part)
+            if rank is None:
+                continue
+            sets = processes.signal_sets(rank.pid, signum)
+            is_handled = "SigIgn" in sets or ("SigCgt" in sets and "SigBlk" not in sets)
+            if now < self.handlers_by and not is_handled:
+                self.held.append((part, signum))
+            else:
+                with contextlib.suppress(PermissionError):  # it has become a program of another user
+                    os.kill(rank.pid, signum)
 
     def _balance(self) -> None:
         """Wait for room on the link while bytes wait for it, and let the ranks wait while too many do."""
@@ -302,22 +298,17 @@ class Agent:
             case Start():
                 return self._start(order)
             case EndOrder():
-                self.questions.clear()
                 end = functools.partial(self.end, order.signal, order.grace_s, order.spare)
                 if order.where and self.ranks:
-                    # For the user, to whom it says where a job hangs. An answer that is open is not waited for.
-                    self.request = None
-                    self.questions.append((list(self.ranks), _STACKS_S, lambda _: end()))
-                    self._ask_next()
+                    self._ask(self.ranks, _STACKS_S, end)  # for the user, to whom it says where a job hangs
                 else:
                     end()
             case SignalOrder():
-                self.held.add(self.ranks, order.signal)
-            case StacksOrder():
-                self._ask(list(self.ranks), lambda request: self._send_stacks(request.late))
+                self.held += [(part, order.signal) for part in self.ranks]
             case Examine():
-                parts = [part for part, rank in self.ranks.items() if rank.plan.rank in order.of]
-                self._ask(parts, lambda _: self._answer(order))
+                # A rank that is stopped writes only when it goes on.
+                runs = [part for part, rank in self.ranks.items() if processes.state_of(rank.pid) not in ("T", "t")]
+                self._ask(runs if order.stacks else (), _STACKS_OF_RUNNING_S, lambda: self._answer(order))
             case Look():
                 if self.observer is not None:
                     self.say(self.observer.look_closely(order))
@@ -335,34 +326,18 @@ class Agent:
 
     # Where the ranks are.
 
-    def _ask(self, parts: list[int], then: Callable[[StackRequest], None]) -> None:
-        """Have ranks write their stacks, after those that were asked before, and go on when they have."""
-        self.questions.append((parts, _STACKS_OF_RUNNING_S, then))
+    def _ask(self, parts: Iterable[int], patience_s: float, then: Callable[[], None]) -> None:
+        """Have ranks write their stacks, and go on when they have. A question that is still open is given up."""
+        request = StackRequest(self.trace, {part: self.ranks[part].pid for part in parts}, patience_s)
+        self.request = (request, then) if request.late else None
         if self.request is None:
-            self._ask_next()
-
-    def _ask_next(self) -> None:
-        while self.questions and self.request is None:
-            parts, patience_s, then = self.questions.popleft()
-            request = StackRequest(self.trace, {p: self.ranks[p].pid for p in parts if p in self.ranks}, patience_s)
-            if request.late:
-                self.request = request, then
-            else:
-                then(request)
-
-    def _stacks(self) -> dict[int, str]:
-        if self.start is None or self.trace.descriptor < 0:
-            return {}
-        plans = self.start.ranks
-        return {plans[part].rank: text for part, text in self.trace.take(range(len(plans))).items()}
-
-    def _send_stacks(self, late: Sequence[int]) -> None:
-        numbers = [self.ranks[part].plan.rank for part in late if part in self.ranks]
-        self.say(Stacks(stacks=self._stacks(), late=numbers))
+            then()
 
     def _answer(self, question: Examine) -> None:
-        if self.observer is not None:
-            self.say(self.observer.answer(question, self._stacks()))
+        if self.observer is not None and self.start is not None:
+            plans = self.start.ranks
+            stacks = {plans[part].rank: text for part, text in self.trace.take(range(len(plans))).items()}
+            self.say(self.observer.answer(question, stacks))
 
     # Starting.
 
@@ -426,7 +401,6 @@ class Agent:
             try:
                 (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
                 report = os.memfd_create(report_name(order.run_id, plan.rank))
-                ends = RankEnds(out_write, err_write, report, self.trace.descriptor)
                 parent, pid = os.getpid(), os.fork()
             except OSError as error:
                 signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -441,7 +415,7 @@ class Agent:
                 for descriptor in (out_read, err_read, feed, *(() if plan.reads else (fed,))):
                     if descriptor >= 0:
                         os.close(descriptor)
-                return self._become(order, part, plan, ends, parent, input_of)
+                return self._become(order, part, plan, (out_write, err_write), report, parent, input_of)
             for descriptor in (out_write, err_write):
                 os.close(descriptor)
             for descriptor in (out_read, err_read):
@@ -451,19 +425,21 @@ class Agent:
                 self._await_output(rank, descriptor)
         if fed >= 0:
             os.close(fed)
-            self.feed = Feed(feed)
+            self.feed = feed
         if order.is_last and not order.feeds_input:
             processes.release_input()  # the ranks of a further attempt read on where those of this one have stopped
         self.pids = {part: rank.pid for part, rank in self.ranks.items()}
         self.observer = Observer(self.trace, [plan.rank for plan in order.ranks], self.pids, order.watch_after_s)
-        self.held.begin()
+        self.handlers_by = time.monotonic() + _HANDLERS_S
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self.say(Started(pids=list(self.pids.values())))
         if fed >= 0:
             self.say(WantsInput())
         return None
 
-    def _become(self, order: Start, part: int, plan: RankPlan, ends: RankEnds, parent: int, input_of: int) -> RankStart:
+    def _become(
+        self, order: Start, part: int, plan: RankPlan, outputs: tuple[int, int], report: int, parent: int, input_of: int
+    ) -> RankStart:
         """Become a rank, in its fork: keep only what it uses."""
         self.forget()
         environment = self.environment_of(order, plan)
@@ -474,7 +450,20 @@ class Agent:
             os.dup2(input_of, 0)
             os.close(input_of)
         target = dataclasses.replace(order.target, argv=plan.argv)
-        start = RankStart(plan, target, order.run_id, environment, ends, code, spec, parent, part, order.quiet)
+        start = RankStart(
+            plan=plan,
+            target=target,
+            run_id=order.run_id,
+            environment=environment,
+            code=code,
+            spec=spec,
+            parent=parent,
+            part=part,
+            quiet=order.quiet,
+            outputs=outputs,
+            report=report,
+            trace=self.trace.descriptor,
+        )
         enter_rank(start, self.handlers, self.file_limit)
         if order.target.is_python and order.preload:
             leave_siblings(start)
@@ -539,32 +528,31 @@ class Agent:
                 self._close_output(rank, descriptor)
 
     def _give(self, data: bytes) -> None:
-        """Hand a block of input on; the empty one is the end."""
+        """Hand a block of input on when its reader has room for it; the empty one is the end."""
         if not data:
             self._close_feed()
-        elif self.feed.feed(data):
-            self.say(WantsInput())
-        self._watch_feed()
+        elif self.feed >= 0:
+            self.unwritten = data
+            self.selector.register(self.feed, selectors.EVENT_WRITE, self._write_input)
 
-    def _on_room(self) -> None:
-        if self.feed.hungry and self.feed.feed():
+    def _write_input(self) -> None:
+        try:
+            self.unwritten = self.unwritten[os.write(self.feed, self.unwritten) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._close_feed()  # nobody reads any more
+            return
+        if not self.unwritten:
+            self.selector.unregister(self.feed)
             self.say(WantsInput())
-        self._watch_feed()
-
-    def _watch_feed(self) -> None:
-        """Wait for room as long as input waits for it."""
-        if self.feed.hungry != self.hungry:
-            self.hungry = self.feed.hungry
-            if self.hungry:
-                self.selector.register(self.feed.descriptor, selectors.EVENT_WRITE, self._on_room)
-            elif self.feed.descriptor >= 0:  # a descriptor that is closed has left the selector
-                self.selector.unregister(self.feed.descriptor)
 
     def _close_feed(self) -> None:
-        if self.hungry:
-            self.selector.unregister(self.feed.descriptor)
-            self.hungry = False
-        self.feed.close()
+        if self.unwritten:
+            self.selector.unregister(self.feed)
+        if self.feed >= 0:
+            os.close(self.feed)
+        self.feed, self.unwritten = -1, b""
 
     # Ending.
 
@@ -637,8 +625,7 @@ class Agent:
         killed = count_oom_kills()
         out_of_memory, self.oom_kills = status == -signal.SIGKILL and killed > self.oom_kills, killed
         records = self.start.records if status == 0 else max(self.start.records, 1024)
-        recording = last_recording(trace, part, records) if self.start.target.is_python else None
-        failed_at = min(at, rank.failed_at)
+        recording = trace.recording(part, records) if self.start.target.is_python else None
         event = Exited(
             rank=rank.plan.rank,
             status=status,
@@ -646,8 +633,6 @@ class Agent:
             out_of_memory=out_of_memory,
             stage=int(trace.stage(part)),
             asked=trace.asked(part),
-            operation=last_operation(trace, part, failed_at) if status != 0 else "",
-            call=last_call(trace, part) if status != 0 else {},
             stack=trace.take([part]).get(part, ""),
             recording=within(_LARGEST_RECORDING, recording, records),
         )
@@ -663,11 +648,10 @@ class Agent:
         data = os.pread(rank.report, os.fstat(rank.report).st_size, 0)
         if data and data != rank.sent:
             # It may not be complete yet, and a script may have written anything.
-            with contextlib.suppress(ValueError, TypeError, AttributeError):
-                report = read_json(data)
-                rank.failed_at = float((report.get("phalanx") or {}).get("time") or math.inf)
-                rank.sent = data
-                self.say(Reported(rank=rank.plan.rank, report=report))
+            with contextlib.suppress(ValueError):
+                if isinstance(report := read_json(data), dict):
+                    rank.sent = data
+                    self.say(Reported(rank=rank.plan.rank, report=report))
 
     def _kill_everything(self) -> None:
         """Kill and reap every descendant, however many processes lie between, and forget the attempt."""
@@ -677,7 +661,7 @@ class Agent:
             self._drain(rank)
             os.close(rank.report)
         self._close_feed()
-        self.questions.clear()
+        self.held.clear()
         self.request = self.observer = None
         if self.trace.descriptor >= 0:
             os.close(self.trace.descriptor)
@@ -689,45 +673,3 @@ class Agent:
         processes.end_descendants()
         self.link.finish(_LAST_WORDS_S)
         os._exit(code)
-
-
-class Feed:
-    """The writing end of a rank's standard input, which must not block the agent.
-
-    Args:
-        descriptor: the writing end of the pipe; -1 for a rank that gets no input.
-
-    Attributes:
-        descriptor: the same; -1 when the input has ended, or nobody reads it any more.
-    """
-
-    def __init__(self, descriptor: int = -1) -> None:
-        self.descriptor = descriptor
-        self._waiting = b""
-
-    @property
-    def hungry(self) -> bool:
-        """Tell whether something waits to be written."""
-        return bool(self._waiting)
-
-    def feed(self, data: bytes = b"") -> bool:
-        """Write as much as is taken; return whether all has been taken, so that more is welcome."""
-        if self.descriptor < 0:
-            return False
-        self._waiting += data
-        try:
-            written = os.write(self.descriptor, self._waiting) if self._waiting else 0
-        except BlockingIOError:
-            return False
-        except OSError:
-            self.close()  # nobody reads any more
-            return False
-        self._waiting = self._waiting[written:]
-        return not self._waiting
-
-    def close(self) -> None:
-        """Close it: the input has ended."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-        self.descriptor = -1
-        self._waiting = b""

@@ -1,106 +1,203 @@
-"""Watches the ranks of a job for one that does not go on, says who keeps it, and writes a report.
+"""Watch the ranks of a job for one that does not go on, say who keeps it, and write a report.
 
-The agents look at the ranks' flight recorders a few times between two warnings: at how many operations each has begun,
-and whether the last is under way (``observer.py``). Only when a rank has been in one operation for long are the
-recordings read, and the ranks that the others wait for asked where they are (``examination.py``). For a report all are
-asked. On a busy machine one may not say it in time: then the report is written without it, and written again once it
-has said so.
+An agent says when one of its ranks has been in one operation for long, or is stopped (``observer.py``). Then all agents
+are asked what their ranks do and where they are. One that does not answer in time is left out, and its ranks count as
+silent; a later answer is dropped.
 
-A rank that computes for long cannot be told apart from one that hangs. So the line says only what is seen: for whom the
-others wait, and where that one is. It is repeated ever more seldom. A rank that is stopped does not go on by itself, so
-the line on it comes sooner (``stopped_ranks.py``), and once.
+A rank that computes for long cannot be told from one that hangs, so the line says only for whom the others wait, and
+where that one is; it is repeated ever more seldom. A rank that a signal has stopped does not go on by itself, so the
+line on it comes sooner, and once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import platform
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from phalanx.diagnosis.diagnose import HangDiagnosis, calls_that_differ, diagnose
 from phalanx.diagnosis.divergence import divergence
-from phalanx.diagnosis.snapshot import RankSnapshot
+from phalanx.diagnosis.snapshot import RankSnapshot, Recording
 from phalanx.diagnosis.stacks import format_stack, frames_in, place_in
-from phalanx.launch.examination import Examination, Examiner, Pace
 from phalanx.launch.job.job import Job
-from phalanx.launch.stopped_ranks import StoppedRanks
+from phalanx.launch.protocol import Examine, Examined, Order, Waits
+from phalanx.launch.roster import AgentState
 from phalanx.settings import VERSION
 from phalanx.system.files import own_folder
+from phalanx.topology.table import RankRow
 from phalanx.words import format_named
 
 if TYPE_CHECKING:
     from phalanx.diagnosis.report import HangReport
-    from phalanx.diagnosis.snapshot import Recording
 
-__all__ = ["HangWatch"]
+__all__ = ["HangWatch", "received_recording"]
 
 _AGAIN = 4  # each warning of one wait comes when it has lasted so many times longer than at the last
-_MOST_ASKED = 4  # of those that wait, one for each line, for a warning
-# How long after a report that lacks ranks all are asked again, twice as long each time, and how often.
-_FILLED_AFTER_S, _MOST_FILLED = 2.0, 5
-# How long before the end of a wait the last look at the ranks may have been, and more on a busy machine.
-_LAST_LOOK_S = 4.0
+# A report that lacks ranks, on a busy machine, is tried again so much later, and so often.
+_REPORT_AGAIN_S, _MOST_REPORTS = 3.0, 5
+# How long ranks have been stopped before it is asked who waits for them: a job that is suspended as a whole is stopped
+# and continued rank by rank. If nobody waits, the next question comes after twice the pause, up to the second.
+_STOPPED_S, _LONGEST_PAUSE_S = 1.0, 64.0
+# How many of a rank's last operations an answer has, for a line and for a report; and how many of all ranks together.
+_RECORDS_OF_LINE, _RECORDS_OF_REPORT, _RECORDS_OF_ALL = 16, 512, 1 << 16
+# How long an answer may take, and how much longer if ranks are to write their stacks: the agent waits so long for one
+# that has no core to run on.
+_ANSWER_S, _STACKS_S = 3.0, 3.0
 
 
 class HangWatch:
-    """The watch over one job.
-
-    Args:
-        job: the job.
-        say: prints a line.
-        clock: gives the time in seconds.
+    """The watch over one job, which asks its agents one question at a time.
 
     Attributes:
-        examiner: how its ranks are seen; it gives its answers to :meth:`examined`.
+        look_at: when :meth:`look` has something to do; None for never.
+        answer_by: until when the agents may answer the open question; None if there is none.
     """
 
-    examiner: Examiner
-
-    def __init__(self, job: Job, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._job, self._say, self._clock = job, say, clock
+    def __init__(
+        self,
+        job: Job,
+        agents: Sequence[AgentState],
+        rows: Callable[[], Sequence[RankRow]],
+        send: Callable[[AgentState, Order], None],
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._job, self._agents, self._rows, self._send, self._say, self._clock = job, agents, rows, send, say, clock
         self._wanted = job.diagnosis
-        self._on = not self._wanted.why_unwatched(is_python=job.target.is_python, ranks=job.ranks)
-        self._next = clock() + self._wanted.look_every_s
-        self._warn_at_s = self._wanted.ask_after_s  # the next warning comes after a wait of so many seconds
-        self._reported = False
-        self._asked_at: float | None = None
-        self._asks_for_stacks = False
-        self._was_awaited = False  # whether some rank was, before the ranks were asked where they are
-        self._wants_report = False
-        self._report_not_before = 0.0
-        self._report: Path | None = None  # the one on the present wait
-        self._lacking: list[int] = []
-        self._filled = 0
+        is_on = not self._wanted.why_unwatched(is_python=job.target.is_python, ranks=job.ranks)
+        self.look_at = clock() + self._wanted.look_every_s if is_on else None
+        # Of each agent whose ranks wait: since when they do, and when one of them was last seen to move.
+        self._waits: dict[int, tuple[float, float]] = {}
+        self._stopped_of: dict[int, Sequence[int]] = {}
+        self._number = 0  # of the question
+        self._awaited: set[int] = set()  # the agents whose answers are
+        self._answers: list[tuple[Examined, float]] = []  # and what is to be added to the times of each
+        self._tell_user: Callable[[Sequence[RankSnapshot], Mapping[int, str]], None] | None = None
+        self.answer_by: float | None = None
+        self._asks_for_stacks = self._asks_for_report = False
         self._begun_at = time.time()
-        self._stopped = StoppedRanks(clock)
-        self._seen_stopped: tuple[int, ...] = ()
-        self._seen_stopped_at = -_LAST_LOOK_S
+        self._stopped: Sequence[int] = ()
+        self._told: Sequence[int] = ()  # the stopped ranks that a line has named
+        self._ask_of_stopped_at, self._pause_s = math.inf, _STOPPED_S
+        self._forget_wait()
 
-    def due_in_s(self) -> float | None:
-        """Return when :meth:`look` has something to do; None for never."""
-        return max(0.0, self._next - self._clock()) if self._on else None
+    def _forget_wait(self) -> None:
+        self._warn_at_s = self._wanted.ask_after_s  # the next warning comes after a wait of so many seconds
+        self._report: Path | None = None  # the one on the present wait
+        self._lacking: list[int] = []  # the ranks that are not in it
+        self._reports_left = _MOST_REPORTS if self._wanted.report_dir else 0
+        self._report_not_before = 0.0
 
-    def stopped_at(self, at: float) -> Sequence[int]:
-        """List the ranks that were stopped (state T) when others that waited failed, as far as it was seen.
+    # What agents say.
 
-        Args:
-            at: when that was, on the clock.
-        """
-        return self._seen_stopped if at - self._seen_stopped_at <= _LAST_LOOK_S else ()
+    def hear_waits(self, agent: AgentState, said: Waits) -> None:
+        """Take how long a rank has waited, as its agent says unasked, and look at the next turn."""
+        now = self._clock()
+        self._stopped_of[agent.number] = said.stopped
+        self._waits.pop(agent.number, None)
+        if said.waited_s:
+            self._waits[agent.number] = now - said.waited_s, now - said.still_s
+        if self.look_at is not None:
+            self.look_at = now
+
+    def hear(self, agent: AgentState, answer: Examined) -> None:
+        """Take an answer."""
+        if answer.number == self._number and agent.number in self._awaited:
+            self._awaited.discard(agent.number)
+            self._answers.append((answer, agent.later))
+
+    def lose(self, agent: AgentState) -> None:
+        """Expect nothing of an agent that has gone, or has no rank any more."""
+        self._awaited.discard(agent.number)
+        self._waits.pop(agent.number, None)
+        self._stopped_of.pop(agent.number, None)
+
+    def drop(self) -> None:
+        """Drop an open question: the job ends for a known reason, and an answer could only blame ranks."""
+        self.answer_by, self._awaited, self._tell_user = None, set(), None
+
+    @property
+    def stopped(self) -> Sequence[int]:
+        """The ranks that a signal has stopped."""
+        return sorted(rank for ranks in self._stopped_of.values() for rank in ranks)
+
+    # Questions.
+
+    def ask_for_user(self, tell: Callable[[Sequence[RankSnapshot], Mapping[int, str]], None]) -> None:
+        """Ask for all stacks, and have the user told of the ranks and their stacks."""
+        self._tell_user = tell
+        self._ask(stacks=True)
+
+    def _ask(self, *, stacks: bool, whole: bool = False) -> None:
+        """Ask what the ranks do: also for their stacks, and for as many operations as a report has."""
+        self._number += 1
+        count = sum(len(agent.ranks) for agent in self._agents)
+        most = min(_RECORDS_OF_REPORT, max(_RECORDS_OF_LINE, _RECORDS_OF_ALL // max(1, count)))
+        self._answers = []
+        self._awaited = {agent.number for agent in self._agents if agent.link is not None and not agent.over}
+        self.answer_by = self._clock() + _ANSWER_S + (_STACKS_S if stacks else 0.0)
+        question = Examine(number=self._number, stacks=stacks, records=most if whole else _RECORDS_OF_LINE)
+        for agent in self._agents:
+            if agent.number in self._awaited:
+                self._send(agent, question)
+
+    # In time.
+
+    def act(self) -> None:
+        """Say what was found, if all have answered or the time is up."""
+        if self.answer_by is None or (self._awaited and self._clock() < self.answer_by):
+            return
+        self.answer_by = None
+        silent, self._awaited = self._awaited, set()
+        seen = self._snapshots(silent)
+        stacks = {rank: stack for answer, _ in self._answers for rank, stack in answer.stacks.items()}
+        if self._tell_user is not None:
+            self._tell_user(seen, stacks)
+            self._tell_user = None
+        waited_s = max((answer.waited_s for answer, _ in self._answers), default=0.0)
+        still_s = min((answer.still_s for answer, _ in self._answers), default=0.0)
+        if self.look_at is not None:
+            with self._guarded():
+                self._tell(seen, stacks, waited_s, still_s)
+
+    def _snapshots(self, silent: Collection[int]) -> list[RankSnapshot]:
+        rows = self._rows()
+        several = len({row.host for row in rows}) > 1
+        sent = {rank: (said, later) for answer, later in self._answers for rank, said in answer.ranks.items()}
+        seen = []
+        for agent in self._agents:
+            for rank in agent.ranks:
+                said, later = sent.get(rank.number, ({}, 0.0))
+                status = rank.end.status if rank.end is not None else None
+                ended = "" if status is None else f"exit code {status}" if status >= 0 else f"signal {-status}"
+                one = RankSnapshot(
+                    rank.number,
+                    received_recording(said.get("recording"), later),
+                    said.get("state", "") if not ended else "",
+                    ended,
+                    asked=said.get("asked", ""),
+                    host=rows[rank.number].host if several else "",
+                    silent=agent.number in silent and not ended,
+                    ended_well=status == 0,
+                    local_rank=rows[rank.number].local_rank,
+                )
+                seen.append(one)
+        return sorted(seen, key=lambda one: one.rank)
 
     def look(self) -> None:
         """Look at the ranks, if it is time to."""
-        if self._on and self._clock() >= self._next:
+        if self.look_at is not None and self._clock() >= self.look_at:
             with self._guarded():
-                self._look()
+                self._look(self._clock())
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -108,133 +205,94 @@ class HangWatch:
         try:
             yield
         except Exception as error:
-            self._on, self._asked_at = False, None
+            self.look_at = None
             self._say(f"the job goes on, but nothing more is said of ranks that wait: {type(error).__name__}: {error}")
 
-    def _look(self) -> None:
-        now = self._clock()
-        self._next = now + self._wanted.look_every_s
-        if self._asked_at is not None:
+    def _look(self, now: float) -> None:
+        self.look_at = now + self._wanted.look_every_s
+        if self.answer_by is not None:
             return
-        pace = self.examiner.look()
-        if pace.waited_s < self._wanted.ask_after_s:
-            self._warn_at_s, self._reported = self._wanted.ask_after_s, False
-            self._report, self._filled = None, 0
-            self._wants_report = False
-        else:
-            long_enough = min(pace.still_s, pace.waited_s) >= self._wanted.report_after_s
-            self._wants_report = not self._reported and long_enough and now >= self._report_not_before
-        if pace.stopped:
-            self._seen_stopped, self._seen_stopped_at = pace.stopped, now
-        looks_closely = self._stopped.ask_for_look(pace.stopped)
-        self._next = now + self._look_again_in_s(pace, now)
-        if pace.waited_s >= self._warn_at_s or self._wants_report or looks_closely:
-            self._ask((), (), for_stacks=False)
+        # Agents whose ranks do not wait may move or not, before they are asked.
+        waited_s = now - min((since for since, _ in self._waits.values()), default=now)
+        still_s = min(waited_s, now - max((at for _, at in self._waits.values()), default=now))
+        if waited_s < self._wanted.ask_after_s:
+            self._forget_wait()
+        if (stopped := self.stopped) != self._stopped:
+            self._stopped, self._pause_s = stopped, _STOPPED_S
+            self._ask_of_stopped_at = now + _STOPPED_S if stopped else math.inf
+            self._told = self._told if stopped else ()
+        warns, asks_of_stopped = waited_s >= self._warn_at_s, now >= self._ask_of_stopped_at
+        self._asks_for_report = (
+            still_s >= max(self._wanted.report_after_s, self._wanted.ask_after_s)
+            and self._reports_left > 0
+            and now >= self._report_not_before
+        )
+        if asks_of_stopped:
+            self._ask_of_stopped_at = now + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        self.look_at = now + self._wanted.look_again_in_s(
+            self._warn_at_s - waited_s, self._wanted.report_after_s - still_s, self._ask_of_stopped_at - now
+        )
+        self._asks_for_stacks = warns or self._asks_for_report
+        if self._asks_for_stacks or asks_of_stopped:
+            self._ask(stacks=self._asks_for_stacks, whole=self._asks_for_report)
 
-    def _look_again_in_s(self, pace: Pace, now: float) -> float:
-        until_report_s = self._wanted.report_after_s - min(pace.still_s, pace.waited_s)
-        until_close_look_s = self._stopped.next_at - now
-        return self._wanted.look_again_in_s(self._warn_at_s - pace.waited_s, until_report_s, until_close_look_s)
-
-    def _ask(self, of: Sequence[int], skip: Sequence[int], *, for_stacks: bool) -> None:
-        self._asked_at, self._asks_for_stacks = self._clock(), for_stacks
-        self.examiner.ask(of, skip, whole=self._wants_report)
-
-    def look_soon(self) -> None:
-        """Look at the next turn: an agent has said that ranks wait."""
-        self._next = self._clock()
-
-    def examined(self, found: Examination) -> None:
-        """Take an answer of the examiner's."""
-        with self._guarded():
-            self._examined(found)
-
-    def _examined(self, found: Examination) -> None:
-        """Ask the ranks on which it depends where they are; or if they have been asked, say what was found."""
-        asked_at, self._asked_at = self._asked_at, None
-        if asked_at is None:
-            return
+    def _tell(self, seen: Sequence[RankSnapshot], stacks: Mapping[int, str], waited_s: float, still_s: float) -> None:
+        """Say who waits for whom, if that is due."""
         report_after_s = self._wanted.report_after_s
-        if self._wants_report and found.still_s < report_after_s:
+        if still_s < report_after_s:
             # Ranks of a host on which nobody waits have moved.
-            self._report_not_before = self._clock() + report_after_s - found.still_s
-            self._wants_report = False
-        if self._asks_for_stacks:
-            self._tell(found)
-            return
-        verdict = diagnose(found.ranks)
-        certain = self._stopped.are_to_blame(verdict, found.ranks)
-        self._next = min(self._next, self._stopped.next_at)
-        if verdict is None or not (found.waited_s >= self._warn_at_s or self._wants_report):
-            if verdict is not None and certain:
-                self._say_it(verdict, found)  # without stacks, for a stopped rank has none to give
-            return  # or else they went on meanwhile
-        # One that is stopped would write where it is when it goes on, and the line would wait for that.
-        running = [
-            seen.rank for seen in found.ranks if not seen.ended and not seen.silent and seen.state not in ("T", "t")
-        ]
-        asked = running if self._wants_report else [*verdict.awaited, *_one_for_each_line(verdict, found.ranks)]
-        self._was_awaited = bool(verdict.awaited)
-        self._ask([rank for rank in running if rank in asked], found.silent, for_stacks=True)
-
-    def _tell(self, found: Examination) -> None:
-        """Say who waits for whom."""
-        seen = [_placed(rank, found.stacks.get(rank.rank, "")) for rank in found.ranks]
+            self._asks_for_report = False
+            self._report_not_before = self._clock() + report_after_s - still_s
+        seen = [_placed(rank, stacks.get(rank.rank, "")) for rank in seen]
         verdict = diagnose(seen)
-        if verdict is None or found.waited_s < self._wanted.ask_after_s:
+        if verdict is None:
             return  # they went on meanwhile
-        if self._was_awaited and not verdict.awaited:
-            return  # they have all come meanwhile; if that does not go on, the next look finds it
-        differing = _differing(verdict, seen)
-        if not differing or set(verdict.awaited) <= set(verdict.waiting):
-            # Else the ranks are at different lines because their calls differed.
-            verdict = replace(verdict, hint=divergence(verdict, seen, own_folder(), self._begun_at))
-        if found.waited_s >= self._warn_at_s:
-            is_first = self._warn_at_s == self._wanted.ask_after_s
-            self._warn_at_s = max(found.waited_s, self._wanted.warn_after_s) * _AGAIN
-            if not (is_first and self._stopped.are_told(verdict, seen)):
-                self._say_it(verdict, found, differing)
-        if self._wants_report:
-            self._reported = True
-            if self._wanted.report_dir:
-                self._report_on(verdict, seen, found.stacks)
+        states = {rank.rank: rank.state for rank in seen}
+        all_stopped = bool(verdict.waiting) and all(states.get(rank) == "T" for rank in verdict.awaited)
+        stopped = verdict.awaited if all_stopped else ()
+        warns = self._asks_for_stacks and waited_s >= self._warn_at_s
+        says = bool(stopped) and stopped != self._told
+        if warns:
+            # The first line on a wait is not said if one on stopped ranks has said the same.
+            says = says or not (stopped and self._warn_at_s == self._wanted.ask_after_s)
+            self._warn_at_s = max(waited_s, self._wanted.warn_after_s) * _AGAIN
+        differing: list[str] = []
+        if warns or self._asks_for_report:
+            differing = _differing(verdict, seen)
+            if not differing or set(verdict.awaited) <= set(verdict.waiting):
+                # Else the ranks are at different lines because their calls differed.
+                verdict = replace(verdict, hint=divergence(verdict, seen, own_folder(), self._begun_at))
+        if says:
+            self._told = stopped
+            said = f"{verdict.sentence}, for {waited_s:.0f} s now{verdict.advice}"
+            self._say("\n  ".join([said, *differing]))
+        if self._asks_for_report and waited_s >= self._wanted.ask_after_s:
+            self._write_report(verdict, seen, stacks)
 
-    def _say_it(self, verdict: HangDiagnosis, found: Examination, differing: Sequence[str] = ()) -> None:
-        said = f"{verdict.sentence}, for {found.waited_s:.0f} s now{verdict.advice}"
-        self._say("\n  ".join([said, *differing]))
-        self._stopped.note_told(verdict, found.ranks)
-
-    def _report_on(self, verdict: HangDiagnosis, seen: Sequence[RankSnapshot], stacks: Mapping[int, str]) -> None:
+    def _write_report(self, verdict: HangDiagnosis, seen: Sequence[RankSnapshot], stacks: Mapping[int, str]) -> None:
         """Write the report, or write it again if it lacks fewer ranks now."""
         lacking = [rank.rank for rank in seen if _says_nothing(rank, stacks)]
-        if self._report is None or len(lacking) < len(self._lacking):
-            self._report = self._write(verdict, seen, stacks)
-            self._lacking = lacking
-            if self._report is not None:
-                but = f" ({format_named('rank', lacking)} did not answer)" if lacking else ""
-                read = f"phalanx report {shlex.quote(str(self._wanted.report_dir))} (--html FILE makes a page)"
-                self._say(f"{self._report} has every rank's stack and operations{but}; read it with: {read}")
-        if self._report is not None and lacking and self._filled < _MOST_FILLED:
-            self._reported = False
-            self._report_not_before = self._clock() + _FILLED_AFTER_S * 2**self._filled
-            self._filled += 1
-
-    def _write(self, verdict: HangDiagnosis, seen: Sequence[RankSnapshot], stacks: Mapping[int, str]) -> Path | None:
+        self._reports_left = self._reports_left - 1 if lacking else 0
+        self._report_not_before = self._clock() + _REPORT_AGAIN_S
+        if self._report is not None and len(lacking) >= len(self._lacking):
+            return
         from phalanx.diagnosis.report import write_report
 
+        folder = self._wanted.report_dir
         try:
-            return write_report(Path(self._wanted.report_dir), self._as_report(verdict, seen, stacks), self._report)
+            self._report = write_report(Path(folder), self._as_report(verdict, seen, stacks), self._report)
         except OSError as error:
-            self._say(f"the report on this could not be written to {self._wanted.report_dir}: {error.strerror}")
-            return None
+            self._reports_left = 0
+            self._say(f"the report on this could not be written to {folder}: {error.strerror}")
+            return
+        self._lacking = lacking
+        but = f" ({format_named('rank', lacking)} did not answer)" if lacking else ""
+        read = f"phalanx report {shlex.quote(str(folder))} (--html FILE makes a page)"
+        self._say(f"{self._report} has every rank's stack and operations{but}; read it with: {read}")
 
     def leave(self, recordings: Mapping[int, Recording], hosts: Sequence[str]) -> None:
-        """Leave the ranks' operations at the end of the job, for ``phalanx timeline``, if there are any.
-
-        Args:
-            recordings: each rank's last operations.
-            hosts: the host of each rank.
-        """
+        """Leave each rank's last operations at the end of the job, for ``phalanx timeline``, if there are any."""
         if not self._wanted.report_dir or not any(found.records for found in recordings.values()):
             return
         from phalanx.diagnosis.report import write_operations
@@ -266,6 +324,13 @@ class HangWatch:
         )
 
 
+def received_recording(sent: Any, later: float) -> Recording | None:
+    """Read a rank's operations as its agent has sent them, by this process's clock and with the user's paths."""
+    if sent is None or not math.isfinite(later):
+        return None
+    return Recording.from_json(sent).seen_from(own_folder(), round(later * 1e9))
+
+
 def _says_nothing(seen: RankSnapshot, stacks: Mapping[int, str]) -> bool:
     """Tell whether a rank may still say where it is, and has not. A stopped one says nothing before it goes on."""
     return not seen.ended and (seen.silent or not (seen.rank in stacks or seen.state in ("T", "t")))
@@ -281,12 +346,3 @@ def _differing(verdict: HangDiagnosis, seen: Sequence[RankSnapshot]) -> list[str
     now_ns = time.monotonic_ns()
     found = (calls_that_differ(recordings, rank, now_ns) for rank in (*verdict.awaited, *verdict.waiting))
     return next(filter(None, found), [])
-
-
-def _one_for_each_line(verdict: HangDiagnosis, seen: Sequence[RankSnapshot]) -> list[int]:
-    """Choose one waiting rank for each line; its stack shows how it has come there."""
-    lines: dict[str, int] = {}
-    for rank in seen:
-        if rank.rank in verdict.waiting and rank.operation is not None:
-            lines.setdefault(rank.operation.site, rank.rank)
-    return list(lines.values())[:_MOST_ASKED]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from phalanx.launch.protocol import Event, Order, encode
 from phalanx.wire.framing import PREFIX_BYTES, Malformed, end_of_frame, frame
 from phalanx.wire.session import TAG_BYTES, Session
-from phalanx.wire.sockets import KeepAlive, listen, unanswered_s
+from phalanx.wire.sockets import KeepAlive, listen
 
 if TYPE_CHECKING:
     from phalanx.wire.door import Door
@@ -51,8 +51,9 @@ OUT, ERR, IN, MESSAGE = b"o", b"e", b"i", b"m"
 _RANK_BYTES = 4
 # How many agents may be joining at the same time.
 _MOST_STRANGERS = 1024
-# A link that is cut counts as lost within 4 s: after a second of silence three probes are sent, one a second.
-_KEEP_ALIVE = KeepAlive(idle_s=1, interval_s=1, probes=3, unacknowledged_s=4)
+# A link that is cut counts as lost within some 4 s: the supervisor sends a ping every second, which has to be
+# acknowledged within three. An agent sends little: after a second of silence its kernel sends probes, one a second.
+_KEEP_ALIVE = KeepAlive(idle_s=1, interval_s=1, probes=3, unacknowledged_s=3)
 # What the kernel says of a connection whose other host does not answer any more.
 _SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 
@@ -96,10 +97,6 @@ class Link:
     def waiting(self) -> int:
         """Count the bytes that the network has not taken yet; call :meth:`flush` when it can be written to."""
         return len(self._out)
-
-    def unanswered_s(self) -> float:
-        """Return for how long nothing was heard of the other host while something is on its way to it, in seconds."""
-        return unanswered_s(self._socket) if self._session is not None else 0.0
 
     def send(self, message: Order | Event) -> None:
         """Send an order or an event, at once as far as the network takes it."""

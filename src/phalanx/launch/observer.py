@@ -1,9 +1,7 @@
 """Look at the flight recorders of one agent's ranks; a look takes microseconds.
 
-The agent says nothing as long as they go on. Once a rank has been in one operation for long it says so at every look,
-and it says which ranks are stopped whenever that changes. The supervisor then asks what the ranks do
-(``examination.py``). An answer has few operations of each rank, and never more than ``LARGEST_ANSWER`` bytes of them:
-it travels over the link by which the ranks' output comes.
+Once a rank has been in one operation for long, or is stopped, the agent says so at every look, and once more when that
+is over. The supervisor then asks what the ranks do (``hang_watch.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import msgspec
 from phalanx.diagnosis.reading import Position, read_position
 from phalanx.launch.job.options import Diagnosis
 from phalanx.launch.protocol import Examine, Examined, Look, Looked, Waits
-from phalanx.launch.rank.trace import Trace, last_recording
+from phalanx.launch.rank.trace import Trace
 from phalanx.system import processes
 
 if TYPE_CHECKING:
@@ -27,19 +25,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Observer", "within"]
 
-# What the operations of all ranks of one agent may take in an answer, as JSON, in bytes.
+# What the operations of all ranks may take in an answer, as JSON, in bytes: the ranks' output comes by the same link.
 LARGEST_ANSWER = 1 << 20
 _LONGEST_STACK = 1 << 14
 
 
 class Observer:
-    """Looks at the ranks of one agent.
+    """Watch the ranks of one agent.
 
-    Args:
-        trace: where they have their recorders.
-        numbers: their ranks in the world, in the order of their parts.
-        pids: the processes of those that run, by part; the agent takes out those that have ended.
-        watch_after_s: after how long a wait it says so; 0 for never.
+    ``numbers`` are their ranks in the world, in the order of their parts of the trace, and ``pids`` the processes of
+    those that run, by part; the agent takes out those that have ended. With ``watch_after_s`` 0 it never says anything.
     """
 
     def __init__(self, trace: Trace, numbers: Sequence[int], pids: dict[int, int], watch_after_s: float) -> None:
@@ -50,7 +45,7 @@ class Observer:
         self._glances: dict[int, Position] = {}
         self._waited_s = 0.0  # how long the rank that has been in its operation for longest has been there
         self._moved_at = time.monotonic()
-        self._has_said: tuple[bool, list[int]] = (False, [])
+        self._has_said = False  # whether something was to be said at the last look
         self.look_at = self._moved_at + self._times.look_every_s if watch_after_s else None
 
     def look(self, now: float) -> Waits | None:
@@ -59,10 +54,10 @@ class Observer:
             return None
         stopped = self._look(now)
         self.look_at = now + self._times.look_again_in_s(self._times.ask_after_s - self._waited_s)
-        before, self._has_said = self._has_said, (self._waited_s >= self._times.ask_after_s, stopped)
-        if not self._has_said[0] and before == (False, stopped):
+        waited_s = self._waited_s if self._waited_s >= self._times.ask_after_s else 0.0
+        before, self._has_said = self._has_said, bool(waited_s or stopped)
+        if not (self._has_said or before):
             return None
-        waited_s = self._waited_s if self._has_said[0] else 0.0
         return Waits(waited_s=waited_s, still_s=now - self._moved_at, stopped=stopped)
 
     def _look(self, now: float) -> list[int]:
@@ -105,7 +100,7 @@ class Observer:
             self._numbers[part]: {
                 "state": processes.state_of(pid),
                 "asked": self._trace.asked(part),
-                "recording": within(room, last_recording(self._trace, part), question.records),
+                "recording": within(room, self._trace.recording(part), question.records),
             }
             for part, pid in self._pids.items()
         }
@@ -116,15 +111,9 @@ class Observer:
 
 
 def within(nbytes: int, recording: Recording | None, records: int) -> dict[str, Any] | None:
-    """Cut a rank's last operations to so many bytes of JSON, as plain values.
+    """Cut a rank's last operations, at most ``records``, to so many bytes of JSON, for :meth:`Recording.from_json`.
 
-    Args:
-        nbytes: how many bytes.
-        recording: its operations; None if there are none.
-        records: how many of them are wanted at most.
-
-    Returns:
-        The values, for :meth:`Recording.from_json`; None if not even the fewest fit.
+    None if there are none, or if not even the fewest fit.
     """
     while recording is not None:
         values = recording.excerpt(records).to_json()

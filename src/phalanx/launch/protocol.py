@@ -3,7 +3,7 @@
 An *agent* is the parent of the ranks of one host. An *order* goes from the supervisor to an agent, an *event* the other
 way. Beside them go blocks of bytes: what a rank prints, and what one reads.
 
-Times are seconds of ``time.monotonic()`` of the agent's host. The supervisor converts them (``AgentLink.own_time``).
+Times are seconds of ``time.monotonic()`` of the agent's host. The supervisor converts them (``AgentState.own_time``).
 
 ====================  ============================================================================================
 what                  and what follows if the sender dies right after it
@@ -55,8 +55,6 @@ __all__ = [
     "Refused",
     "Reported",
     "SignalOrder",
-    "Stacks",
-    "StacksOrder",
     "Start",
     "Started",
     "Tell",
@@ -73,84 +71,50 @@ class Order(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Event(msgspec.Struct, tag=True, kw_only=True):
-    """A message from an agent to the supervisor.
+    """A message from an agent to the supervisor."""
 
-    Attributes:
-        now: the time there when it was sent.
-    """
-
-    now: float = 0.0
+    now: float = 0.0  # the time there when it was sent
 
 
 class RankPlan(msgspec.Struct, kw_only=True):
-    """A rank that an agent forks.
+    """A rank that an agent forks."""
 
-    Attributes:
-        rank, local_rank: its number in the world, and on its host.
-        environment: what is added to the agent's environment.
-        argv: ``sys.argv``.
-        cpus: the logical cores it is bound to; empty for those of the agent.
-        reads: whether it gets the launcher's standard input.
-        terminal: whether it keeps the agent's standard output and error, as a debugger wants.
-    """
-
+    # rank, local_rank: its number in the world, and on its host
     rank: int
     local_rank: int
-    environment: dict[str, str]
-    argv: tuple[str, ...]
-    cpus: tuple[int, ...] = ()
-    reads: bool = False
-    terminal: bool = False
+    environment: dict[str, str]  # what is added to the agent's environment
+    argv: tuple[str, ...]  # ``sys.argv``
+    cpus: tuple[int, ...] = ()  # the logical cores it is bound to; empty for those of the agent
+    reads: bool = False  # whether it gets the launcher's standard input
+    terminal: bool = False  # whether it keeps the agent's standard output and error, as a debugger wants
 
 
 class Start(Order):
-    """Fork these ranks.
+    """Fork these ranks."""
 
-    Attributes:
-        run_id: the job.
-        target: what they run.
-        ranks: they.
-        before_import: variables that must be set when torch is imported.
-        preload: import torch once, before the ranks are forked.
-        quiet: print no notes.
-        feeds_input: whether the rank that reads gets its input by blocks over the link, and not by inheriting it.
-        watch_after_s: say which ranks wait once one has for so long; 0 for never.
-        records: how many of its last operations a rank leaves when it ends.
-        carried: the environment of ``phalanx run``, of which an agent that MPI started takes what is not its own.
-        directory: the working directory.
-        grace_s: how long a rank may take to end when MPI's launcher ends it.
-        is_last: whether no further attempt follows.
-    """
-
-    run_id: str
+    run_id: str  # the job
     target: Target
     ranks: list[RankPlan]
-    before_import: dict[str, str]
-    preload: bool
-    quiet: bool
-    feeds_input: bool
-    watch_after_s: float
-    records: int
+    before_import: dict[str, str]  # variables that must be set when torch is imported
+    preload: bool  # import torch once, before the ranks are forked
+    quiet: bool  # print no notes
+    feeds_input: bool  # whether the rank that reads gets its input by blocks over the link, and not by inheriting it
+    watch_after_s: float  # say which ranks wait once one has for so long; 0 for never
+    records: int  # how many of its last operations a rank leaves when it ends
+    # the environment of ``phalanx run``, of which an agent that MPI started takes what is not its own
     carried: dict[str, str]
-    directory: str
-    grace_s: float
-    is_last: bool
+    directory: str  # the working directory
+    grace_s: float  # how long a rank may take to end when MPI's launcher ends it
+    is_last: bool  # whether no further attempt follows
 
 
 class EndOrder(Order):
-    """End the ranks.
+    """End the ranks."""
 
-    Attributes:
-        signal: with which they are asked; SIGKILL for at once.
-        grace_s: how long they may take before they are killed.
-        spare: ranks that are not asked, because their scripts have failed by themselves.
-        where: let them write their stacks first, for the user.
-    """
-
-    signal: int
-    grace_s: float
-    spare: list[int]
-    where: bool
+    signal: int  # with which they are asked; SIGKILL for at once
+    grace_s: float  # how long they may take before they are killed
+    spare: list[int]  # ranks that are not asked, because their scripts have failed by themselves
+    where: bool  # let them write their stacks first, for the user
 
 
 class SignalOrder(Order):
@@ -159,22 +123,12 @@ class SignalOrder(Order):
     signal: int
 
 
-class StacksOrder(Order):
-    """Send the stacks of all ranks, for the user."""
-
-
 class Examine(Order):
-    """Say what the ranks do.
-
-    Attributes:
-        number: the question's.
-        of: the ranks that are to write their stacks.
-        records: how many operations of each rank are wanted.
-    """
+    """Say what the ranks do."""
 
     number: int
-    of: list[int]
-    records: int
+    stacks: bool  # whether the ranks are to write their stacks
+    records: int  # how many operations of each rank are wanted
 
 
 class Look(Order):
@@ -219,29 +173,20 @@ class Leave(Order):
 
 
 class Here(Event):
-    """The agent has come.
+    """The agent has come."""
 
-    Attributes:
-        agent: which one: the number of a host, or of a rank that MPI started.
-        name, machine: the host's name, and what distinguishes it from another of the same name.
-        pid: the agent's process.
-        cores: how many cores the ranks may use.
-        cpus: of each rank, the logical cores to which it is to be bound; of an agent that MPI started, its own.
-        accelerators: the accelerators that ranks may use.
-        problems: why no rank can run there.
-        same: what has to be the same on all hosts.
-        size: the number of ranks in the world, as MPI says; of a node that was started by itself, how many it takes.
-    """
-
-    agent: int
+    agent: int  # which one: the number of a host, or of a rank that MPI started
+    # name, machine: the host's name, and what distinguishes it from another of the same name
     name: str
     machine: str
-    pid: int
-    cores: int = 0
+    pid: int  # the agent's process
+    cores: int = 0  # how many cores the ranks may use
+    # of each rank, the logical cores to which it is to be bound; of an agent that MPI started, its own
     cpus: list[tuple[int, ...]] = []
-    accelerators: list[str] = []
-    problems: list[str] = []
-    same: dict[str, str] = {}
+    accelerators: list[str] = []  # the accelerators that ranks may use
+    problems: list[str] = []  # why no rank can run there
+    same: dict[str, str] = {}  # what has to be the same on all hosts
+    # the number of ranks in the world, as MPI says; of a node that was started by itself, how many it takes
     size: int = 0
 
 
@@ -259,35 +204,18 @@ class Reported(Event):
 
 
 class Exited(Event):
-    """A rank has ended.
-
-    Attributes:
-        rank: which one.
-        status: its exit code, or minus the signal that ended it.
-        at: when.
-        out_of_memory: whether the kernel killed it because its cgroup had no memory left.
-        stage: how far it had come (``rank/trace.py``).
-        asked: what it had asked another process for, and waited for.
-        operation: its last operation, in words, if it failed.
-        call: the same for the errors of other ranks.
-        stack: where it was, if it was asked.
-        recording: its last operations.
-        by_others: MPI's launcher wanted it to end.
-        by_itself: it had begun to end before its agent asked it to.
-    """
+    """A rank has ended."""
 
     rank: int
-    status: int
+    status: int  # its exit code, or minus the signal that ended it
     at: float
-    out_of_memory: bool = False
-    stage: int = 0
-    asked: str = ""
-    operation: str = ""
-    call: dict[str, Any] = {}
-    stack: str = ""
-    recording: Any = None
-    by_others: bool = False
-    by_itself: bool = False
+    out_of_memory: bool = False  # whether the kernel killed it because its cgroup had no memory left
+    stage: int = 0  # how far it had come (``rank/trace.py``)
+    asked: str = ""  # what it had asked another process for, and waited for
+    stack: str = ""  # where it was, if it was asked
+    recording: Any = None  # its last operations
+    by_others: bool = False  # MPI's launcher wanted it to end
+    by_itself: bool = False  # it had begun to end before its agent asked it to
 
 
 class Overdue(Event):
@@ -295,13 +223,6 @@ class Overdue(Event):
 
     rank: int
     grace_s: float
-
-
-class Stacks(Event):
-    """The stacks that ranks have written, by rank, and the ranks that have not."""
-
-    stacks: dict[int, str]
-    late: list[int]
 
 
 class Waits(Event):
@@ -357,14 +278,13 @@ class Over(Event):
     """No process of the job is left."""
 
 
-ORDERS = Start | EndOrder | SignalOrder | StacksOrder | Examine | Look | EndedElsewhere | LookUp | Ping | Tell | Leave
+ORDERS = Start | EndOrder | SignalOrder | Examine | Look | EndedElsewhere | LookUp | Ping | Tell | Leave
 EVENTS = (
     Here
     | Started
     | Reported
     | Exited
     | Overdue
-    | Stacks
     | Waits
     | Examined
     | Looked

@@ -21,28 +21,29 @@ All that is known of an attempt is in one object, so nothing of it is left when 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import os
 import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 
+from phalanx.diagnosis.snapshot import RankSnapshot
 from phalanx.diagnosis.stacks import format_stacks
 from phalanx.errors import OUT_OF_MEMORY_HINT, LaunchError
-from phalanx.launch.conclusion import Ended, HandOver, ShutdownNotice, conclude, conclude_attempt, failed, why_it_ends
-from phalanx.launch.examination import Examiner, received_recording
-from phalanx.launch.hang_watch import HangWatch
+from phalanx.launch.conclusion import Ended, HandOver, conclude, conclude_attempt, failed, who_is_awaited, why_it_ends
+from phalanx.launch.hang_watch import HangWatch, received_recording
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.target import Refusal
 from phalanx.launch.link import MESSAGE, OUT, split_rank
 from phalanx.launch.output.failure import (
     End,
-    Failure,
+    RankState,
     Report,
     as_report,
-    collect_failures,
     describe_status,
     lacks_cause,
     signal_name,
@@ -68,21 +69,19 @@ from phalanx.launch.protocol import (
     Refused,
     Reported,
     SignalOrder,
-    Stacks,
-    StacksOrder,
     Start,
     Started,
     Waits,
     WantsInput,
     decode_event,
 )
-from phalanx.launch.rank.trace import Stage
-from phalanx.launch.roster import AgentState, Links, RankState
+from phalanx.launch.roster import AgentState, Links
 from phalanx.launch.running.jobs import Description
 from phalanx.launch.running.server import LookServer
 from phalanx.launch.services import Input, StoreOnDemand
 from phalanx.launch.starters.contract import Starter
 from phalanx.system import processes
+from phalanx.system.files import own_folder
 from phalanx.topology.table import RankRow, format_rank_table
 from phalanx.words import format_named
 
@@ -97,7 +96,9 @@ CAUSE_S = 1.0
 STALLED_READER_S = 1.0
 # Agents end their ranks within the grace; one that reports nothing for this much longer is given up.
 _SILENCE_S = 6.0
-_PING_EVERY_S = 2.0
+_PING_EVERY_S = 1.0
+# After how long it is said for whom the launcher waits: ranks have as long by default after a failure.
+_NOTICE_S = 5.0
 # How many operations all ranks leave together for ``phalanx timeline``, and the fewest of each.
 _LEFT, _FEWEST_LEFT, _LEFT_FOR_ERRORS = 16384, 16, 128
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -150,28 +151,26 @@ class Supervisor:
         self.wakeup = os.pipe()
         self.selector = selectors.DefaultSelector()
         self.rows = job.rows()
-        self.ranks = [
-            RankState(rank, out, err) for rank, (out, err) in enumerate(open_streams(job, self.console, logs))
-        ]
+        self.ranks = [RankState(rank) for rank in range(job.ranks)]
+        self.streams = open_streams(job, self.console, logs)
         self.interrupted: int | None = None
         self.interrupted_again = self.going = self.ending = self.over = False
         self.started_at: float | None = None
         self.settle_until: float | None = None
         self.cause_until = 0.0
         self.give_up_at: float | None = None
+        self.asked_at = self.kill_at = math.inf  # when the ranks were first told to end, and when they are killed
+        self.notice_at: float | None = None
         self.ping_at = time.monotonic() + _PING_EVERY_S
         self.held: list[int] = []  # signals that came before the ranks were started
         self.overdue: dict[float, list[int]] = {}
         self.refusal: tuple[str, int] | None = None
-        self.stacks_wanted: list[tuple[set[int], dict[int, str], list[int]]] = []  # by the user, from these agents
-        self.hangs = HangWatch(job, self.console.say)
-        self.notice = ShutdownNotice(self.console.say)
+        self.stopped: Sequence[int] = ()  # the ranks that were stopped when the first one failed
         self.links = Links(self.selector, self.take, self._on_lost)
         self.starter = starter(self)
         self.agents = self.starter.agents
         self.agent_of = {number: agent for agent in self.agents for number in agent.numbers}
-        self.examiner = Examiner(self.agents, self._hosts, self.send, self.hangs.examined)
-        self.hangs.examiner = self.examiner
+        self.hangs = HangWatch(job, self.agents, lambda: self.rows, self.send, self.console.say)
         self.looks = LookServer(job.run_id, self.selector, self.agents, self.send)
         self.reader = job.reader or 0
         self.input = Input(self.selector, lambda data: self.links.feed(self.agent_of[self.reader], self.reader, data))
@@ -245,7 +244,7 @@ class Supervisor:
         self.hangs.leave(
             {rank.number: rank.recording for rank in self.ranks if rank.recording is not None}, self._hosts()
         )
-        ended = self._ended()
+        ended = self._explained()
         leaving = [agent for agent in self.agents if agent.leaving is not None]
         goes_on = not self.job.attempt.is_last and (bool(leaving) or failed(ended, self.console))
         self._dismiss(stays=goes_on and self.job.keeps_agents)
@@ -254,15 +253,15 @@ class Supervisor:
                 nodes = ", ".join(agent.title for agent in leaving)
                 self.console.say(f"{nodes} leaves; {self.job.attempt.next().title} starts once another has come")
             else:
-                conclude_attempt(self.job, ended, self.console)
+                conclude_attempt(ended, self.console)
             self._act_on_signals()  # one may have come while that was written
             if self.interrupted is None:
                 return None
         if goes_on and self.job.keeps_agents:
             self._dismiss(stays=False)
-        why = self._why_it_ends().rstrip("; :")
-        code = conclude(self.job, self._ended(), self.console, hand_over)
-        self.starter.farewell(code, why)
+        ended = self._explained()
+        code = conclude(ended, self.console, hand_over)
+        self.starter.farewell(code, why_it_ends(ended))
         signal.set_wakeup_fd(-1)
         return code
 
@@ -323,7 +322,7 @@ class Supervisor:
     def _turn(self) -> None:
         now = time.monotonic()
         if now >= self.ping_at:
-            # It continues an agent that somebody has stopped, and that would hide the end of a rank.
+            # It shows when a host is out of reach, and continues an agent that somebody has stopped.
             self.ping_at = now + _PING_EVERY_S
             for agent in self.agents:
                 self.send(agent, Ping())
@@ -331,19 +330,22 @@ class Supervisor:
             self.ping_at,
             self.settle_until,
             self.give_up_at,
-            self.links.look_at,
-            self.examiner.due_at,
+            self.notice_at,
+            self.hangs.answer_by,
             self.looks.due_at,
             self.starter.due_at(),
+            self.console.redraw_at,
+            self.hangs.look_at if self._watches() else None,
         ]
-        timeouts = [max(0.0, when - now) for when in due if when is not None]
-        parts = (self.hangs.due_in_s(), self.notice.due_in_s(), self.console.redraw_in_s())
-        timeouts += [timeout for timeout in parts if timeout is not None]
-        for key, _ in self.selector.select(0.0 if self.signals else min(timeouts, default=None)):
+        at = now if self.signals else min(when for when in due if when is not None)
+        for key, _ in self.selector.select(max(0.0, at - now)):
             key.data()
         self._act_on_signals()
         self.console.redraw()
         self._act_on_time(time.monotonic())
+
+    def _watches(self) -> bool:
+        return self.started_at is not None and not self.ending
 
     def _act_on_time(self, now: float) -> None:
         try:
@@ -351,22 +353,23 @@ class Supervisor:
                 self.say(line)
         except Refusal as refusal:
             self.refuse(refusal)
-        self.examiner.act(now)
+        self.hangs.act()
         self.looks.act(now)
-        if self.started_at is not None and not self.ending:
+        if self._watches():
             self.hangs.look()
-        self.links.look(now)
         unread = self.console.out.closed or self.console.err.closed
-        if not unread:
-            self.notice.look(self._unended, self._why_it_ends)
-        elif not self.ending:
+        if unread and not self.ending:
             self._order(signal.SIGTERM)
+        if self.notice_at is not None and now >= self.notice_at:
+            self.notice_at = None
+            if text := who_is_awaited(self._ended(), self.kill_at - now):
+                self.console.say(text)
         if self.logs.faults and not self.logs.said:
             self.logs.said = True
             self.console.say(f"warning: {self.logs.faults[0]}; the job goes on, and lines are lost while that lasts")
         if self.settle_until is not None and (now >= self.settle_until or not self._unended()):
             self.settle_until = None
-            if not self.ending and now < self.cause_until and lacks_cause([(r.end, r.report) for r in self.ranks]):
+            if not self.ending and now < self.cause_until and lacks_cause(self.ranks):
                 self.settle_until = now + SETTLE_S
             elif not self.ending:
                 # Those whose script has failed are not signalled, so that their exit handlers can finish.
@@ -391,7 +394,7 @@ class Supervisor:
                 self._hear(agent, decode_event(data))
             else:
                 rank, block = split_rank(data)
-                (self.ranks[rank].out if kind == OUT else self.ranks[rank].err).feed(block)
+                self.streams[rank][kind != OUT].feed(block)
 
     def _on_lost(self, agent: AgentState, silent: bool) -> None:
         """Act on the end of a link."""
@@ -413,12 +416,11 @@ class Supervisor:
         if own_fault and (not self.going or code):
             self.refuse(Refusal(why if code else f"phalanx: {why}; nothing had been started", code or 1))
         if own_fault:
-            self.examiner.drop()
+            self.hangs.drop()
         for agent in lost:
             agent.over = True
-            self.examiner.lose(agent)
+            self.hangs.lose(agent)
             self.looks.lose(agent)
-            self._has_answered(agent)
             for rank in agent.ranks:
                 if rank.end is None:
                     if own_fault and rank.report is None:
@@ -490,9 +492,8 @@ class Supervisor:
                 self._settle()
             case Over():
                 agent.over = True
-                self.examiner.lose(agent)
+                self.hangs.lose(agent)
                 self.looks.lose(agent)
-                self._has_answered(agent)
                 for rank in agent.ranks:
                     if rank.end is None:
                         self._on_end(rank, End(-signal.SIGKILL, time.monotonic(), by_launcher=True))
@@ -500,14 +501,10 @@ class Supervisor:
                 self.refuse(Refusal(event.text, event.code))
             case Overdue():
                 self.overdue.setdefault(event.grace_s, []).append(event.rank)
-            case Stacks():
-                self._has_answered(agent, event)
             case Waits():
-                self.examiner.hear_waits(agent, event)
-                self.hangs.look_soon()
+                self.hangs.hear_waits(agent, event)
             case Examined():
-                if not self.ending:
-                    self.examiner.hear(agent, event)
+                self.hangs.hear(agent, event)
             case Looked():
                 self.looks.hear(agent, event)
             case WantsInput():
@@ -539,15 +536,17 @@ class Supervisor:
 
     def _on_exited(self, agent: AgentState, event: Exited) -> None:
         rank = self.ranks[event.rank]
-        rank.stage, rank.asked, rank.operation = Stage(event.stage), event.asked, event.operation
-        rank.stack = event.stack
+        rank.stage, rank.asked, rank.stack = event.stage, event.asked, event.stack
         rank.recording = received_recording(event.recording, agent.later)
         several = len(set(self._hosts())) > 1
         if event.status == 0 and self.store is not None:
             self.store.ended(rank.number, self.rows[rank.number].host if several else "")
         if event.status != 0 and not self.ending and several and agent.here is not None:
             # The ranks of other hosts cannot see how it has ended.
-            known = {"host": agent.here.name, "pid": rank.pid, "status": event.status, **event.call}
+            known = {"host": agent.here.name, "pid": rank.pid, "status": event.status}
+            if rank.recording is not None and (last := rank.recording.last) is not None:
+                line = os.path.join(own_folder(), last.site) if last.site else ""
+                known |= {"last_operation": last.text(), "last_line": line, "was_in_it": last.under_way}
             for other in self.agents:
                 if other is not agent and not other.over:
                     self.send(other, EndedElsewhere(known=known))
@@ -556,8 +555,8 @@ class Supervisor:
 
     def _on_end(self, rank: RankState, end: End) -> None:
         rank.end = end
-        rank.out.close()
-        rank.err.close()
+        for stream in self.streams[rank.number]:
+            stream.close()
         if rank.number == self.reader and not self.job.is_local:
             self.input.release()
         self.logs.note_end(rank.number, describe_status(end.status), rank.report)
@@ -567,6 +566,7 @@ class Supervisor:
     def _settle(self) -> None:
         """Give the others a moment to report what they know of a failure, then end them."""
         if not self.ending and self.settle_until is None and self.started_at is not None:
+            self.stopped = self.hangs.stopped
             self.settle_until = time.monotonic() + SETTLE_S
             self.cause_until = self.settle_until + CAUSE_S
 
@@ -629,13 +629,17 @@ class Supervisor:
     def _order(self, signum: int, spare: Sequence[int] = (), grace_s: float | None = None) -> None:
         """Have the ranks ended."""
         self.ending = True
+        self.hangs.drop()
         asked = self.interrupted is not None and signum != signal.SIGKILL
         if grace_s is None:
             grace_s = 0.0 if signum == signal.SIGKILL else self.job.patience_s(signum if asked else None)
         for agent in self.agents:
             self.send(agent, EndOrder(signal=int(signum), grace_s=grace_s, spare=list(spare), where=asked))
         self.give_up_after(grace_s + _SILENCE_S)
-        self.notice.begin(grace_s)
+        now = time.monotonic()
+        self.asked_at = min(self.asked_at, now)
+        self.kill_at = min(self.kill_at, now + grace_s)  # a later order gives nobody more time
+        self.notice_at = now + _NOTICE_S if self.kill_at - now > _NOTICE_S else None
 
     def give_up_after(self, patience_s: float) -> None:
         """Count agents as lost that have not ended their ranks within so many seconds."""
@@ -649,63 +653,47 @@ class Supervisor:
             else:
                 self.held.append(signum)
         elif signum == signal.SIGQUIT:
-            asked = [agent for agent in self.agents if agent.link is not None and not agent.over]
-            self.stacks_wanted.append(({agent.number for agent in asked}, {}, []))
-            for agent in asked:
-                self.send(agent, StacksOrder())
+            self.hangs.ask_for_user(self._say_stacks)
         else:
             for agent in self.agents:
                 self.send(agent, SignalOrder(signal=signum))
 
-    def _has_answered(self, agent: AgentState, answer: Stacks | None = None) -> None:
-        """Print where the ranks are once the last agent has said it, or will not do so any more."""
-        for waiting, stacks, late in self.stacks_wanted:
-            if agent.number in waiting:
-                waiting.discard(agent.number)
-                if answer is not None:
-                    stacks.update(answer.stacks)
-                    late += answer.late
-                    break
-        while self.stacks_wanted and not self.stacks_wanted[0][0]:
-            _, stacks, late = self.stacks_wanted.pop(0)
-            lines = format_stacks(dict(sorted(stacks.items())))
-            if late:
-                lines.append(f"{format_named('rank', late)} did not say where: stopped, or waiting for a core")
-            if not lines and not self.job.target.is_python:
-                lines = ["no rank runs Python code, so there are no stacks"]
-            if self.interrupted is None:
-                self.console.say("\n".join(lines or ["no rank says where it is: each is about to start or to end"]))
+    def _say_stacks(self, ranks: Sequence[RankSnapshot], stacks: Mapping[int, str]) -> None:
+        lines = format_stacks(dict(sorted(stacks.items())))
+        late = [seen.rank for seen in ranks if not seen.ended and seen.rank not in stacks]
+        if not self.job.target.is_python:
+            lines = ["no rank runs Python code, so there are no stacks"]
+        elif late:
+            why = "stopped, waiting for a core, about to start or to end"
+            lines.append(f"{format_named('rank', late)} did not say where: {why}")
+        self.console.say("\n".join(lines or ["no rank says where it is: all have ended"]))
 
     def _unended(self) -> list[int]:
         return [rank.number for rank in self.ranks if rank.end is None]
-
-    def _why_it_ends(self) -> str:
-        said, _ = self.refusal or ("", 0)
-        return why_it_ends(self.interrupted, said, self._failures(), self._hosts())
-
-    def _failures(self) -> list[Failure]:
-        return collect_failures((rank.pid or None, rank.end, rank.report) for rank in self.ranks)
 
     def is_failing(self) -> bool:
         """Tell whether the job is ending for a known reason; what is said after it is about the consequences."""
         return self.ending or any(rank.report is not None or (rank.end and rank.end.status) for rank in self.ranks)
 
+    def _explained(self) -> Ended:
+        ended = self._ended()
+        return dataclasses.replace(ended, refusal=ended.refusal or self.starter.explain(ended.failures))
+
     def _ended(self) -> Ended:
         shown = self.job.output.shows
-        failures = self._failures()
         return Ended(
+            job=self.job,
             ranks=self.ranks,
-            failures=failures,
-            asked_at=self.notice.begun_at,
+            asked_at=self.asked_at,
             hosts=self._hosts(),
             started_at=self.started_at,
             interrupted=self.interrupted,
             overdue=self.overdue,
-            refusal=self.refusal or self.starter.explain(failures),
+            refusal=self.refusal,
             last_lines={
-                rank.number: last_lines((rank.out, rank.err))
+                rank.number: last_lines(self.streams[rank.number])
                 for rank in self.ranks
                 if not shown(rank.number) and not self.job.keeps_terminal(rank.number)
             },
-            stopped_at=self.hangs.stopped_at,
+            stopped=self.stopped,
         )

@@ -100,17 +100,3 @@ class Acknowledged:
         self._since = max(self._since, now - heard_ms_ago / 1000)
         self.is_silent = now - self._since >= SILENT_S
         return now - self._since
-
-
-def unanswered_s(sock: socket.socket) -> float:
-    """Return for how long nothing has been heard of the other host while something is on its way to it; else 0.
-
-    It is the time since the last acknowledgement, also one of the kernel's probes (:class:`KeepAlive`) before
-    anything was sent. So what is sent to a host that is out of reach already does not begin that time anew.
-    """
-    try:
-        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
-    except OSError:  # it has been closed
-        return 0.0
-    _, unacknowledged, heard_ms_ago = _INFO.unpack(info)
-    return max(1.0, heard_ms_ago) / 1000 if unacknowledged else 0.0

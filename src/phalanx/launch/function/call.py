@@ -1,8 +1,12 @@
 """``phalanx.launch()``: ranks for a function of a running interpreter, in a notebook above all.
 
-Prior art: Accelerate's ``notebook_launcher`` and torch's elastic ``start_processes``; docs/design/launching.md compares
-them. The ranks are those of ``phalanx run``: one process supervises them (``supervise.py``), and this one only shows
-what it writes, hands Ctrl-C on, and reads the results.
+The ranks are those of ``phalanx run``: one process supervises them (``supervise.py``), and this one only shows what it
+writes, hands Ctrl-C on, and reads the results. That process is a fork of this interpreter, or a fresh one.
+
+A fork has one thread, and what other threads were doing is never finished there. So an accelerator must not have been
+opened, no process group joined, and MPI not started (:func:`_why_not_fork`). That torch has computed does no harm:
+OpenMP's pool of threads belongs to the thread that used it first, so a thread of its own forks here, which has no pool.
+Prior art: Accelerate's ``notebook_launcher``, torch's elastic ``start_processes`` (docs/design/launching.md).
 """
 
 from __future__ import annotations
@@ -14,15 +18,24 @@ import os
 import pickle
 import select
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, Literal, NoReturn, TextIO, TypeVar
 
 from phalanx import settings
-from phalanx.errors import OUT_OF_MEMORY_HINT, ArgumentError, InitializationError, LaunchError, RankFailed
-from phalanx.launch.function.starting import fork_apart, pickle_call, spawn, why_not
+from phalanx.errors import (
+    OUT_OF_MEMORY_HINT,
+    PROCESS_LIMIT_HINT,
+    ArgumentError,
+    InitializationError,
+    LaunchError,
+    RankFailed,
+)
 from phalanx.launch.function.supervise import forget_interpreter, supervise
 from phalanx.launch.job.job import Job, make_job
 from phalanx.launch.job.options import COUNTED_HERE, LaunchOptions, count_ranks
@@ -41,6 +54,14 @@ _Function = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]  # with 
 _BLOCK = 1 << 16
 # While pipes are made and a process is started that inherits them: one of another call must not inherit them too.
 _starting = threading.Lock()
+# What a fresh interpreter runs; its arguments are this one's sys.path, and a file with a pickle for ``begin``.
+_PROGRAM = """
+import json, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would answer Ctrl-C with a traceback of imports
+sys.path[:] = json.loads(sys.argv[1])  # Phalanx may be found only there
+from phalanx.launch.function.supervise import begin
+begin(int(sys.argv[2]))
+"""
 
 
 @explained
@@ -58,15 +79,13 @@ def launch(
 ) -> list[T]:
     """Call a function on n ranks, which are new processes of this machine, and return what each of them returns.
 
-    For notebooks and prompts; a script is started by ``phalanx run``. The ranks join each other as those of ``phalanx
-    run`` do, by ``phalanx.init()`` or ``torch.distributed.init_process_group()`` in the function. What they print
-    appears here line by line, each with its rank. Ctrl-C, or a notebook's interrupt, ends all of them. May be called
-    any number of times; nothing is left behind.
+    For notebooks and prompts; a script is started by ``phalanx run``. The ranks join each other by ``phalanx.init()``
+    or ``torch.distributed.init_process_group()`` in the function. What they print appears here line by line, each with
+    its rank. Ctrl-C, or a notebook's interrupt, ends all of them. May be called any number of times.
 
-    By default the ranks are forks of this interpreter, with all that is defined in it, so functions and data of a
-    notebook need no module and no pickle; the first call imports torch here, if nobody has. If a fork could not work
-    (this process has used an accelerator, or is in a process group), a fresh interpreter starts them, to which the
-    function and its arguments are sent.
+    By default the ranks are forks of this interpreter, so functions and data of a notebook need no module and no
+    pickle; the first call imports torch here, if nobody has. If a fork could not work (this process has used an
+    accelerator, or is in a process group), a fresh interpreter starts them, to which the function is sent.
 
     Args:
         function: what each rank calls, as ``function(*args, **kwargs)``. Its rank is ``phalanx.init().rank``, or RANK
@@ -88,11 +107,9 @@ def launch(
 
     Raises:
         RankFailed: a rank raised an exception, exited with another code than 0, was killed, or returned something that
-            cannot be pickled. The message says which rank was the first, and has its traceback; the others have been
-            ended.
+            cannot be pickled. The message says which rank was the first, and has its traceback.
         ArgumentError: an argument cannot be right.
-        LaunchError: the ranks cannot be started: there is no room for so many, this process is a rank itself, or
-            neither start method works. The message says what to change.
+        LaunchError: the ranks cannot be started; the message says what to change.
         KeyboardInterrupt: Ctrl-C; all ranks have been ended.
     """
     require(launch, function, args, kwargs)
@@ -103,13 +120,13 @@ def launch(
     options = LaunchOptions(ranks=_count(n), quiet=quiet, prefix=prefix, device=device)
     job = make_job(options, Target("function", name, "", (name,)))
     call = (function, tuple(args), dict(kwargs or {}))
-    reason = why_not() if start_method != "spawn" else "a fresh interpreter was asked for"
+    reason = _why_not_fork() if start_method != "spawn" else "a fresh interpreter was asked for"
     if reason and start_method == "fork":
         raise LaunchError(f"the ranks cannot be forked: {reason}")
     pickled = b""
     if reason:
         try:
-            pickled = pickle_call(call)
+            pickled = _pickled(call)
         except LaunchError as error:
             raise error if start_method else LaunchError(f"the ranks cannot be forked: {reason}; and {error}") from None
     return _Call(job, call, pickled, dict(variables or {})).run()
@@ -136,6 +153,118 @@ def _refuse_in_rank() -> None:
         )
 
 
+def _why_not_fork() -> str:
+    """Say why ranks cannot be forked from this process, with what the user can do; empty if they can."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return ""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "this process is in a process group, which a fork would share; leave it before, with phalanx.close()"
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized():
+        return "this process has started MPI, which does not work in a fork; restart the interpreter"
+    if device := _opened(torch):
+        return (
+            f"this process has used {device} already, and a fork cannot; restart the interpreter, and touch the device "
+            "in the function alone (torch.cuda.is_available() counts, too)"
+        )
+    return ""
+
+
+def _opened(torch: Any) -> str:
+    """Name the accelerator that this process has opened so that no fork can use it; empty if it has opened none."""
+    accelerator = torch.accelerator.current_accelerator()
+    in_bad_fork = getattr(torch.get_device_module(accelerator), "_is_in_bad_fork", None) if accelerator else None
+    if in_bad_fork is None:
+        return ""
+    with _unwarned():
+        pid = os.fork()  # torch knows it only in a fork
+    if pid == 0:
+        bad = True
+        try:
+            bad = bool(in_bad_fork())
+        finally:
+            os._exit(bad)
+    _, status = os.waitpid(pid, 0)
+    return str(accelerator.type) if status != 0 else ""
+
+
+def _fork_apart(child: Callable[[int], NoReturn]) -> tuple[int, Callable[[], None]]:
+    """Fork from a thread of its own, with all signals blocked in the child, which gets its parent's process id.
+
+    Returns:
+        The child's process id, and a function to be called when the child has ended: its forking thread lives until
+        then, because the kernel takes the end of that thread for the end of the parent (PR_SET_PDEATHSIG).
+
+    Raises:
+        LaunchError: the system refuses another process.
+    """
+    parent = os.getpid()
+    forked, ended = threading.Event(), threading.Event()
+    outcome: list[int | OSError] = []
+
+    def fork() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            with _unwarned():
+                outcome.append(os.fork())
+        except OSError as error:
+            outcome.append(error)
+        if outcome == [0]:
+            try:
+                child(parent)
+            except BaseException:
+                os.write(2, traceback.format_exc().encode(errors="backslashreplace"))
+            finally:
+                os._exit(70)
+        forked.set()
+        ended.wait()
+
+    def end() -> None:
+        ended.set()
+        thread.join()
+
+    thread = threading.Thread(target=fork, name="phalanx-fork", daemon=True)
+    thread.start()
+    forked.wait()
+    if isinstance(outcome[0], OSError):
+        end()
+        raise LaunchError(
+            f"the ranks cannot be started: {outcome[0].strerror}; {PROCESS_LIMIT_HINT}, or free memory"
+        ) from outcome[0]
+    return outcome[0], end
+
+
+@contextlib.contextmanager
+def _unwarned() -> Iterator[None]:
+    """Leave out the warning of Python 3.12 that a process with threads forks; the top of this file says why it may."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def _pickled(call: _Function) -> bytes:
+    """Pickle a function with its arguments so that a fresh interpreter can unpickle them.
+
+    Raises:
+        LaunchError: something in them cannot be pickled, or cloudpickle would be needed and is not installed.
+    """
+    try:
+        try:
+            import cloudpickle
+        except ImportError:
+            if getattr(call[0], "__module__", "") == "__main__":
+                raise pickle.PicklingError(f"{call[0].__qualname__} is defined in __main__") from None
+            return pickle.dumps(call, protocol=5)
+        pickled: bytes = cloudpickle.dumps(call, protocol=5)
+        return pickled
+    except Exception as error:
+        raise LaunchError(
+            f"the function and its arguments cannot be sent to a fresh interpreter: {error}; define it in a module, or "
+            f"install cloudpickle"
+        ) from error
+
+
 class _Call:
     """One call of :func:`launch`: the supervisor, its output, the results.
 
@@ -145,72 +274,72 @@ class _Call:
     def __init__(self, job: Job, call: _Function, pickled: bytes, variables: Mapping[str, str]) -> None:
         self._job, self._call, self._pickled, self._variables = job, call, pickled, variables
         self._pid = 0
-        self._has_ended: Callable[[], None] | None = None
+        self._has_ended: Callable[[], None] = lambda: None
         self._interrupts = 0
-        self._results: list[int] = []
-        self._reason = -1
+        self._results: list[int] = []  # files in memory, one for each rank
+        self._reason = -1  # and one for why the job failed
         self._outputs: dict[int, _Output] = {}
 
     def run(self) -> list[Any]:
         """Start the ranks, show their output until all have ended, return the results."""
         if not self._pickled:
             import_for_ranks()  # torch above all: once here, and not in each call, or in each rank
-        before = self._take_interrupts()
-        try:
+        with self._interrupts_handed_on():
             try:
-                self._reason = os.memfd_create("phalanx-reason")
-                for rank in range(self._job.ranks):
-                    self._results.append(os.memfd_create(f"phalanx-result-{rank}"))
-                with _starting:
+                try:
                     self._start()
-            except OSError as error:
-                raise LaunchError(
-                    f"the ranks cannot be started: {error.strerror}; if it is the limit on open files, raise it "
-                    "(ulimit -n), or start fewer ranks"
-                ) from error
-            if self._interrupts:
-                os.kill(self._pid, signal.SIGINT)  # it came before there was a process to hand it on to
-            while self._outputs:
-                self._show()
-            return self._conclude(self._wait())
-        finally:
-            self._tidy_up()
-            if before is not None:
-                signal.signal(signal.SIGINT, before)
+                except OSError as error:
+                    raise LaunchError(
+                        f"the ranks cannot be started: {error.strerror}; if it is the limit on open files, raise it "
+                        "(ulimit -n), or start fewer ranks"
+                    ) from error
+                if self._interrupts:
+                    os.kill(self._pid, signal.SIGINT)  # it came before there was a process to hand it on to
+                while self._outputs:
+                    self._show()
+                return self._conclude(self._wait())
+            finally:
+                self._tidy_up()
 
-    def _take_interrupts(self) -> Any:
-        """Hand Ctrl-C on to the ranks while they run, and have it raise nothing here; return the handler of before."""
-        if threading.current_thread() is not threading.main_thread():
-            return None
+    @contextlib.contextmanager
+    def _interrupts_handed_on(self) -> Iterator[None]:
+        """Hand Ctrl-C on to the ranks, and have it raise nothing here. The first one ends them, the second kills."""
 
         def hand_on(signum: int, frame: FrameType | None) -> None:
-            # The first one asks the ranks to end, the second kills them; the supervisor counts.
             self._interrupts += 1
             if self._pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._pid, signal.SIGINT)
 
         before = signal.getsignal(signal.SIGINT)
-        if before in (None, signal.SIG_IGN):
-            return None
+        if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
+            yield
+            return
         signal.signal(signal.SIGINT, hand_on)
-        return before
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def _start(self) -> None:
+        self._reason = os.memfd_create("phalanx-reason")
+        for rank in range(self._job.ranks):
+            self._results.append(os.memfd_create(f"phalanx-result-{rank}"))
         for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
             with contextlib.suppress(Exception):
                 # What is still in its buffer would be copied by a fork, and would come after the ranks' lines.
                 stream.flush()  # type: ignore[union-attr]
-        (out_read, out), (err_read, err) = os.pipe(), os.pipe()
-        self._outputs = {out_read: _Output(sys.stdout), err_read: _Output(sys.stderr)}
-        try:
-            if self._pickled:
-                self._pid = spawn(self._job, self._pickled, self._variables, self._results, self._reason, out, err)
-            else:
-                self._pid, self._has_ended = fork_apart(lambda parent: self._be_supervisor(parent, out, err))
-        finally:
-            os.close(out)
-            os.close(err)
+        with _starting:
+            (out_read, out), (err_read, err) = os.pipe(), os.pipe()
+            self._outputs = {out_read: _Output(sys.stdout), err_read: _Output(sys.stderr)}
+            try:
+                if self._pickled:
+                    self._pid = self._spawn(out, err)
+                else:
+                    self._pid, self._has_ended = _fork_apart(lambda parent: self._be_supervisor(parent, out, err))
+            finally:
+                os.close(out)
+                os.close(err)
 
     def _be_supervisor(self, parent: int, out: int, err: int) -> NoReturn:
         """In the fork: become the supervisor of the ranks."""
@@ -224,6 +353,26 @@ class _Call:
         os.environ.update(self._variables)
         function, arguments, named = self._call
         supervise(self._job, lambda: function(*arguments, **named), self._results, self._reason, parent)
+
+    def _spawn(self, out: int, err: int) -> int:
+        """Start a fresh interpreter that becomes the supervisor; return its process id."""
+        with open(os.memfd_create("phalanx-start"), "w+b") as file:
+            pickle.dump((self._job, self._pickled, self._variables, self._results, self._reason, os.getpid()), file)
+            file.flush()
+            os.lseek(file.fileno(), 0, os.SEEK_SET)
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(file.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    pass_fds=(file.fileno(), self._reason, *self._results),
+                    start_new_session=True,
+                )
+            except (OSError, ValueError) as error:
+                raise LaunchError(f"a fresh interpreter ({sys.executable!r}) cannot be started: {error}") from error
+        process.returncode = 0  # its end is awaited by its process id, and not by this object
+        return process.pid
 
     def _show(self) -> None:
         """Wait for output, and show it. It ends when the supervisor and all of its helpers have ended."""
@@ -289,8 +438,7 @@ class _Call:
                 while os.read(descriptor, _BLOCK):
                     pass
             self._wait()
-        if self._has_ended is not None:
-            self._has_ended()
+        self._has_ended()
         for descriptor in (*self._outputs, *self._results, *([self._reason] if self._reason >= 0 else [])):
             os.close(descriptor)
 

@@ -1,8 +1,7 @@
 """The supervisor and the ranks of ``phalanx.launch()``, which call a function of another interpreter.
 
-The supervisor is a process of its own, because it takes over signals, adopts processes and ends all its descendants,
-none of which may happen to somebody's notebook. A rank leaves its result as a pickle in a file in memory that was
-opened before the fork; so nothing is left of it when all processes have ended, and it may be large.
+The supervisor is a process of its own, because it takes over signals, adopts processes and ends all its descendants. A
+rank leaves its result as a pickle in a file in memory; nothing is left of it when all processes have ended.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TextIO, cast
 
 from phalanx.errors import LaunchError, PhalanxError
@@ -33,10 +32,10 @@ __all__ = ["begin", "forget_interpreter", "supervise"]
 _OF_A_PROMPT = ("last_type", "last_value", "last_traceback", "last_exc", "ps1", "ps2")
 
 
-def begin(
-    job: Job, pickled: bytes, variables: Mapping[str, str], results: Sequence[int], reason: int, parent: int
-) -> NoReturn:
-    """In a fresh interpreter: be the supervisor; the arguments are those of ``starting.spawn``."""
+def begin(file: int) -> NoReturn:
+    """In a fresh interpreter: be the supervisor, as a pickle in a file in memory says."""
+    with open(file, "rb") as start:
+        job, pickled, variables, results, reason, parent = pickle.load(start)
 
     def call() -> Any:
         function, arguments, named = pickle.loads(pickled)
@@ -50,12 +49,8 @@ def begin(
 def supervise(job: Job, call: Callable[[], Any], results: Sequence[int], reason: int, parent: int) -> NoReturn:
     """Run a job of a function; in each rank, call it.
 
-    Args:
-        job: the job.
-        call: the function, with its arguments.
-        results: the descriptors of the files for the ranks' results.
-        reason: the descriptor of the file for the reason of a failure.
-        parent: the process id of the interpreter. When it ends, this process is killed, and with it the ranks.
+    ``results`` are the descriptors of the files for what the ranks return, and ``reason`` is that for why the job
+    fails. When the ``parent`` ends, the interpreter, this process is killed, and with it the ranks.
     """
     processes.die_with_parent(parent)
     processes.set_name("phalanx-launch")
@@ -139,11 +134,10 @@ def _end(code: int) -> NoReturn:
 
 
 def forget_interpreter() -> None:
-    """Make the only thread of a fork an interpreter that has just begun, but for its modules and their content.
+    """Make a fork an interpreter that has just begun, but for its modules and their content; all signals are blocked.
 
-    A fork has a notebook's exit handlers, which would close its files and sockets, its streams, and its children.
-    ``multiprocessing`` forgets the same things (``BaseProcess._bootstrap``). Call it once, right after the fork, with
-    all signals blocked. Standard input is empty from here on, and signals have the actions that Python gives them.
+    It has a notebook's exit handlers, which would close its files and sockets, its streams, and its children
+    (``multiprocessing`` forgets the same in ``BaseProcess._bootstrap``). Its standard input is empty from here on.
     """
     _forget_exit_handlers()
     threading.main_thread().name = "MainThread"  # the one that forked had another name
@@ -151,7 +145,6 @@ def forget_interpreter() -> None:
         with contextlib.suppress(AttributeError):
             delattr(sys, name)
     sys.excepthook = sys.__excepthook__
-    sys.displayhook = sys.__displayhook__
     processes.release_input()
     sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
     if not isinstance(builtins.input, type(len)):
@@ -181,11 +174,9 @@ def _forget_exit_handlers() -> None:
         atexit.register(exit_function)
     for finaliser in list(getattr(weakref.finalize, "_registry", ())):
         finaliser.atexit = False
-    process = sys.modules.get("multiprocessing.process")
-    if process is not None:
+    if process := sys.modules.get("multiprocessing.process"):
         process._children = set()  # type: ignore[attr-defined]
-    util = sys.modules.get("multiprocessing.util")
-    if util is not None:
+    if util := sys.modules.get("multiprocessing.util"):
         util._finalizer_registry.clear()
         util._run_after_forkers()
         atexit.register(util._exit_function)

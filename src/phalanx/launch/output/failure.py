@@ -1,8 +1,8 @@
-"""Which rank broke, how, and where: from exit codes and reports to one block of text.
+"""Which rank failed first, from exit codes and the ranks' own reports.
 
-When one rank fails, the others soon fail because of it, and the kernel reports their ends in any order. The block names
-the rank that failed first. A rank that raised an exception wrote down when the exception left the script, which is well
-before its process ended; a rank that was killed could not, so its time is when the launcher noticed its end.
+When one rank fails, the others soon fail because of it, and the kernel reports their ends in any order. The first is
+told by the time at which its exception left the script, or, of a rank that was killed, at which the launcher noticed
+its end.
 """
 
 from __future__ import annotations
@@ -10,25 +10,24 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import OUT_OF_MEMORY_HINT
 from phalanx.system.foreign_values import checked
-from phalanx.words import format_named
+
+if TYPE_CHECKING:
+    from phalanx.diagnosis.snapshot import Recording
 
 __all__ = [
     "End",
-    "Failure",
+    "RankState",
     "Report",
     "as_report",
-    "collect_failures",
     "describe_lost_agent",
     "describe_status",
-    "failure_in_short",
     "find_cause",
-    "format_failure",
     "lacks_cause",
     "signal_name",
 ]
@@ -36,37 +35,21 @@ __all__ = [
 # The kernel closes a dying process's sockets before it notifies the parent. So a peer may raise an error because of the
 # death slightly before the launcher notices the death.
 NOTICE_DELAY_S = 0.02
-_MOST_LINES = 8
-_THEN = "then failed: "
-# What a user reads of a failure: the lines of a block beside those of a traceback and of the rank's own output.
-_MOST_OWN_LINES = 12
 
 
 @dataclass(frozen=True)
 class Report:
-    """A rank's own account of its failure, in its report file as JSON in the form of torch's ``@record``.
+    """A rank's own account of its failure, in its report file as JSON in the form of torch's ``@record``."""
 
-    Attributes:
-        type: the exception's qualified name, to be shown; empty if torch's ``@record`` wrote the report.
-        message: the exception's text.
-        traceback: the traceback, starting in the user's script; empty if the rank has printed it.
-        shown: the traceback, or the text of ``sys.exit``, is in the rank's output already.
-        time: when the exception left the script, on the monotonic clock; None if unknown.
-        code: the exit code with which the rank ends because of the exception.
-        exited: the script called ``sys.exit``; it raised nothing else.
-        consequence: the exception is always caused by another rank's end (``PhalanxError.is_consequence``).
-        hint: what the rank knows about the cause beyond the exception's text; empty if nothing.
-    """
-
-    type: str
+    type: str  # the exception's qualified name, to be shown; empty if torch's ``@record`` wrote the report
     message: str
-    traceback: str
-    shown: bool
-    time: float | None
-    code: int
-    exited: bool = False
-    consequence: bool = False
-    hint: str = ""
+    traceback: str  # the traceback, starting in the user's script; empty if the rank has printed it
+    shown: bool  # the traceback, or the text of ``sys.exit``, is in the rank's output already
+    time: float | None  # when the exception left the script, on the monotonic clock; None if unknown
+    code: int  # the exit code with which the rank ends because of the exception
+    exited: bool = False  # the script called ``sys.exit``; it raised nothing else
+    consequence: bool = False  # the exception is always caused by another rank's end (``PhalanxError.is_consequence``)
+    hint: str = ""  # what the rank knows about the cause beyond the exception's text; empty if nothing
 
     @property
     def summary(self) -> str:
@@ -76,7 +59,7 @@ class Report:
         return f"{name}: {first}" if name and first else name or first
 
     def to_record(self) -> dict[str, Any]:
-        """It as an object for JSON; programs that read torch's error files find their fields in it."""
+        """Make an object for JSON, in which programs that read torch's error files find their fields."""
         return {
             "message": {
                 "message": self.summary,
@@ -87,10 +70,7 @@ class Report:
 
 
 def as_report(content: dict[str, Any], own_time: Callable[[float], float]) -> Report | None:
-    """Understand what a rank, or torch's ``@record``, has written; None if it is no report.
-
-    ``own_time`` converts a time of its agent's clock.
-    """
+    """Understand what a rank, or torch's ``@record``, has written; None if it is no report."""
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
         own = content.get("phalanx")
         if own is not None:
@@ -99,97 +79,86 @@ def as_report(content: dict[str, Any], own_time: Callable[[float], float]) -> Re
         # Written by torch's @record, in a process that the rank started; that process has printed its traceback.
         message = content["message"]
         text = message if isinstance(message, str) else message["message"]
-        said = Report("", text, "", True, None, 1)
-        return said if isinstance(text, str) else None
+        return Report("", text, "", True, None, 1) if isinstance(text, str) else None
     return None
 
 
 @dataclass(frozen=True)
 class End:
-    """How a rank ended.
+    """How a rank ended."""
 
-    Attributes:
-        status: its exit code, or minus the signal that ended it.
-        by_launcher: whether the launcher had asked it to end.
-        out_of_memory: whether the out-of-memory killer of its host's kernel had ended a process of the job's cgroup.
-    """
-
-    status: int
+    status: int  # its exit code, or minus the signal that ended it
     at: float
-    by_launcher: bool
-    out_of_memory: bool = False
+    by_launcher: bool  # which had asked it to end
+    out_of_memory: bool = False  # the kernel had ended a process of the job's cgroup for that
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A rank that did not end well.
+@dataclass(eq=False)
+class RankState:
+    """A rank of a job, as the supervisor knows it."""
 
-    Attributes:
-        status: as of :class:`End`; None while it still runs.
-        time: when it failed.
-        report: its own report; None if it wrote none.
-        ended_by_launcher: it had not failed when the launcher ended the job.
-        out_of_memory: as of :class:`End`.
-    """
+    number: int  # its number in the world
+    pid: int = 0  # its process on its host; 0 before it was forked
+    end: End | None = None  # how it ended; None while it has not
+    report: Report | None = None  # why it failed, as it has said; None if it has not
+    # stage, asked, stack: what its agent said of it when it ended
+    stage: int = 0
+    asked: str = ""
+    stack: str = ""
+    recording: Recording | None = None  # its last operations, on this host's clock; None if there are none
 
-    rank: int
-    pid: int
-    status: int | None
-    time: float
-    report: Report | None = None
-    ended_by_launcher: bool = False
-    out_of_memory: bool = False
+    @property
+    def ended_well(self) -> bool:
+        """Whether it has ended with exit code 0."""
+        return self.end is not None and self.end.status == 0
+
+    @property
+    def failed_at(self) -> float:
+        """The time of its failure; its exit handlers may have run for long before it ended."""
+        if self.report is not None and self.report.time is not None:
+            return self.report.time
+        return self.end.at if self.end is not None else 0.0
+
+    @property
+    def ended_by_launcher(self) -> bool:
+        """Whether it had not failed when the launcher ended the job."""
+        reported = self.report is not None and self.report.time is not None
+        return self.end is not None and self.end.by_launcher and not reported
 
     @property
     def has_failed(self) -> bool:
         """Whether it has failed by now, and the launcher has not ended it."""
-        return not self.ended_by_launcher and (self.status is not None or self.report is not None)
+        ended = self.end is not None and not self.ended_well
+        return (ended or self.report is not None) and not self.ended_by_launcher
 
     @property
     def exit_code(self) -> int:
         """The launcher's exit code if this failure is the cause; 128 + signal for a signal, as in a shell."""
-        if self.status is not None and self.status > 0:
-            return self.status
+        status = self.end.status if self.end is not None else 0
+        if status > 0:
+            return status
         if self.report is not None:
             # The rank had raised already, and the launcher may have killed it before it had exited.
             return self.report.code
-        return 128 - (self.status or 0) if self.status else 1
+        return 128 - status if status else 1
 
 
-def collect_failures(ranks: Iterable[tuple[int | None, End | None, Report | None]]) -> list[Failure]:
-    """The failures among all ranks, given in order as pid, end and report; a rank without a pid was never started."""
-    failures = []
-    for rank, (pid, end, report) in enumerate(ranks):
-        if pid is None or (end is not None and end.status == 0):
-            continue
-        # A report has the time of the failure; the rank may have run exit handlers for long before it ended.
-        reported_at = report.time if report is not None else None
-        if end is None:
-            failures.append(Failure(rank, pid, None, reported_at or 0.0, report))
-        else:
-            by_launcher = end.by_launcher and reported_at is None
-            when = end.at if reported_at is None else reported_at
-            failures.append(Failure(rank, pid, end.status, when, report, by_launcher, end.out_of_memory))
-    return failures
-
-
-def find_cause(failures: Iterable[Failure]) -> Failure:
+def find_cause(failures: Iterable[RankState]) -> RankState:
     """Find the earliest failure that is no consequence; or else the earliest consequence, or the launcher's doing."""
 
-    def order(failure: Failure) -> tuple[bool, bool, float, int]:
-        report = failure.report
-        consequence = report is not None and report.consequence
-        noticed_late = NOTICE_DELAY_S if report is None else 0.0
-        return failure.ended_by_launcher, consequence, failure.time - noticed_late, failure.rank
+    def order(failure: RankState) -> tuple[bool, bool, float, int]:
+        consequence = failure.report is not None and failure.report.consequence
+        noticed_late = NOTICE_DELAY_S if failure.report is None else 0.0
+        return failure.ended_by_launcher, consequence, failure.failed_at - noticed_late, failure.number
 
     return min(failures, key=order)
 
 
-def lacks_cause(ranks: Sequence[tuple[End | None, Report | None]]) -> bool:
+def lacks_cause(ranks: Sequence[RankState]) -> bool:
     """Tell whether the failed ranks only say that another one has gone, which may be one that has not ended."""
-    if any(end is not None and end.status == 0 for end, _ in ranks):
+    if any(rank.ended_well for rank in ranks):
         return False  # it has left them alone, and there is no other cause
-    failed = [report for end, report in ranks if end or report]
+    failed = [rank.report for rank in ranks if rank.end or rank.report]
     return all(report is not None and report.consequence for report in failed) and len(failed) < len(ranks)
 
 
@@ -214,140 +183,3 @@ def describe_lost_agent(code: int, pid: int, host: str) -> tuple[str, int]:
         f"  host {host}, pid {pid}; if nobody killed it, {OUT_OF_MEMORY_HINT}\n",
         128 - code if code < 0 else code,
     )
-
-
-def failure_in_short(cause: Failure, host: str) -> str:
-    """``rank 1 on h1 failed: ValueError: no data``, while the block about it cannot be printed yet."""
-    return f"rank {cause.rank} on {host} failed: {_why(cause)}"
-
-
-def format_failure(
-    cause: Failure,
-    others: Iterable[Failure],
-    *,
-    ranks: int,
-    host: str,
-    started: float,
-    asked: str = "",
-    log: str = "",
-    last_lines: Sequence[str] | None = None,
-    last: str = "",
-    parted: Sequence[str] = (),
-) -> str:
-    """The block of text that is printed when a job fails.
-
-    Args:
-        cause: the failure that caused the others.
-        others: the ranks that failed, or were ended by the launcher, after it.
-        ranks: the world size.
-        host: that of the failed rank.
-        started: when the ranks were started.
-        asked: what the failed rank had asked another process for, and waited for.
-        log: the file that has the failed rank's output; empty if there is none.
-        last_lines: the last lines of its output, if that was not shown; None if it was.
-        last: its last operation, in words.
-        parted: lines on how the ranks' calls differed.
-    """
-    report = cause.report
-    reason = f": {_reason(report)}" if report is not None and _reason(report) else ""
-    lines = [f"phalanx: rank {cause.rank} of {ranks} failed{reason}"]
-    elapsed = max(0.0, cause.time - started)
-    lines.append(f"  host {host}, pid {cause.pid}, {elapsed:.1f} s after the start, {_ending(cause)}")
-    if last and report is None:  # else its traceback says where
-        lines.append(f"  {last}")
-    lines += [f"  {line}" for line in parted]
-    if asked:
-        lines.append(f"  it was waiting for {asked}")
-    hint = _hint(cause, "above" if last_lines is None else "below")
-    if hint:
-        lines.append(f"  {hint}")
-    if report is not None and report.hint:
-        lines.append(f"  {report.hint}")
-    room = max(1, min(_MOST_LINES, _MOST_OWN_LINES - 1 - len(lines)))
-    if report is not None and report.traceback:
-        lines += ["", report.traceback.rstrip("\n"), ""]
-    if last_lines:
-        lines += ["  the last lines of its output, which was not shown:", *(f"    {line}" for line in last_lines)]
-    if log:
-        lines.append(f"  its output is in {log}")
-    lines += _aftermath(others, "" if report is None else f"{_THEN}{_reason(report)}", room)
-    return "\n".join(lines).rstrip("\n") + "\n"
-
-
-def _reason(report: Report) -> str:
-    """The exception, by the first line of its text; of ``sys.exit`` the text that it was given, if any."""
-    line = report.message.partition("\n")[0] if report.exited else report.summary
-    return line.removesuffix(":") if "\n" in report.message else line  # what follows the colon is in the traceback
-
-
-def _ending(cause: Failure) -> str:
-    if cause.report is None and cause.status is not None and cause.status < 0:
-        return describe_status(cause.status)
-    return f"exit code {cause.exit_code}"
-
-
-def _hint(cause: Failure, where: str) -> str:
-    """Say what a user may think of first; ``where`` says where the output is."""
-    report, status = cause.report, cause.status
-    if report is not None and report.exited:
-        said = "with this text" if report.message else f"without a text; if it printed a reason, that is {where}"
-        return f"it called sys.exit {said}"
-    if report is not None:
-        return f"its traceback was printed by the script itself, {where}" if report.shown else ""
-    if status is None or status >= 0:
-        return f"it raised no Python exception; if it printed a reason, that is {where}"
-    stack = f"the Python stack, if there is one, is {where}"
-    if cause.out_of_memory:
-        killed = "the kernel ran out of memory and killed it; use less memory per rank, or fewer ranks"
-    else:
-        killed = f"another process killed it; if none did, {OUT_OF_MEMORY_HINT}"
-    unhandled = "it does not handle this signal, which the launcher passes on to all ranks"
-    hints: Mapping[int, str] = {
-        signal.SIGKILL: killed,
-        signal.SIGSEGV: f"native code accessed memory that it may not; {stack}",
-        signal.SIGBUS: "memory could not be provided; if a DataLoader's workers have filled /dev/shm (df -h /dev/shm), "
-        f"enlarge it (in Docker --shm-size=8g); {stack}",
-        signal.SIGABRT: f"native code gave up; its message is {where}, and {stack}",
-        signal.SIGFPE: f"native code divided by zero; {stack}",
-        signal.SIGILL: f"native code was built for another processor; {stack}",
-        signal.SIGTERM: "another process, not the launcher, asked it to end",
-        signal.SIGINT: "another process, not the launcher, interrupted it",
-        signal.SIGUSR1: unhandled,
-        signal.SIGUSR2: unhandled,
-        signal.SIGXCPU: "it has used up its limit of processor time (ulimit -t)",
-    }
-    return hints.get(-status, "")
-
-
-def _aftermath(others: Iterable[Failure], known: str, most: int) -> list[str]:
-    """One line for all ranks that ended alike: failures in the order of their times, then what the launcher ended.
-
-    ``known`` is what such a line would say of the rank that the block is about, whose reason is not repeated, and
-    ``most`` how many lines may be spent on ranks; one more says how many kinds are left out.
-    """
-    groups: dict[str, list[Failure]] = {}
-    for failure in sorted(others, key=lambda other: (other.ended_by_launcher, other.time)):
-        report = failure.report
-        # Each rank may say in words of its own that another one has gone: one of them is enough.
-        alike = report.type if report is not None and report.consequence else _aftermath_of(failure)
-        groups.setdefault(alike, []).append(failure)
-    lines = []
-    for failures in groups.values():
-        ranks = format_named("rank", [failure.rank for failure in failures])
-        text = _aftermath_of(failures[0])
-        if text == known:
-            text = "then failed with the same error"
-        elif any(_aftermath_of(failure) != text for failure in failures):
-            text = f"then failed, rank {failures[0].rank} with {_why(failures[0])}"
-        lines.append(f"  {ranks} {text}")
-    if len(lines) > most:
-        lines = [*lines[:most], f"  and {len(lines) - most} more kinds of failure after that"]
-    return lines
-
-
-def _aftermath_of(failure: Failure) -> str:
-    return "ended by the launcher" if failure.ended_by_launcher else f"{_THEN}{_why(failure)}"
-
-
-def _why(failure: Failure) -> str:
-    return (_reason(failure.report) if failure.report is not None else "") or _ending(failure)

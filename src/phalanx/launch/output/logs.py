@@ -1,9 +1,8 @@
 """From the bytes of many ranks to lines that a person can read.
 
 Ranks write at the same time, in pieces that may end in the middle of a line. Here the bytes of each stream become whole
-lines with a prefix. They stay bytes throughout, because the output of a program need not be valid UTF-8. A block that
-is read becomes one block to write: ``bytes.replace`` puts in all prefixes at once, so a hundred thousand lines cost
-little.
+lines with a prefix; they stay bytes, because output need not be valid UTF-8. ``bytes.replace`` puts in all prefixes of
+a block at once, so a hundred thousand lines cost little.
 
 A progress bar redraws its line with carriage returns. Files and pipes get all of it, with the prefix behind each of
 these too. On a terminal only the last state of a line stays, and the unfinished line that changed last is the *live
@@ -31,7 +30,7 @@ LONGEST_LINE = 1 << 20
 # A pipe that poll reports as writable takes this many bytes without blocking; the kernel guarantees it.
 _ATOMIC = select.PIPE_BUF
 _COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
-_ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
+_ESCAPES = re.compile(rb"(\x1b\[[0-?]*[ -/]*[@-~])")
 REDRAW_S = 0.05
 _WIPE = b"\r\x1b[K"
 
@@ -54,11 +53,9 @@ def mark_lines(lines: bytes, prefix: bytes) -> bytes:
 
 
 class LineAssembler:
-    """Turns the bytes of one stream into whole lines with a prefix.
+    """Make whole lines with a prefix of the bytes of one stream.
 
-    Args:
-        prefix: what is written before each line; may be empty.
-        redraws: whether text that a carriage return has overwritten is left out, as on a terminal.
+    With ``redraws`` text that a carriage return has overwritten is left out, as on a terminal.
     """
 
     def __init__(self, prefix: bytes, *, redraws: bool = False) -> None:
@@ -122,28 +119,24 @@ def visible_state(line: bytes) -> bytes:
 class Sink:
     """One of the launcher's own output streams.
 
-    If its reader has stopped (a pager), the launcher must still be able to end its ranks, so a write must not block for
-    good. The descriptor cannot be made non-blocking, because other processes share it. So it is polled, and written in
-    pieces that it is guaranteed to take.
+    If its reader has stopped (a pager), the launcher must still be able to end its ranks. The descriptor cannot be made
+    non-blocking, because other processes share it. So it is polled, and written in pieces that it is guaranteed to
+    take.
 
-    Args:
-        descriptor: where to write.
-        environment: ``NO_COLOR`` and ``TERM`` are read from it.
+    Attributes:
+        closed: whether it cannot be written to any more.
+        fault: why, if that is not that its reader has gone.
+        terminal, color: whether a live line can be drawn, and whether colours are wanted.
+        deadline: when a write gives up if nothing is read, on the monotonic clock; None to wait without end.
+        meanwhile: called again and again while a reader keeps a write waiting.
     """
 
     def __init__(self, descriptor: int, environment: Mapping[str, str]) -> None:
         self.descriptor = descriptor
-        self.closed = False
-        #: Why it cannot be written to any more, if that is not that its reader has gone.
-        self.fault = ""
-        terminal = os.isatty(descriptor) and environment.get("TERM") != "dumb"
-        #: Whether a live line can be drawn.
-        self.terminal = terminal
-        #: Whether colours are wanted.
-        self.color = terminal and not environment.get("NO_COLOR")
-        #: When a write gives up if nothing is read, on the monotonic clock; None to wait without end.
+        self.closed, self.fault = False, ""
+        self.terminal = os.isatty(descriptor) and environment.get("TERM") != "dumb"
+        self.color = self.terminal and not environment.get("NO_COLOR")
         self.deadline: float | None = None
-        #: Called again and again while a reader keeps a write waiting.
         self.meanwhile: Callable[[], None] = lambda: None
         kind = os.fstat(descriptor).st_mode
         self._may_block = stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind) or stat.S_ISCHR(kind)
@@ -151,7 +144,7 @@ class Sink:
         self._poll.register(descriptor, select.POLLOUT)
 
     def write(self, data: bytes | str) -> None:
-        """Write all of ``data``; if the stream cannot be written to any more, ``closed`` becomes true."""
+        """Write all of ``data``, unless the stream is or becomes ``closed``."""
         if self.closed:
             return
         view = memoryview(printable(data).encode() if isinstance(data, str) else data)
@@ -224,13 +217,14 @@ class Console:
         if not line and self._live is not None and self._live.owner is owner:
             self._erase()
 
-    def redraw_in_s(self) -> float | None:
-        """Seconds until :meth:`redraw` has something to do; None if it has nothing."""
-        return None if self._wanted is None else max(0.0, self._drawn_at + REDRAW_S - time.monotonic())
+    @property
+    def redraw_at(self) -> float | None:
+        """When :meth:`redraw` has something to do; None for never."""
+        return None if self._wanted is None else self._drawn_at + REDRAW_S
 
     def redraw(self) -> None:
         """Draw the live line that :meth:`show` got last, if ``REDRAW_S`` has passed since the last drawing."""
-        if self._wanted is None or self.redraw_in_s() != 0.0:
+        if self._wanted is None or time.monotonic() < self._drawn_at + REDRAW_S:
             return
         (sink, line, owner), self._wanted = self._wanted, None
         self._drawn_at = time.monotonic()
@@ -253,23 +247,15 @@ def fit(line: bytes, columns: int) -> bytes:
     """Cut ``line`` to ``columns`` terminal cells. Colours take no cell and are kept; wide characters take two."""
     from rich.cells import cell_len
 
-    line = line.replace(b"\t", b" ")
     parts: list[bytes] = []
-    left = columns
-    position = 0
-    escapes = [(found.start(), found.end(), found.group()) for found in _ESCAPES.finditer(line)]
-    for start, end, escape in [*escapes, (len(line), len(line), b"")]:
-        for character in line[position:start].decode(errors="replace"):
-            if not character.isprintable():
-                continue
-            left -= cell_len(character)
-            if left < 0:
-                break
-            parts.append(character.encode())
-        # Only colours are kept: other escape sequences may move the cursor out of the live line.
-        if escape.endswith(b"m"):
-            parts.append(escape)
-        position = end
-    if escapes:
-        parts.append(b"\x1b[0m")
-    return b"".join(parts)
+    pieces = _ESCAPES.split(line.replace(b"\t", b" "))  # text and escape sequences in turn
+    for index, piece in enumerate(pieces):
+        if index % 2:
+            # Only colours are kept: other escape sequences may move the cursor out of the live line.
+            parts.append(piece if piece.endswith(b"m") else b"")
+            continue
+        for character in filter(str.isprintable, piece.decode(errors="replace")):
+            columns -= cell_len(character)
+            if columns >= 0:
+                parts.append(character.encode())
+    return b"".join(parts) + (b"\x1b[0m" if len(pieces) > 1 else b"")

@@ -1,21 +1,20 @@
 """The ranks' output on its way to the terminal, to files (``--log-dir``), or to both.
 
 There is a file for each rank, with all that it has written; with ``--restarts`` one for each attempt. Each line begins
-with the time at which it arrived, by the clock of the launcher's host, so that lines of ranks on different hosts can be
-compared; and with the stream that it was written to, as in the log files of Kubernetes::
+with the time at which it arrived, by the clock of the launcher's host, and with its stream, as in the log files of
+Kubernetes::
 
     2026-11-22T13:35:57.123+00:00 stdout loss 0.31
     2026-11-22T13:35:57.124+00:00 stderr UserWarning: ...
     2026-11-22T13:36:02.001+00:00 phalanx exit code 1
 
 Lines of ``phalanx`` say what is run, when and where the rank was started, why it failed, and how it ended. A file that
-exists is continued, because a job that is started anew after a failure must not erase the reason. Two jobs at a time
-would mix their lines, so the first one locks its files.
+exists is continued, because a job that is started anew must not erase the reason. Two jobs at a time would mix their
+lines, so the first one locks its files.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import shlex
@@ -31,12 +30,11 @@ from phalanx.words import printable
 
 __all__ = ["LogFiles", "RankLog", "RankStream", "last_lines", "open_streams"]
 
-# How many lines of a rank that is not shown are kept for the block that says why it failed.
-_LAST_LINES = 10
+_LAST_LINES = 10  # of a rank that is not shown, for the block that says why it failed
 
 
 class RankLog:
-    """The file of one rank, in a folder that exists; if it cannot be written to, the reason is added to ``faults``.
+    """The file of one rank, in a folder that exists; the first reason why one cannot be written is added to ``faults``.
 
     Raises:
         OSError: it cannot be opened for writing. A ``BlockingIOError`` if another job is writing it.
@@ -45,25 +43,25 @@ class RankLog:
     def __init__(self, path: str, faults: list[str]) -> None:
         self._path = path
         self._faults = faults
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(descriptor)
+            self.close()
             raise
         except OSError:
             pass  # some file systems have no locks
-        self._sink = Sink(descriptor, {})
 
     def write(self, stream: str, lines: bytes) -> None:
         """Add whole lines, each with the time and the name of the stream."""
         if not lines:
             return
-        failed, self._sink.closed = self._sink.closed, False  # a disk that was full may have room again
         now = datetime.now().astimezone().isoformat(timespec="milliseconds")
-        self._sink.write(b"\n" * failed + mark_lines(lines, f"{now} {stream} ".encode()))
-        if self._sink.closed and not self._faults:
-            self._faults.append(f"{self._path} cannot be written: {self._sink.fault or 'it is gone'}")
+        try:
+            self._file.write(mark_lines(lines, f"{now} {stream} ".encode()))
+        except OSError as error:  # a disk that is full may have room again later
+            if not self._faults:
+                self._faults.append(f"{self._path} cannot be written: {error.strerror}")
 
     def note(self, text: str) -> None:
         """Add the launcher's own words, of one or several lines."""
@@ -71,12 +69,14 @@ class RankLog:
 
     def close(self) -> None:
         """Close the file."""
-        with contextlib.suppress(OSError):
-            os.close(self._sink.descriptor)
+        self._file.close()
 
 
 class LogFiles:
     """The files of all ranks of a job; none if it has no ``--log-dir``.
+
+    Attributes:
+        faults, said: why a file could not be written to, empty while all can; and whether the user has been told.
 
     Raises:
         LaunchError: the files cannot be written, or another job is writing them. Nothing has been written.
@@ -85,7 +85,6 @@ class LogFiles:
     def __init__(self, job: Job) -> None:
         options = job.output
         self.ranks: list[RankLog] = []
-        #: Why a file could not be written to, empty while all can; and whether the user has been told.
         self.faults: list[str] = []
         self.said = False
         if not options.log_dir:
@@ -110,7 +109,7 @@ class LogFiles:
             ) from error
 
     def note_start(self, job: Job, hosts: Sequence[str], pids: Sequence[int]) -> None:
-        """Note in each file on which host its rank has been started; the rank may have written something before."""
+        """Note in each file on which host its rank has been started."""
         for rank, log in enumerate(self.ranks):
             log.note(f"started on host {hosts[rank]}, pid {pids[rank]}")
             if job.keeps_terminal(rank):
@@ -130,22 +129,13 @@ class LogFiles:
 
 
 class RankStream:
-    """One of a rank's two output streams.
-
-    Args:
-        name: ``stdout`` or ``stderr``.
-        console, sink: the launcher's own output, and the stream of it on which this one is shown.
-        prefix: what is shown before each line.
-        shown: whether it is shown.
-        log: the file to which it is written; None for no file.
-    """
+    """One of a rank's two output streams, on its way to ``sink``, if it is shown, and to ``log``, if there is one."""
 
     def __init__(
         self, name: str, console: Console, sink: Sink, prefix: bytes, shown: bool, log: RankLog | None
     ) -> None:
         self.name = name
-        #: The last lines of a stream that is not shown.
-        self.last_lines: deque[bytes] = deque(maxlen=_LAST_LINES)
+        self.last_lines: deque[bytes] = deque(maxlen=_LAST_LINES)  # of a stream that is not shown
         self._console = console
         self._sink = sink
         self._shown = LineAssembler(prefix, redraws=sink.terminal) if shown else None

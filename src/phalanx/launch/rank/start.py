@@ -1,10 +1,9 @@
 """The steps of a forked child until the user's script runs, and its report when the script fails.
 
-The script must not notice the launcher: it runs as ``__main__`` at the top of the interpreter, with its own
-``sys.argv`` and ``sys.path``, and the interpreter finalises as after ``python script``, so that exit
-handlers, daemon threads, exception hooks and exit codes do what they always do. So a rank first *enters* its process
-(:func:`enter_rank`, right after the fork: descriptors and signals). It then returns a :class:`RankStart` all the way up
-to ``phalanx.commands.main.main``, and only there *becomes* the script (:func:`become`).
+The script must not notice the launcher: it runs as ``__main__`` at the top of the interpreter, which finalises as after
+``python script``. So a rank first *enters* its process (:func:`enter_rank`, right after the fork), then returns a
+:class:`RankStart` all the way up to ``phalanx.commands.main.main``, and only there *becomes* the script
+(:func:`become`).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from phalanx.launch.job.memory import apply_to_this_process
 from phalanx.launch.job.target import Target
 from phalanx.launch.output.failure import Report
 from phalanx.launch.protocol import RankPlan
-from phalanx.launch.rank.late_variables import apply_threads, hide_torch
+from phalanx.launch.rank.preload import apply_threads, hide_torch
 from phalanx.launch.rank.trace import (
     Stage,
     advance,
@@ -49,7 +48,7 @@ from phalanx.system import processes
 from phalanx.system.threads import renew_engine
 from phalanx.topology.frameworks import cpu_settings
 
-__all__ = ["RankEnds", "RankStart", "become", "enter_rank", "leave_siblings", "report_name", "reported"]
+__all__ = ["RankStart", "become", "enter_rank", "leave_siblings", "report_name", "reported"]
 
 _GLOO_IS_LEFT = re.compile(r"gloo/transport/.*\bConnection (?:reset|closed) by peer")
 # The functions through which every operation of torch goes; below the script's call they say nothing to a user.
@@ -61,16 +60,6 @@ _WAYS_INTO_TORCH = (
 )
 
 
-@dataclass(frozen=True)
-class RankEnds:
-    """The descriptors of a rank: its output, a memfd for its report, and the trace that its agent's ranks share."""
-
-    out_write: int
-    err_write: int
-    report: int
-    trace: int
-
-
 def report_name(run_id: str, rank: int) -> str:
     """The name of a rank's report file, as ``/proc/<pid>/fd`` shows it."""
     return f"{run_id}-rank-{rank}"
@@ -78,39 +67,32 @@ def report_name(run_id: str, rank: int) -> str:
 
 @dataclass(frozen=True)
 class RankStart:
-    """A process that is about to become a rank.
-
-    Attributes:
-        environment: what is added to the environment it was started with.
-        code: the compiled target; None for a program or a function.
-        spec: the future ``__main__.__spec__``; None for a plain script.
-        parent: the process id of its parent (the agent), with which this process ends.
-        part: its part of the trace.
-        quiet: whether it prints no notes.
-        pid: the process in which this object was made; a child that the script forks is not the rank.
-    """
+    """A process that is about to become a rank."""
 
     plan: RankPlan
     target: Target
     run_id: str
-    environment: dict[str, str]
-    ends: RankEnds
-    code: types.CodeType | None
-    spec: importlib.machinery.ModuleSpec | None
-    parent: int
-    part: int
-    quiet: bool
+    environment: dict[str, str]  # what is added to the environment it was started with
+    code: types.CodeType | None  # the compiled target; None for a program or a function
+    spec: importlib.machinery.ModuleSpec | None  # the future ``__main__.__spec__``; None for a plain script
+    parent: int  # the process id of the agent, with which this process ends
+    part: int  # its part of the trace
+    quiet: bool  # whether it prints no notes
+    outputs: tuple[int, int]  # the writing ends of its output and error
+    # report, trace: the memfds for its report, and of its agent's ranks together
+    report: int
+    trace: int
+    # the process in which this object was made; a child that the script forks is not the rank
     pid: int = field(default_factory=os.getpid)
 
 
 def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int, int]) -> None:
-    """Turn the child of a fork into a process of its own. Signals are blocked on entry, and not on return.
+    """Turn the child of a fork into a process of its own, with the handlers and limits that the interpreter began with.
 
-    The handlers of signals and the limits on open files are those that the interpreter started with.
+    Signals are blocked on entry, and not on return.
     """
     processes.die_with_parent(start.parent)
-    # A session of its own and not only a process group: the terminal stops a background group that touches it, but not
-    # a process that has no terminal. And all processes that the rank starts can be found by their session.
+    # A session of its own: the terminal cannot stop it, and all processes that the rank starts can be found by it.
     os.setsid()
     processes.set_name(f"rank-{start.plan.rank}")
     if start.plan.cpus:
@@ -119,32 +101,30 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    ends = start.ends
     if not start.plan.reads:
         processes.release_input()
-    if not start.plan.terminal:
-        os.dup2(ends.out_write, 1)
-        os.dup2(ends.err_write, 2)
-    os.close(ends.out_write)
-    os.close(ends.err_write)
+    for descriptor, output in enumerate(start.outputs, 1):
+        if not start.plan.terminal:
+            os.dup2(output, descriptor)
+        os.close(output)
     # With the launcher's raised limit a script would get descriptors too high for select().
     resource.setrlimit(resource.RLIMIT_NOFILE, file_limit)
     os.environ.update(start.environment)
     os.environ.update(cpu_settings(os.environ))
     time.tzset()  # Python does not look at TZ again by itself
     apply_to_this_process(os.environ)
-    os.environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{start.pid}/fd/{ends.report}"
+    os.environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{start.pid}/fd/{start.report}"
     if not start.target.is_python:
         # The program's own children may write the report too, as torch's @record does.
-        os.set_inheritable(ends.report, True)
-        os.close(ends.trace)
+        os.set_inheritable(start.report, True)
+        os.close(start.trace)
         return
     sys.stdin = _stream(sys.stdin, 0, "r")
     sys.stdout = _stream(sys.stdout, 1, "w")
     sys.stderr = _stream(sys.stderr, 2, "w")
     faulthandler.enable()
     renew_engine()
-    open_own(ends.trace, start.part)
+    open_own(start.trace, start.part)
     publish_by(note_asked)
     keep_in(place_of_recorder)
 
@@ -159,20 +139,16 @@ def _stream(stream: TextIO | None, descriptor: int, mode: str) -> TextIO:
 
 
 def leave_siblings(start: RankStart) -> None:
-    """In a rank that was forked from a process with torch: renew what a fresh process would have of its own.
+    """Renew what a fresh process would have of its own, in a rank that was forked from a process with torch.
 
-    Python renews its own generator after a fork, and those of accelerators begin in the rank
-    (docs/design/launching.md lists what ranks share). A function may use a torch that was imported before the fork, so
+    docs/design/launching.md lists what ranks share. A function may use a torch that was imported before the fork, so
     torch is not hidden from it, and is told how many threads the rank has.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None:
+    if torch := sys.modules.get("torch"):
         torch.default_generator.seed()
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
+    if numpy_random := sys.modules.get("numpy.random"):
         numpy_random.seed()
-    process = sys.modules.get("multiprocessing.process")
-    if process is not None:
+    if process := sys.modules.get("multiprocessing.process"):
         process.current_process().authkey = os.urandom(32)
     processes.skip_library_teardown()  # it would copy the pages that the ranks have in common
     if start.target.kind == "function":
@@ -189,8 +165,7 @@ def leave_siblings(start: RankStart) -> None:
 
 def _record_other_backends() -> None:
     """Where torch was imported before the fork. Where it is imported later, it calls the same function itself."""
-    register = sys.modules.get("phalanx.c10d.register")
-    if register is not None:
+    if register := sys.modules.get("phalanx.c10d.register"):
         register.record_other_backends()
 
 
@@ -201,7 +176,7 @@ def become(start: RankStart) -> None:
         SystemExit: the script called ``sys.exit``, or an exception ended it that has been reported (code 1).
         KeyboardInterrupt: it was interrupted.
     """
-    target = start.target
+    target, spec = start.target, start.spec
     if start.code is None:
         _execute(start)
         return
@@ -212,31 +187,27 @@ def become(start: RankStart) -> None:
     if not (getattr(sys.flags, "safe_path", False) or sys.flags.isolated):
         sys.path[0] = target.search_path
     main = types.ModuleType("__main__")
-    main.__dict__.update(
-        __builtins__=builtins, __file__=target.path, __cached__=None, __spec__=start.spec, __package__=None
-    )
-    if start.spec is None:
-        main.__dict__["__loader__"] = importlib.machinery.SourceFileLoader("__main__", target.path)
+    known: dict[str, Any] = {"__builtins__": builtins, "__spec__": spec}
+    if spec is None:
+        loader = importlib.machinery.SourceFileLoader("__main__", target.path)
+        known |= {"__file__": target.path, "__cached__": None, "__loader__": loader, "__package__": None}
+    else:
+        known |= {"__file__": spec.origin, "__cached__": spec.cached, "__loader__": spec.loader}
+        known["__package__"] = spec.parent
+    main.__dict__.update(known)
     # multiprocessing's children name the script's classes by the second name, and their parent looks them up by it.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     # Exit handlers run in reverse order, so the script's own run first, and may join yet.
     atexit.register(_note_end, start)
     with reported(start):
-        if start.spec is not None:
-            main.__dict__.update(
-                __file__=start.spec.origin,
-                __cached__=start.spec.cached,
-                __loader__=start.spec.loader,
-                __package__=start.spec.parent,
-            )
-            if start.spec.parent:
-                importlib.import_module(start.spec.parent)
+        if spec is not None and spec.parent:
+            importlib.import_module(spec.parent)
         exec(start.code, main.__dict__)
 
 
 @contextlib.contextmanager
 def reported(start: RankStart) -> Iterator[None]:
-    """While the body runs as this rank's script: report the exception that ends it, as :func:`become` says."""
+    """Report the exception that ends the body, which runs as this rank's script, as :func:`become` says."""
     hook = sys.excepthook = _Hook(start)
     try:
         yield
@@ -305,13 +276,12 @@ def _fail(start: RankStart, hook: _Hook, error: BaseException) -> None:
 
 
 def traceback_of_script(error: BaseException) -> types.TracebackType | None:
-    """The traceback without the frames above the script's: those of the launcher and of the import system."""
+    """Cut the frames above the script's: those of the launcher and of the import system."""
     frames = error.__traceback__
     while frames is not None:
-        frame = frames.tb_frame
-        name = frame.f_globals.get("__name__", "")
-        above = name == "importlib" or name.startswith("phalanx.launch.")
-        if not above and not frame.f_code.co_filename.startswith("<frozen "):
+        name = frames.tb_frame.f_globals.get("__name__", "")
+        is_launcher = name == "importlib" or name.startswith("phalanx.launch.")
+        if not is_launcher and not frames.tb_frame.f_code.co_filename.startswith("<frozen "):
             break
         frames = frames.tb_next
     return frames
@@ -339,12 +309,9 @@ def _is_consequence(error: BaseException) -> bool:
 
 
 def _report(start: RankStart, error: BaseException, *, shown: bool, now: float | None = None) -> bool:
-    """Write the error into the report file; return whether that is there.
-
-    A script may have closed all descriptors that it did not open itself, and a child that it forked must not report.
-    """
+    """Write the error into the report file; return whether that is there, and not closed by the script."""
     if os.getpid() != start.pid:
-        return False
+        return False  # a child that the script has forked
     if isinstance(error, SystemExit):
         code, message = _code_of(error), "" if isinstance(error.code, int) else str(error.code)
     else:
@@ -365,10 +332,10 @@ def _report(start: RankStart, error: BaseException, *, shown: bool, now: float |
         hint=_hint(start, error),
     )
     with contextlib.suppress(OSError):
-        if os.readlink(f"/proc/self/fd/{start.ends.report}").startswith(f"/memfd:{start.run_id}-"):
+        if os.readlink(f"/proc/self/fd/{start.report}").startswith(f"/memfd:{start.run_id}-"):
             data = json.dumps(report.to_record()).encode()
-            os.pwrite(start.ends.report, data, 0)
-            os.ftruncate(start.ends.report, len(data))
+            os.pwrite(start.report, data, 0)
+            os.ftruncate(start.report, len(data))
             # Other ranks may be waiting for this one, and its exit handlers and threads may delay its end for long.
             os.kill(start.parent, signal.SIGUSR1)
             return True
@@ -383,16 +350,6 @@ def _hint(start: RankStart, error: BaseException) -> str:
         return f"a debugger needs the terminal: phalanx run --debug {start.plan.rank} …"
     if isinstance(error, EOFError) and not start.plan.reads:
         return f"if it wanted to read the terminal or a pipe: phalanx run --stdin {start.plan.rank} …"
-    frames = error.__traceback__
-    while frames is not None:
-        code, scope = frames.tb_frame.f_code, frames.tb_frame.f_globals.get("__name__")
-        if scope == "torch.distributed.distributed_c10d" and code.co_name in ("init_process_group", "new_group"):
-            from phalanx.topology.device import why_unfit
-
-            with contextlib.suppress(Exception):
-                return why_unfit(str(frames.tb_frame.f_locals.get("backend") or ""))
-            return ""
-        frames = frames.tb_next
     return ""
 
 

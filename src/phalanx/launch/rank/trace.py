@@ -1,8 +1,8 @@
 """The trace: a file in memory by which a rank can be looked at while it runs, and after it was killed.
 
-A rank that hangs in C code runs no Python, so it cannot be asked by Python's own signal handlers. A handler in C
-writes the stack instead (``diagnosis/stacks.py``). All ranks of a host share the file. Each has a part of it, so far
-from the next one's that it never gets there; the file takes memory only where something was written.
+A rank that hangs in C code runs no Python, so a handler in C writes its stack (``diagnosis/stacks.py``). All ranks of a
+host share the file. Each has a part of it, so far from the next one's that it never gets there; the file takes memory
+only where something was written.
 
 =================  ============================================  =========  ======================================
 where in a part    what                                          writer     if the writer dies in between
@@ -17,26 +17,21 @@ from ``_PAGE``     its stacks, one after the other               handler    part
                    another host that has failed
 =================  ============================================  =========  ======================================
 
-What ``its agent`` writes the other ranks read, for their errors about that rank; the agent reads the rest.
-
-A script may close the descriptor and open a file of its own, which then might get its number. So a rank is asked only
-after /proc has shown that the descriptor still is this file.
+What ``its agent`` writes the other ranks read, for their errors about that rank; the agent reads the rest. A script may
+close the descriptor and open a file of its own under the number, so both sides look first whether it still is this
+file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
-import fcntl
 import json
 import os
-import resource
 import signal
 import time
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from msgspec.structs import replace
 
 from phalanx.diagnosis.ends import Ending
 from phalanx.diagnosis.stacks import ASKED, was_changed, write_stacks_on
@@ -44,11 +39,10 @@ from phalanx.errors import PhalanxError
 from phalanx.launch.output.failure import signal_name
 from phalanx.native.core import RECORDER_BYTES, RECORDS
 from phalanx.system import processes
-from phalanx.system.files import beside, own_folder
 from phalanx.system.limits import TRACE_BYTES_PER_RANK
 
 if TYPE_CHECKING:
-    from phalanx.diagnosis.snapshot import Record, Recording
+    from phalanx.diagnosis.snapshot import Recording
 
 __all__ = [
     "STACK_SIGNAL",
@@ -58,9 +52,6 @@ __all__ = [
     "advance",
     "how_ended",
     "how_ended_elsewhere",
-    "last_call",
-    "last_operation",
-    "last_recording",
     "note_asked",
     "open_own",
     "open_trace",
@@ -80,12 +71,10 @@ _ASKED_AT, _ASKED_BYTES = 64, 1024
 _BLOCK = 1 << 16
 # How often a rank that was asked is looked at, and how long it may take to write a stack that it has begun.
 _LOOK_S, _FINISH_S = 0.0025, 0.05
-# A script's own descriptors should not get numbers that select() cannot take.
-_HIGHEST = 1024
 
 
 class Stage(enum.IntEnum):
-    """The progress of a rank: it runs, has imported torch, has joined the others and come to its script's end."""
+    """Progress of a rank: it runs, has imported torch, has joined the others and come to its script's end."""
 
     STARTED = 0
     IMPORTED = 1
@@ -111,11 +100,6 @@ def open_own(descriptor: int, part: int) -> None:
     # Opened anew, because the offset at which a write lands belongs to the opening.
     own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     os.close(descriptor)
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError):
-        high = fcntl.fcntl(own, fcntl.F_DUPFD_CLOEXEC, min(soft, _HIGHEST) - 1)
-        os.close(own)
-        own = high
     begin = part * _PART
     os.lseek(own, begin + _PAGE, os.SEEK_SET)
     os.pwrite(own, own.to_bytes(4, "little"), begin + 4)
@@ -132,11 +116,7 @@ def _opened() -> _Own | None:
 
 
 def place_of_recorder() -> tuple[int, int]:
-    """The file, and where in it the rank's flight recorder is to be.
-
-    Raises:
-        OSError: there is no such place.
-    """
+    """Return the file, and where in it the rank's flight recorder is to be; OSError if there is no such place."""
     own = _opened()
     if own is None:
         raise OSError("this process has no part of a trace")
@@ -147,18 +127,18 @@ def place_of_recorder() -> tuple[int, int]:
 
 
 def advance(stage: Stage) -> None:
-    """Note how far the rank has come. Does nothing in a child that the script has forked."""
+    """Note how far the rank has come."""
     _write(bytes([stage]), 0)
 
 
 def note_asked(text: str) -> None:
-    """Note what the rank has asked another process for; empty for nothing. See :func:`advance`."""
+    """Note what the rank has asked another process for; empty for nothing."""
     _write(text.encode(errors="replace")[: _ASKED_BYTES - 1] + b"\0", _ASKED_AT)
 
 
 def _write(data: bytes, at: int) -> None:
     own = _opened()
-    if own is not None and own.pid == os.getpid():
+    if own is not None and own.pid == os.getpid():  # and not a child that the script has forked
         os.pwrite(own.descriptor, data, own.begin + at)
 
 
@@ -203,13 +183,6 @@ def trace_name(run_id: str) -> str:
     return f"{run_id}-trace"
 
 
-def _is_trace(pid: int, descriptor: int, run_id: str) -> bool:
-    try:
-        return os.readlink(f"/proc/{pid}/fd/{descriptor}").startswith(f"/memfd:{trace_name(run_id)} ")
-    except OSError:
-        return False
-
-
 class Trace:
     """The file of a job, as the processes see it that watch the ranks."""
 
@@ -231,11 +204,21 @@ class Trace:
         return data.partition(b"\0")[0].decode(errors="replace")
 
     def place_of_recorder(self, part: int) -> int:
-        """Where in the file the flight recorder of the rank with this part begins, if it has one."""
+        """Return where in the file the flight recorder of the rank with this part begins, if it has one."""
         return part * _PART + _RECORDER
 
+    def recording(self, part: int, count: int = RECORDS) -> Recording | None:
+        """Read what a rank has recorded, the last ``count`` operations; None if it cannot be read."""
+        # The job may have been one without Phalanx, so what reads it is not imported before.
+        from phalanx.diagnosis.reading import read_recording
+
+        try:
+            return read_recording(self.descriptor, self.place_of_recorder(part), count)
+        except (OSError, ValueError, PhalanxError):
+            return None
+
     def note_end(self, part: int, pid: int, status: int) -> None:
-        """Note how the rank with this part has ended, for the others: its exit code, or minus its signal."""
+        """Note for the others how a rank has ended: its exit code, or minus its signal."""
         os.pwrite(self.descriptor, status.to_bytes(4, "little", signed=True), part * _PART + _END_AT + 4)
         os.pwrite(self.descriptor, pid.to_bytes(4, "little"), part * _PART + _END_AT)
 
@@ -246,14 +229,15 @@ class Trace:
 
     def ask(self, part: int, pid: int) -> bool:
         """Have a rank write its stack; whether it can. The caller is its parent and has not reaped it."""
-        number = os.pread(self.descriptor, 4, part * _PART + 4)
+        number = int.from_bytes(os.pread(self.descriptor, 4, part * _PART + 4), "little")
         # A process without the handler, such as a program that the rank has become, would be ended by the signal.
-        if not any(number) or not processes.signal_sets(pid, STACK_SIGNAL):
+        if not number or "SigCgt" not in processes.signal_sets(pid, STACK_SIGNAL):
             return False
-        if not _is_trace(pid, int.from_bytes(number, "little"), self._run_id):
-            return False
-        os.kill(pid, STACK_SIGNAL)
-        return True
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/fd/{number}").startswith(f"/memfd:{trace_name(self._run_id)} "):
+                os.kill(pid, STACK_SIGNAL)
+                return True
+        return False
 
     def end(self, part: int) -> int:
         """Where in the file the next stack of the rank with this part is going to be."""
@@ -278,12 +262,10 @@ class Trace:
 
 
 class StackRequest:
-    """A question to ranks for their stacks, until all have written them or the time is up.
+    """A question to ranks for their stacks, until all have written them or ``patience_s`` seconds are over.
 
-    Args:
-        trace: where they write.
-        ranks: the pid of each, by its part. The caller is their parent and has not reaped them.
-        patience_s: how long to wait. A rank that is stopped, or that has no core to run on, writes later.
+    A rank that is stopped, or that has no core to run on, writes later. The caller is the parent of the ``ranks`` (pid
+    by part) and has not reaped them.
 
     Attributes:
         late: the parts of those that have not written yet.
@@ -292,7 +274,6 @@ class StackRequest:
 
     def __init__(self, trace: Trace, ranks: Mapping[int, int], patience_s: float) -> None:
         self._trace, self._pids = trace, dict(ranks)
-        # Behind the answers to earlier questions, which another process may have taken.
         self._ends = {part: trace.end(part) for part in ranks}
         self._seen_at: dict[int, float] = {}
         self.late = [part for part, pid in ranks.items() if trace.ask(part, pid)]
@@ -323,40 +304,3 @@ class StackRequest:
         self._ends[part] = self._trace.end(part)
         written = os.pread(self._trace.descriptor, self._ends[part] - begin, begin).decode(errors="replace")
         return not was_changed(written) or not self._trace.ask(part, pid)
-
-
-def last_operation(trace: Trace, part: int, at: float) -> str:
-    """A rank's last operation in words, for the block about its failure at a time; empty if it has recorded none."""
-    last = _last_record(trace, part)
-    if last is None:
-        return ""
-    text = replace(last, site=beside(last.site, own_folder())).text()
-    since_s = max(0.0, at - (last.entered_ns if last.under_way else last.left_ns) / 1e9)
-    if last.under_way:
-        return f"it was in {text}, for {since_s:.1f} s"
-    return f"its last operation, {text}, {'failed' if last.failed else 'was done'} {since_s:.1f} s before"
-
-
-def last_call(trace: Trace, part: int) -> dict[str, Any]:
-    """A rank's last operation as the errors of other ranks have it; empty if it has recorded none."""
-    last = _last_record(trace, part)
-    if last is None:
-        return {}
-    text = replace(last, site=beside(last.site, own_folder())).text()
-    return {"last_operation": text, "last_line": last.site, "was_in_it": last.under_way}
-
-
-def _last_record(trace: Trace, part: int) -> Record | None:
-    recording = last_recording(trace, part)
-    return recording.last if recording is not None else None
-
-
-def last_recording(trace: Trace, part: int, count: int = RECORDS) -> Recording | None:
-    """Read what a rank has recorded, the last ``count`` operations; None if it cannot be read."""
-    # The job may have been one without Phalanx, so what reads it is not imported before.
-    from phalanx.diagnosis.reading import read_recording
-
-    try:
-        return read_recording(trace.descriptor, trace.place_of_recorder(part), count)
-    except (OSError, ValueError, PhalanxError):
-        return None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from phalanx.launch.output.failure import Failure
+    from phalanx.launch.output.failure import RankState
     from phalanx.launch.roster import AgentState
 
 __all__ = ["Starter"]
@@ -63,7 +63,7 @@ class Starter(ABC):
     def give_up(self, agent: AgentState) -> None:
         """End an agent that did not end its ranks in time."""
 
-    def explain(self, failures: Sequence[Failure]) -> tuple[str, int] | None:
+    def explain(self, failures: Sequence[RankState]) -> tuple[str, int] | None:
         """Say why the job ended, as it is printed, with the exit code, if no rank is the cause; else None."""
         return None
 

@@ -17,7 +17,7 @@ from phalanx import settings
 from phalanx.errors import LaunchError
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.target import Refusal
-from phalanx.launch.output.failure import Failure, signal_name
+from phalanx.launch.output.failure import RankState, signal_name
 from phalanx.launch.protocol import Here
 from phalanx.launch.roster import AgentState
 from phalanx.launch.starters import start_agent
@@ -123,11 +123,11 @@ class MpiStarter(JoiningStarter):
             self._mpiexec.send(signal.SIGTERM)
         return _LOST_LEAVE_S
 
-    def explain(self, failures: Sequence[Failure]) -> tuple[str, int] | None:
+    def explain(self, failures: Sequence[RankState]) -> tuple[str, int] | None:
         """Blame the MPI launcher if no rank has failed by itself: its output says why."""
         if not failures or any(failure.has_failed for failure in failures):
             return None
-        ranks = format_named("rank", [failure.rank for failure in failures])
+        ranks = format_named("rank", [failure.number for failure in failures])
         return f"phalanx: {self._describe_end(f'and {ranks} with it', ', ')}", self._exit_code()
 
     def _exit_code(self) -> int:

@@ -109,7 +109,7 @@ class MpiAgent(Agent):
             elif self.start is None:
                 self.leave(0)
         for signum in signals:
-            self.held.add(self.ranks, signum)
+            self.held += [(part, signum) for part in self.ranks]
 
     def due_at(self) -> list[float | None]:
         return [*super().due_at(), self.asked_at]
@@ -133,7 +133,7 @@ class MpiAgent(Agent):
 
     def _close_all_but_own(self) -> None:
         own = {*self.wakeup, self.shim, self.link.fileno(), self.selector.fileno(), self.trace.descriptor}
-        own |= {self.feed.descriptor}
+        own |= {self.feed}
         for rank in self.ranks.values():
             own |= {*rank.outputs, rank.report}
         null = os.open(os.devnull, os.O_RDWR)
