@@ -34,6 +34,7 @@ from phalanx.launch.job.target import Target
 __all__ = [
     "EVENTS",
     "ORDERS",
+    "Asked",
     "EndOrder",
     "EndedElsewhere",
     "Event",
@@ -56,6 +57,7 @@ __all__ = [
     "SignalOrder",
     "Start",
     "Started",
+    "Tell",
     "Waits",
     "WantsInput",
     "decode_event",
@@ -153,8 +155,21 @@ class Ping(Order):
     """Nothing. That something comes continues an agent that is stopped (:meth:`Link.continue_when_called`)."""
 
 
+class Tell(Order):
+    """Print a line of the supervisor's, on a node that was started by itself."""
+
+    text: str
+
+
 class Leave(Order):
-    """Kill what is left, and end."""
+    """Kill what is left, and end.
+
+    Attributes:
+        code, why: the exit code, and a line that says why, on a node that was started by itself.
+    """
+
+    code: int = 0
+    why: str = ""
 
 
 class Here(Event):
@@ -171,7 +186,8 @@ class Here(Event):
     accelerators: list[str] = []  # the accelerators that ranks may use
     problems: list[str] = []  # why no rank can run there
     same: dict[str, str] = {}  # what has to be the same on all hosts
-    size: int = 0  # the number of ranks in the world, as MPI says
+    # the number of ranks in the world, as MPI says; of a node that was started by itself, how many it takes
+    size: int = 0
 
 
 class Started(Event):
@@ -252,12 +268,32 @@ class Refused(Event):
     code: int
 
 
+class Asked(Event):
+    """Somebody has asked a node that was started by itself to end, by this signal."""
+
+    signal: int
+
+
 class Over(Event):
     """No process of the job is left."""
 
 
-ORDERS = Start | EndOrder | SignalOrder | Examine | Look | EndedElsewhere | LookUp | Ping | Leave
-EVENTS = Here | Started | Reported | Exited | Overdue | Waits | Examined | Looked | Owns | WantsInput | Refused | Over
+ORDERS = Start | EndOrder | SignalOrder | Examine | Look | EndedElsewhere | LookUp | Ping | Tell | Leave
+EVENTS = (
+    Here
+    | Started
+    | Reported
+    | Exited
+    | Overdue
+    | Waits
+    | Examined
+    | Looked
+    | Owns
+    | WantsInput
+    | Refused
+    | Asked
+    | Over
+)
 
 
 def encode(message: Order | Event) -> bytes:
