@@ -42,6 +42,11 @@ def test_what_variables_ask_for_is_not_ignored_in_silence() -> None:
         ("SLURM_NTASKS=2", None, "SLURM_NTASKS=2"),
         ("SLURM_NTASKS=2", 3, ""),
         ("OMPI_COMM_WORLD_SIZE=2", 1, "OMPI_COMM_WORLD_SIZE=2"),
+        ("SKYPILOT_NUM_NODES=2 SKYPILOT_NUM_GPUS_PER_NODE=8", 4, "SKYPILOT_NUM_NODES=2"),
+        ("DSTACK_NODES_NUM=1 DSTACK_GPUS_PER_NODE=2", None, "DSTACK_GPUS_PER_NODE=2"),
+        ("VC_MPIMASTER_NUM=1 VC_MPIWORKER_NUM=2", None, "VC_MPIWORKER_NUM=2"),
+        ("PBS_TASKNUM=20000002 PBS_NODENUM=1", None, "PBS_TASKNUM=20000002"),
+        ("PBS_TASKNUM=1 PBS_NODENUM=0", None, ""),
     ):
         environment = dict(pair.split("=") for pair in variables.split())
         assert note_ignored(environment, ranks).partition(": phalanx run ignores that")[0] == asked

@@ -29,7 +29,9 @@ from phalanx.launch.job.hosts import (
 )
 from phalanx.launch.job.job import Job, make_job
 from phalanx.launch.job.memory import Mode
+from phalanx.launch.job.nodes import read_nodes
 from phalanx.launch.job.options import COUNTED_HERE, Attempt, Diagnosis, LaunchOptions, count_ranks, decide_output
+from phalanx.launch.job.platforms import find_platform
 from phalanx.launch.job.spellings import translate
 from phalanx.launch.job.stop_options import read_stop_signals
 from phalanx.launch.job.target import find_target
@@ -108,6 +110,17 @@ _HELP = {
         "in quotes: --mpi 'mpiexec -iface ib0'.",
         "--address": "The address, IPv4 or IPv6, by which other hosts reach this one.  [default: the first that "
         "answers them]",
+    },
+    "The same command on every node": {
+        "--nnodes": "How many nodes run this command, each with -n ranks; 2:4: at least 2, begun once no more come. "
+        "Kubeflow, JobSet, SkyPilot, dstack and others say it by their variables.",
+        "--node-rank": "This node's number, from 0. Node 0 prints the table and the output of all.  "
+        "[default: 0 where --master-addr is, elsewhere as they come]",
+        "--master-addr": "Node 0, by a name or an address that the others reach.",
+        "--master-port": "The port on which node 0 listens.  [default: 29500]",
+        "--join-within": "How long nodes are waited for.  [default: 600; with a range, 30 for one more once there are "
+        "enough]",
+        "--rejoin-within": "With --restarts: how long a node that is lost, or replaced, is waited for. 0: not at all.",
     },
     "Without running it": {
         "--rehearse": "Run all ranks here, on the CPU, as if on that many hosts with that many ranks each (2x4), or on "
@@ -193,6 +206,12 @@ class _Run(click.Command):
 @_option("-H", "--hosts", metavar="HOST:N,...")
 @_option("--hostfile", metavar="FILE")
 @_option("--ppn", metavar="N", type=int)
+@_option("--nnodes", metavar="N|MIN:MAX")
+@_option("--node-rank", metavar="R", type=int)
+@_option("--master-addr", metavar="HOST[:PORT]")
+@_option("--master-port", metavar="PORT", type=click.IntRange(0, 65535))
+@_option("--join-within", "join_within_s", metavar="SECONDS", type=Seconds())
+@_option("--rejoin-within", "rejoin_within_s", metavar="SECONDS", type=Seconds(), default=600.0, show_default=True)
 @_option("--starter", metavar="COMMAND")
 @_option("--mpi", metavar="COMMAND")
 @_option("--address", metavar="ADDR")
@@ -307,7 +326,20 @@ def _read_options(ctx: click.Context, given: Mapping[str, Any], notes: list[str]
     if read["hosts"] and counted_here:
         how = "say how many ranks each host takes: -H h1:4,h2:4, or --ppn 4"
         raise LaunchError(f"-n {given['ranks']}: counts what this host has; {how}")
-    if not (read["hosts"] or read["starter"] or given["mpi"] or given["rehearse"]):
+    elsewhere = bool(read["hosts"] or read["starter"] or given["mpi"] or given["rehearse"])
+    platform = None if elsewhere else find_platform(os.environ)
+    named = ("nnodes", "node_rank", "master_addr", "master_port", "join_within_s", "rejoin_within_s")
+    nodes = read_nodes(**{name: given[name] for name in named}, platform=platform)
+    if nodes is not None:
+        if elsewhere:
+            raise LaunchError(
+                f"--nnodes {given['nnodes']}: is for a command that every node starts; leave it out, and phalanx run "
+                "starts the ranks of all hosts"
+            )
+        if read["ranks"] is None and platform is not None and platform.ranks is not None:
+            read["ranks"] = count_ranks(platform.ranks)
+        read["nodes"] = nodes
+    elif not elsewhere:
         allocation = find_allocation(os.environ) if given["debugged"] is None else None
         if allocation is not None:
             asked = None if counted_here else read["ranks"]
@@ -363,6 +395,7 @@ def _describe(job: Job, *, as_json: bool) -> None:
             "mpi": job.mpi.command(job.ranks, job.hosts, ["RANK"], "HOSTS") if job.mpi is not None else None,
             "rehearsal": asdict(job.rehearsal) if job.rehearsal is not None else None,
             "memory": dict(job.memory),
+            "nodes": asdict(job.nodes) if job.nodes is not None else None,
             "restarts": job.attempt.restarts,
             "bind": job.bind,
             "cpus": list(map(list, job.cpus)) if job.cpus else None,

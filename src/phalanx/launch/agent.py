@@ -522,10 +522,14 @@ class Agent:
         if data:
             if kind == ERR:
                 rank.last_errors = (rank.last_errors + data)[-(1 << 14) :]
-            self.link.send_block(kind, rank.plan.rank, data)
+            self.forward(kind, rank.plan.rank, data)
         else:
             self._close_output(rank, descriptor)
         return len(data)
+
+    def forward(self, kind: bytes, rank: int, data: bytes) -> None:
+        """Send on what a rank has printed."""
+        self.link.send_block(kind, rank, data)
 
     def _close_output(self, rank: Rank, descriptor: int) -> None:
         del rank.outputs[descriptor]

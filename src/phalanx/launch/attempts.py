@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from phalanx.errors import LaunchError
 from phalanx.launch.job.job import Job, next_attempt
@@ -20,14 +20,19 @@ from phalanx.launch.job.target import Refusal, prepare_target
 from phalanx.launch.starters.local import LocalAgent, LocalStarter, fork_agent
 from phalanx.system import processes
 from phalanx.system.limits import check_limits, machine_limits, raise_file_limit
+from phalanx.words import tell
 
 if TYPE_CHECKING:
     from phalanx.launch.conclusion import HandOver
     from phalanx.launch.rank.start import RankStart
     from phalanx.launch.starters.contract import Starter
+    from phalanx.launch.starters.nodes import Gathering
     from phalanx.launch.supervisor import Supervisor
 
 __all__ = ["launch"]
+
+# The agents that stay for all attempts.
+Standing: TypeAlias = "LocalAgent | Gathering | None"
 
 
 def launch(job: Job, hand_over: HandOver | None = None) -> RankStart | int:
@@ -55,17 +60,32 @@ def launch(job: Job, hand_over: HandOver | None = None) -> RankStart | int:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()  # a fork would copy what is in the buffers
-    local = fork_agent(job, file_limit) if job.is_local else None
-    if local is not None and not isinstance(local, LocalAgent):
-        return local
+    standing: Standing = None
+    if job.is_local:
+        local = fork_agent(job, file_limit)
+        if not isinstance(local, LocalAgent):
+            return local
+        standing = local
+    if job.nodes is not None:
+        from phalanx.launch.starters.nodes import Gathering, join_nodes
+
+        try:
+            joined = join_nodes(job, job.nodes)
+            if not isinstance(joined, Gathering):
+                return joined
+            job, standing = joined.gather(job, job.nodes.join_within_s), joined
+            strangers.append(joined.own_agent)
+        except Refusal as refusal:
+            tell(str(refusal))
+            return refusal.code
     # Not imported at the top, so that the agent need not wait for it.
     from phalanx.system.interfaces import check_reachable
 
     if job.ranks > 1 or job.target.is_python:
         check_reachable(job.addresses[0])
-    supervisor = _open(job, local, strangers)
+    supervisor = _open(job, standing, strangers)
     supervisor.listen_to_signals()
-    if local is None:
+    if standing is None:
         try:
             prepare_target(job.target)  # a mistake in it is said before any host is asked
         except Refusal as refusal:
@@ -76,10 +96,14 @@ def launch(job: Job, hand_over: HandOver | None = None) -> RankStart | int:
         code = supervisor.run(hand_over)
         if code is not None:
             return code
-        supervisor = _open_next(supervisor, local, strangers)
+        try:
+            supervisor = _open_next(supervisor, standing, strangers)
+        except Refusal as refusal:
+            tell(str(refusal))
+            return refusal.code
 
 
-def _open(job: Job, local: LocalAgent | None, strangers: list[int], before: Supervisor | None = None) -> Supervisor:
+def _open(job: Job, standing: Standing, strangers: list[int], before: Supervisor | None = None) -> Supervisor:
     """Open all that an attempt needs."""
     from phalanx.launch.output.streams import LogFiles
     from phalanx.launch.supervisor import Supervisor
@@ -91,8 +115,12 @@ def _open(job: Job, local: LocalAgent | None, strangers: list[int], before: Supe
 
     def starter(supervisor: Supervisor) -> Starter:
         # A job has one of them, and each brings modules that the others do not need.
-        if local is not None:
-            return LocalStarter(supervisor, local)
+        if isinstance(standing, LocalAgent):
+            return LocalStarter(supervisor, standing)
+        if standing is not None:
+            from phalanx.launch.starters.nodes import NodesStarter
+
+            return NodesStarter(supervisor, standing)
         if job.mpi is not None:
             from phalanx.launch.starters.mpi import MpiStarter
 
@@ -104,10 +132,11 @@ def _open(job: Job, local: LocalAgent | None, strangers: list[int], before: Supe
     return Supervisor(job, listener, logs, starter, strangers, before)
 
 
-def _open_next(before: Supervisor, local: LocalAgent | None, strangers: list[int]) -> Supervisor:
+def _open_next(before: Supervisor, standing: Standing, strangers: list[int]) -> Supervisor:
     """Open the next attempt.
 
     Raises:
+        Refusal: a node that was lost has not come back.
         LaunchError: the ranks' files cannot be written, or this process has too many open.
     """
     from phalanx.wire.key import new_key
@@ -115,8 +144,11 @@ def _open_next(before: Supervisor, local: LocalAgent | None, strangers: list[int
     job = next_attempt(before.job, new_key())
     before.logs.close()  # so that the files of two attempts are not open at once
     before.looks.close()
+    if job.nodes is not None and standing is not None and not isinstance(standing, LocalAgent):
+        standing.lose(before.agents)
+        job = standing.gather(job, job.nodes.rejoin_within_s)
     try:
-        after = _open(job, local, strangers, before)
+        after = _open(job, standing, strangers, before)
     except OSError as error:
         raise LaunchError(
             f"attempt {job.attempt.number + 1} cannot be started: {error.strerror}. Raise the limit (ulimit -n), or "

@@ -88,17 +88,25 @@ def who_is_awaited(ended: Ended, left_s: float) -> str:
     ranks = [rank.number for rank in ended.ranks if rank.end is None]
     if not ranks:
         return ""
-    why, causes = "", [rank for rank in ended.failures if rank.has_failed]
-    if ended.interrupted is not None:
-        why = f"{signal_name(ended.interrupted)}: "
-    elif ended.refusal is not None:
-        why = f"{ended.refusal[0].removeprefix('phalanx: ').splitlines()[0].rstrip(':')}; "
-    elif causes:
-        cause = find_cause(causes)
-        why = f"rank {cause.number} on {ended.hosts[cause.number]} failed: {_why(cause)}; "
+    why = why_it_ends(ended)
     have, are = ("has", "it is") if len(ranks) == 1 else ("have", "they are")
-    who = format_named("rank", ranks)
-    return f"{why}{who} {have} {max(0.0, left_s):.0f} s more to end before {are} killed (--grace)"
+    why += "" if not why else "; " if ended.interrupted is None else ": "
+    return (
+        f"{why}{format_named('rank', ranks)} {have} {max(0.0, left_s):.0f} s more to end before {are} killed (--grace)"
+    )
+
+
+def why_it_ends(ended: Ended) -> str:
+    """Say in short why a job ends, or has ended; empty if all is well, as far as is known."""
+    if ended.interrupted is not None:
+        return signal_name(ended.interrupted)
+    if ended.refusal is not None:
+        return ended.refusal[0].removeprefix("phalanx: ").splitlines()[0].rstrip(":")
+    causes = [rank for rank in ended.failures if rank.has_failed]
+    if not causes:
+        return ""
+    cause = find_cause(causes)
+    return f"rank {cause.number} on {ended.hosts[cause.number]} failed: {_why(cause)}"
 
 
 def _say_overdue(ended: Ended, console: Console) -> None:

@@ -28,8 +28,23 @@ from phalanx.wire.sockets import KeepAlive, listen
 
 if TYPE_CHECKING:
     from phalanx.wire.door import Door
+    from phalanx.wire.key import Key
 
-__all__ = ["ERR", "IN", "MESSAGE", "OUT", "ROLE", "Link", "Lost", "join", "link_pair", "open_door", "split_rank"]
+__all__ = [
+    "ERR",
+    "IN",
+    "MESSAGE",
+    "OUT",
+    "ROLE",
+    "Link",
+    "Lost",
+    "dial_address",
+    "door_at",
+    "join",
+    "link_pair",
+    "open_door",
+    "split_rank",
+]
 
 ROLE = "launcher"
 OUT, ERR, IN, MESSAGE = b"o", b"e", b"i", b"m"
@@ -181,18 +196,29 @@ def open_door(
     """
     # Not imported at the top, as in join(): a job on one host needs no network.
     from phalanx.system.interfaces import listening_address
-    from phalanx.wire.door import Arrival, Door
     from phalanx.wire.key import Key, new_key
+
+    secret = secret or new_key()
+    listener = listen(listening_address(addresses), 0)
+    invitation = f"{','.join(addresses)}:{listener.getsockname()[1]}:{secret}"
+    return door_at(listener, Key(secret.encode(), "phalanx run"), selector, admit), invitation
+
+
+def door_at(
+    listener: socket.socket,
+    key: Key,
+    selector: selectors.BaseSelector,
+    admit: Callable[[Link], None],
+    refused: Callable[[str, Exception], None] = lambda peer, why: None,
+) -> Door:
+    """Admit agents that prove the key at a listening socket; ``refused`` is as of :class:`Door`."""
+    from phalanx.wire.door import Arrival, Door
 
     def welcome(arrival: Arrival) -> None:
         arrival.answer(b"")
         admit(Link(arrival.sock, arrival.proven.session(), arrival.rest))
 
-    secret = secret or new_key()
-    listener = listen(listening_address(addresses), 0)
-    invitation = f"{','.join(addresses)}:{listener.getsockname()[1]}:{secret}"
-    key = Key(secret.encode(), "phalanx run")
-    return Door(listener, key, ROLE, _KEEP_ALIVE, selector, welcome, most=_MOST_STRANGERS), invitation
+    return Door(listener, key, ROLE, _KEEP_ALIVE, selector, welcome, refused, most=_MOST_STRANGERS)
 
 
 def join(invitation: str, patience_s: float = 20.0) -> Link:
@@ -205,7 +231,6 @@ def join(invitation: str, patience_s: float = 20.0) -> Link:
     Raises:
         OSError: nothing listens there, the launcher has ended, or what listens there does not know the job's key.
     """
-    from phalanx.wire.dial import dial
     from phalanx.wire.key import Key
     from phalanx.wire.proof import NoProof, WrongKey
 
@@ -214,8 +239,7 @@ def join(invitation: str, patience_s: float = 20.0) -> Link:
     why = OSError("there is no address")
     for address in addresses.split(","):
         try:
-            line, _ = dial((address, int(port)), key, ROLE, b"", patience_s=patience_s, keep_alive=_KEEP_ALIVE)
-            return Link(line.sock, line.session)
+            return dial_address(address, int(port), key, patience_s)
         except ConnectionResetError:
             why = ConnectionRefusedError("the connection was closed: phalanx run has ended")
         except (NoProof, WrongKey):
@@ -223,3 +247,17 @@ def join(invitation: str, patience_s: float = 20.0) -> Link:
         except OSError as error:
             why = error
     raise why
+
+
+def dial_address(address: str, port: int, key: Key, patience_s: float) -> Link:
+    """Connect to the supervisor's door, and prove the key.
+
+    Raises:
+        OSError: as of :func:`phalanx.wire.dial.dial`.
+        NoProof: what listens there is not Phalanx.
+        WrongKey: it proves another key.
+    """
+    from phalanx.wire.dial import dial
+
+    line, _ = dial((address, port), key, ROLE, b"", patience_s=patience_s, keep_alive=_KEEP_ALIVE)
+    return Link(line.sock, line.session)

@@ -34,6 +34,7 @@ from phalanx.launch.job.target import Target
 __all__ = [
     "EVENTS",
     "ORDERS",
+    "Asked",
     "AskedToStop",
     "CallsShouldStop",
     "EndOrder",
@@ -61,6 +62,7 @@ __all__ = [
     "Start",
     "Started",
     "StopAt",
+    "Tell",
     "Waits",
     "WantsInput",
     "decode_event",
@@ -169,8 +171,21 @@ class Ping(Order):
     """Nothing. That something comes continues an agent that is stopped (:meth:`Link.continue_when_called`)."""
 
 
+class Tell(Order):
+    """Print a line of the supervisor's, on a node that was started by itself."""
+
+    text: str
+
+
 class Leave(Order):
-    """Kill what is left, and end."""
+    """Kill what is left, and end.
+
+    Attributes:
+        code, why: the exit code, and a line that says why, on a node that was started by itself.
+    """
+
+    code: int = 0
+    why: str = ""
 
 
 class Here(Event):
@@ -187,7 +202,8 @@ class Here(Event):
     accelerators: list[str] = []  # the accelerators that ranks may use
     problems: list[str] = []  # why no rank can run there
     same: dict[str, str] = {}  # what has to be the same on all hosts
-    size: int = 0  # the number of ranks in the world, as MPI says
+    # the number of ranks in the world, as MPI says; of a node that was started by itself, how many it takes
+    size: int = 0
 
 
 class Started(Event):
@@ -286,11 +302,17 @@ class Refused(Event):
     code: int
 
 
+class Asked(Event):
+    """Somebody has asked a node that was started by itself to end, by this signal."""
+
+    signal: int
+
+
 class Over(Event):
     """No process of the job is left."""
 
 
-ORDERS = Start | EndOrder | SignalOrder | Hold | StopAt | Examine | Look | EndedElsewhere | LookUp | Ping | Leave
+ORDERS = Start | EndOrder | SignalOrder | Hold | StopAt | Examine | Look | EndedElsewhere | LookUp | Ping | Tell | Leave
 EVENTS = (
     Here
     | Started
@@ -306,6 +328,7 @@ EVENTS = (
     | Owns
     | WantsInput
     | Refused
+    | Asked
     | Over
 )
 

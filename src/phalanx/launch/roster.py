@@ -27,6 +27,8 @@ class AgentState:
     here: Here | None = None  # what it has said of its host; None before
     started: bool = False  # whether it has forked its ranks
     over: bool = False  # whether no process of the job is left there, as far as the supervisor has been told
+    # the exit code with which it ends before the next attempt, because its node was asked to; else None
+    leaving: int | None = None
     # what is to be added to a time of its clock, as exactly as the quickest message so far can tell
     later: float = math.inf
     numbers: list[int] = field(default_factory=list)

@@ -35,16 +35,25 @@ from types import FrameType
 from phalanx.diagnosis.snapshot import RankSnapshot
 from phalanx.diagnosis.stacks import format_stacks
 from phalanx.errors import OUT_OF_MEMORY_HINT, LaunchError
-from phalanx.launch.conclusion import Ended, HandOver, conclude, conclude_attempt, failed, who_is_awaited
+from phalanx.launch.conclusion import Ended, HandOver, conclude, conclude_attempt, failed, who_is_awaited, why_it_ends
 from phalanx.launch.hang_watch import HangWatch, received_recording
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.target import Refusal
 from phalanx.launch.link import MESSAGE, OUT, split_rank
-from phalanx.launch.output.failure import End, RankState, Report, as_report, describe_status, lacks_cause
+from phalanx.launch.output.failure import (
+    End,
+    RankState,
+    Report,
+    as_report,
+    describe_status,
+    lacks_cause,
+    signal_name,
+)
 from phalanx.launch.output.logs import Console, Sink
 from phalanx.launch.output.streams import LogFiles, last_lines, open_streams
 from phalanx.launch.protocol import (
     EVENTS,
+    Asked,
     AskedToStop,
     CallsShouldStop,
     EndedElsewhere,
@@ -242,26 +251,33 @@ class Supervisor:
             {rank.number: rank.recording for rank in self.ranks if rank.recording is not None}, self._hosts()
         )
         ended = self._explained()
-        may_go_on = not self.job.attempt.is_last and failed(ended, self.console)
+        leaving = [agent for agent in self.agents if agent.leaving is not None]
+        may_go_on = not self.job.attempt.is_last and (bool(leaving) or failed(ended, self.console))
         goes_on = may_go_on and not self.stop.why
-        self._dismiss(stays=goes_on and self.job.is_local)
+        self._dismiss(stays=goes_on and self.job.keeps_agents)
         if goes_on and self.interrupted is None:
-            conclude_attempt(ended, self.console)
+            if leaving:
+                nodes = ", ".join(agent.title for agent in leaving)
+                self.console.say(f"{nodes} leaves; {self.job.attempt.next().title} starts once another has come")
+            else:
+                conclude_attempt(ended, self.console)
             self._act_on_signals()  # one may have come while that was written
             if self.interrupted is None:
                 return None
-        if goes_on and self.job.is_local:
+        if goes_on and self.job.keeps_agents:
             self._dismiss(stays=False)
-        code = conclude(self._explained(), self.console, hand_over) or self.stop.conclude(self.ranks)
+        ended = self._explained()
+        code = conclude(ended, self.console, hand_over) or self.stop.conclude(self.ranks)
         if may_go_on and self.stop.why:
             self.console.say(f"a stop was requested ({self.stop.why}), so nothing is started again")
+        self.starter.farewell(code, why_it_ends(ended))
         signal.set_wakeup_fd(-1)
         return code
 
     def _dismiss(self, *, stays: bool) -> None:
         """Let the agents leave, and end what does not."""
         if not stays:
-            for agent in self.agents:
+            for agent in self.agents if self.job.nodes is None else ():
                 self.send(agent, Leave())
             self.starter.dismiss(self._turn)
             processes.end_descendants(but=self.strangers)
@@ -516,6 +532,8 @@ class Supervisor:
             case Owns():
                 if self.store is not None:
                     self.store.found(event.number)
+            case Asked():
+                self._on_asked(agent, event.signal)
 
     def _on_started(self, agent: AgentState, event: Started) -> None:
         agent.started = True
@@ -622,12 +640,22 @@ class Supervisor:
         else:
             self._order(signal.SIGKILL if again else signum)
 
-    def _order(self, signum: int, spare: Sequence[int] = ()) -> None:
+    def _on_asked(self, agent: AgentState, signum: int) -> None:
+        """Act on a signal that has come to another node. A platform that takes one away may bring another."""
+        self.console.say(f"node {agent.number} ({agent.name}) was asked to end by {signal_name(signum)}")
+        if self.job.attempt.is_last or signum != signal.SIGTERM or self.interrupted is not None or not self.going:
+            self._on_interrupt(signum)
+        elif agent.leaving is None:
+            agent.leaving = 128 + signum
+            self._order(signum, grace_s=self.job.patience_s(signum))
+
+    def _order(self, signum: int, spare: Sequence[int] = (), grace_s: float | None = None) -> None:
         """Have the ranks ended."""
         self.ending = True
         self.hangs.drop()
         asked = self.interrupted is not None and signum != signal.SIGKILL
-        grace_s = 0.0 if signum == signal.SIGKILL else self.job.patience_s(signum if asked else None)
+        if grace_s is None:
+            grace_s = 0.0 if signum == signal.SIGKILL else self.job.patience_s(signum if asked else None)
         for agent in self.agents:
             self.send(agent, EndOrder(signal=int(signum), grace_s=grace_s, spare=list(spare), where=asked))
         self.give_up_after(grace_s + _SILENCE_S)

@@ -33,8 +33,11 @@ _OF_TASKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RAN
 # Slurm numbers steps from 0; those of a batch script and of an interactive shell have numbers from here on.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 # Variables that say how many processes a job has, those that count a host's alone, and values that ask for no others.
-_OF_JOB = ("PET_NNODES", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-_OF_HOST = ("PET_NPROC_PER_NODE", "SLURM_NTASKS")
+_OF_JOB = (
+    *("PET_NNODES", "SKYPILOT_NUM_NODES", "DSTACK_NODES_NUM", "AWS_BATCH_JOB_NUM_NODES", "NNODES"),
+    *("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+)
+_OF_HOST = ("PET_NPROC_PER_NODE", "SKYPILOT_NUM_GPUS_PER_NODE", "DSTACK_GPUS_PER_NODE", "SLURM_NTASKS", "PBS_TASKNUM")
 _NAME_THEM = "name the nodes: -H h1:4,h2:4"
 _ASK_FOR_NONE = ("", "0", "1", "1:1", "-1")
 
@@ -199,11 +202,12 @@ def is_allocated(environment: Mapping[str, str]) -> bool:
 
 def note_ignored(environment: Mapping[str, str], ranks: int | None) -> str:
     """Make a note on variables that ask for processes which ``phalanx run`` does not start, given -n; else empty."""
-    names = _OF_JOB if ranks is not None else (*_OF_JOB, *_OF_HOST)
+    of_tasks = [name for name in environment if re.fullmatch(r"VC_\w+_NUM", name)]  # pods of each task of Volcano
+    names = (*_OF_JOB, *of_tasks, *(_OF_HOST if ranks is None else ()))
     asked = ", ".join(f"{name}={environment[name]}" for name in names if environment.get(name, "") not in _ASK_FOR_NONE)
     return asked and (
         f"{asked}: phalanx run ignores that, and starts {format_count(ranks or 1, 'rank')} on this host. Say how many "
-        "with -n 2, and where with -H h1:2,h2:2; or start the script by torchrun, srun or mpiexec, which read it"
+        "with -n 2, and where with -H h1:2,h2:2; or, if it is called on every node, with --nnodes and --node-rank"
     )
 
 

@@ -67,7 +67,12 @@ class Job(LaunchOptions):
     @property
     def is_local(self) -> bool:
         """Whether all ranks are of this host, and no MPI launcher starts them: their agent is forked here."""
-        return self.mpi is None and not self.hosts
+        return self.mpi is None and not self.hosts and self.nodes is None
+
+    @property
+    def keeps_agents(self) -> bool:
+        """Whether its agents stay from one attempt to the next."""
+        return self.is_local or self.nodes is not None
 
     def patience_s(self, signum: int | None) -> float:
         """Return how long ranks may take to end after this signal, or after the failure of a rank (None)."""
@@ -187,6 +192,12 @@ class Job(LaunchOptions):
                 f"{self.ranks} ranks share {self.cores} cores; they will take turns, and a timing says little about a "
                 f"machine with a core for each"
             )
+        if self.nodes is not None and not self.hosts:
+            counts = sorted({self.nodes.least, self.nodes.most})
+            warnings.append(
+                f"{' to '.join(map(str, counts))} nodes are to run this command ({self.nodes.title}); these are the "
+                f"ranks of this one, and node 0 at {self.nodes.where} numbers all"
+            )
         warnings += filter(None, [self.output.note(self.ranks)])
         if self.counted:
             return warnings
@@ -207,17 +218,19 @@ def make_job(options: LaunchOptions, target: Target, environment: Mapping[str, s
     here: list[str] = []
     if options.mpi is None:
         here = [host.name for host in hosts if is_here(host.name, starter=bool(options.starter))]
-    elsewhere = options.mpi is not None or len(here) < len(hosts)
+    elsewhere = options.mpi is not None or options.nodes is not None or len(here) < len(hosts)
     _check_hosts(options, here, elsewhere=elsewhere)
     rehearsal, ranks = options.rehearsal, options.ranks or 1
     if rehearsal is not None:
         ranks = rehearsal.ranks
     elif hosts:
         ranks = sum(host.slots or 0 for host in hosts)
-    for option, rank in (("--stdin", options.reader), ("--debug", options.debugged)):
-        if rank is not None and not 0 <= rank < ranks:
-            raise LaunchError(f"{option} {rank}: is not one of the {format_count(ranks, 'rank')}, which count from 0")
-    options.output.check(ranks)
+    if options.nodes is None:  # else their number is known when all nodes have come
+        for option, rank in (("--stdin", options.reader), ("--debug", options.debugged)):
+            if rank is not None and not 0 <= rank < ranks:
+                count = format_count(ranks, "rank")
+                raise LaunchError(f"{option} {rank}: is not one of the {count}, which count from 0")
+        options.output.check(ranks)
     cores = usable_cores()
     device = "cpu" if rehearsal else options.device or environment.get(settings.DEVICE) or None
     # On other hosts ranks are bound there, to the cores of those hosts.

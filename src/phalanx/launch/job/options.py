@@ -14,6 +14,7 @@ from phalanx.errors import LaunchError
 from phalanx.launch.job.binding import Bind
 from phalanx.launch.job.hosts import HostSlots, Rehearsal
 from phalanx.launch.job.memory import Mode
+from phalanx.launch.job.nodes import Nodes
 from phalanx.system.limits import usable_cores
 from phalanx.topology.device_files import accelerator_files
 from phalanx.words import format_count
@@ -153,6 +154,7 @@ class LaunchOptions:
     Attributes:
         ranks: how many; None for one, or for as many as the hosts take.
         hosts: where they may run; empty for this host, or for those that the MPI launcher chooses.
+        nodes: the nodes on each of which this command is started; None if it is started once.
         starter: the program that starts a command on another host, and its arguments; empty for ssh.
         addresses: those at which ranks on other hosts reach this one; empty to find them out.
         named: the variables of -x, which go to other hosts whatever they are.
@@ -165,6 +167,7 @@ class LaunchOptions:
     ranks: int | None = None
     hosts: tuple[HostSlots, ...] = ()
     ppn: int | None = None
+    nodes: Nodes | None = None
     starter: tuple[str, ...] = ()
     mpi: MpiLauncher | None = None
     addresses: tuple[str, ...] = ()

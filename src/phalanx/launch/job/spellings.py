@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from phalanx.errors import LaunchError
-from phalanx.system.host import machine_name
 
 
 class _Row(NamedTuple):
@@ -30,11 +29,6 @@ class _Row(NamedTuple):
 
 
 _RANKS = "nproc-per-node np num-proc num-processes ntasks"
-_HOSTS = (
-    "phalanx run is called once, and starts the ranks of all hosts: -H h1:4,h2:4; under torchrun, srun or mpiexec the "
-    "same script runs unchanged"
-)
-_MEETING = "phalanx run chooses where its ranks meet, on a free port"
 _LOGS = "--log-dir DIR writes the output of each rank to a file of its own, and --tee shows it as well"
 _STREAMS = f"{_LOGS}, both streams of all ranks"
 _TO_MPI = "give it to the MPI launcher: --mpi 'mpiexec …'"
@@ -63,15 +57,15 @@ _ROWS = {
     "bind-to-core": _Row("--bind core"),
     "standalone no-python run-path use-env allow-run-as-root oversubscribe tag-output prepend-rank l label": _Row(""),
     "genvall envall display-map print-rank-map multi-gpu same-network gloo disable-cache": _Row(""),
-    "nnodes": _Row({"1": "", "1:1": ""}, _HOSTS),
-    "num-machines": _Row({"1": ""}, _HOSTS),
-    "node-rank machine-rank": _Row({"0": ""}, _HOSTS),
+    "num-machines": _Row("--nnodes {}"),
+    "machine-rank": _Row("--node-rank {}"),
+    "main-process-ip rdzv-endpoint": _Row("--master-addr {}"),
+    "main-process-port": _Row("--master-port {}"),
     "output": _Row({"tag": "", "TAG": ""}, _LOGS),
     # The streams that torchrun and accelerate write to files: 0 none, 1 stdout, 2 stderr, 3 both, or one a local rank.
     "r redirects": _Row({"0": "", "3": ""}, _STREAMS),
     "t tee": _Row({"0": "", "3": "--tee"}, _STREAMS),
-    "master-port main-process-port rdzv-backend rdzv-id rdzv-conf local-addr": _Row("", _MEETING),
-    "master-addr main-process-ip rdzv-endpoint": _Row("", _MEETING),
+    "rdzv-backend rdzv-id rdzv-conf local-addr": _Row("", "nodes meet at --master-addr"),
     "monitor-interval": _Row("", "phalanx run is told at once that a rank has ended"),
     "start-method": _Row("", "Python ranks are forked; with --no-preload each is a new process"),
     "start-timeout": _Row("", "phalanx run waits for its ranks until they have started, or one has failed"),
@@ -103,8 +97,6 @@ _ROWS = {
 _TABLE = {name: row for names, row in _ROWS.items() for name in names.split()}
 # How the names of accelerate's options for other engines begin.
 _FAMILIES = ("deepspeed-", "zero3-", "offload-", "fsdp-", "megatron-lm-", "parallelism-config-", "fp8-", "tpu-", "aws-")
-_ADDRESSES = ("master-addr", "main-process-ip", "rdzv-endpoint")
-_THIS_HOST = ("", "localhost", "127.0.0.1", "::1", "[::1]", "0.0.0.0")
 # A one-letter option with its value, or several flags, in one word.
 _JOINED = re.compile(r"-n(\d+|auto|gpu|cpu)|-[Hx][^=].*|-[qm]{2,}")
 
@@ -152,7 +144,6 @@ def translate(words: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str],
             else:
                 found += [part.replace("{}", value) for part in row.ours.split()]
                 if row.said:
-                    _check_address(plain, name, value)
                     notes.append(f"{name} {value} is not needed: {row.said}")
     return found + left, notes
 
@@ -161,13 +152,6 @@ def _value(name: str, left: list[str]) -> str:
     if not left:
         raise LaunchError(f"{name} needs a value")
     return left.pop(0)
-
-
-def _check_address(plain: str, name: str, value: str) -> None:
-    """Refuse a meeting point on another host."""
-    host = value.rpartition(":")[0] if plain == "rdzv-endpoint" and ":" in value else value
-    if plain in _ADDRESSES and host not in (*_THIS_HOST, machine_name()):
-        raise LaunchError(f"no such option {name} {value}; {_HOSTS}")
 
 
 def _unknown(name: str, plain: str, row: _Row | None, undashed: Mapping[str, str]) -> LaunchError:

@@ -75,6 +75,9 @@ class Starter(ABC):
             turn: one turn of the supervisor's loop.
         """
 
+    def farewell(self, code: int, why: str) -> None:  # noqa: B027 - optional
+        """Tell agents that have not left how the job ended: with which exit code, and why, in a line."""
+
     @abstractmethod
     def kill(self) -> None:
         """Kill all programs: the user wants no more waiting."""

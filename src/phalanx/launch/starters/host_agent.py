@@ -25,7 +25,7 @@ from phalanx.system.interfaces import chosen_interface
 from phalanx.system.limits import check_limits, machine_limits, raise_file_limit, usable_cores
 from phalanx.topology.device_files import device_names
 
-__all__ = ["be_agent", "read_invitation"]
+__all__ = ["be_agent", "look_around", "read_invitation"]
 
 # How long it tries to reach the supervisor, and as long again for the handshake.
 _JOIN_S = 4.0
@@ -57,7 +57,7 @@ def be_agent(invitation: Invitation) -> RankStart:
             UNREACHABLE,
         )
     agent = Agent(link, file_limit, invitation.name)
-    agent.say(_look_around(invitation))
+    agent.say(look_around(invitation))
     return agent.run()
 
 
@@ -68,7 +68,7 @@ def _decline(why: str, code: int) -> NoReturn:
     os._exit(code)
 
 
-def _look_around(invitation: Invitation) -> Here:
+def look_around(invitation: Invitation) -> Here:
     """Find what the supervisor has to know of this host."""
     here = this_host({})
     cores = usable_cores()

@@ -25,9 +25,10 @@ from phalanx.topology.table import RankRow
 from phalanx.words import format_count, format_list
 
 if TYPE_CHECKING:
+    from phalanx.launch.job.job import Job
     from phalanx.launch.supervisor import Supervisor
 
-__all__ = ["HostsStarter", "find_differences"]
+__all__ = ["HostsStarter", "find_differences", "place_ranks"]
 
 # Once a starter has failed, how long others may fail for the same reason, so that one message names them all.
 _SETTLE_S = 0.3
@@ -98,23 +99,7 @@ class HostsStarter(JoiningStarter):
         differences = find_differences([agent.name for agent in self.agents], here)
         if differences:
             raise Refusal("\n".join(f"phalanx: {line}" for line in differences), 1)
-        rows: list[RankRow] = []
-        notes: list[str] = []
-        for agent, said in zip(self.agents, here, strict=True):
-            cpus = list(map(tuple, said.cpus))
-            share = cores_per_rank(len(agent.ranks), said.cores, cpus)
-            threads = int(self.job.threads.partition(",")[0]) if self.job.threads else share
-            for local, rank in enumerate(agent.ranks):
-                own = cpus[local] if cpus else ()
-                device = device_of_rank(local, self.job.device, said.accelerators)
-                cores = len(own) or said.cores
-                rows.append(RankRow(rank.number, agent.number, said.name, local, device, None, cores, threads, own))
-            if len(agent.ranks) > said.cores and not notes:
-                notes.append(
-                    f"{format_count(len(agent.ranks), 'rank')} share {format_count(said.cores, 'core')} on "
-                    f"{agent.name}; they will take turns, and a timing says little about a machine with a core for each"
-                )
-        self.supervisor.all_here(rows, notes)
+        self.supervisor.all_here(*place_ranks(self.job, self.agents))
 
     def missing(self) -> list[AgentState]:
         return [agent for agent in super().missing() if agent.number not in self._failures]
@@ -167,20 +152,25 @@ def _why_it_ended(name: str, program: Program) -> str:
     return f"{name}: {starter} ended with {how} before the host had joined: {last}"
 
 
-def find_differences(names: Sequence[str], here: Sequence[Here]) -> list[str]:
+def find_differences(names: Sequence[str], here: Sequence[Here], *, may_share: bool = False) -> list[str]:
     """Name each thing in which the hosts of a job differ and must not; empty if they fit together.
 
     Args:
         names: the hosts, as the user wrote them.
         here: what the agent of each has said.
+        may_share: whether two of them may be one host.
     """
+    for name, said in zip(names, here, strict=True):
+        if said.same.keys() != here[0].same.keys():
+            [script], [other] = (sorted(a.same.keys() - b.same.keys()) for a, b in ((said, here[0]), (here[0], said)))
+            return [f"{name} is to run {script}, and {names[0]} {other}; give the same command on every node"]
     machines: dict[tuple[str, str], list[str]] = {}
     for name, said in zip(names, here, strict=True):
         machines.setdefault((said.machine, said.name), []).append(name)
     lines = [
         f"{format_list(same)} are one host, which calls itself {own_name}; list it once, with the number of its ranks"
         for (_, own_name), same in machines.items()
-        if len(same) > 1
+        if len(same) > 1 and not may_share
     ]
     lines += dict.fromkeys(problem for said in here for problem in said.problems)
     for thing in here[0].same:
@@ -200,3 +190,26 @@ def find_differences(names: Sequence[str], here: Sequence[Here]) -> list[str]:
                 f"{thing} is not the same file on {groups}; copy it to all hosts, or use a directory that they share"
             )
     return lines
+
+
+def place_ranks(job: Job, agents: Sequence[AgentState]) -> tuple[list[RankRow], list[str]]:
+    """Place the ranks on the hosts of agents that have come; the rows of the rank table, and notes for the user."""
+    rows: list[RankRow] = []
+    notes: list[str] = []
+    for agent in agents:
+        said = agent.here
+        assert said is not None
+        cpus = list(map(tuple, said.cpus))
+        share = cores_per_rank(len(agent.ranks), said.cores, cpus)
+        threads = int(job.threads.partition(",")[0]) if job.threads else share
+        for local, rank in enumerate(agent.ranks):
+            own = cpus[local] if cpus else ()
+            device = device_of_rank(local, job.device, said.accelerators)
+            cores = len(own) or said.cores
+            rows.append(RankRow(rank.number, agent.number, said.name, local, device, None, cores, threads, own))
+        if len(agent.ranks) > said.cores and not notes:
+            notes.append(
+                f"{format_count(len(agent.ranks), 'rank')} share {format_count(said.cores, 'core')} on "
+                f"{agent.name}; they will take turns, and a timing says little about a machine with a core for each"
+            )
+    return rows, notes

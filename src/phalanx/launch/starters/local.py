@@ -24,10 +24,31 @@ if TYPE_CHECKING:
     from phalanx.launch.roster import AgentState
     from phalanx.launch.supervisor import Supervisor
 
-__all__ = ["LocalAgent", "LocalStarter", "fork_agent"]
+__all__ = ["LocalAgent", "LocalStarter", "fork_agent", "fork_process"]
 
 # How long the agent may take to leave.
 _LEAVE_S = 3.0
+
+
+def fork_process(be: Callable[[], RankStart]) -> int | RankStart:
+    """Fork a process that becomes an agent, with all signals blocked. Returns its id, and in each rank its start.
+
+    Raises:
+        LaunchError: the system refuses another process.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        pid = os.fork()
+    except OSError as error:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        raise LaunchError(f"cannot fork: {error.strerror}; {PROCESS_LIMIT_HINT}, or free memory") from error
+    if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return pid
+    os.setsid()  # out of the terminal's foreground group, in which Ctrl-C is the supervisor's
+    processes.set_name("phalanx-agent")
+    processes.adopt_orphans()
+    return be()
 
 
 @dataclass
@@ -48,24 +69,19 @@ def fork_agent(job: Job, file_limit: tuple[int, int]) -> LocalAgent | RankStart:
     """
     link, theirs = link_pair()
     supervisor = os.getpid()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    try:
-        pid = os.fork()
-    except OSError as error:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        raise LaunchError(f"cannot fork: {error.strerror}; {PROCESS_LIMIT_HINT}, or free memory") from error
-    if pid == 0:
+
+    def be_agent() -> RankStart:
         link.close()
         # It sees the supervisor's end as the end of the link, unless it has been stopped.
         processes.die_with_parent(supervisor, signal.SIGCONT)
-        os.setsid()  # out of the terminal's foreground group, in which Ctrl-C is the supervisor's
-        processes.set_name("phalanx-agent")
-        processes.adopt_orphans()
         from phalanx.launch.agent import Agent  # here, so that only the agent waits for it
 
         before_import = {"OMP_NUM_THREADS": job.threads, **job.before_torch()}
         return Agent(theirs, file_limit, job.host).run(job.target, before_import if job.preload else None)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    pid = fork_process(be_agent)
+    if not isinstance(pid, int):
+        return pid
     theirs.close()
     return LocalAgent(pid, os.pidfd_open(pid), link)
 
