@@ -165,6 +165,29 @@ def test_a_node_that_is_taken_away_has_the_job_begin_again_without_it(nodes: Nod
     assert "saved" in jobs[1].out
 
 
+def test_ranks_stop_in_step_before_a_node_is_taken_away(nodes: Nodes) -> None:
+    script = nodes.script("""
+        import time, phalanx
+        with phalanx.init(quiet=True) as world:
+            calls = 1
+            world.should_stop()
+            world.barrier()
+            print("attempt", world.attempt, flush=True)
+            while world.attempt == 0 and not world.should_stop():
+                time.sleep(0.001)
+                calls += 1
+            print("left", world.size, calls, flush=True)
+    """)
+    jobs = [nodes.start_on(host, *TWO, "--restarts", "1", script) for host in range(2)]
+    jobs[0].wait_for_lines(2, "attempt 0")
+    os.kill(nodes.launcher_on(1), signal.SIGTERM)
+    wait_for(jobs[0], "node 1 has not come")
+    jobs.append(nodes.start_on(2, *TWO, "--node-rank", "1", "--restarts", "1", script, numbered=False))
+    assert [job.finish() for job in jobs] == [0, 143, 0], jobs[0].said()
+    left = [line.partition(" left ")[2] for line in jobs[0].out.splitlines() if " left " in line]
+    assert left[0] == left[1] != left[2] == left[3] == "2 1", jobs[0].said()
+
+
 @pytest.mark.parametrize("asked", [0, 1])
 def test_a_signal_on_any_node_ends_the_job_on_all(nodes: Nodes, asked: int) -> None:
     script = nodes.script(STANDING)

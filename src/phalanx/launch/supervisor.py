@@ -177,6 +177,7 @@ class Supervisor:
         self.agent_of = {number: agent for agent in self.agents for number in agent.numbers}
         self.hangs = HangWatch(job, self.agents, lambda: self.rows, self.send, self.console.say)
         self.stop = StopInStep(job, self.agents, self.send, self.console.say)
+        self.saves_for_node = False  # whether the ranks stop because a node leaves, and are to go on without it
         self.looks = LookServer(job.run_id, self.selector, self.agents, self.send)
         self.reader = job.reader or 0
         self.input = Input(self.selector, lambda data: self.links.feed(self.agent_of[self.reader], self.reader, data))
@@ -253,7 +254,7 @@ class Supervisor:
         ended = self._explained()
         leaving = [agent for agent in self.agents if agent.leaving is not None]
         may_go_on = not self.job.attempt.is_last and (bool(leaving) or failed(ended, self.console))
-        goes_on = may_go_on and not self.stop.why
+        goes_on = may_go_on and (self.saves_for_node or not self.stop.why)
         self._dismiss(stays=goes_on and self.job.keeps_agents)
         if goes_on and self.interrupted is None:
             if leaving:
@@ -644,10 +645,13 @@ class Supervisor:
         """Act on a signal that has come to another node. A platform that takes one away may bring another."""
         self.console.say(f"node {agent.number} ({agent.name}) was asked to end by {signal_name(signum)}")
         if self.job.attempt.is_last or signum != signal.SIGTERM or self.interrupted is not None or not self.going:
-            self._on_interrupt(signum)
+            if self.stop.why or not self.stop.ask_by_signal(signum, f"node {agent.number}"):
+                self._on_interrupt(signum)
         elif agent.leaving is None:
             agent.leaving = 128 + signum
-            self._order(signum, grace_s=self.job.patience_s(signum))
+            self.saves_for_node = not self.stop.why
+            if not self.stop.ask_by_signal(signum, f"node {agent.number}"):
+                self._order(signum, grace_s=self.job.patience_s(signum))
 
     def _order(self, signum: int, spare: Sequence[int] = (), grace_s: float | None = None) -> None:
         """Have the ranks ended."""
