@@ -63,6 +63,7 @@ from phalanx.launch.protocol import (
     StacksOrder,
     Start,
     Started,
+    Unstarted,
     WantsInput,
     decode_order,
 )
@@ -158,6 +159,7 @@ class Agent:
         self.feed = Feed()
         self.hungry = False  # whether the selector waits for room in the feed
         self.oom_kills = 0
+        self.logins: dict[int, int] = {}  # hosts whose agents programs of this one start (``starters/tree.py``), by pid
         self.asked = 0  # the signal by which somebody but the supervisor has asked this process to end
         self.selector = selectors.DefaultSelector()
         self.congested = False
@@ -605,6 +607,8 @@ class Agent:
             os.waitpid(info.si_pid, 0)
             if part is not None:
                 self._on_exit(part, status, at)
+            elif (number := self.logins.pop(info.si_pid, None)) is not None and status:
+                self.say(Unstarted(agent=number))
         if parts and not self.ranks:
             self._kill_everything()
             self.say(Over())
@@ -665,8 +669,8 @@ class Agent:
                 self.say(Reported(rank=rank.plan.rank, report=report))
 
     def _kill_everything(self) -> None:
-        """Kill and reap every descendant, however many processes lie between, and forget the attempt."""
-        processes.end_descendants()
+        """Kill and reap every descendant but logins, however many processes lie between, and forget the attempt."""
+        processes.end_descendants(but=self.logins)
         for part in list(self.ranks):
             rank = self.ranks.pop(part)
             self._drain(rank)

@@ -58,6 +58,7 @@ __all__ = [
     "StacksOrder",
     "Start",
     "Started",
+    "Unstarted",
     "Waits",
     "WantsInput",
     "decode_event",
@@ -321,6 +322,12 @@ class Owns(Event):
     number: int
 
 
+class Unstarted(Event):
+    """This agent could not start that of another host."""
+
+    agent: int
+
+
 class WantsInput(Event):
     """The rank that reads takes the next block."""
 
@@ -348,6 +355,7 @@ EVENTS = (
     | Examined
     | Looked
     | Owns
+    | Unstarted
     | WantsInput
     | Refused
     | Over

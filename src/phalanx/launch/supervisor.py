@@ -70,6 +70,7 @@ from phalanx.launch.protocol import (
     StacksOrder,
     Start,
     Started,
+    Unstarted,
     Waits,
     WantsInput,
     decode_event,
@@ -487,6 +488,8 @@ class Supervisor:
                 for rank in agent.ranks:
                     if rank.end is None:
                         self._on_end(rank, End(-signal.SIGKILL, time.monotonic(), by_launcher=True))
+            case Unstarted():
+                self.starter.start_after_all(self.agents[event.agent])
             case Refused():
                 self.refuse(Refusal(event.text, event.code))
             case Overdue():
