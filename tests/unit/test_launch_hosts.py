@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from phalanx.launch.protocol import Here
 from phalanx.launch.starters.hosts import find_differences
 from phalanx.launch.starters.invitation import carried_variables
 from phalanx.launch.starters.ssh import command_for, parse_starter
+from phalanx.launch.starters.tree import FAN, starting_host
 from phalanx.system import interfaces
 from phalanx.system.host import machine_name
 from phalanx.system.interfaces import is_other_host, listening_address, outward_address, outward_addresses
@@ -217,6 +219,14 @@ def test_differences_are_named_with_their_hosts() -> None:
     assert find_differences(["a", "a.ib"], [first, first]) == [
         "a and a.ib are one host, which calls itself a; list it once, with the number of its ranks"
     ]
+
+
+def test_hosts_are_started_by_the_supervisor_or_by_one_that_comes_before() -> None:
+    assert [starting_host(number) for number in range(FAN)] == [None] * FAN
+    parents = [starting_host(number) for number in range(FAN, FAN + FAN * FAN)]
+    assert all(parent is not None and parent < FAN for parent in parents)
+    assert set(Counter(parents).values()) == {FAN}  # each level is shared out evenly over the one before
+    assert starting_host(5000) not in (None, *range(FAN))
 
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[01-02],m", "SLURM_TASKS_PER_NODE": "4(x2),3"}

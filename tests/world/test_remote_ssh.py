@@ -13,6 +13,8 @@ from tests.support.hosts import TestHosts, why_no_hosts
 from tests.support.remote import RemoteLauncher, launching, reachable_hosts
 from tests.support.sshd import client, running_sshd, why_no_sshd
 
+from phalanx.launch.starters.tree import FAN
+
 WHY_NOT = why_no_hosts() or why_no_sshd()
 pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there are hosts"), pytest.mark.long]
 
@@ -22,9 +24,12 @@ HELLO = "import os, socket; print(os.environ['RANK'], socket.gethostname(), os.g
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestHosts, Path]]:
-    """Two hosts with an ssh server each."""
+    """More hosts than a launcher logs in to itself; the first two can log in to the others."""
     folder = tmp_path_factory.mktemp("servers")
-    with reachable_hosts(2, tmp_path_factory.mktemp("hosts")) as hosts, running_sshd(hosts, folder):
+    with reachable_hosts(FAN + 3, tmp_path_factory.mktemp("hosts")) as hosts, running_sshd(hosts, folder):
+        for host in range(2):
+            mount = ["mount", "--bind", str(client(folder)), "/etc/ssh/ssh_config"]
+            assert hosts.start(host, mount, {}).wait() == 0
         yield hosts, folder
 
 
@@ -58,12 +63,31 @@ def test_ranks_are_started_by_ssh(remote: RemoteLauncher) -> None:
     assert job.out == "[rank 0] input\n"
 
 
-@pytest.mark.parametrize("victim", ["launcher", "agent"])
+ALL = ",".join(f"h{host}" for host in range(FAN + 3))
+CALLER = """
+    import os, subprocess, sys, time
+    if "ends" not in sys.argv:
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+    print(os.environ["SSH_CONNECTION"].split()[0], flush=True)
+    time.sleep(0 if "ends" in sys.argv else 600)
+"""
+
+
+def test_agents_start_others_and_the_supervisor_those_that_they_cannot(remote: RemoteLauncher) -> None:
+    job = remote.run("-q", "--no-preload", "-H", ALL, remote.script(CALLER), "ends")
+    assert job.process.returncode == 0, job.said()
+    assert job.err == ""
+    login = remote.hosts.address(253)
+    callers = [login] * FAN + [remote.hosts.address(0), remote.hosts.address(1), login]
+    assert sorted(job.out.splitlines()) == sorted(f"[rank {rank:2}] {caller}" for rank, caller in enumerate(callers))
+
+
+@pytest.mark.parametrize("victim", ["launcher", "agent that has started another one", "agent that another one started"])
 def test_nothing_is_left_on_any_host(remote: RemoteLauncher, victim: str) -> None:
-    script = remote.script("import time; print('ready', flush=True); time.sleep(600)")
-    job = remote.start("-q", "--no-preload", "-H", "h0,h1", script)
-    job.wait_for_lines(2)
-    agent = remote.wait_for_process(0, "phalanx-agent")
+    job = remote.start("-q", "--no-preload", "-H", ALL, remote.script(CALLER))
+    job.wait_for_lines(FAN + 3)
+    host = FAN if "that another" in victim else 0
+    agent = remote.wait_for_process(host, "phalanx-agent")
     if victim == "launcher":
         os.kill(agent, signal.SIGSTOP)
         job.process.send_signal(signal.SIGKILL)
@@ -71,7 +95,7 @@ def test_nothing_is_left_on_any_host(remote: RemoteLauncher, victim: str) -> Non
     else:
         os.kill(agent, signal.SIGKILL)
         assert job.finish() == 1
-        assert "rank 0 of 2 failed: host h0 is lost" in job.err, job.said()
+        assert f"rank {host} of {FAN + 3} failed: host h{host} is lost" in job.err, job.said()
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ from phalanx.launch.protocol import (
     Start,
     Started,
     StopAt,
+    Unstarted,
     WantsInput,
     decode_order,
 )
@@ -143,6 +144,7 @@ class Agent:
         self.feed = -1  # the writing end of the standard input of the rank that reads
         self.unwritten = b""  # the input that its pipe has not taken yet; the selector waits for room
         self.oom_kills = 0
+        self.logins: dict[int, int] = {}  # hosts whose agents programs of this one start (``starters/tree.py``), by pid
         self.asked = 0  # the signal by which somebody but the supervisor has asked this process to end
         self.asked_to_stop = False  # whether the first one had the ranks stop in step
         self.selector = selectors.DefaultSelector()
@@ -618,6 +620,8 @@ class Agent:
             os.waitpid(info.si_pid, 0)
             if part is not None:
                 self._on_exit(part, status, at)
+            elif (number := self.logins.pop(info.si_pid, None)) is not None and status:
+                self.say(Unstarted(agent=number))
         if parts and not self.ranks:
             self._kill_everything()
             self.say(Over())
@@ -675,8 +679,8 @@ class Agent:
                     self.say(Reported(rank=rank.plan.rank, report=report))
 
     def _kill_everything(self) -> None:
-        """Kill and reap every descendant, however many processes lie between, and forget the attempt."""
-        processes.end_descendants()
+        """Kill and reap every descendant but logins, however many processes lie between, and forget the attempt."""
+        processes.end_descendants(but=self.logins)
         for part in list(self.ranks):
             rank = self.ranks.pop(part)
             self._drain(rank)

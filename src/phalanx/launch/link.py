@@ -79,6 +79,13 @@ class Link:
         sock.setblocking(False)
         self._socket = sock
         self._session = session
+        #: The other side's address; empty of a socket pair. A connection may be cut as soon as it is there.
+        self.peer = ""
+        if session is not None:
+            try:
+                self.peer = str(sock.getpeername()[0])
+            except OSError:
+                self.peer = "?"
         self._tag_bytes = TAG_BYTES if session is not None else 0
         self._in = bytearray(received)
         self._out = bytearray()
@@ -87,11 +94,6 @@ class Link:
     def fileno(self) -> int:
         """Return the descriptor, for a selector."""
         return self._socket.fileno()
-
-    @property
-    def peer(self) -> str:
-        """Return the other side's address; empty of a socket pair."""
-        return str(self._socket.getpeername()[0]) if self._session is not None else ""
 
     @property
     def waiting(self) -> int:

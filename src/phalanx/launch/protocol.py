@@ -63,6 +63,7 @@ __all__ = [
     "Started",
     "StopAt",
     "Tell",
+    "Unstarted",
     "Waits",
     "WantsInput",
     "decode_event",
@@ -291,6 +292,12 @@ class Owns(Event):
     number: int
 
 
+class Unstarted(Event):
+    """This agent could not start that of another host."""
+
+    agent: int
+
+
 class WantsInput(Event):
     """The rank that reads takes the next block."""
 
@@ -326,6 +333,7 @@ EVENTS = (
     | Examined
     | Looked
     | Owns
+    | Unstarted
     | WantsInput
     | Refused
     | Asked

@@ -75,6 +75,7 @@ from phalanx.launch.protocol import (
     SignalOrder,
     Start,
     Started,
+    Unstarted,
     Waits,
     WantsInput,
     decode_event,
@@ -517,6 +518,8 @@ class Supervisor:
                 if not self.is_failing():
                     self.stop.hear(agent, event)
                     self.description.note_stops()
+            case Unstarted():
+                self.starter.start_after_all(self.agents[event.agent])
             case Refused():
                 self.refuse(Refusal(event.text, event.code))
             case Overdue():

@@ -30,6 +30,9 @@ class Starter(ABC):
             Refusal: they cannot be started.
         """
 
+    def start_after_all(self, agent: AgentState) -> None:  # noqa: B027 - optional
+        """Start an agent that another one could not start."""
+
     def due_at(self) -> float | None:
         """Return when :meth:`act` has something to do; None for never."""
         return None

@@ -19,6 +19,7 @@ from phalanx.launch.link import join
 from phalanx.launch.protocol import Here
 from phalanx.launch.rank.start import RankStart
 from phalanx.launch.starters.invitation import OTHER_VERSION, UNREACHABLE, Invitation
+from phalanx.launch.starters.tree import start_others
 from phalanx.system import processes
 from phalanx.system.host import machine_name, this_host
 from phalanx.system.interfaces import chosen_interface
@@ -58,6 +59,7 @@ def be_agent(invitation: Invitation) -> RankStart:
         )
     agent = Agent(link, file_limit, invitation.name)
     agent.say(look_around(invitation))
+    start_others(agent, invitation)
     return agent.run()
 
 

@@ -1,6 +1,7 @@
 """The agents of other hosts: ssh, or a program of the user's, starts one on each.
 
-The hosts are compared, and the ranks placed, before any user code runs.
+With many hosts, those that have come start others (``tree.py``). All are compared, and the ranks placed, before any
+user code runs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from phalanx import settings
 from phalanx.launch.job.binding import cores_per_rank
+from phalanx.launch.job.hosts import is_here
 from phalanx.launch.job.target import Refusal
 from phalanx.launch.output.failure import signal_name
 from phalanx.launch.protocol import Here
@@ -20,6 +22,7 @@ from phalanx.launch.roster import AgentState
 from phalanx.launch.starters.invitation import OTHER_VERSION, UNREACHABLE, Invitation, carried_variables
 from phalanx.launch.starters.joining import JoiningStarter, Program
 from phalanx.launch.starters.ssh import command_for
+from phalanx.launch.starters.tree import starting_host
 from phalanx.topology.device_files import device_of_rank
 from phalanx.topology.table import RankRow
 from phalanx.words import format_count, format_list
@@ -49,38 +52,54 @@ class HostsStarter(JoiningStarter):
             count = host.slots or 1
             self.agents.append(AgentState(number, host.name, supervisor.ranks[first : first + count]))
             first += count
+        # Those that are not started from here.
+        self._others = [
+            (agent.number, agent.name, len(agent.ranks))
+            for agent in self.agents
+            if starting_host(agent.number) is not None and not self.job.starter and not is_here(agent.name)
+        ]
         self._failures: dict[int, str] = {}
         self._refuse_at: float | None = None
 
     def begin(self) -> None:
-        """Start the agents. All of them at once: most of a login is waiting."""
-        job = self.job
-        environment = carried_variables(os.environ, job.named)
+        """Start the agents, but for those that others start. All at once: most of a login is waiting."""
+        others = {number for number, _, _ in self._others}
         for agent in self.agents:
-            invitation = Invitation(
-                version=settings.VERSION,
-                environment=environment,
-                directory=os.getcwd(),
-                door=self.invitation,
-                host=agent.number,
-                name=agent.name,
-                python=job.target.is_python,
-                path=job.target.path,
-                ranks=len(agent.ranks),
-                interface=job.interface,
-                bind=job.bind,
-                device=job.device,
-            )
-            given = os.memfd_create("phalanx-invitation")
-            os.pwrite(given, invitation.line(), 0)
-            command = command_for(agent.name, job.starter)
+            if agent.number not in others:
+                self._start(agent)
+
+    def start_after_all(self, agent: AgentState) -> None:
+        if agent.here is None and not self.supervisor.over:
             try:
-                self.run_program(Program(command, stdin=given), agent)
-            except OSError as error:
-                text = f"phalanx: {agent.name}: {command[0]} cannot be started: {error.strerror}"
-                raise Refusal(text, 126) from error
-            finally:
-                os.close(given)
+                self._start(agent)
+            except Refusal as refusal:
+                self.supervisor.refuse(refusal)
+
+    def _start(self, agent: AgentState) -> None:
+        job = self.job
+        invitation = Invitation(
+            version=settings.VERSION,
+            environment=carried_variables(os.environ, job.named),
+            directory=os.getcwd(),
+            door=self.invitation,
+            host=agent.number,
+            name=agent.name,
+            python=job.target.is_python,
+            path=job.target.path,
+            ranks=len(agent.ranks),
+            interface=job.interface,
+            bind=job.bind,
+            device=job.device,
+            others=self._others,
+        )
+        command, given = command_for(agent.name, job.starter), invitation.as_file()
+        try:
+            self.run_program(Program(command, stdin=given), agent)
+        except OSError as error:
+            text = f"phalanx: {agent.name}: {command[0]} cannot be started: {error.strerror}"
+            raise Refusal(text, 126) from error
+        finally:
+            os.close(given)
 
     def on_program_end(self, program: Program, agent: AgentState | None) -> None:
         if agent is not None and agent.here is None and program.code:

@@ -6,8 +6,9 @@ So no command line shows it.
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from phalanx import settings
@@ -46,6 +47,7 @@ class Invitation:
         ranks: how many ranks the host gets.
         interface: the network interface that the user chose; empty for none.
         device: the device on which the user wants the ranks to compute; None for none in particular.
+        others: the hosts whose agents are started by those of others (``tree.py``): number, name, how many ranks.
     """
 
     version: str
@@ -60,10 +62,13 @@ class Invitation:
     interface: str
     bind: Bind
     device: str | None
+    others: Sequence[tuple[int, str, int]] = ()
 
-    def line(self) -> bytes:
-        """Write it as it is sent: one line."""
-        return json.dumps(asdict(self)).encode() + b"\n"
+    def as_file(self) -> int:
+        """Write it, as one line, to a file without a name: the standard input of the program. The caller closes it."""
+        file = os.memfd_create("phalanx-invitation")
+        os.pwrite(file, json.dumps(asdict(self)).encode() + b"\n", 0)
+        return file
 
 
 def carried_variables(user: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:
