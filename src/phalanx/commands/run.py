@@ -31,7 +31,7 @@ from phalanx.launch.job.job import Job, make_job
 from phalanx.launch.job.memory import Mode
 from phalanx.launch.job.nodes import read_nodes
 from phalanx.launch.job.options import COUNTED_HERE, Attempt, Diagnosis, LaunchOptions, count_ranks, decide_output
-from phalanx.launch.job.platforms import find_platform
+from phalanx.launch.job.platforms import PlatformNodes, find_platform
 from phalanx.launch.job.spellings import translate
 from phalanx.launch.job.stop_options import read_stop_signals
 from phalanx.launch.job.target import find_target
@@ -327,7 +327,7 @@ def _read_options(ctx: click.Context, given: Mapping[str, Any], notes: list[str]
         how = "say how many ranks each host takes: -H h1:4,h2:4, or --ppn 4"
         raise LaunchError(f"-n {given['ranks']}: counts what this host has; {how}")
     elsewhere = bool(read["hosts"] or read["starter"] or given["mpi"] or given["rehearse"])
-    platform = None if elsewhere else find_platform(os.environ)
+    platform = _find_platform(notes, elsewhere=elsewhere, counted=given["nnodes"] is not None)
     named = ("nnodes", "node_rank", "master_addr", "master_port", "join_within_s", "rejoin_within_s")
     nodes = read_nodes(**{name: given[name] for name in named}, platform=platform)
     if nodes is not None:
@@ -359,6 +359,21 @@ def _read_options(ctx: click.Context, given: Mapping[str, Any], notes: list[str]
         given["strict"],
     )
     return LaunchOptions(**read)
+
+
+def _find_platform(notes: list[str], *, elsewhere: bool, counted: bool) -> PlatformNodes | None:
+    """Find the platform that starts this command on every node; note that it is ignored if options say otherwise."""
+    try:
+        platform = find_platform(os.environ)
+    except LaunchError:
+        if elsewhere or counted:
+            return None
+        raise
+    if platform is not None and elsewhere:
+        said = ", ".join(f"{name}={os.environ[name]}" for name in platform.variables)
+        why = "because -H, --starter, --mpi or --rehearse say where ranks run"
+        notes.append(f"{said}: ignored ({platform.title}), {why}")
+    return None if elsewhere else platform
 
 
 def _is_given(ctx: click.Context, name: str) -> bool:
