@@ -76,7 +76,9 @@ def test_line_of_a_rank_that_does_not_come_is_told(way: Callable[[Member], None]
             rf"rank 2 of the group \(pid \d+ on \S+\), which is at (\S+) \({re.escape(__file__)}:(\d+)\),", text
         )
         assert place is not None, text
-        assert place[1] in ("all_told", "<genexpr>") or (place[1] == way.__name__ and 0 < int(place[2]) - first < 8), text
+        assert place[1] in ("all_told", "<genexpr>") or (place[1] == way.__name__ and 0 < int(place[2]) - first < 8), (
+            text
+        )
 
 
 @pytest.mark.parametrize("hosts", [1, 2])

@@ -18,7 +18,7 @@ from phalanx.launch.job.options import LaunchOptions
 from phalanx.launch.job.stop_options import read_stop_signals, slurm_end_time
 from phalanx.launch.job.target import Target
 from phalanx.launch.protocol import AskedToStop, CallsShouldStop, Held, Hold, StopAt
-from phalanx.launch.stop_in_step import GENTLY, HostStop, StopInStep
+from phalanx.launch.stop_in_step import GENTLY, LAUNCHER, HostStop, StopInStep
 from phalanx.training.should_stop import _LaunchedStopper, stopper_of
 
 
@@ -96,9 +96,39 @@ def test_second_signal_of_the_launcher_ends_the_job() -> None:
     launch = Launch()
     launch.use()
     launch.stop.hear(launch.agents[0], AskedToStop(signal=signal.SIGTERM, where="rank 0"))
-    assert launch.stop.ask_by_signal(signal.SIGTERM)
-    assert not launch.stop.ask_by_signal(signal.SIGTERM)
+    assert launch.stop.ask_by_signal(signal.SIGTERM, source=LAUNCHER)
+    assert not launch.stop.ask_by_signal(signal.SIGTERM, source=LAUNCHER)
     assert launch.stop.why == "SIGTERM at rank 0"
+
+
+def test_signal_of_every_node_is_one_request() -> None:
+    """As a scheduler sends it; the second one of a node ends the job."""
+    launch = Launch()
+    launch.use()
+    assert launch.stop.ask_by_signal(signal.SIGTERM, source=LAUNCHER)
+    assert launch.stop.ask_by_signal(signal.SIGTERM, "node 1", source=1)
+    assert launch.stop.ask_by_signal(signal.SIGTERM, "node 2", source=2)
+    assert not launch.stop.ask_by_signal(signal.SIGTERM, "node 1", source=1)
+
+
+def test_job_goes_on_after_a_stop_only_if_all_who_asked_were_nodes_that_leave() -> None:
+    launch = Launch()
+    launch.use()
+    for node in (1, 2):
+        launch.stop.ask_by_signal(signal.SIGTERM, f"node {node}", source=node, for_node=True)
+    assert launch.stop.for_node
+    launch.stop.ask_by_signal(GENTLY)
+    assert not launch.stop.for_node
+
+
+def test_later_request_shortens_the_time_to_end() -> None:
+    launch = Launch()
+    launch.use()
+    launch.stop.ask_by_signal(GENTLY)
+    launch.stop.ask_by_signal(signal.SIGTERM)
+    launch.answer([4, 0])
+    assert launch.stop.act(time.monotonic() + 29.0) is None
+    assert launch.stop.act(time.monotonic() + 31.0) == signal.SIGKILL
 
 
 def test_ranks_that_do_not_end_are_killed_after_the_grace_and_named() -> None:

@@ -1,8 +1,8 @@
 """Start a job, and start it again after a failure (``--restarts``): one attempt after the other.
 
 An attempt shares nothing with those before: its pipes, report files and trace are new, its store is another process at
-another port, and its ranks have another key. On one host the agent stays, so torch is imported once for all attempts.
-On several hosts and with an MPI launcher every attempt starts its agents anew.
+another port, and its ranks have another key. On one host, and on nodes that start the command themselves, the
+agents stay, so torch is imported once for all attempts. Elsewhere every attempt starts its agents anew.
 
 A signal is handled by the supervisor of one attempt or by that of the next, which takes over what has come: no attempt
 starts after Ctrl-C.
@@ -70,7 +70,7 @@ def launch(job: Job, hand_over: HandOver | None = None) -> RankStart | int:
         from phalanx.launch.starters.nodes import Gathering, join_nodes
 
         try:
-            joined = join_nodes(job, job.nodes)
+            joined = join_nodes(job, job.nodes, file_limit)
             if not isinstance(joined, Gathering):
                 return joined
             job, standing = joined.gather(job, job.nodes.join_within_s), joined
@@ -110,8 +110,13 @@ def _open(job: Job, standing: Standing, strangers: list[int], before: Supervisor
     from phalanx.system.interfaces import listening_address
     from phalanx.wire.sockets import listen
 
-    logs = LogFiles(job)
-    listener = listen(listening_address(job.addresses), 0)
+    try:
+        logs = LogFiles(job)
+        listener = listen(listening_address(job.addresses), 0)
+    except (LaunchError, OSError) as error:
+        if standing is not None and not isinstance(standing, LocalAgent):
+            standing.dismiss(2, str(error))
+        raise
 
     def starter(supervisor: Supervisor) -> Starter:
         # A job has one of them, and each brings modules that the others do not need.
@@ -146,7 +151,7 @@ def _open_next(before: Supervisor, standing: Standing, strangers: list[int]) -> 
     before.looks.close()
     if job.nodes is not None and standing is not None and not isinstance(standing, LocalAgent):
         standing.lose(before.agents)
-        job = standing.gather(job, job.nodes.rejoin_within_s)
+        job = standing.gather(job, job.nodes.rejoin_within_s, before.signals)
     try:
         after = _open(job, standing, strangers, before)
     except OSError as error:

@@ -18,6 +18,7 @@ a second signal to the launcher acts as in any job. ``training/should_stop.py`` 
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -35,13 +36,15 @@ if TYPE_CHECKING:
     from phalanx.launch.output.failure import RankState
     from phalanx.launch.roster import AgentState
 
-__all__ = ["GENTLY", "HostStop", "StopInStep"]
+__all__ = ["GENTLY", "LAUNCHER", "HostStop", "StopInStep"]
 
 #: The signal of ``phalanx stop --gently``, which the launcher alone handles.
 GENTLY = signal.SIGRTMAX - 5
 
 _SETTLE_S = 0.002  # until what one core has written is what another one reads: far more than it ever takes
 _NAMED_AFTER_S = 30.0
+#: The launcher as a source of signals, beside the numbers of nodes.
+LAUNCHER = -1
 _CANNOT = "no rank has called world.should_stop()"
 
 
@@ -109,6 +112,7 @@ class StopInStep:
     Attributes:
         used: whether a rank has called ``should_stop``.
         why: who has asked for a stop; empty if nobody has.
+        for_node: whether all who asked want one node to leave, and the job to go on.
         due_at: when to :meth:`act` next; None for never.
     """
 
@@ -121,9 +125,11 @@ class StopInStep:
     ) -> None:
         self._job, self._agents, self._send, self._say = job, agents, send, say
         self.why = ""
-        self.used = self._signalled = self._killed = False
+        self.for_node = True
+        self.used = self._killed = False
+        self._signalled: set[int] = set()  # the launcher and nodes that have been signalled
         self._at = 0  # the agreed call
-        self._grace_s: float | None = None
+        self._grace_s, self._kill_at = 0.0, math.inf
         self._awaited: set[int] | None = None  # the agents that are to say their calls; None if nobody is asked
         self._calls: dict[int, int] = {}
         # Each: when, and what is done then.
@@ -143,41 +149,51 @@ class StopInStep:
 
     # Requests.
 
-    def ask(self, why: str, grace_s: float | None = None) -> bool:
-        """Have all ranks stop; return whether they can. A request after the first changes nothing.
+    def ask(self, why: str, grace_s: float | None = None, *, for_node: bool = False) -> bool:
+        """Have all ranks stop; return whether they can. A later request gives them no more time.
 
         Args:
             why: who asks.
             grace_s: how long ranks may take, unless the user has said it; None for as long as they want.
+            for_node: as the attribute.
         """
         if not self.used:
             return False
-        if not self.why:
-            self.why = why
-            self._grace_s = self._job.grace_s if self._job.grace_s is not None else grace_s
-            if self._grace_s is not None:
-                self._timers = [(time.monotonic() + self._grace_s, self._kill)]
-            else:
-                self._timers = [(time.monotonic() + _NAMED_AFTER_S, self._hold)]
+        now, grace_s = time.monotonic(), self._job.grace_s if self._job.grace_s is not None else grace_s
+        first, self.why, self.for_node = not self.why, self.why or why, self.for_node and for_node
+        if grace_s is not None and now + grace_s < self._kill_at:
+            self._kill_at, self._grace_s = now + grace_s, grace_s
+            self._timers = [(self._kill_at, self._kill)]
+        elif first:
+            self._timers = [(now + _NAMED_AFTER_S, self._hold)]
+        if first:
             self._hold()
         return True
 
-    def ask_by_signal(self, signum: int, where: str = "") -> bool:
+    def forbid_restarts(self, why: str) -> None:
+        """Have nothing started again: somebody wants the job to stop, and its ranks are ending already."""
+        self.why, self.for_node = self.why or why, False
+
+    def ask_by_signal(self, signum: int, where: str = "", *, source: int | None = None, for_node: bool = False) -> bool:
         """Have all ranks stop if this signal asks for that; return whether it has been used up by that.
 
         Args:
             signum: the signal.
-            where: which process has got it; empty for the launcher, whose second signal ends the job.
+            where: which process has got it, for people; empty for the launcher.
+            source: the launcher or the node, whose second signal ends the job; None for a rank.
+            for_node: as the attribute.
         """
         if signum == GENTLY:
             if not self.ask("phalanx stop --gently"):
                 self._say(f"phalanx stop --gently: {_CANNOT}; the job goes on")
             return True
-        if signum not in self._job.stop_on or (self._signalled and not where):
+        if signum not in self._job.stop_on or source in self._signalled:
             return False
         grace_s = self._job.patience_s(signum) if signum == signal.SIGTERM else None
-        made = self.ask(f"{signal_name(signum)} at {where}" if where else signal_name(signum), grace_s)
-        self._signalled |= made and not where
+        why = f"{signal_name(signum)} at {where}" if where else signal_name(signum)
+        made = self.ask(why, grace_s, for_node=for_node)
+        if made and source is not None:
+            self._signalled.add(source)
         return made
 
     def _ask_by_clock(self, why: str, grace_s: float | None) -> int | None:
@@ -216,7 +232,8 @@ class StopInStep:
         if self._at:
             self._name_late()
             return
-        self._at = max(self._calls.values(), default=0) + 1
+        ended = [rank.calls for each in self._agents for rank in each.ranks]
+        self._at = max([*self._calls.values(), *ended], default=0) + 1
         for each in self._agents:
             self._send(each, StopAt(call=self._at))
 
@@ -261,9 +278,13 @@ class StopInStep:
         were = "it was" if len(killed) == 1 else "they were"
         return f"{text}; after {self._grace_s:g} s {were} killed (--grace)\n", 128 + signal.SIGTERM
 
+    def was_reached(self, ranks: Sequence[RankState]) -> bool:
+        """Tell whether a rank has stopped at the agreed call."""
+        return bool(self._at) and any(rank.calls >= self._at for rank in ranks)
+
     def conclude(self, ranks: Sequence[RankState]) -> int:
         """Say, after all ranks ended well, at which step they stopped; return the launcher's exit code."""
-        if not self._at or all(rank.calls < self._at for rank in ranks):
+        if not self.was_reached(ranks):
             return 0  # the job came to its end by itself
         said = max((rank.recording.step for rank in ranks if rank.recording is not None), default=-1)
         self._say(f"stopped after step {said if said >= 0 else self._at} on request ({self.why})")

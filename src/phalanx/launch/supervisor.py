@@ -85,7 +85,7 @@ from phalanx.launch.running.jobs import Description
 from phalanx.launch.running.server import LookServer
 from phalanx.launch.services import Input, StoreOnDemand
 from phalanx.launch.starters.contract import Starter
-from phalanx.launch.stop_in_step import GENTLY, StopInStep
+from phalanx.launch.stop_in_step import GENTLY, LAUNCHER, StopInStep
 from phalanx.system import processes
 from phalanx.system.files import own_folder
 from phalanx.topology.table import RankRow, format_rank_table
@@ -178,7 +178,6 @@ class Supervisor:
         self.agent_of = {number: agent for agent in self.agents for number in agent.numbers}
         self.hangs = HangWatch(job, self.agents, lambda: self.rows, self.send, self.console.say)
         self.stop = StopInStep(job, self.agents, self.send, self.console.say)
-        self.saves_for_node = False  # whether the ranks stop because a node leaves, and are to go on without it
         self.looks = LookServer(job.run_id, self.selector, self.agents, self.send)
         self.reader = job.reader or 0
         self.input = Input(self.selector, lambda data: self.links.feed(self.agent_of[self.reader], self.reader, data))
@@ -253,16 +252,19 @@ class Supervisor:
             {rank.number: rank.recording for rank in self.ranks if rank.recording is not None}, self._hosts()
         )
         ended = self._explained()
-        leaving = [agent for agent in self.agents if agent.leaving is not None]
-        may_go_on = not self.job.attempt.is_last and (bool(leaving) or failed(ended, self.console))
-        goes_on = may_go_on and (self.saves_for_node or not self.stop.why)
+        leaving = [agent.title for agent in self.agents if agent.leaving is not None]
+        if self.stop.why and not self.stop.was_reached(self.ranks):
+            leaving = []  # the ranks came to their end before
+        has_failed = failed(ended, self.console)
+        may_go_on = not self.job.attempt.is_last and (bool(leaving) or has_failed)
+        goes_on = may_go_on and (not self.stop.why or self.stop.for_node)
         self._dismiss(stays=goes_on and self.job.keeps_agents)
         if goes_on and self.interrupted is None:
-            if leaving:
-                nodes = ", ".join(agent.title for agent in leaving)
-                self.console.say(f"{nodes} leaves; {self.job.attempt.next().title} starts once another has come")
-            else:
+            if has_failed:
                 conclude_attempt(ended, self.console)
+            if leaving:
+                after = f"{self.job.attempt.next().title} starts once another has come"
+                self.console.say(f"{' and '.join(leaving)} {'leaves' if len(leaving) == 1 else 'leave'}; {after}")
             self._act_on_signals()  # one may have come while that was written
             if self.interrupted is None:
                 return None
@@ -615,8 +617,9 @@ class Supervisor:
         while self.signals:
             signum = self.signals.pop(0)
             if signum == GENTLY and self.is_failing():
-                continue  # the job ends in any case
-            if not self.is_failing() and self.stop.ask_by_signal(signum):
+                self.stop.forbid_restarts("phalanx stop --gently")  # the ranks are ending already
+                continue
+            if not self.is_failing() and self.stop.ask_by_signal(signum, source=LAUNCHER):
                 continue
             if signum in _ENDING:
                 self._on_interrupt(signum)
@@ -646,15 +649,17 @@ class Supervisor:
 
     def _on_asked(self, agent: AgentState, signum: int) -> None:
         """Act on a signal that has come to another node. A platform that takes one away may bring another."""
-        self.console.say(f"node {agent.number} ({agent.name}) was asked to end by {signal_name(signum)}")
-        if self.job.attempt.is_last or signum != signal.SIGTERM or self.interrupted is not None or not self.going:
-            if self.stop.why or not self.stop.ask_by_signal(signum, f"node {agent.number}"):
-                self._on_interrupt(signum)
-        elif agent.leaving is None:
+        where = f"node {agent.number} ({agent.name})"
+        self.console.say(f"{where} was asked to end by {signal_name(signum)}")
+        alone = signum == signal.SIGTERM and not self.job.attempt.is_last and self.interrupted is None and self.going
+        again = agent.leaving is not None
+        if alone:
             agent.leaving = 128 + signum
-            self.saves_for_node = not self.stop.why
-            if not self.stop.ask_by_signal(signum, f"node {agent.number}"):
-                self._order(signum, grace_s=self.job.patience_s(signum))
+        stops = not self.is_failing() and self.stop.ask_by_signal(signum, where, source=agent.number, for_node=alone)
+        if not stops and not alone:
+            self._on_interrupt(signum)
+        elif not stops and not again and not self.ending:
+            self._order(signum, grace_s=self.job.patience_s(signum))
 
     def _order(self, signum: int, spare: Sequence[int] = (), grace_s: float | None = None) -> None:
         """Have the ranks ended."""

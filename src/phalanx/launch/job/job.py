@@ -324,6 +324,8 @@ def _check_hosts(options: LaunchOptions, here: Sequence[str], *, elsewhere: bool
         raise LaunchError("--starter and --mpi both start processes on other hosts; give one of them")
     if options.starter and not options.hosts:
         raise LaunchError("--starter needs the hosts on which it is to start ranks: -H h1:4,h2:4")
+    if options.addresses and options.nodes is not None:
+        raise LaunchError("--address is for ranks that phalanx run starts on other hosts; nodes dial --master-addr")
     if options.addresses and not elsewhere:
         raise LaunchError("--address is for ranks on other hosts, and there are none; leave it out")
     if len(here) > 1:

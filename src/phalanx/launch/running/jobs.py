@@ -113,7 +113,7 @@ class Description:
         """Describe the ranks, once they have been started, or started anew."""
         where = [self._job.host] * len(hosts) if self._is_local else hosts  # rehearsed hosts are this one
         ranks = tuple(RankProcess(rank, pid, where[rank]) for rank, pid in enumerate(pids))
-        self._job = msgspec.structs.replace(self._job, processes=ranks)
+        self._job = msgspec.structs.replace(self._job, processes=ranks, stops=False)
         self._write()
 
     def note_stops(self) -> None:

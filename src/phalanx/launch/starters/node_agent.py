@@ -1,4 +1,4 @@
-"""The agent of a node on which a platform, or a person, has started ``phalanx run`` itself.
+"""Join node 0, and be the agent of this node's ranks: the command was started here, by a platform or by hand.
 
 It dials node 0 until that answers. Then it is an agent like any other, with three differences: it prints its ranks'
 lines here as well, because each pod has a log of its own; it ends with the job's exit code; and if node 0 is lost
@@ -8,7 +8,6 @@ although the job may start again, it begins anew, because a platform may replace
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import sys
 import time
@@ -27,7 +26,7 @@ from phalanx.launch.link import OUT, Link, dial_address
 from phalanx.launch.output.failure import signal_name
 from phalanx.launch.output.logs import Console, Sink, make_prefixes
 from phalanx.launch.output.streams import RankStream
-from phalanx.launch.protocol import ORDERS, Asked, Leave, Start, Tell
+from phalanx.launch.protocol import ORDERS, Asked, EndOrder, Leave, Start, Tell
 from phalanx.launch.rank.start import RankStart
 from phalanx.launch.starters.host_agent import look_around
 from phalanx.launch.starters.invitation import Invitation
@@ -38,11 +37,13 @@ from phalanx.wire.key import Key, job_key
 from phalanx.wire.proof import NoProof, WrongKey
 from phalanx.words import tell
 
-__all__ = ["be_agent", "ended_by_signals", "node_key"]
+__all__ = ["ENDING", "be_agent", "ended_by_signals", "node_key"]
 
 # After so long without node 0 the reason is said for the first time, and then once in so long again.
 _SAID_S, _SAID_AGAIN_S = 4.0, 30.0
 _DIAL_S, _PAUSE_S = 4.0, 0.3
+#: The signals that end a job.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def node_key() -> Key:
@@ -67,9 +68,11 @@ def ended_by_signals() -> Iterator[None]:
     """
 
     def on_signal(signum: int, _frame: FrameType | None) -> NoReturn:
-        raise Refusal(f"{signal_name(signum)}: nothing had been started", 128 + signum)
+        raise Refusal(f"{signal_name(signum)} came while nodes were waited for", 128 + signum)
 
-    before = {signum: signal.signal(signum, on_signal) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    # One that was ignored stays ignored, as SIGHUP under nohup.
+    heard = [signum for signum in ENDING if signal.getsignal(signum) is not signal.SIG_IGN]
+    before = {signum: signal.signal(signum, on_signal) for signum in heard}
     try:
         yield
     finally:
@@ -77,12 +80,13 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def be_agent(job: Job, nodes: Nodes, *, prints: bool = True) -> RankStart:
+def be_agent(job: Job, nodes: Nodes, file_limit: tuple[int, int], *, prints: bool = True) -> RankStart:
     """Join node 0, and be the agent of this node's ranks.
 
     Args:
         job: the job as this node knows it; ``job.ranks`` is how many it takes.
         nodes: the nodes.
+        file_limit: the limits on open files that the ranks get.
         prints: whether the ranks' lines are printed here, as they are not beside the supervisor.
 
     Returns:
@@ -93,9 +97,10 @@ def be_agent(job: Job, nodes: Nodes, *, prints: bool = True) -> RankStart:
     """
     processes.set_name("phalanx-agent")
     processes.adopt_orphans()
-    file_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # After the loss of a node 0 another one may be long in coming.
+    patience_s = max(nodes.join_within_s, nodes.rejoin_within_s if job.attempt.restarts else 0.0)
     with ended_by_signals():
-        link = _dial(nodes, node_key())
+        link = _dial(nodes, node_key(), patience_s)
     if not prints:
         # From now on it sees the supervisor's end as the end of the link, unless it has been stopped.
         processes.die_with_parent(os.getppid(), signal.SIGCONT)
@@ -104,7 +109,7 @@ def be_agent(job: Job, nodes: Nodes, *, prints: bool = True) -> RankStart:
     return agent.run()
 
 
-def _dial(nodes: Nodes, key: Key) -> Link:
+def _dial(nodes: Nodes, key: Key, patience_s: float) -> Link:
     """Dial node 0 until it answers, and say why it does not."""
     began = time.monotonic()
     say_at = began + _SAID_S
@@ -124,9 +129,9 @@ def _dial(nodes: Nodes, key: Key) -> Link:
         except OSError as error:
             why = error.strerror or str(error)
         now = time.monotonic()
-        if now - began >= nodes.join_within_s:
+        if now - began >= patience_s:
             raise Refusal(
-                f"node 0 did not answer at {nodes.where} within {nodes.join_within_s:g} s (--join-within): {why}. Is "
+                f"node 0 did not answer at {nodes.where} within {patience_s:g} s (--join-within): {why}. Is "
                 "the same command running there, and does --master-addr name that node?",
                 1,
             )
@@ -154,6 +159,9 @@ class NodeAgent(Agent):
         for sink in (self.console.out, self.console.err):
             sink.terminal = False  # no line is drawn again: this process waits for the ranks, not for a clock
             sink.meanwhile = self._give_up_printing
+        for signum in ENDING:
+            if self.handlers[signum] is signal.SIG_IGN:
+                signal.signal(signum, signal.SIG_IGN)  # as SIGHUP under nohup
         self.streams: dict[int, tuple[RankStream, RankStream]] = {}  # by rank
 
     def introduce(self) -> None:
@@ -200,6 +208,13 @@ class NodeAgent(Agent):
         self.say(Asked(signal=self.asked))
         self.asked = 0
 
+    def _while_importing(self, signum: int, frame: object) -> None:
+        """Take what comes. An end of the ranks waits for the import: the next attempt needs this process."""
+        self._read_orders()
+        for order in list(self.orders):
+            if isinstance(order, Leave):
+                self._obey(order)
+
     def on_lost(self) -> None:
         """End, or wait for another node 0 if the job may start again."""
         if not self.prints or not self.job.attempt.restarts or not self.nodes.rejoin_within_s:
@@ -215,7 +230,7 @@ class NodeAgent(Agent):
         if self.prints:
             size = int(order.ranks[0].environment["WORLD_SIZE"])
             prefixes = make_prefixes(size, color=self.console.out.color) if self.job.prefix else [b""] * size
-            for number in (plan.rank for plan in order.ranks):
+            for number in filter(self.job.output.shows, (plan.rank for plan in order.ranks)):
                 self.streams[number] = (
                     RankStream("stdout", self.console, self.console.out, prefixes[number], True, None),
                     RankStream("stderr", self.console, self.console.err, prefixes[number], True, None),
@@ -235,7 +250,8 @@ class NodeAgent(Agent):
             stream.close()
 
     def _give_up_printing(self) -> None:
-        """Print no more to a reader that has stopped, once somebody wants this process to end."""
-        if self.asked:
+        """Print no more to a reader that has stopped, once somebody wants this process or its ranks to end."""
+        self._read_orders()
+        if self.asked or any(isinstance(order, (EndOrder, Leave)) for order in self.orders):
             self.console.out.closed = self.console.err.closed = True
             self.console.out.deadline = self.console.err.deadline = time.monotonic()

@@ -1,4 +1,4 @@
-"""Node 0's side of a job whose command is started on every node.
+"""Gather the nodes of a job whose command every node starts.
 
 Before each attempt, nodes gather: their agents dial, say who they are, and are told for whom they wait. Only then is it
 known how many ranks there are, and the supervisor is made. The agents stay for all attempts, and so does the listening
@@ -14,6 +14,7 @@ import functools
 import math
 import os
 import selectors
+import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ from phalanx.launch.rank.start import RankStart
 from phalanx.launch.starters.contract import Starter
 from phalanx.launch.starters.hosts import find_differences, place_ranks
 from phalanx.launch.starters.local import fork_process
-from phalanx.launch.starters.node_agent import be_agent, ended_by_signals, node_key
+from phalanx.launch.starters.node_agent import ENDING, be_agent, ended_by_signals, node_key
 from phalanx.system import interfaces, processes
 from phalanx.wire.proof import WrongKey
 from phalanx.wire.sockets import listen
@@ -50,6 +51,7 @@ __all__ = ["Gathering", "NodesStarter", "join_nodes"]
 _SAID_S, _SAID_AGAIN_S = 4.0, 30.0
 # How long a last message may take to leave.
 _LAST_WORDS_S = 2.0
+_LEAVES = "this node was asked to end; the job waits for another"
 
 
 @dataclass(eq=False)
@@ -67,12 +69,13 @@ class Seat:
     later: float
 
 
-def join_nodes(job: Job, nodes: Nodes) -> Gathering | RankStart:
+def join_nodes(job: Job, nodes: Nodes, file_limit: tuple[int, int]) -> Gathering | RankStart:
     """Fork the agent of node 0's ranks, and listen for the others; elsewhere be this node's agent.
 
     Args:
         job: the job as this node knows it; ``job.ranks`` is how many it takes.
         nodes: the nodes.
+        file_limit: the limits on open files that the ranks get.
 
     Returns:
         On node 0 those that gather; in each rank its start.
@@ -82,7 +85,7 @@ def join_nodes(job: Job, nodes: Nodes) -> Gathering | RankStart:
         Refusal: node 0 did not come in time, or does not want this node.
     """
     if not nodes.is_first:
-        return be_agent(job, nodes)
+        return be_agent(job, nodes, file_limit)
     node_key()  # a mistake in it is said before anything is started
     addresses = _own_addresses(nodes)
     try:
@@ -99,7 +102,7 @@ def join_nodes(job: Job, nodes: Nodes) -> Gathering | RankStart:
     def be_own_agent() -> RankStart:
         processes.die_with_parent(supervisor)  # until it has joined
         listener.close()
-        return be_agent(job, own, prints=False)
+        return be_agent(job, own, file_limit, prints=False)
 
     pid = fork_process(be_own_agent)
     if isinstance(pid, RankStart):
@@ -157,6 +160,7 @@ class Gathering:
         self._key = node_key()
         self._selector = selectors.DefaultSelector()
         self._came_at = 0.0
+        self._restarts = False
         self.note = ""
         if self._key.is_open:
             self.note = (
@@ -164,14 +168,16 @@ class Gathering:
                 f"into a file on every node, readable by its owner alone, and set {settings.KEY_FILE} to its path"
             )
 
-    def gather(self, job: Job, patience_s: float) -> Job:
+    def gather(self, job: Job, patience_s: float, came: Sequence[int] = ()) -> Job:
         """Wait for the nodes; return the job with its hosts and ranks.
 
         Args:
             job: the job, or its next attempt.
             patience_s: how long to wait.
+            came: the signals that have come since the attempt before.
 
         Raises:
+            LaunchError: the job has no such rank.
             Refusal: a node did not come, they do not fit together, or somebody has ended the job.
         """
         self._selector = selectors.DefaultSelector()
@@ -180,22 +186,24 @@ class Gathering:
         door = door_at(self._listener.dup(), self._key, self._selector, self._welcome, self._refuse)
         try:
             with ended_by_signals():
-                self._wait(door, patience_s)
+                for signum in [signum for signum in came if signum in ENDING]:
+                    signal.raise_signal(signum)
+                self._wait(door, patience_s, restarts=job.attempt.number > 0)
             self.seats.sort(key=lambda seat: (seat.here.agent < 0, seat.here.agent, seat.here.name))
             heres = [seat.here for seat in self.seats]
             if differences := find_differences([here.name for here in heres], heres, may_share=True):
                 raise Refusal("\nphalanx: ".join(differences), 1)
-        except Refusal as refusal:
-            self.dismiss(refusal.code, str(refusal))
+            hosts = tuple(HostSlots(here.name, here.size) for here in heres)
+            ranks = sum(here.size for here in heres)
+            job.output.check(ranks)
+            if not 0 <= (job.reader or 0) < ranks:
+                raise LaunchError(f"--stdin {job.reader}: is not one of the {format_count(ranks, 'rank')}, from 0 on")
+        except (Refusal, LaunchError) as error:
+            self.dismiss(error.code if isinstance(error, Refusal) else 2, str(error))
             raise
         finally:
             door.close()
             self._selector.close()
-        hosts = tuple(HostSlots(here.name, here.size) for here in heres)
-        ranks = sum(here.size for here in heres)
-        job.output.check(ranks)
-        if not 0 <= (job.reader or 0) < ranks:
-            raise LaunchError(f"--stdin {job.reader}: is not one of the {format_count(ranks, 'rank')}, from 0 on")
         threads = os.environ.get("OMP_NUM_THREADS", "")
         return dataclasses.replace(
             job, hosts=hosts, ranks=ranks, addresses=self.addresses, threads=threads, cpus=(), counted=True
@@ -205,7 +213,7 @@ class Gathering:
         """Forget the nodes that an attempt has lost, or that were asked to end."""
         for seat, agent in zip(list(self.seats), agents, strict=True):
             if agent.leaving is not None:
-                seat.link.send(Leave(code=agent.leaving, why="this node was asked to end; the job waits for another"))
+                seat.link.send(Leave(code=agent.leaving, why=_LEAVES))
                 seat.link.finish(_LAST_WORDS_S)
             if agent.link is None or agent.leaving is not None:
                 self.seats.remove(seat)
@@ -218,8 +226,8 @@ class Gathering:
         self.seats.clear()
         self._listener.close()
 
-    def _wait(self, door: Door, patience_s: float) -> None:
-        nodes, began = self.nodes, time.monotonic()
+    def _wait(self, door: Door, patience_s: float, *, restarts: bool) -> None:
+        nodes, began, self._restarts = self.nodes, time.monotonic(), restarts
         self._came_at, say_at = began, began + (0 if self._came_at else _SAID_S)
         while len(self.seats) < nodes.most:
             now = time.monotonic()
@@ -256,8 +264,10 @@ class Gathering:
 
     def _welcome(self, link: Link) -> None:
         """Wait for the first message of a process that has proven the key: it says which node it is."""
-        if self.nodes.names and link.peer not in self._known_addresses():
-            link.send(Leave(code=1, why=f"{link.peer} is not one of this job's nodes: {', '.join(self.nodes.names)}"))
+        if self._key.is_open and (known := self._known_addresses()) and link.peer not in known:
+            names = ", ".join(self.nodes.names)
+            why = f"{link.peer} is not one of this job's nodes ({names}); {settings.KEY_FILE} lets it prove that it is"
+            link.send(Leave(code=1, why=why))
             link.finish(_LAST_WORDS_S)
             return
         seat = Seat(link, Here(agent=-1, name="", machine="", pid=0), math.inf)
@@ -269,11 +279,12 @@ class Gathering:
             tell(f"{peer} wants to join with another key; {settings.KEY_FILE} is to name the same file on every node")
 
     def _known_addresses(self) -> set[str]:
-        known = {*self.addresses}
-        for name in self.nodes.names:
-            with contextlib.suppress(OSError):
-                known.update(interfaces.resolve(name))
-        return known
+        """Return the addresses of the nodes that the platform lists; none until all of their names resolve."""
+        try:
+            found = {address for name in self.nodes.names for address in interfaces.resolve(name)}
+        except OSError:
+            return set()
+        return found | {*self.addresses} if found else found
 
     def _hear(self, seat: Seat) -> None:
         try:
@@ -287,8 +298,11 @@ class Gathering:
                     seat.here, seat.later = here, time.monotonic() - here.now
                     self._seat(seat)
                 case Asked() as asked:
+                    if self._restarts and asked.signal == signal.SIGTERM:
+                        self._send_away(seat, _LEAVES, 128 + asked.signal)
+                        return
                     name = signal_name(asked.signal)
-                    raise Refusal(f"{name} came to {seat.here.name}: nothing had been started", 128 + asked.signal)
+                    raise Refusal(f"{name} came to {seat.here.name} while nodes were waited for", 128 + asked.signal)
 
     def _seat(self, seat: Seat) -> None:
         number, most = seat.here.agent, self.nodes.most
@@ -301,23 +315,24 @@ class Gathering:
         self.seats.append(seat)
         self._came_at = time.monotonic()
 
-    def _send_away(self, seat: Seat, why: str) -> None:
-        seat.link.send(Leave(code=1, why=why))
+    def _send_away(self, seat: Seat, why: str, code: int = 1) -> None:
+        seat.link.send(Leave(code=code, why=why))
         self._drop(seat)
 
     def _drop(self, seat: Seat) -> None:
-        self._selector.unregister(seat.link)
+        with contextlib.suppress(KeyError, ValueError):  # it was dropped in this very turn
+            self._selector.unregister(seat.link)
         seat.link.finish(_LAST_WORDS_S)
         if seat in self.seats:
             self.seats.remove(seat)
 
 
 class NodesStarter(Starter):
-    """Goes on with the agents that have gathered.
+    """Starts the ranks of nodes that have gathered.
 
     Args:
         supervisor: that of the attempt.
-        gathering: they.
+        gathering: the nodes that have come.
     """
 
     def __init__(self, supervisor: Supervisor, gathering: Gathering) -> None:
@@ -353,10 +368,7 @@ class NodesStarter(Starter):
 
     def farewell(self, code: int, why: str) -> None:
         """See :class:`Starter`."""
-        self._gathering.lose(self.agents)
         self._gathering.dismiss(code, why)
 
     def kill(self) -> None:
-        """Cut the links: agents then end their ranks."""
-        for agent in self.agents:
-            self._supervisor.links.drop(agent)
+        """Do nothing: agents kill their ranks when they are told how the job ended."""
