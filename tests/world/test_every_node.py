@@ -198,6 +198,36 @@ def test_a_signal_on_any_node_ends_the_job_on_all(nodes: Nodes, asked: int) -> N
     assert jobs[0].out.count("saved") == 2
 
 
+TRAINING = """
+    import time, phalanx
+    with phalanx.init() as world:
+        print("up", flush=True)
+        while not world.should_stop():
+            time.sleep(0.02)
+        print("saved", flush=True)
+"""
+
+
+def test_signals_to_all_nodes_stop_their_ranks_in_step(nodes: Nodes) -> None:
+    """As a scheduler sends them; and while torch is imported on them, the job ends with the signal's exit code."""
+    script = nodes.script(TRAINING)
+    jobs = [nodes.start_on(host, *THREE, script, words=["-n", "1", "--node-rank", str(host)]) for host in range(3)]
+    jobs[0].wait_for_lines(3, "up")
+    for host in range(3):
+        os.kill(nodes.launcher_on(host), signal.SIGTERM)
+    assert [job.finish() for job in jobs] == [0, 0, 0], jobs[0].said()
+    assert jobs[0].out.count("saved") == 3
+    assert "on request (SIGTERM" in jobs[0].err
+    slow = nodes.script("import time; time.sleep(600)", "torch.py")
+    words = [["-n", "1", "--node-rank", str(host)] for host in range(2)]
+    jobs = [
+        nodes.start_on(host, *TWO, "-x", f"PYTHONPATH={nodes.folder}", slow, words=words[host]) for host in range(2)
+    ]
+    wait_for(jobs[0], "phalanx run: 2 ranks")
+    os.kill(nodes.launcher_on(0), signal.SIGINT)
+    assert [job.finish() for job in jobs] == [130, 130], jobs[0].said()
+
+
 def test_a_key_file_keeps_nodes_without_it_out(nodes: Nodes) -> None:
     script, key = nodes.script(PLACE), nodes.folder / "key"
     key.touch(0o600)

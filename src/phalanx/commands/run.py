@@ -80,7 +80,7 @@ _HELP = {
         "them. The script goes on from a checkpoint of its own. --log-dir has a folder for each attempt.",
         "--stop-on": "The signals, to phalanx run or a rank, at which world.should_stop() is True on all ranks after "
         "the same step.",
-        "--stop-before": "In Slurm: let it be True so many seconds before the job's time limit, which are the grace.",
+        "--stop-before": "In Slurm: stop in step so many seconds before the time limit; ranks have these seconds.",
         "--max-hours": "Let it be True after so many hours, however often ranks were started again.",
         "--requeue": "In Slurm: queue the job again (scontrol requeue) once all ranks have stopped after the same "
         "step and ended well.",
@@ -239,6 +239,7 @@ def run(target: str, arguments: tuple[str, ...], module: bool, **given: Any) -> 
       phalanx run -n 4 --replace gloo ddp.py  the faster backend for a script that asks for gloo
       phalanx run --rehearse 32x8 train.py    256 ranks, as if on 32 hosts
       phalanx run -H h1:4,h2:4 train.py       eight ranks on two hosts, started by ssh
+      phalanx run -n 4 --nnodes 2 --node-rank 1 --master-addr h0 train.py   on h1, the second of two nodes
       phalanx run -n 4 --mpi mpiexec mpi.py   four ranks that can use MPI
 
     A script joins the others with phalanx.init(), or with torch.distributed.init_process_group(), which needs no
