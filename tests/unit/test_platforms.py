@@ -49,9 +49,6 @@ def test_tasks_of_pbsdsh_read_a_copy_of_the_node_file(tmp_path: Path) -> None:
     "environment",
     [
         pytest.param({}, id="no platform"),
-        pytest.param({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "0"}, id="one pod"),
-        pytest.param({"PET_NNODES": "1:1"}, id="one pod of an elastic job"),
-        pytest.param(recorded("skypilot", SKYPILOT_NUM_NODES="1", SKYPILOT_NODE_IPS="10.0.0.4"), id="one machine"),
         pytest.param(recorded("kubeflow-trainer", TORCHELASTIC_RUN_ID="job"), id="rank of torchrun"),
         pytest.param(recorded("jobset", NNODES=""), id="JobSet whose manifest does not count the pods"),
         pytest.param(
@@ -66,6 +63,14 @@ def test_tasks_of_pbsdsh_read_a_copy_of_the_node_file(tmp_path: Path) -> None:
 )
 def test_command_that_runs_once_is_not_of_a_platform(environment: dict[str, str]) -> None:
     assert find_platform(environment) is None
+
+
+def test_one_node_says_how_many_ranks_it_takes() -> None:
+    pod = find_platform({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "0"})
+    machine = find_platform(recorded("skypilot", SKYPILOT_NUM_NODES="1", SKYPILOT_NODE_IPS="10.0.0.4"))
+    assert pod is not None
+    assert machine is not None
+    assert [(found.nodes, found.ranks) for found in (pod, machine)] == [("1", "4"), ("1", "8")]
 
 
 def test_ranks_that_a_launcher_has_started_are_not_of_a_platform() -> None:

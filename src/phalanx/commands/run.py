@@ -331,14 +331,14 @@ def _read_options(ctx: click.Context, given: Mapping[str, Any], notes: list[str]
     platform = _find_platform(notes, elsewhere=elsewhere, counted=given["nnodes"] is not None)
     named = ("nnodes", "node_rank", "master_addr", "master_port", "join_within_s", "rejoin_within_s")
     nodes = read_nodes(**{name: given[name] for name in named}, platform=platform)
+    if read["ranks"] is None and platform is not None and platform.ranks is not None:
+        read["ranks"] = count_ranks(platform.ranks)
     if nodes is not None:
         if elsewhere:
             raise LaunchError(
                 f"--nnodes {given['nnodes']}: is for a command that every node starts; leave it out, and phalanx run "
                 "starts the ranks of all hosts"
             )
-        if read["ranks"] is None and platform is not None and platform.ranks is not None:
-            read["ranks"] = count_ranks(platform.ranks)
         read["nodes"] = nodes
     elif not elsewhere:
         allocation = find_allocation(os.environ) if given["debugged"] is None else None

@@ -80,7 +80,8 @@ def conclude_attempt(ended: Ended, console: Console) -> None:
     _give(ended.job, -1, format_failure(ended), 1, console, None)
     _say_overdue(ended, console)
     attempt = ended.job.attempt
-    console.say(f"{attempt.title} failed; {attempt.next().title} starts now")
+    when = "now" if ended.job.nodes is None else "when all nodes are there"
+    console.say(f"{attempt.title} failed; {attempt.next().title} starts {when}")
 
 
 def who_is_awaited(ended: Ended, left_s: float) -> str:

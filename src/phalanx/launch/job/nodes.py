@@ -136,7 +136,12 @@ def _read_range(text: str) -> tuple[int, int]:
 
 def _split(master_addr: str) -> tuple[str, int | None]:
     """Part HOST or HOST:PORT; an IPv6 address with a port has brackets."""
-    found = re.fullmatch(r"\[([^\]]+)\](?::(\d+))?|([^:]+):(\d+)|(.+)", master_addr)
-    assert found is not None
-    port = found[2] or found[4]
-    return found[1] or found[3] or found[5], int(port) if port else None
+    host, port = master_addr, None
+    if master_addr.startswith("["):
+        host, _, rest = master_addr[1:].partition("]")
+        port = rest[1:] if rest else None
+    elif master_addr.count(":") == 1:
+        host, _, port = master_addr.partition(":")
+    if not host or (port is not None and not (port.isdecimal() and 0 < int(port) < 1 << 16)):
+        raise LaunchError(f"--master-addr {master_addr}: is not HOST or HOST:PORT, such as h0:29500")
+    return host, int(port) if port is not None else None

@@ -69,13 +69,11 @@ class _Platform:
     def recognises(self, environment: Environment) -> bool:
         return self.when(environment) if self.when else bool(environment.get(self.nodes))
 
-    def read(self, environment: Environment) -> PlatformNodes | None:
-        """Read all facts and compare them; None if there is one node."""
+    def read(self, environment: Environment) -> PlatformNodes:
+        """Read all facts and compare them."""
         names = tuple(self.names(environment))
         nodes = environment.get(self.nodes, str(len(names) or 1)).strip()
         most = _most_nodes(self.nodes, nodes)
-        if most == 1:
-            return None
         if names and len(names) != most:
             raise LauncherEnvironmentError(f"{self.nodes}={nodes}, but {len(names)} nodes are listed: {names}")
         readers = (self.node_rank, self.ranks, self.master_addr, self.master_port)
@@ -96,7 +94,7 @@ class _Platform:
 
 
 def find_platform(environment: Mapping[str, str]) -> PlatformNodes | None:
-    """Find the platform that starts this command on several nodes; None if there is none.
+    """Find the platform that starts this command on every node, be it one; None if there is none.
 
     Raises:
         LaunchError: its variables contradict each other, or are no numbers.
@@ -246,6 +244,8 @@ _PLATFORMS = (
         number("PBS_NODENUM"),
         names=lines_of("PBS_NODEFILE").hosts,
         master_port=_port_by_job("PBS_JOBID"),
-        when=lambda environment: environment.get("PBS_TASKNUM", "1") != "1",
+        when=lambda environment: (
+            environment.get("PBS_TASKNUM", "1") != "1" and len(lines_of("PBS_NODEFILE").hosts(environment)) > 1
+        ),
     ),
 )

@@ -125,7 +125,7 @@ def _dial(nodes: Nodes, key: Key, patience_s: float) -> Link:
         except NoProof:
             why = "what listens there is not phalanx run"
         except NoAnswer:
-            why = "it runs an attempt without this node, or is busy"
+            why = "what listens there is busy, runs an attempt without this node, or is not phalanx run"
         except OSError as error:
             why = error.strerror or str(error)
         now = time.monotonic()

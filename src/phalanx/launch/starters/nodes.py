@@ -357,7 +357,7 @@ class NodesStarter(Starter):
     def describe_lost(self, agent: AgentState, *, silent: bool) -> tuple[str, int]:
         """See :class:`Starter`."""
         why = f"node {agent.number} ({agent.name}) is lost: it has failed, its network has, or phalanx run there ended"
-        return why, 1 if agent.number == 0 else 0
+        return (f"phalanx: {why}\n", 1) if agent.number == 0 else (why, 0)
 
     def give_up(self, agent: AgentState) -> None:
         """See :class:`Starter`."""
