@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -99,5 +99,6 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """Return the object of ``--json``: the worst level, and every finding."""
-    listed = [{**asdict(finding), "level": finding.level.word} for finding in findings]
+    fields = ("host", "subject", "said", "remedy")
+    listed = [{"level": one.level.word, **{name: getattr(one, name) for name in fields}} for one in findings]
     return {"worst": worst(findings).word, "findings": listed}
