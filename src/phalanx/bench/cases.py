@@ -29,7 +29,7 @@ class Case:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is measured, and for how long; every rank gets it as JSON.
+    """The measurements to make, and for how long; every rank gets it as JSON.
 
     Attributes:
         operations, sizes, dtypes: every combination is measured, with every number in ``ranks``.

@@ -239,7 +239,7 @@ def timeline_svg(timeline: Timeline) -> str:
 
 
 def _paths(lane: Lane, timeline: Timeline) -> dict[str, str]:
-    """What is drawn in a rank's lane of each thing that it did."""
+    """A rank's lane, with all that it did, as it is drawn."""
     width = (timeline.end_ns - timeline.begin_ns) / _COLUMNS
     owed = dict.fromkeys(_PARTS, 0.0)
     runs: list[tuple[int, int, str]] = []  # from which column to which it did what

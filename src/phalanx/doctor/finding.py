@@ -13,7 +13,7 @@ from phalanx.words import format_count
 
 
 class Level(IntEnum):
-    """How bad a finding is, in ascending order."""
+    """The severity of a finding, in ascending order."""
 
     OK = 0
     WARNING = 1

@@ -35,7 +35,7 @@ Answer = TypeVar("Answer")
 
 @dataclass
 class Examination:
-    """What was found out about several hosts; ``offsets_s`` is how far each clock is ahead of this host's."""
+    """The findings on several hosts; ``offsets_s`` is how far each clock is ahead of this host's."""
 
     findings: list[Finding] = field(default_factory=list)
     reached: dict[Pair, Reach] = field(default_factory=dict)

@@ -32,7 +32,7 @@ _LENGTH = struct.Struct("!Q")
 
 @dataclass
 class Reach:
-    """How one host reaches another, as the first one sees it; 0 or empty if it is not known.
+    """The way from one host to another, as the first one sees it; 0 or empty if it is not known.
 
     Attributes:
         error: why it does not reach it.

@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def edges(self) -> list[int]:
-        """Where blocks begin, in elements, and where the last ends: at cache lines, as the core cuts."""
+        """Return the bounds of blocks, in elements: at cache lines, as the core cuts."""
         count = self.nbytes // 8
         if self.operation in BLOCKWISE:
             return [rank * (count // self.ranks) for rank in range(self.ranks + 1)]
@@ -100,7 +100,7 @@ class Event(NamedTuple):
 
 
 class TracedRank(NamedTuple):
-    """What a rank gave, what it did, and what it had in the end."""
+    """A rank's input, its steps, and its result."""
 
     given: Kept
     events: list[Event]

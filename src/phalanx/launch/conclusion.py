@@ -34,7 +34,7 @@ HandOver = Callable[[int, str, int], None]
 
 @dataclass(frozen=True)
 class Ended:
-    """What is known of a job that has ended, or is ending."""
+    """The knowledge of a job that has ended, or is ending."""
 
     job: Job
     ranks: Sequence[RankState]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where one rank is, as it reports itself; None for the numbers that its launcher does not give."""
+    """The place of one rank, as it reports itself; None for the numbers that its launcher does not give."""
 
     rank: int
     host: Host

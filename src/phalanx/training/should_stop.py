@@ -79,7 +79,7 @@ class _StopSignals:
     nothing to them.
 
     Args:
-        signals: they. One that is ignored stays ignored.
+        signals: those to handle. One that is ignored stays ignored.
         note: takes each that comes.
         ending: tells whether the launcher ends this process, so that a signal is to act as before.
     """

@@ -66,12 +66,12 @@ class Job(LaunchOptions):
 
     @property
     def is_local(self) -> bool:
-        """Whether all ranks are of this host, and no MPI launcher starts them: their agent is forked here."""
+        """Tell whether all ranks are of this host, and no MPI launcher starts them: their agent is forked here."""
         return self.mpi is None and not self.hosts and self.nodes is None
 
     @property
     def keeps_agents(self) -> bool:
-        """Whether its agents stay from one attempt to the next."""
+        """Tell whether its agents stay from one attempt to the next."""
         return self.is_local or self.nodes is not None
 
     def patience_s(self, signum: int | None) -> float:

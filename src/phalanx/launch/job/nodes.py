@@ -50,7 +50,7 @@ class Nodes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is node 0."""
+        """Tell whether this is node 0."""
         return self.node_rank == 0
 
     @property

@@ -30,7 +30,7 @@ from phalanx.topology.readers import (
 
 @dataclass(frozen=True)
 class PlatformNodes:
-    """What a platform says of the nodes on which it starts this command."""
+    """The nodes on which a platform starts this command, as its variables say."""
 
     title: str  # for people
     nodes: str  # as --nnodes takes it: 2 or 2:4

@@ -85,7 +85,7 @@ def as_report(content: dict[str, Any], own_time: Callable[[float], float]) -> Re
 
 @dataclass(frozen=True)
 class End:
-    """How a rank ended."""
+    """The end of a rank."""
 
     status: int  # its exit code, or minus the signal that ended it
     at: float
@@ -110,7 +110,7 @@ class RankState:
 
     @property
     def ended_well(self) -> bool:
-        """Whether it has ended with exit code 0."""
+        """Tell whether it has ended with exit code 0."""
         return self.end is not None and self.end.status == 0
 
     @property
@@ -122,7 +122,7 @@ class RankState:
 
     @property
     def ended_by_launcher(self) -> bool:
-        """Whether it had not failed when the launcher ended the job."""
+        """Tell whether it had not failed when the launcher ended the job."""
         reported = self.report is not None and self.report.time is not None
         return self.end is not None and self.end.by_launcher and not reported
 

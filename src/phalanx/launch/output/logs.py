@@ -219,7 +219,7 @@ class Console:
 
     @property
     def redraw_at(self) -> float | None:
-        """When :meth:`redraw` has something to do; None for never."""
+        """Return when :meth:`redraw` has something to do; None for never."""
         return None if self._wanted is None else self._drawn_at + REDRAW_S
 
     def redraw(self) -> None:
