@@ -40,7 +40,7 @@ def fields(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def mistakes(title: str, manifest: Any) -> Iterator[str]:
-    """What the platform would refuse, or leave out without a word."""
+    """List what the platform would refuse, or leave out without a word."""
     lines = [line.split() for line in KNOWN[title] if line]
     found = list(fields(manifest))
     for path, value in found[1:]:

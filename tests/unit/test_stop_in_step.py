@@ -14,8 +14,7 @@ import pytest
 
 from phalanx.errors import ArgumentError, LaunchError
 from phalanx.launch.job.job import make_job
-from phalanx.launch.job.options import LaunchOptions
-from phalanx.launch.job.stop_options import read_stop_signals, slurm_end_time
+from phalanx.launch.job.options import LaunchOptions, read_stop_signals, slurm_end_time
 from phalanx.launch.job.target import Target
 from phalanx.launch.protocol import AskedToStop, CallsShouldStop, Held, Hold, StopAt
 from phalanx.launch.stop_in_step import GENTLY, LAUNCHER, HostStop, StopInStep
@@ -111,7 +110,7 @@ def test_signal_of_every_node_is_one_request() -> None:
     assert not launch.stop.ask_by_signal(signal.SIGTERM, "node 1", source=1)
 
 
-def test_job_goes_on_after_a_stop_only_if_all_who_asked_were_nodes_that_leave() -> None:
+def test_job_goes_on_after_a_stop_only_if_nodes_alone_asked() -> None:
     launch = Launch()
     launch.use()
     for node in (1, 2):

@@ -1,4 +1,4 @@
-"""What is measured, as the command line says it."""
+"""Read from the command line what is to be measured."""
 
 from __future__ import annotations
 

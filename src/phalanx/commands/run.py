@@ -30,10 +30,17 @@ from phalanx.launch.job.hosts import (
 from phalanx.launch.job.job import Job, make_job
 from phalanx.launch.job.memory import Mode
 from phalanx.launch.job.nodes import read_nodes
-from phalanx.launch.job.options import COUNTED_HERE, Attempt, Diagnosis, LaunchOptions, count_ranks, decide_output
+from phalanx.launch.job.options import (
+    COUNTED_HERE,
+    Attempt,
+    Diagnosis,
+    LaunchOptions,
+    count_ranks,
+    decide_output,
+    read_stop_signals,
+)
 from phalanx.launch.job.platforms import PlatformNodes, find_platform
 from phalanx.launch.job.spellings import translate
-from phalanx.launch.job.stop_options import read_stop_signals
 from phalanx.launch.job.target import find_target
 from phalanx.system.limits import check_limits, machine_limits, raise_file_limit
 from phalanx.topology.table import format_rank_table

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from phalanx.launch.conclusion import HandOver
     from phalanx.launch.rank.start import RankStart
     from phalanx.launch.starters.contract import Starter
-    from phalanx.launch.starters.nodes import Gathering
+    from phalanx.launch.starters.nodes import NodeRendezvous
     from phalanx.launch.supervisor import Supervisor
 
 __all__ = ["launch"]
 
 # The agents that stay for all attempts.
-Standing: TypeAlias = "LocalAgent | Gathering | None"
+Standing: TypeAlias = "LocalAgent | NodeRendezvous | None"
 
 
 def launch(job: Job, hand_over: HandOver | None = None) -> RankStart | int:
@@ -67,13 +67,13 @@ def launch(job: Job, hand_over: HandOver | None = None) -> RankStart | int:
             return local
         standing = local
     if job.nodes is not None:
-        from phalanx.launch.starters.nodes import Gathering, join_nodes
+        from phalanx.launch.starters.nodes import NodeRendezvous, join_nodes
 
         try:
             joined = join_nodes(job, job.nodes, file_limit)
-            if not isinstance(joined, Gathering):
+            if not isinstance(joined, NodeRendezvous):
                 return joined
-            job, standing = joined.gather(job, job.nodes.join_within_s), joined
+            job, standing = joined.wait_for_nodes(job, job.nodes.join_within_s), joined
             strangers.append(joined.own_agent)
         except Refusal as refusal:
             tell(str(refusal))
@@ -151,7 +151,7 @@ def _open_next(before: Supervisor, standing: Standing, strangers: list[int]) -> 
     before.looks.close()
     if job.nodes is not None and standing is not None and not isinstance(standing, LocalAgent):
         standing.lose(before.agents)
-        job = standing.gather(job, job.nodes.rejoin_within_s, before.signals)
+        job = standing.wait_for_nodes(job, job.nodes.rejoin_within_s, before.signals)
     try:
         after = _open(job, standing, strangers, before)
     except OSError as error:

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from phalanx.launch.job.stop_options import slurm_end_time
+from phalanx.launch.job.options import slurm_end_time
 from phalanx.launch.output.failure import signal_name
 from phalanx.launch.protocol import AskedToStop, CallsShouldStop, Event, Held, Hold, Order, StopAt
 from phalanx.training.should_stop import ASKED, CALLS, CELL_WORDS, ENDING, HOLD, STOP_AT, shared_cells

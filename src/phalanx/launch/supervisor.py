@@ -61,7 +61,6 @@ from phalanx.launch.protocol import (
     Examined,
     Exited,
     Held,
-    Leave,
     Looked,
     LookUp,
     Order,
@@ -281,8 +280,6 @@ class Supervisor:
     def _dismiss(self, *, stays: bool) -> None:
         """Let the agents leave, and end what does not."""
         if not stays:
-            for agent in self.agents if self.job.nodes is None else ():
-                self.send(agent, Leave())
             self.starter.dismiss(self._turn)
             processes.end_descendants(but=self.strangers)
         if self.store is not None:

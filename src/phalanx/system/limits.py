@@ -1,4 +1,4 @@
-"""How many ranks this machine has room for, by the kernel's limits, checked before any is started."""
+"""Check before any rank is started that the kernel's limits leave room for all."""
 
 from __future__ import annotations
 

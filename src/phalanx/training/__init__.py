@@ -1,1 +1,1 @@
-"""What a training loop asks of its world (``calls.py``), and its state as a file (``checkpoint.py``)."""
+"""Methods of a world for training loops (``calls.py``), and their state as a file (``checkpoint.py``)."""

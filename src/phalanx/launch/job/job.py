@@ -16,9 +16,8 @@ from phalanx.errors import DeviceError, InitializationError, LaunchError
 from phalanx.launch.job import memory as rank_memory
 from phalanx.launch.job.binding import bind_ranks_here, cores_per_rank
 from phalanx.launch.job.hosts import HostSlots, fill_hosts, is_here, launcher_addresses
-from phalanx.launch.job.options import LaunchOptions
+from phalanx.launch.job.options import LaunchOptions, slurm_end_time
 from phalanx.launch.job.spellings import count_after_target
-from phalanx.launch.job.stop_options import slurm_end_time
 from phalanx.launch.job.target import Target
 from phalanx.system import interfaces
 from phalanx.system.files import own_folder

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 FAILURE_FILE = "failure.txt"
 #: The words of ``-n`` for which the accelerators or cores of this machine are counted.
 COUNTED_HERE = ("auto", "gpu", "cpu")
+# The signals of --stop-on. SIGINT always ends the job, and SIGQUIT asks where its ranks are.
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -211,3 +214,31 @@ def count_ranks(given: str) -> int:
     if given == "gpu" and not devices:
         raise LaunchError("-n gpu: torch sees no accelerator on this machine; -n cpu starts a rank for each core")
     return devices or usable_cores()
+
+
+def read_stop_signals(given: str) -> tuple[int, ...]:
+    """Read the signals of ``--stop-on``: ``USR1,TERM``, with or without SIG.
+
+    Raises:
+        LaunchError: one cannot ask for a stop.
+    """
+    known = {signum.name.removeprefix("SIG"): signum for signum in _STOP_SIGNALS}
+    names = [name.strip().upper().removeprefix("SIG") for name in given.split(",")]
+    if unknown := [name for name in names if name not in known]:
+        raise LaunchError(f"--stop-on {given}: {unknown[0]!r} is none of {', '.join(known)}")
+    return tuple(known[name] for name in names)
+
+
+def slurm_end_time(environment: Mapping[str, str]) -> float:
+    """Return when Slurm's job ends, in seconds since 1970.
+
+    Raises:
+        LaunchError: it does not say.
+    """
+    given = environment.get("SLURM_JOB_END_TIME", "")
+    if not given.isdigit():
+        raise LaunchError(
+            "--stop-before: Slurm says the end of a job in SLURM_JOB_END_TIME, which is not set here; give the time "
+            'by --max-hours, or: export SLURM_JOB_END_TIME=$(date -d "$(squeue -h -j $SLURM_JOB_ID -o %e)" +%s)'
+        )
+    return float(given)

@@ -1,4 +1,4 @@
-"""Which rank failed first, from exit codes and the ranks' own reports.
+"""Find the rank that failed first, from exit codes and the ranks' own reports.
 
 When one rank fails, the others soon fail because of it, and the kernel reports their ends in any order. The first is
 told by the time at which its exception left the script, or, of a rank that was killed, at which the launcher noticed

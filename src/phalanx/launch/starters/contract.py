@@ -72,7 +72,7 @@ class Starter(ABC):
 
     @abstractmethod
     def dismiss(self, turn: Callable[[], None]) -> None:
-        """Wait until the agents have left, and the programs that have started them have ended; end those that stay.
+        """Have the agents leave, wait for them and for the programs that have started them, and end what stays.
 
         Args:
             turn: one turn of the supervisor's loop.

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, cast
 
 from phalanx.launch.job.target import Refusal
 from phalanx.launch.link import MESSAGE, Link, Lost, open_door
-from phalanx.launch.protocol import Here, decode_event
+from phalanx.launch.protocol import Here, Leave, decode_event
 from phalanx.launch.roster import AgentState
 from phalanx.launch.starters.contract import Starter
 from phalanx.system import processes
@@ -289,6 +289,8 @@ class JoiningStarter(Starter):
         return _LEAVE_S
 
     def dismiss(self, turn: Callable[[], None]) -> None:
+        for agent in self.agents:
+            self.supervisor.send(agent, Leave())
         self._door.close()
         # What has started an agent that is lost, or has never come, may never end by itself.
         leaving = [program for program, agent in self.programs.items() if agent is None or agent.link is not None]

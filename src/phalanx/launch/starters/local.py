@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from phalanx.errors import PROCESS_LIMIT_HINT, LaunchError
 from phalanx.launch.job.job import Job
 from phalanx.launch.link import Link, link_pair
+from phalanx.launch.protocol import Leave
 from phalanx.launch.starters.contract import Starter
 from phalanx.system import processes
 
@@ -134,7 +135,8 @@ class LocalStarter(Starter):
         self.kill()
 
     def dismiss(self, turn: Callable[[], None]) -> None:
-        """Wait for the end of the agent."""
+        """Have the agent leave, and wait for its end."""
+        self._supervisor.send(self.agents[0], Leave())
         self._until = time.monotonic() + _LEAVE_S
         while self._agent.status is None:
             if self._until is not None and time.monotonic() >= self._until:

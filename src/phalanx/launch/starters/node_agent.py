@@ -98,9 +98,9 @@ def be_agent(job: Job, nodes: Nodes, file_limit: tuple[int, int], *, prints: boo
     processes.set_name("phalanx-agent")
     processes.adopt_orphans()
     # After the loss of a node 0 another one may be long in coming.
-    patience_s = max(nodes.join_within_s, nodes.rejoin_within_s if job.attempt.restarts else 0.0)
+    timeout_s = max(nodes.join_within_s, nodes.rejoin_within_s if job.attempt.restarts else 0.0)
     with ended_by_signals():
-        link = _dial(nodes, node_key(), patience_s)
+        link = _dial(nodes, node_key(), timeout_s)
     if not prints:
         # From now on it sees the supervisor's end as the end of the link, unless it has been stopped.
         processes.die_with_parent(os.getppid(), signal.SIGCONT)
@@ -109,7 +109,7 @@ def be_agent(job: Job, nodes: Nodes, file_limit: tuple[int, int], *, prints: boo
     return agent.run()
 
 
-def _dial(nodes: Nodes, key: Key, patience_s: float) -> Link:
+def _dial(nodes: Nodes, key: Key, timeout_s: float) -> Link:
     """Dial node 0 until it answers, and say why it does not."""
     began = time.monotonic()
     say_at = began + _SAID_S
@@ -129,9 +129,9 @@ def _dial(nodes: Nodes, key: Key, patience_s: float) -> Link:
         except OSError as error:
             why = error.strerror or str(error)
         now = time.monotonic()
-        if now - began >= patience_s:
+        if now - began >= timeout_s:
             raise Refusal(
-                f"node 0 did not answer at {nodes.where} within {patience_s:g} s (--join-within): {why}. Is "
+                f"node 0 did not answer at {nodes.where} within {timeout_s:g} s (--join-within): {why}. Is "
                 "the same command running there, and does --master-addr name that node?",
                 1,
             )

@@ -1,9 +1,9 @@
-"""Gather the nodes of a job whose command every node starts.
+"""Rendezvous of the nodes of a job whose command every node starts.
 
-Before each attempt, nodes gather: their agents dial, say who they are, and are told for whom they wait. Only then is it
-known how many ranks there are, and the supervisor is made. The agents stay for all attempts, and so does the listening
-socket. A node that is lost is waited for before the next attempt, because the platform may replace it; whoever dials
-while an attempt runs waits in the kernel's queue.
+Before each attempt the nodes meet: their agents dial, say who they are, and are told for whom they wait. Only then is
+it known how many ranks there are, and the supervisor is made. The agents stay for all attempts, and so does the
+listening socket. A node that is lost is waited for before the next attempt, because the platform may replace it.
+Whoever dials while an attempt runs waits in the kernel's queue.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from phalanx.launch.supervisor import Supervisor
     from phalanx.wire.door import Door
 
-__all__ = ["Gathering", "NodesStarter", "join_nodes"]
+__all__ = ["NodeRendezvous", "NodesStarter", "join_nodes"]
 
 # After so long without a node it is named for the first time, and then once in so long again.
 _SAID_S, _SAID_AGAIN_S = 4.0, 30.0
@@ -55,7 +55,7 @@ _LEAVES = "this node was asked to end; the job waits for another"
 
 
 @dataclass(eq=False)
-class Seat:
+class JoinedNode:
     """A node that has come.
 
     Attributes:
@@ -69,7 +69,7 @@ class Seat:
     later: float
 
 
-def join_nodes(job: Job, nodes: Nodes, file_limit: tuple[int, int]) -> Gathering | RankStart:
+def join_nodes(job: Job, nodes: Nodes, file_limit: tuple[int, int]) -> NodeRendezvous | RankStart:
     """Fork the agent of node 0's ranks, and listen for the others; elsewhere be this node's agent.
 
     Args:
@@ -78,7 +78,7 @@ def join_nodes(job: Job, nodes: Nodes, file_limit: tuple[int, int]) -> Gathering
         file_limit: the limits on open files that the ranks get.
 
     Returns:
-        On node 0 those that gather; in each rank its start.
+        On node 0 the rendezvous; in each rank its start.
 
     Raises:
         LaunchError: node 0's address is not this host's, or its port is taken.
@@ -107,7 +107,7 @@ def join_nodes(job: Job, nodes: Nodes, file_limit: tuple[int, int]) -> Gathering
     pid = fork_process(be_own_agent)
     if isinstance(pid, RankStart):
         return pid
-    return Gathering(nodes, listener, addresses, pid)
+    return NodeRendezvous(nodes, listener, addresses, pid)
 
 
 def _own_addresses(nodes: Nodes) -> list[str]:
@@ -139,7 +139,7 @@ def _own_addresses(nodes: Nodes) -> list[str]:
     return own[:1]
 
 
-class Gathering:
+class NodeRendezvous:
     """The nodes that have come, from the first attempt to the last.
 
     Args:
@@ -150,12 +150,12 @@ class Gathering:
 
     Attributes:
         note: a note for the user; empty for none.
-        seats: the nodes that have come, before an attempt in the order of their node ranks.
+        joined: the nodes that have come, before an attempt in the order of their node ranks.
     """
 
     def __init__(self, nodes: Nodes, listener: socket.socket, addresses: Sequence[str], own_agent: int) -> None:
         self.nodes, self.addresses, self.own_agent = nodes, tuple(addresses), own_agent
-        self.seats: list[Seat] = []
+        self.joined: list[JoinedNode] = []
         self._listener = listener
         self._key = node_key()
         self._selector = selectors.DefaultSelector()
@@ -168,12 +168,12 @@ class Gathering:
                 f"into a file on every node, readable by its owner alone, and set {settings.KEY_FILE} to its path"
             )
 
-    def gather(self, job: Job, patience_s: float, came: Sequence[int] = ()) -> Job:
+    def wait_for_nodes(self, job: Job, timeout_s: float, came: Sequence[int] = ()) -> Job:
         """Wait for the nodes; return the job with its hosts and ranks.
 
         Args:
             job: the job, or its next attempt.
-            patience_s: how long to wait.
+            timeout_s: how long to wait.
             came: the signals that have come since the attempt before.
 
         Raises:
@@ -181,16 +181,16 @@ class Gathering:
             Refusal: a node did not come, they do not fit together, or somebody has ended the job.
         """
         self._selector = selectors.DefaultSelector()
-        for seat in self.seats:
-            self._selector.register(seat.link, selectors.EVENT_READ, functools.partial(self._hear, seat))
+        for node in self.joined:
+            self._selector.register(node.link, selectors.EVENT_READ, functools.partial(self._hear, node))
         door = door_at(self._listener.dup(), self._key, self._selector, self._welcome, self._refuse)
         try:
             with ended_by_signals():
                 for signum in [signum for signum in came if signum in ENDING]:
                     signal.raise_signal(signum)
-                self._wait(door, patience_s, restarts=job.attempt.number > 0)
-            self.seats.sort(key=lambda seat: (seat.here.agent < 0, seat.here.agent, seat.here.name))
-            heres = [seat.here for seat in self.seats]
+                self._wait(door, timeout_s, restarts=job.attempt.number > 0)
+            self.joined.sort(key=lambda node: (node.here.agent < 0, node.here.agent, node.here.name))
+            heres = [node.here for node in self.joined]
             if differences := find_differences([here.name for here in heres], heres, may_share=True):
                 raise Refusal("\nphalanx: ".join(differences), 1)
             hosts = tuple(HostSlots(here.name, here.size) for here in heres)
@@ -211,50 +211,50 @@ class Gathering:
 
     def lose(self, agents: Sequence[AgentState]) -> None:
         """Forget the nodes that an attempt has lost, or that were asked to end."""
-        for seat, agent in zip(list(self.seats), agents, strict=True):
+        for node, agent in zip(list(self.joined), agents, strict=True):
             if agent.leaving is not None:
-                seat.link.send(Leave(code=agent.leaving, why=_LEAVES))
-                seat.link.finish(_LAST_WORDS_S)
+                node.link.send(Leave(code=agent.leaving, why=_LEAVES))
+                node.link.finish(_LAST_WORDS_S)
             if agent.link is None or agent.leaving is not None:
-                self.seats.remove(seat)
+                self.joined.remove(node)
 
     def dismiss(self, code: int, why: str) -> None:
         """Let all agents end with this exit code, and say there why."""
-        for seat in self.seats:
-            seat.link.send(Leave(code=code, why=why))
-            seat.link.finish(_LAST_WORDS_S)
-        self.seats.clear()
+        for node in self.joined:
+            node.link.send(Leave(code=code, why=why))
+            node.link.finish(_LAST_WORDS_S)
+        self.joined.clear()
         self._listener.close()
 
-    def _wait(self, door: Door, patience_s: float, *, restarts: bool) -> None:
+    def _wait(self, door: Door, timeout_s: float, *, restarts: bool) -> None:
         nodes, began, self._restarts = self.nodes, time.monotonic(), restarts
         self._came_at, say_at = began, began + (0 if self._came_at else _SAID_S)
-        while len(self.seats) < nodes.most:
+        while len(self.joined) < nodes.most:
             now = time.monotonic()
-            enough = len(self.seats) >= nodes.least
-            until = self._came_at + min(nodes.one_more_s, patience_s) if enough else began + patience_s
+            enough = len(self.joined) >= nodes.least
+            until = self._came_at + min(nodes.one_more_s, timeout_s) if enough else began + timeout_s
             if now >= until:
                 if enough:
                     return
-                raise Refusal(f"{self._missing()} not come to {nodes.where} within {patience_s:g} s", 1)
+                raise Refusal(f"{self._missing()} not come to {nodes.where} within {timeout_s:g} s", 1)
             if now >= say_at:
                 say_at = now + _SAID_AGAIN_S
                 text = f"after {now - began:.0f} s {self._missing()} not come to {nodes.where}"
                 if enough:
-                    text = f"{len(self.seats)} nodes have come, which are enough; {until - now:.0f} s more for another"
+                    text = f"{len(self.joined)} nodes have come, which are enough; {until - now:.0f} s more for another"
                 tell(text)
-                for seat in self.seats:
-                    seat.link.send(Tell(text=text))
+                for node in self.joined:
+                    node.link.send(Tell(text=text))
             for key, _ in self._selector.select(max(0.0, min(say_at, until, door.tend(now)) - now)):
                 key.data()
 
     def _missing(self) -> str:
         """Name the nodes that have not come, as far as they are numbered, with the verb."""
-        numbers = {seat.here.agent for seat in self.seats}
+        numbers = {node.here.agent for node in self.joined}
         missing = [number for number in range(self.nodes.least) if number not in numbers]
         named = format_named("node", missing)
         if -1 in numbers or self.nodes.least < self.nodes.most:
-            missing = missing[: self.nodes.least - len(self.seats)]
+            missing = missing[: self.nodes.least - len(self.joined)]
             named = f"{len(missing)} of at least {format_count(self.nodes.least, 'node')}"
         elif self.nodes.names:
             named += f" ({', '.join(self.nodes.names[number] for number in missing)})"
@@ -270,9 +270,9 @@ class Gathering:
             link.send(Leave(code=1, why=why))
             link.finish(_LAST_WORDS_S)
             return
-        seat = Seat(link, Here(agent=-1, name="", machine="", pid=0), math.inf)
-        self._selector.register(link, selectors.EVENT_READ, functools.partial(self._hear, seat))
-        self._hear(seat)
+        node = JoinedNode(link, Here(agent=-1, name="", machine="", pid=0), math.inf)
+        self._selector.register(link, selectors.EVENT_READ, functools.partial(self._hear, node))
+        self._hear(node)
 
     def _refuse(self, peer: str, why: Exception) -> None:
         if isinstance(why, WrongKey):
@@ -286,73 +286,73 @@ class Gathering:
             return set()
         return found | {*self.addresses} if found else found
 
-    def _hear(self, seat: Seat) -> None:
+    def _hear(self, node: JoinedNode) -> None:
         try:
-            frames = seat.link.receive()
+            frames = node.link.receive()
         except Lost:
-            self._drop(seat)
+            self._drop(node)
             return
         for kind, data in frames:
             match decode_event(data) if kind == MESSAGE else None:
                 case Here() as here:
-                    seat.here, seat.later = here, time.monotonic() - here.now
-                    self._seat(seat)
+                    node.here, node.later = here, time.monotonic() - here.now
+                    self._register(node)
                 case Asked() as asked:
                     if self._restarts and asked.signal == signal.SIGTERM:
-                        self._send_away(seat, _LEAVES, 128 + asked.signal)
+                        self._send_away(node, _LEAVES, 128 + asked.signal)
                         return
                     name = signal_name(asked.signal)
-                    raise Refusal(f"{name} came to {seat.here.name} while nodes were waited for", 128 + asked.signal)
+                    raise Refusal(f"{name} came to {node.here.name} while nodes were waited for", 128 + asked.signal)
 
-    def _seat(self, seat: Seat) -> None:
-        number, most = seat.here.agent, self.nodes.most
-        for other in [other for other in self.seats if other.here.agent == number >= 0]:
+    def _register(self, node: JoinedNode) -> None:
+        number, most = node.here.agent, self.nodes.most
+        for other in [other for other in self.joined if other.here.agent == number >= 0]:
             # The newer one counts: a platform has replaced the node before its old connection was seen to end.
-            self._send_away(other, f"{seat.here.name} has come as node {number}, too; give each node its own number")
-        if number >= most or len(self.seats) >= most:
-            self._send_away(seat, f"this job has {format_count(most, 'node')}, and takes no further one")
+            self._send_away(other, f"{node.here.name} has come as node {number}, too; give each node its own number")
+        if number >= most or len(self.joined) >= most:
+            self._send_away(node, f"this job has {format_count(most, 'node')}, and takes no further one")
             return
-        self.seats.append(seat)
+        self.joined.append(node)
         self._came_at = time.monotonic()
 
-    def _send_away(self, seat: Seat, why: str, code: int = 1) -> None:
-        seat.link.send(Leave(code=code, why=why))
-        self._drop(seat)
+    def _send_away(self, node: JoinedNode, why: str, code: int = 1) -> None:
+        node.link.send(Leave(code=code, why=why))
+        self._drop(node)
 
-    def _drop(self, seat: Seat) -> None:
+    def _drop(self, node: JoinedNode) -> None:
         with contextlib.suppress(KeyError, ValueError):  # it was dropped in this very turn
-            self._selector.unregister(seat.link)
-        seat.link.finish(_LAST_WORDS_S)
-        if seat in self.seats:
-            self.seats.remove(seat)
+            self._selector.unregister(node.link)
+        node.link.finish(_LAST_WORDS_S)
+        if node in self.joined:
+            self.joined.remove(node)
 
 
 class NodesStarter(Starter):
-    """Starts the ranks of nodes that have gathered.
+    """Starts the ranks of nodes that have joined.
 
     Args:
         supervisor: that of the attempt.
-        gathering: the nodes that have come.
+        rendezvous: the nodes that have come.
     """
 
-    def __init__(self, supervisor: Supervisor, gathering: Gathering) -> None:
+    def __init__(self, supervisor: Supervisor, rendezvous: NodeRendezvous) -> None:
         from phalanx.launch.roster import AgentState
 
-        self._supervisor, self._gathering = supervisor, gathering
+        self._supervisor, self._rendezvous = supervisor, rendezvous
         self.agents: list[AgentState] = []
         first = 0
-        for number, seat in enumerate(gathering.seats):
-            ranks = supervisor.ranks[first : first + seat.here.size]
-            agent = AgentState(number, seat.here.name, ranks, here=seat.here, later=seat.later)
+        for number, node in enumerate(rendezvous.joined):
+            ranks = supervisor.ranks[first : first + node.here.size]
+            agent = AgentState(number, node.here.name, ranks, here=node.here, later=node.later)
             self.agents.append(agent)
             first += len(ranks)
 
     def begin(self) -> None:
         """Start the ranks: all agents are here."""
-        for agent, seat in zip(self.agents, self._gathering.seats, strict=True):
-            self._supervisor.links.admit(agent, seat.link)
+        for agent, node in zip(self.agents, self._rendezvous.joined, strict=True):
+            self._supervisor.links.admit(agent, node.link)
         rows, notes = place_ranks(self._supervisor.job, self.agents)
-        self._supervisor.all_here(rows, [*filter(None, [self._gathering.note]), *notes])
+        self._supervisor.all_here(rows, [*filter(None, [self._rendezvous.note]), *notes])
 
     def describe_lost(self, agent: AgentState, *, silent: bool) -> tuple[str, int]:
         """See :class:`Starter`."""
@@ -368,7 +368,7 @@ class NodesStarter(Starter):
 
     def farewell(self, code: int, why: str) -> None:
         """See :class:`Starter`."""
-        self._gathering.dismiss(code, why)
+        self._rendezvous.dismiss(code, why)
 
     def kill(self) -> None:
         """Do nothing: agents kill their ranks when they are told how the job ended."""

@@ -34,7 +34,7 @@ from phalanx.wire.sockets import SILENT_S, Acknowledged, KeepAlive
 __all__ = ["END_S", "KEEP_ALIVE", "SocketLink"]
 
 # A connection whose other host has vanished, or that was cut, breaks after 2 s: by these probes while nothing is on its
-# way, else by acknowledged.py. The kernel answers both, so neither ends the connection of a process that is stopped.
+# way, else by wire/sockets.py. The kernel answers both, so neither ends the connection of a process that is stopped.
 KEEP_ALIVE = KeepAlive(idle_s=1, interval_s=1, probes=1)
 END_S = 1.0
 
