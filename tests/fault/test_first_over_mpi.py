@@ -22,7 +22,7 @@ __all__ = ["launcher"]
 
 ERROR = "Abort(745090447) on node 0 (rank 0 in comm 496): Fatal error in internal_Allreduce_c: Other MPI error"
 RANKS = """
-    import os, signal, sys, time
+    import contextlib, os, signal, sys, time
     from pathlib import Path
 
     folder, rank = Path(os.environ["FOLDER"]), int(os.environ["RANK"])
@@ -56,8 +56,9 @@ RANKS = """
         exec(sys.argv[1])
     if rank == 0:
         first = wait_for("first")
-        while Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-            time.sleep(0.01)
+        with contextlib.suppress(FileNotFoundError):  # the launcher may have continued the agent, which takes the end
+            while Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.01)
         print(sys.argv[2], file=sys.stderr, flush=True)
         if sys.argv[3] == "kills":
             put("abort", 0)
