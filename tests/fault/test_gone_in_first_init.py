@@ -32,7 +32,7 @@ from phalanx.store import company
 from phalanx.system.processes import own_sight
 from phalanx.topology import device
 from phalanx.transports import attendance, meeting_store
-from phalanx.transports.hosts.guard import Guard
+from phalanx.transports.hierarchical.guard import Guard
 from phalanx.transports.meeting_store import MeetingStore
 from phalanx.transports.shm import segment
 

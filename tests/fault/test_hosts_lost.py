@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import phalanx
 from phalanx.errors import CollectiveTimeout, PeerLost, PhalanxError
-from phalanx.transports.hosts import contact, guard
+from phalanx.transports.hierarchical import contact, guard
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
 

@@ -18,7 +18,7 @@ from tests.support.waiting import await_stop, when_waiting
 from phalanx.c10d import base
 from phalanx.errors import CollectiveMismatch, PeerLost, PhalanxError
 from phalanx.system.host import machine_name
-from phalanx.transports.hosts import lookout  # noqa: F401 - it has something to do at exit
+from phalanx.transports.hierarchical import lookout  # noqa: F401 - it has something to do at exit
 
 SOON_S = 20.0  # far below any timeout here
 LARGE = 600_000  # float32: in chunks between hosts

@@ -22,8 +22,8 @@ from torch._C._distributed_c10d import Store
 from phalanx.c10d import create
 from phalanx.c10d.create import create_process_group
 from phalanx.errors import InitializationError
-from phalanx.transports.hosts.gloo_lane import GlooEngine
-from phalanx.transports.hosts.guard import Guard
+from phalanx.transports.hierarchical.gloo_engine import GlooEngine
+from phalanx.transports.hierarchical.guard import Guard
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 

@@ -18,7 +18,7 @@ from tests.support.islands import pretend_host
 from tests.support.ranks import Member, on_ranks
 from tests.support.waiting import soon, stop
 
-from phalanx.transports.hosts import inquiry
+from phalanx.transports.hierarchical import inquiry
 
 PATIENCE_S = 240.0
 

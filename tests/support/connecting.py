@@ -8,11 +8,11 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx.transports.contract import Communicator
-from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
-from phalanx.transports.hosts.communicator import HostsCommunicator
-from phalanx.transports.hosts.gloo_lane import UNLIMITED, GlooEngine
-from phalanx.transports.hosts.layout import Layout
-from phalanx.transports.hosts.sizes import Sizes
+from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
+from phalanx.transports.hierarchical.gloo import GlooOnDemand, lazy_gloo
+from phalanx.transports.hierarchical.gloo_engine import UNLIMITED, GlooEngine
+from phalanx.transports.hierarchical.layout import Layout
+from phalanx.transports.hierarchical.sizes import Sizes
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.tuning import Tuning
 from phalanx.transports.solo import SoloCommunicator
@@ -56,4 +56,4 @@ def over_hosts(
     ways.get()
     lanes = GlooEngine(_gloo(PrefixStore("lanes", store), rank, size, timeout), timeout)
     engines = lanes, GlooEngine(ways, UNLIMITED, awaits_what_came=True)
-    return HostsCommunicator(layout, rank, local, *engines, PrefixStore("group", store), timeout, SIZES)
+    return HierarchicalCommunicator(layout, rank, local, *engines, PrefixStore("group", store), timeout, SIZES)

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import Store
 from phalanx.c10d import create
 from phalanx.settings import BACKEND
 from phalanx.system.host import Host
-from phalanx.transports.hosts import islands
+from phalanx.transports.hierarchical import islands
 from phalanx.transports.meeting_store import part_of
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost

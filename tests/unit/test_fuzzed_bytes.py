@@ -59,8 +59,8 @@ from phalanx.store.table import Table
 from phalanx.store.torch_requests import Conversation, TorchTable
 from phalanx.system.foreign_values import checked, is_number, read_json
 from phalanx.transports import seat
-from phalanx.transports.hosts.contact import _MESSAGE, Contact
-from phalanx.transports.hosts.inquiry import answer_from
+from phalanx.transports.hierarchical.contact import _MESSAGE, Contact
+from phalanx.transports.hierarchical.inquiry import answer_from
 from phalanx.transports.shm import tuning
 from phalanx.wire.framing import Malformed, frame
 from phalanx.wire.key import Key

@@ -18,7 +18,7 @@ from phalanx.doctor.probe import Listener, probe
 from phalanx.errors import BackendError
 from phalanx.system.interfaces import interface_addresses, outward_address
 from phalanx.topology.topology import Node
-from phalanx.transports.hosts.bounds import LinkBytes, link_bytes
+from phalanx.transports.hierarchical.bounds import LinkBytes, link_bytes
 
 _COUNTERS = Path("/proc/net/dev")  # of this process's network; /sys may be that of another one
 

@@ -33,7 +33,7 @@ from phalanx.c10d.messages import DoneWork
 from phalanx.errors import LaunchError
 from phalanx.system.limits import memory_left, usable_cores
 from phalanx.system.processes import set_name
-from phalanx.transports.hosts.bounds import busiest
+from phalanx.transports.hierarchical.bounds import busiest
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.tuning import Tuning, tuning_in_force
 from phalanx.words import format_gib, format_size

@@ -36,7 +36,7 @@ from phalanx.diagnosis.own_waits import OtherHosts, OwnWaits, watch_own_waits
 from phalanx.errors import BackendError, PhalanxError
 from phalanx.native.core import RecordedGroup
 from phalanx.transports.contract import Communicator, Message, message_text
-from phalanx.transports.gloo.engine import GlooOnDemand
+from phalanx.transports.hierarchical.gloo import GlooOnDemand
 from phalanx.transports.layout import DTYPES
 
 __all__ = ["BaseProcessGroup"]

@@ -22,12 +22,12 @@ from phalanx.diagnosis.recorder import open_recorder
 from phalanx.system.threads import renew_engine
 from phalanx.transports.attendance import attend
 from phalanx.transports.contract import Communicator
-from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
 from phalanx.transports.gone import call_witness
-from phalanx.transports.hosts.communicator import HostsCommunicator
-from phalanx.transports.hosts.gloo_lane import UNLIMITED, GlooEngine
-from phalanx.transports.hosts.inquiry import Inquiry
-from phalanx.transports.hosts.islands import join_islands
+from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
+from phalanx.transports.hierarchical.gloo import GlooOnDemand, lazy_gloo
+from phalanx.transports.hierarchical.gloo_engine import UNLIMITED, GlooEngine
+from phalanx.transports.hierarchical.inquiry import Inquiry
+from phalanx.transports.hierarchical.islands import join_islands
 from phalanx.transports.meeting_store import MeetingStore, time_left
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.departures import process_ids
@@ -128,7 +128,7 @@ def create_process_group(
         engines = engine(lanes, timeout), engine(messages, UNLIMITED, awaits_what_came=True)
         made.callback(engines[0].close)
         reasons = met.part("broken")
-        hosts = HostsCommunicator(
+        hosts = HierarchicalCommunicator(
             layout, rank, local, *engines, reasons, timeout, world=not ranks, forget_gone=gloo.forget
         )
         for read in (own.part("shm"), met.part("hosts")):

@@ -15,7 +15,7 @@ from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.errors import InitializationError, PhalanxError
 from phalanx.rendezvous.meet import kept_store
 from phalanx.topology.environment import place_with
-from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
+from phalanx.transports.hierarchical.gloo import GlooOnDemand, lazy_gloo
 from phalanx.transports.mpi.communicator import MpiCommunicator
 from phalanx.transports.mpi.runtime import Runtime, running, start
 from phalanx.transports.mpi.store import MpiStore

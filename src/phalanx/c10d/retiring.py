@@ -13,7 +13,7 @@ from phalanx.c10d.messages import Messages
 from phalanx.c10d.progress import Progress
 from phalanx.errors import ClosedError
 from phalanx.transports.contract import Communicator
-from phalanx.transports.gloo.engine import GlooOnDemand
+from phalanx.transports.hierarchical.gloo import GlooOnDemand
 
 __all__ = ["Retirement"]
 

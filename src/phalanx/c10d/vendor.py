@@ -25,7 +25,7 @@ from phalanx.c10d.shared_device import tell_if_shared
 from phalanx.c10d.torch_versions import adopt_older_names
 from phalanx.c10d.uncompiled import uncompiled
 from phalanx.errors import ArgumentError, DeviceMismatch
-from phalanx.transports.gloo.engine import lazy_gloo
+from phalanx.transports.hierarchical.gloo import lazy_gloo
 
 __all__ = ["Membership", "MixedProcessGroup"]
 

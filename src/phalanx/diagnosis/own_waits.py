@@ -5,7 +5,7 @@ has lasted for long, it reads the recorders of the world's other ranks on this h
 Of the ranks of a host that wait the first says it, and ever more seldom.
 
 If it depends on a rank of another host, that host is asked, where it can be, and one of its ranks answers for all
-(``transports/hosts/inquiry.py``); ranks beside that rank which wait too say it themselves. Where nobody can be asked,
+(``hierarchical/inquiry.py``); ranks beside that rank which wait too say it themselves. Where nobody can be asked,
 as over MPI, nothing is said, and the group's timeout names the rank.
 """
 

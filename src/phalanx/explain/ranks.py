@@ -24,13 +24,13 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from phalanx.diagnosis.recorder import open_recorder
 from phalanx.native.core import Traced, Tracer, library
 from phalanx.transports.contract import Communicator
-from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
-from phalanx.transports.hosts import exchanging
-from phalanx.transports.hosts.communicator import HostsCommunicator
-from phalanx.transports.hosts.exchange_memory import ExchangeMemory
-from phalanx.transports.hosts.gloo_lane import GlooEngine
-from phalanx.transports.hosts.lane import Transfer
-from phalanx.transports.hosts.layout import Layout
+from phalanx.transports.hierarchical import exchanging
+from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
+from phalanx.transports.hierarchical.exchange_memory import ExchangeMemory
+from phalanx.transports.hierarchical.gloo import GlooOnDemand, lazy_gloo
+from phalanx.transports.hierarchical.gloo_engine import GlooEngine
+from phalanx.transports.hierarchical.lane import Transfer
+from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.reductions import SUM
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.solo import SoloCommunicator
@@ -275,7 +275,7 @@ def _join(plan: Plan, rank: int, store: Store, notes: _Notes) -> Communicator:
     lanes = _TracedEngine(gloo("lanes"), _TIMEOUT)
     lanes.notes = notes
     messages = GlooEngine(gloo("messages"), _TIMEOUT, awaits_what_came=True)
-    group = HostsCommunicator(layout, rank, local, lanes, messages, part("broken"), _TIMEOUT)
+    group = HierarchicalCommunicator(layout, rank, local, lanes, messages, part("broken"), _TIMEOUT)
     notes.beside = lambda: group.exchanging.memory
     vars(exchanging)["_copy"] = notes.copied
     return group
