@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from phalanx.transports.gloo import engine
+from phalanx.transports.hierarchical import gloo as engine
 
 
 def two_ranks(monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> list[Any]:
