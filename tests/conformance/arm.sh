@@ -45,7 +45,7 @@ export all core && export -f cc
 qemu="$all/tools/usr/bin/qemu-aarch64-static -L $all/root"
 
 rm -rf site/phalanx built && cp -r "$here/src/phalanx" site/ && rm -f site/phalanx/native/*.so && mkdir built
-ls "$core"/*/*.c | xargs -P 2 -I{} bash -c 'cc -fvisibility=hidden -c {} -o built/$(basename {} .c).o'
+find "$core" -name "*.c" | xargs -P 2 -I{} bash -c 'cc -fvisibility=hidden -c {} -o built/$(basename {} .c).o'
 cc -shared built/*.o -o site/phalanx/native/libphalanx.so
 cc -shared -fvisibility=hidden -DPy_LIMITED_API=0x030A0000 -I"$entry" -Iroot/usr/include -Iroot/usr/include/python3.11 \
     "$entry"/*.c -o site/phalanx/native/entry.abi3.so

@@ -78,15 +78,16 @@ class Collectives(BaseProcessGroup):
         if is_watched() or torch._C._len_torch_function_stack() or not self._summable(tensor):
             return False
         progress = self._progress
+        state = progress.state
         with progress.running:
-            if not progress.busy:
-                progress.busy = True
+            if not state[0]:
+                state[0] = True
                 try:
                     if not progress.queue:
                         self._calls.all_reduce(tensor, SUM)
                         return True
                 finally:
-                    progress.busy = False
+                    state[0] = False
         progress.run(self._calls.all_reduce, tensor, SUM)
         return True
 

@@ -71,7 +71,7 @@ class Progress:
     def __init__(self, name: str) -> None:
         self._name = name
         self.running = threading.RLock()
-        self.busy = False
+        self.state = bytearray(1)  # ``busy``, where native/csrc_entry reads and writes it as well
         self.queue: deque[Operation | None] = deque()
         self.inherited = False  # whether it is a parent process's: then this one may neither use it nor close it
         self._closed = False
@@ -86,13 +86,23 @@ class Progress:
         _groups[id(self)] = self
         end_before_the_interpreter(self)
 
+    @property
+    def busy(self) -> bool:
+        """Whether an operation is under way."""
+        return self.state[0] != 0
+
+    @busy.setter
+    def busy(self, busy: bool) -> None:
+        self.state[0] = busy
+
     def run(self, body: Callable[..., None], *arguments: Any) -> None:
         """Run ``body(*arguments)`` here and now, after everything queued before it."""
+        state = self.state
         while True:
             with self.running:
-                if self.busy:
+                if state[0]:
                     self._require_idle()
-                self.busy = True
+                state[0] = True
                 try:
                     if not self.queue:
                         body(*arguments)
@@ -100,7 +110,7 @@ class Progress:
                     self._wanted = self.queue[-1]
                     operation = self._run_next()
                 finally:
-                    self.busy = False
+                    state[0] = False
             self._wanted = None
             operation.finish()
 

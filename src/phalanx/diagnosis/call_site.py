@@ -36,13 +36,19 @@ _LIBRARIES = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib",
 # Those of other environments too, which a virtual environment may see, and what torch's compiler has made.
 _PARTS = (*(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages")), f"{os.sep}torchinductor_")
 
-# ``running.site`` is where the queued operation that this thread runs was called, since its stack does not show that.
-running = threading.local()
+
+class _Running(threading.local):
+    """Where the queued operation that this thread runs was called, since its stack does not show that."""
+
+    site: CallSite | None = None
+
+
+running = _Running()
 
 
 def capture(depth: int = 1) -> CallSite | None:
     """The nearest place outside torch and Phalanx; None if there is none."""
-    queued: CallSite | None = getattr(running, "site", None)
+    queued = running.site
     if queued is not None:
         return queued
     frame: FrameType | None = sys._getframe(depth)

@@ -46,7 +46,7 @@ struct entry_process {
     PyObject *send_code, *recv_code; /* of torch's functions that wait for the message */
     PyObject *function_modes;        /* counts this thread's modes for torch's functions */
     PyObject *done_work, *done;     /* the class of handles of messages that are done, and one for nobody to keep */
-    PyObject *is_profiling, *in_mode, *busy, *unheard, *ended, *comm; /* interned names */
+    PyObject *is_profiling, *in_mode, *unheard, *ended, *comm; /* interned names */
 };
 
 /* The call of a group that other ranks may not have confirmed (transports/shm/communicator.py says which these are). */
@@ -71,7 +71,8 @@ typedef struct {
     int32_t *places;            /* the core's rank of each rank of the group, -1 of one that it does not reach; NULL if they
                                  * are the same */
     PyObject *group;            /* a weak reference: the group holds this entry */
-    PyObject *progress, *queue; /* c10d/progress.py */
+    PyObject *queue, *state;    /* of c10d/progress.py */
+    char *busy;                 /* the byte of the state: an operation is under way */
     PyObject *acquire, *release;
     PyObject *fail;         /* raises the error for a status */
     PyObject *mailbox, *inside, *fail_message; /* transports/shm/mailbox.py; raises the error for a message */

@@ -36,7 +36,7 @@ int entry_find_site(entry *self, uint32_t *site)
 
 int entry_enter(entry *self, uint32_t *site)
 {
-    if (self->forks != entry_forks || PyObject_Size(self->queue) != 0 || entry_is_watched())
+    if (self->forks != entry_forks || entry_is_watched())
         return 0;
     if (entry_find_site(self, site))
         return -1;
@@ -44,25 +44,20 @@ int entry_enter(entry *self, uint32_t *site)
     if (!taken)
         return -1;
     Py_DECREF(taken);
-    PyObject *busy = PyObject_GetAttr(self->progress, entry_process.busy);
     /* A signal handler that ran while the lock was awaited may have forked, and this be the child. */
-    const int idle = busy == Py_False && PyObject_Size(self->queue) == 0 && self->forks == entry_forks;
-    Py_XDECREF(busy);
-    if (idle && PyObject_SetAttr(self->progress, entry_process.busy, Py_True) == 0)
+    if (!*self->busy && PyObject_Size(self->queue) == 0 && self->forks == entry_forks) {
+        *self->busy = 1;
         return 1;
-    PyObject *kind, *value, *trace;
-    PyErr_Fetch(&kind, &value, &trace);
-    const int failed = give_back(self);
-    if (kind)
-        PyErr_Restore(kind, value, trace);
-    return kind || failed ? -1 : 0;
+    }
+    return give_back(self);
 }
 
 int entry_leave(entry *self)
 {
     PyObject *kind, *value, *trace;
+    *self->busy = 0;
     PyErr_Fetch(&kind, &value, &trace);
-    const int failed = PyObject_SetAttr(self->progress, entry_process.busy, Py_False) | give_back(self);
+    const int failed = give_back(self);
     if (kind)
         PyErr_Restore(kind, value, trace);
     return kind || failed ? -1 : 0;

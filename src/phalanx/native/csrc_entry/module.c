@@ -21,7 +21,6 @@ static int entry_traverse(PyObject *object, visitproc visit, void *arg)
 {
     entry *self = (entry *)object;
     Py_VISIT(Py_TYPE(object));
-    Py_VISIT(self->progress);
     Py_VISIT(self->queue);
     Py_VISIT(self->acquire);
     Py_VISIT(self->release);
@@ -46,7 +45,7 @@ static void entry_dealloc(PyObject *object)
 {
     entry *self = (entry *)object;
     PyObject_GC_UnTrack(object);
-    PyObject *held[] = {self->group, self->progress, self->queue, self->acquire, self->release, self->fail,
+    PyObject *held[] = {self->group, self->queue, self->state, self->acquire, self->release, self->fail,
                         self->mailbox, self->inside, self->fail_message, self->communicator, self->explain, self->last.site.code, self->last.site.instruction,
                         self->last.tensor_kind, self->recorded_by};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++)
@@ -70,16 +69,16 @@ static PyObject *entry_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     if (!self)
         return NULL;
     PyObject *running = PyObject_GetAttrString(progress, "running");
-    Py_INCREF(progress);
     Py_INCREF(communicator);
     self->comm = (phx_comm *)(uintptr_t)comm;
     self->forks = entry_forks;
     self->rank = rank;
     self->size = size;
-    self->progress = progress;
     self->communicator = communicator;
     self->group = PyWeakref_NewRef(group, NULL);
     self->queue = PyObject_GetAttrString(progress, "queue");
+    self->state = PyObject_GetAttrString(progress, "state");
+    self->busy = self->state && PyByteArray_Size(self->state) == 1 ? PyByteArray_AsString(self->state) : NULL;
     self->acquire = running ? PyObject_GetAttrString(running, "acquire") : NULL;
     self->release = running ? PyObject_GetAttrString(running, "release") : NULL;
     self->fail = PyObject_GetAttrString(communicator, "_fail");
@@ -90,7 +89,7 @@ static PyObject *entry_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     for (int i = 0; i < ENTRY_SHAPES; i++)
         self->shapes.known[i].ndim = -1;
     Py_XDECREF(running);
-    if (self->group && self->queue && self->acquire && self->release && self->fail && self->fail_message &&
+    if (self->group && self->queue && self->busy && self->acquire && self->release && self->fail && self->fail_message &&
         self->inside && PyList_CheckExact(self->inside) && self->pointers)
         return (PyObject *)self;
     Py_DECREF(self);
@@ -304,14 +303,7 @@ static PyObject *set_recorder(PyObject *module, PyObject *args)
     core->record_end = (__typeof__(core->record_end))address(functions, "phx_record_end");
     entry_process.codes.is_inside = is_inside;
     entry_process.codes.number_of = number_of;
-    (void)entry_read_frames(&entry_process.codes, 1);
     Py_RETURN_NONE;
-}
-
-static PyObject *read_frames(PyObject *module, PyObject *wanted)
-{
-    (void)module;
-    return PyBool_FromLong(entry_read_frames(&entry_process.codes, wanted == Py_True));
 }
 
 static PyObject *site_number(PyObject *module, PyObject *nothing)
@@ -352,8 +344,6 @@ static PyObject *record_end(PyObject *module, PyObject *const *args, Py_ssize_t 
 static PyMethodDef functions[] = {
     {"set_recorder", set_recorder, METH_VARARGS, "set_recorder(addresses, is_inside, number_of): see diagnosis/recorder.py"},
     {"site_number", site_number, METH_NOARGS, "The recorder's number of the line of the user's program that calls; 0: none."},
-    {"read_frames", read_frames, METH_O,
-     "read_frames(wanted): from now on find lines without objects of frames, or not; whether that is so, where it can be."},
     {"record_begin", (PyCFunction)(void (*)(void))record_begin, METH_FASTCALL, "The core's phx_record_begin()."},
     {"record_end", (PyCFunction)(void (*)(void))record_end, METH_FASTCALL, "The core's phx_record_end()."},
     {"set_exchange", set_exchange, METH_VARARGS, "set_exchange(capsule, addresses): torch's exchange, the core's functions."},
@@ -384,7 +374,6 @@ PyMODINIT_FUNC PyInit_entry(void)
     entry_type = (PyTypeObject *)PyType_FromSpec(&entry_spec);
     entry_process.is_profiling = PyUnicode_InternFromString("_is_profiler_enabled");
     entry_process.in_mode = PyUnicode_InternFromString("_is_in_torch_dispatch_mode");
-    entry_process.busy = PyUnicode_InternFromString("busy");
     entry_process.unheard = PyUnicode_InternFromString("_unheard");
     entry_process.ended = PyUnicode_InternFromString("ended");
     entry_process.comm = PyUnicode_InternFromString("comm");

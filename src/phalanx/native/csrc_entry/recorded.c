@@ -54,15 +54,14 @@ static int find_site(recorded *self, uint32_t *site)
 {
     struct entry_codes *codes = &entry_process.codes;
     PyObject *queued = PyObject_GetAttr(self->running, name_site);
-    if (!queued && !PyErr_ExceptionMatches(PyExc_AttributeError))
+    if (!queued)
         return -1;
-    PyErr_Clear(); /* a thread that has run no queued operation has no such attribute */
     int failed;
-    if (queued && PyTuple_Check(queued) && PyTuple_Size(queued) == 2)
+    if (PyTuple_Check(queued) && PyTuple_Size(queued) == 2)
         failed = entry_number_of(codes, PyTuple_GetItem(queued, 0), PyLong_AsLong(PyTuple_GetItem(queued, 1)), site);
     else
         failed = entry_site_number(codes, site);
-    Py_XDECREF(queued);
+    Py_DECREF(queued);
     return failed;
 }
 

@@ -9,22 +9,20 @@
 #include <Python.h>
 #include <stdint.h>
 
-#include "frames.h"
-
-#define ENTRY_CODES 256
+#define ENTRY_CODES 1024
 #define ENTRY_SITES 256
 
 /* What was learned about code, for one process. The interpreter's lock guards it. */
 struct entry_codes {
     PyObject *is_inside;            /* asks diagnosis/call_site.py about a frame */
     struct {
-        PyObject *code;             /* held */
+        PyObject *code;             /* held; NULL: free */
         int inside;                 /* it is torch's or ours, and passed over */
     } known[ENTRY_CODES];
-    uint32_t next;                  /* which of the places that a code may have is taken next if all are */
-    /* Found by their names; NULL in a Python that has not got them, whose frames are then asked for their attributes. */
-    struct entry_public_frames frames;
-    struct entry_layout layout;     /* spares making objects of frames, if it is known */
+    size_t count;
+    /* PyFrame_GetBack and PyFrame_GetLasti, which the limited API lacks. NULL in Python 3.10: frames have attributes. */
+    PyObject *(*back_of)(PyObject *frame);
+    int (*lasti_of)(PyObject *frame);
     PyObject *f_back, *f_lasti;     /* interned names */
     PyObject *number_of;            /* gives the number of a place (recorder.py) */
     struct {
@@ -42,14 +40,12 @@ struct entry_site {
 /* Find those functions; once, before any call here. Returns -1 with an exception. */
 int entry_find_frames(struct entry_codes *codes);
 
-/* Whether frames are read where they lie from now on, if that is wanted; from Python code. */
-int entry_read_frames(struct entry_codes *codes, int wanted);
-
 /* Note where this thread's call comes from. Returns -1 with an exception. */
 int entry_note_site(struct entry_codes *codes, struct entry_site *site);
 
-/* The recorder's number of a place; 0 if there is none. Returns -1 with an exception, which may be a signal handler's: a new
- * place is looked up in Python, where handlers run. So the place is found before anything of the call is begun. */
+/* The recorder's number of a place, whose code the caller holds; 0 if there is none. Returns -1 with an exception, which may
+ * be a signal handler's: a new place is looked up in Python, where handlers run. So the place is found before anything of
+ * the call is begun. */
 int entry_number_of(struct entry_codes *codes, PyObject *code, long instruction, uint32_t *number);
 
 /* The same for the place where this thread's call comes from; 0 if it is not known. */

@@ -109,15 +109,10 @@ int entry_read(const struct entry_tensors *tensors, struct entry_shapes *shapes,
     struct dl_tensor tensor;
     if (!describe(tensors, object, &tensor, out))
         return 0;
+    if (shapes && word_of_shape(tensors, shapes, &tensor, &out->shape_word))
+        return -1;
     const int negative = is_negative(tensors, object, &tensor, out->count);
-    if (negative)
-        return negative < 0 ? -1 : 0;
-    if (!shapes)
-        return 1;
-    /* Its shape may have gone meanwhile, with another thread that resized it. */
-    if (!describe(tensors, object, &tensor, out))
-        return 0;
-    return word_of_shape(tensors, shapes, &tensor, &out->shape_word) ? -1 : 1;
+    return negative < 0 ? -1 : !negative;
 }
 
 int entry_unchanged(const struct entry_tensors *tensors, PyObject *object, const struct entry_tensor *read)

@@ -2,12 +2,15 @@
 #define _GNU_SOURCE
 #include "recorder/record.h"
 
+#include <fcntl.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
-#include "recorder/clock.h"
+#include "system/futex.h"
 
 #define TAG (1ull << 63)
 
@@ -48,7 +51,6 @@ void *phx_recorder_open(int fd, uint64_t offset, uint32_t pid, int32_t rank, uin
         return NULL;
     }
     noted = 1;
-    phx_clock_open();
     struct phx_recorder_header *header = header_of(mapped);
     header->version = PHX_ABI;
     header->pid = pid;
@@ -64,6 +66,22 @@ void *phx_recorder_open(int fd, uint64_t offset, uint32_t pid, int32_t rank, uin
 struct phx_recorder_file phx_recorder_file(void)
 {
     return file;
+}
+
+const char *phx_recorder_map(uint32_t pid, const struct phx_recorder_file *place)
+{
+    char path[64];
+    struct stat found;
+    void *mapped = MAP_FAILED;
+    snprintf(path, sizeof path, "/proc/%u/fd/%d", pid, place->fd);
+    const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    if (fd < 0)
+        return NULL;
+    if (!fstat(fd, &found) && S_ISREG(found.st_mode) && found.st_dev == place->device && found.st_ino == place->inode &&
+        (uint64_t)found.st_size >= place->at + PHX_RECORDER_BYTES)
+        mapped = mmap(NULL, PHX_RECORDER_BYTES, PROT_READ, MAP_SHARED, fd, (off_t)place->at);
+    close(fd);
+    return mapped == MAP_FAILED ? NULL : mapped;
 }
 
 void phx_recorder_names(uint32_t dtypes, int32_t rank, uint32_t size)
@@ -127,7 +145,7 @@ uint64_t phx_record_begin(struct phx_record_group *group, uint32_t what, uint64_
         return 0;
     _Atomic uint32_t *count = is_message(what) ? &group->messages : &group->collectives;
     const uint32_t in_group = atomic_fetch_add_explicit(count, 1, memory_order_relaxed) + 1;
-    return begin(group, in_group, what, nbytes, site, peer, phx_clock_now());
+    return begin(group, in_group, what, nbytes, site, peer, phx_now_ns());
 }
 
 uint64_t phx_record_begin_at(struct phx_record_group *group, uint32_t what, uint64_t nbytes, uint32_t site, int32_t peer,
@@ -144,12 +162,10 @@ void phx_record_end(uint64_t ticket, int failed)
     if (!memory || !ticket)
         return;
     struct phx_record *record = record_of(memory, ticket & ~TAG);
-    const uint64_t entered = atomic_load_explicit(&record->entered_ns, memory_order_relaxed), now = phx_clock_now();
-    const uint64_t left = now > entered ? now : entered; /* threads have clocks of their own, and any may end it */
     uint64_t expected = ticket;
     if (phx_record_under_way == record)
         phx_record_under_way = NULL;
-    atomic_compare_exchange_strong_explicit(&record->left, &expected, left << 1 | (failed != 0), memory_order_release,
+    atomic_compare_exchange_strong_explicit(&record->left, &expected, phx_now_ns() << 1 | (failed != 0), memory_order_release,
                                             memory_order_relaxed);
 }
 

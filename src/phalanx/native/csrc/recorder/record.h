@@ -2,8 +2,7 @@
  *
  * The memory is a part of a file without a name (memfd), which the process maps, and which another process may hold
  * (its launcher) or find through /proc. One process writes, with any number of threads; any process reads, at any time,
- * also when the writer is gone. Nothing here waits, and nothing is a system call but the clock (clock.h), which mostly
- * is none either.
+ * also when the writer is gone. Nothing here waits.
  *
  * Operation n (n = 0, 1, ...) has the record n mod PHX_RECORDS. Its *tag* is the top bit and n below it.
  *
@@ -33,8 +32,7 @@
  *   left        While operation n is under way its tag; then when it ended, in nanoseconds, times two, plus one if it
  *               failed. Written with the fields; then exchanged by the thread that ends the operation (compare-and-
  *               exchange with the tag, release), so that the end of an operation that lasts until its record is used
- *               again changes nothing. That thread reads `entered_ns` before, relaxed, so that no operation ends before it
- *               began; of another operation, it goes into an exchange that fails.
+ *               again changes nothing.
  *               Read by all, relaxed, between the reads of `word`: it may be the older of both.
  *               Death before: the operation is under way for ever. Death after: it has ended.
  *   awaits      The rank that the operation waits for at this moment, -1 for none that is known. Written with the
@@ -60,7 +58,6 @@
 #include <stdatomic.h>
 
 #include "phalanx.h"
-#include "recorder/recordings.h"
 
 #define PHX_RECORDER_MAGIC 0x31636552786c6850ull /* "PhlxRec1" */
 
@@ -93,8 +90,21 @@ struct phx_record;
 /* The record of the collective that this thread is in; NULL outside, and if it is not recorded. */
 extern __thread __attribute__((tls_model("initial-exec"))) struct phx_record *phx_record_under_way;
 
-/* Where this process keeps its recorder. */
+/* Where a process keeps its recorder.
+ *   fd             its descriptor of the file, -1 without a recorder
+ *   at             where in the file the recorder begins
+ *   device, inode  which file that is: the program may close the descriptor, and its number may become another file's */
+struct phx_recorder_file {
+    int32_t fd;
+    uint64_t at, device, inode;
+};
+
+/* Where this process keeps its own. */
 struct phx_recorder_file phx_recorder_file(void);
+
+/* Map that of a living process, to read it when the process is gone. NULL if it cannot be mapped, or the descriptor is
+ * another file's by now. The caller unmaps PHX_RECORDER_BYTES. */
+const char *phx_recorder_map(uint32_t pid, const struct phx_recorder_file *place);
 
 struct phx_record {
     _Alignas(64) _Atomic uint64_t word;

@@ -5,11 +5,14 @@
 #define _GNU_SOURCE
 #include "segment/breaking.h"
 
+#include <pthread.h>
 #include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
-#include "system/futex.h"
 #include "segment/life.h"
+#include "system/futex.h"
 
 #define REASON_NS 100000000ull /* how long readers wait for the reason of a break to be written */
 
@@ -108,4 +111,79 @@ int phx_description(const phx_comm *comm, uint32_t rank, char *out)
 uint64_t phx_call_chunk(const phx_comm *comm)
 {
     return comm->call_chunk;
+}
+
+/* -- the end of the process ---------------------------------------------------------------------------------------- */
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of the list of views that are open in this process */
+static phx_comm *opened;
+
+/* The views belong to the parent; its threads, which may hold the lock, are not in the child. */
+static void forget_all(void)
+{
+    opened = NULL;
+    pthread_mutex_init(&lock, NULL);
+}
+
+static void tell_all(enum phx_going how, const char *text)
+{
+    pthread_mutex_lock(&lock);
+    for (phx_comm *comm = opened; comm; comm = comm->next) {
+        if (text)
+            phx_describe(comm, text);
+        phx_tell(comm, how);
+    }
+    pthread_mutex_unlock(&lock);
+}
+
+/* Called by exit(), after the interpreter has ended. A process that a signal or _exit() ends does not come here. */
+static void at_exit(int code, void *unused)
+{
+    char text[32];
+    (void)unused;
+    snprintf(text, sizeof text, "exit code %d", code & 0xff);
+    tell_all(code ? PHX_FAILED : PHX_LEFT, code ? text : NULL);
+}
+
+static void prepare(void)
+{
+    pthread_atfork(NULL, NULL, forget_all);
+    on_exit(at_exit, NULL);
+}
+
+void phx_remember(phx_comm *comm)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, prepare);
+    pthread_mutex_lock(&lock);
+    comm->next = opened;
+    opened = comm;
+    pthread_mutex_unlock(&lock);
+}
+
+void phx_forget(phx_comm *comm)
+{
+    pthread_mutex_lock(&lock);
+    for (phx_comm **link = &opened; *link; link = &(*link)->next)
+        if (*link == comm) {
+            *link = comm->next;
+            break;
+        }
+    pthread_mutex_unlock(&lock);
+}
+
+void phx_process_leaves(void)
+{
+    tell_all(PHX_LEFT, NULL);
+}
+
+void phx_process_fails(const char *text)
+{
+    tell_all(PHX_FAILED, text);
+}
+
+void phx_group_fails(phx_comm *comm, const char *text)
+{
+    phx_describe(comm, text);
+    phx_tell(comm, PHX_FAILED);
 }

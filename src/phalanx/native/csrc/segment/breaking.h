@@ -22,4 +22,8 @@ int phx_break_message(phx_comm *comm, uint32_t src, const struct phx_end *sent, 
 /* The same for a rank that went, and how. */
 int phx_break_gone(phx_comm *comm, uint32_t peer, enum phx_going how);
 
+/* Enter the view in the list of those that this process tells of its end, or take it out. */
+void phx_remember(phx_comm *comm);
+void phx_forget(phx_comm *comm);
+
 #endif

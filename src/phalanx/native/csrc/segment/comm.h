@@ -42,7 +42,7 @@ struct phx_comm {
     uint32_t crossed;        /* the call under way has found lines crossed */
     const char **recorders;  /* each other rank's flight recorder, if it can be read; only the last call closes them */
     struct phx_process *met; /* each other rank's process, as this one saw it when they met; zeros if it did not */
-    phx_comm *next;          /* in the list of the views of this process (life.c), under its lock */
+    phx_comm *next;          /* in the list of the views of this process (breaking.c), under its lock */
 };
 
 static inline char *phx_slot(const phx_comm *comm, uint32_t rank, uint64_t chunk)

@@ -7,12 +7,6 @@
 #define _GNU_SOURCE
 #include "segment/life.h"
 
-#include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-
-#include "recorder/recordings.h"
-
 #define ALL_SEEN 1u /* in `sees`; UNSEEN + p if rank p is not the process that it says */
 #define UNSEEN 2u
 /* In larger groups nobody holds the others' recorders: so many maps would take a process's room for them. */
@@ -30,7 +24,7 @@ void phx_look(phx_comm *comm, int fd)
         else if (phx_process_read(place->pid, &comm->met[p]) != PHX_RUNNING)
             comm->met[p] = (struct phx_process){0, 0};
         else if (place->recorder.fd >= 0 && comm->size <= MOST_RECORDERS)
-            comm->recorders[p] = phx_recording_hold(place->pid, comm->met[p].start_time, &place->recorder);
+            comm->recorders[p] = phx_recorder_map(place->pid, &place->recorder);
     }
     atomic_store_explicit(&comm->places[comm->rank].sees, found, memory_order_release);
 }
@@ -104,79 +98,4 @@ void phx_tell(phx_comm *comm, enum phx_going how)
     while (told < (uint32_t)how &&
            !atomic_compare_exchange_weak_explicit(&place->going, &told, how, memory_order_release, memory_order_relaxed))
         ;
-}
-
-/* -- the end of the process ---------------------------------------------------------------------------------------- */
-
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of the list of views that are open in this process */
-static phx_comm *opened;
-
-/* The views belong to the parent; its threads, which may hold the lock, are not in the child. */
-static void forget_all(void)
-{
-    opened = NULL;
-    pthread_mutex_init(&lock, NULL);
-}
-
-static void tell_all(enum phx_going how, const char *text)
-{
-    pthread_mutex_lock(&lock);
-    for (phx_comm *comm = opened; comm; comm = comm->next) {
-        if (text)
-            phx_describe(comm, text);
-        phx_tell(comm, how);
-    }
-    pthread_mutex_unlock(&lock);
-}
-
-/* Called by exit(), after the interpreter has ended. A process that a signal or _exit() ends does not come here. */
-static void at_exit(int code, void *unused)
-{
-    char text[32];
-    (void)unused;
-    snprintf(text, sizeof text, "exit code %d", code & 0xff);
-    tell_all(code ? PHX_FAILED : PHX_LEFT, code ? text : NULL);
-}
-
-static void prepare(void)
-{
-    pthread_atfork(NULL, NULL, forget_all);
-    on_exit(at_exit, NULL);
-}
-
-void phx_remember(phx_comm *comm)
-{
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, prepare);
-    pthread_mutex_lock(&lock);
-    comm->next = opened;
-    opened = comm;
-    pthread_mutex_unlock(&lock);
-}
-
-void phx_forget(phx_comm *comm)
-{
-    pthread_mutex_lock(&lock);
-    for (phx_comm **link = &opened; *link; link = &(*link)->next)
-        if (*link == comm) {
-            *link = comm->next;
-            break;
-        }
-    pthread_mutex_unlock(&lock);
-}
-
-void phx_process_leaves(void)
-{
-    tell_all(PHX_LEFT, NULL);
-}
-
-void phx_process_fails(const char *text)
-{
-    tell_all(PHX_FAILED, text);
-}
-
-void phx_group_fails(phx_comm *comm, const char *text)
-{
-    phx_describe(comm, text);
-    phx_tell(comm, PHX_FAILED);
 }

@@ -10,8 +10,4 @@ enum phx_going phx_peer_life(const phx_comm *comm, uint32_t peer);
 /* Tell the others that this rank goes; a worse way than one told before counts. */
 void phx_tell(phx_comm *comm, enum phx_going how);
 
-/* Enter the view in the list of those that this process tells of its end, or take it out. */
-void phx_remember(phx_comm *comm);
-void phx_forget(phx_comm *comm);
-
 #endif

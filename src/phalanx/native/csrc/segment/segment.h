@@ -93,7 +93,7 @@
 #include <stddef.h>
 
 #include "phalanx.h"
-#include "recorder/recordings.h"
+#include "recorder/record.h"
 
 #define PHX_LINE 64u  /* bytes of a cache line */
 #define PHX_SLOTS 4u  /* slots of each rank */

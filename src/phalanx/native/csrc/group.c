@@ -9,10 +9,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "segment/life.h"
 #include "messages/mail.h"
-#include "recorder/record.h"
-#include "recorder/recordings.h"
+#include "segment/breaking.h"
+#include "segment/life.h"
 
 /* Free all that a view owns besides the mapping. Of a view that could not be completed, some pointers are NULL. */
 static void free_view(phx_comm *comm)
@@ -23,7 +22,8 @@ static void free_view(phx_comm *comm)
     free(comm->compared);
     free(comm->inputs);
     for (uint32_t p = 0; comm->recorders && p < comm->size; p++)
-        phx_recording_release(comm->recorders[p]);
+        if (comm->recorders[p])
+            munmap((void *)comm->recorders[p], PHX_RECORDER_BYTES);
     free(comm->recorders);
     free(comm->met);
     free(comm->names);
