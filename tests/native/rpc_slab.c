@@ -11,7 +11,7 @@
 
 #include "check.h"
 #include "system/futex.h"
-#include "rpc/slab.h"
+#include "rpc/memory.h"
 
 #define BYTES (8u << 20)
 #define LATER 11000000000ull

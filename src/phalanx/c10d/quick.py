@@ -25,7 +25,7 @@ from torch.utils import _python_dispatch
 from phalanx.c10d.hooked import HookedProcessGroup
 from phalanx.c10d.messages import DoneWork
 from phalanx.diagnosis.call_site import inside, shape_word
-from phalanx.native.core import addresses, quick_entry
+from phalanx.native.core import quick_entry
 from phalanx.transports.reductions import OP_NAMES, reducible
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
@@ -33,19 +33,6 @@ from phalanx.transports.shm.wording import text_of_call
 
 __all__ = ["missing", "quicken", "quicken_messages"]
 
-_FUNCTIONS = (
-    "all_reduce",
-    "reduce",
-    "reduce_scatter",
-    "broadcast",
-    "all_gather",
-    "barrier",
-    "send_now",
-    "recv",
-    "message_wait",
-    "message_source",
-    "message_free",
-)
 # In the order of enum entry_option_class (native/csrc_entry/entry.h). Then: has it an operation, has it a root.
 _OPTIONS = (
     (types.AllreduceOptions, True, False),
@@ -122,7 +109,7 @@ def _module() -> ModuleType | str:
         if not isinstance(getattr(place, flag, None), bool):
             return f"torch {torch.__version__} does not say in {place.__name__}.{flag} whether calls are watched"
     try:
-        module.set_exchange(capsule, addresses(_FUNCTIONS))
+        module.set_exchange(capsule)
     except ValueError as error:
         return str(error)
     numbers = [OP_NUMBERS.get(op, 0) for op in range(max(OP_NAMES) + 1)]

@@ -23,7 +23,7 @@ from phalanx.diagnosis.call_site import CallSite, lengths_that_count
 from phalanx.diagnosis.divergence import identity
 from phalanx.diagnosis.snapshot import KINDS, spans
 from phalanx.errors import BackendError
-from phalanx.native.core import NBYTES_BITS, RECORDER_BYTES, STRINGS_AT, RecordedGroup, addresses, library, quick_entry
+from phalanx.native.core import NBYTES_BITS, RECORDER_BYTES, STRINGS_AT, RecordedGroup, library, quick_entry
 
 MEMORY_NAME = "phalanx-recorder"
 _LONGEST_TEXT = 2048
@@ -80,7 +80,7 @@ class _Recorder:
             self.end: Callable[[int, bool], None] = self.core.phx_record_end
             self.site: Callable[[], int] = self._site_by_frames
         else:
-            entry.set_recorder(addresses(("record_begin", "record_end")), call_site.inside, self.number_of)
+            entry.set_recorder(call_site.inside, self.number_of)
             self.begin, self.end, self.site = entry.record_begin, entry.record_end, entry.site_number
 
     def text(self, text: str, *, share: float = 1.0, identity: int = 0) -> int:

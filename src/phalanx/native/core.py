@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Iterable
 from ctypes import (
     CFUNCTYPE,
     POINTER,
@@ -163,7 +162,7 @@ def library() -> ctypes.CDLL:
     """
     path = Path(__file__).with_name("libphalanx.so")
     try:
-        core = ctypes.CDLL(str(path), use_errno=True)
+        core = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL, use_errno=True)  # the module in C finds it there
     except OSError as error:
         raise BackendError(
             f"the C core of Phalanx could not be loaded ({error}); build it with: pip install ."
@@ -310,17 +309,12 @@ def rpc(*, holding: bool = False) -> ctypes.CDLL:
     return core
 
 
-def addresses(names: Iterable[str]) -> dict[str, int]:
-    """Return where functions of the core lie, by their names as in ``phx_all_reduce``, given without ``phx_``."""
-    core = library()
-    return {f"phx_{name}": ctypes.cast(getattr(core, f"phx_{name}"), c_void_p).value or 0 for name in names}
-
-
 def quick_entry() -> ModuleType | str:
     """Load the module in C for the usual calls (``native/csrc_entry``); or say why there is none.
 
     The package works without it, by ctypes alone.
     """
+    library()
     try:
         module = importlib.import_module("phalanx.native.entry")
     except ImportError as error:

@@ -1,9 +1,81 @@
 /* The quick calls: the usual form of each collective, and nothing else.
  *
- * A call is of the usual form if its tensors are plain (tensor.h), it is synchronous, has no timeout of its own, and may
+ * A call is of the usual form if its tensors are plain (arguments.h), it is synchronous, has no timeout of its own, and may
  * be made here and now (entry_enter). Everything else is ENTRY_NOT_ME, and errors of arguments are too: Python finds
  * them again and words them. So what this file does is a subset of c10d/process_group.py, call for call. */
 #include "entry.h"
+
+struct entry_process entry_process;
+uint64_t entry_forks;
+
+int entry_is_watched(void)
+{
+    PyObject *profiling = PyDict_GetItemWithError(entry_process.profiling, entry_process.is_profiling);
+    PyObject *in_mode = PyDict_GetItemWithError(entry_process.modes, entry_process.in_mode);
+    return profiling != Py_False || in_mode != Py_False; /* also if a flag has gone */
+}
+
+int entry_is_seen_by_functions(void)
+{
+    PyObject *count = PyObject_CallNoArgs(entry_process.function_modes);
+    if (!count)
+        return -1;
+    const long modes = PyLong_AsLong(count);
+    Py_DECREF(count);
+    return modes < 0 ? -1 : modes > 0;
+}
+
+/* Entering and leaving a group is what Progress.run() of c10d/progress.py does for its own thread. */
+static int give_back(entry *self)
+{
+    PyObject *released = PyObject_CallNoArgs(self->release);
+    Py_XDECREF(released);
+    return released ? 0 : -1;
+}
+
+int entry_find_site(entry *self, uint32_t *site)
+{
+    *site = 0;
+    return self->recorded ? entry_site_number(&entry_process.codes, site) : 0;
+}
+
+int entry_enter(entry *self, uint32_t *site)
+{
+    if (self->forks != entry_forks || entry_is_watched())
+        return 0;
+    if (entry_find_site(self, site))
+        return -1;
+    PyObject *taken = PyObject_CallNoArgs(self->acquire); /* may run signal handlers, and wait for another thread */
+    if (!taken)
+        return -1;
+    Py_DECREF(taken);
+    /* A signal handler that ran while the lock was awaited may have forked, and this be the child. */
+    if (!*self->busy && PyObject_Size(self->queue) == 0 && self->forks == entry_forks) {
+        *self->busy = 1;
+        return 1;
+    }
+    return give_back(self);
+}
+
+int entry_leave(entry *self)
+{
+    PyObject *kind, *value, *trace;
+    *self->busy = 0;
+    PyErr_Fetch(&kind, &value, &trace);
+    const int failed = give_back(self);
+    if (kind)
+        PyErr_Restore(kind, value, trace);
+    return kind || failed ? -1 : 0;
+}
+
+uint64_t entry_record(entry *self, uint32_t what, uint64_t nbytes, uint32_t site, int64_t peer)
+{
+    if (!self->recorded)
+        return 0;
+    return phx_record_begin(self->recorded, what, nbytes, site, (int32_t)peer);
+}
+
+/* -- the calls ------------------------------------------------------------------------------------------------------ */
 
 static int is_done(int status)
 {
@@ -88,7 +160,7 @@ static PyObject *all_reduce(entry *self, PyObject *object, const struct entry_te
     if (entered <= 0)
         return ENTRY_NOT_ENTERED(entered);
     ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_ALL_REDUCE, tensor->copied, entry_process.ops[op]), tensor->nbytes, site, -1,
-                   entry_process.core.all_reduce(self->comm, tensor->data, tensor->data, tensor->count, tensor->reduced,
+                   phx_all_reduce(self->comm, tensor->data, tensor->data, tensor->count, tensor->reduced,
                                                  entry_process.ops[op], tensor->shape_word));
     return finish(self, status, "all_reduce", object, op, -1);
 }
@@ -142,7 +214,7 @@ PyObject *entry_reduce(entry *self, PyObject *const *args, Py_ssize_t nargs)
         return ENTRY_NOT_ENTERED(entered);
     }
     ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_REDUCE, tensor.copied, entry_process.ops[op]), tensor.nbytes, site, root,
-                   entry_process.core.reduce(self->comm, tensor.data, tensor.data, tensor.count, tensor.reduced,
+                   phx_reduce(self->comm, tensor.data, tensor.data, tensor.count, tensor.reduced,
                                              entry_process.ops[op], (uint32_t)root, tensor.shape_word));
     if (is_done(status) && root != self->rank)
         (void)note_unheard(self, "reduce", object, op, root);
@@ -169,7 +241,7 @@ PyObject *entry_broadcast(entry *self, PyObject *const *args, Py_ssize_t nargs)
         return ENTRY_NOT_ENTERED(entered);
     }
     ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_BROADCAST, tensor.copied, 0), tensor.nbytes, site, root,
-                   entry_process.core.broadcast(self->comm, tensor.data, tensor.nbytes, tensor.copied, (uint32_t)root,
+                   phx_broadcast(self->comm, tensor.data, tensor.nbytes, tensor.copied, (uint32_t)root,
                                                 tensor.shape_word));
     if (is_done(status) && (root == self->rank || self->size > 2))
         (void)note_unheard(self, "broadcast", object, -1, root);
@@ -220,7 +292,7 @@ PyObject *entry_all_gather(entry *self, PyObject *const *args, Py_ssize_t nargs)
     if (entered <= 0)
         return ENTRY_NOT_ENTERED(entered);
     ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_ALL_GATHER, part.copied, 0), part.nbytes, site, -1,
-                   entry_process.core.all_gather(self->comm, part.data, self->pointers, part.nbytes, part.copied,
+                   phx_all_gather(self->comm, part.data, self->pointers, part.nbytes, part.copied,
                                                  part.shape_word));
     return finish(self, status, "all_gather", args[1], -1, -1);
 }
@@ -242,7 +314,7 @@ PyObject *entry_reduce_scatter(entry *self, PyObject *const *args, Py_ssize_t na
     if (entered <= 0)
         return ENTRY_NOT_ENTERED(entered);
     ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_REDUCE_SCATTER, part.copied, entry_process.ops[op]), part.nbytes, site, -1,
-                   entry_process.core.reduce_scatter(self->comm, (const void *const *)self->pointers, part.data,
+                   phx_reduce_scatter(self->comm, (const void *const *)self->pointers, part.data,
                                                      part.count, part.reduced, entry_process.ops[op], part.shape_word));
     return finish(self, status, "reduce_scatter", args[0], op, -1);
 }
@@ -257,6 +329,6 @@ PyObject *entry_barrier(entry *self, PyObject *const *args, Py_ssize_t nargs)
     const int entered = entry_enter(self, &site);
     if (entered <= 0)
         return ENTRY_NOT_ENTERED(entered);
-    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_BARRIER, 0, 0), 0, site, -1, entry_process.core.barrier(self->comm));
+    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_BARRIER, 0, 0), 0, site, -1, phx_barrier(self->comm));
     return finish(self, status, "barrier", Py_None, -1, -1);
 }

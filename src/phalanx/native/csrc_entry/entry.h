@@ -2,26 +2,13 @@
 #ifndef PHALANX_ENTRY_ENTRY_H
 #define PHALANX_ENTRY_ENTRY_H
 
-#include "options.h"
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include "arguments.h"
 #include "phalanx.h"
 #include "site.h"
-#include "tensor.h"
-
-/* The functions of the core, by their addresses, since the core is loaded by ctypes and not linked to. */
-struct entry_core {
-    __typeof__(&phx_all_reduce) all_reduce;
-    __typeof__(&phx_reduce) reduce;
-    __typeof__(&phx_reduce_scatter) reduce_scatter;
-    __typeof__(&phx_broadcast) broadcast;
-    __typeof__(&phx_all_gather) all_gather;
-    __typeof__(&phx_barrier) barrier;
-    __typeof__(&phx_send_now) send_now;
-    __typeof__(&phx_recv) recv;
-    __typeof__(&phx_message_wait) message_wait;
-    __typeof__(&phx_message_free) message_free;
-    __typeof__(&phx_record_begin) record_begin;
-    __typeof__(&phx_record_end) record_end;
-};
 
 enum entry_option_class {
     ENTRY_ALL_REDUCE_OPTIONS,
@@ -37,7 +24,6 @@ enum entry_option_class {
 
 /* What is the same for all groups; filled in by setup(), once, before any group has an entry. */
 struct entry_process {
-    struct entry_core core;
     struct entry_tensors tensors;
     struct entry_codes codes;
     struct entry_options options[ENTRY_OPTION_CLASSES];
@@ -132,7 +118,7 @@ void entry_free_object(PyObject *self);
         PyEval_RestoreThread(state);                                                                                   \
     } while (0)
 
-/* Record that an operation of the group begins at a place; what it returns is for core.record_end(). It runs no Python, so
+/* Record that an operation of the group begins at a place; what it returns is for phx_record_end(). It runs no Python, so
  * no signal handler raises between it and the operation. */
 uint64_t entry_record(entry *self, uint32_t what, uint64_t nbytes, uint32_t site, int64_t peer);
 
@@ -141,7 +127,7 @@ uint64_t entry_record(entry *self, uint32_t what, uint64_t nbytes, uint32_t site
     do {                                                                                                               \
         const uint64_t ticket = entry_record(self, what, nbytes, site, peer);                                          \
         ENTRY_UNLOCKED(status, call);                                                                                  \
-        entry_process.core.record_end(ticket, (status) != PHX_OK && (status) != PHX_CROSSED);                                                          \
+        phx_record_end(ticket, (status) != PHX_OK && (status) != PHX_CROSSED);                               \
     } while (0)
 
 /* What a record says of an operation: an enum phx_kind, the core's dtype number for copies, its number of the reduction. */
@@ -150,6 +136,18 @@ uint64_t entry_record(entry *self, uint32_t what, uint64_t nbytes, uint32_t site
 /* The only tensor of a list, described; 1, 0 or -1 as entry_read(). The list may change while other threads run, so with 1
  * the caller gets a reference of its own. */
 int entry_read_only_one(struct entry_shapes *shapes, PyObject *list, PyObject **object, struct entry_tensor *out);
+
+/* What objects that can be called have in common: their beginning, and how they are called the slow way (tp_call). Python
+ * 3.10's limited API has neither Py_TPFLAGS_HAVE_VECTORCALL nor PyVectorcall_NARGS. */
+typedef PyObject *(*entry_vectorcall)(PyObject *, PyObject *const *, size_t, PyObject *);
+struct entry_callable {
+    PyObject ob_base;
+    entry_vectorcall vectorcall;
+};
+#define ENTRY_HAVE_VECTORCALL (1UL << 11)
+#define ENTRY_NARGS(n) ((Py_ssize_t)((n) & ~((size_t)1 << (8 * sizeof(size_t) - 1))))
+PyObject *entry_call(PyObject *object, PyObject *args, PyObject *keywords);
+extern PyMemberDef entry_callable_members[];
 
 /* The quick calls: each returns a new reference; NULL with an exception; or ENTRY_NOT_ME. */
 PyObject *entry_sum(entry *self, PyObject *const *args, Py_ssize_t nargs);

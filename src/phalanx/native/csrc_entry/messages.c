@@ -53,7 +53,7 @@ static int record_sent(entry *self, const struct entry_tensor *tensor, uint32_t 
 {
     const uint32_t what = ENTRY_WHAT(PHX_SEND, tensor->copied, 0);
     if (sent == 1)
-        entry_process.core.record_end(entry_record(self, what, tensor->nbytes, site, rank), 0);
+        phx_record_end(entry_record(self, what, tensor->nbytes, site, rank), 0);
     return sent;
 }
 
@@ -75,10 +75,10 @@ static int send_now(entry *self, PyObject *object, const struct entry_tensor *te
     const struct phx_end end = {tensor->nbytes, tensor->copied, site};
     if (tensor->nbytes <= INSIDE_PYTHON)
         return record_sent(self, tensor, site, ends->rank,
-                           entry_process.core.send_now(comm, tensor->data, &end, peer, tag));
+                           phx_send_now(comm, tensor->data, &end, peer, tag));
     if (enter(self))
         return -1;
-    ENTRY_UNLOCKED(sent, entry_process.core.send_now(comm, tensor->data, &end, peer, tag));
+    ENTRY_UNLOCKED(sent, phx_send_now(comm, tensor->data, &end, peer, tag));
     leave(self);
     return record_sent(self, tensor, site, ends->rank, sent);
 }
@@ -100,14 +100,14 @@ static int receive(entry *self, PyObject *object, const struct entry_tensor *ten
     if (enter(self))
         return -1;
     const struct phx_end end = {tensor->nbytes, tensor->copied, site};
-    phx_message *message = entry_process.core.recv(comm, tensor->data, &end, peer, tag);
+    phx_message *message = phx_recv(comm, tensor->data, &end, peer, tag);
     if (message)
         ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_RECV, tensor->copied, 0), tensor->nbytes, site,
                        ends->rank,
-                       entry_process.core.message_wait(comm, message, 0));
+                       phx_message_wait(comm, message, 0));
     if (message && !status) {
         received = 1;
-        entry_process.core.message_free(comm, message);
+        phx_message_free(comm, message);
     } else if (message) {
         /* The message is Python's now: it finds the same status, raises the error for it, and gives the message back. */
         const unsigned long long handle = (uintptr_t)message;

@@ -1,23 +1,15 @@
 /* A group's methods: each does the usual call in C and hands all others to the class's own method. */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
 #include <stddef.h>
 #include <stdlib.h>
-#include <structmember.h>
 
 #include "entry.h"
-
-typedef PyObject *(*vectorcall)(PyObject *, PyObject *const *, size_t, PyObject *);
-#define HAVE_VECTORCALL (1UL << 11)                             /* Py_TPFLAGS_HAVE_VECTORCALL, not in 3.10's limited API */
-#define NARGS(n) ((Py_ssize_t)((n) & ~((size_t)1 << (8 * sizeof(size_t) - 1)))) /* PyVectorcall_NARGS, likewise */
 
 typedef PyObject *(*quick_call)(entry *, PyObject *const *, Py_ssize_t);
 
 /* An object of its own and not a built-in function: pybind11 takes a built-in for its own method, and would call the
  * C++ one in its place where C++ asks for the group's. */
 typedef struct {
-    PyObject ob_base;
-    vectorcall vectorcall;
+    struct entry_callable base;
     entry *entry;
     quick_call quick;
     PyObject *name; /* also that of the method in Python, which does all that the quick one does not */
@@ -77,14 +69,14 @@ done:
 static PyObject *method_vectorcall(PyObject *object, PyObject *const *args, size_t flagged, PyObject *names)
 {
     method *self = (method *)object;
-    const Py_ssize_t nargs = NARGS(flagged), named = names ? PyTuple_Size(names) : 0;
+    const Py_ssize_t nargs = ENTRY_NARGS(flagged), named = names ? PyTuple_Size(names) : 0;
     /* torch.distributed gives the options by position, except for a barrier's. */
     const int usual = !named || (named == 1 && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(names, 0), "opts") == 0);
     PyObject *result = usual ? self->quick(self->entry, args, nargs + named) : ENTRY_NOT_ME;
     return result == ENTRY_NOT_ME ? call_python(self, args, nargs, names) : result;
 }
 
-static PyObject *method_call(PyObject *object, PyObject *args, PyObject *keywords)
+PyObject *entry_call(PyObject *object, PyObject *args, PyObject *keywords)
 {
     const Py_ssize_t nargs = PyTuple_Size(args), named = keywords ? PyDict_Size(keywords) : 0;
     PyObject **all = malloc((size_t)(nargs + named + 1) * sizeof *all), *names = named ? PyTuple_New(named) : NULL;
@@ -101,7 +93,7 @@ static PyObject *method_call(PyObject *object, PyObject *args, PyObject *keyword
         PyTuple_SetItem(names, i, name);
         all[nargs + i++] = value;
     }
-    result = method_vectorcall(object, all, (size_t)nargs, names);
+    result = ((struct entry_callable *)object)->vectorcall(object, all, (size_t)nargs, names);
 done:
     free(all);
     Py_XDECREF(names);
@@ -132,20 +124,22 @@ static void method_dealloc(PyObject *object)
     entry_free_object(object);
 }
 
-static PyMemberDef method_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(method, vectorcall), READONLY, NULL},
+PyMemberDef entry_callable_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(struct entry_callable, vectorcall), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 static PyType_Slot method_slots[] = {
     {Py_tp_dealloc, method_dealloc},
     {Py_tp_traverse, method_traverse}, /* a queued call may hold the group, and is held by its queue */
-    {Py_tp_call, method_call},
-    {Py_tp_members, method_members},
+    {Py_tp_call, entry_call},
+    {Py_tp_members, entry_callable_members},
     {Py_tp_doc, "A method of one process group that does the usual call in C and hands all others to the class's."},
     {0, NULL},
 };
 static PyType_Spec method_spec = {
-    "phalanx.native.entry.Method", sizeof(method), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | HAVE_VECTORCALL, method_slots,
+    "phalanx.native.entry.Method", sizeof(method), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC |
+        ENTRY_HAVE_VECTORCALL,
+    method_slots,
 };
 static PyTypeObject *method_type;
 
@@ -164,7 +158,7 @@ PyObject *entry_methods(PyObject *object, PyObject *ignored)
         method *made = (method *)allocate(method_type, 0);
         if (made) {
             Py_INCREF(object);
-            made->vectorcall = method_vectorcall;
+            made->base.vectorcall = method_vectorcall;
             made->entry = (entry *)object;
             made->quick = METHODS[i].quick;
             made->name = PyUnicode_InternFromString(METHODS[i].name);

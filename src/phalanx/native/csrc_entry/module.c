@@ -172,49 +172,18 @@ static PyType_Spec entry_spec = {
 
 /* -- what is the same for all groups ----------------------------------------------------------------------------------- */
 
-static void *address(PyObject *functions, const char *name)
+static PyObject *set_exchange(PyObject *module, PyObject *capsule)
 {
-    PyObject *number = PyDict_GetItemString(functions, name); /* borrowed */
-    return number ? PyLong_AsVoidPtr(number) : NULL;
-}
-
-static int set_core(PyObject *functions)
-{
-    struct entry_core *core = &entry_process.core;
-    core->all_reduce = (__typeof__(core->all_reduce))address(functions, "phx_all_reduce");
-    core->reduce = (__typeof__(core->reduce))address(functions, "phx_reduce");
-    core->reduce_scatter = (__typeof__(core->reduce_scatter))address(functions, "phx_reduce_scatter");
-    core->broadcast = (__typeof__(core->broadcast))address(functions, "phx_broadcast");
-    core->all_gather = (__typeof__(core->all_gather))address(functions, "phx_all_gather");
-    core->barrier = (__typeof__(core->barrier))address(functions, "phx_barrier");
-    core->send_now = (__typeof__(core->send_now))address(functions, "phx_send_now");
-    core->recv = (__typeof__(core->recv))address(functions, "phx_recv");
-    core->message_wait = (__typeof__(core->message_wait))address(functions, "phx_message_wait");
-    core->message_free = (__typeof__(core->message_free))address(functions, "phx_message_free");
-    if (core->all_reduce && core->reduce && core->reduce_scatter && core->broadcast && core->all_gather &&
-        core->barrier && core->send_now && core->recv && core->message_wait && core->message_free)
-        return 0;
-    if (!PyErr_Occurred())
-        PyErr_SetString(PyExc_ValueError, "the address of a function of the core is missing");
-    return -1;
-}
-
-static PyObject *set_exchange(PyObject *module, PyObject *args)
-{
-    PyObject *capsule, *functions;
-    struct entry_tensors *tensors = &entry_process.tensors;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "OO", &capsule, &functions))
-        return NULL;
     const struct dl_exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-    if (!exchange || set_core(functions))
+    (void)module;
+    if (!exchange)
         return NULL;
     if (exchange->version.major != 1 || !exchange->tensor_from_object) {
         PyErr_Format(PyExc_ValueError, "torch exchanges tensors by DLPack %u, or not by reference; known is 1",
                      (unsigned)exchange->version.major);
         return NULL;
     }
-    tensors->exchange = exchange;
+    entry_process.tensors.exchange = exchange;
     Py_RETURN_NONE;
 }
 
@@ -292,15 +261,12 @@ static PyObject *bytes_of(PyObject *module, PyObject *options)
 
 static PyObject *set_recorder(PyObject *module, PyObject *args)
 {
-    PyObject *functions, *is_inside, *number_of;
-    struct entry_core *core = &entry_process.core;
+    PyObject *is_inside, *number_of;
     (void)module;
-    if (!PyArg_ParseTuple(args, "O!OO", &PyDict_Type, &functions, &is_inside, &number_of))
+    if (!PyArg_ParseTuple(args, "OO", &is_inside, &number_of))
         return NULL;
     Py_INCREF(is_inside); /* for as long as the process lives */
     Py_INCREF(number_of);
-    core->record_begin = (__typeof__(core->record_begin))address(functions, "phx_record_begin");
-    core->record_end = (__typeof__(core->record_end))address(functions, "phx_record_end");
     entry_process.codes.is_inside = is_inside;
     entry_process.codes.number_of = number_of;
     Py_RETURN_NONE;
@@ -325,7 +291,7 @@ static PyObject *record_begin(PyObject *module, PyObject *const *args, Py_ssize_
     const long peer = PyLong_AsLong(args[4]);
     if (PyErr_Occurred())
         return NULL;
-    return PyLong_FromUnsignedLongLong(entry_process.core.record_begin(group, what, nbytes, site, (int32_t)peer));
+    return PyLong_FromUnsignedLongLong(phx_record_begin(group, what, nbytes, site, (int32_t)peer));
 }
 
 static PyObject *record_end(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -337,16 +303,16 @@ static PyObject *record_end(PyObject *module, PyObject *const *args, Py_ssize_t 
     const int failed = PyObject_IsTrue(args[1]);
     if (PyErr_Occurred())
         return NULL;
-    entry_process.core.record_end(ticket, failed);
+    phx_record_end(ticket, failed);
     Py_RETURN_NONE;
 }
 
 static PyMethodDef functions[] = {
-    {"set_recorder", set_recorder, METH_VARARGS, "set_recorder(addresses, is_inside, number_of): see diagnosis/recorder.py"},
+    {"set_recorder", set_recorder, METH_VARARGS, "set_recorder(is_inside, number_of): see diagnosis/recorder.py"},
     {"site_number", site_number, METH_NOARGS, "The recorder's number of the line of the user's program that calls; 0: none."},
     {"record_begin", (PyCFunction)(void (*)(void))record_begin, METH_FASTCALL, "The core's phx_record_begin()."},
     {"record_end", (PyCFunction)(void (*)(void))record_end, METH_FASTCALL, "The core's phx_record_end()."},
-    {"set_exchange", set_exchange, METH_VARARGS, "set_exchange(capsule, addresses): torch's exchange, the core's functions."},
+    {"set_exchange", set_exchange, METH_O, "set_exchange(capsule): torch's functions that describe tensors."},
     {"set_up", set_up, METH_VARARGS, "set_up(dtypes, ops, Tensor, ...): see c10d/quick.py"},
     {"set_options", set_options, METH_VARARGS, "set_options(which, class, asyncOp, timeout, op, root, part, no timeout)"},
     {"dtype_of", dtype_of, METH_O, "dtype_of(tensor): its dtype as DLPack's (code, bits, lanes)."},

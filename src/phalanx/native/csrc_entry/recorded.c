@@ -2,20 +2,10 @@
  *
  * What is raised while the arguments are read or the line is found is raised to the caller, and the call is not made: it
  * may be a signal handler's exception, which comes through Python code of any kind. */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stddef.h>
-#include <structmember.h>
-
 #include "entry.h"
 
-typedef PyObject *(*vectorcall)(PyObject *, PyObject *const *, size_t, PyObject *);
-#define HAVE_VECTORCALL (1UL << 11)                             /* Py_TPFLAGS_HAVE_VECTORCALL, not in 3.10's limited API */
-#define NARGS(n) ((Py_ssize_t)((n) & ~((size_t)1 << (8 * sizeof(size_t) - 1)))) /* PyVectorcall_NARGS, likewise */
-
 typedef struct {
-    PyObject ob_base;
-    vectorcall vectorcall;
+    struct entry_callable base;
     PyObject *body, *dtypes, *ops, *running, *keeper;
     struct phx_record_group *group; /* which the keeper holds */
     unsigned int kind;
@@ -68,7 +58,7 @@ static int find_site(recorded *self, uint32_t *site)
 static PyObject *call(PyObject *object, PyObject *const *args, size_t flagged, PyObject *names)
 {
     recorded *self = (recorded *)object;
-    const Py_ssize_t nargs = NARGS(flagged);
+    const Py_ssize_t nargs = ENTRY_NARGS(flagged);
     if (names && PyTuple_Size(names))
         return PyErr_Format(PyExc_TypeError, "a recorded call takes its arguments by position");
     uint32_t site, what = self->kind, dtype = 0;
@@ -91,9 +81,9 @@ static PyObject *call(PyObject *object, PyObject *const *args, size_t flagged, P
         root = PyLong_AsLong(args[self->root_at]);
     if (PyErr_Occurred() || find_site(self, &site))
         goto failed;
-    const uint64_t ticket = entry_process.core.record_begin(self->group, what, nbytes, site, (int32_t)root);
+    const uint64_t ticket = phx_record_begin(self->group, what, nbytes, site, (int32_t)root);
     PyObject *result = PyObject_Call(self->body, given, NULL);
-    entry_process.core.record_end(ticket, !result);
+    phx_record_end(ticket, !result);
     Py_DECREF(given);
     return result;
 failed:
@@ -118,7 +108,7 @@ static PyObject *new_recorded(PyTypeObject *type, PyObject *args, PyObject *keyw
     PyObject *held[] = {body, dtypes, ops, running, keeper};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++)
         Py_INCREF(held[i]);
-    self->vectorcall = call;
+    self->base.vectorcall = call;
     self->body = body;
     self->dtypes = dtypes;
     self->ops = ops;
@@ -130,19 +120,6 @@ static PyObject *new_recorded(PyTypeObject *type, PyObject *args, PyObject *keyw
     self->op_at = op_at;
     self->root_at = root_at;
     return (PyObject *)self;
-}
-
-static PyObject *call_slowly(PyObject *object, PyObject *args, PyObject *keywords)
-{
-    if (keywords && PyDict_Size(keywords))
-        return PyErr_Format(PyExc_TypeError, "a recorded call takes its arguments by position");
-    const Py_ssize_t nargs = PyTuple_Size(args);
-    PyObject *all[8];
-    if (nargs > 8)
-        return PyErr_Format(PyExc_TypeError, "a recorded call takes at most eight arguments");
-    for (Py_ssize_t i = 0; i < nargs; i++)
-        all[i] = PyTuple_GetItem(args, i);
-    return call(object, all, (size_t)nargs, NULL);
 }
 
 /* A queued call may hold the group, which holds this, and the communicator leads to the queue. */
@@ -163,21 +140,19 @@ static void dealloc(PyObject *object)
     entry_free_object(object);
 }
 
-static PyMemberDef members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(recorded, vectorcall), READONLY, NULL},
-    {NULL, 0, 0, 0, NULL},
-};
 static PyType_Slot slots[] = {
     {Py_tp_new, new_recorded},
     {Py_tp_dealloc, dealloc},
     {Py_tp_traverse, traverse},
-    {Py_tp_call, call_slowly},
-    {Py_tp_members, members},
+    {Py_tp_call, entry_call},
+    {Py_tp_members, entry_callable_members},
     {Py_tp_doc, "Recorded(body, group, keeper, kind, tensor, op, root, dtypes, ops, running): see c10d/recording.py"},
     {0, NULL},
 };
 static PyType_Spec spec = {
-    "phalanx.native.entry.Recorded", sizeof(recorded), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | HAVE_VECTORCALL, slots,
+    "phalanx.native.entry.Recorded", sizeof(recorded), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC |
+        ENTRY_HAVE_VECTORCALL,
+    slots,
 };
 
 PyObject *entry_make_recorded(void)

@@ -6,9 +6,8 @@
 
 #include "system/process.h"
 #include "rpc/rpc.h"
-#include "rpc/loans.h"
+#include "rpc/memory.h"
 #include "rpc/ring.h"
-#include "rpc/slab.h"
 
 #define PHX_RPC_LINKS 4096u
 
@@ -26,10 +25,7 @@ struct phx_rpc_inbox {
     uint64_t aside;                     /* bytes of those */
     uint32_t notices;                   /* how many of those are notices */
     uint32_t begins;                    /* the kind of the message that a thread took and has not begun with; or 0 */
-    uint32_t begun;                     /* how many of those were begun with; it wraps around */
-    uint32_t behind;                    /* of the bulk lane: its next message waits for what began in the small one */
-    uint32_t behind_begun;              /* how many had begun there when the wait began */
-    uint64_t behind_ns;                 /* when that was */
+    uint32_t passed;                    /* of the small lane: how many were taken while a large call waits */
     char *assembly;                     /* an image that is coming in pieces */
     uint64_t assembled, whole;
     uint32_t copying;                   /* a thread copies a piece, without the lock */
@@ -42,6 +38,22 @@ struct phx_rpc_waiter {
     uint64_t call;
     struct phx_rpc_box *box;
     _Atomic uint32_t filled;
+};
+
+/* Images that several processes read in one place: a hub has a slab of its own for them, beside those of its links. One link's share in an image; under the lock of the loans. */
+struct phx_rpc_loan {
+    struct phx_rpc_link *link; /* NULL: this number is free; else the loan holds it */
+    struct phx_rpc_block block;
+    uint32_t sequence;
+};
+
+struct phx_rpc_loans {
+    pthread_mutex_t lock;
+    struct phx_rpc_slab slab;
+    uint32_t used, sequence;
+    uint32_t holders[PHX_RPC_BLOCKS]; /* of each block: its loans, and the caller between share and unshare */
+    _Atomic uint32_t released[PHX_RPC_BLOCKS];
+    struct phx_rpc_loan loans[PHX_RPC_LOANS];
 };
 
 struct phx_rpc_hub {
@@ -124,14 +136,10 @@ void phx_rpc_ends(phx_rpc_link *link, uint32_t why);
 /* Cease to receive from a link, with the hub's lock held. */
 void phx_rpc_unlist(phx_rpc_link *link);
 
-/* Whether nothing can be sent: the link has ended, or the process was forked. */
-int phx_rpc_cannot_send(phx_rpc_link *link);
-/* What a send returns that found no room: try again; or, if the system has no memory left for the ring, the link ends. */
-int phx_rpc_no_room(phx_rpc_link *link, const struct phx_rpc_end_of_ring *out);
-/* Ring the other hub's bell for a thread that an image may be for. */
-void phx_rpc_ring_for(phx_rpc_link *link, const struct phx_rpc_image *image);
-
-void phx_rpc_unref(phx_rpc_hub *hub);
+/* Give back a loan's, or the caller's, share in a block, with the lock of the loans held. */
+void phx_rpc_let_go(struct phx_rpc_loans *loans, const struct phx_rpc_block *block);
+/* Take back what has been returned, or was lent to a process that has died; all of it if `all`. */
+void phx_rpc_collect(struct phx_rpc_loans *loans, int all);
 
 static inline void phx_rpc_hold(phx_rpc_link *link)
 {

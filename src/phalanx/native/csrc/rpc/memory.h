@@ -1,8 +1,11 @@
-/* Memory that two processes share: made so that it cannot shrink, and taken from the system before it is written. */
+/* Memory that two processes share: made so that it cannot shrink, and taken from the system before it is written; and
+ * slabs, in which one of them allocates the blocks that the other reads. */
 #ifndef PHALANX_RPC_MEMORY_H
 #define PHALANX_RPC_MEMORY_H
 
-#include <stdint.h>
+#include <pthread.h>
+
+#include "rpc/channel.h"
 
 /* Make a file of `nbytes` in memory, whose size nobody can change any more: a mapping of a file that another process
  * truncates would raise SIGBUS. Returns its descriptor, or -1 with errno set. */
@@ -22,5 +25,32 @@ int phx_rpc_changed(int pagemap, uint64_t where, uint64_t nbytes);
 
 /* The bytes of a page: 4096, or 16384 or 65536 on some ARM systems. */
 uint64_t phx_rpc_page_bytes(void);
+
+/* One side's notes of its slab, in its private memory. The lock guards all but `data`, `bytes` and `released`. */
+struct phx_rpc_slab {
+    pthread_mutex_t lock;
+    char *data;
+    uint64_t bytes;
+    _Atomic uint32_t *released;
+    uint64_t backed;  /* everything before this place has memory of the system */
+    uint64_t reached; /* nothing behind this place has */
+    uint64_t used_ns; /* when a block was last allocated, or trimming was tried */
+    uint32_t sequence, used;
+    uint16_t order[PHX_RPC_BLOCKS]; /* the used blocks, by where they lie */
+    struct phx_rpc_block blocks[PHX_RPC_BLOCKS]; /* by number; one that is not used has the sequence number 0 */
+    uint8_t handed_over[PHX_RPC_BLOCKS];         /* by number: the other process alone releases it from now on */
+};
+
+/* Allocate a block of `nbytes`, whose memory the caller may write. Returns 1; or 0 if the slab is full, or the system has
+ * no memory for it. */
+int phx_rpc_allocate(struct phx_rpc_slab *slab, uint64_t nbytes, struct phx_rpc_block *block);
+/* If nothing was allocated for a while, give the system back what lies between the blocks in use and behind them. */
+void phx_rpc_trim(struct phx_rpc_slab *slab, uint64_t now_ns);
+/* Describe a block by its number and sequence number. Returns 1, or 0 if it has been released since. */
+int phx_rpc_find(struct phx_rpc_slab *slab, uint32_t number, uint32_t sequence, struct phx_rpc_block *block);
+/* Note that the other process alone may release this block from now on. Called right before it is told of the block. */
+void phx_rpc_hand_over(struct phx_rpc_slab *slab, const struct phx_rpc_block *block);
+/* Free a block by its number and sequence number, unless it was handed over. */
+void phx_rpc_free(struct phx_rpc_slab *slab, uint32_t number, uint32_t sequence);
 
 #endif

@@ -1,19 +1,294 @@
-/* Receiving: any number of threads look at all rings, one at a time, and each leaves with a message that is for it. */
+/* Receiving: any number of threads look at all rings, one at a time, and each leaves with a message that is for it.
+ *
+ * This decides which thread gets the next message of a lane, since any thread that looks may find any message.
+ *
+ * A thread that serves (in phx_rpc_next) takes requests, notices, and answers that no thread in the core waits for. A
+ * thread that waits for an answer (in phx_rpc_await) takes that answer. Either hands an answer that another thread waits
+ * for to that thread. A thread that waits sets all other messages aside, in order, for the threads that serve. No answer
+ * is taken before a notice that was sent before it. A small message may be
+ * the cancellation of a large call, which therefore waits for it (held). */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <linux/futex.h>
 #include <sched.h>
+#include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
-#include "rpc/inbox.h"
-#include "rpc/patience.h"
+#include "rpc/hub.h"
 
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22
 #endif
+
+enum step {
+    PHX_RPC_NOTHING, /* there is nothing for this thread */
+    PHX_RPC_MINE,    /* the box is filled */
+    PHX_RPC_MOVED    /* a piece was copied, or a message went to another thread: look again */
+};
+
+#define ASIDE_BYTES 67108864u /* when so much has been set aside in one lane, a thread that waits sets no more aside */
+#define LARGEST (1ull << 44)
+#define MOST_PASSED 64u /* so many small messages are taken before a large call that waits */
+
+static int is_answer(uint32_t kind)
+{
+    return kind == PHX_RPC_ANSWER || kind == PHX_RPC_FAILURE;
+}
+
+static struct phx_rpc_waiter *unhook(phx_rpc_hub *hub, const phx_rpc_link *link, uint64_t call)
+{
+    for (struct phx_rpc_waiter **at = &hub->waiters; *at; at = &(*at)->next)
+        if ((*at)->call == call && (*at)->link == link) {
+            struct phx_rpc_waiter *waiter = *at;
+            *at = waiter->next;
+            return waiter;
+        }
+    return NULL;
+}
+
+/* Fill a box. A large image holds its link until it is released. */
+static void fill(struct phx_rpc_box *box, const struct phx_rpc_box *from, const void *image)
+{
+    *box = *from;
+    memcpy(box + 1, image, from->block == PHX_RPC_INLINE ? from->nbytes : sizeof(struct phx_rpc_image));
+    if (from->block != PHX_RPC_INLINE)
+        phx_rpc_hold((phx_rpc_link *)(uintptr_t)from->link);
+}
+
+static void hand(phx_rpc_hub *hub, struct phx_rpc_waiter *waiter, uint64_t call)
+{
+    atomic_store_explicit(&waiter->filled, 1, memory_order_release); /* the waiter may be gone after this store */
+    phx_rpc_call_up(hub, phx_rpc_bit(call));
+}
+
+/* Describe the message that a record announces. Returns 1, or 0 if the record is damaged. The image's header is copied,
+ * because the other process can change it at any time. */
+static int describe(phx_rpc_link *link, uint32_t lane, const struct phx_rpc_record *record, const char *bytes,
+                    struct phx_rpc_box *box, struct phx_rpc_image *image)
+{
+    *box = (struct phx_rpc_box){.link = (uintptr_t)link, .lane = lane, .nbytes = record->nbytes};
+    if (record->type == PHX_RPC_IMAGE && lane == PHX_RPC_SMALL_LANE) {
+        if (record->nbytes < sizeof *image || record->nbytes > PHX_RPC_SMALL)
+            return 0;
+        memcpy(image, bytes, sizeof *image);
+        box->block = PHX_RPC_INLINE;
+        return image->nbytes == record->nbytes;
+    }
+    const int is_lent = record->type == PHX_RPC_LENT;
+    struct phx_rpc_lent lent;
+    if ((record->type != PHX_RPC_BLOCK && !is_lent) || lane != PHX_RPC_BULK_LANE ||
+        record->nbytes != (is_lent ? sizeof lent : sizeof lent.block) || (is_lent && !link->borrowed))
+        return 0;
+    memcpy(&lent, bytes, record->nbytes);
+    const struct phx_rpc_block *block = &lent.block;
+    const char *slab = is_lent ? link->borrowed : link->their_slab;
+    const uint64_t slab_bytes = is_lent ? link->borrowed_bytes : link->slab_bytes;
+    if (block->block >= (is_lent ? PHX_RPC_LOANS : PHX_RPC_BLOCKS) || block->at > slab_bytes ||
+        block->at % (is_lent ? phx_rpc_page_bytes() : 64) || block->nbytes > slab_bytes - block->at ||
+        block->nbytes < sizeof *image)
+        return 0;
+    memcpy(image, slab + block->at, sizeof *image);
+    if (is_lent)
+        image->call = lent.call;
+    box->where = (uintptr_t)(slab + block->at);
+    box->nbytes = image->nbytes;
+    box->block = is_lent ? block->block | PHX_RPC_LOAN : block->block;
+    box->sequence = block->sequence;
+    return image->nbytes >= sizeof *image && image->nbytes <= block->nbytes;
+}
+
+/* How much private memory a message takes while it is set aside. */
+static uint64_t takes_aside(const struct phx_rpc_item *item)
+{
+    return sizeof *item + (item->box.block >= PHX_RPC_INLINE ? item->box.nbytes : 0);
+}
+
+static void append(struct phx_rpc_inbox *inbox, struct phx_rpc_item *item)
+{
+    item->next = NULL;
+    *inbox->last = item;
+    inbox->last = &item->next;
+    inbox->aside += takes_aside(item);
+    inbox->notices += item->image.kind == PHX_RPC_NOTICE;
+}
+
+static void take_out(struct phx_rpc_inbox *inbox, struct phx_rpc_item **at)
+{
+    struct phx_rpc_item *item = *at;
+    *at = item->next;
+    if (inbox->last == &item->next)
+        inbox->last = at;
+    inbox->aside -= takes_aside(item);
+    inbox->notices -= item->image.kind == PHX_RPC_NOTICE;
+    free(item);
+}
+
+static void settle(phx_rpc_hub *hub, phx_rpc_link *link, struct phx_rpc_inbox *inbox)
+{
+    if (inbox->begins == PHX_RPC_NOTICE || !hub->waiters)
+        return;
+    for (struct phx_rpc_item **at = &inbox->first; *at && (*at)->image.kind != PHX_RPC_NOTICE;) {
+        const uint64_t call = (*at)->image.call;
+        struct phx_rpc_waiter *waiter = is_answer((*at)->image.kind) ? unhook(hub, link, call) : NULL;
+        if (!waiter) {
+            at = &(*at)->next;
+            continue;
+        }
+        fill(waiter->box, &(*at)->box, &(*at)->image);
+        take_out(inbox, at);
+        hand(hub, waiter, call);
+    }
+}
+
+/* Forget a message whose sender was interrupted after some of its pieces. */
+static void give_up(struct phx_rpc_inbox *inbox)
+{
+    munmap(inbox->assembly, inbox->whole);
+    inbox->assembly = NULL;
+}
+
+/* Copy a piece of an image into memory of its own, without the lock, so that small messages pass meanwhile. */
+static enum step piece(phx_rpc_hub *hub, phx_rpc_link *link, struct phx_rpc_inbox *inbox,
+                       const struct phx_rpc_record *record, const char *bytes)
+{
+    if (record->type == PHX_RPC_FIRST) {
+        if (inbox->assembly)
+            give_up(inbox);
+        inbox->whole = record->whole;
+        inbox->assembled = 0;
+        if (record->whole < sizeof(struct phx_rpc_image) || record->whole > LARGEST) {
+            phx_rpc_ends(link, PHX_RPC_DAMAGED);
+            return PHX_RPC_NOTHING;
+        }
+        void *memory = mmap(NULL, inbox->whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (memory == MAP_FAILED) {
+            phx_rpc_ends(link, PHX_RPC_NO_MEMORY);
+            return PHX_RPC_NOTHING;
+        }
+        (void)!madvise(memory, inbox->whole, MADV_HUGEPAGE);
+        inbox->assembly = memory;
+    }
+    if (!inbox->assembly || record->nbytes > inbox->whole - inbox->assembled) {
+        phx_rpc_ends(link, PHX_RPC_DAMAGED);
+        return PHX_RPC_NOTHING;
+    }
+    inbox->copying = 1;
+    phx_rpc_hold(link);
+    pthread_mutex_unlock(&hub->lock);
+    memcpy(inbox->assembly + inbox->assembled, bytes, record->nbytes);
+    pthread_mutex_lock(&hub->lock);
+    inbox->copying = 0;
+    inbox->assembled += record->nbytes;
+    phx_rpc_advance(&inbox->in, phx_rpc_takes(record->nbytes));
+    if (inbox->assembled == inbox->whole) {
+        struct phx_rpc_item *item = malloc(sizeof *item);
+        struct phx_rpc_image image;
+        memcpy(&image, inbox->assembly, sizeof image);
+        if (!item || image.nbytes != inbox->whole) {
+            phx_rpc_ends(link, item ? PHX_RPC_DAMAGED : PHX_RPC_NO_MEMORY);
+            free(item);
+        } else {
+            item->box = (struct phx_rpc_box){.link = (uintptr_t)link, .where = (uintptr_t)inbox->assembly,
+                                             .nbytes = inbox->whole, .block = PHX_RPC_OWN, .lane = PHX_RPC_BULK_LANE};
+            item->image = image;
+            inbox->assembly = NULL;
+            append(inbox, item);
+            settle(hub, link, inbox);
+        }
+    }
+    phx_rpc_drop(link); /* if this frees the link, it was ended here meanwhile, and nobody uses it any more */
+    return PHX_RPC_MOVED;
+}
+
+/* Set a record's message aside, and have a thread that serves look after it. */
+static enum step set_aside(phx_rpc_hub *hub, phx_rpc_link *link, struct phx_rpc_inbox *inbox,
+                           const struct phx_rpc_box *box, const void *image, uint64_t takes)
+{
+    const uint64_t more = box->block == PHX_RPC_INLINE ? box->nbytes : 0;
+    struct phx_rpc_item *item = inbox->aside > ASIDE_BYTES ? NULL : malloc(sizeof *item + more);
+    if (!item)
+        return PHX_RPC_NOTHING; /* it stays in its ring until a thread that serves takes it */
+    item->box = *box;
+    memcpy(&item->image, image, more ? more : sizeof item->image);
+    append(inbox, item);
+    phx_rpc_advance(&inbox->in, takes);
+    settle(hub, link, inbox);
+    phx_rpc_call_up(hub, PHX_RPC_SERVERS);
+    return PHX_RPC_MOVED;
+}
+
+/* Whether the next call or notice of the bulk lane waits for the small one: for a notice that a thread has taken and is not
+ * done with, or for what has come meanwhile. */
+static int held(const phx_rpc_link *link, uint32_t lane)
+{
+    const struct phx_rpc_inbox *small = &link->inboxes[PHX_RPC_SMALL_LANE];
+    return lane == PHX_RPC_BULK_LANE && small->passed < MOST_PASSED &&
+           (small->begins == PHX_RPC_NOTICE || (!small->begins && (small->first || phx_rpc_waiting(&small->in))));
+}
+
+/* Look at one lane of one link, for a thread that serves (`self` is NULL) or for one that waits, with the hub's lock. The
+ * lock is released while a piece of a large message is copied. */
+static enum step look(phx_rpc_hub *hub, phx_rpc_link *link, uint32_t lane, struct phx_rpc_box *box,
+                      struct phx_rpc_waiter *self)
+{
+    struct phx_rpc_inbox *inbox = &link->inboxes[lane];
+    struct phx_rpc_item *item = self ? NULL : inbox->first;
+    struct phx_rpc_record record;
+    struct phx_rpc_box news;
+    struct phx_rpc_image image;
+    const char *bytes = NULL;
+    if (item) {
+        news = item->box;
+        image = item->image;
+    } else {
+        if (inbox->copying || atomic_load(&link->ended) >= PHX_RPC_DAMAGED)
+            return PHX_RPC_NOTHING;
+        const int there = phx_rpc_peek(&inbox->in, &record, &bytes);
+        if (there > 0 && inbox->assembly && (record.type == PHX_RPC_BLOCK || record.type == PHX_RPC_LENT))
+            give_up(inbox);
+        if (there > 0 && lane == PHX_RPC_BULK_LANE && (record.type == PHX_RPC_FIRST || record.type == PHX_RPC_MORE))
+            return inbox->aside > ASIDE_BYTES ? PHX_RPC_NOTHING : piece(hub, link, inbox, &record, bytes);
+        if (there < 0 || (there && !describe(link, lane, &record, bytes, &news, &image)))
+            phx_rpc_ends(link, PHX_RPC_DAMAGED);
+        if (there <= 0 || atomic_load(&link->ended) >= PHX_RPC_DAMAGED)
+            return PHX_RPC_NOTHING;
+    }
+    const void *whole = item ? (const void *)&item->image : news.block == PHX_RPC_INLINE ? (const void *)bytes : &image;
+    const uint64_t takes = item ? 0 : phx_rpc_takes(record.nbytes);
+    struct phx_rpc_waiter *waiter = NULL;
+    if (is_answer(image.kind)) {
+        if (inbox->begins == PHX_RPC_NOTICE || (self && inbox->notices))
+            return self ? set_aside(hub, link, inbox, &news, whole, takes) : PHX_RPC_NOTHING;
+        waiter = unhook(hub, link, image.call);
+        if (!waiter && self)
+            return set_aside(hub, link, inbox, &news, whole, takes);
+    } else {
+        if (self)
+            return set_aside(hub, link, inbox, &news, whole, takes);
+        if (inbox->begins)
+            return PHX_RPC_NOTHING;
+        if (held(link, lane))
+            return PHX_RPC_NOTHING;
+        struct phx_rpc_inbox *bulk = &link->inboxes[PHX_RPC_BULK_LANE], *small = &link->inboxes[PHX_RPC_SMALL_LANE];
+        small->passed = inbox == small && (bulk->first || phx_rpc_waiting(&bulk->in)) ? small->passed + 1 : 0;
+        inbox->begins = image.kind;
+    }
+    fill(waiter ? waiter->box : box, &news, whole);
+    if (item)
+        take_out(inbox, &inbox->first);
+    else
+        phx_rpc_advance(&inbox->in, takes);
+    if (!waiter || waiter == self)
+        return PHX_RPC_MINE;
+    hand(hub, waiter, image.call);
+    return PHX_RPC_MOVED;
+}
+
+/* -- looking everywhere, and waiting -------------------------------------------------------------------------------- */
 
 /* Whether nothing more of what was sent over a link is to be received. */
 static int drained(const phx_rpc_link *link)
@@ -52,7 +327,7 @@ static int more(phx_rpc_hub *hub)
             return 1;
         for (uint32_t lane = 0; lane < PHX_RPC_LANES; lane++) {
             const struct phx_rpc_inbox *inbox = &link->inboxes[lane];
-            if (!inbox->begins && !inbox->copying && !phx_rpc_held(link, lane) &&
+            if (!inbox->begins && !inbox->copying && !held(link, lane) &&
                 (inbox->first || phx_rpc_waiting(&inbox->in)))
                 return 1;
         }
@@ -60,33 +335,13 @@ static int more(phx_rpc_hub *hub)
     return 0;
 }
 
-/* Whether a message waits in a lane before this one, if one waits in this lane; with the hub's lock. A thread may be
- * stopped after it has looked at the first lanes, and a cancellation that came meanwhile must not be found after the
- * call that it cancels. */
-static int overtaken(const phx_rpc_link *link, uint32_t lane)
-{
-    if (!lane || atomic_load(&link->ended) || !phx_rpc_waiting(&link->inboxes[lane].in))
-        return 0;
-    for (uint32_t before = 0; before < lane; before++) {
-        const struct phx_rpc_inbox *inbox = &link->inboxes[before];
-        if (!inbox->begins && !inbox->copying && phx_rpc_waiting(&inbox->in))
-            return 1;
-    }
-    return 0;
-}
-
 static int look_everywhere(phx_rpc_hub *hub, struct phx_rpc_box *box, struct phx_rpc_waiter *self)
 {
-    int may_look_again = 1; /* once, so that a stream of small messages does not keep large ones from being looked at */
 again:
     for (uint32_t lane = 0; lane < PHX_RPC_LANES; lane++)
         for (uint32_t i = 0, count = hub->count; i < count; i++) {
             phx_rpc_link *link = hub->links[(hub->turn + i) % count];
-            if (may_look_again && overtaken(link, lane)) {
-                may_look_again = 0;
-                goto again;
-            }
-            const enum phx_rpc_step step = phx_rpc_look(hub, link, lane, box, self);
+            const enum step step = look(hub, link, lane, box, self);
             if (step == PHX_RPC_MINE) {
                 hub->turn = (hub->turn + i + 1) % count;
                 return 1;
@@ -157,6 +412,27 @@ static int spin(phx_rpc_hub *hub, uint32_t bell, uint64_t until)
     return rang || atomic_load_explicit(word, memory_order_seq_cst) != bell;
 }
 
+/* For twice as long as waits have taken lately, because to sleep and to be woken takes longer than a quick call; and not
+ * for long if waits are long anyway. */
+#define LEAST_SPIN_NS 20000u
+#define MOST_SPIN_NS 200000u
+#define LONG_WAIT_NS 1000000u
+
+static uint64_t watch_ns(const _Atomic uint32_t *usual)
+{
+    const uint32_t twice = 2 * atomic_load_explicit(usual, memory_order_relaxed);
+    return twice < LEAST_SPIN_NS || twice > MOST_SPIN_NS ? LEAST_SPIN_NS : twice;
+}
+
+/* Count a wait in the running mean of how long waits take. Several threads may do so at once: then one of the waits is not
+ * counted, which only makes the mean a little older. */
+static void note(_Atomic uint32_t *usual, uint64_t took_ns)
+{
+    const uint32_t before = atomic_load_explicit(usual, memory_order_relaxed);
+    const uint32_t took = took_ns < LONG_WAIT_NS ? (uint32_t)took_ns : LONG_WAIT_NS;
+    atomic_store_explicit(usual, before - before / 8 + took / 8, memory_order_relaxed);
+}
+
 static int receive(phx_rpc_hub *hub, struct phx_rpc_box *box, struct phx_rpc_waiter *self, uint32_t answers)
 {
     const uint64_t begun = phx_now_ns(), nap_ns = self ? PHX_SLICE_NS : PHX_RPC_NAP_NS;
@@ -170,22 +446,22 @@ static int receive(phx_rpc_hub *hub, struct phx_rpc_box *box, struct phx_rpc_wai
         const int leave = found && more(hub);
         const int over = self && (self->link->told || atomic_load(&hub->answers) != answers);
         if (self && (found || over || last))
-            phx_rpc_unhook(hub, self->link, self->call);
+            unhook(hub, self->link, self->call);
         const int filled = self && atomic_load(&self->filled);
         pthread_mutex_unlock(&hub->lock);
         if (leave) /* also if none sleeps: one may have looked before, and be about to sleep */
             phx_rpc_call_up(hub, PHX_RPC_SERVERS);
         if (found || filled) {
-            phx_rpc_note(usual, phx_now_ns() - begun);
+            note(usual, phx_now_ns() - begun);
             return PHX_OK;
         }
         if (atomic_load(&hub->shut))
             return PHX_PEER_LOST;
         if (over || last) {
-            phx_rpc_note(usual, phx_now_ns() - begun);
+            note(usual, phx_now_ns() - begun);
             return PHX_UNDER_WAY;
         }
-        const uint64_t until = begun + phx_rpc_watch_ns(usual);
+        const uint64_t until = begun + watch_ns(usual);
         if (hub->count && hub->count < hub->cores && (self || !atomic_load(&hub->place->spinners)) &&
             phx_now_ns() < until && spin(hub, bell, until))
             continue;
@@ -216,12 +492,12 @@ int phx_rpc_await(phx_rpc_hub *hub, phx_rpc_link *link, uint64_t call, uint32_t 
     self.next = hub->waiters;
     hub->waiters = &self;
     for (uint32_t lane = 0; lane < PHX_RPC_LANES && !link->told; lane++)
-        phx_rpc_settle(hub, link, &link->inboxes[lane]);
+        settle(hub, link, &link->inboxes[lane]);
     pthread_mutex_unlock(&hub->lock);
     int status = receive(hub, box, &self, answers);
     if (status == PHX_PEER_LOST) {
         pthread_mutex_lock(&hub->lock);
-        phx_rpc_unhook(hub, link, call);
+        unhook(hub, link, call);
         if (atomic_load(&self.filled)) /* by another thread, since this one last looked */
             status = PHX_OK;
         pthread_mutex_unlock(&hub->lock);
@@ -239,10 +515,9 @@ void phx_rpc_begun(phx_rpc_link *link, uint32_t lane)
     struct phx_rpc_inbox *inbox = &link->inboxes[lane];
     pthread_mutex_lock(&hub->lock);
     inbox->begins = 0;
-    inbox->begun++;
-    phx_rpc_settle(hub, link, inbox);
-    const struct phx_rpc_inbox *held = &link->inboxes[PHX_RPC_BULK_LANE]; /* more() has left out what it holds */
-    const int rest = inbox->first || phx_rpc_waiting(&inbox->in) || held->first || phx_rpc_waiting(&held->in) ||
+    settle(hub, link, inbox);
+    const struct phx_rpc_inbox *bulk = &link->inboxes[PHX_RPC_BULK_LANE]; /* more() has left out what is held */
+    const int rest = inbox->first || phx_rpc_waiting(&inbox->in) || bulk->first || phx_rpc_waiting(&bulk->in) ||
                      atomic_load(&link->ended) || atomic_load_explicit(&link->other->closed, memory_order_relaxed);
     pthread_mutex_unlock(&hub->lock);
     if (rest)

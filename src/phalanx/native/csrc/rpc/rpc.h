@@ -17,7 +17,6 @@
 
 #include <stdatomic.h>
 
-#include "rpc/blake2b.h"
 #include "phalanx.h"
 
 #define PHX_RPC_SMALL 126976u /* bytes of an image in the small lane: less than half of its ring */
@@ -150,6 +149,13 @@ PHX_API const void *phx_rpc_answers(phx_rpc_hub *hub);
 PHX_API void phx_rpc_release(phx_rpc_link *link, uint32_t block, uint32_t sequence, uint64_t where, uint64_t nbytes);
 
 /* -- TCP connections: rpc/links/endpoint.py -------------------------------------------------------------------------------- */
+
+#define PHX_TAG_BYTES 16u /* of a frame's digest */
+
+/* A keyed digest, as Python's hashlib computes it. Nobody writes it after it has its key, so any threads may use it. */
+struct phx_blake2b {
+    uint64_t state[8];
+};
 
 /* One end of a connection. `data` and `came` belong to the thread that reads. */
 struct phx_rpc_endpoint {

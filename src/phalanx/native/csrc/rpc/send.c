@@ -10,12 +10,12 @@
 #define ROOM_NS 50000u       /* how long to wait for room for a piece before this thread sleeps */
 #define TURN_BYTES 524288u   /* a long copy lets other threads have the core after so many bytes */
 
-int phx_rpc_cannot_send(phx_rpc_link *link)
+static int cannot_send(phx_rpc_link *link)
 {
     return !phx_rpc_mine(link->hub) || atomic_load_explicit(&link->ended, memory_order_relaxed) || !link->peer;
 }
 
-int phx_rpc_no_room(phx_rpc_link *link, const struct phx_rpc_end_of_ring *out)
+static int no_room(phx_rpc_link *link, const struct phx_rpc_end_of_ring *out)
 {
     if (!out->no_memory)
         return PHX_UNDER_WAY;
@@ -23,7 +23,7 @@ int phx_rpc_no_room(phx_rpc_link *link, const struct phx_rpc_end_of_ring *out)
     return PHX_PEER_LOST;
 }
 
-void phx_rpc_ring_for(phx_rpc_link *link, const struct phx_rpc_image *image)
+static void ring_for(phx_rpc_link *link, const struct phx_rpc_image *image)
 {
     if (image->kind == PHX_RPC_ANSWER || image->kind == PHX_RPC_FAILURE)
         phx_rpc_ring(link->peer, phx_rpc_bit(image->call), PHX_RPC_SERVERS);
@@ -33,7 +33,7 @@ void phx_rpc_ring_for(phx_rpc_link *link, const struct phx_rpc_image *image)
 
 int phx_rpc_send(phx_rpc_link *link, const void *image, uint64_t nbytes)
 {
-    if (phx_rpc_cannot_send(link))
+    if (cannot_send(link))
         return PHX_PEER_LOST;
     if (nbytes < sizeof(struct phx_rpc_image) || nbytes > PHX_RPC_SMALL)
         return PHX_BAD_ARGUMENT;
@@ -44,10 +44,10 @@ int phx_rpc_send(phx_rpc_link *link, const void *image, uint64_t nbytes)
         memcpy(place, image, nbytes);
         phx_rpc_publish(out, nbytes);
     }
-    const int status = place ? PHX_OK : phx_rpc_no_room(link, out);
+    const int status = place ? PHX_OK : no_room(link, out);
     pthread_mutex_unlock(&link->sending);
     if (place)
-        phx_rpc_ring_for(link, image);
+        ring_for(link, image);
     return status;
 }
 
@@ -79,7 +79,7 @@ static uint64_t sum(uint32_t pieces, const uint64_t *sizes)
     return nbytes;
 }
 
-int phx_rpc_copy_in(struct phx_rpc_slab *slab, uint32_t pieces, const void *const *data, const uint64_t *sizes,
+static int copy_in(struct phx_rpc_slab *slab, uint32_t pieces, const void *const *data, const uint64_t *sizes,
                     struct phx_rpc_block *block)
 {
     const uint64_t nbytes = sum(pieces, sizes);
@@ -98,7 +98,7 @@ int phx_rpc_copy_in(struct phx_rpc_slab *slab, uint32_t pieces, const void *cons
 void phx_rpc_put(phx_rpc_link *link, uint32_t pieces, const void *const *data, const uint64_t *sizes, uint64_t *placed)
 {
     struct phx_rpc_block block;
-    const int is_there = !phx_rpc_cannot_send(link) && phx_rpc_copy_in(&link->slab, pieces, data, sizes, &block);
+    const int is_there = !cannot_send(link) && copy_in(&link->slab, pieces, data, sizes, &block);
     *placed = is_there ? (uint64_t)block.sequence << 32 | block.block : 0;
 }
 
@@ -106,19 +106,19 @@ int phx_rpc_post(phx_rpc_link *link, uint64_t handle)
 {
     struct phx_rpc_end_of_ring *out = &link->out[PHX_RPC_BULK_LANE];
     struct phx_rpc_block block;
-    if (phx_rpc_cannot_send(link))
+    if (cannot_send(link))
         return PHX_PEER_LOST;
     if (!phx_rpc_find(&link->slab, (uint32_t)handle, (uint32_t)(handle >> 32), &block))
         return PHX_BAD_ARGUMENT;
     void *place = phx_rpc_reserve(out, PHX_RPC_BLOCK, sizeof block, 0);
     if (!place)
-        return phx_rpc_no_room(link, out);
+        return no_room(link, out);
     struct phx_rpc_image image; /* once it is published, the block may be released and used again */
     memcpy(&image, link->slab.data + block.at, sizeof image);
     phx_rpc_hand_over(&link->slab, &block);
     memcpy(place, &block, sizeof block);
     phx_rpc_publish(out, sizeof block);
-    phx_rpc_ring_for(link, &image);
+    ring_for(link, &image);
     return PHX_OK;
 }
 
@@ -147,27 +147,27 @@ int phx_rpc_stream(phx_rpc_link *link, uint32_t pieces, const void *const *data,
     struct phx_rpc_end_of_ring *out = &link->out[PHX_RPC_BULK_LANE];
     const uint64_t nbytes = sum(pieces, sizes);
     while (*done < nbytes) {
-        if (phx_rpc_cannot_send(link))
+        if (cannot_send(link))
             return PHX_PEER_LOST;
         const uint64_t some = nbytes - *done < PHX_RPC_PIECE ? nbytes - *done : PHX_RPC_PIECE;
         const uint64_t taken = atomic_load_explicit(&out->ring->tail, memory_order_acquire);
         void *place = phx_rpc_reserve(out, *done ? PHX_RPC_MORE : PHX_RPC_FIRST, some, nbytes);
         if (!place && (out->no_memory || !took(out->ring, taken)))
-            return phx_rpc_no_room(link, out);
+            return no_room(link, out);
         if (!place)
             continue;
         gather(place, pieces, data, sizes, *done, some, 0);
         phx_rpc_publish(out, some);
         *done += some;
         /* The first piece of memory is the beginning of the image. A waiting caller assembles its answer itself. */
-        phx_rpc_ring_for(link, data[0]);
+        ring_for(link, data[0]);
     }
     return PHX_OK;
 }
 
 void phx_rpc_wait_room(phx_rpc_link *link, uint32_t lane, uint64_t taken)
 {
-    if (phx_rpc_cannot_send(link))
+    if (cannot_send(link))
         return;
     struct phx_rpc_ring *ring = link->out[lane].ring;
     if (atomic_load_explicit(&ring->tail, memory_order_acquire) == taken)
@@ -177,4 +177,86 @@ void phx_rpc_wait_room(phx_rpc_link *link, uint32_t lane, uint64_t taken)
 uint64_t phx_rpc_taken(phx_rpc_link *link, uint32_t lane)
 {
     return atomic_load_explicit(&link->own->rings[lane].tail, memory_order_acquire);
+}
+
+/* -- to several processes at once ------------------------------------------------------------------------------------ */
+
+void phx_rpc_share(phx_rpc_hub *hub, uint32_t pieces, const void *const *data, const uint64_t *sizes, uint64_t *shared)
+{
+    struct phx_rpc_loans *loans = &hub->loans;
+    struct phx_rpc_block block;
+    *shared = 0;
+    if (!phx_rpc_mine(hub) || atomic_load(&hub->shut))
+        return;
+    phx_rpc_collect(loans, 0);
+    if (!copy_in(&loans->slab, pieces, data, sizes, &block))
+        return;
+    pthread_mutex_lock(&loans->lock);
+    loans->holders[block.block] = 1;
+    pthread_mutex_unlock(&loans->lock);
+    *shared = (uint64_t)block.sequence << 32 | block.block;
+}
+
+void phx_rpc_unshare(phx_rpc_hub *hub, uint64_t *shared)
+{
+    const uint64_t handle = *shared;
+    struct phx_rpc_block block;
+    *shared = 0;
+    if (!phx_rpc_mine(hub) ||
+        !phx_rpc_find(&hub->loans.slab, (uint32_t)handle, (uint32_t)(handle >> 32), &block))
+        return;
+    pthread_mutex_lock(&hub->loans.lock);
+    phx_rpc_let_go(&hub->loans, &block);
+    pthread_mutex_unlock(&hub->loans.lock);
+}
+
+/* Enter a loan. Returns its number, or PHX_RPC_LOANS if there are too many. */
+static uint32_t enter(struct phx_rpc_loans *loans, phx_rpc_link *link, const struct phx_rpc_block *block,
+                      uint32_t *sequence)
+{
+    pthread_mutex_lock(&loans->lock); /* phx_rpc_shut() takes everything back under it */
+    uint32_t number = atomic_load(&link->hub->shut) ? PHX_RPC_LOANS : 0;
+    while (number < PHX_RPC_LOANS && loans->loans[number].link)
+        number++;
+    if (number < PHX_RPC_LOANS) {
+        if (++loans->sequence == 0)
+            loans->sequence = 1;
+        *sequence = loans->sequence;
+        loans->loans[number] = (struct phx_rpc_loan){.link = link, .block = *block, .sequence = *sequence};
+        atomic_store_explicit(&link->own->returned[number], 0, memory_order_relaxed);
+        loans->holders[block->block]++;
+        loans->used++;
+        phx_rpc_hold(link);
+    }
+    pthread_mutex_unlock(&loans->lock);
+    return number;
+}
+
+int phx_rpc_lend(phx_rpc_link *link, uint64_t handle, uint64_t call)
+{
+    struct phx_rpc_end_of_ring *out = &link->out[PHX_RPC_BULK_LANE];
+    struct phx_rpc_loans *loans = &link->hub->loans;
+    struct phx_rpc_lent lent = {.call = call};
+    struct phx_rpc_block block;
+    if (cannot_send(link))
+        return PHX_PEER_LOST;
+    if (!atomic_load_explicit(&link->other->borrows, memory_order_acquire) ||
+        !phx_rpc_find(&loans->slab, (uint32_t)handle, (uint32_t)(handle >> 32), &block))
+        return PHX_BAD_ARGUMENT;
+    struct phx_rpc_image image;
+    memcpy(&image, loans->slab.data + block.at, sizeof image);
+    image.call = call;
+    lent.block = block;
+    lent.block.block = enter(loans, link, &block, &lent.block.sequence);
+    if (lent.block.block == PHX_RPC_LOANS)
+        return PHX_BAD_ARGUMENT;
+    void *place = phx_rpc_reserve(out, PHX_RPC_LENT, sizeof lent, 0);
+    if (!place) { /* as if it had been received and returned */
+        atomic_store_explicit(&link->own->returned[lent.block.block], lent.block.sequence, memory_order_release);
+        return no_room(link, out);
+    }
+    memcpy(place, &lent, sizeof lent);
+    phx_rpc_publish(out, sizeof lent);
+    ring_for(link, &image);
+    return PHX_OK;
 }
