@@ -15,7 +15,6 @@
 #include <unistd.h>
 
 #include "segment/comm.h"
-#include "segment/life.h"
 
 #define REQUIRE(condition)                                                                                       \
     do {                                                                                                         \

@@ -3,15 +3,12 @@
 #include "segment/comm.h"
 
 #include <errno.h>
-#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include "messages/mail.h"
-#include "segment/breaking.h"
-#include "segment/life.h"
 
 /* Free all that a view owns besides the mapping. Of a view that could not be completed, some pointers are NULL. */
 static void free_view(phx_comm *comm)
@@ -49,12 +46,6 @@ static phx_comm *new_view(uint32_t size)
     return NULL;
 }
 
-static uint32_t usable_cores(void)
-{
-    cpu_set_t cores;
-    return sched_getaffinity(0, sizeof cores, &cores) ? 1 : (uint32_t)CPU_COUNT(&cores);
-}
-
 phx_comm *phx_open(int fd, uint32_t rank, const uint8_t *cookie, uint32_t spin, phx_poll poll)
 {
     struct phx_header header;
@@ -77,7 +68,7 @@ phx_comm *phx_open(int fd, uint32_t rank, const uint8_t *cookie, uint32_t spin, 
     }
     comm->rank = rank;
     comm->spin = spin;
-    comm->cores = usable_cores();
+    comm->cores = phx_usable_cores();
     comm->chunk_bytes = header.chunk_bytes;
     comm->small_bytes = header.small_bytes;
     comm->stream_bytes = header.stream_bytes;

@@ -149,20 +149,60 @@ static int enter_with(entry *self, PyObject *object, const struct entry_tensor *
     return entered;
 }
 
-/* The caller holds the tensor. */
-static PyObject *all_reduce(entry *self, PyObject *object, const struct entry_tensor *tensor, int op)
+static int call_core(entry *self, uint32_t kind, const struct entry_tensor *tensor, uint32_t op, uint32_t root)
 {
+    switch (kind) {
+    case PHX_ALL_REDUCE:
+        return phx_all_reduce(self->comm, tensor->data, tensor->data, tensor->count, tensor->reduced, op,
+                              tensor->shape_word);
+    case PHX_REDUCE:
+        return phx_reduce(self->comm, tensor->data, tensor->data, tensor->count, tensor->reduced, op, root,
+                          tensor->shape_word);
+    default:
+        return phx_broadcast(self->comm, tensor->data, tensor->nbytes, tensor->copied, root, tensor->shape_word);
+    }
+}
+
+/* A call with one tensor, which the caller holds. `op` is -1 without an operation, `root` without a root. */
+static PyObject *call_with_one(entry *self, uint32_t kind, PyObject *object, const struct entry_tensor *tensor, int op,
+                               int64_t root)
+{
+    static const char *const NAMES[] = {
+        [PHX_ALL_REDUCE] = "all_reduce", [PHX_REDUCE] = "reduce", [PHX_BROADCAST] = "broadcast"};
     int status;
     uint32_t site;
-    if (op < 0 || op >= ENTRY_OPS || !(tensor->ops >> op & 1))
+    if ((kind != PHX_BROADCAST && (op < 0 || op >= ENTRY_OPS || !(tensor->ops >> op & 1))) ||
+        (kind != PHX_ALL_REDUCE && (root < 0 || root >= self->size)))
         return ENTRY_NOT_ME;
     const int entered = enter_with(self, object, tensor, &site);
     if (entered <= 0)
         return ENTRY_NOT_ENTERED(entered);
-    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_ALL_REDUCE, tensor->copied, entry_process.ops[op]), tensor->nbytes, site, -1,
-                   phx_all_reduce(self->comm, tensor->data, tensor->data, tensor->count, tensor->reduced,
-                                                 entry_process.ops[op], tensor->shape_word));
-    return finish(self, status, "all_reduce", object, op, -1);
+    const uint32_t number = op < 0 ? 0 : entry_process.ops[op];
+    ENTRY_RECORDED(self, status, ENTRY_WHAT(kind, tensor->copied, number), tensor->nbytes, site, root,
+                   call_core(self, kind, tensor, number, (uint32_t)root));
+    const int waited = kind == PHX_ALL_REDUCE || (root == self->rank ? kind == PHX_REDUCE
+                                                                     : kind == PHX_BROADCAST && self->size <= 2);
+    if (is_done(status) && !waited)
+        (void)note_unheard(self, NAMES[kind], object, op, root);
+    return finish(self, status, NAMES[kind], object, op, root);
+}
+
+/* The same with torch's arguments: a list with the tensor, and options. */
+static PyObject *call_as_torch(entry *self, uint32_t kind, enum entry_option_class options, PyObject *const *args,
+                               Py_ssize_t nargs)
+{
+    struct entry_tensor tensor;
+    PyObject *object;
+    int op;
+    int64_t root;
+    if (nargs != 2 || !entry_usual(&entry_process.options[options], args[1], &op, &root))
+        return ENTRY_NOT_ME;
+    const int plain = read_only_one(self, args[0], &object, &tensor);
+    if (plain <= 0)
+        return ENTRY_NOT_ENTERED(plain);
+    PyObject *result = call_with_one(self, kind, object, &tensor, op, root);
+    Py_DECREF(object);
+    return result;
 }
 
 PyObject *entry_sum(entry *self, PyObject *const *args, Py_ssize_t nargs)
@@ -172,7 +212,8 @@ PyObject *entry_sum(entry *self, PyObject *const *args, Py_ssize_t nargs)
     if (seen)
         return seen < 0 ? NULL : PyBool_FromLong(0);
     const int plain = nargs == 1 ? read_tensor(self, args[0], &tensor) : 0;
-    PyObject *result = plain <= 0 ? ENTRY_NOT_ENTERED(plain) : all_reduce(self, args[0], &tensor, 0);
+    PyObject *result =
+        plain <= 0 ? ENTRY_NOT_ENTERED(plain) : call_with_one(self, PHX_ALL_REDUCE, args[0], &tensor, 0, -1);
     if (result != Py_None)
         return result;
     Py_DECREF(result);
@@ -181,73 +222,17 @@ PyObject *entry_sum(entry *self, PyObject *const *args, Py_ssize_t nargs)
 
 PyObject *entry_all_reduce(entry *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    struct entry_tensor tensor;
-    PyObject *object;
-    int op;
-    int64_t root;
-    if (nargs != 2 || !entry_usual(&entry_process.options[ENTRY_ALL_REDUCE_OPTIONS], args[1], &op, &root))
-        return ENTRY_NOT_ME;
-    const int plain = read_only_one(self, args[0], &object, &tensor);
-    if (plain <= 0)
-        return ENTRY_NOT_ENTERED(plain);
-    PyObject *result = all_reduce(self, object, &tensor, op);
-    Py_DECREF(object);
-    return result;
+    return call_as_torch(self, PHX_ALL_REDUCE, ENTRY_ALL_REDUCE_OPTIONS, args, nargs);
 }
 
 PyObject *entry_reduce(entry *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    struct entry_tensor tensor;
-    PyObject *object;
-    int op, status;
-    int64_t root;
-    uint32_t site;
-    if (nargs != 2 || !entry_usual(&entry_process.options[ENTRY_REDUCE_OPTIONS], args[1], &op, &root))
-        return ENTRY_NOT_ME;
-    const int plain = read_only_one(self, args[0], &object, &tensor);
-    if (plain <= 0)
-        return ENTRY_NOT_ENTERED(plain);
-    const int served = op < ENTRY_OPS && tensor.ops >> op & 1 && root >= 0 && root < self->size;
-    const int entered = served ? enter_with(self, object, &tensor, &site) : 0;
-    if (entered <= 0) {
-        Py_DECREF(object);
-        return ENTRY_NOT_ENTERED(entered);
-    }
-    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_REDUCE, tensor.copied, entry_process.ops[op]), tensor.nbytes, site, root,
-                   phx_reduce(self->comm, tensor.data, tensor.data, tensor.count, tensor.reduced,
-                                             entry_process.ops[op], (uint32_t)root, tensor.shape_word));
-    if (is_done(status) && root != self->rank)
-        (void)note_unheard(self, "reduce", object, op, root);
-    PyObject *result = finish(self, status, "reduce", object, op, root);
-    Py_DECREF(object);
-    return result;
+    return call_as_torch(self, PHX_REDUCE, ENTRY_REDUCE_OPTIONS, args, nargs);
 }
 
 PyObject *entry_broadcast(entry *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    struct entry_tensor tensor;
-    PyObject *object;
-    int op, status;
-    int64_t root;
-    uint32_t site;
-    if (nargs != 2 || !entry_usual(&entry_process.options[ENTRY_BROADCAST_OPTIONS], args[1], &op, &root))
-        return ENTRY_NOT_ME;
-    const int plain = root < 0 || root >= self->size ? 0 : read_only_one(self, args[0], &object, &tensor);
-    if (plain <= 0)
-        return ENTRY_NOT_ENTERED(plain);
-    const int entered = enter_with(self, object, &tensor, &site);
-    if (entered <= 0) {
-        Py_DECREF(object);
-        return ENTRY_NOT_ENTERED(entered);
-    }
-    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_BROADCAST, tensor.copied, 0), tensor.nbytes, site, root,
-                   phx_broadcast(self->comm, tensor.data, tensor.nbytes, tensor.copied, (uint32_t)root,
-                                                tensor.shape_word));
-    if (is_done(status) && (root == self->rank || self->size > 2))
-        (void)note_unheard(self, "broadcast", object, -1, root);
-    PyObject *result = finish(self, status, "broadcast", object, -1, root);
-    Py_DECREF(object);
-    return result;
+    return call_as_torch(self, PHX_BROADCAST, ENTRY_BROADCAST_OPTIONS, args, nargs);
 }
 
 /* One tensor with a part for each rank, and one that is a part: 1, 0 or -1 as entry_read(). */
@@ -279,44 +264,43 @@ static int enter_with_both(entry *self, PyObject *whole, PyObject *part, const s
     return 1;
 }
 
-PyObject *entry_all_gather(entry *self, PyObject *const *args, Py_ssize_t nargs)
+/* all_gather(whole, part, options) and reduce_scatter(part, whole, options). */
+static PyObject *call_with_both(entry *self, uint32_t kind, enum entry_option_class options, PyObject *const *args,
+                                Py_ssize_t nargs)
 {
-    struct entry_tensor whole, part;
+    struct entry_tensor of_whole, of_part;
     int op, status;
     int64_t root;
     uint32_t site;
-    if (nargs != 3 || !entry_usual(&entry_process.options[ENTRY_ALL_GATHER_OPTIONS], args[2], &op, &root))
+    if (nargs != 3 || !entry_usual(&entry_process.options[options], args[2], &op, &root))
         return ENTRY_NOT_ME;
-    const int plain = read_whole_and_part(self, args[0], args[1], &whole, &part);
-    const int entered = plain == 1 ? enter_with_both(self, args[0], args[1], &whole, &part, &site) : plain;
+    const int gathers = kind == PHX_ALL_GATHER;
+    PyObject *whole = args[gathers ? 0 : 1], *part = args[gathers ? 1 : 0];
+    const int plain = read_whole_and_part(self, whole, part, &of_whole, &of_part);
+    if (plain <= 0)
+        return ENTRY_NOT_ENTERED(plain);
+    if (!gathers && (op < 0 || op >= ENTRY_OPS || !(of_part.ops >> op & 1)))
+        return ENTRY_NOT_ME;
+    const int entered = enter_with_both(self, whole, part, &of_whole, &of_part, &site);
     if (entered <= 0)
         return ENTRY_NOT_ENTERED(entered);
-    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_ALL_GATHER, part.copied, 0), part.nbytes, site, -1,
-                   phx_all_gather(self->comm, part.data, self->pointers, part.nbytes, part.copied,
-                                                 part.shape_word));
-    return finish(self, status, "all_gather", args[1], -1, -1);
+    const uint32_t number = gathers ? 0 : entry_process.ops[op];
+    ENTRY_RECORDED(self, status, ENTRY_WHAT(kind, of_part.copied, number), of_part.nbytes, site, -1,
+                   gathers ? phx_all_gather(self->comm, of_part.data, self->pointers, of_part.nbytes, of_part.copied,
+                                            of_part.shape_word)
+                           : phx_reduce_scatter(self->comm, (const void *const *)self->pointers, of_part.data,
+                                                of_part.count, of_part.reduced, number, of_part.shape_word));
+    return finish(self, status, gathers ? "all_gather" : "reduce_scatter", part, op, -1);
+}
+
+PyObject *entry_all_gather(entry *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    return call_with_both(self, PHX_ALL_GATHER, ENTRY_ALL_GATHER_OPTIONS, args, nargs);
 }
 
 PyObject *entry_reduce_scatter(entry *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    struct entry_tensor whole, part;
-    int op, status;
-    int64_t root;
-    uint32_t site;
-    if (nargs != 3 || !entry_usual(&entry_process.options[ENTRY_REDUCE_SCATTER_OPTIONS], args[2], &op, &root))
-        return ENTRY_NOT_ME;
-    const int plain = read_whole_and_part(self, args[1], args[0], &whole, &part);
-    if (plain <= 0)
-        return ENTRY_NOT_ENTERED(plain);
-    if (op >= ENTRY_OPS || !(part.ops >> op & 1))
-        return ENTRY_NOT_ME;
-    const int entered = enter_with_both(self, args[1], args[0], &whole, &part, &site);
-    if (entered <= 0)
-        return ENTRY_NOT_ENTERED(entered);
-    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_REDUCE_SCATTER, part.copied, entry_process.ops[op]), part.nbytes, site, -1,
-                   phx_reduce_scatter(self->comm, (const void *const *)self->pointers, part.data,
-                                                     part.count, part.reduced, entry_process.ops[op], part.shape_word));
-    return finish(self, status, "reduce_scatter", args[0], op, -1);
+    return call_with_both(self, PHX_REDUCE_SCATTER, ENTRY_REDUCE_SCATTER_OPTIONS, args, nargs);
 }
 
 PyObject *entry_barrier(entry *self, PyObject *const *args, Py_ssize_t nargs)

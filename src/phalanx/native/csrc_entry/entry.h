@@ -36,10 +36,11 @@ struct entry_process {
 };
 
 /* The call of a group that other ranks may not have confirmed (transports/shm/communicator.py says which these are). */
+#define ENTRY_OBJECTS 15 /* of an entry, the three of its last unheard call at their end */
 struct entry_unheard {
     struct entry_site site;
-    const char *name;
     PyObject *tensor_kind; /* (dtype, shape) */
+    const char *name;
     int op;
     int64_t root;
 };
@@ -56,17 +57,22 @@ typedef struct {
     uint32_t rank, size;
     int32_t *places;            /* the core's rank of each rank of the group, -1 of one that it does not reach; NULL if they
                                  * are the same */
-    PyObject *group;            /* a weak reference: the group holds this entry */
-    PyObject *queue, *state;    /* of c10d/progress.py */
-    char *busy;                 /* the byte of the state: an operation is under way */
-    PyObject *acquire, *release;
-    PyObject *fail;         /* raises the error for a status */
-    PyObject *mailbox, *inside, *fail_message; /* transports/shm/mailbox.py; raises the error for a message */
-    PyObject *communicator; /* its `_unheard` gets `explain` when `last` is the latest such call */
-    PyObject *explain;
+    union {
+        struct {
+            PyObject *group;               /* a weak reference: the group holds this entry */
+            PyObject *queue, *state;       /* of c10d/progress.py */
+            PyObject *acquire, *release;
+            PyObject *fail;                /* raises the error for a status */
+            PyObject *mailbox, *inside, *fail_message; /* transports/shm/mailbox.py; raises the error for a message */
+            PyObject *communicator;        /* its `_unheard` gets `explain` when `last` is the latest such call */
+            PyObject *explain;
+            PyObject *recorded_by;         /* keeps `recorded` */
+            struct entry_unheard last;
+        };
+        PyObject *objects[ENTRY_OBJECTS];
+    };
+    char *busy; /* the byte of the state: an operation is under way */
     struct phx_record_group *recorded; /* NULL: its operations are not recorded */
-    PyObject *recorded_by;             /* keeps that */
-    struct entry_unheard last;
     struct entry_shapes shapes;
     void **pointers;
 } entry;

@@ -148,35 +148,35 @@ static int read_message(entry *self, PyObject *const *args, Py_ssize_t nargs, st
     return seen ? (seen < 0 ? -1 : 0) : entry_read(&entry_process.tensors, NULL, args[0], tensor);
 }
 
-/* send_now(tensor, dst, tag): whether it has been sent. */
-PyObject *entry_send_now(entry *self, PyObject *const *args, Py_ssize_t nargs)
+typedef int (*mover)(entry *, PyObject *, const struct entry_tensor *, const struct ends *);
+
+/* send_now(tensor, dst, tag) and recv_now(tensor, src, tag): whether it has been moved. */
+static PyObject *move_now(entry *self, PyObject *const *args, Py_ssize_t nargs, mover move)
 {
     struct entry_tensor tensor;
     struct ends ends;
     int done = read_message(self, args, nargs, &tensor, &ends);
     if (done == 1)
-        done = send_now(self, args[0], &tensor, &ends);
+        done = move(self, args[0], &tensor, &ends);
     return done == 1 ? PyBool_FromLong(1) : ENTRY_NOT_ENTERED(done);
 }
 
-/* recv_now(tensor, src, tag): whether it has been received. */
+PyObject *entry_send_now(entry *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    return move_now(self, args, nargs, send_now);
+}
+
 PyObject *entry_recv_now(entry *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    struct entry_tensor tensor;
-    struct ends ends;
-    int done = read_message(self, args, nargs, &tensor, &ends);
-    if (done == 1)
-        done = receive(self, args[0], &tensor, &ends);
-    return done == 1 ? PyBool_FromLong(1) : ENTRY_NOT_ENTERED(done);
+    return move_now(self, args, nargs, receive);
 }
 
 /* Whether the caller's caller is `waits`, which is torch's function that waits for the message that its helper starts. */
 static int is_called_by(PyObject *waits)
 {
     PyObject *helper = (PyObject *)PyEval_GetFrame(); /* borrowed */
-    PyObject *caller = helper ? PyObject_GetAttrString(helper, "f_back") : NULL;
-    if (!caller || caller == Py_None) {
-        Py_XDECREF(caller);
+    PyObject *caller = helper ? entry_caller_of(&entry_process.codes, helper) : NULL;
+    if (!caller) {
         PyErr_Clear();
         return 0;
     }
@@ -186,43 +186,37 @@ static int is_called_by(PyObject *waits)
     return code == waits;
 }
 
-/* The group's send([tensor], dst, tag). */
-PyObject *entry_send(entry *self, PyObject *const *args, Py_ssize_t nargs)
+/* The group's send([tensor], dst, tag) and recv([tensor], src, tag); the latter only if torch's recv() is what calls it, since
+ * then nothing can happen before the wait. */
+static PyObject *move_listed(entry *self, PyObject *const *args, Py_ssize_t nargs, mover move, PyObject *waits)
 {
     struct entry_tensor tensor;
     PyObject *object;
     struct ends ends;
     if (nargs != 3 || !read_ends(args + 1, &ends) || !may_move(self, &ends))
         return ENTRY_NOT_ME;
+    const int waited = is_called_by(waits);
+    if (!waited && move == receive)
+        return ENTRY_NOT_ME;
     int done = entry_read_only_one(NULL, args[0], &object, &tensor);
     if (done != 1)
         return ENTRY_NOT_ENTERED(done);
-    done = send_now(self, object, &tensor, &ends);
+    done = move(self, object, &tensor, &ends);
     Py_DECREF(object);
     if (done != 1)
         return ENTRY_NOT_ENTERED(done);
-    if (!is_called_by(entry_process.send_code)) /* its caller may ask the handle for the tensors */
+    if (!waited) /* the caller may ask the handle for the tensors */
         return PyObject_CallFunctionObjArgs(entry_process.done_work, args[0], NULL);
     Py_INCREF(entry_process.done);
     return entry_process.done;
 }
 
-/* The group's recv([tensor], src, tag), if torch's recv() is what calls it: then nothing can happen before the wait. */
+PyObject *entry_send(entry *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    return move_listed(self, args, nargs, send_now, entry_process.send_code);
+}
+
 PyObject *entry_recv(entry *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    struct entry_tensor tensor;
-    PyObject *object;
-    struct ends ends;
-    if (nargs != 3 || !read_ends(args + 1, &ends) || !may_move(self, &ends) ||
-        !is_called_by(entry_process.recv_code))
-        return ENTRY_NOT_ME;
-    int done = entry_read_only_one(NULL, args[0], &object, &tensor);
-    if (done != 1)
-        return ENTRY_NOT_ENTERED(done);
-    done = receive(self, object, &tensor, &ends);
-    Py_DECREF(object);
-    if (done != 1)
-        return ENTRY_NOT_ENTERED(done);
-    Py_INCREF(entry_process.done);
-    return entry_process.done;
+    return move_listed(self, args, nargs, receive, entry_process.recv_code);
 }

@@ -7,12 +7,15 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <pthread.h>
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "entry.h"
 
 static PyTypeObject *entry_type;
+
+_Static_assert(offsetof(entry, last.tensor_kind) == offsetof(entry, objects[ENTRY_OBJECTS - 1]), "these are all objects");
 
 /* -- a group's entry --------------------------------------------------------------------------------------------------- */
 
@@ -21,16 +24,8 @@ static int entry_traverse(PyObject *object, visitproc visit, void *arg)
 {
     entry *self = (entry *)object;
     Py_VISIT(Py_TYPE(object));
-    Py_VISIT(self->queue);
-    Py_VISIT(self->acquire);
-    Py_VISIT(self->release);
-    Py_VISIT(self->fail);
-    Py_VISIT(self->mailbox);
-    Py_VISIT(self->inside);
-    Py_VISIT(self->fail_message);
-    Py_VISIT(self->communicator);
-    Py_VISIT(self->explain);
-    Py_VISIT(self->last.tensor_kind);
+    for (int i = 0; i < ENTRY_OBJECTS; i++)
+        Py_VISIT(self->objects[i]);
     return 0;
 }
 
@@ -45,11 +40,8 @@ static void entry_dealloc(PyObject *object)
 {
     entry *self = (entry *)object;
     PyObject_GC_UnTrack(object);
-    PyObject *held[] = {self->group, self->queue, self->state, self->acquire, self->release, self->fail,
-                        self->mailbox, self->inside, self->fail_message, self->communicator, self->explain, self->last.site.code, self->last.site.instruction,
-                        self->last.tensor_kind, self->recorded_by};
-    for (size_t i = 0; i < sizeof held / sizeof *held; i++)
-        Py_XDECREF(held[i]);
+    for (int i = 0; i < ENTRY_OBJECTS; i++)
+        Py_XDECREF(self->objects[i]);
     free(self->pointers);
     free(self->places);
     entry_free_object(object);
@@ -89,8 +81,7 @@ static PyObject *entry_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     for (int i = 0; i < ENTRY_SHAPES; i++)
         self->shapes.known[i].ndim = -1;
     Py_XDECREF(running);
-    if (self->group && self->queue && self->busy && self->acquire && self->release && self->fail && self->fail_message &&
-        self->inside && PyList_CheckExact(self->inside) && self->pointers)
+    if (!PyErr_Occurred() && self->busy && PyList_CheckExact(self->inside) && self->pointers)
         return (PyObject *)self;
     Py_DECREF(self);
     return PyErr_Occurred() ? NULL : PyErr_NoMemory();
@@ -190,14 +181,15 @@ static PyObject *set_exchange(PyObject *module, PyObject *capsule)
 static PyObject *set_up(PyObject *module, PyObject *args)
 {
     struct entry_process *process = &entry_process;
-    PyObject *dtypes, *ops, *tensor, *parameter, *is_neg, *shape_word, *profiling, *modes, *is_inside;
-    PyObject *send, *recv, *done_work, *done, *function_modes;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "O!O!OOOOO!O!OOOOOO", &PyList_Type, &dtypes, &PyList_Type, &ops, &tensor, &parameter, &is_neg,
-                          &shape_word, &PyDict_Type, &profiling, &PyDict_Type, &modes, &is_inside, &send, &recv,
-                          &done_work, &done, &function_modes))
-        return NULL;
     struct entry_tensors *tensors = &process->tensors;
+    PyObject *dtypes, *ops;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "O!O!OOOOO!O!OOOOOO", &PyList_Type, &dtypes, &PyList_Type, &ops, &tensors->kinds[0],
+                          &tensors->kinds[1], &tensors->is_neg, &tensors->shape_word, &PyDict_Type, &process->profiling,
+                          &PyDict_Type, &process->modes, &process->codes.is_inside, &process->send_code,
+                          &process->recv_code, &process->done_work, &process->done, &process->function_modes))
+        return NULL;
+    Py_INCREF(args); /* which holds all of them, for as long as the process lives */
     tensors->ndtypes = 0;
     for (Py_ssize_t i = 0; i < PyList_Size(dtypes) && i < ENTRY_DTYPES; i++) {
         unsigned int code, bits, lanes, reduced, copied, mask;
@@ -210,22 +202,6 @@ static PyObject *set_up(PyObject *module, PyObject *args)
         process->ops[i] = (uint32_t)PyLong_AsUnsignedLong(PyList_GetItem(ops, i));
     if (PyErr_Occurred())
         return NULL;
-    PyObject *held[] = {tensor, parameter, is_neg, shape_word, profiling, modes, is_inside,
-                        send, recv, done_work, done, function_modes};
-    for (size_t i = 0; i < sizeof held / sizeof *held; i++)
-        Py_INCREF(held[i]); /* for as long as the process lives */
-    tensors->kinds[0] = tensor;
-    tensors->kinds[1] = parameter;
-    tensors->is_neg = is_neg;
-    tensors->shape_word = shape_word;
-    process->profiling = profiling;
-    process->modes = modes;
-    process->codes.is_inside = is_inside;
-    process->send_code = send;
-    process->recv_code = recv;
-    process->done_work = done_work;
-    process->done = done;
-    process->function_modes = function_modes;
     Py_RETURN_NONE;
 }
 

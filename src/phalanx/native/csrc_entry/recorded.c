@@ -4,9 +4,16 @@
  * may be a signal handler's exception, which comes through Python code of any kind. */
 #include "entry.h"
 
+#define OBJECTS 5
+
 typedef struct {
     struct entry_callable base;
-    PyObject *body, *dtypes, *ops, *running, *keeper;
+    union {
+        struct {
+            PyObject *body, *dtypes, *ops, *running, *keeper;
+        };
+        PyObject *objects[OBJECTS];
+    };
     struct phx_record_group *group; /* which the keeper holds */
     unsigned int kind;
     int tensor_at, op_at, root_at; /* which arguments these are, -1: none */
@@ -93,32 +100,23 @@ failed:
 
 static PyObject *new_recorded(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    PyObject *body, *dtypes, *ops, *running, *keeper;
+    recorded made = {0};
     unsigned long long group;
-    unsigned int kind;
-    int tensor_at, op_at, root_at;
     (void)keywords;
-    if (!PyArg_ParseTuple(args, "OKOIiiiO!O!O", &body, &group, &keeper, &kind, &tensor_at, &op_at, &root_at, &PyDict_Type,
-                          &dtypes, &PyDict_Type, &ops, &running))
+    if (!PyArg_ParseTuple(args, "OKOIiiiO!O!O", &made.body, &group, &made.keeper, &made.kind, &made.tensor_at,
+                          &made.op_at, &made.root_at, &PyDict_Type, &made.dtypes, &PyDict_Type, &made.ops,
+                          &made.running))
         return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     recorded *self = (recorded *)allocate(type, 0);
     if (!self)
         return NULL;
-    PyObject *held[] = {body, dtypes, ops, running, keeper};
-    for (size_t i = 0; i < sizeof held / sizeof *held; i++)
-        Py_INCREF(held[i]);
-    self->base.vectorcall = call;
-    self->body = body;
-    self->dtypes = dtypes;
-    self->ops = ops;
-    self->running = running;
-    self->keeper = keeper;
-    self->group = (struct phx_record_group *)(uintptr_t)group;
-    self->kind = kind;
-    self->tensor_at = tensor_at;
-    self->op_at = op_at;
-    self->root_at = root_at;
+    made.base = self->base;
+    made.base.vectorcall = call;
+    made.group = (struct phx_record_group *)(uintptr_t)group;
+    for (int i = 0; i < OBJECTS; i++)
+        Py_INCREF(made.objects[i]);
+    *self = made;
     return (PyObject *)self;
 }
 
@@ -134,9 +132,8 @@ static void dealloc(PyObject *object)
 {
     recorded *self = (recorded *)object;
     PyObject_GC_UnTrack(object);
-    PyObject *held[] = {self->body, self->dtypes, self->ops, self->running, self->keeper};
-    for (size_t i = 0; i < sizeof held / sizeof *held; i++)
-        Py_XDECREF(held[i]);
+    for (int i = 0; i < OBJECTS; i++)
+        Py_XDECREF(self->objects[i]);
     entry_free_object(object);
 }
 

@@ -52,8 +52,7 @@ static int is_inside(struct entry_codes *codes, PyObject *frame, PyObject *code)
     return inside;
 }
 
-/* The frame that called `frame`, or NULL; with an exception if there is one. */
-static PyObject *caller_of(struct entry_codes *codes, PyObject *frame)
+PyObject *entry_caller_of(struct entry_codes *codes, PyObject *frame)
 {
     if (codes->back_of)
         return codes->back_of(frame);
@@ -90,7 +89,7 @@ static PyObject *find_place(struct entry_codes *codes, long *instruction)
             return code;
         }
         Py_DECREF(code);
-        PyObject *caller = inside < 0 ? NULL : caller_of(codes, frame);
+        PyObject *caller = inside < 0 ? NULL : entry_caller_of(codes, frame);
         Py_DECREF(frame);
         frame = caller;
     }

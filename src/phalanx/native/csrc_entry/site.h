@@ -40,6 +40,9 @@ struct entry_site {
 /* Find those functions; once, before any call here. Returns -1 with an exception. */
 int entry_find_frames(struct entry_codes *codes);
 
+/* The frame that called `frame`, a new reference, or NULL; with an exception if there is one. */
+PyObject *entry_caller_of(struct entry_codes *codes, PyObject *frame);
+
 /* Note where this thread's call comes from. Returns -1 with an exception. */
 int entry_note_site(struct entry_codes *codes, struct entry_site *site);
 

@@ -6,7 +6,7 @@
  * for every other rank. One synchronisation per chunk; each rank copies what it sends in and what it receives out. */
 #include <string.h>
 
-#include "segment/breaking.h"
+#include "segment/comm.h"
 #include "segment/call.h"
 #include "collectives/chunks.h"
 #include "segment/copy.h"

@@ -1,17 +1,91 @@
-/* Comparing, beside the calls that meet in a segment, the lines from which the ranks make them. */
+/* Comparing, beside the calls that meet, the lines from which two ranks make them. */
 #include "collectives/line_order.h"
 
 #include <stdlib.h>
 
-#include "segment/breaking.h"
 #include "segment/call.h"
-#include "collectives/line_pairs.h"
-#include "recorder/record.h"
+
+uint16_t phx_line_of(struct phx_record_place place)
+{
+    if (!place.identity)
+        return 0;
+    const uint64_t call = phx_mix(place.what | (uint64_t)(uint32_t)place.peer << 32);
+    const uint16_t mixed = (uint16_t)(phx_mix(place.identity ^ call) >> 48);
+    return mixed ? mixed : 1;
+}
+
+static uint32_t pairs_of(const struct phx_line_pairs *with)
+{
+    return with->kept < PHX_PAIRS ? with->kept : PHX_PAIRS;
+}
+
+/* The pair with `line` on this rank's side, or on the peer's; NULL if there is none. */
+static const struct phx_line_pair *find(const struct phx_line_pairs *with, uint16_t line, int on_theirs)
+{
+    for (uint32_t i = 0; i < pairs_of(with); i++)
+        if ((on_theirs ? with->pairs[i].theirs : with->pairs[i].mine) == line)
+            return &with->pairs[i];
+    return NULL;
+}
+
+/* Write down a line as number `which` of the crossing if it stands on both sides. */
+static int crosses(const struct phx_line_pairs *with, uint16_t line, uint32_t which, struct phx_crossing *out)
+{
+    const struct phx_line_pair *mine = find(with, line, 0), *theirs = find(with, line, 1);
+    if (!mine || !theirs)
+        return 0;
+    out->lines[which] = mine->line;
+    out->mine[which] = mine->in_group;
+    out->theirs[which] = theirs->in_group;
+    return 1;
+}
+
+/* Whether two lines are crossed, one of them in the pair that has just met. A place in the program
+ * that calls with two roots counts as two lines when they meet, but it is never reported as crossed with itself: if a
+ * program uses more roots than there is room for, the pairs that would explain them have been forgotten. */
+static int are_crossed(const struct phx_line_pairs *with, const struct phx_line_pair *latest, struct phx_crossing *out)
+{
+    const uint16_t first = crosses(with, latest->mine, 0, out) ? latest->mine : latest->theirs;
+    if (first == latest->theirs && !crosses(with, first, 0, out))
+        return 0;
+    const uint32_t *lines = out->lines;
+    for (uint32_t i = 0; i < pairs_of(with); i++)
+        if (with->pairs[i].mine != first && crosses(with, with->pairs[i].mine, 1, out) && lines[0] != lines[1])
+            return 1;
+    return 0;
+}
+
+static int is_known(const struct phx_line_pairs *with, uint16_t mine, uint16_t theirs)
+{
+    for (uint32_t i = 0; i < pairs_of(with); i++)
+        if (with->pairs[i].mine == mine && with->pairs[i].theirs == theirs)
+            return 1;
+    return mine == theirs;
+}
+
+int phx_meet_pair(struct phx_line_pairs *with, uint16_t mine, uint16_t theirs, struct phx_record_place place,
+                  struct phx_crossing *out)
+{
+    if (mine == theirs) {
+        if (with->kept && ++with->calm == PHX_CALM)
+            with->kept = 0;
+        return 0;
+    }
+    with->calm = 0;
+    if (is_known(with, mine, theirs))
+        return 0; /* a branch that the program takes again */
+    struct phx_line_pair *latest = &with->pairs[with->kept % PHX_PAIRS];
+    *latest = (struct phx_line_pair){.mine = mine, .theirs = theirs, .line = place.line, .in_group = place.in_group};
+    with->kept++;
+    return out && are_crossed(with, latest, out);
+}
+
+/* -- in a segment ---------------------------------------------------------------------------------------------------- */
 
 #define KNOWN 32u /* how many places are remembered */
 
 /* A place and what is called there, and its line. */
-struct known {
+struct known_line {
     uint32_t site, what;
     int32_t peer;
     uint16_t line;
@@ -22,7 +96,7 @@ struct phx_lines {
     struct {
         uint32_t line, in_group;   /* as in struct phx_record_place */
     } places[PHX_SLOTS];           /* of this rank's latest chunks */
-    struct known known[KNOWN];     /* all zero is right too: a place that is not known has the line 0 */
+    struct known_line known[KNOWN];     /* all zero is right too: a place that is not known has the line 0 */
     struct phx_crossing crossing;
     uint32_t judgements_left;
     struct phx_line_pairs peers[];
@@ -42,9 +116,9 @@ static uint16_t line_of(struct phx_lines *lines, const struct phx_record *record
     const uint32_t site = atomic_load_explicit(&record->site, memory_order_relaxed);
     const uint32_t what = atomic_load_explicit(&record->what, memory_order_relaxed);
     const int32_t peer = atomic_load_explicit(&record->peer, memory_order_relaxed);
-    struct known *known = &lines->known[(site ^ site >> 5 ^ what) % KNOWN];
+    struct known_line *known = &lines->known[(site ^ site >> 5 ^ what) % KNOWN];
     if (known->site != site || known->what != what || known->peer != peer)
-        *known = (struct known){site, what, peer, phx_line_of(phx_record_place())};
+        *known = (struct known_line){site, what, peer, phx_line_of(phx_record_place())};
     return known->line;
 }
 
@@ -94,4 +168,31 @@ int phx_tells_crossing(phx_comm *comm)
 void phx_break_crossed(phx_comm *comm)
 {
     phx_break(comm, PHX_MISMATCH, comm->lines->crossing.peer);
+}
+
+/* -- for ranks that share no memory --------------------------------------------------------------------------------- */
+
+phx_line_pairs *phx_pairs_open(void)
+{
+    return calloc(1, sizeof(phx_line_pairs));
+}
+
+void phx_pairs_close(phx_line_pairs *pairs)
+{
+    free(pairs);
+}
+
+uint32_t phx_line_now(void)
+{
+    return phx_line_of(phx_record_place());
+}
+
+int phx_pairs_meet(phx_line_pairs *pairs, uint32_t mine, uint32_t theirs, struct phx_crossing *out)
+{
+    return phx_meet_pair(pairs, (uint16_t)mine, (uint16_t)theirs, phx_record_place(), out) ? PHX_CROSSED : PHX_OK;
+}
+
+int phx_pairs_settled(const phx_line_pairs *pairs)
+{
+    return !pairs->kept;
 }

@@ -8,10 +8,8 @@
 
 #include <sched.h>
 
-#include "segment/breaking.h"
-#include "segment/cores.h"
+#include "segment/comm.h"
 #include "system/futex.h"
-#include "segment/life.h"
 #include "collectives/line_order.h"
 
 static inline int reached(_Atomic uint64_t *word, uint64_t target)

@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "segment/breaking.h"
+#include "segment/comm.h"
 #include "messages/rings.h"
 
 #define PIECE 65536u /* bytes copied before the other side is notified, so that both copy at the same time */

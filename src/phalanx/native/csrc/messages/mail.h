@@ -1,4 +1,5 @@
-/* A rank's messages: those that it sends, receives, or has set aside, and what moves them through the rings.
+/* A rank's messages: those that it sends, receives, or has set aside, and what moves them through the rings (rings.h). p2p.c
+ * has the calls, and what a thread does that waits for one.
  *
  * All of it is private to the rank and under one lock, which these functions take. A thread in a call about a message
  * reads without it `done`, acquire, then `status`, which no longer changes; and `peer`, relaxed, which changes once, from

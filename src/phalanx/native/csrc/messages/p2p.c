@@ -7,10 +7,8 @@
 #include <stdlib.h>
 
 #include "segment/call.h"
-#include "segment/breaking.h"
-#include "segment/cores.h"
+#include "segment/comm.h"
 #include "system/futex.h"
-#include "segment/life.h"
 #include "messages/mail.h"
 
 static phx_message *new_message(void *data, const struct phx_end *end, uint32_t peer, uint32_t tag)

@@ -6,7 +6,6 @@
 
 #include "segment/comm.h"
 #include "segment/copy.h"
-#include "segment/cores.h"
 #include "system/futex.h"
 
 /* Messages and their pieces begin at cache lines, since a copy to an address that is not a multiple of 32 takes twice

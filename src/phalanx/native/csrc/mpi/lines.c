@@ -4,7 +4,7 @@
 #include <stdlib.h>
 
 #include "segment/call.h"
-#include "collectives/line_pairs.h"
+#include "collectives/line_order.h"
 #include "recorder/record.h"
 
 #define KNOWN 256u         /* how many conferences are remembered */

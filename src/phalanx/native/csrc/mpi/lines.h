@@ -1,6 +1,6 @@
 /* The lines from which the ranks of an MPI group call, each compared with that of every other rank.
  *
- * line_pairs.h has the rule for two ranks; of two, the higher one keeps their pairs. Whether all ranks are at one line
+ * line_order.h has the rule for two ranks; of two, the higher one keeps their pairs. Whether all ranks are at one line
  * comes with the reduction of the calls (mpi/meet.c), in two more words that are reduced to their minima: own[2] says where
  * this rank is, and own[3] is the complement of that. All are equal if the minimum is the maximum.
  *

@@ -6,52 +6,38 @@
  *
  * Operation n (n = 0, 1, ...) has the record n mod PHX_RECORDS. Its *tag* is the top bit and n below it.
  *
- * Every shared word: its writer, its readers, the memory order, and the state left behind if the writer dies right
- * before or right after the store.
+ * Every shared word, its writer, its readers, the memory order, and what is left if the writer dies right before or after:
  *
- *   magic, version, pid
- *               Written once by the process that opens the recorder, plainly; `magic` last, release, and read first,
- *               acquire. Death before: readers find no recorder. Death after: an empty one.
- *   size, rank, dtypes
- *               As the script joins a world, written by the thread that opens its group, once for each world: `dtypes`,
- *               release, behind the text that it names; then `rank` and `size`, relaxed. Read by all, on their own. Death
- *               in between: what is not known yet reads as not known, or as in the world before.
- *   next        How many operations have begun: added to by every thread that begins one, relaxed, which takes the
- *               record. Read by all, relaxed. Death before: nothing has happened. Death after: the record of that
- *               operation still is the one of PHX_RECORDS operations ago, whose number does not fit `next`; the
- *               readers show that one, or if it was never used nothing.
- *   word        2n + 1: operation n is being written; 2n + 2: it is there; 0: never used, or dropped. Exchanged for
- *               2n + 1 by the thread of operation n (compare-and-exchange, acquire) if it is even and smaller; a
- *               release fence keeps the fields' stores behind that. Then stored as 2n + 2, release. Read by all, acquire, before the
- *               fields, and again after them behind an acquire fence: a record counts if both are equal and even.
- *               Death before the exchange: as after `next`. Death between: readers leave the record out, and so does
- *               every later operation with that record leave it alone, if there is one (a thread that ends alone, by
- *               pthread_exit, does not end its process). Death after the second store: the operation is there.
- *               An operation that is dropped is exchanged for 0 (compare-and-exchange with 2n + 2, relaxed: nothing is
- *               told by it). Death before or after: it is there, or not.
- *   left        While operation n is under way its tag; then when it ended, in nanoseconds, times two, plus one if it
- *               failed. Written with the fields; then exchanged by the thread that ends the operation (compare-and-
- *               exchange with the tag, release), so that the end of an operation that lasts until its record is used
- *               again changes nothing.
- *               Read by all, relaxed, between the reads of `word`: it may be the older of both.
- *               Death before: the operation is under way for ever. Death after: it has ended.
- *   awaits      The rank that the operation waits for at this moment, -1 for none that is known. Written with the
- *               fields, and then, relaxed, by the thread that is in the operation, only before it sleeps. Read by all,
- *               relaxed. A hint: it may be of the operation that has the record next, for one store. Neither death
- *               matters: it names the rank that was awaited last.
- *   the other fields of a record
- *               Written between the two stores of `word`, relaxed; read between the two loads, relaxed.
- *   step, label What the script has said last. Written by any thread of it, relaxed; read by all, relaxed, on their own.
- *   strings     Texts, each a length of four bytes and the bytes, one after the other, and before each the identity of
- *               the place that it names, of four bytes (0: none); records name them by where the length stands
- *               (recorder.py writes them, under a lock of its own). A text is written before any record names it,
- *               by the same thread or one that has passed that lock on, so the release of `word` covers it; a reader
- *               that has acquired `word` may read it. Death in the middle of one: no record names it.
- *   pieces      How many pieces of its call the group's thread has begun to take, in the upper half, and how many there are,
- *               in the lower; of the last call that had several. Stored by that thread, relaxed; read by all, relaxed, on
- *               its own. Death before or after: the call is as far as that.
- *   lost        How many operations have no record because theirs was being written: added to by their threads, relaxed.
- */
+ * word        writer, order              readers, order            if the writer dies
+ * magic,      who opens the recorder,    all; `magic` first,       before: there is no recorder; after: an empty one
+ * version, pid once; `magic` last, release acquire
+ * dtypes,     who opens the world's      all, relaxed, each on     in between: not known yet, or as in the world before
+ * rank, size  group; `dtypes` release,   its own
+ *             behind its text
+ * next        who begins an operation,   all, relaxed              after: the record is still that of PHX_RECORDS
+ *             by adding, relaxed                                   operations ago, and readers show that one
+ * word        2n+1: n is being written (exchanged, acquire, if it is even and smaller; then a release fence);
+ *             2n+2: it is there (release); 0: unused, or dropped (exchanged for 2n+2, relaxed)
+ *             its operation's thread     all, acquire, before and  at 2n+1: readers and later operations leave the record
+ *                                        after the fields: both    alone
+ *                                        equal and even
+ * left        with the fields: the tag. At the end, by whichever   before: under way for ever; after: it has ended
+ *             thread ends it: 2 * ns + failed, exchanged for the
+ *             tag, release; read by all, relaxed, with the fields
+ * awaits      with the fields; then its  all, relaxed, a hint: it  it names the rank that was awaited last
+ *             thread before it sleeps,   may be of the next
+ *             relaxed                    operation for one store
+ * other fields between the stores of     all, between the loads    as `word`
+ *             `word`, relaxed            of `word`, relaxed
+ * step, label, any thread, relaxed       all, relaxed, each on     as far as it had come
+ * pieces, lost                           its own
+ * strings     recorder.py, under its     all, after acquiring the  in the middle: no record names the text
+ *             lock, before a record      `word` of a record that
+ *             names the text             names it
+ *
+ * A text is a length of four bytes and the bytes; before it stands the identity of the place that it names, of four bytes
+ * (0: none). `pieces` has in its upper half how many pieces of its last call the group's thread has begun to take, and in
+ * the lower how many there are. */
 #ifndef PHALANX_RECORD_H
 #define PHALANX_RECORD_H
 

@@ -11,49 +11,47 @@
  * Both are memfds, found through /proc/<pid>/fd and known by 16 random bytes. Counters of a ring count all bytes that
  * ever went in and came out.
  *
- * Every shared word: its writer, its readers, the memory order, and what is left if the writer dies right before or
- * right after the store.
+ * Every shared word, its writer, its readers, the memory order, and what is left if the writer dies right before or after.
+ * The end of a process ends its links, so most words need no more than that.
  *
- *   magic, abi, cookie, slab_bytes
- *               Written before the descriptor is told to anybody; ordered by the connection that tells it.
- *   bell        Raised, seq_cst, by a process after it has put something into a ring, and by the place's own threads to
- *               call each other. A thread of the place that finds nothing sleeps on the value that it read before it
- *               looked. If the sender dies before, its message is there and nobody was rung for: it is found when
- *               anything else happens, at the latest when the death is noticed, which rings too. After: nothing is lost.
- *   sleepers    How many threads of the place sleep on the bell; written by them, seq_cst, before they sleep. Read by the
- *               process that has rung. Either it sees the sleeper and wakes it, or the kernel sees that the bell has
- *               changed and does not let the thread sleep.
- *   spinners    How many threads of the place watch the bell without sleeping, seq_cst. While there is one, nobody is
- *               woken. A thread that ceases to watch looks at all rings after it has taken itself off this count.
- *               sleepers and spinners die with the process that owns the place, and with it all who wait.
- *   alive_ns    When the hub's own C thread last ran, every 40 to 100 ms; relaxed. That it stands still is the death, the
- *               stop or the exec of the process, told apart in /proc.
- *   python_ns   When a thread of the place last entered the core from Python; relaxed.
- *   head        Of a ring, written by the sending side under a lock of its process, release, after the bytes. Read by the
- *               receiving side, acquire. Death before: the message does not exist. Death after: it is whole.
- *   tail        Written by the receiving side under its hub's lock, seq_cst, when it has copied the bytes. Read by the
- *               sending side, acquire. Death: the ring stays full, until the sender learns of the death.
- *   waiting     How many threads of the sending side sleep on `tail`, seq_cst. Read by the receiving side after it has
- *               stored `tail`. If the sender dies it stays raised: each message then costs a wake that wakes nobody.
- *   released    One for each block of the sender's slab. Set to 0 by the sending side, relaxed, when it allocates the
- *               block; the receiving side learns of the block only after that, by the ring's head. Written by the
- *               receiving side, release, with the block's sequence number, when nobody there can reach the block's memory
- *               any more; by the sending side, likewise, under its slab's lock, if it gives up a block that it has not
- *               handed over to the ring (phx_rpc_free()). Read by the sending side, acquire,
- *               before it uses the block again. Death before: the link ends, and the whole channel with it.
- *   returned    As `released`, for the images of the hub's slab: one for each loan, in the lender's side of the channel.
- *               Death of the receiver: the lender finds that its process is gone.
- *   borrows     Whether this side has mapped the other hub's slab. Written once, release; read by the other side, acquire,
- *               before it lends anything.
- *   closed      Why its side has ended the link (enum phx_rpc_end), or 0. Written by that side, release, after all that it
- *               has sent. Read by the other, acquire, which ends the link too when it has taken everything. Death before:
- *               as any death.
- *   pid, fd, place_cookie, start_time, image
- *               Who a side is. Side 0's are written before the descriptor is told; side 1's when it attaches, before it
- *               says so over the connection that told it. A wrong one is no danger: it is compared with /proc.
+ * word        writer, order               readers, order              if the writer dies
+ * magic .. slab_bytes
+ *             who makes it, before the descriptor is told to anybody   nobody opens it
+ * bell        raised, seq_cst, by who has threads of the place, which before: the message is found when anything else
+ *             put something into a ring,  sleep on what they read     happens, at the latest with the death; after: nothing
+ *             and by the place's threads  before they looked
+ * sleepers    added to, seq_cst, by      who has rung: it sees the    they die with all who wait
+ *             threads before they sleep  sleeper, or the kernel the
+ *                                        changed bell
+ * spinners    added to, seq_cst, by threads that watch the bell and   as sleepers
+ *             look at all rings after it. While there is one, nobody
+ *             is woken
+ * alive_ns    the hub's C thread, every   other watchers, relaxed     it stands still: dead, stopped or exec, told apart in
+ *             40 to 100 ms, relaxed                                   /proc
+ * python_ns   a thread that enters the core from Python, relaxed      as alive_ns
+ * head        the sender, under a lock,   the receiver, acquire       before: there is no message; after: it is whole
+ *             release, after the bytes
+ * tail        the receiver under its      the sender, acquire         the ring stays full until the death is noticed
+ *             hub's lock, seq_cst
+ * waiting     added to, seq_cst, by       the receiver after it has   each message costs a wake that wakes nobody
+ *             senders asleep on `tail`    stored `tail`
+ * released    the receiver, release: the block's sequence number,     before: the link ends, and the channel with it
+ *             when nobody there can reach its memory. The sender,
+ *             likewise, under its slab's lock, if it has not handed
+ *             the block over; and 0, relaxed, as it allocates one.
+ *             Read by the sender, acquire
+ * returned    as `released`, for the images of the hub's slab: one    the lender finds the process gone
+ *             for each loan, in the lender's side of the channel
+ * borrows     the side, once, release: it has mapped the other hub's  it borrows nothing
+ *             slab; read by the other, acquire
+ * closed      the side, release, after all that it has sent: why it   as any death
+ *             has ended the link (enum phx_rpc_end); read by the
+ *             other, acquire, when it has taken everything
+ * pid .. image side 0 before the descriptor is told, side 1 as it     they are compared with /proc
+ *             attaches: who it is
  */
-#ifndef PHALANX_RPC_SEGMENT_H
-#define PHALANX_RPC_SEGMENT_H
+#ifndef PHALANX_RPC_CHANNEL_H
+#define PHALANX_RPC_CHANNEL_H
 
 #include <stdatomic.h>
 #include <stdint.h>

@@ -8,8 +8,6 @@
 #include <limits.h>
 #include <linux/futex.h>
 #include <poll.h>
-#include <sched.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -98,7 +96,6 @@ static void free_hub(phx_rpc_hub *hub)
     pthread_mutex_destroy(&hub->lock);
     pthread_mutex_destroy(&hub->loans.lock);
     pthread_mutex_destroy(&hub->loans.slab.lock);
-    free(hub->links);
     free(hub);
 }
 
@@ -474,77 +471,34 @@ static void look_after(phx_rpc_link *link, uint64_t now)
 static void *watch(void *argument)
 {
     phx_rpc_hub *hub = argument;
-    struct pollfd *polled = NULL;
-    phx_rpc_link **links = NULL;
-    uint32_t room = 0;
     while (!atomic_load(&hub->shut)) {
         const uint64_t now = phx_now_ns();
         atomic_store_explicit(&hub->place->alive_ns, now, memory_order_relaxed);
         pthread_mutex_lock(&hub->lock);
-        uint32_t count = hub->count;
-        if (count > room) {
-            struct pollfd *more = realloc(polled, 2 * count * sizeof *polled);
-            polled = more ? more : polled;
-            phx_rpc_link **others = realloc(links, 2 * count * sizeof(phx_rpc_link *));
-            links = others ? others : links;
-            room = more && others ? 2 * count : room;
-        }
-        count = count < room ? count : room;
-        /* Those with a pidfd come first: poll() refuses more entries than the process may have descriptors. */
-        uint32_t watched = 0;
-        for (uint32_t i = 0, last = count; i < count; i++) {
-            phx_rpc_link *link = hub->links[i];
+        const uint32_t count = hub->count;
+        for (uint32_t i = 0; i < count; i++) {
+            phx_rpc_link *link = hub->watched[i] = hub->links[i];
             phx_rpc_hold(link);
-            if (link->pidfd < 0 || atomic_load(&link->ended)) {
-                links[--last] = link;
-                continue;
-            }
-            polled[watched] = (struct pollfd){.fd = link->pidfd, .events = POLLIN};
-            links[watched++] = link;
+            hub->polled[i] = (struct pollfd){.fd = atomic_load(&link->ended) ? -1 : link->pidfd, .events = POLLIN};
         }
         pthread_mutex_unlock(&hub->lock);
         const long tick_ms = count > MANY_LINKS ? MANY_TICK_MS : TICK_MS;
-        const int ready = poll(polled, watched, (int)tick_ms);
-        if (ready < 0) /* the limit on descriptors was lowered since, or the kernel has no memory */
+        const int ready = poll(hub->polled, count, (int)tick_ms);
+        if (ready < 0) /* there are more links than the process may have descriptors, or the kernel has no memory */
             nanosleep(&(struct timespec){.tv_nsec = tick_ms * 1000000}, NULL);
         for (uint32_t i = 0; i < count; i++) {
-            if (ready > 0 && i < watched && polled[i].revents)
-                phx_rpc_ends(links[i], PHX_RPC_GONE);
-            else if (!atomic_load(&links[i]->ended))
-                look_after(links[i], now);
-            phx_rpc_trim(&links[i]->slab, now);
-            phx_rpc_drop(links[i]);
+            phx_rpc_link *link = hub->watched[i];
+            if (ready > 0 && hub->polled[i].revents)
+                phx_rpc_ends(link, PHX_RPC_GONE);
+            else if (!atomic_load(&link->ended))
+                look_after(link, now);
+            phx_rpc_trim(&link->slab, now);
+            phx_rpc_drop(link);
         }
         phx_rpc_collect(&hub->loans, 0);
         phx_rpc_trim(&hub->loans.slab, now);
     }
-    free(polled);
-    free(links);
     return NULL;
-}
-
-/* How many cores this process may use. The kernel refuses a set that has fewer bits than the machine may have cores. */
-static uint32_t cores_to_use(void)
-{
-    for (int bits = CPU_SETSIZE; bits <= 1 << 20; bits *= 2) {
-        cpu_set_t *set = CPU_ALLOC((size_t)bits);
-        const size_t bytes = CPU_ALLOC_SIZE((size_t)bits);
-        const int found = set && sched_getaffinity(0, bytes, set) == 0 ? CPU_COUNT_S(bytes, set) : 0;
-        CPU_FREE(set);
-        if (found)
-            return (uint32_t)found;
-    }
-    return 1;
-}
-
-static int start_watcher(phx_rpc_hub *hub)
-{
-    sigset_t all, before; /* signals are for Python's threads */
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    const int failed = pthread_create(&hub->watcher, NULL, watch, hub);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return failed;
 }
 
 /* Make the file of the hub's place and slab, and map it. Returns 0, or -1 with errno set. */
@@ -576,16 +530,12 @@ phx_rpc_hub *phx_rpc_open(const uint8_t *cookie, uint64_t shared_bytes)
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, note_forks);
     phx_rpc_hub *hub = calloc(1, sizeof *hub);
-    if (!hub || !(hub->links = calloc(PHX_RPC_LINKS, sizeof *hub->links))) {
-        free(hub);
-        errno = ENOMEM;
+    if (!hub)
         return NULL;
-    }
     hub->loans.slab.bytes = shared_bytes;
     hub->loans.slab.released = hub->loans.released;
     if (make_place(hub, cookie)) {
         const int reason = errno;
-        free(hub->links);
         free(hub);
         errno = reason;
         return NULL;
@@ -593,13 +543,13 @@ phx_rpc_hub *phx_rpc_open(const uint8_t *cookie, uint64_t shared_bytes)
     atomic_store(&hub->place->alive_ns, phx_now_ns());
     phx_rpc_stamp(hub);
     hub->forks = atomic_load(&phx_rpc_forks);
-    hub->cores = cores_to_use();
+    hub->cores = phx_usable_cores();
     atomic_store(&hub->refs, 1);
     pthread_mutex_init(&hub->lock, NULL);
     pthread_mutex_init(&hub->loans.lock, NULL);
     pthread_mutex_init(&hub->loans.slab.lock, NULL);
     atomic_store(&hub->pagemap, open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC));
-    const int failed = start_watcher(hub);
+    const int failed = phx_start_thread(&hub->watcher, watch, hub);
     if (!failed)
         return hub;
     close(hub->fd);

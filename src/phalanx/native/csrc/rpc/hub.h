@@ -2,6 +2,7 @@
 #ifndef PHALANX_RPC_HUB_H
 #define PHALANX_RPC_HUB_H
 
+#include <poll.h>
 #include <pthread.h>
 
 #include "system/process.h"
@@ -71,7 +72,9 @@ struct phx_rpc_hub {
     _Atomic uint32_t answer_ns, request_ns;
     pthread_t watcher;
     struct phx_rpc_waiter *waiters;
-    phx_rpc_link **links; /* under the lock, like `count` and `turn` */
+    phx_rpc_link *links[PHX_RPC_LINKS];   /* under the lock, like `count` and `turn` */
+    phx_rpc_link *watched[PHX_RPC_LINKS]; /* the watcher's, which holds those */
+    struct pollfd polled[PHX_RPC_LINKS];
     _Atomic uint32_t count;
     uint32_t turn;
     _Atomic int pagemap; /* of this process; -1 if there is none */

@@ -1,5 +1,6 @@
 /* The functions of the core for RPC between processes of one host: the contract with native/core.py, like phalanx.h.
- * rpc/links/shared.py calls them.
+ * rpc/links/shared.py calls them. In this folder channel.h is the shared memory, on which stand memory.h and ring.h; on these
+ * hub.h, the private side; on that send.c and receive.c. socket.c is the other kind of link, a TCP connection.
  *
  * A *hub* is a process's end of all its *links*; a link goes to one other process. A message is an *image*: one piece of
  * memory that begins with a phx_rpc_image, followed by the sizes of its buffers, the service's name, the head, and the

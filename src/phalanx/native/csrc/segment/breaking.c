@@ -3,7 +3,7 @@
  * The reason is written once, by the rank that wins the exchange of `breaking`. Descriptions are text, which each rank
  * writes only when the group is broken; until then a call costs no more than its call word. */
 #define _GNU_SOURCE
-#include "segment/breaking.h"
+#include "segment/comm.h"
 
 #include <pthread.h>
 #include <sched.h>
@@ -11,7 +11,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "segment/life.h"
 #include "system/futex.h"
 
 #define REASON_NS 100000000ull /* how long readers wait for the reason of a break to be written */

@@ -50,4 +50,45 @@ static inline char *phx_slot(const phx_comm *comm, uint32_t rank, uint64_t chunk
     return comm->slots + ((uint64_t)rank * PHX_SLOTS + chunk % PHX_SLOTS) * comm->chunk_bytes;
 }
 
+/* -- life.c: whether the ranks are still there ------------------------------------------------------------------------ */
+
+/* How a rank stands to the group: PHX_HERE, or how it went. */
+enum phx_going phx_peer_life(const phx_comm *comm, uint32_t peer);
+
+/* Tell the others that this rank goes; a worse way than one told before counts. */
+void phx_tell(phx_comm *comm, enum phx_going how);
+
+/* -- breaking.c: the first rank to notice a problem writes down why, and every wait of every rank ends ---------------------- */
+
+static inline int phx_broken(const phx_comm *comm)
+{
+    return atomic_load_explicit(&comm->header->breaking, memory_order_acquire) != 0;
+}
+
+/* Break the group because of `peer`, unless it is broken already; returns the status of the reason that counts, which
+ * is the first. */
+int phx_break(phx_comm *comm, int status, uint32_t peer);
+
+/* The same for two calls that differ at `chunk`. */
+int phx_break_at(phx_comm *comm, int status, uint32_t peer, uint64_t chunk);
+
+/* The same for a message from `src` whose ends differ. */
+int phx_break_message(phx_comm *comm, uint32_t src, const struct phx_end *sent, const struct phx_end *expected);
+
+/* The same for a rank that went, and how. */
+int phx_break_gone(phx_comm *comm, uint32_t peer, enum phx_going how);
+
+/* Enter the view in the list of those that this process tells of its end, or take it out. */
+void phx_remember(phx_comm *comm);
+void phx_forget(phx_comm *comm);
+
+/* -- cores.c: keeping ranks that wait for each other on different cores ---------------------------------------------------- */
+
+/* Publish which core this rank runs on, for ranks that wait for it. */
+void phx_note_cpu(phx_comm *comm);
+
+/* Move this thread to another core if `peer` was last seen on the same one, although there is a core for each rank. Of
+ * two ranks the higher one moves, at most once in 10 ms. */
+void phx_move_apart(phx_comm *comm, uint32_t peer);
+
 #endif

@@ -1,7 +1,7 @@
 /* The kernel leaves two ranks that wait for each other on one core: it does not move a thread that ran within half a
  * millisecond, and while one of the two sleeps it sees no reason to. So the ranks do it themselves. */
 #define _GNU_SOURCE
-#include "segment/cores.h"
+#include "segment/comm.h"
 
 #include <sched.h>
 

@@ -5,7 +5,7 @@
  * that one rank reads of itself is another process, or none, for a rank whose /proc is of another pid namespace. The
  * proof is a descriptor of the segment, which only the right process has. */
 #define _GNU_SOURCE
-#include "segment/life.h"
+#include "segment/comm.h"
 
 #define ALL_SEEN 1u /* in `sees`; UNSEEN + p if rank p is not the process that it says */
 #define UNSEEN 2u

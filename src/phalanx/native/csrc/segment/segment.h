@@ -18,73 +18,53 @@
  * A message goes through a *ring*, a circular buffer of bytes; there is one for each ordered pair of ranks. Its `head`
  * and `tail` count all bytes that ever went in and came out.
  *
- * Every shared word: its writer, its readers, the memory order, and the state left behind if the writer dies right
- * before or right after the store. Each place, each rank's flags and each counter of a ring has cache lines of its own.
+ * Every shared word: its writer, its readers, the memory order (wr/rd), and what is left if the writer dies right before
+ * or after the store. "Found gone" means: who waits for the writer looks at its process once a slice, and breaks the group.
+ * Each place, each rank's flags and each counter of a ring has cache lines of its own.
  *
- *   magic, abi, size, chunk_bytes, small_bytes, stream_bytes, cookie
- *               Written by the rank that makes the file, before any other can open it; read by each rank when it opens
- *               the segment. Ordered by the store through which the ranks meet. Death before: the others wait in the
- *               store, or find a file of the wrong size, and do not open it. Death after: the segment is complete.
- *   pid, fd     Written by their rank when it opens the segment; read by all after the ranks have met through the
- *               store, which orders them. Death before: the ranks do not finish meeting. Death after: any rank that
- *               checks finds the process gone. `fd` is good until every rank has stored `sees`.
- *   recorder    Written and read as `pid`: where the rank keeps its flight recorder. The descriptor is good while the
- *               process lives, unless the program closes it; so a reader compares the file with what is said here.
- *   sees        Written once by its rank, release, when it has looked at the processes of all others; read by all,
- *               acquire. Death before: a rank that waits for it finds the process gone, or waits a little longer.
- *               Death after: the ranks finish meeting, and the first to wait for the dead one finds it gone.
- *   going       Raised by its rank, release, when it closes the group, whether in order or because of an exception, when
- *               an exception ends its script, or when it exits; read by all, acquire, by a rank that waits once a slice.
- *               Lowered only by its rank, relaxed, as that opens the segment once more after it had given up meeting;
- *               the store orders that as it does `pid`. Death before:
- *               the process is found gone, and how it went is unknown. Death after: the others have it; all that the
- *               rank has published and sent before it closed the group is there.
- *   ready, done Written by their rank, seq_cst, because the store must not pass the load of `sleepers`; read by all,
- *               acquire. Death before: a rank that waits finds the process gone and breaks the group. Death after: the
- *               data is complete and is used; the next wait for this rank finds the process gone.
- *   call[]      Written by their rank, plainly, before `ready`; read by all after they have acquired `ready`. Death
- *               before, or between the two stores: no rank reads the word. Death after `ready`: it is compared as
- *               usual. A rank that waits for another compares then. A rank that does not wait (a broadcast's root)
- *               compares when it enters a later chunk or next waits, at most two chunks later, when the word is still
- *               there.
- *   line[]      Written and read as call[], by the same ranks at the same times. 0: not known, or not the call's first
- *               chunk.
- *   cpu         Written by its rank, relaxed, when it raises a counter or rings a bell; read by all, relaxed. It is a
- *               hint on where the rank ran last, so neither death matters.
- *   slots       Written by their rank, or in a scatter by the root, plainly, before `ready` of the writer; the reduced
- *               slice before `done`. Read after that counter was acquired. Death in the middle of a copy: `ready` is
- *               not raised, and no rank reads the slot. Death after `ready`: see there.
- *   sleepers    Added to and subtracted from by ranks that sleep on a counter of this place, seq_cst; read by the
- *               place's rank, seq_cst. Death of a sleeper leaves it too high: each raise then makes one needless
- *               system call, in a group that will break because of that death.
- *   breaking    0 -> 1 by the first rank that breaks the group (compare-and-exchange, seq_cst), which fills in
- *               `breakage` and stores 2, release. Read by all, acquire. Death before: the next rank to notice breaks
- *               the group. Death between: after 100 ms readers search for a process that is gone, and if there is none
- *               (the writer is stopped) they know only that the group is broken. Death after 2, before the sleepers
- *               were woken: they wake at the end of their slice (PHX_SLICE_NS).
- *   breakage    Written by that rank, plainly, between the two stores; read by all after `breaking` was acquired as 2.
- *               The `site` of a message's end names a text in a rank's recorder, which that rank wrote before it gave
- *               the message: its receiver before `breaking`, its sender before the `head` that the receiver acquired. So
- *               who has acquired `breaking` may read both texts, also when their ranks are gone.
- *   described   0 -> 1 by the one thread of its rank that wins the exchange (seq_cst), which then writes `text` and
- *               stores 2, release. Read by all, acquire. Death before or between: the others' errors lack this rank's
- *               description. Death after: they have it.
- *   text        Written by that thread, plainly; read by all after `described` was acquired as 2.
- *   crossed     0 -> 1 by the first rank that finds lines crossed (compare-and-exchange, seq_cst), which then tells the
- *               user; read by no other operation. Death after it: nobody tells.
- *   head        Written by the ring's sender, release, after the bytes that it covers; read by the receiver, acquire.
- *               Death before: those bytes are not seen. Death after, in the middle of a message: the receiver takes
- *               what is there, waits for the rest and finds the process gone.
- *   tail        Written by the ring's receiver, release, after the bytes that it covers were copied out; read by the
- *               sender, acquire. Death before or after: the ring stays full or fills up, and the sender, waiting for
- *               room, finds the process gone.
- *   ring bytes  Written by the sender, plainly, before `head`; read by the receiver after it has acquired `head`. They
- *               are overwritten only after the sender has acquired a `tail` that covers them. Death: as for `head`.
- *   bell        Added to by any rank that moved bytes to or from its rank, and by its own threads, seq_cst; read and
- *               slept on by its rank, acquire. Death between moving bytes and ringing: the sleeper wakes at the end
- *               of its slice.
- *   listening   How many threads of its rank sleep on `bell`: added to and subtracted from by them, read by ranks that
- *               ring, all seq_cst. Death of the sleeping rank leaves it too high: as `sleepers`.
+ * word        writer, order              readers, order           if the writer dies
+ * magic .. cookie
+ *             who makes the file, before each rank as it opens    before: the file has the wrong size, nobody opens it;
+ *             anybody can open it        the segment              after: it is complete
+ * pid, fd,    the rank as it opens the   all, once they have met  before: the ranks do not finish meeting; after: found
+ * recorder    segment                    through the store        gone. `fd` is good until all have stored `sees`; the
+ *                                                                 program may close the recorder's, so readers compare
+ * sees        the rank, once, release,   all, acquire             before: found gone; after: the ranks finish meeting,
+ *             when it has looked at all                           and the first to wait for it finds it gone
+ * going       the rank as it goes,       who waits, once a slice, before: found gone, and nobody knows how it went;
+ *             release; it lowers it only acquire                  after: the others know, and have all that it sent
+ *             to open the segment again
+ * ready, done the rank, seq_cst: not to  all, acquire             before: found gone; after: its data is used, and the
+ *             pass the load of sleepers                           next wait for it finds it gone
+ * call[],     the rank, plain, before    all, after acquiring     before: nobody reads them; after `ready`: compared as
+ * line[]      `ready`. line 0: unknown,  `ready`, at most two     usual
+ *             or not a first chunk       chunks later
+ * cpu         the rank as it raises a    all, relaxed             a hint where it ran last
+ *             counter or bell, relaxed
+ * slots       the rank (in a scatter the all, after acquiring     before: `ready` is not raised, nobody reads the slot;
+ *             root) before `ready`; the  that counter             after: as `ready`
+ *             reduced slice before `done`
+ * sleepers,   added to by who sleeps     who raises or rings,     too high from then on: each raise makes one needless
+ * listening   there, seq_cst             seq_cst                  system call
+ * breaking    the first to break the     all, acquire             at 0: the next to notice breaks the group; at 1: after
+ *             group: 0 -> 1 by exchange, 1 -> 2 release           100 ms readers look for a process that is gone, and if
+ *                                                                 there is none know only that the group is broken; at 2:
+ *                                                                 sleepers wake at the end of their slice
+ * breakage    the same rank, between     all, once `breaking` is  as `breaking`. Sites in it name texts of recorders,
+ *             the two stores             2, acquire               which were written before `breaking` or `head`
+ * described   a thread of the rank:      all, acquire             before 2: the others' errors lack this rank's text
+ *             0 -> 1 by exchange, 1 -> 2 release
+ * text        that thread, in between    all, once described is 2 as `described`
+ * crossed     0 -> 1 by exchange, by the first rank that finds    after: nobody tells the user of it
+ *             lines crossed; read by nobody else
+ * head        the sender, release, after the receiver, acquire    before: the bytes are not seen; after, in the middle of
+ *             the bytes                                           a message: the receiver takes them and finds it gone
+ * tail        the receiver, release,     the sender, acquire      the ring fills up, and the sender finds it gone
+ *             after it has copied them
+ * ring bytes  the sender, before `head`, the receiver, after      as `head`
+ *             once `tail` covers the old acquiring `head`
+ * bell        added to, seq_cst, by who moved bytes to or from    between moving and ringing: the sleeper wakes at the
+ *             its rank; read and slept on by its rank, acquire    end of its slice
  */
 #ifndef PHALANX_SEGMENT_H
 #define PHALANX_SEGMENT_H

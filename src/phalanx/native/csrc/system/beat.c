@@ -6,10 +6,10 @@
  * and lives as long as the process. */
 #define _GNU_SOURCE
 #include "phalanx.h"
+#include "system/process.h"
 
 #include <linux/sockios.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
@@ -55,19 +55,6 @@ static void *beat(void *nothing)
     return NULL;
 }
 
-static int start(void)
-{
-    sigset_t all, before; /* signals are for Python's threads */
-    pthread_t thread;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    const int failed = pthread_create(&thread, NULL, beat, NULL);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (!failed)
-        pthread_detach(thread);
-    return !failed;
-}
-
 int phx_beat(int socket)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -82,7 +69,10 @@ int phx_beat(int socket)
             beats.room = room;
         }
     }
-    if (beats.count < beats.room && (beats.runs || (beats.runs = start()))) {
+    pthread_t thread;
+    if (!beats.runs && !phx_start_thread(&thread, beat, NULL))
+        beats.runs = !pthread_detach(thread);
+    if (beats.count < beats.room && beats.runs) {
         beats.sockets[beats.count++] = socket;
         status = PHX_OK;
     }

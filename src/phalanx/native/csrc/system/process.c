@@ -1,10 +1,12 @@
 /* A process is known by its pid and its start time, both from /proc: a pid alone may have been given to another process
  * since. A pidfd would be as sure, but costs a descriptor for each peer and group. Neither tells of an exec, which
  * leaves both as they are; but it places code and stack anew, at random addresses. */
+#define _GNU_SOURCE
 #include "system/process.h"
 
 #include <errno.h>
 #include <fcntl.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -76,4 +78,28 @@ int phx_process_holds(uint32_t pid, int theirs, int fd)
         return 0;
     errno = ENOENT;
     return own.st_dev == other.st_dev && own.st_ino == other.st_ino;
+}
+
+uint32_t phx_usable_cores(void)
+{
+    /* The kernel refuses a set that has fewer bits than the machine may have cores. */
+    for (int bits = CPU_SETSIZE; bits <= 1 << 20; bits *= 2) {
+        cpu_set_t *set = CPU_ALLOC((size_t)bits);
+        const size_t bytes = CPU_ALLOC_SIZE((size_t)bits);
+        const int found = set && sched_getaffinity(0, bytes, set) == 0 ? CPU_COUNT_S(bytes, set) : 0;
+        CPU_FREE(set);
+        if (found)
+            return (uint32_t)found;
+    }
+    return 1;
+}
+
+int phx_start_thread(pthread_t *thread, void *(*body)(void *), void *argument)
+{
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int failed = pthread_create(thread, NULL, body, argument);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return failed;
 }

@@ -1,7 +1,8 @@
-/* A process of this machine, as another process sees it in /proc. */
+/* Processes of this machine, as another process sees them in /proc; and what this one may use. */
 #ifndef PHALANX_PROCESS_H
 #define PHALANX_PROCESS_H
 
+#include <pthread.h>
 #include <stdint.h>
 
 /* What distinguishes a process from a later one of the same pid, and a program from one that replaces it by exec.
@@ -26,5 +27,11 @@ enum phx_sight phx_process_read(uint32_t pid, struct phx_process *process);
 
 /* Whether descriptor `theirs` of the process is the same file as `fd` of this one: 1, or 0 with errno set. */
 int phx_process_holds(uint32_t pid, int theirs, int fd);
+
+/* How many cores this process may use. */
+uint32_t phx_usable_cores(void);
+
+/* Start a thread that gets no signals: they are for Python's threads. Returns what pthread_create() does. */
+int phx_start_thread(pthread_t *thread, void *(*body)(void *), void *argument);
 
 #endif
