@@ -24,7 +24,7 @@ from torch.utils import _python_dispatch
 
 from phalanx.c10d.hooked import HookedProcessGroup
 from phalanx.c10d.messages import DoneWork
-from phalanx.diagnosis.call_site import inside, shape_word
+from phalanx.diagnosis.call_site import inside
 from phalanx.native.core import quick_entry
 from phalanx.transports.reductions import OP_NAMES, reducible
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
@@ -119,7 +119,6 @@ def _module() -> ModuleType | str:
         torch.Tensor,
         torch.nn.Parameter,
         torch.Tensor.is_neg,
-        shape_word,
         vars(profiler),
         vars(_python_dispatch),
         inside,

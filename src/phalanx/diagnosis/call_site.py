@@ -177,9 +177,14 @@ def lengths_that_count(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def shape_word(shape: tuple[int, ...]) -> int:
-    """A number by which ranks compare the shapes of a call; 0 for a shape that goes with any other of that size."""
-    compared = lengths_that_count(shape)
-    return hash(compared) if compared else 0
+    """A number by which ranks compare the shapes of a call; 0 for a shape that goes with any other of that size.
+
+    ``native/csrc_entry/arguments.c`` computes it alike.
+    """
+    word = 0
+    for length in lengths_that_count(shape):
+        word = (word ^ length) * 0x9E3779B97F4A7C15 % (1 << 64)
+    return word
 
 
 def listed(calls: dict[int, str], ranks: Iterable[int]) -> str:

@@ -29,42 +29,17 @@ static const struct entry_dtype *find_dtype(const struct entry_tensors *tensors,
     return NULL;
 }
 
-/* The number by which ranks compare shapes. Python computes it, so that there is one rule for it, and it is kept. */
-static int word_of_shape(const struct entry_tensors *tensors, struct entry_shapes *shapes,
-                         const struct dl_tensor *tensor, uint64_t *word)
+/* The number by which ranks compare shapes, as shape_word() of diagnosis/call_site.py has it. */
+static uint64_t word_of_shape(const struct dl_tensor *tensor)
 {
-    uint64_t place = (uint64_t)tensor->ndim;
+    uint64_t word = 0;
+    int count = 0;
     for (int32_t d = 0; d < tensor->ndim; d++)
-        place = (place ^ (uint64_t)tensor->shape[d]) * 0x9e3779b97f4a7c15ull;
-    const uint32_t index = (uint32_t)(place >> 32) % ENTRY_SHAPES;
-    int same = shapes->known[index].ndim == tensor->ndim;
-    for (int32_t d = 0; same && d < tensor->ndim; d++)
-        same = shapes->known[index].dims[d] == tensor->shape[d];
-    if (same) {
-        *word = shapes->known[index].word;
-        return 0;
-    }
-    int64_t dims[ENTRY_DIMS] = {0}; /* a copy, since another thread may resize the tensor while Python runs */
-    const int32_t ndim = tensor->ndim;
-    PyObject *shape = PyTuple_New(ndim);
-    for (int32_t d = 0; d < ndim; d++) {
-        dims[d] = tensor->shape[d];
-        if (shape && PyTuple_SetItem(shape, d, PyLong_FromLongLong(dims[d])))
-            Py_CLEAR(shape);
-    }
-    PyObject *number = shape ? PyObject_CallFunctionObjArgs(tensors->shape_word, shape, NULL) : NULL;
-    Py_XDECREF(shape);
-    if (!number)
-        return -1;
-    *word = PyLong_AsUnsignedLongLongMask(number);
-    Py_DECREF(number);
-    if (*word == (uint64_t)-1 && PyErr_Occurred())
-        return -1;
-    shapes->known[index].ndim = ndim;
-    for (int32_t d = 0; d < ndim; d++)
-        shapes->known[index].dims[d] = dims[d];
-    shapes->known[index].word = *word;
-    return 0;
+        if (tensor->shape[d] > 1) {
+            word = (word ^ (uint64_t)tensor->shape[d]) * 0x9e3779b97f4a7c15ull;
+            count++;
+        }
+    return count > 1 ? word : 0;
 }
 
 /* What DLPack says of a tensor, without a call of Python's: 1, or 0 if it is not plain. */
@@ -79,7 +54,7 @@ static int describe(const struct entry_tensors *tensors, PyObject *object, struc
         return 0;
     }
     const struct entry_dtype *dtype = find_dtype(tensors, tensor->dtype);
-    if (tensor->device.type != CPU || !dtype || tensor->ndim > ENTRY_DIMS || !is_contiguous(tensor))
+    if (tensor->device.type != CPU || !dtype || !is_contiguous(tensor))
         return 0;
     uint64_t count = 1;
     for (int32_t d = 0; d < tensor->ndim; d++)
@@ -90,7 +65,7 @@ static int describe(const struct entry_tensors *tensors, PyObject *object, struc
     out->reduced = dtype->reduced;
     out->copied = dtype->copied;
     out->ops = dtype->ops;
-    out->shape_word = 0;
+    out->shape_word = word_of_shape(tensor);
     return tensor->data || !count; /* else a tensor without memory of its own */
 }
 
@@ -106,14 +81,11 @@ static int is_negative(const struct entry_tensors *tensors, PyObject *object, co
     return negative ? negative != Py_False : -1;
 }
 
-int entry_read(const struct entry_tensors *tensors, struct entry_shapes *shapes, PyObject *object,
-               struct entry_tensor *out)
+int entry_read(const struct entry_tensors *tensors, PyObject *object, struct entry_tensor *out)
 {
     struct dl_tensor tensor;
     if (!describe(tensors, object, &tensor, out))
         return 0;
-    if (shapes && word_of_shape(tensors, shapes, &tensor, &out->shape_word))
-        return -1;
     const int negative = is_negative(tensors, object, &tensor, out->count);
     return negative < 0 ? -1 : !negative;
 }

@@ -40,8 +40,6 @@ struct dl_exchange {
 };
 
 #define ENTRY_DTYPES 64
-#define ENTRY_SHAPES 64
-#define ENTRY_DIMS 4
 
 /* A dtype that the entry serves, by its numbers in the core. */
 struct entry_dtype {
@@ -55,7 +53,6 @@ struct entry_tensors {
     const struct dl_exchange *exchange;
     PyObject *kinds[2]; /* torch.Tensor and torch.nn.Parameter */
     PyObject *is_neg;   /* the method */
-    PyObject *shape_word;
     PyObject *shape; /* interned names */
     struct entry_dtype dtypes[ENTRY_DTYPES];
     int ndtypes;
@@ -68,19 +65,9 @@ struct entry_tensor {
     uint32_t reduced, copied, ops; /* as in struct entry_dtype */
 };
 
-/* The words of shapes that were seen before, for one group. */
-struct entry_shapes {
-    struct {
-        int32_t ndim; /* -1: empty */
-        int64_t dims[ENTRY_DIMS];
-        uint64_t word;
-    } known[ENTRY_SHAPES];
-};
-
 /* Returns 1 if `object` is a plain tensor, which `out` then describes; 0 if it is anything else; -1 with an exception.
- * Other threads may run meanwhile. Without `shapes` there will be no word of the shape. */
-int entry_read(const struct entry_tensors *tensors, struct entry_shapes *shapes, PyObject *object,
-               struct entry_tensor *out);
+ * Other threads may run meanwhile. */
+int entry_read(const struct entry_tensors *tensors, PyObject *object, struct entry_tensor *out);
 
 /* Whether the tensor still has the memory and the shape that were read, and no other thread has resized it. No other
  * thread runs meanwhile, so the answer holds until the interpreter's lock is given up. */

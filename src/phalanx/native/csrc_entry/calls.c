@@ -118,26 +118,16 @@ static int note_unheard(entry *self, const char *name, PyObject *tensor, int op,
     return self->explain ? PyObject_SetAttr(self->communicator, entry_process.unheard, self->explain) : 0;
 }
 
-static int read_tensor(entry *self, PyObject *object, struct entry_tensor *out)
-{
-    return entry_read(&entry_process.tensors, &self->shapes, object, out);
-}
-
-int entry_read_only_one(struct entry_shapes *shapes, PyObject *list, PyObject **object, struct entry_tensor *out)
+int entry_read_only_one(PyObject *list, PyObject **object, struct entry_tensor *out)
 {
     if (!PyList_CheckExact(list) || PyList_Size(list) != 1)
         return 0;
     *object = PyList_GetItem(list, 0);
     Py_INCREF(*object);
-    const int plain = entry_read(&entry_process.tensors, shapes, *object, out);
+    const int plain = entry_read(&entry_process.tensors, *object, out);
     if (plain != 1)
         Py_DECREF(*object);
     return plain;
-}
-
-static int read_only_one(entry *self, PyObject *list, PyObject **object, struct entry_tensor *out)
-{
-    return entry_read_only_one(&self->shapes, list, object, out);
 }
 
 /* Enter with a tensor, which the caller holds: another thread may run until the lock is taken, and resize it. */
@@ -197,7 +187,7 @@ static PyObject *call_as_torch(entry *self, uint32_t kind, enum entry_option_cla
     int64_t root;
     if (nargs != 2 || !entry_usual(&entry_process.options[options], args[1], &op, &root))
         return ENTRY_NOT_ME;
-    const int plain = read_only_one(self, args[0], &object, &tensor);
+    const int plain = entry_read_only_one(args[0], &object, &tensor);
     if (plain <= 0)
         return ENTRY_NOT_ENTERED(plain);
     PyObject *result = call_with_one(self, kind, object, &tensor, op, root);
@@ -211,7 +201,7 @@ PyObject *entry_sum(entry *self, PyObject *const *args, Py_ssize_t nargs)
     const int seen = entry_is_seen_by_functions();
     if (seen)
         return seen < 0 ? NULL : PyBool_FromLong(0);
-    const int plain = nargs == 1 ? read_tensor(self, args[0], &tensor) : 0;
+    const int plain = nargs == 1 ? entry_read(&entry_process.tensors, args[0], &tensor) : 0;
     PyObject *result =
         plain <= 0 ? ENTRY_NOT_ENTERED(plain) : call_with_one(self, PHX_ALL_REDUCE, args[0], &tensor, 0, -1);
     if (result != Py_None)
@@ -239,9 +229,9 @@ PyObject *entry_broadcast(entry *self, PyObject *const *args, Py_ssize_t nargs)
 static int read_whole_and_part(entry *self, PyObject *whole, PyObject *part, struct entry_tensor *of_whole,
                                struct entry_tensor *of_part)
 {
-    int plain = read_tensor(self, whole, of_whole);
+    int plain = entry_read(&entry_process.tensors, whole, of_whole);
     if (plain == 1)
-        plain = read_tensor(self, part, of_part);
+        plain = entry_read(&entry_process.tensors, part, of_part);
     if (plain != 1)
         return plain;
     if (of_whole->copied != of_part->copied || of_whole->count != of_part->count * self->size)

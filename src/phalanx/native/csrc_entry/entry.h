@@ -1,4 +1,12 @@
-/* The entry of one group: what its quick calls need, and whether one may be made now. */
+/* The module phalanx.native.entry: the usual calls of a process group in C. This is what its files share.
+ *
+ *   arguments  tensors and options, read without torch's Python or C++
+ *   site       the line of the user's program that calls
+ *   calls      the collectives; entering and leaving a group
+ *   messages   send and recv
+ *   method     the objects that a group has as its methods
+ *   recorded   calls of a communicator that are recorded, for what is not made here
+ *   module     the entry of a group as Python's object, and what is set up once */
 #ifndef PHALANX_ENTRY_ENTRY_H
 #define PHALANX_ENTRY_ENTRY_H
 
@@ -73,7 +81,6 @@ typedef struct {
     };
     char *busy; /* the byte of the state: an operation is under way */
     struct phx_record_group *recorded; /* NULL: its operations are not recorded */
-    struct entry_shapes shapes;
     void **pointers;
 } entry;
 
@@ -117,7 +124,7 @@ void entry_free_object(PyObject *self);
 #define ENTRY_NOT_ENTERED(entered) ((entered) < 0 ? NULL : ENTRY_NOT_ME)
 
 /* A call of the core, with the interpreter's lock given up. */
-#define ENTRY_UNLOCKED(status, call)                                                                                         \
+#define ENTRY_UNLOCKED(status, call)                                                                                   \
     do {                                                                                                               \
         PyThreadState *state = PyEval_SaveThread();                                                                    \
         (status) = (call);                                                                                             \
@@ -129,11 +136,11 @@ void entry_free_object(PyObject *self);
 uint64_t entry_record(entry *self, uint32_t what, uint64_t nbytes, uint32_t site, int64_t peer);
 
 /* ENTRY_UNLOCKED for a call that is recorded. */
-#define ENTRY_RECORDED(self, status, what, nbytes, site, peer, call)                                                         \
+#define ENTRY_RECORDED(self, status, what, nbytes, site, peer, call)                                                   \
     do {                                                                                                               \
         const uint64_t ticket = entry_record(self, what, nbytes, site, peer);                                          \
         ENTRY_UNLOCKED(status, call);                                                                                  \
-        phx_record_end(ticket, (status) != PHX_OK && (status) != PHX_CROSSED);                               \
+        phx_record_end(ticket, (status) != PHX_OK && (status) != PHX_CROSSED);                                         \
     } while (0)
 
 /* What a record says of an operation: an enum phx_kind, the core's dtype number for copies, its number of the reduction. */
@@ -141,7 +148,7 @@ uint64_t entry_record(entry *self, uint32_t what, uint64_t nbytes, uint32_t site
 
 /* The only tensor of a list, described; 1, 0 or -1 as entry_read(). The list may change while other threads run, so with 1
  * the caller gets a reference of its own. */
-int entry_read_only_one(struct entry_shapes *shapes, PyObject *list, PyObject **object, struct entry_tensor *out);
+int entry_read_only_one(PyObject *list, PyObject **object, struct entry_tensor *out);
 
 /* What objects that can be called have in common: their beginning, and how they are called the slow way (tp_call). Python
  * 3.10's limited API has neither Py_TPFLAGS_HAVE_VECTORCALL nor PyVectorcall_NARGS. */

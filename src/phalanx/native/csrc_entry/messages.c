@@ -145,7 +145,7 @@ static int read_message(entry *self, PyObject *const *args, Py_ssize_t nargs, st
     if (nargs != 3 || !read_ends(args + 1, ends) || ends->rank == self->rank || !may_move(self, ends))
         return 0;
     const int seen = entry_is_seen_by_functions();
-    return seen ? (seen < 0 ? -1 : 0) : entry_read(&entry_process.tensors, NULL, args[0], tensor);
+    return seen ? (seen < 0 ? -1 : 0) : entry_read(&entry_process.tensors, args[0], tensor);
 }
 
 typedef int (*mover)(entry *, PyObject *, const struct entry_tensor *, const struct ends *);
@@ -198,7 +198,7 @@ static PyObject *move_listed(entry *self, PyObject *const *args, Py_ssize_t narg
     const int waited = is_called_by(waits);
     if (!waited && move == receive)
         return ENTRY_NOT_ME;
-    int done = entry_read_only_one(NULL, args[0], &object, &tensor);
+    int done = entry_read_only_one(args[0], &object, &tensor);
     if (done != 1)
         return ENTRY_NOT_ENTERED(done);
     done = move(self, object, &tensor, &ends);

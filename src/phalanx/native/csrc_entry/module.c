@@ -78,8 +78,6 @@ static PyObject *entry_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     self->inside = self->mailbox ? PyObject_GetAttrString(self->mailbox, "inside") : NULL;
     self->fail_message = self->mailbox ? PyObject_GetAttrString(self->mailbox, "fail_recv") : NULL;
     self->pointers = calloc(size, sizeof *self->pointers);
-    for (int i = 0; i < ENTRY_SHAPES; i++)
-        self->shapes.known[i].ndim = -1;
     Py_XDECREF(running);
     if (!PyErr_Occurred() && self->busy && PyList_CheckExact(self->inside) && self->pointers)
         return (PyObject *)self;
@@ -184,8 +182,8 @@ static PyObject *set_up(PyObject *module, PyObject *args)
     struct entry_tensors *tensors = &process->tensors;
     PyObject *dtypes, *ops;
     (void)module;
-    if (!PyArg_ParseTuple(args, "O!O!OOOOO!O!OOOOOO", &PyList_Type, &dtypes, &PyList_Type, &ops, &tensors->kinds[0],
-                          &tensors->kinds[1], &tensors->is_neg, &tensors->shape_word, &PyDict_Type, &process->profiling,
+    if (!PyArg_ParseTuple(args, "O!O!OOOO!O!OOOOOO", &PyList_Type, &dtypes, &PyList_Type, &ops, &tensors->kinds[0],
+                          &tensors->kinds[1], &tensors->is_neg, &PyDict_Type, &process->profiling,
                           &PyDict_Type, &process->modes, &process->codes.is_inside, &process->send_code,
                           &process->recv_code, &process->done_work, &process->done, &process->function_modes))
         return NULL;

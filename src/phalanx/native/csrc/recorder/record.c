@@ -17,7 +17,8 @@
 /* The memory of this process, NULL without a recorder. It is set before the process has a group, and stays mapped. */
 static char *memory;
 static struct phx_recorder_file file = {.fd = -1};
-__thread __attribute__((tls_model("initial-exec"))) struct phx_record *phx_record_under_way;
+/* The record of the collective that this thread is in; NULL outside, and if it is not recorded. */
+static __thread __attribute__((tls_model("initial-exec"))) struct phx_record *under_way;
 
 static struct phx_recorder_header *header_of(const char *at)
 {
@@ -34,7 +35,7 @@ static void forget_in_child(void)
 {
     memory = NULL;
     file.fd = -1;
-    phx_record_under_way = NULL;
+    under_way = NULL;
 }
 
 void *phx_recorder_open(int fd, uint64_t offset, uint32_t pid, int32_t rank, uint32_t size)
@@ -135,7 +136,7 @@ static uint64_t begin(const struct phx_record_group *group, uint32_t in_group, u
     atomic_store_explicit(&record->step, atomic_load_explicit(&header->step, order), order);
     atomic_store_explicit(&record->word, 2 * n + 2, memory_order_release);
     if (!is_message(what))
-        phx_record_under_way = record;
+        under_way = record;
     return TAG | n;
 }
 
@@ -163,8 +164,8 @@ void phx_record_end(uint64_t ticket, int failed)
         return;
     struct phx_record *record = record_of(memory, ticket & ~TAG);
     uint64_t expected = ticket;
-    if (phx_record_under_way == record)
-        phx_record_under_way = NULL;
+    if (under_way == record)
+        under_way = NULL;
     atomic_compare_exchange_strong_explicit(&record->left, &expected, phx_now_ns() << 1 | (failed != 0), memory_order_release,
                                             memory_order_relaxed);
 }
@@ -176,15 +177,15 @@ void phx_record_drop(uint64_t ticket)
     const uint64_t n = ticket & ~TAG;
     struct phx_record *record = record_of(memory, n);
     uint64_t there = 2 * n + 2;
-    if (phx_record_under_way == record)
-        phx_record_under_way = NULL;
+    if (under_way == record)
+        under_way = NULL;
     atomic_compare_exchange_strong_explicit(&record->word, &there, 0, memory_order_relaxed, memory_order_relaxed);
 }
 
 void phx_record_awaits(int32_t rank)
 {
-    if (phx_record_under_way)
-        atomic_store_explicit(&phx_record_under_way->awaits, rank, memory_order_relaxed);
+    if (under_way)
+        atomic_store_explicit(&under_way->awaits, rank, memory_order_relaxed);
 }
 
 void phx_record_piece(uint64_t done, uint64_t of)
@@ -196,12 +197,12 @@ void phx_record_piece(uint64_t done, uint64_t of)
 struct phx_record_place phx_record_place(void)
 {
     struct phx_record_place place = {.peer = -1};
-    if (!phx_record_under_way)
+    if (!under_way)
         return place;
-    place.line = atomic_load_explicit(&phx_record_under_way->site, memory_order_relaxed);
-    place.in_group = atomic_load_explicit(&phx_record_under_way->in_group, memory_order_relaxed);
-    place.what = atomic_load_explicit(&phx_record_under_way->what, memory_order_relaxed);
-    place.peer = atomic_load_explicit(&phx_record_under_way->peer, memory_order_relaxed);
+    place.line = atomic_load_explicit(&under_way->site, memory_order_relaxed);
+    place.in_group = atomic_load_explicit(&under_way->in_group, memory_order_relaxed);
+    place.what = atomic_load_explicit(&under_way->what, memory_order_relaxed);
+    place.peer = atomic_load_explicit(&under_way->peer, memory_order_relaxed);
     if (place.line >= sizeof place.identity && place.line < PHX_STRINGS)
         memcpy(&place.identity, memory + PHX_STRINGS_AT + place.line - sizeof place.identity, sizeof place.identity);
     return place;

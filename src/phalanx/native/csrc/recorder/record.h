@@ -71,11 +71,6 @@ struct phx_record_place {
 
 struct phx_record_place phx_record_place(void);
 
-struct phx_record;
-
-/* The record of the collective that this thread is in; NULL outside, and if it is not recorded. */
-extern __thread __attribute__((tls_model("initial-exec"))) struct phx_record *phx_record_under_way;
-
 /* Where a process keeps its recorder.
  *   fd             its descriptor of the file, -1 without a recorder
  *   at             where in the file the recorder begins
