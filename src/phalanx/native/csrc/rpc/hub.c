@@ -411,12 +411,10 @@ void phx_rpc_let_go(struct phx_rpc_loans *loans, const struct phx_rpc_block *blo
 /* Whether nobody at the other end of a link can read any more. */
 static int is_dead(const phx_rpc_link *link)
 {
-    struct phx_process seen;
     const uint32_t why = atomic_load(&link->ended);
     if (!why || why == PHX_RPC_GONE || why == PHX_RPC_REPLACED)
         return why != 0;
-    const enum phx_sight sight = phx_process_read(link->pid, &seen); /* no longer watched, since the link has ended */
-    return sight == PHX_GONE || (sight == PHX_RUNNING && seen.start_time != link->process.start_time);
+    return phx_process_again(link->pid, &link->process) == PHX_GONE; /* no longer watched, since the link has ended */
 }
 
 void phx_rpc_collect(struct phx_rpc_loans *loans, int all)
@@ -460,12 +458,9 @@ static void look_after(phx_rpc_link *link, uint64_t now)
     if (alive + stale_ns > now || link->looked_ns + stale_ns > now)
         return;
     link->looked_ns = now;
-    struct phx_process seen;
-    const enum phx_sight sight = phx_process_read(link->pid, &seen);
-    if (sight == PHX_GONE || (sight == PHX_RUNNING && seen.start_time != link->process.start_time))
-        phx_rpc_ends(link, PHX_RPC_GONE);
-    else if (sight == PHX_RUNNING && seen.image && link->process.image && seen.image != link->process.image)
-        phx_rpc_ends(link, PHX_RPC_REPLACED);
+    const enum phx_sight sight = phx_process_again(link->pid, &link->process);
+    if (sight == PHX_GONE || sight == PHX_EXECED)
+        phx_rpc_ends(link, sight == PHX_GONE ? PHX_RPC_GONE : PHX_RPC_REPLACED);
 }
 
 static void *watch(void *argument)

@@ -66,21 +66,15 @@ int phx_all_seen(const phx_comm *comm, uint32_t *by, uint32_t *whom)
 enum phx_going phx_peer_life(const phx_comm *comm, uint32_t peer)
 {
     const struct phx_place *place = &comm->places[peer];
-    const struct phx_process *met = &comm->met[peer];
-    struct phx_process now;
     uint32_t told = atomic_load_explicit(&place->going, memory_order_acquire);
     if (told != PHX_HERE || peer == comm->rank)
         return (enum phx_going)told;
-    const enum phx_sight sight = phx_process_read(place->pid, &now);
-    if (sight == PHX_OUT_OF_SIGHT)
-        return PHX_HERE;
-    const int another = sight == PHX_GONE || (met->start_time && met->start_time != now.start_time);
-    const int replaced = !another && met->image && now.image && met->image != now.image;
-    if (!another && !replaced)
+    const enum phx_sight sight = phx_process_again(place->pid, &comm->met[peer]);
+    if (sight != PHX_GONE && sight != PHX_EXECED)
         return PHX_HERE;
     /* It may have told between the two looks. */
     told = atomic_load_explicit(&place->going, memory_order_acquire);
-    return told != PHX_HERE ? (enum phx_going)told : another ? PHX_ENDED : PHX_REPLACED;
+    return told != PHX_HERE ? (enum phx_going)told : sight == PHX_GONE ? PHX_ENDED : PHX_REPLACED;
 }
 
 int phx_going(const phx_comm *comm, uint32_t rank, uint32_t *pid)

@@ -69,6 +69,17 @@ enum phx_sight phx_process_read(uint32_t pid, struct phx_process *process)
     return PHX_RUNNING;
 }
 
+enum phx_sight phx_process_again(uint32_t pid, const struct phx_process *known)
+{
+    struct phx_process now;
+    const enum phx_sight sight = phx_process_read(pid, &now);
+    if (sight != PHX_RUNNING)
+        return sight;
+    if (known->start_time && known->start_time != now.start_time)
+        return PHX_GONE;
+    return known->image && now.image && known->image != now.image ? PHX_EXECED : PHX_RUNNING;
+}
+
 int phx_process_holds(uint32_t pid, int theirs, int fd)
 {
     char path[48];

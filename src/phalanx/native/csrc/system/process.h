@@ -15,7 +15,8 @@ struct phx_process {
 enum phx_sight {
     PHX_RUNNING,
     PHX_GONE,        /* it has ended (a zombie has), or there is none of this pid */
-    PHX_OUT_OF_SIGHT /* it exists, and nothing more can be found out */
+    PHX_OUT_OF_SIGHT, /* it exists, and nothing more can be found out */
+    PHX_EXECED,       /* it runs another program than before (exec) */
 };
 
 /* This process's id, as the pid namespace of this process's /proc counts. With a /proc of another namespace it differs
@@ -24,6 +25,10 @@ uint32_t phx_own_pid(void);
 
 /* Look at a process. A reader that cannot find out takes the process to be alive. */
 enum phx_sight phx_process_read(uint32_t pid, struct phx_process *process);
+
+/* Look once more at a process that was read as `known`, or not at all if that is zero: another process of its pid counts as
+ * PHX_GONE. */
+enum phx_sight phx_process_again(uint32_t pid, const struct phx_process *known);
 
 /* Whether descriptor `theirs` of the process is the same file as `fd` of this one: 1, or 0 with errno set. */
 int phx_process_holds(uint32_t pid, int theirs, int fd);
