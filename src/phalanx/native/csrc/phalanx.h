@@ -204,7 +204,7 @@ PHX_API void phx_describe(phx_comm *comm, const char *text);
 /* Copy the description of `rank` into `out` (PHX_TEXT bytes). Returns 0 if there is none yet. */
 PHX_API int phx_description(const phx_comm *comm, uint32_t rank, char *out);
 
-/* -- the order of lines (line_order.h) ----------------------------------------------------------------------------------- */
+/* -- the order of lines (line_order.h) ----------------------------------------------------------------------------- */
 
 /* Two lines of the program that this rank and another have both called, but not in the same calls. */
 struct phx_crossing {
@@ -365,7 +365,7 @@ PHX_API uint32_t phx_message_source(const phx_message *message);
 /* Give the handle back. A message that is not done goes on as long as any thread of the rank calls into the group. */
 PHX_API void phx_message_free(phx_comm *comm, phx_message *message);
 
-/* -- the flight recorder (record.h has the protocol) ------------------------------------------------------------------- */
+/* -- the flight recorder (record.h has the protocol) --------------------------------------------------------------- */
 
 #define PHX_RECORDS 4096u
 #define PHX_RECORDS_AT 4096u

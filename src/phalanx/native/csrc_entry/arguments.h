@@ -1,12 +1,13 @@
 /* Reading the arguments of torch's calls without its Python or C++: tensors and options.
  *
- * Tensors are read by DLPack's exchange functions, which torch gives without being linked to. The structures are those of DLPack 1 (github.com/dmlc/dlpack). A later minor version only
- * adds to their ends, and another major version is refused.
+ * Tensors are read by DLPack's exchange functions, which torch gives without being linked to. The structures are those
+ * of DLPack 1 (github.com/dmlc/dlpack). A later minor version only adds to their ends, and another major version is
+ * refused.
  *
- * Options (AllreduceOptions and the like) are C++ objects behind pybind11, and to read three of their properties from Python
- * takes 2 to 4 us, twice what a call of 4 bytes does. Where each property lies is not written down here: c10d/quick.py finds
- * it out by setting the properties one at a time and looking at what changes, and where the picture is not clear, Python
- * reads them. */
+ * Options (AllreduceOptions and the like) are C++ objects behind pybind11, and to read three of their properties from
+ * Python takes 2 to 4 us, twice what a call of 4 bytes does. Where each property lies is not written down here:
+ * c10d/quick.py finds it out by setting the properties one at a time and looking at what changes, and where the
+ * picture is not clear, Python reads them. */
 #ifndef PHALANX_ENTRY_ARGUMENTS_H
 #define PHALANX_ENTRY_ARGUMENTS_H
 
@@ -58,7 +59,8 @@ struct entry_tensors {
     int ndtypes;
 };
 
-/* A plain tensor: on the CPU, contiguous, of a type of torch's own, without a bit that changes the meaning of its data. */
+/* A plain tensor: on the CPU, contiguous, of a type of torch's own, without a bit that changes the meaning of its
+ * data. */
 struct entry_tensor {
     char *data;
     uint64_t count, nbytes, shape_word;
@@ -89,8 +91,8 @@ struct entry_options {
     int64_t no_timeout;   /* the timeout of options that were given none */
 };
 
-/* Returns 1 if `object` is such options of a synchronous call without a timeout of its own, and gets its operation (-1 if
- * it has none) and root (likewise); else 0. */
+/* Returns 1 if `object` is such options of a synchronous call without a timeout of its own, and gets its operation (-1
+ * if it has none) and root (likewise); else 0. */
 int entry_usual(const struct entry_options *options, PyObject *object, int *op, int64_t *root);
 
 /* Returns the bytes of an object of pybind11's as a new object, or NULL with an exception. */

@@ -1,8 +1,8 @@
 /* The quick calls: the usual form of each collective, and nothing else.
  *
- * A call is of the usual form if its tensors are plain (arguments.h), it is synchronous, has no timeout of its own, and may
- * be made here and now (entry_enter). Everything else is ENTRY_NOT_ME, and errors of arguments are too: Python finds
- * them again and words them. So what this file does is a subset of c10d/process_group.py, call for call. */
+ * A call is of the usual form if its tensors are plain (arguments.h), it is synchronous, has no timeout of its own,
+ * and may be made here and now (entry_enter). Everything else is ENTRY_NOT_ME, and errors of arguments are too: Python
+ * finds them again and words them. So what this file does is a subset of c10d/process_group.py, call for call. */
 #include "entry.h"
 
 struct entry_process entry_process;
@@ -75,7 +75,7 @@ uint64_t entry_record(entry *self, uint32_t what, uint64_t nbytes, uint32_t site
     return phx_record_begin(self->recorded, what, nbytes, site, (int32_t)peer);
 }
 
-/* -- the calls ------------------------------------------------------------------------------------------------------ */
+/* -- the calls ----------------------------------------------------------------------------------------------------- */
 
 static int is_done(int status)
 {

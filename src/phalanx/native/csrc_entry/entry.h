@@ -53,11 +53,12 @@ struct entry_unheard {
     int64_t root;
 };
 
-/* One group's. The interpreter's lock guards all of it, except that `pointers` belongs to the holder of the group's own
- * lock, as the core's handle does: a call of the core is made by that holder only, with the interpreter's lock given up.
- * The thread that closes the group leaves something in its queue for ever, under the group's lock, before it closes the
- * core's handle; so a call that finds the queue empty under that lock cannot meet a closed handle. In a forked child,
- * whose groups are closed but which has the lock and the queue of its parent here, `forks` differs from the count. */
+/* One group's. The interpreter's lock guards all of it, except that `pointers` belongs to the holder of the group's
+ * own lock, as the core's handle does: a call of the core is made by that holder only, with the interpreter's lock
+ * given up. The thread that closes the group leaves something in its queue for ever, under the group's lock, before it
+ * closes the core's handle; so a call that finds the queue empty under that lock cannot meet a closed handle. In a
+ * forked child, whose groups are closed but which has the lock and the queue of its parent here, `forks` differs from
+ * the count. */
 typedef struct {
     PyObject ob_base;
     phx_comm *comm;
@@ -92,15 +93,16 @@ extern uint64_t entry_forks;
 /* Whether a profiler or a mode of torch's wants to see the calls of this process. */
 int entry_is_watched(void);
 
-/* Whether a mode for torch's functions is active on this thread: it is to see the call of torch.distributed that a quick
- * call of world's replaces. 1, 0, or -1 with an exception. */
+/* Whether a mode for torch's functions is active on this thread: it is to see the call of torch.distributed that a
+ * quick call of world's replaces. 1, 0, or -1 with an exception. */
 int entry_is_seen_by_functions(void);
 
-/* Find where this thread's call comes from, for entry_record(); 0 if it is not recorded. Returns -1 with an exception. */
+/* Find where this thread's call comes from, for entry_record(); 0 if it is not recorded. Returns -1 with an exception.
+ */
 int entry_find_site(entry *self, uint32_t *site);
 
-/* Find that, and take the group's lock for a call here and now. Returns 1; 0 if the call is not for the entry: the group is
- * closed or inherited, an operation is queued or under way, or somebody watches; -1 with an exception. */
+/* Find that, and take the group's lock for a call here and now. Returns 1; 0 if the call is not for the entry: the
+ * group is closed or inherited, an operation is queued or under way, or somebody watches; -1 with an exception. */
 int entry_enter(entry *self, uint32_t *site);
 
 /* Give it back. An exception that is set stays set. Returns -1 with an exception if there is one. */
@@ -131,8 +133,8 @@ void entry_free_object(PyObject *self);
         PyEval_RestoreThread(state);                                                                                   \
     } while (0)
 
-/* Record that an operation of the group begins at a place; what it returns is for phx_record_end(). It runs no Python, so
- * no signal handler raises between it and the operation. */
+/* Record that an operation of the group begins at a place; what it returns is for phx_record_end(). It runs no Python,
+ * so no signal handler raises between it and the operation. */
 uint64_t entry_record(entry *self, uint32_t what, uint64_t nbytes, uint32_t site, int64_t peer);
 
 /* ENTRY_UNLOCKED for a call that is recorded. */
@@ -143,15 +145,16 @@ uint64_t entry_record(entry *self, uint32_t what, uint64_t nbytes, uint32_t site
         phx_record_end(ticket, (status) != PHX_OK && (status) != PHX_CROSSED);                                         \
     } while (0)
 
-/* What a record says of an operation: an enum phx_kind, the core's dtype number for copies, its number of the reduction. */
+/* What a record says of an operation: an enum phx_kind, the core's dtype number for copies, its number of the
+ * reduction. */
 #define ENTRY_WHAT(kind, dtype, op) ((uint32_t)(kind) | (uint32_t)(dtype) << 8 | (uint32_t)(op) << 16)
 
-/* The only tensor of a list, described; 1, 0 or -1 as entry_read(). The list may change while other threads run, so with 1
- * the caller gets a reference of its own. */
+/* The only tensor of a list, described; 1, 0 or -1 as entry_read(). The list may change while other threads run, so
+ * with 1 the caller gets a reference of its own. */
 int entry_read_only_one(PyObject *list, PyObject **object, struct entry_tensor *out);
 
-/* What objects that can be called have in common: their beginning, and how they are called the slow way (tp_call). Python
- * 3.10's limited API has neither Py_TPFLAGS_HAVE_VECTORCALL nor PyVectorcall_NARGS. */
+/* What objects that can be called have in common: their beginning, and how they are called the slow way (tp_call).
+ * Python 3.10's limited API has neither Py_TPFLAGS_HAVE_VECTORCALL nor PyVectorcall_NARGS. */
 typedef PyObject *(*entry_vectorcall)(PyObject *, PyObject *const *, size_t, PyObject *);
 struct entry_callable {
     PyObject ob_base;

@@ -1,13 +1,13 @@
 /* The quick messages: a send that is done at once, and a receive whose caller waits for it.
  *
- * Messages do not take the group's lock: any thread may send and receive beside a collective. The thread that closes the
- * group waits for the threads that are in the mailbox's list `inside` (transports/shm/mailbox.py). */
+ * Messages do not take the group's lock: any thread may send and receive beside a collective. The thread that closes
+ * the group waits for the threads that are in the mailbox's list `inside` (transports/shm/mailbox.py). */
 #include "entry.h"
 
 #define INSIDE_PYTHON 4096 /* bytes that are copied so fast that giving up the interpreter's lock would take longer */
 
-/* The core's handle of the group if messages can be moved; NULL if not, or with an exception. What it returns is good for
- * as long as this thread keeps the interpreter's lock, or is in the list. */
+/* The core's handle of the group if messages can be moved; NULL if not, or with an exception. What it returns is good
+ * for as long as this thread keeps the interpreter's lock, or is in the list. */
 static phx_comm *open_mailbox(entry *self)
 {
     PyObject *ended = PyObject_GetAttr(self->mailbox, entry_process.ended);
@@ -83,8 +83,8 @@ static int send_now(entry *self, PyObject *object, const struct entry_tensor *te
     return record_sent(self, tensor, site, ends->rank, sent);
 }
 
-/* Receive, and wait for it. Returns 1 if the message has been received; 0 if it is for Python; -1 with an exception. The
- * caller holds the tensor. */
+/* Receive, and wait for it. Returns 1 if the message has been received; 0 if it is for Python; -1 with an exception.
+ * The caller holds the tensor. */
 static int receive(entry *self, PyObject *object, const struct entry_tensor *tensor, const struct ends *ends)
 {
     const uint32_t peer = (uint32_t)ends->peer, tag = (uint32_t)ends->tag;
@@ -109,7 +109,8 @@ static int receive(entry *self, PyObject *object, const struct entry_tensor *ten
         received = 1;
         phx_message_free(comm, message);
     } else if (message) {
-        /* The message is Python's now: it finds the same status, raises the error for it, and gives the message back. */
+        /* The message is Python's now: it finds the same status, raises the error for it, and gives the message back.
+         */
         const unsigned long long handle = (uintptr_t)message;
         PyObject *raised = PyObject_CallFunction(self->fail_message, "KOI", handle, object, peer);
         if (raised) {
@@ -171,7 +172,8 @@ PyObject *entry_recv_now(entry *self, PyObject *const *args, Py_ssize_t nargs)
     return move_now(self, args, nargs, receive);
 }
 
-/* Whether the caller's caller is `waits`, which is torch's function that waits for the message that its helper starts. */
+/* Whether the caller's caller is `waits`, which is torch's function that waits for the message that its helper starts.
+ */
 static int is_called_by(PyObject *waits)
 {
     PyObject *helper = (PyObject *)PyEval_GetFrame(); /* borrowed */
@@ -186,8 +188,8 @@ static int is_called_by(PyObject *waits)
     return code == waits;
 }
 
-/* The group's send([tensor], dst, tag) and recv([tensor], src, tag); the latter only if torch's recv() is what calls it, since
- * then nothing can happen before the wait. */
+/* The group's send([tensor], dst, tag) and recv([tensor], src, tag); the latter only if torch's recv() is what calls
+ * it, since then nothing can happen before the wait. */
 static PyObject *move_listed(entry *self, PyObject *const *args, Py_ssize_t nargs, mover move, PyObject *waits)
 {
     struct entry_tensor tensor;

@@ -1,9 +1,9 @@
 /* The module phalanx.native.entry: the stable-ABI way from Python into the core, for the usual calls.
  *
- * ctypes converts each argument and finds each attribute of a tensor anew, which takes twice as long as moving 4 bytes.
- * This module does the usual calls in C and leaves all others to Python. It is built for Python's limited API of 3.10, so
- * that one file serves every later Python, and is not linked to torch, so that it serves every torch that gives the
- * functions of DLPack's exchange. Only c10d/quick.py uses it. */
+ * ctypes converts each argument and finds each attribute of a tensor anew, which takes twice as long as moving 4
+ * bytes. This module does the usual calls in C and leaves all others to Python. It is built for Python's limited API
+ * of 3.10, so that one file serves every later Python, and is not linked to torch, so that it serves every torch that
+ * gives the functions of DLPack's exchange. Only c10d/quick.py uses it. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <pthread.h>
@@ -17,9 +17,10 @@ static PyTypeObject *entry_type;
 
 _Static_assert(offsetof(entry, last.tensor_kind) == offsetof(entry, objects[ENTRY_OBJECTS - 1]), "these are all objects");
 
-/* -- a group's entry --------------------------------------------------------------------------------------------------- */
+/* -- a group's entry ----------------------------------------------------------------------------------------------- */
 
-/* The entry and its communicator hold each other, by the communicator's `_unheard`: the garbage collector parts them. */
+/* The entry and its communicator hold each other, by the communicator's `_unheard`: the garbage collector parts them.
+ */
 static int entry_traverse(PyObject *object, visitproc visit, void *arg)
 {
     entry *self = (entry *)object;
@@ -159,7 +160,7 @@ static PyType_Spec entry_spec = {
     "phalanx.native.entry.Entry", sizeof(entry), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, entry_slots,
 };
 
-/* -- what is the same for all groups ----------------------------------------------------------------------------------- */
+/* -- what is the same for all groups ------------------------------------------------------------------------------- */
 
 static PyObject *set_exchange(PyObject *module, PyObject *capsule)
 {

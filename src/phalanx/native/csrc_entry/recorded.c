@@ -1,7 +1,7 @@
 /* A call of a communicator that is recorded: what c10d/recording.py does in Python, for calls that take microseconds.
  *
- * What is raised while the arguments are read or the line is found is raised to the caller, and the call is not made: it
- * may be a signal handler's exception, which comes through Python code of any kind. */
+ * What is raised while the arguments are read or the line is found is raised to the caller, and the call is not made:
+ * it may be a signal handler's exception, which comes through Python code of any kind. */
 #include "entry.h"
 
 #define OBJECTS 5
@@ -21,7 +21,8 @@ typedef struct {
 
 static PyObject *name_nbytes, *name_dtype, *name_site;
 
-/* The bytes of a tensor, or of all those in a list, and the number of their dtype. The caller looks for an exception. */
+/* The bytes of a tensor, or of all those in a list, and the number of their dtype. The caller looks for an exception.
+ */
 static uint64_t read_tensor(recorded *self, PyObject *tensor, uint32_t *dtype)
 {
     if (PyList_Check(tensor) || PyTuple_Check(tensor)) {

@@ -20,7 +20,8 @@ struct entry_codes {
         int inside;                 /* it is torch's or ours, and passed over */
     } known[ENTRY_CODES];
     size_t count;
-    /* PyFrame_GetBack and PyFrame_GetLasti, which the limited API lacks. NULL in Python 3.10: frames have attributes. */
+    /* PyFrame_GetBack and PyFrame_GetLasti, which the limited API lacks. NULL in Python 3.10: frames have attributes.
+     */
     PyObject *(*back_of)(PyObject *frame);
     int (*lasti_of)(PyObject *frame);
     PyObject *f_back, *f_lasti;     /* interned names */
@@ -46,9 +47,9 @@ PyObject *entry_caller_of(struct entry_codes *codes, PyObject *frame);
 /* Note where this thread's call comes from. Returns -1 with an exception. */
 int entry_note_site(struct entry_codes *codes, struct entry_site *site);
 
-/* The recorder's number of a place, whose code the caller holds; 0 if there is none. Returns -1 with an exception, which may
- * be a signal handler's: a new place is looked up in Python, where handlers run. So the place is found before anything of
- * the call is begun. */
+/* The recorder's number of a place, whose code the caller holds; 0 if there is none. Returns -1 with an exception,
+ * which may be a signal handler's: a new place is looked up in Python, where handlers run. So the place is found
+ * before anything of the call is begun. */
 int entry_number_of(struct entry_codes *codes, PyObject *code, long instruction, uint32_t *number);
 
 /* The same for the place where this thread's call comes from; 0 if it is not known. */

@@ -80,7 +80,7 @@ int phx_meet_pair(struct phx_line_pairs *with, uint16_t mine, uint16_t theirs, s
     return out && are_crossed(with, latest, out);
 }
 
-/* -- in a segment ---------------------------------------------------------------------------------------------------- */
+/* -- in a segment -------------------------------------------------------------------------------------------------- */
 
 /* One group's. Only the thread that is in a collective uses it. */
 struct phx_lines {
@@ -141,7 +141,7 @@ void phx_break_crossed(phx_comm *comm)
     phx_break(comm, PHX_MISMATCH, comm->lines->crossing.peer);
 }
 
-/* -- for ranks that share no memory --------------------------------------------------------------------------------- */
+/* -- for ranks that share no memory -------------------------------------------------------------------------------- */
 
 phx_line_pairs *phx_pairs_open(void)
 {

@@ -74,7 +74,8 @@ struct phx_record_place phx_record_place(void);
 /* Where a process keeps its recorder.
  *   fd             its descriptor of the file, -1 without a recorder
  *   at             where in the file the recorder begins
- *   device, inode  which file that is: the program may close the descriptor, and its number may become another file's */
+ *   device, inode  which file that is: the program may close the descriptor, and its number may become another file's
+ */
 struct phx_recorder_file {
     int32_t fd;
     uint64_t at, device, inode;

@@ -117,8 +117,8 @@ struct phx_rpc_block {
     uint32_t block, sequence;
 };
 
-/* What a PHX_RPC_LENT record says: a block of the hub's slab, with the number and sequence number of the loan, and the call
- * that the image is for here. */
+/* What a PHX_RPC_LENT record says: a block of the hub's slab, with the number and sequence number of the loan, and the
+ * call that the image is for here. */
 struct phx_rpc_lent {
     struct phx_rpc_block block;
     uint64_t call;

@@ -1,5 +1,5 @@
-/* A process's hub and its links: made, found by the other process through /proc, ended, and given back when nobody needs
- * them; and the thread that notices deaths and shows that the process runs. */
+/* A process's hub and its links: made, found by the other process through /proc, ended, and given back when nobody
+ * needs them; and the thread that notices deaths and shows that the process runs. */
 #define _GNU_SOURCE
 #include "rpc/hub.h"
 
@@ -440,13 +440,13 @@ void phx_rpc_collect(struct phx_rpc_loans *loans, int all)
         phx_rpc_drop(returned[--count]);
 }
 
-/* -- the thread that watches ---------------------------------------------------------------------------------------- */
+/* -- the thread that watches --------------------------------------------------------------------------------------- */
 
 #define TICK_MS 40
 #define MANY_LINKS 16u
 #define MANY_TICK_MS 100
-/* A place that has shown no life for longer is looked after in /proc, and again after as long. With a pidfd that is only
- * to notice an exec; on a machine that is too busy for the ticks it must not make it busier. */
+/* A place that has shown no life for longer is looked after in /proc, and again after as long. With a pidfd that is
+ * only to notice an exec; on a machine that is too busy for the ticks it must not make it busier. */
 #define STALE_NS 90000000ull
 #define STALE_WITH_PIDFD_NS 500000000ull
 

@@ -41,7 +41,8 @@ struct phx_rpc_waiter {
     _Atomic uint32_t filled;
 };
 
-/* Images that several processes read in one place: a hub has a slab of its own for them, beside those of its links. One link's share in an image; under the lock of the loans. */
+/* Images that several processes read in one place: a hub has a slab of its own for them, beside those of its links.
+ * One link's share in an image; under the lock of the loans. */
 struct phx_rpc_loan {
     struct phx_rpc_link *link; /* NULL: this number is free; else the loan holds it */
     struct phx_rpc_block block;
@@ -120,7 +121,8 @@ static inline void phx_rpc_stamp(phx_rpc_hub *hub)
     atomic_store_explicit(&hub->place->python_ns, phx_now_ns(), memory_order_relaxed);
 }
 
-/* On a bell, threads that serve sleep under bit 0, and one that waits for the answer to a call under a bit of its own. */
+/* On a bell, threads that serve sleep under bit 0, and one that waits for the answer to a call under a bit of its own.
+ */
 #define PHX_RPC_SERVERS 1u
 #define PHX_RPC_WAITERS 0xfffffffeu
 static inline uint32_t phx_rpc_bit(uint64_t call)

@@ -11,8 +11,8 @@
  * truncates would raise SIGBUS. Returns its descriptor, or -1 with errno set. */
 int phx_rpc_make_file(uint64_t nbytes);
 
-/* Open descriptor `number` of a process if it is a file that phx_rpc_make_file() made, or -1 with errno set. Nothing else
- * is opened, since opening a FIFO may wait, and opening a device may do anything. */
+/* Open descriptor `number` of a process if it is a file that phx_rpc_make_file() made, or -1 with errno set. Nothing
+ * else is opened, since opening a FIFO may wait, and opening a device may do anything. */
 int phx_rpc_open_file(uint32_t pid, int number);
 
 /* Have the system provide the memory of `nbytes` at `data`, which begins at a page. Returns 0 if there is none left;
@@ -41,8 +41,8 @@ struct phx_rpc_slab {
     uint8_t handed_over[PHX_RPC_BLOCKS];         /* by number: the other process alone releases it from now on */
 };
 
-/* Allocate a block of `nbytes`, whose memory the caller may write. Returns 1; or 0 if the slab is full, or the system has
- * no memory for it. */
+/* Allocate a block of `nbytes`, whose memory the caller may write. Returns 1; or 0 if the slab is full, or the system
+ * has no memory for it. */
 int phx_rpc_allocate(struct phx_rpc_slab *slab, uint64_t nbytes, struct phx_rpc_block *block);
 /* If nothing was allocated for a while, give the system back what lies between the blocks in use and behind them. */
 void phx_rpc_trim(struct phx_rpc_slab *slab, uint64_t now_ns);

@@ -3,10 +3,10 @@
  * This decides which thread gets the next message of a lane, since any thread that looks may find any message.
  *
  * A thread that serves (in phx_rpc_next) takes requests, notices, and answers that no thread in the core waits for. A
- * thread that waits for an answer (in phx_rpc_await) takes that answer. Either hands an answer that another thread waits
- * for to that thread. A thread that waits sets all other messages aside, in order, for the threads that serve. No answer
- * is taken before a notice that was sent before it. A small message may be
- * the cancellation of a large call, which therefore waits for it (held). */
+ * thread that waits for an answer (in phx_rpc_await) takes that answer. Either hands an answer that another thread
+ * waits for to that thread. A thread that waits sets all other messages aside, in order, for the threads that serve.
+ * No answer is taken before a notice that was sent before it. A small message may be the cancellation of a large call,
+ * which therefore waits for it (held). */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <linux/futex.h>
@@ -221,8 +221,8 @@ static enum step set_aside(phx_rpc_hub *hub, phx_rpc_link *link, struct phx_rpc_
     return PHX_RPC_MOVED;
 }
 
-/* Whether the next call or notice of the bulk lane waits for the small one: for a notice that a thread has taken and is not
- * done with, or for what has come meanwhile. */
+/* Whether the next call or notice of the bulk lane waits for the small one: for a notice that a thread has taken and
+ * is not done with, or for what has come meanwhile. */
 static int held(const phx_rpc_link *link, uint32_t lane)
 {
     const struct phx_rpc_inbox *small = &link->inboxes[PHX_RPC_SMALL_LANE];
@@ -230,8 +230,8 @@ static int held(const phx_rpc_link *link, uint32_t lane)
            (small->begins == PHX_RPC_NOTICE || (!small->begins && (small->first || phx_rpc_waiting(&small->in))));
 }
 
-/* Look at one lane of one link, for a thread that serves (`self` is NULL) or for one that waits, with the hub's lock. The
- * lock is released while a piece of a large message is copied. */
+/* Look at one lane of one link, for a thread that serves (`self` is NULL) or for one that waits, with the hub's lock.
+ * The lock is released while a piece of a large message is copied. */
 static enum step look(phx_rpc_hub *hub, phx_rpc_link *link, uint32_t lane, struct phx_rpc_box *box,
                       struct phx_rpc_waiter *self)
 {
@@ -288,7 +288,7 @@ static enum step look(phx_rpc_hub *hub, phx_rpc_link *link, uint32_t lane, struc
     return PHX_RPC_MOVED;
 }
 
-/* -- looking everywhere, and waiting -------------------------------------------------------------------------------- */
+/* -- looking everywhere, and waiting ------------------------------------------------------------------------------- */
 
 /* Whether nothing more of what was sent over a link is to be received. */
 static int drained(const phx_rpc_link *link)
@@ -412,8 +412,8 @@ static int spin(phx_rpc_hub *hub, uint32_t bell, uint64_t until)
     return rang || atomic_load_explicit(word, memory_order_seq_cst) != bell;
 }
 
-/* For twice as long as waits have taken lately, because to sleep and to be woken takes longer than a quick call; and not
- * for long if waits are long anyway. */
+/* For twice as long as waits have taken lately, because to sleep and to be woken takes longer than a quick call; and
+ * not for long if waits are long anyway. */
 #define LEAST_SPIN_NS 20000u
 #define MOST_SPIN_NS 200000u
 #define LONG_WAIT_NS 1000000u
@@ -424,8 +424,8 @@ static uint64_t watch_ns(const _Atomic uint32_t *usual)
     return twice < LEAST_SPIN_NS || twice > MOST_SPIN_NS ? LEAST_SPIN_NS : twice;
 }
 
-/* Count a wait in the running mean of how long waits take. Several threads may do so at once: then one of the waits is not
- * counted, which only makes the mean a little older. */
+/* Count a wait in the running mean of how long waits take. Several threads may do so at once: then one of the waits is
+ * not counted, which only makes the mean a little older. */
 static void note(_Atomic uint32_t *usual, uint64_t took_ns)
 {
     const uint32_t before = atomic_load_explicit(usual, memory_order_relaxed);

@@ -41,8 +41,8 @@ static inline int phx_rpc_back_ring(struct phx_rpc_end_of_ring *out, uint64_t en
     return !out->no_memory;
 }
 
-/* Find room for a record of `nbytes`, half of the ring at most, and write its header. Returns where its bytes go. Returns
- * NULL if the ring is full, or if the system has no memory for it; then `no_memory` is set. */
+/* Find room for a record of `nbytes`, half of the ring at most, and write its header. Returns where its bytes go.
+ * Returns NULL if the ring is full, or if the system has no memory for it; then `no_memory` is set. */
 static inline void *phx_rpc_reserve(struct phx_rpc_end_of_ring *out, uint32_t type, uint64_t nbytes, uint64_t whole)
 {
     const uint64_t need = phx_rpc_takes(nbytes), at = out->at % out->bytes, rest = out->bytes - at;
@@ -88,8 +88,8 @@ static inline void phx_rpc_advance(struct phx_rpc_end_of_ring *in, uint64_t byte
         phx_wake(phx_low_half(&in->ring->tail));
 }
 
-/* Look at the next record. Returns 1 with a copy of it, and where its bytes are; 0 if there is none; -1 if what is there
- * cannot be a record. */
+/* Look at the next record. Returns 1 with a copy of it, and where its bytes are; 0 if there is none; -1 if what is
+ * there cannot be a record. */
 static inline int phx_rpc_peek(struct phx_rpc_end_of_ring *in, struct phx_rpc_record *record, const char **bytes)
 {
     for (;;) {

@@ -128,8 +128,8 @@ void phx_rpc_take_back(phx_rpc_link *link, uint64_t handle)
         phx_rpc_free(&link->slab, (uint32_t)handle, (uint32_t)(handle >> 32));
 }
 
-/* Wait for the other process to take something after it had taken `taken`. Returns 1, or 0 if it did not, or if a signal
- * came. */
+/* Wait for the other process to take something after it had taken `taken`. Returns 1, or 0 if it did not, or if a
+ * signal came. */
 static int took(struct phx_rpc_ring *ring, uint64_t taken)
 {
     const uint64_t until = phx_now_ns() + ROOM_NS;
@@ -179,7 +179,7 @@ uint64_t phx_rpc_taken(phx_rpc_link *link, uint32_t lane)
     return atomic_load_explicit(&link->own->rings[lane].tail, memory_order_acquire);
 }
 
-/* -- to several processes at once ------------------------------------------------------------------------------------ */
+/* -- to several processes at once ---------------------------------------------------------------------------------- */
 
 void phx_rpc_share(phx_rpc_hub *hub, uint32_t pieces, const void *const *data, const uint64_t *sizes, uint64_t *shared)
 {

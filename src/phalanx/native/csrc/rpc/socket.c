@@ -8,7 +8,7 @@
 
 #include "rpc/rpc.h"
 
-/* -- BLAKE2b with a key, by the letters of RFC 7693, whose names these are ----------------------------------------------- */
+/* -- BLAKE2b with a key, by the letters of RFC 7693, whose names these are ----------------------------------------- */
 
 #define BLOCK 128u
 
@@ -120,7 +120,7 @@ static void make_tag(const struct phx_blake2b *keyed, uint64_t number, const uin
     memcpy(tag, state, PHX_TAG_BYTES);
 }
 
-/* -- frames --------------------------------------------------------------------------------------------------------- */
+/* -- frames -------------------------------------------------------------------------------------------------------- */
 
 /* A frame (rpc/links/wire_format.py): the length of what follows without the digest, highest byte first; its kind. */
 #define LENGTH_BYTES 4u

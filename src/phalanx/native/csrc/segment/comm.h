@@ -50,7 +50,7 @@ static inline char *phx_slot(const phx_comm *comm, uint32_t rank, uint64_t chunk
     return comm->slots + ((uint64_t)rank * PHX_SLOTS + chunk % PHX_SLOTS) * comm->chunk_bytes;
 }
 
-/* -- life.c: whether the ranks are still there ------------------------------------------------------------------------ */
+/* -- life.c: whether the ranks are still there --------------------------------------------------------------------- */
 
 /* How a rank stands to the group: PHX_HERE, or how it went. */
 enum phx_going phx_peer_life(const phx_comm *comm, uint32_t peer);
@@ -58,7 +58,7 @@ enum phx_going phx_peer_life(const phx_comm *comm, uint32_t peer);
 /* Tell the others that this rank goes; a worse way than one told before counts. */
 void phx_tell(phx_comm *comm, enum phx_going how);
 
-/* -- breaking.c: the first rank to notice a problem writes down why, and every wait of every rank ends ---------------------- */
+/* -- breaking.c: the first rank to notice a problem writes down why, and every wait of every rank ends ------------- */
 
 static inline int phx_broken(const phx_comm *comm)
 {
@@ -82,7 +82,7 @@ int phx_break_gone(phx_comm *comm, uint32_t peer, enum phx_going how);
 void phx_remember(phx_comm *comm);
 void phx_forget(phx_comm *comm);
 
-/* -- cores.c: keeping ranks that wait for each other on different cores ---------------------------------------------------- */
+/* -- cores.c: keeping ranks that wait for each other on different cores -------------------------------------------- */
 
 /* Publish which core this rank runs on, for ranks that wait for it. */
 void phx_note_cpu(phx_comm *comm);

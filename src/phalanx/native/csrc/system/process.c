@@ -24,8 +24,8 @@ uint32_t phx_own_pid(void)
     return (uint32_t)strtoul(text, NULL, 10);
 }
 
-/* A rank that cannot read /proc (no descriptor left, no memory, not allowed, hidepid) must not take the others for dead.
- * kill() counts pids in this process's own namespace, so it is asked only where /proc counts in the same one. */
+/* A rank that cannot read /proc (no descriptor left, no memory, not allowed, hidepid) must not take the others for
+ * dead. kill() counts pids in this process's own namespace, so it is asked only where /proc counts in the same one. */
 static enum phx_sight ask_kill(uint32_t pid, int hidden)
 {
     if (hidden && phx_own_pid() != (uint32_t)getpid())

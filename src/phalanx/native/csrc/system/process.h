@@ -26,8 +26,8 @@ uint32_t phx_own_pid(void);
 /* Look at a process. A reader that cannot find out takes the process to be alive. */
 enum phx_sight phx_process_read(uint32_t pid, struct phx_process *process);
 
-/* Look once more at a process that was read as `known`, or not at all if that is zero: another process of its pid counts as
- * PHX_GONE. */
+/* Look once more at a process that was read as `known`, or not at all if that is zero: another process of its pid
+ * counts as PHX_GONE. */
 enum phx_sight phx_process_again(uint32_t pid, const struct phx_process *known);
 
 /* Whether descriptor `theirs` of the process is the same file as `fd` of this one: 1, or 0 with errno set. */
