@@ -105,7 +105,7 @@ def test_what_is_not_plain_goes_to_python_on_that_rank_alone(member: Member) -> 
 @every_rank()
 def test_tensors_whose_data_mean_something_else_go_to_python(member: Member) -> None:
     negated = torch.tensor(2 + 3j).conj().imag  # a bit says that its data are to be negated
-    for tensor in (negated, torch.ones(2, 2).t()[:1], torch.ones(1, 1, 1, 1, 1), torch.ones(2, dtype=torch.int8)):
+    for tensor in (negated, torch.ones(2, 2).t()[:1], torch.ones(2, dtype=torch.int8)):
         with Counted(world_group(), "allreduce") as counted:
             dist.all_reduce(tensor)
         assert counted.count == 1
