@@ -88,7 +88,7 @@ class Progress:
 
     @property
     def busy(self) -> bool:
-        """Whether an operation is under way."""
+        """True while an operation runs."""
         return self.state[0] != 0
 
     @busy.setter

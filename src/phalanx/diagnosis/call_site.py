@@ -38,7 +38,7 @@ _PARTS = (*(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packag
 
 
 class _Running(threading.local):
-    """Where the queued operation that this thread runs was called, since its stack does not show that."""
+    """The call site of the queued operation that this thread runs, which its stack does not show."""
 
     site: CallSite | None = None
 

@@ -72,8 +72,6 @@ class _Recorder:
         self._sites: dict[tuple[int, int], tuple[CodeType, int]] = {}  # the code is held: its id stays its own
         self._lock = threading.RLock()  # of the texts: a signal handler that interrupts its holder may come here too
         self.step, self.label = -1, 0
-        # So that this thread has the attribute: to find that there is none takes longer than to record.
-        call_site.running.site = getattr(call_site.running, "site", None)
         entry: Any = quick_entry()
         if isinstance(entry, str):
             self.begin: Callable[[int, int, int, int, int], int] = self._begin_by_ctypes
@@ -107,7 +105,7 @@ class _Recorder:
 
     def here(self) -> int:
         """See :func:`number_here`."""
-        queued: CallSite | None = getattr(call_site.running, "site", None)
+        queued = call_site.running.site
         return self.site() if queued is None else self.number_of(*queued)
 
     def number_of(self, code: CodeType, instruction: int) -> int:
