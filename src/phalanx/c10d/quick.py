@@ -24,6 +24,7 @@ from torch.utils import _python_dispatch
 
 from phalanx.c10d.hooked import HookedProcessGroup
 from phalanx.c10d.messages import DoneWork
+from phalanx.diagnosis import recorder
 from phalanx.diagnosis.call_site import inside
 from phalanx.native.core import quick_entry
 from phalanx.transports.reductions import OP_NAMES, reducible
@@ -55,9 +56,8 @@ def quicken(group: Any, communicator: SharedMemoryCommunicator) -> None:
     _record(group, entry)
 
     def unheard() -> Any:
-        code, instruction, name, (dtype, shape), op, root = entry.last()
-        site = None if code is None else (code, instruction)
-        return site, text_of_call, (name, dtype, shape, None if op < 0 else op, root)
+        site, name, (dtype, shape), op, root = entry.last()
+        return recorder.site_of(site), text_of_call, (name, dtype, shape, None if op < 0 else op, root)
 
     entry.set_explain(unheard)
     vars(group).update(entry.methods())

@@ -117,6 +117,11 @@ class _Recorder:
             known = self._sites[key] = code, self.text(place, identity=identity(place))
         return known[1]
 
+    def site_of(self, number: int) -> CallSite | None:
+        """See :func:`site_of`."""
+        sites = list(self._sites.items())
+        return next(((code, instruction) for (_, instruction), (code, known) in sites if known == number), None)
+
     def _site_by_frames(self) -> int:
         site = call_site.capture(2)
         return 0 if site is None else self.number_of(*site)
@@ -185,6 +190,12 @@ def own_place() -> tuple[int, int]:
 def place_of(number: int) -> str:
     """The line of the program that has this number, as ``file:line``; empty if there is none, and for 0."""
     return "" if _state is None else _state.text_at(number)
+
+
+def site_of(number: int) -> CallSite | None:
+    """Return the call site whose text has this number; None if it is not known."""
+    state = _own()
+    return None if state is None or not number else state.site_of(number)
 
 
 def number_here() -> int:

@@ -102,15 +102,16 @@ static PyObject *finish(entry *self, int status, const char *name, PyObject *ten
 }
 
 /* Record a call that the other ranks may not have confirmed when it returns. */
-static int note_unheard(entry *self, const char *name, PyObject *tensor, int op, int64_t root)
+static int note_unheard(entry *self, const char *name, uint32_t site, PyObject *tensor, int op, int64_t root)
 {
     PyObject *dtype = PyObject_GetAttrString(tensor, "dtype"), *shape = PyObject_GetAttr(tensor, entry_process.tensors.shape);
     PyObject *kind = dtype && shape ? PyTuple_Pack(2, dtype, shape) : NULL, *old = self->last.tensor_kind;
     Py_XDECREF(dtype);
     Py_XDECREF(shape);
-    if (!kind || entry_note_site(&entry_process.codes, &self->last.site))
+    if (!kind)
         return -1;
     self->last.name = name;
+    self->last.site = site;
     self->last.tensor_kind = kind;
     self->last.op = op;
     self->last.root = root;
@@ -173,7 +174,7 @@ static PyObject *call_with_one(entry *self, uint32_t kind, PyObject *object, con
     const int waited = kind == PHX_ALL_REDUCE || (root == self->rank ? kind == PHX_REDUCE
                                                                      : kind == PHX_BROADCAST && self->size <= 2);
     if (is_done(status) && !waited)
-        (void)note_unheard(self, NAMES[kind], object, op, root);
+        (void)note_unheard(self, NAMES[kind], site, object, op, root);
     return finish(self, status, NAMES[kind], object, op, root);
 }
 

@@ -44,11 +44,11 @@ struct entry_process {
 };
 
 /* The call of a group that other ranks may not have confirmed (transports/shm/communicator.py says which these are). */
-#define ENTRY_OBJECTS 15 /* of an entry, the three of its last unheard call at their end */
+#define ENTRY_OBJECTS 13 /* of an entry, that of its last unheard call at their end */
 struct entry_unheard {
-    struct entry_site site;
     PyObject *tensor_kind; /* (dtype, shape) */
     const char *name;
+    uint32_t site; /* the recorder's number; 0: not known */
     int op;
     int64_t root;
 };

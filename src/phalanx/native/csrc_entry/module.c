@@ -132,9 +132,7 @@ static PyObject *entry_last(PyObject *object, PyObject *ignored)
     (void)ignored;
     if (!last->name)
         Py_RETURN_NONE;
-    PyObject *code = last->site.code ? last->site.code : Py_None;
-    PyObject *instruction = last->site.instruction ? last->site.instruction : Py_None;
-    return Py_BuildValue("(OOsOiL)", code, instruction, last->name, last->tensor_kind, last->op, (long long)last->root);
+    return Py_BuildValue("(IsOiL)", last->site, last->name, last->tensor_kind, last->op, (long long)last->root);
 }
 
 static PyMethodDef entry_defs[] = {
@@ -143,7 +141,7 @@ static PyMethodDef entry_defs[] = {
      "set_recorded(address, keeper): record the calls in the group at this address, which the keeper holds. Once."},
     {"set_places", entry_set_places, METH_O,
      "Set the core's rank of each rank of the group, -1 of one that the core does not reach. Before the first call."},
-    {"last", entry_last, METH_NOARGS, "The last call that others may not have confirmed: (code, instruction, ...)."},
+    {"last", entry_last, METH_NOARGS, "The last call that others may not have confirmed: (site, name, tensor, op, root)."},
     {"methods", entry_methods, METH_NOARGS, "A new dictionary of the group's quick methods."},
     {NULL, NULL, 0, NULL},
 };

@@ -96,21 +96,6 @@ static PyObject *find_place(struct entry_codes *codes, long *instruction)
     return NULL; /* torch's C++ made the call, on a thread of its own */
 }
 
-int entry_note_site(struct entry_codes *codes, struct entry_site *site)
-{
-    long instruction;
-    PyObject *code = find_place(codes, &instruction), *number = code ? PyLong_FromLong(instruction) : NULL;
-    if (PyErr_Occurred()) {
-        Py_XDECREF(code);
-        return -1;
-    }
-    const struct entry_site old = *site;
-    *site = (struct entry_site){code, number};
-    Py_XDECREF(old.code);
-    Py_XDECREF(old.instruction);
-    return 0;
-}
-
 int entry_number_of(struct entry_codes *codes, PyObject *code, long instruction, uint32_t *number)
 {
     const uintptr_t mixed = (uintptr_t)code / 64 + (uintptr_t)instruction / 2;

@@ -33,19 +33,11 @@ struct entry_codes {
     } sites[ENTRY_SITES];           /* numbers that were asked for before */
 };
 
-/* A place in a program: both NULL if it is not known. */
-struct entry_site {
-    PyObject *code, *instruction;
-};
-
 /* Find those functions; once, before any call here. Returns -1 with an exception. */
 int entry_find_frames(struct entry_codes *codes);
 
 /* The frame that called `frame`, a new reference, or NULL; with an exception if there is one. */
 PyObject *entry_caller_of(struct entry_codes *codes, PyObject *frame);
-
-/* Note where this thread's call comes from. Returns -1 with an exception. */
-int entry_note_site(struct entry_codes *codes, struct entry_site *site);
 
 /* The recorder's number of a place, whose code the caller holds; 0 if there is none. Returns -1 with an exception,
  * which may be a signal handler's: a new place is looked up in Python, where handlers run. So the place is found
