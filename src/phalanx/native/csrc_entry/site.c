@@ -24,9 +24,9 @@ static inline size_t slot_of(const struct entry_codes *codes, const PyObject *co
 
 static void forget_codes(struct entry_codes *codes)
 {
+    codes->count = 0; /* first: to free a code may run Python, which may come here */
     for (size_t i = 0; i < ENTRY_CODES; i++)
         Py_CLEAR(codes->known[i].code);
-    codes->count = 0;
 }
 
 /* Whether a frame is passed over: 1, 0, or -1 with an exception. */
