@@ -7,7 +7,7 @@
 
 #include "collectives/kernels.c"
 
-phx_tracer_fn phx_tracer; /* the core's is in segment.c */
+phx_tracer_fn phx_tracer; /* the core's is in group.c */
 
 #define MOST 2100u
 #define INPUTS 5

@@ -9,6 +9,19 @@
 #include <unistd.h>
 
 #include "messages/mail.h"
+#include "segment/trace.h"
+
+phx_tracer_fn phx_tracer;
+
+void phx_trace(phx_tracer_fn tracer)
+{
+    phx_tracer = tracer;
+}
+
+uint32_t phx_abi(void)
+{
+    return PHX_ABI;
+}
 
 /* Free all that a view owns besides the mapping. Of a view that could not be completed, some pointers are NULL. */
 static void free_view(phx_comm *comm)

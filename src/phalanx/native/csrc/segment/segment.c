@@ -7,26 +7,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "segment/trace.h"
-
 #define MAGIC 0x786e616c61687050ull
 #define PAGE_BYTES 4096u
 
 _Static_assert(sizeof(struct phx_header) <= PAGE_BYTES, "the header fits its page");
 _Static_assert(sizeof(struct phx_flags) == PHX_LINE, "one rank's flags are one cache line");
 _Static_assert(sizeof(struct phx_place) % PHX_LINE == 0, "places do not share cache lines");
-
-phx_tracer_fn phx_tracer;
-
-void phx_trace(phx_tracer_fn tracer)
-{
-    phx_tracer = tracer;
-}
-
-uint32_t phx_abi(void)
-{
-    return PHX_ABI;
-}
 
 /* All rings of a rank take 4 MiB together (1 MiB in a group of more than eight), but none has less than 4 KiB or more
  * than 2 MiB. The two ends copy at the same time only if the ring holds a good part of the message: a message of 1 MiB
