@@ -314,10 +314,10 @@ def quick_entry() -> ModuleType | str:
 
     The package works without it, by ctypes alone.
     """
-    library()
     try:
+        library()  # whose functions it calls
         module = importlib.import_module("phalanx.native.entry")
-    except ImportError as error:
+    except (ImportError, BackendError) as error:
         return f"the module phalanx.native.entry could not be loaded ({error})"
     if module.ABI != ABI:
         return f"the module phalanx.native.entry has ABI {module.ABI}, this Phalanx needs {ABI}; install it again"
