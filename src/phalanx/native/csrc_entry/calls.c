@@ -61,11 +61,12 @@ int entry_leave(entry *self)
 {
     PyObject *kind, *value, *trace;
     *self->busy = 0;
+    if (!PyErr_Occurred())
+        return give_back(self);
     PyErr_Fetch(&kind, &value, &trace);
-    const int failed = give_back(self);
-    if (kind)
-        PyErr_Restore(kind, value, trace);
-    return kind || failed ? -1 : 0;
+    (void)give_back(self);
+    PyErr_Restore(kind, value, trace);
+    return -1;
 }
 
 uint64_t entry_record(entry *self, uint32_t what, uint64_t nbytes, uint32_t site, int64_t peer)

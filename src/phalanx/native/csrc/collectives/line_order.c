@@ -9,8 +9,8 @@ uint16_t phx_line_of(struct phx_record_place place)
 {
     if (!place.identity)
         return 0;
-    const uint64_t call = phx_mix(place.what | (uint64_t)(uint32_t)place.peer << 32);
-    const uint16_t mixed = (uint16_t)(phx_mix(place.identity ^ call) >> 48);
+    const uint64_t call = place.what | (uint64_t)(uint32_t)place.peer << 32;
+    const uint16_t mixed = (uint16_t)(phx_mix(place.identity * 0x9e3779b97f4a7c15ull ^ call) >> 48);
     return mixed ? mixed : 1;
 }
 
