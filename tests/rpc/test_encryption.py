@@ -178,7 +178,7 @@ def test_calls_run_at_most_once_when_connections_are_reset(encrypt: bool) -> Non
     resets, lost, ran = zip(*through_relays(body, 2, lambda _: encrypt, partial(Relay, longest=500_000)), strict=True)
     assert sum(resets) > 0
     assert all(lost)
-    assert set().union(*ran) == {1}
+    assert set().union(*ran) <= {1}
 
 
 @pytest.mark.parametrize("from_caller", [True, False])
