@@ -143,8 +143,8 @@ class Connections:
                 link = self._links.get(member.incarnation)
                 if link is not None:
                     return link
-                if why := self._members.gone(member):
-                    raise LinkEnded(why)
+                if (departure := self._members.gone(member)) is not None:
+                    raise LinkEnded(departure.why)
                 try:
                     return self._dial(member, until)
                 except NoAnswer:

@@ -436,7 +436,7 @@ class SocketLink(Link):
         while came and self._reads():
             self._receiver.deliver(self, came.popleft(), may_block=False)
         if left and self._reads():
-            self._end("it has left")
+            self._end("it has left", left=True)
         return request
 
     # -- the end -----------------------------------------------------------------------------------
@@ -464,7 +464,7 @@ class SocketLink(Link):
             why = f"its host has acknowledged nothing for {SILENT_S:g} s"
         self._end(why or "its process has ended, or its host")
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str, *, left: bool = False) -> None:
         with self._ending:
             if self.over:
                 return
@@ -474,7 +474,7 @@ class SocketLink(Link):
         with contextlib.suppress(OSError):  # it is gone
             self.sock.shutdown(socket.SHUT_RDWR)  # this wakes whoever reads or writes
         self._close_socket()
-        self._receiver.ended(self, why)
+        self._receiver.ended(self, why, left=left)
 
     def _close_socket(self) -> None:
         """Close the socket after the end, unless another thread reads or writes; that one does it then."""
