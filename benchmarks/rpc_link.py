@@ -45,7 +45,7 @@ class Caller:
         else:
             self._answers[message.call] = message
 
-    def ended(self, link: Link, why: str) -> None:
+    def ended(self, link: Link, why: str, *, left: bool = False) -> None:
         """See ``Receiver``."""
         self.over.set()
 

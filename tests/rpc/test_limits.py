@@ -163,7 +163,7 @@ def test_untaken_answers_hold_back_only_that_callers_next_calls() -> None:
                     member.say("full")
                     member.await_said("taken")  # the third rank calls meanwhile
             assert path.stat().st_size == held < count // 2
-        link._arm()
+        link._armed.arm()
         assert [future.wait().sum() for future in futures] == [nbytes] * count
         assert path.stat().st_size == count
 

@@ -267,7 +267,7 @@ def of_workers() -> Iterator[Parser]:
         return taken or None
 
     offer = as_bytes(pid=4242, channel=5, cookie="00" * 16, place=7, place_cookie="ff" * 16)
-    answers = [as_bytes(shared=1), as_bytes(received=9), as_bytes(refused="another worker is at its address")]
+    answers = [as_bytes(shared=1), as_bytes(refused="another worker is at its address")]
     yield Parser("the offer of shared memory", [offer], offered)
     yield Parser("the answer of a worker", answers, answer_of, (ConnectionAbortedError,))
 

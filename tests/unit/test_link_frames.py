@@ -32,7 +32,7 @@ class Receiver:
     def deliver(self, link: Link, message: Message, *, may_block: bool) -> None:
         self.messages.append(message)
 
-    def ended(self, link: Link, why: str) -> None:
+    def ended(self, link: Link, why: str, *, left: bool = False) -> None:
         self.why.append(why)
 
 

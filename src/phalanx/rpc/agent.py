@@ -25,12 +25,12 @@ from phalanx.rpc import in_transit
 from phalanx.rpc.calls import Call, Calls
 from phalanx.rpc.codecs import FACTS, NUMBER, PICKLED, Codec
 from phalanx.rpc.connections import Connections, Unreached
-from phalanx.rpc.departures import LEFT, Departures
+from phalanx.rpc.departures import Departures
 from phalanx.rpc.future import Future
 from phalanx.rpc.handlers import Handlers
 from phalanx.rpc.inquiry import LONG_S, NEIGHBOUR, Finding, Inquiries, on_neighbour, place_name, tell_of_long
 from phalanx.rpc.links.contract import Link, LinkEnded
-from phalanx.rpc.members import Member, Members, shared_key
+from phalanx.rpc.members import LEFT, Departure, Member, Members, shared_key
 from phalanx.rpc.message import Kind, Message
 from phalanx.rpc.network import EncryptionMismatch
 from phalanx.rpc.serving import CANCEL, RECEIPT, Incoming, Serving
@@ -169,13 +169,13 @@ class Agent:
         """The workers of which this process knows that they are no more; the store is not asked."""
         return self._members.known_gone()
 
-    def reach(self, member: Member, patience_s: float) -> str:
-        """Have a link to a worker, so that its end is noticed. Why it is gone; empty if it is there or not known."""
+    def reach(self, member: Member, patience_s: float) -> Departure | None:
+        """Have a link to a worker, so that its end is noticed. How it went; None if it is there or not known."""
         try:
             self._connections.link_to(member, time.monotonic() + patience_s)
         except Unreached:
             return self._members.gone(member)
-        return ""
+        return None
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called when this worker stops being one, after its last call."""
@@ -395,7 +395,7 @@ class Agent:
         if peer is not None:  # else it has gone
             self._serving.take(link, peer, message, may_block=may_block)
 
-    def ended(self, link: Link, why: str) -> None:
+    def ended(self, link: Link, why: str, *, left: bool = False) -> None:
         """See :class:`~phalanx.rpc.links.contract.Receiver`."""
         peer = self._connections.ended(link)
         if self._closed:
@@ -405,7 +405,8 @@ class Agent:
         if peer is None:
             return
         self._serving.forget(peer)
-        self._departures.ended(peer, why)
+        self._calls.forget(peer)
+        self._departures.ended(peer, Departure(left, why))
 
     def _take_answer(self, link: Link, message: Message) -> None:
         call = self._calls.take(message.call)

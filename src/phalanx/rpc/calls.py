@@ -220,7 +220,7 @@ class Calls:
         """Remove a call, for whoever completes it; None if somebody has done so."""
         call = self._calls.pop(number, None)
         if call is not None:
-            self._to[call.to.incarnation].pop(number, None)
+            self._to.get(call.to.incarnation, {}).pop(number, None)
             if call is self._shown:
                 self._show()
             if call.nbytes or self._waiting:
@@ -261,6 +261,10 @@ class Calls:
                 self.answered(call.number)
         return taken
 
+    def forget(self, worker: Member) -> None:
+        """A worker is gone, and so are all calls to it."""
+        self._to.pop(worker.incarnation, None)
+
     def of(self, future: Future[Any]) -> Call | None:
         """The call that completes a future, if it is under way."""
         return next((call for call in list(self._calls.values()) if call.future is future), None)
@@ -289,7 +293,7 @@ class Calls:
                 return True  # it has ended, as all do whose worker is lost
             if self._nbytes[to] and self._nbytes[to] + nbytes > most_bytes:
                 return False
-            return len(self._to[to]) <= most
+            return len(self._to.get(to, ())) <= most
 
         with self._room:
             self._waiting += 1

@@ -11,20 +11,17 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import secrets
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 from phalanx.rpc.links.contract import Link, LinkEnded, Receiver
 from phalanx.rpc.links.own import OwnLink
 from phalanx.rpc.links.shared import SharedHub, SharedLink
 from phalanx.rpc.links.socket import END_S, SocketLink
 from phalanx.rpc.members import Member, Members
-from phalanx.rpc.mending import Mender
 from phalanx.rpc.network import EncryptionMismatch, Network
 from phalanx.wire.dial import NoAnswer
 from phalanx.wire.door import Arrival
@@ -86,7 +83,6 @@ class Connections:
         self._lock = threading.Lock()
         self._links: dict[int, Link] = {}
         self._peers: dict[Link, Member] = {}
-        self._accepted: dict[tuple[int, str], SocketLink] = {}  # by the caller's incarnation, and its number there
         self._dialling: dict[int, threading.Lock] = {}
         self._network = Network(address, key, self._welcome, self._look_at_links, encrypt=encrypt)
         self._look_at = 0.0
@@ -103,7 +99,6 @@ class Connections:
     def start(self, me: Member) -> None:
         """Accept connections from now on, as this worker."""
         self._me = me
-        self._mender = Mender(self._network, me.incarnation)
         own = OwnLink(self._receiver)
         self._links[me.incarnation] = own
         self._peers[own] = me
@@ -148,8 +143,8 @@ class Connections:
                 link = self._links.get(member.incarnation)
                 if link is not None:
                     return link
-                if why := self._members.gone(member):
-                    raise LinkEnded(why)
+                if (departure := self._members.gone(member)) is not None:
+                    raise LinkEnded(departure.why)
                 try:
                     return self._dial(member, until)
                 except NoAnswer:
@@ -166,8 +161,6 @@ class Connections:
     def ended(self, link: Link) -> Member | None:
         """Forget a link that has ended, and return who is gone with it; None if another way there goes on."""
         with self._lock:
-            for key in [key for key, accepted in self._accepted.items() if accepted is link]:
-                del self._accepted[key]
             peer = self._peers.pop(link, None)
             if peer is None:
                 return None
@@ -210,8 +203,7 @@ class Connections:
                 offer = hub.offer()
         try:
             patience = max(0.05, min(DIAL_S, until - time.monotonic()))
-            number = secrets.token_hex(8)
-            claim = {"me": asdict(me), "to": member.incarnation, "offer": offer.decode(), "link": number}
+            claim = {"me": asdict(me), "to": member.incarnation, "offer": offer.decode()}
             try:
                 line, said = self._network.dial(member.address, member.port, claim, patience, str(member))
             except ConnectionRefusedError as error:
@@ -235,9 +227,7 @@ class Connections:
             if "refused" in said:
                 line.close()
                 raise LinkEnded(said["refused"])
-            mend = self._mender.dialler(number, member)
-            link = SocketLink(line.sock, line.session, self._receiver, readers=self._network.readers, mend=mend)
-            return self._add(member, link)
+            return self._add(member, SocketLink(line.sock, line.session, self._receiver, readers=self._network.readers))
         finally:
             if hub is not None and offer:
                 hub.withdraw(offer)
@@ -254,11 +244,7 @@ class Connections:
             if following is None:
                 return
             session, verdict = following
-            if "mend" in claim:
-                self._go_on(arrival, claim, session, verdict)
-                return
             peer, to, offer = Member.from_claim(claim["me"]), claim["to"], str(claim["offer"]).encode()
-            number = str(claim.get("link", ""))
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             arrival.sock.close()
             return
@@ -271,23 +257,13 @@ class Connections:
         shared = self._hub.accept(offer) if offer and self._hub is not None else None
         if shared is not None:
             arrival.answer(json.dumps({**verdict, "shared": 1}).encode())
-            chosen = partial(self._on_choice, peer, number, shared, arrival, session)
+            chosen = partial(self._on_choice, peer, shared, arrival, session)
             self._network.hear(arrival, _CHOICE_BYTES, chosen)
             return
         arrival.answer(json.dumps(verdict).encode())
-        self._add_arrival(peer, number, arrival, session)
+        self._add_arrival(peer, arrival, session)
 
-    def _go_on(self, arrival: Arrival, claim: dict[str, Any], session: Session, verdict: dict[str, Any]) -> None:
-        """A worker has lost its connection, and goes on with this one."""
-        mend = claim["mend"]
-        key, attempt, received = (int(claim["from"]), str(mend["link"])), int(mend["attempt"]), int(mend["received"])
-        link = self._accepted.get(key)
-        if link is None or self._me is None or self._closed or claim["to"] != self._me.incarnation:
-            _refuse(arrival, refused="it has ended the connection")
-        else:
-            self._mender.receive(link, arrival, session, verdict, attempt, received)
-
-    def _on_choice(self, peer: Member, number: str, shared: SharedLink, arrival: Arrival, session: Session) -> None:
+    def _on_choice(self, peer: Member, shared: SharedLink, arrival: Arrival, session: Session) -> None:
         """The caller has said whether it could attach this worker's memory, or has gone."""
         data = arrival.rest
         try:
@@ -303,15 +279,12 @@ class Connections:
         shared.close()
         if data.startswith(_BY_TCP):
             del data[:_CHOICE_BYTES]
-            self._add_arrival(peer, number, arrival, session)
+            self._add_arrival(peer, arrival, session)
         else:
             arrival.sock.close()
 
-    def _add_arrival(self, peer: Member, number: str, arrival: Arrival, session: Session) -> None:
-        mend, readers = self._mender.dialled(peer), self._network.readers
-        link = SocketLink(arrival.sock, session, self._receiver, arrival.rest, readers, mend)
-        with self._lock:  # another thread may look for a link that has ended
-            self._accepted[peer.incarnation, number] = link
+    def _add_arrival(self, peer: Member, arrival: Arrival, session: Session) -> None:
+        link = SocketLink(arrival.sock, session, self._receiver, arrival.rest, self._network.readers)
         with contextlib.suppress(LinkEnded):
             self._add(peer, link)
 

@@ -6,12 +6,10 @@ import contextlib
 from collections.abc import Callable
 
 from phalanx.rpc.handlers import Handlers
-from phalanx.rpc.members import Member, Members
+from phalanx.rpc.members import Departure, Member, Members
 from phalanx.words import tell
 
-__all__ = ["LEFT", "Departures"]
-
-LEFT = "it has left"
+__all__ = ["Departures"]
 
 
 class Departures:
@@ -40,28 +38,28 @@ class Departures:
 
         return forget
 
-    def ended(self, peer: Member, why: str) -> None:
+    def ended(self, peer: Member, departure: Departure) -> None:
         """The last link to a worker has ended."""
-        self._members.note_gone(peer, why)
-        self._handlers.run(self._tell_watchers, peer, why)
+        self._members.note_gone(peer, departure)
+        self._handlers.run(self._tell_watchers, peer, departure)
         # Beside that, because a store whose host is cut off takes long to fail.
-        self._handlers.run(self._tell_store, peer, why)
+        self._handlers.run(self._tell_store, peer, departure)
 
     def found(self, peer: Member) -> None:
         """Nobody listens at a worker's address."""
-        self._handlers.run(self._tell_of, peer, "nothing listens at its address any more")
+        self._handlers.run(self._tell_of, peer, Departure(False, "nothing listens at its address any more"))
 
-    def _tell_of(self, peer: Member, why: str) -> None:
-        self._tell_store(peer, why)
-        self._tell_watchers(peer, self._members.gone(peer))  # it may have left, and said so there
+    def _tell_of(self, peer: Member, departure: Departure) -> None:
+        self._tell_store(peer, departure)
+        self._tell_watchers(peer, self._members.gone(peer) or departure)  # it may have left, and said so there
 
-    def _tell_store(self, peer: Member, why: str) -> None:
-        if why != LEFT:  # else it has said so itself
+    def _tell_store(self, peer: Member, departure: Departure) -> None:
+        if not departure.left:  # else it has said so itself
             with contextlib.suppress(Exception):  # the store may be gone as well
-                self._members.leave(peer, why)
+                self._members.leave(peer, departure)
 
-    def _tell_watchers(self, peer: Member, why: str) -> None:
-        how = "left" if why == LEFT else "lost"
+    def _tell_watchers(self, peer: Member, departure: Departure) -> None:
+        how = "left" if departure.left else "lost"
         for watcher in list(self._watchers):
             try:
                 watcher(peer, how)

@@ -21,7 +21,7 @@ import secrets
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -31,7 +31,7 @@ from phalanx.rpc.ending_store import EndingStore
 from phalanx.system.host import this_host
 from phalanx.wire.key import Key
 
-__all__ = ["Member", "Members", "shared_key", "store_lost"]
+__all__ = ["LEFT", "Departure", "Member", "Members", "shared_key", "store_lost"]
 
 _NAME = re.compile(r"[A-Za-z0-9_:.@-]{1,127}")
 _KINDS: dict[str, type] = {
@@ -43,6 +43,21 @@ _KINDS: dict[str, type] = {
     "address": str,
     "port": int,
 }
+
+
+class Departure(NamedTuple):
+    """How a worker went.
+
+    Attributes:
+        left: it said so itself, as in ``rpc.shutdown()``; otherwise it is lost.
+        why: how that was noticed, for people.
+    """
+
+    left: bool
+    why: str
+
+
+LEFT = Departure(True, "it has left")
 
 
 def store_lost(error: Exception) -> InitializationError:
@@ -119,7 +134,7 @@ class Members:
         self._store = EndingStore(store)
         self._lock = threading.Lock()
         self._entries: dict[int, Member] = {}
-        self._gone: dict[int, str] = {}
+        self._gone: dict[int, Departure] = {}
         self._bearers: dict[str | int, int] = {}
         self._seen = 0  # the last number that this process knows of
         self._unread: set[int] = set()  # those of them whose entries it has not read
@@ -155,41 +170,41 @@ class Members:
                 return
             earlier = self._entry(int(bearer))
             if earlier is not None and not self.gone(earlier) and is_there(earlier):
-                self.leave(me, "refused")
+                self.leave(me, Departure(True, "its name was refused"))
                 raise InitializationError(
                     f"a worker is called {name} already: {earlier}. Give each its own name: rpc.init(name=...)"
                 )
             before = bearer
 
-    def note_gone(self, member: Member, why: str) -> None:
+    def note_gone(self, member: Member, departure: Departure) -> None:
         """Note in this process that an incarnation is no more. The first reason stays."""
         with self._lock:
             self._entries.setdefault(member.incarnation, member)
-            self._gone.setdefault(member.incarnation, why)
+            self._gone.setdefault(member.incarnation, departure)
 
-    def leave(self, member: Member, why: str) -> None:
+    def leave(self, member: Member, departure: Departure) -> None:
         """Say to all workers that an incarnation is no more. The first reason in the store stays."""
-        self.note_gone(member, why)
-        first = self._store.compare_set(f"gone/{member.incarnation}", "", why).decode()
+        self.note_gone(member, departure)
+        first = Departure(*json.loads(self._store.compare_set(f"gone/{member.incarnation}", "", json.dumps(departure))))
         with self._lock:
             self._gone[member.incarnation] = first
-        if first == why:
+        if first == departure:
             self._store.add("goings", 1)  # else somebody has said so already
 
     def close(self) -> None:
         """Ask the store no more, and return when no thread does."""
         self._store.close()
 
-    def gone(self, member: Member) -> str:
-        """Why this incarnation is no more; empty if it is not known to be gone."""
+    def gone(self, member: Member) -> Departure | None:
+        """How this incarnation went; None if it is not known to be gone."""
         with self._lock:
-            known = self._gone.get(member.incarnation, "")
-        if known:
+            known = self._gone.get(member.incarnation)
+        if known is not None:
             return known
         key = f"gone/{member.incarnation}"
         with contextlib.suppress(dist.DistError, RuntimeError):  # the store is gone
             if self._store.check([key]):
-                known = self._store.get(key).decode()
+                known = Departure(*json.loads(self._store.get(key)))
                 with self._lock:
                     self._gone[member.incarnation] = known
         return known

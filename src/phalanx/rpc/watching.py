@@ -78,8 +78,8 @@ class Watch:
         for member in list(self._there.values()):
             if self._stopped:
                 return
-            if why := self._agent.reach(member, _REACH_S):
-                self._note_end(member, "left" if why == "it has left" else "lost")
+            if (departure := self._agent.reach(member, _REACH_S)) is not None:
+                self._note_end(member, "left" if departure.left else "lost")
 
     def _is_watched(self, member: Member) -> bool:
         to = self._to

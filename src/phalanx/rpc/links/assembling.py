@@ -32,16 +32,12 @@ class Assembler:
 
     Attributes:
         left: whether the other side has said that it leaves. What follows is not read.
-        received: how many numbered frames have come, also by earlier connections.
-        received_bytes: how many bytes these had.
-        acknowledged: how many frames the other side has received, as it has said last.
         piece: of the large message that is coming: :meth:`receive` takes it from the socket, where it belongs. While
             there is none, :meth:`feed` takes what comes.
     """
 
     def __init__(self, session: Session, rest: bytes | bytearray = b"") -> None:
         self.left = False
-        self.received = self.received_bytes = self.acknowledged = 0
         self._session = session
         self._data = bytes(rest)
         self.piece: memoryview | None = None
@@ -52,10 +48,6 @@ class Assembler:
         self._head = b""
         self._buffers: list[memoryview] = []
         self._filled = 0  # bytes of the last of these buffers
-
-    def go_on(self, session: Session, rest: bytes | bytearray) -> None:
-        """Receive from another connection, behind the last frame that has come whole."""
-        self._session, self._data, self.piece = session, bytes(rest), None
 
     def feed(self, data: bytes) -> None:
         """Add what has come."""
@@ -72,8 +64,6 @@ class Assembler:
             Malformed: it is no message.
         """
         self._session.received += 1
-        self.received += 1
-        self.received_bytes += len(frame)
         return wire_format.small_message(frame)
 
     def receive(self, sock: socket.socket, piece: memoryview) -> tuple[int, bool]:
@@ -114,9 +104,6 @@ class Assembler:
                 break
             tag = view[end : end + TAG_BYTES]
             frame = self._session.opened(view[start:end], tag, _PREFIX.size, sha=kind == wire_format.HASHED)
-            if kind != wire_format.ACK:
-                self.received += 1
-                self.received_bytes += length
             if kind == wire_format.SMALL:
                 messages.append(wire_format.small_message(bytes(frame)))
             else:
@@ -139,8 +126,6 @@ class Assembler:
             return
         sha = self._prefix[-1] == wire_format.HASHED
         self._session.open_in_place(bytes(self._tail[:TAG_BYTES]), self._prefix, piece, sha=sha)
-        self.received += 1
-        self.received_bytes += nbytes
         self._data = bytes(self._tail[TAG_BYTES : self._got - nbytes])
         self.piece = None
         self._filled += nbytes
@@ -161,8 +146,6 @@ class Assembler:
             self._layout, self._buffers, self._head = None, [], b""
         elif kind == wire_format.END:
             self.left = True
-        elif kind == wire_format.ACK and len(body) == wire_format.COUNT.size:
-            (self.acknowledged,) = wire_format.COUNT.unpack(body)
         else:
             raise Malformed(f"a frame of kind {kind}")
 

@@ -30,12 +30,13 @@ class Receiver(Protocol):
                 what the message asks for on this thread; otherwise the call returns soon.
         """
 
-    def ended(self, link: Link, why: str) -> None:
+    def ended(self, link: Link, why: str, *, left: bool = False) -> None:
         """The other process is gone, or the way to it. The link calls this once, after the last message.
 
         Args:
             link: the link.
             why: how that was noticed, for people: ``its process has ended``, ``the connection was reset``.
+            left: the other process has said that it leaves.
         """
 
 

@@ -39,6 +39,10 @@ class _Endpoint(Structure):
 class Endpoint:
     """One end, for one thread at a time that receives, and one that sends.
 
+    Args:
+        descriptor: of the connection.
+        session: the digests of its frames.
+
     Attributes:
         send: sends a frame with its digest as far as the kernel takes it at once: ``send(number, frame, len(frame))``.
             It returns how many bytes the kernel took, or a number of errno, negative.
@@ -49,21 +53,16 @@ class Endpoint:
         look: the same for a thread that does not sleep, and keeps the interpreter's lock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, descriptor: int, session: Session) -> None:
         self._memory = ctypes.create_string_buffer(BLOCK_BYTES)
         self._view = memoryview(self._memory).cast("B")
-        self._endpoint = _Endpoint(addressof(self._memory), BLOCK_BYTES)
+        self._endpoint = _Endpoint(addressof(self._memory), BLOCK_BYTES, 0, descriptor)
         address, core = addressof(self._endpoint), rpc()
-        self._key = partial(core.phx_rpc_endpoint_key, address)
+        persons = session.outgoing_person, session.incoming_person
+        core.phx_rpc_endpoint_key(address, session.key, len(session.key), *persons)
         self.send: Callable[[int, bytes, int], int] = partial(core.phx_rpc_write, address)
         self.wait: Callable[[int, int], int] = partial(core.phx_rpc_receive, address)
         self.look: Callable[[int, int], int] = partial(rpc(holding=True).phx_rpc_receive, address)
-
-    def use(self, descriptor: int, session: Session) -> None:
-        """Go by this connection from now on. What has come over an earlier one, and was not taken, is dropped."""
-        self._endpoint.came = 0
-        self._endpoint.descriptor = descriptor
-        self._key(session.key, len(session.key), session.outgoing_person, session.incoming_person)
 
     def take(self, nbytes: int) -> bytes:
         """What has come, or its beginning; the rest of it is dropped."""

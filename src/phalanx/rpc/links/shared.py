@@ -39,6 +39,7 @@ JOIN_S = 2.0
 _COOKIE_BYTES = 16
 _SMALL_LANE, _BULK_LANE = 0, 1  # enum phx_rpc_lane
 _HERE = "this process has closed it"
+_PEER_LEFT = 2  # in the list below
 _WHY = (  # enum phx_rpc_end
     "",
     _HERE,
@@ -209,13 +210,13 @@ class SharedLink(Link):
             "pid": pid,
         }
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str, *, left: bool = False) -> None:
         with self._ending:
             if self._over:
                 return
             self._over = why
         self._hub._links.pop(self._handle, None)
-        self._hub._receiver.ended(self, why)
+        self._hub._receiver.ended(self, why, left=left)
 
 
 class SharedHub:
@@ -394,7 +395,7 @@ class SharedHub:
         link = self._links.get(handle)
         if ended:
             if link is not None:
-                link._end(_WHY[ended])
+                link._end(_WHY[ended], left=ended == _PEER_LEFT)
             return
         try:
             # To unmap a large image's own memory takes long, so that lets other threads run.

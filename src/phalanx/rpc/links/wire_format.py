@@ -7,7 +7,6 @@
     HASHED   like PIECE, but its digest is HMAC-SHA-256; the sender takes what is quicker on its processor
     DROP     the large message that is on its way ends here: its sender's time is over
     END      the sender leaves in order, and this is the last frame
-    ACK      how many frames the sender has received; this one alone is not numbered
 
 Only one large message is on its way in each direction, so its pieces need no number. The digest is the session's
 (``wire/session.py``), so nobody on the way can add, change, drop or repeat a frame.
@@ -25,8 +24,6 @@ from phalanx.rpc.message import Kind, Message
 from phalanx.wire.framing import Malformed
 
 __all__ = [
-    "ACK",
-    "COUNT",
     "DROP",
     "END",
     "HASHED",
@@ -47,8 +44,7 @@ __all__ = [
     "small_message",
 ]
 
-SMALL, LARGE, PIECE, DROP, END, ACK, HASHED = 1, 2, 3, 4, 5, 6, 7
-COUNT = struct.Struct("!Q")  # the body of ACK
+SMALL, LARGE, PIECE, DROP, END, HASHED = 1, 2, 3, 4, 5, 6
 PREFIX = struct.Struct("!IB")  # the length of what follows, without the digest; the kind of the frame
 LENGTH_BYTES = 4
 PIECE_BYTES = 1 << 16

@@ -26,7 +26,7 @@ from phalanx.rpc.torch_api import (
     torch_agent,
 )
 from phalanx.rpc.torch_api.rref import PyRRef, RRef
-from phalanx.rpc.torch_api.torch_names import api, cpp, cpp_autograd
+from phalanx.rpc.torch_api.torch_names import api, cpp, cpp_autograd, registry
 
 __all__ = ["install"]
 
@@ -63,6 +63,8 @@ def install() -> None:
     pairs = [(getattr(cpp, name), new) for name, new in stand_ins.items()]
     pairs += [(getattr(cpp_autograd, name), new) for name, new in autograd_names.STAND_INS.items()]
     pairs += [(api.RRef, RRef), (torch.futures.wait_all, futures.wait_all)]
+    pairs += [(registry._init_process_group, torch_agent.StoreGroup)]
+    pairs += [(registry._tensorpipe_exchange_and_check_all_device_maps, _exchange_device_maps)]
     replaced = {id(old): new for old, new in pairs}  # pairs keeps the old objects, and with them their ids, alive
     RRef.__module__, RRef.__qualname__ = api.__name__, "RRef"
     of_torch = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "torch"]
@@ -76,6 +78,13 @@ def install() -> None:
     gathering.count_lost()
     leaving.say_who_is_late()
     after_import("torch.distributed.optim.optimizer", _optimize_in_python)
+
+
+def _exchange_device_maps(
+    name: str, count: int, maps: Any, devices: list[Any], group: torch_agent.StoreGroup
+) -> tuple[Any, Any]:
+    exchanged: tuple[Any, Any] = group.exchange_device_maps(name, count, maps, devices)
+    return exchanged
 
 
 def _optimize_in_python(optimizer: Any) -> None:

@@ -8,7 +8,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,11 +22,11 @@ from phalanx.rpc.handlers import Handlers
 from phalanx.rpc.torch_api import current, gathering
 from phalanx.rpc.torch_api.references import References
 from phalanx.rpc.torch_api.service import Service
-from phalanx.rpc.torch_api.torch_names import cpp
+from phalanx.rpc.torch_api.torch_names import cpp, registry
 from phalanx.system.host import this_host
 from phalanx.words import tell
 
-__all__ = ["TensorPipeAgent", "check_device_maps"]
+__all__ = ["StoreGroup", "TensorPipeAgent", "check_device_maps"]
 
 _LOOK_S = 0.01
 _NAMES_S = 1800.0
@@ -78,8 +78,9 @@ class TensorPipeAgent:
         self.leaks: list[str] = []
         one_host = False
         _agree_on_membership(store, bool(world_size))
+        group = StoreGroup(PrefixStore("phalanx", store), worker_id, world_size or 1)
         if world_size:
-            self._infos, one_host = _meet_all(store, name, worker_id, world_size, self.timeout_s)
+            self._infos, one_host = _meet_all(group, name, self.timeout_s)
         address = session.own_address(one_host=one_host)
         self.phalanx: Agent = session.begin(
             PrefixStore("phalanx", store), name, worker_id, address, self.timeout_s or float("inf")
@@ -98,9 +99,7 @@ class TensorPipeAgent:
             begun.callback(self.references.close)
             self._service = Service(self)
             if world_size:  # nobody calls a worker that is not in the directory yet, or serves nothing
-                there = PrefixStore("phalanx/there", store)
-                there.set(str(worker_id), "")
-                _wait_for(there, range(world_size), self.timeout_s)
+                group.exchange("there", "", self.timeout_s)
             else:
                 for member in self.phalanx.members():
                     self._infos[member.name] = cpp.WorkerInfo(member.name, member.rank)
@@ -268,23 +267,64 @@ def _agree_on_membership(store: Store, is_static: bool) -> None:
         )
 
 
-def _meet_all(store: Store, name: str, rank: int, world_size: int, timeout_s: float) -> tuple[dict[str, Any], bool]:
+class StoreGroup:
+    """The workers of a static group, as they exchange texts through the store of ``init_rpc``.
+
+    It stands in for the Gloo group that torch makes for this.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self._store, self._rank, self._size = PrefixStore("phalanx/group", store), rank, world_size
+
+    def exchange(self, name: str, text: str, timeout_s: float = 0.0) -> list[str]:
+        """Say a text, and return those of all workers, by rank. Every worker calls it, once for a name."""
+        keys = [f"{name}/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], text)
+        self._store.wait(keys, datetime.timedelta(seconds=timeout_s or _NAMES_S))
+        return [value.decode() for value in self._store.multi_get(keys)]
+
+    def barrier(self) -> StoreGroup:
+        """Wait for all workers."""
+        self.exchange("barrier", "")
+        return self
+
+    def wait(self) -> None:
+        """The barrier has waited."""
+
+    def exchange_device_maps(
+        self, name: str, count: int, maps: Mapping[str, Any], devices: list[Any]
+    ) -> tuple[Any, Any]:
+        """Check the device maps of all workers: the reverse of those that lead here, and this worker's devices."""
+        said = json.dumps([name, count, {to: _as_texts(pairs) for to, pairs in maps.items()}, list(map(str, devices))])
+        names, counts, all_maps, all_devices = list[str](), {}, {}, {}
+        for text in self.exchange("devices", said):
+            other, counts[other], maps_there, devices_there = json.loads(text)
+            names.append(other)
+            all_maps[other] = {to: {torch.device(a): torch.device(b) for a, b in at} for to, at in maps_there.items()}
+            all_devices[other] = list(map(torch.device, devices_there))
+        registry._validate_device_maps(names, counts, all_maps, all_devices)
+        reverse = registry._create_reverse_mapping(name, names, all_maps)
+        return reverse, registry._create_device_list(devices, maps, reverse)
+
+
+def _as_texts(pairs: Mapping[Any, Any]) -> list[tuple[str, str]]:
+    return [(str(here), str(there)) for here, there in pairs.items()]
+
+
+def _meet_all(group: StoreGroup, name: str, timeout_s: float) -> tuple[dict[str, Any], bool]:
     """The workers of a static group, each of which says its name, and whether all are on one host.
 
     Raises:
         InitializationError: two have the same name.
     """
-    names = PrefixStore("phalanx/names", store)
     network = ""
     with contextlib.suppress(OSError):
         network = os.readlink("/proc/self/ns/net")  # containers of one host may have loopback addresses of their own
     where = f"{this_host()} {network}"
-    names.set(str(rank), json.dumps([name, where]))
     found: dict[str, Any] = {}
     places: set[str] = set()
-    _wait_for(names, range(world_size), timeout_s)
-    for other in range(world_size):
-        other_name, place = json.loads(names.get(str(other)))
+    for other, said in enumerate(group.exchange("names", json.dumps([name, where]), timeout_s)):
+        other_name, place = json.loads(said)
         if other_name in found:
             raise InitializationError(
                 f"RPC worker name {other_name} is not unique: the workers {found[other_name].id} and {other} have it"
@@ -292,10 +332,6 @@ def _meet_all(store: Store, name: str, rank: int, world_size: int, timeout_s: fl
         found[other_name] = cpp.WorkerInfo(other_name, other)
         places.add(place)
     return found, len(places) == 1
-
-
-def _wait_for(store: Store, keys: Iterable[int], timeout_s: float) -> None:
-    store.wait([str(key) for key in keys], datetime.timedelta(seconds=timeout_s or _NAMES_S))
 
 
 _gil_profiling = False
