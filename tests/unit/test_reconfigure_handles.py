@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.c10d.reconfigure_handles import Handle, digest, ordered
+from phalanx.c10d.reconfigurable import Handle, digest, ordered
 from phalanx.errors import ArgumentError
 
 

@@ -1,15 +1,12 @@
-"""The collectives of c10d over a communicator.
+"""The collectives and messages of c10d over a communicator.
 
 Each method unpacks torch's options and tensor lists, makes buffers contiguous, and hands a blocking call to a
-:class:`Communicator`; ``base.py`` keeps their order. They take all arguments by position, tensors of torch's own types,
-and no timeout: ``dispatcher.py`` sees to that.
-
-An attached Gloo group serves sparse tensors, and the C++ virtuals that cannot be overridden from Python.
+``Communicator``. It takes all arguments by position, plain tensors, and no timeout: ``dispatcher.py`` sees to that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,10 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.c10d.base import BaseProcessGroup
-from phalanx.c10d.by_device import by_device
-from phalanx.c10d.checks import SUM
-from phalanx.c10d.stand_ins import (
+from phalanx.c10d.arguments import (
+    SUM,
+    Checks,
     all_dense,
     apart,
     apart_from_whole,
@@ -32,27 +28,49 @@ from phalanx.c10d.stand_ins import (
     into,
     separate,
 )
-from phalanx.c10d.uncompiled import uncompiled
-from phalanx.c10d.watched import is_watched
-from phalanx.errors import ArgumentError
+from phalanx.c10d.messages import Messages
+from phalanx.c10d.progress import Progress
+from phalanx.c10d.torch_versions import uncompiled
+from phalanx.c10d.work import DoneWork, MessageWork
+from phalanx.diagnosis.call_site import call_site
+from phalanx.errors import ArgumentError, PhalanxError
+from phalanx.transports.contract import Communicator, Message, message_text
+from phalanx.transports.hierarchical.gloo import GlooOnDemand
 from phalanx.transports.layout import split_counts
 
 __all__ = ["Collectives"]
 
 
 @uncompiled
-class Collectives(BaseProcessGroup):
-    """A process group over a communicator, as it is behind the fronts of ``process_group.py``."""
+class Collectives:
+    """The operations of a process group, behind the fronts of ``dispatcher.py``.
+
+    Attributes:
+        _calls: the communicator, or what records its calls.
+        _summed: the dtypes that it sums.
+        _start: runs an operation, or queues it and returns its ``Work`` (``process_group.py``).
+    """
+
+    _rank: int
+    _size: int
+    _communicator: Communicator
+    _calls: Any
+    _check: Checks
+    _gloo: GlooOnDemand
+    _messages: Messages
+    _progress: Progress
+    _start: Callable[..., Any]
+    _summed: frozenset[torch.dtype]
+    _within: Callable[..., Any]
 
     # -- reductions --------------------------------------------------------------------------------
 
-    @by_device()
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         reduce_op = opts.reduceOp
         # The usual case comes first, in as few steps as possible: each of them is paid in every call.
         usual = reduce_op == dist.ReduceOp.SUM and len(tensors) == 1 and not opts.asyncOp
-        if usual and self.sum_in_place(tensors[0]):
-            return None
+        if usual and self._summable(tensors[0]):
+            return self._sum_now(tensors[0])
         if any(tensor.is_sparse for tensor in tensors):
             return self._start(
                 opts.asyncOp, tensors, lambda: self._gloo.get().allreduce(tensors, opts).wait(), urgent=True
@@ -68,15 +86,7 @@ class Collectives(BaseProcessGroup):
 
         return self._start(opts.asyncOp, tensors, reduce_each)
 
-    def sum_in_place(self, tensor: torch.Tensor) -> bool:
-        """All-reduce one tensor here and now, if it is of the usual kind: True. Else do nothing: False.
-
-        ``allreduce`` does this for most calls, and ``Group.all_reduce`` calls it directly, without torch's own checks.
-        While somebody watches it does nothing, since torch's dispatcher, or a mode for torch's functions, must then see
-        the call.
-        """
-        if is_watched() or torch._C._len_torch_function_stack() or not self._summable(tensor):
-            return False
+    def _sum_now(self, tensor: torch.Tensor) -> None:
         progress = self._progress
         with progress.running:
             if not progress.busy:
@@ -84,11 +94,10 @@ class Collectives(BaseProcessGroup):
                 try:
                     if not progress.queue:
                         self._calls.all_reduce(tensor, SUM)
-                        return True
+                        return
                 finally:
                     progress.busy = False
         progress.run(self._calls.all_reduce, tensor, SUM)
-        return True
 
     def _summable(self, tensor: torch.Tensor) -> bool:
         """Whether the communicator can sum the tensor as it is."""
@@ -96,11 +105,9 @@ class Collectives(BaseProcessGroup):
         plain = tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
         return plain and tensor.dtype in self._summed and tensor.is_contiguous() and not tensor.is_neg()
 
-    @by_device()
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         return Collectives.allreduce(self, tensors, opts)
 
-    @by_device()
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         root = self._check.peer(opts.rootRank)
         if not opts.asyncOp and opts.reduceOp == dist.ReduceOp.SUM and len(tensors) == 1 and self._summable(tensors[0]):
@@ -117,7 +124,6 @@ class Collectives(BaseProcessGroup):
 
         return self._start(opts.asyncOp, tensors, reduce_one)
 
-    @by_device()
     def reduce_scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any) -> Any:
         name = "reduce_scatter"
         (output,), inputs = self._check.one(name, outputs), input_lists[0]
@@ -125,7 +131,6 @@ class Collectives(BaseProcessGroup):
         self._check.one_per_rank(name, inputs, output)
         return self._start(opts.asyncOp, outputs, lambda: self._reduce_blocks(output, inputs, op, factor))
 
-    @by_device()
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         usual = opts.reduceOp == dist.ReduceOp.SUM and not opts.asyncOp
         if usual and self._summable(output) and self._summable(tensor) and apart_from_whole(output, tensor, self._rank):
@@ -135,7 +140,6 @@ class Collectives(BaseProcessGroup):
 
     reduce_scatter_single = _reduce_scatter_base
 
-    @by_device("_reduce_scatter_base", one_by_one=True)
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
     ) -> Any:
@@ -173,7 +177,6 @@ class Collectives(BaseProcessGroup):
 
     # -- copies ------------------------------------------------------------------------------------
 
-    @by_device()
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         body, root = self._calls.broadcast, self._check.peer(opts.rootRank)
         self._check.on_cpu(tensors)
@@ -186,7 +189,6 @@ class Collectives(BaseProcessGroup):
 
         return self._start(opts.asyncOp, tensors, broadcast_each)
 
-    @by_device()
     def allgather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
         (tensor,), outputs = self._check.one("all_gather", inputs), output_lists[0]
         self._check.on_cpu([tensor])
@@ -195,7 +197,6 @@ class Collectives(BaseProcessGroup):
             return self._progress.run(self._calls.all_gather, outputs, tensor)
         return self._start(opts.asyncOp, outputs, lambda: self._gather_into(outputs, tensor))
 
-    @by_device()
     def allgather_coalesced(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
         columns = [list(column) for column in zip(*output_lists, strict=True)]
         for outputs, tensor in zip(columns, inputs, strict=True):
@@ -221,13 +222,11 @@ class Collectives(BaseProcessGroup):
 
         into(outputs, gather)
 
-    @by_device()
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         return Collectives.all_gather_single_coalesced(self, [output], [tensor], opts)
 
     all_gather_single = _allgather_base
 
-    @by_device("_allgather_base", one_by_one=True)
     def all_gather_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Any:
         self._check.on_cpu([*outputs, *inputs])
         for output, tensor in zip(outputs, inputs, strict=True):
@@ -247,7 +246,6 @@ class Collectives(BaseProcessGroup):
 
         return self._start(opts.asyncOp, outputs, gather_each)
 
-    @by_device()
     def gather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
         (tensor,), root, body = self._check.one("gather", inputs), self._check.peer(opts.rootRank), self._calls.gather
         self._check.on_cpu([tensor])
@@ -263,7 +261,6 @@ class Collectives(BaseProcessGroup):
             return self._progress.run(body, outputs, tensor, root)
         return self._start(opts.asyncOp, outputs, lambda: self._gather_into(outputs, tensor, root))
 
-    @by_device()
     def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, opts: Any) -> Any:
         """``gather`` into one tensor, as of torch 2.15. The ``output`` of ranks other than the root is ignored."""
         root, body, ready = self._check.peer(opts.rootRank), self._calls.gather_single, as_it_is(tensor)
@@ -288,7 +285,6 @@ class Collectives(BaseProcessGroup):
             return self._start(opts.asyncOp, [], lambda: gather_one(None))
         return self._start(opts.asyncOp, [output], partial(in_place, output, gather_one))
 
-    @by_device()
     def scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any) -> Any:
         root, body = self._check.peer(opts.rootRank), self._calls.scatter
         (output,) = self._check.one("scatter", outputs)
@@ -311,7 +307,6 @@ class Collectives(BaseProcessGroup):
 
         return self._start(opts.asyncOp, outputs, lambda: into([output], scatter_one))
 
-    @by_device()
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Any:
         self._check.exchange(outputs, inputs)
         body = self._calls.all_to_all
@@ -324,7 +319,6 @@ class Collectives(BaseProcessGroup):
 
         return self._start(opts.asyncOp, outputs, lambda: into(outputs, exchange))
 
-    @by_device("alltoall_base")
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -370,3 +364,62 @@ class Collectives(BaseProcessGroup):
             self._progress.run(self._calls.barrier)
         else:
             self._progress.run(self._within(timeout, self._calls.barrier))
+
+    # -- point to point ----------------------------------------------------------------------------
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Any:
+        (tensor,) = self._check.one("send", tensors)
+        self._check.on_cpu(tensors)
+        self._messages.refuse_if_closed()
+        self._check.peer(dst)
+        return self._begin(self._calls.send, "send to", dense(tensor), dst, tag, tensors, [])
+
+    def recv(self, tensors: list[torch.Tensor], src: int | None, tag: int = 0) -> Any:
+        (tensor,) = self._check.one("recv", tensors)
+        self._check.on_cpu(tensors)
+        self._messages.refuse_if_closed()
+        self._check.peer(src)
+        self._check.can_be_written("recv", tensor)
+        buffer = tensor if as_it_is(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
+        write_back = [] if buffer is tensor else [tensor, buffer]
+        return self._begin(self._calls.recv, "recv from", buffer, src, tag, tensors, write_back)
+
+    def send_now(self, tensor: torch.Tensor, dst: int, tag: int) -> bool:
+        """Send it and return True, or do nothing; for ``Group.send``. The quick methods (``quick.py``) do it."""
+        return False
+
+    def recv_now(self, tensor: torch.Tensor, src: int, tag: int) -> bool:
+        """Receive it and return True, or do nothing; for ``Group.recv``, likewise."""
+        return False
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
+        return Collectives.recv(self, tensors, None, tag)
+
+    def _begin(
+        self,
+        start: Callable[[torch.Tensor, int | None, int], Message],
+        verb: str,
+        tensor: torch.Tensor,
+        peer: int | None,
+        tag: int,
+        tensors: list[torch.Tensor],
+        write_back: list[torch.Tensor],
+    ) -> dist.Work:
+        """Start a message, and have it looked after from then on."""
+        try:
+            message = start(tensor, peer, tag)
+            if message.done:
+                return DoneWork(tensors)
+            work = MessageWork(message, tensors, write_back)
+            self._messages.look_after(work)
+            return work
+        except PhalanxError:  # it was refused, and not begun
+            raise
+        except BaseException:
+            # What a signal's handler has raised may have come between the transport, which has the message, and
+            # look_after(). Nobody knows of that message, and it would take the place of the next one.
+            self._messages.hold(tensor)
+            site = call_site()
+            words = message_text(verb, str(peer) if peer is not None else "", tensor)
+            self._communicator.give_up(tensor, f"{words} at {site}" if site else words)
+            raise

@@ -13,7 +13,6 @@ import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from phalanx import settings
-from phalanx.c10d.ddp_parameters import name_parameters
 from phalanx.c10d.hooked import group_class
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.quick import quicken, quicken_messages
@@ -91,7 +90,6 @@ def create_process_group(
             member = Membership(own, rank, size, timeout, group_name, ranks)
             group = MixedProcessGroup(member, *arguments)
         group.record(recorded or ranks)
-        name_parameters()
         return group
 
     def gloo_in(store: Store, one_host: bool = True, own: int | None = None) -> GlooOnDemand:

@@ -1,4 +1,4 @@
-"""Point-to-point messages of one group as torch's ``Work``, and the thread that moves those that no thread waits for.
+"""The messages of one group that are under way, and the thread that moves those that no thread waits for.
 
 A message moves whenever its rank calls into the group's messages. One that is neither done nor waited for after two
 milliseconds is taken over by a thread, so that a rank that computes, or waits in a collective of another group, still
@@ -13,176 +13,20 @@ import queue
 import threading
 import time
 import weakref
-from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from phalanx.c10d.leaving import end_before_the_interpreter
-from phalanx.c10d.uncompiled import uncompiled
-from phalanx.diagnosis import call_site
-from phalanx.errors import BackendError, ClosedError, CollectiveTimeout, PhalanxError
+from phalanx.c10d.work import MessageWork
+from phalanx.errors import BackendError, ClosedError
 from phalanx.system.threads import start
-from phalanx.transports.contract import Communicator, Message
+from phalanx.transports.contract import Communicator
 from phalanx.words import tell
 
-__all__ = ["DoneWork", "MessageWork", "Messages"]
+__all__ = ["Messages"]
 
 PATIENCE_S = 0.002
 LEAVING_S = 1.0  # how long a group that closes waits for threads that are in a call about a message
-
-
-@uncompiled
-class DoneWork(dist.Work):
-    """The handle of a send that was done when it was called, as most small ones are."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._tensors = tensors
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def exception(self) -> BaseException | None:
-        return None
-
-    def synchronize(self) -> None:
-        pass
-
-    def result(self) -> list[torch.Tensor]:
-        return self._tensors
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self._tensors)
-        return future
-
-
-@uncompiled
-class MessageWork(dist.Work):
-    """The handle of one send or receive, for the script's threads and the thread of :class:`Messages`.
-
-    ``_base``, ``_completed`` and ``_write_back`` are written under ``_lock``, and also read without it: each changes at
-    most once, ``_write_back`` only when the tensor has its data.
-    """
-
-    def __init__(self, message: Message, tensors: list[torch.Tensor], write_back: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._message = message
-        self._tensors = tensors
-        self._write_back = write_back
-        self._lock = threading.Lock()
-        self._base: torch.futures.Future[Any] | None = None
-        self._completed = False
-        # The thread of Messages may be the first to find that the message failed, and its own stack does not show the
-        # call. This costs half a microsecond, while the message is under way.
-        self._site = call_site.capture(2)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the message is done; True.
-
-        Raises:
-            CollectiveTimeout: it is still under way after ``timeout``. It goes on; wait again.
-            PhalanxError: the message failed; this is its error.
-        """
-        seconds = timeout.total_seconds() if timeout is not None else 0.0
-        try:
-            done = self._message.wait(seconds if seconds > 0 else None)
-        except PhalanxError:
-            self._settle(False)
-            raise
-        if not done:
-            raise CollectiveTimeout(
-                f"the message is still under way after {seconds:.3f} s; it goes on, and can be waited for again",
-                elapsed_s=seconds,
-            )
-        self._settle(True)
-        return True
-
-    def is_completed(self) -> bool:
-        return self._ask()[0]
-
-    def is_success(self) -> bool:
-        done, error = self._ask()
-        return done and error is None
-
-    def exception(self) -> BaseException | None:
-        return self._ask()[1]
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[torch.Tensor]:
-        return self._tensors
-
-    def source_rank(self) -> int:
-        return self._message.source
-
-    def _source_rank(self) -> int:
-        return self._message.source
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the tensors, or of the error, which is raised in a callback: see ``Operation.future`` for why.
-
-        A caller that has a future waits, so the group's timeout counts from here.
-        """
-        with self._lock:
-            if self._base is None:
-                self._base = torch.futures.Future()
-            base = self._base
-        outcome = base.then(self._outcome)
-        if not self.is_completed():
-            self._message.expect()
-        return outcome
-
-    def attend(self) -> bool:
-        """Do what can be done now; whether nothing is left to do. Called by the thread of :class:`Messages`."""
-        call_site.running.site = self._site
-        try:
-            return self._ask(watch=self._base is not None)[0]
-        except RuntimeError:  # torch cannot write to the tensor: who waits for the message tries again, and is told
-            return True
-        finally:
-            call_site.running.site = None
-
-    def _ask(self, watch: bool = True) -> tuple[bool, PhalanxError | None]:
-        """Whether it is done, and with what error."""
-        try:
-            done = self._message.test(watch)
-        except PhalanxError as error:
-            self._settle(False)
-            return True, error
-        if done:
-            self._settle(True)
-        return done, None
-
-    def _settle(self, success: bool) -> None:
-        """Copy the data of a message that is done into the user's tensor, and complete the future."""
-        if not self._write_back and (self._base is None or self._completed):
-            return
-        with self._lock:
-            if self._write_back:
-                if success:
-                    tensor, stand_in = self._write_back
-                    tensor.detach().copy_(stand_in)
-                self._write_back = []
-            base = None if self._completed else self._base
-            self._completed = self._base is not None
-        if base is not None:
-            base.set_result(None)
-
-    def _outcome(self, _: object) -> list[torch.Tensor]:
-        error = self.exception()
-        if error is not None:
-            raise error
-        return self._tensors
 
 
 class Messages:

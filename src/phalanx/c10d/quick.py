@@ -23,7 +23,7 @@ from torch.autograd import profiler
 from torch.utils import _python_dispatch
 
 from phalanx.c10d.hooked import HookedProcessGroup
-from phalanx.c10d.messages import DoneWork
+from phalanx.c10d.work import DoneWork
 from phalanx.diagnosis.call_site import inside, shape_word
 from phalanx.native.core import addresses, quick_entry
 from phalanx.transports.reductions import OP_NAMES, reducible

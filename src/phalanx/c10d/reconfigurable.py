@@ -17,36 +17,34 @@ torch's hooks (its flight recorder, its check for NaN) do not see these groups, 
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
+import re
+import secrets
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
+from phalanx import settings
 from phalanx.c10d.create import create_process_group
-from phalanx.c10d.hooked import CALLS
-from phalanx.c10d.messages import DoneWork
+from phalanx.c10d.dispatcher import OPERATIONS
+from phalanx.c10d.hooked import PythonBackend
 from phalanx.c10d.process_group import PhalanxProcessGroup
-from phalanx.c10d.reconfigure_handles import Handle, digest, ordered
-from phalanx.c10d.uncompiled import uncompiled
+from phalanx.c10d.torch_versions import uncompiled
+from phalanx.c10d.work import DoneWork
 from phalanx.errors import ArgumentError, ClosedError, InitializationError
 
 __all__ = ["ReconfigurableProcessGroup"]
 
-_COLLECTIVES = (
-    *CALLS,
-    "all_to_all_single",
-    "all_gather_single_coalesced",
-    "gather_single",
-    "reduce_scatter_single_coalesced",
-)
 # What the present group does; all others of torch's methods are about the name, or go to the backend below.
 _HANDED_ON = (
-    *_COLLECTIVES,
+    *OPERATIONS,
     "_start_coalescing",
     "_end_coalescing",
     "_set_sequence_number_for_group",
@@ -55,15 +53,82 @@ _HANDED_ON = (
 )
 
 
-class _Backend(Backend):
+_TOKEN_BYTES = 8
+_TEXT = re.compile(r"phalanx:(0|[1-9][0-9]{0,9}):([0-9a-f]{16})", re.ASCII)
+
+
+@dataclass(frozen=True, order=True)
+class Handle:
+    """A process's side of a group, by which processes name each other.
+
+    It stays the same through reconfigurations; a process that is started in place of a lost one has another. Programs
+    pass handles on in ways of their own, so what comes back is checked.
+
+    Attributes:
+        rank: the rank that it was given when it made the group; several may have been given the same.
+        token: what no other process has.
+    """
+
+    rank: int
+    token: str
+
+    @classmethod
+    def new(cls, rank: int) -> Handle:
+        """The handle of this process's side of a group that it makes now."""
+        return cls(rank, secrets.token_hex(_TOKEN_BYTES))
+
+    @classmethod
+    def parse(cls, text: str) -> Handle:
+        """A handle of another process, as it was passed on.
+
+        Raises:
+            ArgumentError: it is none.
+        """
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise ArgumentError(
+                f"{text[:80]!r} is not a handle of a group of Phalanx: give what "
+                "torch.distributed._get_reconfigure_handle() returned on each process, unchanged"
+            )
+        return cls(int(match[1]), match[2])
+
+    def __str__(self) -> str:
+        return f"phalanx:{self.rank}:{self.token}"
+
+
+def ordered(texts: Collection[str]) -> list[Handle]:
+    """The members of a group in the order of their new ranks.
+
+    Args:
+        texts: one handle for each. The order of a list is kept; those of a set are sorted by the ranks that they were
+            given first.
+
+    Raises:
+        ArgumentError: the list is empty, a handle stands in it twice, or a text is not a handle.
+    """
+    handles = [Handle.parse(text) for text in texts]
+    if not handles:
+        raise ArgumentError("reconfigure: a group has one rank at least; got no handle")
+    if len(set(handles)) < len(handles):
+        twice = next(handle for handle in handles if handles.count(handle) > 1)
+        raise ArgumentError(
+            f"reconfigure: the handle {twice} is listed twice; give that of each process once (a process that was "
+            "started anew has a new one)"
+        )
+    return handles if isinstance(texts, (list, tuple)) else sorted(handles)
+
+
+def digest(handles: Collection[Handle]) -> str:
+    """A short text that is the same on all processes that give the same members in the same order."""
+    return hashlib.sha256(" ".join(map(str, handles)).encode()).hexdigest()[:32]
+
+
+class _Backend(PythonBackend):
     """What torch's dispatcher and programs that ask for the group's backend call: the group itself.
 
     torch keeps the backends of a group for good, and so each constellation's own cannot be given to it.
     """
 
-    # torch asks for these without end where a class written in Python leaves them to it.
-    supports_coalescing = supports_shrinking = supports_splitting = supports_window = False
-    _supports_time_estimate = False
     supports_reconfigure = True
 
     def __init__(self, group: ReconfigurableProcessGroup) -> None:
@@ -76,9 +141,6 @@ class _Backend(Backend):
         if group is None:
             raise ClosedError("the backend of a process group was used after the group was gone")
         return group
-
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return self.group.getBackendName()
 
     def rank(self) -> int:
         return self.group.getRank()
@@ -133,7 +195,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
         self._set_group_name(group_name)  # type: ignore[arg-type]  # GroupName, which torch 2.9 lacks
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return "phalanx" if self._backend_name == "gloo" else self._backend_name
+        return settings.BACKEND if self._backend_name == "gloo" else self._backend_name
 
     def _get_backend_name(self) -> str:
         return self._backend_name
@@ -276,5 +338,5 @@ def _of_backend(name: str) -> Callable[..., Any]:
 for _name in _HANDED_ON:
     setattr(ReconfigurableProcessGroup, _name, _before_the_first(_name))
 uncompiled(ReconfigurableProcessGroup)
-for _name in _COLLECTIVES:
+for _name in OPERATIONS:
     setattr(_Backend, _name, _of_backend(_name))

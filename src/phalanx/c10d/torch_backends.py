@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
-from phalanx.c10d.base import BaseProcessGroup
+from phalanx.c10d.collectives import Collectives
 from phalanx.c10d.shared_device import note_device, refused_by_nccl, tell_if_shared
 from phalanx.c10d.stalled_calls import StalledCalls
 from phalanx.diagnosis import recorder
@@ -160,7 +160,7 @@ def _replace(name: str, call: Any) -> None:
 def _collective(own: Callable[..., Any], kind: int, tensors_at: int) -> Callable[..., Any]:
     @functools.wraps(own)
     def call(group: Any, *arguments: Any, **named: Any) -> Any:
-        if isinstance(group, BaseProcessGroup):
+        if isinstance(group, Collectives):
             return own(group, *arguments, **named)
         ticket, hold = 0, False
         with contextlib.suppress(Exception):
@@ -186,7 +186,7 @@ def _message(own: Callable[..., Any], kind: int, *, has_peer: bool) -> Callable[
     @functools.wraps(own)
     def call(group: Any, tensors: Any, *arguments: Any, **named: Any) -> Any:
         work = own(group, tensors, *arguments, **named)
-        if work is None or isinstance(group, BaseProcessGroup):
+        if work is None or isinstance(group, Collectives):
             return work
         with contextlib.suppress(Exception):
             peer = int(arguments[0] if arguments else next(iter(named.values()))) if has_peer else -1
@@ -403,7 +403,7 @@ def _look_at(identity: int) -> None:
 def _group_of_name(name: str) -> RecordedGroup | None:
     """The recorded group of torch's name; None if it is Phalanx's, which records by itself, or gone."""
     group = next((group for group, own in c10d._world.pg_names.items() if own == name), None)
-    known = None if group is None or isinstance(group, BaseProcessGroup) else _group(group)
+    known = None if group is None or isinstance(group, Collectives) else _group(group)
     return None if known is None else known.recorded
 
 

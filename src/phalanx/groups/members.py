@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 import torch
 import torch.distributed as dist
 
-from phalanx.c10d.uncompiled import uncompiled
+from phalanx.c10d.torch_versions import uncompiled
 from phalanx.wrong_arguments import explained
 
 __all__ = ["Members"]
