@@ -26,7 +26,7 @@ __all__ = [
     "dense",
     "disjoint",
     "in_place",
-    "into",
+    "moving",
     "separate",
 ]
 
@@ -206,11 +206,16 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if a communicator can take it as it is, else a copy; without its gradient history."""
-    if as_it_is(tensor) and not tensor.requires_grad:
-        return tensor
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+def dense(tensor: torch.Tensor, factor: float | None = None) -> torch.Tensor:
+    """The tensor itself if a communicator can take it as it is, else a copy; without its gradient history.
+
+    Args:
+        tensor: strided, on the CPU.
+        factor: by which it is multiplied, in a copy.
+    """
+    if not as_it_is(tensor) or tensor.requires_grad:
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return tensor if factor is None else tensor * factor
 
 
 def all_dense(tensors: Sequence[torch.Tensor]) -> bool:
@@ -272,10 +277,40 @@ def in_place(tensor: torch.Tensor, body: Callable[[torch.Tensor], None]) -> None
     tensor.detach().copy_(stand_in)
 
 
-def into(outputs: Sequence[torch.Tensor], body: Callable[[list[torch.Tensor]], None]) -> None:
-    """Run ``body`` on buffers to be filled: the outputs themselves, or stand-ins that are copied back."""
-    buffers = [output if as_it_is(output) else torch.empty(output.shape, dtype=output.dtype) for output in outputs]
-    body(buffers)
-    for output, buffer in zip(outputs, buffers, strict=True):
-        if buffer is not output:
-            output.detach().copy_(buffer)
+def moving(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    body: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
+    own: int | None,
+    factor: float | None = None,
+) -> Callable[[], None]:
+    """A function that runs ``body`` on outputs and inputs, or on copies in the place of those that it cannot take.
+
+    Args:
+        outputs: to be filled. Those with gaps have a stand-in that is copied back.
+        inputs: to be read. All of them are copied if ``body`` could overwrite one before it has read it.
+        body: the collective.
+        own: the part of the larger side that may be the same memory as the smaller side; None if none may.
+        factor: by which the inputs are multiplied first, in copies.
+    """
+
+    def move() -> None:
+        given = [dense(tensor, factor) for tensor in inputs]
+        buffers = [output if as_it_is(output) else torch.empty(output.shape, dtype=output.dtype) for output in outputs]
+        body(buffers, given if _are_apart(buffers, given, own) else [tensor.clone() for tensor in given])
+        for output, buffer in zip(outputs, buffers, strict=True):
+            if buffer is not output:
+                output.detach().copy_(buffer)
+
+    return move
+
+
+def _are_apart(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor], own: int | None) -> bool:
+    if own is None:
+        return disjoint(ones, others)
+    if len(ones) != 1:
+        ones, others = others, ones
+    if len(others) != 1:
+        return apart(ones[0], others, own)
+    part, whole = sorted((ones[0], others[0]), key=lambda tensor: tensor.nbytes)
+    return apart_from_whole(part, whole, own)

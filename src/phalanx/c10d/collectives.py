@@ -25,7 +25,7 @@ from phalanx.c10d.arguments import (
     dense,
     disjoint,
     in_place,
-    into,
+    moving,
     separate,
 )
 from phalanx.c10d.messages import Messages
@@ -117,7 +117,7 @@ class Collectives:
 
         def reduce_one() -> None:
             # A tensor that is scaled needs a stand-in: those of the ranks that are not the root stay as they are.
-            source = dense(tensor) if factor is None else dense(tensor) * factor
+            source = dense(tensor, factor)
             self._calls.reduce(as_real(source), root, op)
             if self._rank == root and source.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(source)
@@ -125,11 +125,15 @@ class Collectives:
         return self._start(opts.asyncOp, tensors, reduce_one)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any) -> Any:
-        name = "reduce_scatter"
-        (output,), inputs = self._check.one(name, outputs), input_lists[0]
-        op, factor = self._check.reduction(name, outputs, opts.reduceOp)
-        self._check.one_per_rank(name, inputs, output)
-        return self._start(opts.asyncOp, outputs, lambda: self._reduce_blocks(output, inputs, op, factor))
+        (output,), inputs = self._check.one("reduce_scatter", outputs), input_lists[0]
+        op, factor = self._check.reduction("reduce_scatter", outputs, opts.reduceOp)
+        self._check.one_per_rank("reduce_scatter", inputs, output)
+        body = self._calls.reduce_scatter
+
+        def reduce(to: list[torch.Tensor], given: list[torch.Tensor]) -> None:
+            body(as_real(to[0]), [as_real(part) for part in given], op)
+
+        return self._start(opts.asyncOp, outputs, moving(outputs, inputs, reduce, self._rank, factor))
 
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         usual = opts.reduceOp == dist.ReduceOp.SUM and not opts.asyncOp
@@ -143,37 +147,18 @@ class Collectives:
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
     ) -> Any:
-        name = "reduce_scatter_single"
-        op, factor = self._check.reduction(name, outputs, opts.reduceOp)
+        op, factor = self._check.reduction("reduce_scatter_single", outputs, opts.reduceOp)
         self._check.on_cpu(inputs)
-        for output, source in zip(outputs, inputs, strict=True):
-            self._check.multiple(name, source, output)
+        body = self._calls.reduce_scatter_single
 
-        def reduce_each() -> None:
-            for output, source in zip(outputs, inputs, strict=True):
-                self._reduce_parts(output, source, op, factor)
+        def reduce(to: list[torch.Tensor], given: list[torch.Tensor]) -> None:
+            body(as_real(to[0]), as_real(given[0]), op)
 
-        return self._start(opts.asyncOp, outputs, reduce_each)
-
-    def _reduce_blocks(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int, factor: float | None
-    ) -> None:
-        blocks = [dense(t) if factor is None else dense(t) * factor for t in inputs]
-
-        def reduce(buffers: Sequence[torch.Tensor]) -> None:
-            given = blocks if apart(buffers[0], blocks, self._rank) else [block.clone() for block in blocks]
-            self._calls.reduce_scatter(as_real(buffers[0]), [as_real(block) for block in given], op)
-
-        into([output], reduce)
-
-    def _reduce_parts(self, output: torch.Tensor, whole: torch.Tensor, op: int, factor: float | None) -> None:
-        given = dense(whole) if factor is None else dense(whole) * factor
-
-        def reduce(buffers: Sequence[torch.Tensor]) -> None:
-            parts = given if apart_from_whole(buffers[0], given, self._rank) else given.clone()
-            self._calls.reduce_scatter_single(as_real(buffers[0]), as_real(parts), op)
-
-        into([output], reduce)
+        moves = []
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self._check.multiple("reduce_scatter_single", tensor, output)
+            moves.append(moving([output], [tensor], reduce, self._rank, factor))
+        return self._start(opts.asyncOp, outputs, partial(_one_after_another, moves))
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -182,12 +167,8 @@ class Collectives:
         self._check.on_cpu(tensors)
         if not opts.asyncOp and len(tensors) == 1 and as_it_is(tensors[0]):
             return self._progress.run(body, tensors[0], root)
-
-        def broadcast_each() -> None:
-            for tensor in tensors:
-                in_place(tensor, lambda buffer: body(buffer, root))
-
-        return self._start(opts.asyncOp, tensors, broadcast_each)
+        moves = [partial(in_place, tensor, lambda buffer: body(buffer, root)) for tensor in tensors]
+        return self._start(opts.asyncOp, tensors, partial(_one_after_another, moves))
 
     def allgather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
         (tensor,), outputs = self._check.one("all_gather", inputs), output_lists[0]
@@ -195,32 +176,19 @@ class Collectives:
         ready = self._check.one_per_rank("all_gather", outputs, tensor)
         if ready and not opts.asyncOp and as_it_is(tensor) and apart(tensor, outputs, self._rank):
             return self._progress.run(self._calls.all_gather, outputs, tensor)
-        return self._start(opts.asyncOp, outputs, lambda: self._gather_into(outputs, tensor))
+        return self._start(opts.asyncOp, outputs, self._gathering(outputs, tensor))
 
     def allgather_coalesced(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
-        columns = [list(column) for column in zip(*output_lists, strict=True)]
-        for outputs, tensor in zip(columns, inputs, strict=True):
+        moves = []
+        for *outputs, tensor in zip(*output_lists, inputs, strict=True):
             self._check.on_cpu([tensor])
             self._check.one_per_rank("all_gather_coalesced", outputs, tensor)
+            moves.append(self._gathering(outputs, tensor))
+        whole = [tensor for outputs in output_lists for tensor in outputs]
+        return self._start(opts.asyncOp, whole, partial(_one_after_another, moves))
 
-        def gather_each() -> None:
-            for outputs, tensor in zip(columns, inputs, strict=True):
-                self._gather_into(outputs, tensor)
-
-        return self._start(opts.asyncOp, [t for outputs in output_lists for t in outputs], gather_each)
-
-    def _gather_into(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int | None = None) -> None:
-        """All-gather; or, if ``root`` is given, gather to this rank, which is the root."""
-        source = dense(tensor)
-
-        def gather(buffers: Sequence[torch.Tensor]) -> None:
-            given = source if apart(source, buffers, self._rank) else source.clone()
-            if root is None:
-                self._calls.all_gather(buffers, given)
-            else:
-                self._calls.gather(buffers, given, root)
-
-        into(outputs, gather)
+    def _gathering(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Callable[[], None]:
+        return moving(outputs, [tensor], lambda to, given: self._calls.all_gather(to, given[0]), self._rank)
 
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         return Collectives.all_gather_single_coalesced(self, [output], [tensor], opts)
@@ -236,30 +204,24 @@ class Collectives:
             output, tensor = outputs[0], inputs[0]
             if apart_from_whole(tensor, output, self._rank):
                 return self._progress.run(body, output, tensor)
-
-        def gather_one(whole: torch.Tensor, source: torch.Tensor) -> None:
-            body(whole, source if apart_from_whole(source, whole, self._rank) else source.clone())
-
-        def gather_each() -> None:
-            for output, tensor in zip(outputs, inputs, strict=True):
-                in_place(output, partial(gather_one, source=dense(tensor)))
-
-        return self._start(opts.asyncOp, outputs, gather_each)
+        moves = [
+            moving([output], [tensor], lambda to, given: body(to[0], given[0]), self._rank)
+            for output, tensor in zip(outputs, inputs, strict=True)
+        ]
+        return self._start(opts.asyncOp, outputs, partial(_one_after_another, moves))
 
     def gather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
         (tensor,), root, body = self._check.one("gather", inputs), self._check.peer(opts.rootRank), self._calls.gather
         self._check.on_cpu([tensor])
-        if self._rank != root:
-            if output_lists:
-                raise ArgumentError("gather: only the destination rank gives a list to gather into")
-            if not opts.asyncOp and as_it_is(tensor):
-                return self._progress.run(body, None, tensor, root)
-            return self._start(opts.asyncOp, [], lambda: body(None, dense(tensor), root))
-        outputs = output_lists[0] if output_lists else []
-        ready = self._check.one_per_rank("gather", outputs, tensor)
-        if ready and not opts.asyncOp and as_it_is(tensor) and apart(tensor, outputs, self._rank):
-            return self._progress.run(body, outputs, tensor, root)
-        return self._start(opts.asyncOp, outputs, lambda: self._gather_into(outputs, tensor, root))
+        outputs, ready = output_lists[0] if output_lists else [], True
+        if self._rank == root:
+            ready = self._check.one_per_rank("gather", outputs, tensor)
+        elif output_lists:
+            raise ArgumentError("gather: only the destination rank gives a list to gather into")
+        if ready and not opts.asyncOp and as_it_is(tensor) and apart(tensor, outputs, root):
+            return self._progress.run(body, outputs or None, tensor, root)
+        move = moving(outputs, [tensor], lambda to, given: body(to or None, given[0], root), root)
+        return self._start(opts.asyncOp, outputs, move)
 
     def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, opts: Any) -> Any:
         """``gather`` into one tensor, as of torch 2.15. The ``output`` of ranks other than the root is ignored."""
@@ -267,57 +229,38 @@ class Collectives:
         self._check.on_cpu([tensor])
         if self._rank != root:
             output = None
+        elif output is None:
+            raise ArgumentError("gather_single: the destination rank must give a tensor to gather into")
         else:
-            if output is None:
-                raise ArgumentError("gather_single: the destination rank must give a tensor to gather into")
             self._check.on_cpu([output])
             self._check.multiple("gather_single", output, tensor)
             ready = ready and as_it_is(output) and apart_from_whole(tensor, output, root)
         if ready and not opts.asyncOp:
             return self._progress.run(body, output, tensor, root)
-
-        def gather_one(whole: torch.Tensor | None) -> None:
-            source = dense(tensor)
-            alone = whole is None or apart_from_whole(source, whole, root)
-            body(whole, source if alone else source.clone(), root)
-
-        if output is None:
-            return self._start(opts.asyncOp, [], lambda: gather_one(None))
-        return self._start(opts.asyncOp, [output], partial(in_place, output, gather_one))
+        outputs = [] if output is None else [output]
+        move = moving(outputs, [tensor], lambda to, given: body(to[0] if to else None, given[0], root), root)
+        return self._start(opts.asyncOp, outputs, move)
 
     def scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any) -> Any:
         root, body = self._check.peer(opts.rootRank), self._calls.scatter
         (output,) = self._check.one("scatter", outputs)
-        inputs: list[torch.Tensor] | None = None
         self._check.on_cpu([output])
-        ready = as_it_is(output)
+        inputs, ready = input_lists[0] if input_lists else [], as_it_is(output)
         if self._rank == root:
-            inputs = input_lists[0] if input_lists else []
             ready &= self._check.one_per_rank("scatter", inputs, output)
         elif input_lists:
             raise ArgumentError("scatter: only the source rank gives a list to scatter")
-        if ready and not opts.asyncOp and (inputs is None or apart(output, inputs, root)):
-            return self._progress.run(body, output, inputs, root)
-
-        def scatter_one(buffers: Sequence[torch.Tensor]) -> None:
-            sources = None if inputs is None else [dense(t) for t in inputs]
-            if sources is not None and not apart(buffers[0], sources, root):
-                sources = [source.clone() for source in sources]
-            body(buffers[0], sources, root)
-
-        return self._start(opts.asyncOp, outputs, lambda: into([output], scatter_one))
+        if ready and not opts.asyncOp and apart(output, inputs, root):
+            return self._progress.run(body, output, inputs or None, root)
+        move = moving(outputs, inputs, lambda to, given: body(to[0], given or None, root), root)
+        return self._start(opts.asyncOp, outputs, move)
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Any:
         self._check.exchange(outputs, inputs)
         body = self._calls.all_to_all
         if not opts.asyncOp and all_dense(outputs) and all_dense(inputs) and disjoint(outputs, inputs):
             return self._progress.run(body, outputs, inputs)
-
-        def exchange(buffers: Sequence[torch.Tensor]) -> None:
-            sources = [dense(t) for t in inputs]
-            body(buffers, sources if disjoint(buffers, sources) else [source.clone() for source in sources])
-
-        return self._start(opts.asyncOp, outputs, lambda: into(outputs, exchange))
+        return self._start(opts.asyncOp, outputs, moving(outputs, inputs, body, None))
 
     def all_to_all_single(
         self,
@@ -336,12 +279,8 @@ class Collectives:
         self._check.own_part("all_to_all_single", sent, expected)
         if not opts.asyncOp and all_dense((output, tensor)) and separate(output, tensor):
             return self._progress.run(body, output, tensor, expected, sent)
-
-        def exchange(whole: torch.Tensor) -> None:
-            source = dense(tensor)
-            body(whole, source if separate(whole, source) else source.clone(), expected, sent)
-
-        return self._start(opts.asyncOp, [output], lambda: in_place(output, exchange))
+        move = moving([output], [tensor], lambda to, given: body(to[0], given[0], expected, sent), None)
+        return self._start(opts.asyncOp, [output], move)
 
     def barrier(self, opts: Any) -> Any:
         if not opts.asyncOp:
@@ -423,3 +362,8 @@ class Collectives:
             words = message_text(verb, str(peer) if peer is not None else "", tensor)
             self._communicator.give_up(tensor, f"{words} at {site}" if site else words)
             raise
+
+
+def _one_after_another(moves: Sequence[Callable[[], None]]) -> None:
+    for move in moves:
+        move()
