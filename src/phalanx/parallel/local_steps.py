@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from phalanx.errors import ArgumentError
 from phalanx.parallel.exchange import Exchange, Unchanged
-from phalanx.parallel.flat import FlatTensors
+from phalanx.parallel.gradients import FlatTensors
 
 __all__ = ["OUTER", "LocalSteps", "average_optimizer"]
 
