@@ -306,11 +306,11 @@ def moving(
 
 
 def _are_apart(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor], own: int | None) -> bool:
-    if own is None:
-        return disjoint(ones, others)
     if len(ones) != 1:
         ones, others = others, ones
     if len(others) != 1:
-        return apart(ones[0], others, own)
-    part, whole = sorted((ones[0], others[0]), key=lambda tensor: tensor.nbytes)
-    return apart_from_whole(part, whole, own)
+        return disjoint(ones, others) if own is None else apart(ones[0], others, own)
+    one, other = ones[0], others[0]
+    if own is None:
+        return separate(one, other)
+    return apart_from_whole(one, other, own) if one.nbytes <= other.nbytes else apart_from_whole(other, one, own)

@@ -158,7 +158,7 @@ class Collectives:
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check.multiple("reduce_scatter_single", tensor, output)
             moves.append(moving([output], [tensor], reduce, self._rank, factor))
-        return self._start(opts.asyncOp, outputs, partial(_one_after_another, moves))
+        return self._start(opts.asyncOp, outputs, _in_turn(moves))
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class Collectives:
         if not opts.asyncOp and len(tensors) == 1 and as_it_is(tensors[0]):
             return self._progress.run(body, tensors[0], root)
         moves = [partial(in_place, tensor, lambda buffer: body(buffer, root)) for tensor in tensors]
-        return self._start(opts.asyncOp, tensors, partial(_one_after_another, moves))
+        return self._start(opts.asyncOp, tensors, _in_turn(moves))
 
     def allgather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
         (tensor,), outputs = self._check.one("all_gather", inputs), output_lists[0]
@@ -185,7 +185,7 @@ class Collectives:
             self._check.one_per_rank("all_gather_coalesced", outputs, tensor)
             moves.append(self._gathering(outputs, tensor))
         whole = [tensor for outputs in output_lists for tensor in outputs]
-        return self._start(opts.asyncOp, whole, partial(_one_after_another, moves))
+        return self._start(opts.asyncOp, whole, _in_turn(moves))
 
     def _gathering(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Callable[[], None]:
         return moving(outputs, [tensor], lambda to, given: self._calls.all_gather(to, given[0]), self._rank)
@@ -208,7 +208,7 @@ class Collectives:
             moving([output], [tensor], lambda to, given: body(to[0], given[0]), self._rank)
             for output, tensor in zip(outputs, inputs, strict=True)
         ]
-        return self._start(opts.asyncOp, outputs, partial(_one_after_another, moves))
+        return self._start(opts.asyncOp, outputs, _in_turn(moves))
 
     def gather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
         (tensor,), root, body = self._check.one("gather", inputs), self._check.peer(opts.rootRank), self._calls.gather
@@ -364,6 +364,11 @@ class Collectives:
             raise
 
 
-def _one_after_another(moves: Sequence[Callable[[], None]]) -> None:
-    for move in moves:
-        move()
+def _in_turn(moves: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    """One function that does all of them."""
+
+    def move_each() -> None:
+        for move in moves:
+            move()
+
+    return moves[0] if len(moves) == 1 else move_each
