@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from phalanx import settings
 from phalanx.c10d.hooked import group_class
 from phalanx.c10d.process_group import PhalanxProcessGroup
-from phalanx.c10d.quick import quicken, quicken_messages
+from phalanx.c10d.quick import quicken
 from phalanx.diagnosis.ends import tell_of_failure
 from phalanx.diagnosis.recorder import open_recorder
 from phalanx.system.threads import renew_engine
@@ -137,7 +137,7 @@ def create_process_group(
         gloo.on_timeout = hosts.set_timeout
         group = group_of(hosts, gloo)
         if hosts.messages.inside is not None:
-            quicken_messages(group, hosts.messages.inside, rank, size, hosts.messages.places)
+            quicken(group, hosts.messages.inside, hosts.messages.places)
         if not ranks:
             call_witness(hosts)
             handle = cast(SharedMemoryCommunicator, local).handle if local.size > 1 else None

@@ -88,16 +88,10 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         self.retire = partial(_retire, group_name, self._progress, self._messages, communicator, gloo)
         self._summed = frozenset(dtype for dtype in DTYPES if communicator.can_reduce(dtype, SUM))
         self._waits: OwnWaits | None = None
-        self._dropped: weakref.finalize[[], PhalanxProcessGroup] | None = (
-            None  # what follows its end, once it is aborted
-        )
-        self._attached = gloo.made is not None
-        kinds = dist.ProcessGroup.BackendType
-        if self._attached:
-            self._register_backend(torch.device("cpu"), kinds.GLOO, gloo.made)
-        else:
-            self._hold_name()
-        self._set_default_backend(kinds.GLOO if self._attached else kinds.UNDEFINED)
+        self._dropped: weakref.finalize[[], PhalanxProcessGroup] | None = None  # gives it back, once it is aborted
+        self._attached = False
+        self._hold_name()
+        self._set_default_backend(dist.ProcessGroup.BackendType.UNDEFINED)
         self._set_group_name(group_name)  # type: ignore[arg-type]  # GroupName, which torch 2.9 lacks
         compare_at_exit(self)
         name_parameters(PhalanxProcessGroup)
@@ -116,10 +110,10 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
             self._calls = RecordedCalls(self._communicator, self.recorded)
 
     def watch_waits(self, pids: Mapping[int, int], others: OtherHosts | None = None) -> None:
-        """Without ``phalanx run``: have a thread say for whom this rank waits, until the group is closed or dropped.
+        """Without ``phalanx run``: have a thread say for whom this rank of the world waits, until the group's end.
 
         Args:
-            pids: the process ids of this group's ranks on this host, by rank; the group is the world.
+            pids: the process ids of the ranks on this host, by rank.
             others: asks the ranks of other hosts, if there are any that can be asked.
         """
         waits = watch_own_waits(self._rank, pids, others)
@@ -132,11 +126,10 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         # For C++ alone. Where it reads gloo, DDP's logger takes the group's backend for a ProcessGroupGloo.
         return settings.BACKEND if self._backend_name == "gloo" else self._backend_name
 
-    def _get_backend_name(self) -> str:
-        return self._backend_name
-
     def name(self) -> str:
         return self._backend_name
+
+    _get_backend_name = name
 
     @property
     def engine(self) -> str:
@@ -205,11 +198,7 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         return self._attached and super()._has_hooks()
 
     def get_group_store(self) -> Store:
-        """The store in which the group's ranks met. Python cannot give it to torch's own constructor.
-
-        Raises:
-            BackendError: the group met without one, as MPI's do.
-        """
+        """The store in which the group's ranks met; groups of MPI have none. torch's constructor takes none of ours."""
         if self._store is None:
             raise BackendError(f"a group of backend {self._backend_name!r} has no store: its ranks met without one")
         return self._store
@@ -224,18 +213,10 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         devices: list[torch.device] | None = None,
         device_types: list[torch.device] | None = None,
     ) -> dist.ProcessGroup | None:
-        """A group of some of this group's ranks; every rank of this group calls it. torch's own would crash.
+        """A group of some of this group's ranks, given as group ranks; None on a rank that is not in it.
 
-        Args:
-            ranks: group ranks of the new group's members.
-            timeout: the new group's; this group's by default.
-            opts: ignored, as the options of another backend.
-            group_name: torch's name for it; by default made of this group's, and of how often it was split.
-            group_desc: its description.
-            devices, device_types: ignored: the new group serves the devices of this one. The second is torch 2.15's.
-
-        Returns:
-            The new group, or None on a rank that is not in it.
+        Every rank of this group calls it. torch's own would crash. The options of other backends and the devices are
+        ignored: the new group serves those of this one.
 
         Raises:
             RankError: this group has no such rank.
@@ -258,13 +239,9 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
     def _start(
         self, asynchronous: bool, result: list[torch.Tensor], body: Callable[[], None], urgent: bool | None = None
     ) -> Any:
-        """Run an operation here and now, or queue it and return its ``Work``.
+        """Run an operation here and now, or queue it and return its ``Work``; ``result`` has its tensors.
 
-        Args:
-            asynchronous: queue it.
-            result: its tensors.
-            body: what it does.
-            urgent: a thread begins with it at once; by default if the tensors are large.
+        Of an urgent one a thread makes a start at once; by default one of large tensors is.
         """
         if not asynchronous:
             return self._progress.run(body)
@@ -337,13 +314,12 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         """Finish what is queued and give back the communicator. ``destroy_process_group`` calls it.
 
         Called by a signal handler that has interrupted an operation of this group, it ends that operation with an
-        error, and gives back the communicator once the operation has left it. In a process that was forked from the
-        group's own it does nothing.
+        error. In a process that was forked from the group's own it does nothing.
 
         Raises:
-            CollectiveMismatch, PeerLost: the ranks' last calls differ, which no call before could find: a broadcast's
-                root waits for nobody. The group is given back all the same. While another exception is on its way out
-                nothing is compared, and ranks that wait for this one are told that exception.
+            CollectiveMismatch, PeerLost: the ranks' last calls differ, which no call before could find. The group is
+                given back all the same. While another exception is on its way out nothing is compared, and ranks that
+                wait for this one are told that exception.
         """
         if self._progress.inherited:
             # Gloo's destructor would wait for threads that are not in this process.

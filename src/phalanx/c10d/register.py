@@ -31,7 +31,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from phalanx import settings
-from phalanx.errors import ArgumentError, InitializationError
+from phalanx.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -79,8 +79,6 @@ def register() -> None:
         from phalanx.rendezvous.launchers_port import open_other_stores
 
         open_other_stores()
-    with contextlib.suppress(Exception):
-        _explain_torchcomms()
     with contextlib.suppress(Exception):
         _serve_builtin_hooks()
     recorder = sys.modules.get("phalanx.diagnosis.recorder")
@@ -282,33 +280,6 @@ def _create(options: Any, backend_options: Any, backend: str = settings.BACKEND)
         options.global_ranks_in_group,
         backend,
     )
-
-
-def _explain_torchcomms() -> None:
-    """Say so where torchcomms is asked for our backends, and therefore we are not.
-
-    With TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 torch 2.13 gives every backend's name to torchcomms, if that is installed;
-    later releases only the names that torchcomms knows.
-    """
-    from torch.distributed import distributed_c10d as c10d
-
-    if not c10d._TORCHCOMM_AVAILABLE or hasattr(c10d, "_torchcomms_handles_backend"):
-        return
-    own = c10d.new_comm
-
-    def new_comm(backend: str, *arguments: Any, **named: Any) -> Any:
-        try:
-            return own(backend, *arguments, **named)
-        except Exception as error:
-            if backend not in (settings.BACKEND, "mpi"):
-                raise
-            raise InitializationError(
-                f"backend {backend!r} was asked of torchcomms, which has none of that name ({error}): with "
-                "TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 (or torch.distributed.config.use_torchcomms) torch 2.13 asks "
-                "torchcomms for every backend. Switch that off, or use torch >= 2.14, which asks it only for its own"
-            ) from error
-
-    c10d.new_comm = new_comm
 
 
 def _serve_builtin_hooks() -> None:
