@@ -268,6 +268,7 @@ class Progress:
                 # `with`, though it waits for the other thread: between a call of acquire() and a `try` a signal handler
                 # may raise, and the lock would stay held.
                 with self.running:
+                    self._require_idle()  # a handler would wait for ever for what it has interrupted
                     if operation.done or not self.queue:
                         return
                     done = self._run_next()

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import os
 import re
 import secrets
 import weakref
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -53,74 +53,52 @@ _HANDED_ON = (
 )
 
 
-_TOKEN_BYTES = 8
-_TEXT = re.compile(r"phalanx:(0|[1-9][0-9]{0,9}):([0-9a-f]{16})", re.ASCII)
+# A handle names a process's side of a group: by the rank that it was given first, which others may have been given too,
+# and by what no other process has. A process that is started in place of a lost one has another.
+_HANDLE = re.compile(r"phalanx:(0|[1-9][0-9]{0,9}):[0-9a-f]{16}", re.ASCII)
 
 
-@dataclass(frozen=True, order=True)
-class Handle:
-    """A process's side of a group, by which processes name each other.
-
-    It stays the same through reconfigurations; a process that is started in place of a lost one has another. Programs
-    pass handles on in ways of their own, so what comes back is checked.
-
-    Attributes:
-        rank: the rank that it was given when it made the group; several may have been given the same.
-        token: what no other process has.
-    """
-
-    rank: int
-    token: str
-
-    @classmethod
-    def new(cls, rank: int) -> Handle:
-        """The handle of this process's side of a group that it makes now."""
-        return cls(rank, secrets.token_hex(_TOKEN_BYTES))
-
-    @classmethod
-    def parse(cls, text: str) -> Handle:
-        """A handle of another process, as it was passed on.
-
-        Raises:
-            ArgumentError: it is none.
-        """
-        match = _TEXT.fullmatch(text)
-        if match is None:
-            raise ArgumentError(
-                f"{text[:80]!r} is not a handle of a group of Phalanx: give what "
-                "torch.distributed._get_reconfigure_handle() returned on each process, unchanged"
-            )
-        return cls(int(match[1]), match[2])
-
-    def __str__(self) -> str:
-        return f"phalanx:{self.rank}:{self.token}"
+def new_handle(rank: int) -> str:
+    """The handle of this process's side of a group that it makes now; the same until the group is destroyed."""
+    return f"phalanx:{rank}:{secrets.token_hex(8)}"
 
 
-def ordered(texts: Collection[str]) -> list[Handle]:
-    """The members of a group in the order of their new ranks.
-
-    Args:
-        texts: one handle for each. The order of a list is kept; those of a set are sorted by the ranks that they were
-            given first.
+def rank_in(handle: str) -> int:
+    """The rank in a handle of another process, as programs have passed it on in ways of their own.
 
     Raises:
-        ArgumentError: the list is empty, a handle stands in it twice, or a text is not a handle.
+        ArgumentError: it is none.
     """
-    handles = [Handle.parse(text) for text in texts]
-    if not handles:
-        raise ArgumentError("reconfigure: a group has one rank at least; got no handle")
-    if len(set(handles)) < len(handles):
-        twice = next(handle for handle in handles if handles.count(handle) > 1)
+    match = _HANDLE.fullmatch(handle)
+    if match is None:
         raise ArgumentError(
-            f"reconfigure: the handle {twice} is listed twice; give that of each process once (a process that was "
-            "started anew has a new one)"
+            f"{handle[:80]!r} is not a handle of a group of Phalanx: give what "
+            "torch.distributed._get_reconfigure_handle() returned on each process, unchanged"
         )
-    return handles if isinstance(texts, (list, tuple)) else sorted(handles)
+    return int(match[1])
 
 
-def digest(handles: Collection[Handle]) -> str:
+def ordered(handles: Collection[str]) -> list[str]:
+    """The members of a group in the order of their new ranks: that of a list, and of a set that of the ranks in them.
+
+    Raises:
+        ArgumentError: there is none, one stands there twice, or a text is not a handle.
+    """
+    by_rank = sorted((rank_in(handle), handle) for handle in handles)
+    if not by_rank:
+        raise ArgumentError("reconfigure: a group has one rank at least; got no handle")
+    for (_, handle), (_, following) in itertools.pairwise(by_rank):
+        if handle == following:
+            raise ArgumentError(
+                f"reconfigure: the handle {handle} is listed twice; give that of each process once (a process that was "
+                "started anew has a new one)"
+            )
+    return list(handles) if isinstance(handles, (list, tuple)) else [handle for _, handle in by_rank]
+
+
+def digest(handles: Sequence[str]) -> str:
     """A short text that is the same on all processes that give the same members in the same order."""
-    return hashlib.sha256(" ".join(map(str, handles)).encode()).hexdigest()[:32]
+    return hashlib.sha256(" ".join(handles).encode()).hexdigest()[:32]
 
 
 class _Backend(PythonBackend):
@@ -184,7 +162,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._store, self._timeout, self._backend_name = store, timeout, backend
         self._rank, self._size = rank, size
-        self._handle = Handle.new(rank)
+        self._handle = new_handle(rank)
         self._pid = os.getpid()
         self._present: PhalanxProcessGroup | None = None
         self._used: set[int] = set()
@@ -197,11 +175,10 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return settings.BACKEND if self._backend_name == "gloo" else self._backend_name
 
-    def _get_backend_name(self) -> str:
-        return self._backend_name
-
     def name(self) -> str:
         return self._backend_name
+
+    _get_backend_name = name
 
     def getRank(self) -> int:  # noqa: N802 - torch's name
         return self._rank
@@ -222,19 +199,15 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
 
     def get_reconfigure_handle(self) -> str:
         """What names this process to the others. It stays the same until the group is destroyed."""
-        return str(self._handle)
+        return self._handle
 
     def reconfigure(self, opts: Any) -> Any:
         """Give the group the ranks of ``opts.handles``. All of those call it, and no others.
 
         Args:
-            opts: torch's ``ReconfigureOptions``. ``handles``: one for each rank; a list gives the order of the ranks,
-                and of a set they are ordered by the ranks given to ``init_process_group``. ``uuid``: a number that this
-                group has not used yet, equal on all. ``timeout``: how long to wait for the others, by default the
-                group's own, which operations keep. ``hints``: ignored.
-
-        Returns:
-            A ``Work`` that is done.
+            opts: torch's ``ReconfigureOptions``. ``handles``: see :func:`ordered`. ``uuid``: a number that this group
+                has not used yet, equal on all. ``timeout``: how long to wait for the others, by default the group's
+                own, which operations keep. ``hints``: ignored.
 
         Raises:
             ArgumentError: the handles cannot be right, this process's own is not among them, or the number was used.
@@ -270,9 +243,9 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
                 gc.collect()
         return DoneWork([])
 
-    def _meet(self, members: list[Handle], uuid: int, timeout: timedelta) -> PhalanxProcessGroup:
+    def _meet(self, members: list[str], uuid: int, timeout: timedelta) -> PhalanxProcessGroup:
         """Make the group of these members, each of which does so now."""
-        given = [member.rank for member in members]
+        given = [rank_in(member) for member in members]
         try:
             made = create_process_group(
                 # Those who name others, or in another order, are in another meeting.

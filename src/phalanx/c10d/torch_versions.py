@@ -50,14 +50,7 @@ _Owner = TypeVar("_Owner")
 
 
 def refuse_if_older(version: str) -> None:
-    """Refuse a torch that is older than the oldest release that the tests have run on.
-
-    Args:
-        version: ``torch.__version__``.
-
-    Raises:
-        InitializationError: it is; the message says what to install.
-    """
+    """Raise InitializationError for a torch that is older than the oldest release that the tests have run on."""
     release = _release(version)
     if release is not None and release < OLDEST:
         oldest = _text(OLDEST)
@@ -68,12 +61,7 @@ def refuse_if_older(version: str) -> None:
 
 
 def note_if_newer(version: str, rank: int) -> None:
-    """Warn once, on rank 0 alone, of a torch newer than every release that was tried; 2.15.1 is not, after 2.15.
-
-    Args:
-        version: ``torch.__version__``.
-        rank: this process's rank in the group that is being made.
-    """
+    """Warn once, on rank 0 alone, of a torch newer than every release that was tried; 2.15.1 is not, after 2.15."""
     global _noted
     release = _release(version)
     if release is None or release <= max(TRIED) or rank or _noted:
@@ -115,8 +103,7 @@ def function(name: str) -> Callable[..., Any]:
 def new_group(ranks: Sequence[int], timeout: timedelta) -> Any:
     """Make a group by ``torch.distributed.new_group``, with its ranks in the order given.
 
-    Returns:
-        What torch returns; None, and no group is made, if this torch, before 2.12, would sort the ranks.
+    None, and no group is made, if this torch, before 2.12, would sort the ranks.
     """
     import torch.distributed as dist
 

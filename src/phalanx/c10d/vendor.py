@@ -28,15 +28,7 @@ __all__ = ["Membership", "MixedProcessGroup"]
 
 @dataclass(frozen=True)
 class Membership:
-    """The facts about a group that a backend is made with.
-
-    Attributes:
-        store: the group's part of the job's store.
-        rank, size: this process's place in the group.
-        timeout: for each operation.
-        group_name: torch's name of the group.
-        ranks: the world ranks of the members.
-    """
+    """The facts about a group that a backend is made with; ``ranks`` are the members' in the world."""
 
     store: Store
     rank: int
@@ -89,15 +81,11 @@ class MixedProcessGroup(PhalanxProcessGroup):
         super().set_timeout(timeout)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        if device.type == "cpu":
-            return super()._start_coalescing(device)
-        self._vendor(device)._start_coalescing()
-        return None
+        if device.type != "cpu":
+            self._vendor(device)._start_coalescing()
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        if device.type == "cpu":
-            return super()._end_coalescing(device)
-        return self._vendor(device)._end_coalescing()
+        return super()._end_coalescing(device) if device.type == "cpu" else self._vendor(device)._end_coalescing()
 
     def shutdown(self) -> None:
         if not self._progress.inherited:
