@@ -63,14 +63,21 @@ class Collectives:
     _summed: frozenset[torch.dtype]
     _within: Callable[..., Any]
 
+    def _plain(self, opts: Any, result: list[torch.Tensor], body: Callable[..., None], *arguments: Any) -> Any:
+        """Run ``body`` on tensors that a communicator can take as they are, now or queued."""
+        if not opts.asyncOp:
+            return self._progress.run(body, *arguments)
+        return self._start(True, result, partial(body, *arguments))
+
     # -- reductions --------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         reduce_op = opts.reduceOp
         # The usual case comes first, in as few steps as possible: each of them is paid in every call.
-        usual = reduce_op == dist.ReduceOp.SUM and len(tensors) == 1 and not opts.asyncOp
-        if usual and self._summable(tensors[0]):
-            return self._sum_now(tensors[0])
+        if reduce_op == dist.ReduceOp.SUM and len(tensors) == 1 and self._summable(tensors[0]):
+            if not opts.asyncOp:
+                return self._sum_now(tensors[0])
+            return self._start(True, tensors, partial(self._calls.all_reduce, tensors[0], SUM))
         if any(tensor.is_sparse for tensor in tensors):
             return self._start(
                 opts.asyncOp, tensors, lambda: self._gloo.get().allreduce(tensors, opts).wait(), urgent=True
@@ -110,8 +117,8 @@ class Collectives:
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         root = self._check.peer(opts.rootRank)
-        if not opts.asyncOp and opts.reduceOp == dist.ReduceOp.SUM and len(tensors) == 1 and self._summable(tensors[0]):
-            return self._progress.run(self._calls.reduce, tensors[0], root, SUM)
+        if opts.reduceOp == dist.ReduceOp.SUM and len(tensors) == 1 and self._summable(tensors[0]):
+            return self._plain(opts, tensors, self._calls.reduce, tensors[0], root, SUM)
         (tensor,) = self._check.one("reduce", tensors)
         op, factor = self._check.reduction("reduce", tensors, opts.reduceOp)
 
@@ -136,10 +143,10 @@ class Collectives:
         return self._start(opts.asyncOp, outputs, moving(outputs, inputs, reduce, self._rank, factor))
 
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
-        usual = opts.reduceOp == dist.ReduceOp.SUM and not opts.asyncOp
-        if usual and self._summable(output) and self._summable(tensor) and apart_from_whole(output, tensor, self._rank):
+        usual = opts.reduceOp == dist.ReduceOp.SUM and self._summable(output) and self._summable(tensor)
+        if usual and apart_from_whole(output, tensor, self._rank):
             self._check.multiple("reduce_scatter_single", tensor, output)
-            return self._progress.run(self._calls.reduce_scatter_single, output, tensor, SUM)
+            return self._plain(opts, [output], self._calls.reduce_scatter_single, output, tensor, SUM)
         return Collectives.reduce_scatter_single_coalesced(self, [output], [tensor], opts)
 
     reduce_scatter_single = _reduce_scatter_base
@@ -165,8 +172,8 @@ class Collectives:
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         body, root = self._calls.broadcast, self._check.peer(opts.rootRank)
         self._check.on_cpu(tensors)
-        if not opts.asyncOp and len(tensors) == 1 and as_it_is(tensors[0]):
-            return self._progress.run(body, tensors[0], root)
+        if len(tensors) == 1 and as_it_is(tensors[0]):
+            return self._plain(opts, tensors, body, tensors[0], root)
         moves = [partial(in_place, tensor, lambda buffer: body(buffer, root)) for tensor in tensors]
         return self._start(opts.asyncOp, tensors, _in_turn(moves))
 
@@ -174,8 +181,8 @@ class Collectives:
         (tensor,), outputs = self._check.one("all_gather", inputs), output_lists[0]
         self._check.on_cpu([tensor])
         ready = self._check.one_per_rank("all_gather", outputs, tensor)
-        if ready and not opts.asyncOp and as_it_is(tensor) and apart(tensor, outputs, self._rank):
-            return self._progress.run(self._calls.all_gather, outputs, tensor)
+        if ready and as_it_is(tensor) and apart(tensor, outputs, self._rank):
+            return self._plain(opts, outputs, self._calls.all_gather, outputs, tensor)
         return self._start(opts.asyncOp, outputs, self._gathering(outputs, tensor))
 
     def allgather_coalesced(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
@@ -200,10 +207,10 @@ class Collectives:
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check.multiple("all_gather_single", output, tensor)
         body = self._calls.all_gather_single
-        if not opts.asyncOp and len(outputs) == 1 and all_dense((outputs[0], inputs[0])):
+        if len(outputs) == 1 and all_dense((outputs[0], inputs[0])):
             output, tensor = outputs[0], inputs[0]
             if apart_from_whole(tensor, output, self._rank):
-                return self._progress.run(body, output, tensor)
+                return self._plain(opts, outputs, body, output, tensor)
         moves = [
             moving([output], [tensor], lambda to, given: body(to[0], given[0]), self._rank)
             for output, tensor in zip(outputs, inputs, strict=True)
@@ -218,8 +225,8 @@ class Collectives:
             ready = self._check.one_per_rank("gather", outputs, tensor)
         elif output_lists:
             raise ArgumentError("gather: only the destination rank gives a list to gather into")
-        if ready and not opts.asyncOp and as_it_is(tensor) and apart(tensor, outputs, root):
-            return self._progress.run(body, outputs or None, tensor, root)
+        if ready and as_it_is(tensor) and apart(tensor, outputs, root):
+            return self._plain(opts, outputs, body, outputs or None, tensor, root)
         move = moving(outputs, [tensor], lambda to, given: body(to or None, given[0], root), root)
         return self._start(opts.asyncOp, outputs, move)
 
@@ -235,9 +242,9 @@ class Collectives:
             self._check.on_cpu([output])
             self._check.multiple("gather_single", output, tensor)
             ready = ready and as_it_is(output) and apart_from_whole(tensor, output, root)
-        if ready and not opts.asyncOp:
-            return self._progress.run(body, output, tensor, root)
         outputs = [] if output is None else [output]
+        if ready:
+            return self._plain(opts, outputs, body, output, tensor, root)
         move = moving(outputs, [tensor], lambda to, given: body(to[0] if to else None, given[0], root), root)
         return self._start(opts.asyncOp, outputs, move)
 
@@ -250,16 +257,16 @@ class Collectives:
             ready &= self._check.one_per_rank("scatter", inputs, output)
         elif input_lists:
             raise ArgumentError("scatter: only the source rank gives a list to scatter")
-        if ready and not opts.asyncOp and apart(output, inputs, root):
-            return self._progress.run(body, output, inputs or None, root)
+        if ready and apart(output, inputs, root):
+            return self._plain(opts, outputs, body, output, inputs or None, root)
         move = moving(outputs, inputs, lambda to, given: body(to[0], given or None, root), root)
         return self._start(opts.asyncOp, outputs, move)
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Any:
         self._check.exchange(outputs, inputs)
         body = self._calls.all_to_all
-        if not opts.asyncOp and all_dense(outputs) and all_dense(inputs) and disjoint(outputs, inputs):
-            return self._progress.run(body, outputs, inputs)
+        if all_dense(outputs) and all_dense(inputs) and disjoint(outputs, inputs):
+            return self._plain(opts, outputs, body, outputs, inputs)
         return self._start(opts.asyncOp, outputs, moving(outputs, inputs, body, None))
 
     def all_to_all_single(
@@ -277,15 +284,13 @@ class Collectives:
         sent = split_counts("all_to_all_single input", tensor, input_splits, size)
         expected = split_counts("all_to_all_single output", output, output_splits, size)
         self._check.own_part("all_to_all_single", sent, expected)
-        if not opts.asyncOp and all_dense((output, tensor)) and separate(output, tensor):
-            return self._progress.run(body, output, tensor, expected, sent)
+        if all_dense((output, tensor)) and separate(output, tensor):
+            return self._plain(opts, [output], body, output, tensor, expected, sent)
         move = moving([output], [tensor], lambda to, given: body(to[0], given[0], expected, sent), None)
         return self._start(opts.asyncOp, [output], move)
 
     def barrier(self, opts: Any) -> Any:
-        if not opts.asyncOp:
-            return self._progress.run(self._calls.barrier)
-        return self._start(True, [], self._calls.barrier)
+        return self._plain(opts, [], self._calls.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier with a timeout of its own, under Gloo's name for it; every barrier here names the missing rank.
