@@ -32,10 +32,16 @@ LEAVING_S = 1.0  # how long a group that closes waits for threads that are in a 
 class Messages:
     """The messages of one group that were not done when they were called.
 
-    ``_thread`` and ``closed`` are written under ``_starting`` and read without it. The thread itself writes ``_thread``
-    as it begins, and so does the one that has started it, unless a signal handler raises there. ``_pending`` belongs to
-    the thread, and to :meth:`close` once the thread has ended. In a forked child all of it counts as closed: the
-    messages are the parent's, in memory that it shares with the other ranks.
+    | field | writer | readers | guard |
+    |---|---|---|---|
+    | ``_thread``, ``closed`` | script's threads | all | ``_starting`` to write |
+    | ``_left`` | script's threads add | the thread | the queue's own |
+    | ``_pending`` | the thread; ``close`` once it has ended | the same | |
+    | ``_leaving`` | who ends the process | the thread | one assignment |
+
+    In a forked child all of it counts as closed: the messages are the parent's, in memory that it shares with the other
+    ranks. Where a signal handler raises while the thread is being started there may be none: then a message moves on
+    only while it is waited for.
     """
 
     def __init__(self, name: str, communicator: Communicator) -> None:
@@ -46,9 +52,7 @@ class Messages:
         self._held: list[torch.Tensor] = []
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
-        self._leaving = False  # set by the thread that ends the process, read by the group's
-        self.closed = False
-        self._inherited = self._has_warned = False
+        self._leaving = self.closed = self._inherited = self._has_warned = False
         _groups.add(self)
         end_before_the_interpreter(self)
 
@@ -65,16 +69,16 @@ class Messages:
         self._held.append(tensor)
 
     def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._serve, name=f"phalanx-mail-{self._name}", daemon=True)
+        # Set first: a signal handler may raise while it starts, and two threads would take each other's messages.
+        self._thread = threading.Thread(target=self._serve, name=f"phalanx-mail-{self._name}", daemon=True)
         try:
-            start(thread)
+            start(self._thread)
         except BackendError as error:
+            self._thread = None
             # The message is under way already, so that to raise now would have it sent again if the call is repeated.
             if not self._has_warned:
                 self._has_warned = True
                 tell(f"warning: {error}. Until it can have one, a message moves on only while it is waited for")
-            return
-        self._thread = thread
 
     def refuse_if_closed(self) -> None:
         if self._inherited:
@@ -88,7 +92,7 @@ class Messages:
             self.closed = True
         self._communicator.end_messages()
         self._left.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None and self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
         self._take_new()
         # A thread that waits for a message comes back now, but may need a moment to explain what it found.
@@ -102,7 +106,7 @@ class Messages:
         """Ask the thread to end, whatever is still under way; the process exits."""
         self._leaving = True
         self._left.put(None)
-        own = [] if self._thread is None else [self._thread]
+        own = [self._thread] if self._thread is not None and self._thread.is_alive() else []
         return own if self._inherited else own + self._communicator.leave()
 
     def give_back(self) -> None:
@@ -117,31 +121,23 @@ class Messages:
         self._starting = threading.Lock()
 
     def _serve(self) -> None:
-        with self._starting:
-            # A signal handler may have raised in the thread that started this one, which then started another.
-            if self._thread not in (None, threading.current_thread()):
-                return
-            self._thread = threading.current_thread()
         while not (self.closed or self._leaving):
-            new = not self._pending
-            if new:
-                self._take(self._left.get())
-            if self._take_new() or new:
+            if self._take_new(wait=not self._pending):
                 # Most messages are waited for at once by their own thread; then this one only gets in the way.
                 time.sleep(PATIENCE_S)
             self._pending = [work for work in self._pending if not work.attend()]
             if self._pending and not (self.closed or self._leaving):
                 self._communicator.rest()
 
-    def _take(self, work: MessageWork | None) -> None:
-        if work is not None:
-            self._pending.append(work)
-
-    def _take_new(self) -> bool:
+    def _take_new(self, *, wait: bool = False) -> bool:
+        """Take what has come to be looked after, or wait until something has; whether anything had."""
         before = len(self._pending)
         with contextlib.suppress(queue.Empty):
             while True:
-                self._take(self._left.get_nowait())
+                work = self._left.get(wait)
+                wait = False
+                if work is not None:  # a wake-up
+                    self._pending.append(work)
         return len(self._pending) > before
 
 

@@ -1,7 +1,7 @@
 """The contract between the process groups of ``c10d/`` and a transport.
 
 A communicator moves contiguous CPU tensors between the ranks of one group. It knows nothing of torch's options, nested
-lists, futures or process groups: ``c10d/process_group.py`` unpacks those, and ``c10d/progress.py`` keeps the order of
+lists, futures or process groups: ``c10d/collectives.py`` unpacks those, and ``c10d/progress.py`` keeps the order of
 operations and runs the asynchronous ones. A new transport is a class that implements the abstract methods here; the
 others have defaults that are made of them. A transport that does not promise everything says so by its traits, which
 the suite of the contract (``tests/world/test_contract.py``) reads.
