@@ -241,7 +241,7 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         """Run an operation here and now, or queue it and return its ``Work``; ``result`` has its tensors.
 
-        Of an urgent one a thread makes a start at once; by default one of large tensors is.
+        A thread begins an urgent one at once. By default those on large tensors are urgent.
         """
         if not asynchronous:
             return self._progress.run(body)
@@ -275,12 +275,11 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         """
 
         def run() -> None:
-            own = self._gloo.timeout
-            self._communicator.set_timeout(timeout, of_messages=own)
+            self._communicator.set_timeout(timeout, of_messages=self._gloo.timeout)
             try:
                 body()
             finally:
-                self._communicator.set_timeout(own)
+                self._communicator.set_timeout(self._gloo.timeout)
 
         return run
 
