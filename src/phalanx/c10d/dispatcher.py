@@ -44,7 +44,7 @@ _PYTHON = torch._C.DispatchKey.Python
 _number_of_modes = torch._C._len_torch_dispatch_stack
 
 
-class Dispatched(NamedTuple):
+class OperationInfo(NamedTuple):
     """One method of a process group, as torch's dispatcher knows it.
 
     Attributes:
@@ -67,40 +67,40 @@ _PARTS = ("output_tensor", "input_tensor")
 _MANY = ("outputs", "inputs")
 _SPLITS = ("output", "input", "output_split_sizes", "input_split_sizes")
 _REDUCE, _SCATTER, _GATHER = types.AllreduceOptions, types.ReduceScatterOptions, types.AllgatherOptions
-_reduce_scatter_single = Dispatched("reduce_scatter_single", "_reduce_scatter_base_", _PARTS, _SCATTER)
-_all_gather_single = Dispatched("all_gather_single", "_allgather_base_", _PARTS, _GATHER)
+_reduce_scatter_single = OperationInfo("reduce_scatter_single", "_reduce_scatter_base_", _PARTS, _SCATTER)
+_all_gather_single = OperationInfo("all_gather_single", "_allgather_base_", _PARTS, _GATHER)
 
-OPERATIONS: dict[str, Dispatched] = {
-    "allreduce": Dispatched("all_reduce", "allreduce_", ("tensors",), _REDUCE),
-    "allreduce_coalesced": Dispatched(
+OPERATIONS: dict[str, OperationInfo] = {
+    "allreduce": OperationInfo("all_reduce", "allreduce_", ("tensors",), _REDUCE),
+    "allreduce_coalesced": OperationInfo(
         "all_reduce_coalesced", "allreduce_coalesced_", ("tensors",), types.AllreduceCoalescedOptions
     ),
-    "reduce": Dispatched("reduce", "reduce_", ("tensors",), types.ReduceOptions),
-    "reduce_scatter": Dispatched("reduce_scatter", "reduce_scatter_", _LISTS, _SCATTER),
+    "reduce": OperationInfo("reduce", "reduce_", ("tensors",), types.ReduceOptions),
+    "reduce_scatter": OperationInfo("reduce_scatter", "reduce_scatter_", _LISTS, _SCATTER),
     "_reduce_scatter_base": _reduce_scatter_single,
     "reduce_scatter_single": _reduce_scatter_single,
-    "reduce_scatter_single_coalesced": Dispatched(
+    "reduce_scatter_single_coalesced": OperationInfo(
         "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced_", _MANY, _SCATTER, True
     ),
-    "broadcast": Dispatched("broadcast", "broadcast_", ("tensors",), types.BroadcastOptions),
-    "allgather": Dispatched("all_gather", "allgather_", _LISTS, _GATHER),
-    "allgather_coalesced": Dispatched(
+    "broadcast": OperationInfo("broadcast", "broadcast_", ("tensors",), types.BroadcastOptions),
+    "allgather": OperationInfo("all_gather", "allgather_", _LISTS, _GATHER),
+    "allgather_coalesced": OperationInfo(
         "all_gather_coalesced", "allgather_coalesced_", ("output_lists", "input_list"), _GATHER
     ),
     "_allgather_base": _all_gather_single,
     "all_gather_single": _all_gather_single,
-    "all_gather_single_coalesced": Dispatched(
+    "all_gather_single_coalesced": OperationInfo(
         "all_gather_single_coalesced", "allgather_into_tensor_coalesced_", _MANY, _GATHER, True
     ),
-    "gather": Dispatched("gather", "gather_", _LISTS, types.GatherOptions),
-    "gather_single": Dispatched("gather_single", "", ("output", "tensor"), types.GatherOptions),
-    "scatter": Dispatched("scatter", "scatter_", _LISTS, types.ScatterOptions),
-    "alltoall": Dispatched("all_to_all", "alltoall_", _LISTS, types.AllToAllOptions),
-    "all_to_all_single": Dispatched("all_to_all_single", "alltoall_base_", _SPLITS, types.AllToAllOptions, True),
-    "barrier": Dispatched("barrier", "barrier", (), types.BarrierOptions),
-    "send": Dispatched("send", "send", ("tensors", "dst", "tag"), None),
-    "recv": Dispatched("recv", "recv_", ("tensors", "src", "tag"), None),
-    "recv_anysource": Dispatched("recv", "recv_any_source_", ("tensors", "tag"), None),
+    "gather": OperationInfo("gather", "gather_", _LISTS, types.GatherOptions),
+    "gather_single": OperationInfo("gather_single", "", ("output", "tensor"), types.GatherOptions),
+    "scatter": OperationInfo("scatter", "scatter_", _LISTS, types.ScatterOptions),
+    "alltoall": OperationInfo("all_to_all", "alltoall_", _LISTS, types.AllToAllOptions),
+    "all_to_all_single": OperationInfo("all_to_all_single", "alltoall_base_", _SPLITS, types.AllToAllOptions, True),
+    "barrier": OperationInfo("barrier", "barrier", (), types.BarrierOptions),
+    "send": OperationInfo("send", "send", ("tensors", "dst", "tag"), None),
+    "recv": OperationInfo("recv", "recv_", ("tensors", "src", "tag"), None),
+    "recv_anysource": OperationInfo("recv", "recv_any_source_", ("tensors", "tag"), None),
 }
 
 # The operations behind those virtual methods of torch's ProcessGroup that a Python class cannot override.
@@ -152,11 +152,11 @@ def front(name: str, body: Callable[..., Any], *, hooked: bool = False) -> Calla
             return _without_torch(self, name, body, *given, **named)
         if nested := [tensor for tensor in _tensors((*given, *named.values())) if tensor.is_nested]:
             self._check.on_cpu(nested)  # which refuses them: torch would speak of keys of its dispatcher
-        with Flight(self, name, given, named) as flight:
+        with DispatchedCall(self, name, given, named) as dispatched:
             # torch's method finds this frame by its name and its first argument, and then does not call it again.
             answer = torchs(self, *given, **named)
         # The last handle, since a group's operations end in their order.
-        return flight.works[-1] if flight.works else answer
+        return dispatched.works[-1] if dispatched.works else answer
 
     call.__code__ = call.__code__.replace(co_name=method_name(name))
     call.__name__ = name
@@ -191,13 +191,13 @@ def _without_torch(group: Any, name: str, body: Callable[..., Any], *arguments: 
 class _Here(threading.local):
     """The call of this thread that is on its way through the dispatcher; None if there is none."""
 
-    flight: Flight | None = None
+    call: DispatchedCall | None = None
 
 
 here = _Here()
 
 
-class Flight:
+class DispatchedCall:
     """A call on its way through the dispatcher, from a group's method to the kernel that takes it back.
 
     Attributes:
@@ -209,23 +209,23 @@ class Flight:
         # The dispatcher carries the reduction as an object that Python cannot read.
         self.reduce_op = _reduce_op((*given, *named.values()))
         self.works: list[Any] = []
-        self._before: Flight | None = None
+        self._before: DispatchedCall | None = None
 
-    def __enter__(self) -> Flight:
+    def __enter__(self) -> DispatchedCall:
         watch_all()
-        self._before, here.flight = here.flight, self
+        self._before, here.call = here.call, self
         return self
 
     def __exit__(self, *exception: object) -> None:
-        here.flight = self._before
+        here.call = self._before
 
-    def land(self, start: Callable[[], Any], tensors: Sequence[Any]) -> Any:
+    def run(self, start: Callable[[], Any], tensors: Sequence[Any]) -> Any:
         """Do the operation, whose own calls go their own ways; returns its handle, which torch needs in any case."""
-        here.flight = None
+        here.call = None
         try:
             work = start()
         finally:
-            here.flight = self
+            here.call = self
         work = DoneWork(_tensors(tensors)) if work is None else work
         self.works.append(work)
         return work
@@ -294,29 +294,29 @@ def _kernel(operation: str) -> Callable[..., Any]:
         group: Any = dist.ProcessGroup.unbox(given[position] if position < len(given) else named["process_group"])
         if not isinstance(group, Collectives):
             return overload.redispatch(keyset & _BELOW, *given, **named)
-        flight = here.flight
+        dispatched = here.call
         # A tensor without data, meta or fake, is none of ours: torch knows what comes of it.
         tensors = _tensors((*given, *named.values()))
         has_data = not any(tensor.is_meta for tensor in tensors)
         # torch has no kernel for sparse tensors that would call a backend written in Python.
         to_hooks = group.hooked and all(tensor.layout is torch.strided for tensor in tensors)
-        if name is None or flight is None or group is not flight.group or not has_data or to_hooks:
+        if name is None or dispatched is None or group is not dispatched.group or not has_data or to_hooks:
             if has_data and all(tensor.is_cpu for tensor in tensors):
                 group.attach()
             return overload.redispatch(keyset & _BELOW, *given, **named)
-        return take_back(name, flight, {**defaults, **dict(zip(names, given, strict=False)), **named})
+        return take_back(name, dispatched, {**defaults, **dict(zip(names, given, strict=False)), **named})
 
-    def take_back(name: str, flight: Flight, values: dict[str, Any]) -> Any:
+    def take_back(name: str, dispatched: DispatchedCall, values: dict[str, Any]) -> Any:
         known = OPERATIONS[name]
         given = [values[argument] for argument in known.arguments]
         arguments, filled = _unwrap_nested(known.arguments, given)
-        opts = None if known.options is None else _options(known.options, values, flight.reduce_op)
+        opts = None if known.options is None else _options(known.options, values, dispatched.reduce_op)
         before = around.wraps
         if filled:
             around.wraps = (*before, lambda body: _followed(body, partial(_write_back, filled)))
         try:
-            body = getattr(type(flight.group), name).__wrapped__
-            work = flight.land(lambda: begin(flight.group, name, body, arguments, opts), given)
+            body = getattr(type(dispatched.group), name).__wrapped__
+            work = dispatched.run(lambda: begin(dispatched.group, name, body, arguments, opts), given)
         finally:
             around.wraps = before
         if not values.get("async_op"):

@@ -89,10 +89,10 @@ def _of_backend(name: str) -> Callable[..., Any]:
 
     def call(self: _Backend, *arguments: Any) -> Any:
         given, opts = (arguments[:-1], arguments[-1]) if has_options else (arguments, None)
-        flight, begun = here.flight, partial(begin, self.group, name, body, given, opts)
-        if flight is None or flight.group is not self.group:
+        dispatched, begun = here.call, partial(begin, self.group, name, body, given, opts)
+        if dispatched is None or dispatched.group is not self.group:
             return begun() or DoneWork([])
-        return flight.land(begun, given)
+        return dispatched.run(begun, given)
 
     call.__name__ = name
     return call
