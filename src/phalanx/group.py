@@ -12,10 +12,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GatherOptions
 from torch.distributed.constants import default_pg_timeout
 
-from phalanx.c10d.torch_versions import function
+from phalanx.c10d.torch_versions import function, group_among
 from phalanx.errors import ArgumentError, ClosedError, DeviceMismatch, RankError
-from phalanx.groups.partition import group_among
-from phalanx.groups.turns import Turns
 from phalanx.groups.values import ValueCalls
 
 __all__ = ["Group", "Session"]
@@ -42,7 +40,7 @@ class Session:
             group._let_go()
 
 
-class Group(ValueCalls, Turns):
+class Group(ValueCalls):
     """Point-to-point and collective communication among some ranks of the world.
 
     Methods on tensors are the ``torch.distributed`` functions of the same name with this group filled in, and all

@@ -15,8 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx import settings
 from phalanx.c10d.process_group import PhalanxProcessGroup
-from phalanx.c10d.register import forget_failed_groups, register
-from phalanx.c10d.replace import replaces
+from phalanx.c10d.register import forget_failed_groups, register, replaces
 from phalanx.c10d.torch_versions import new_group
 from phalanx.diagnosis.recorder import joining
 from phalanx.errors import ArgumentError, ClosedError, DeviceError, InitializationError, PhalanxError

@@ -15,7 +15,7 @@ from tests.fault.test_deaths import hosts_of
 from tests.support.ranks import Member, on_ranks, run_ranks, values
 from tests.support.waiting import await_stop, when_waiting
 
-from phalanx.c10d import base
+from phalanx.c10d import process_group
 from phalanx.errors import CollectiveMismatch, PeerLost, PhalanxError
 from phalanx.system.host import machine_name
 from phalanx.transports.hierarchical import lookout  # noqa: F401 - it has something to do at exit
@@ -96,7 +96,7 @@ def test_only_a_message_of_the_rank_that_left_fails() -> None:
 
 def join(member: Member) -> None:
     member.join()
-    vars(base)["LAST_CALLS_S"] = 100.0  # a rank that leaves would wait a second, and a busy machine takes longer
+    vars(process_group)["LAST_CALLS_S"] = 100.0  # instead of a second: a busy machine takes longer
 
 
 def broadcast(rank: int, src: int, count: int) -> None:

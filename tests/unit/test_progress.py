@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from tests.support.ranks import Member, on_ranks
 
-from phalanx.c10d.operation import Operation
-from phalanx.c10d.progress import Progress
+from phalanx.c10d.progress import Operation, Progress
 
 PATIENCE_S = 20.0
 

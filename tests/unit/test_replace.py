@@ -17,8 +17,7 @@ from torch._C._distributed_c10d import HashStore
 
 from phalanx import settings
 from phalanx.c10d import vendor
-from phalanx.c10d.register import replace_as_asked
-from phalanx.c10d.replace import names_to_replace, replaces
+from phalanx.c10d.register import names_to_replace, replace_as_asked, replaces
 from phalanx.commands.run import run
 from phalanx.errors import ArgumentError, DeviceMismatch
 from phalanx.launch.job.job import make_job

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from tests.support.ranks import Member
 from tests.support.worlds import every_rank
 
-from phalanx.errors import CollectiveTimeout
+from phalanx.errors import CollectiveTimeout, PhalanxError
 
 MAX = dist.ReduceOp.MAX
 SHORT = timedelta(seconds=0.1)
@@ -67,4 +68,21 @@ def test_a_timeout_of_one_call_is_that_calls_only(member: Member) -> None:
     if member.rank == 0:
         with pytest.raises(CollectiveTimeout):
             dist.all_reduce(torch.ones(4))
+    member.meet("told")
+
+
+@every_rank(2, ["one host", "two hosts"], leaves=False)
+def test_timeout_of_one_call_is_not_that_of_messages(member: Member) -> None:
+    """A message that another thread waits for ends at the group's timeout, and the group with it."""
+    world: Any = dist.group.WORLD
+    dist.barrier()
+    world.set_timeout(SHORT)
+    member.meet("short")
+    if member.rank == 0:
+        message = world.recv([torch.ones(4)], 1, 0)
+        with ThreadPoolExecutor(1) as threads:
+            waited = threads.submit(message.wait)
+            with pytest.raises(PhalanxError):
+                world.allreduce(torch.ones(4), MAX, timedelta(seconds=3600)).wait()
+            assert isinstance(waited.exception(), CollectiveTimeout)
     member.meet("told")

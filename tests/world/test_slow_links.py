@@ -16,9 +16,8 @@ from tests.support.worlds import Ranks, every_rank, in_worlds, join_world
 
 import phalanx
 from phalanx.errors import ArgumentError, PeerLost
-from phalanx.parallel.choosing import quickest
 from phalanx.parallel.data_parallel import data_parallel
-from phalanx.parallel.exchange import Narrow
+from phalanx.parallel.exchange import Narrow, quickest
 from phalanx.parallel.integers import BLOCK, Integers, packed, unpacked
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from tests.support.ranks import Member, on_ranks
 from tests.support.worlds import every_rank
 from torch._C._distributed_c10d import HashStore
 
-from phalanx.c10d import register, torch_versions
+from phalanx.c10d import torch_versions
 from phalanx.errors import InitializationError
 
 ROOT = Path(__file__).parents[2]
@@ -102,23 +102,6 @@ def test_init_does_not_need_torchs_autoload() -> None:
     for each in [script, ALONE] if ASKS_ITS_TABLE else [script]:
         done = run(each, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
         assert done.stdout == "phalanx\n", done.stderr
-
-
-@pytest.mark.skipif(
-    ASKS_ITS_TABLE or not hasattr(dist.distributed_c10d, "_TORCHCOMM_AVAILABLE"),
-    reason="torch 2.13 alone asks torchcomms for every backend's name",
-)
-def test_torchcomms_for_every_backend_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    c10d: Any = dist.distributed_c10d
-
-    def new_comm(backend: str, device: Any, **options: Any) -> None:
-        raise RuntimeError(f"Backend {backend} not found")
-
-    monkeypatch.setattr(c10d, "_TORCHCOMM_AVAILABLE", True)
-    monkeypatch.setattr(c10d, "new_comm", new_comm, raising=False)
-    register._explain_torchcomms()
-    with pytest.raises(InitializationError, match=r"'phalanx' was asked of torchcomms.*USE_TORCHCOMMS=1"):
-        c10d.new_comm("phalanx", torch.device("cpu"))
 
 
 @pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="torch has gather_single from 2.14 on")

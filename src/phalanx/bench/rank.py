@@ -29,7 +29,7 @@ from phalanx.bench.cases import MEMCPY, MPI, NOTHING, BenchOptions, Case, tuning
 from phalanx.bench.links import Links, outward_interface, stated_bytes
 from phalanx.bench.machine import CpuClock, Noise, probe, probe_spread, versions
 from phalanx.bench.operations import DTYPES, OPERATIONS, Buffers, Call, MpiBuffers, Operation
-from phalanx.c10d.messages import DoneWork
+from phalanx.c10d.work import DoneWork
 from phalanx.errors import LaunchError
 from phalanx.system.limits import memory_left, usable_cores
 from phalanx.system.processes import set_name

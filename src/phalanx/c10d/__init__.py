@@ -1,0 +1,6 @@
+"""torch's side: process groups over a ``Communicator``.
+
+Begin with ``process_group.py`` (what torch holds) and ``collectives.py`` (what each call does). A call passes
+``dispatcher.py``, or ``quick.py`` has it done in C; ``progress.py`` keeps the order, ``work.py`` has the handles.
+``create.py`` makes a group. What belongs to a release of torch is in ``torch_versions.py``.
+"""

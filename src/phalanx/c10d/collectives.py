@@ -1,15 +1,12 @@
-"""The collectives of c10d over a communicator.
+"""The collectives and messages of c10d over a communicator.
 
 Each method unpacks torch's options and tensor lists, makes buffers contiguous, and hands a blocking call to a
-:class:`Communicator`; ``base.py`` keeps their order. They take all arguments by position, tensors of torch's own types,
-and no timeout: ``dispatcher.py`` sees to that.
-
-An attached Gloo group serves sparse tensors, and the C++ virtuals that cannot be overridden from Python.
+``Communicator``. It takes all arguments by position, plain tensors, and no timeout: ``dispatcher.py`` sees to that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,10 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.c10d.base import BaseProcessGroup
-from phalanx.c10d.by_device import by_device
-from phalanx.c10d.checks import SUM
-from phalanx.c10d.stand_ins import (
+from phalanx.c10d.arguments import (
+    SUM,
+    Checks,
     all_dense,
     apart,
     apart_from_whole,
@@ -29,30 +25,59 @@ from phalanx.c10d.stand_ins import (
     dense,
     disjoint,
     in_place,
-    into,
+    moving,
     separate,
 )
-from phalanx.c10d.uncompiled import uncompiled
-from phalanx.c10d.watched import is_watched
-from phalanx.errors import ArgumentError
+from phalanx.c10d.messages import Messages
+from phalanx.c10d.progress import Progress
+from phalanx.c10d.torch_versions import uncompiled
+from phalanx.c10d.work import DoneWork, MessageWork
+from phalanx.diagnosis.call_site import call_site
+from phalanx.errors import ArgumentError, PhalanxError
+from phalanx.transports.contract import Communicator, Message, message_text
+from phalanx.transports.hierarchical.gloo import GlooOnDemand
 from phalanx.transports.layout import split_counts
 
 __all__ = ["Collectives"]
 
 
 @uncompiled
-class Collectives(BaseProcessGroup):
-    """A process group over a communicator, as it is behind the fronts of ``process_group.py``."""
+class Collectives:
+    """The operations of a process group, behind the fronts of ``dispatcher.py``.
+
+    Attributes:
+        _calls: the communicator, or what records its calls.
+        _summed: the dtypes that it sums.
+        _start: runs an operation, or queues it and returns its ``Work`` (``process_group.py``).
+    """
+
+    _rank: int
+    _size: int
+    _communicator: Communicator
+    _calls: Any
+    _check: Checks
+    _gloo: GlooOnDemand
+    _messages: Messages
+    _progress: Progress
+    _start: Callable[..., Any]
+    _summed: frozenset[torch.dtype]
+    _within: Callable[..., Any]
+
+    def _plain(self, opts: Any, result: list[torch.Tensor], body: Callable[..., None], *arguments: Any) -> Any:
+        """Run ``body`` on tensors that a communicator can take as they are, now or queued."""
+        if not opts.asyncOp:
+            return self._progress.run(body, *arguments)
+        return self._start(True, result, partial(body, *arguments))
 
     # -- reductions --------------------------------------------------------------------------------
 
-    @by_device()
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         reduce_op = opts.reduceOp
         # The usual case comes first, in as few steps as possible: each of them is paid in every call.
-        usual = reduce_op == dist.ReduceOp.SUM and len(tensors) == 1 and not opts.asyncOp
-        if usual and self.sum_in_place(tensors[0]):
-            return None
+        if reduce_op == dist.ReduceOp.SUM and len(tensors) == 1 and self._summable(tensors[0]):
+            if not opts.asyncOp:
+                return self._sum_now(tensors[0])
+            return self._start(True, tensors, partial(self._calls.all_reduce, tensors[0], SUM))
         if any(tensor.is_sparse for tensor in tensors):
             return self._start(
                 opts.asyncOp, tensors, lambda: self._gloo.get().allreduce(tensors, opts).wait(), urgent=True
@@ -68,15 +93,7 @@ class Collectives(BaseProcessGroup):
 
         return self._start(opts.asyncOp, tensors, reduce_each)
 
-    def sum_in_place(self, tensor: torch.Tensor) -> bool:
-        """All-reduce one tensor here and now, if it is of the usual kind: True. Else do nothing: False.
-
-        ``allreduce`` does this for most calls, and ``Group.all_reduce`` calls it directly, without torch's own checks.
-        While somebody watches it does nothing, since torch's dispatcher, or a mode for torch's functions, must then see
-        the call.
-        """
-        if is_watched() or torch._C._len_torch_function_stack() or not self._summable(tensor):
-            return False
+    def _sum_now(self, tensor: torch.Tensor) -> None:
         progress = self._progress
         state = progress.state
         with progress.running:
@@ -85,11 +102,10 @@ class Collectives(BaseProcessGroup):
                 try:
                     if not progress.queue:
                         self._calls.all_reduce(tensor, SUM)
-                        return True
+                        return
                 finally:
                     state[0] = False
         progress.run(self._calls.all_reduce, tensor, SUM)
-        return True
 
     def _summable(self, tensor: torch.Tensor) -> bool:
         """Whether the communicator can sum the tensor as it is."""
@@ -97,235 +113,163 @@ class Collectives(BaseProcessGroup):
         plain = tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
         return plain and tensor.dtype in self._summed and tensor.is_contiguous() and not tensor.is_neg()
 
-    @by_device()
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         return Collectives.allreduce(self, tensors, opts)
 
-    @by_device()
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         root = self._check.peer(opts.rootRank)
-        if not opts.asyncOp and opts.reduceOp == dist.ReduceOp.SUM and len(tensors) == 1 and self._summable(tensors[0]):
-            return self._progress.run(self._calls.reduce, tensors[0], root, SUM)
+        if opts.reduceOp == dist.ReduceOp.SUM and len(tensors) == 1 and self._summable(tensors[0]):
+            return self._plain(opts, tensors, self._calls.reduce, tensors[0], root, SUM)
         (tensor,) = self._check.one("reduce", tensors)
         op, factor = self._check.reduction("reduce", tensors, opts.reduceOp)
 
         def reduce_one() -> None:
             # A tensor that is scaled needs a stand-in: those of the ranks that are not the root stay as they are.
-            source = dense(tensor) if factor is None else dense(tensor) * factor
+            source = dense(tensor, factor)
             self._calls.reduce(as_real(source), root, op)
             if self._rank == root and source.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(source)
 
         return self._start(opts.asyncOp, tensors, reduce_one)
 
-    @by_device()
     def reduce_scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any) -> Any:
-        name = "reduce_scatter"
-        (output,), inputs = self._check.one(name, outputs), input_lists[0]
-        op, factor = self._check.reduction(name, outputs, opts.reduceOp)
-        self._check.one_per_rank(name, inputs, output)
-        return self._start(opts.asyncOp, outputs, lambda: self._reduce_blocks(output, inputs, op, factor))
+        (output,), inputs = self._check.one("reduce_scatter", outputs), input_lists[0]
+        op, factor = self._check.reduction("reduce_scatter", outputs, opts.reduceOp)
+        self._check.one_per_rank("reduce_scatter", inputs, output)
+        body = self._calls.reduce_scatter
 
-    @by_device()
+        def reduce(to: list[torch.Tensor], given: list[torch.Tensor]) -> None:
+            body(as_real(to[0]), [as_real(part) for part in given], op)
+
+        return self._start(opts.asyncOp, outputs, moving(outputs, inputs, reduce, self._rank, factor))
+
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
-        usual = opts.reduceOp == dist.ReduceOp.SUM and not opts.asyncOp
-        if usual and self._summable(output) and self._summable(tensor) and apart_from_whole(output, tensor, self._rank):
+        usual = opts.reduceOp == dist.ReduceOp.SUM and self._summable(output) and self._summable(tensor)
+        if usual and apart_from_whole(output, tensor, self._rank):
             self._check.multiple("reduce_scatter_single", tensor, output)
-            return self._progress.run(self._calls.reduce_scatter_single, output, tensor, SUM)
+            return self._plain(opts, [output], self._calls.reduce_scatter_single, output, tensor, SUM)
         return Collectives.reduce_scatter_single_coalesced(self, [output], [tensor], opts)
 
     reduce_scatter_single = _reduce_scatter_base
 
-    @by_device("_reduce_scatter_base", one_by_one=True)
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
     ) -> Any:
-        name = "reduce_scatter_single"
-        op, factor = self._check.reduction(name, outputs, opts.reduceOp)
+        op, factor = self._check.reduction("reduce_scatter_single", outputs, opts.reduceOp)
         self._check.on_cpu(inputs)
-        for output, source in zip(outputs, inputs, strict=True):
-            self._check.multiple(name, source, output)
+        body = self._calls.reduce_scatter_single
 
-        def reduce_each() -> None:
-            for output, source in zip(outputs, inputs, strict=True):
-                self._reduce_parts(output, source, op, factor)
+        def reduce(to: list[torch.Tensor], given: list[torch.Tensor]) -> None:
+            body(as_real(to[0]), as_real(given[0]), op)
 
-        return self._start(opts.asyncOp, outputs, reduce_each)
-
-    def _reduce_blocks(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int, factor: float | None
-    ) -> None:
-        blocks = [dense(t) if factor is None else dense(t) * factor for t in inputs]
-
-        def reduce(buffers: Sequence[torch.Tensor]) -> None:
-            given = blocks if apart(buffers[0], blocks, self._rank) else [block.clone() for block in blocks]
-            self._calls.reduce_scatter(as_real(buffers[0]), [as_real(block) for block in given], op)
-
-        into([output], reduce)
-
-    def _reduce_parts(self, output: torch.Tensor, whole: torch.Tensor, op: int, factor: float | None) -> None:
-        given = dense(whole) if factor is None else dense(whole) * factor
-
-        def reduce(buffers: Sequence[torch.Tensor]) -> None:
-            parts = given if apart_from_whole(buffers[0], given, self._rank) else given.clone()
-            self._calls.reduce_scatter_single(as_real(buffers[0]), as_real(parts), op)
-
-        into([output], reduce)
+        moves = []
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self._check.multiple("reduce_scatter_single", tensor, output)
+            moves.append(moving([output], [tensor], reduce, self._rank, factor))
+        return self._start(opts.asyncOp, outputs, _in_turn(moves))
 
     # -- copies ------------------------------------------------------------------------------------
 
-    @by_device()
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         body, root = self._calls.broadcast, self._check.peer(opts.rootRank)
         self._check.on_cpu(tensors)
-        if not opts.asyncOp and len(tensors) == 1 and as_it_is(tensors[0]):
-            return self._progress.run(body, tensors[0], root)
+        if len(tensors) == 1 and as_it_is(tensors[0]):
+            return self._plain(opts, tensors, body, tensors[0], root)
+        moves = [partial(in_place, tensor, lambda buffer: body(buffer, root)) for tensor in tensors]
+        return self._start(opts.asyncOp, tensors, _in_turn(moves))
 
-        def broadcast_each() -> None:
-            for tensor in tensors:
-                in_place(tensor, lambda buffer: body(buffer, root))
-
-        return self._start(opts.asyncOp, tensors, broadcast_each)
-
-    @by_device()
     def allgather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
         (tensor,), outputs = self._check.one("all_gather", inputs), output_lists[0]
         self._check.on_cpu([tensor])
         ready = self._check.one_per_rank("all_gather", outputs, tensor)
-        if ready and not opts.asyncOp and as_it_is(tensor) and apart(tensor, outputs, self._rank):
-            return self._progress.run(self._calls.all_gather, outputs, tensor)
-        return self._start(opts.asyncOp, outputs, lambda: self._gather_into(outputs, tensor))
+        if ready and as_it_is(tensor) and apart(tensor, outputs, self._rank):
+            return self._plain(opts, outputs, self._calls.all_gather, outputs, tensor)
+        return self._start(opts.asyncOp, outputs, self._gathering(outputs, tensor))
 
-    @by_device()
     def allgather_coalesced(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
-        columns = [list(column) for column in zip(*output_lists, strict=True)]
-        for outputs, tensor in zip(columns, inputs, strict=True):
+        moves = []
+        for *outputs, tensor in zip(*output_lists, inputs, strict=True):
             self._check.on_cpu([tensor])
             self._check.one_per_rank("all_gather_coalesced", outputs, tensor)
+            moves.append(self._gathering(outputs, tensor))
+        whole = [tensor for outputs in output_lists for tensor in outputs]
+        return self._start(opts.asyncOp, whole, _in_turn(moves))
 
-        def gather_each() -> None:
-            for outputs, tensor in zip(columns, inputs, strict=True):
-                self._gather_into(outputs, tensor)
+    def _gathering(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Callable[[], None]:
+        return moving(outputs, [tensor], lambda to, given: self._calls.all_gather(to, given[0]), self._rank)
 
-        return self._start(opts.asyncOp, [t for outputs in output_lists for t in outputs], gather_each)
-
-    def _gather_into(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int | None = None) -> None:
-        """All-gather; or, if ``root`` is given, gather to this rank, which is the root."""
-        source = dense(tensor)
-
-        def gather(buffers: Sequence[torch.Tensor]) -> None:
-            given = source if apart(source, buffers, self._rank) else source.clone()
-            if root is None:
-                self._calls.all_gather(buffers, given)
-            else:
-                self._calls.gather(buffers, given, root)
-
-        into(outputs, gather)
-
-    @by_device()
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         return Collectives.all_gather_single_coalesced(self, [output], [tensor], opts)
 
     all_gather_single = _allgather_base
 
-    @by_device("_allgather_base", one_by_one=True)
     def all_gather_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Any:
         self._check.on_cpu([*outputs, *inputs])
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check.multiple("all_gather_single", output, tensor)
         body = self._calls.all_gather_single
-        if not opts.asyncOp and len(outputs) == 1 and all_dense((outputs[0], inputs[0])):
+        if len(outputs) == 1 and all_dense((outputs[0], inputs[0])):
             output, tensor = outputs[0], inputs[0]
             if apart_from_whole(tensor, output, self._rank):
-                return self._progress.run(body, output, tensor)
+                return self._plain(opts, outputs, body, output, tensor)
+        moves = [
+            moving([output], [tensor], lambda to, given: body(to[0], given[0]), self._rank)
+            for output, tensor in zip(outputs, inputs, strict=True)
+        ]
+        return self._start(opts.asyncOp, outputs, _in_turn(moves))
 
-        def gather_one(whole: torch.Tensor, source: torch.Tensor) -> None:
-            body(whole, source if apart_from_whole(source, whole, self._rank) else source.clone())
-
-        def gather_each() -> None:
-            for output, tensor in zip(outputs, inputs, strict=True):
-                in_place(output, partial(gather_one, source=dense(tensor)))
-
-        return self._start(opts.asyncOp, outputs, gather_each)
-
-    @by_device()
     def gather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
         (tensor,), root, body = self._check.one("gather", inputs), self._check.peer(opts.rootRank), self._calls.gather
         self._check.on_cpu([tensor])
-        if self._rank != root:
-            if output_lists:
-                raise ArgumentError("gather: only the destination rank gives a list to gather into")
-            if not opts.asyncOp and as_it_is(tensor):
-                return self._progress.run(body, None, tensor, root)
-            return self._start(opts.asyncOp, [], lambda: body(None, dense(tensor), root))
-        outputs = output_lists[0] if output_lists else []
-        ready = self._check.one_per_rank("gather", outputs, tensor)
-        if ready and not opts.asyncOp and as_it_is(tensor) and apart(tensor, outputs, self._rank):
-            return self._progress.run(body, outputs, tensor, root)
-        return self._start(opts.asyncOp, outputs, lambda: self._gather_into(outputs, tensor, root))
+        outputs, ready = output_lists[0] if output_lists else [], True
+        if self._rank == root:
+            ready = self._check.one_per_rank("gather", outputs, tensor)
+        elif output_lists:
+            raise ArgumentError("gather: only the destination rank gives a list to gather into")
+        if ready and as_it_is(tensor) and apart(tensor, outputs, root):
+            return self._plain(opts, outputs, body, outputs or None, tensor, root)
+        move = moving(outputs, [tensor], lambda to, given: body(to or None, given[0], root), root)
+        return self._start(opts.asyncOp, outputs, move)
 
-    @by_device()
     def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, opts: Any) -> Any:
         """``gather`` into one tensor, as of torch 2.15. The ``output`` of ranks other than the root is ignored."""
         root, body, ready = self._check.peer(opts.rootRank), self._calls.gather_single, as_it_is(tensor)
         self._check.on_cpu([tensor])
         if self._rank != root:
             output = None
+        elif output is None:
+            raise ArgumentError("gather_single: the destination rank must give a tensor to gather into")
         else:
-            if output is None:
-                raise ArgumentError("gather_single: the destination rank must give a tensor to gather into")
             self._check.on_cpu([output])
             self._check.multiple("gather_single", output, tensor)
             ready = ready and as_it_is(output) and apart_from_whole(tensor, output, root)
-        if ready and not opts.asyncOp:
-            return self._progress.run(body, output, tensor, root)
+        outputs = [] if output is None else [output]
+        if ready:
+            return self._plain(opts, outputs, body, output, tensor, root)
+        move = moving(outputs, [tensor], lambda to, given: body(to[0] if to else None, given[0], root), root)
+        return self._start(opts.asyncOp, outputs, move)
 
-        def gather_one(whole: torch.Tensor | None) -> None:
-            source = dense(tensor)
-            alone = whole is None or apart_from_whole(source, whole, root)
-            body(whole, source if alone else source.clone(), root)
-
-        if output is None:
-            return self._start(opts.asyncOp, [], lambda: gather_one(None))
-        return self._start(opts.asyncOp, [output], partial(in_place, output, gather_one))
-
-    @by_device()
     def scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any) -> Any:
         root, body = self._check.peer(opts.rootRank), self._calls.scatter
         (output,) = self._check.one("scatter", outputs)
-        inputs: list[torch.Tensor] | None = None
         self._check.on_cpu([output])
-        ready = as_it_is(output)
+        inputs, ready = input_lists[0] if input_lists else [], as_it_is(output)
         if self._rank == root:
-            inputs = input_lists[0] if input_lists else []
             ready &= self._check.one_per_rank("scatter", inputs, output)
         elif input_lists:
             raise ArgumentError("scatter: only the source rank gives a list to scatter")
-        if ready and not opts.asyncOp and (inputs is None or apart(output, inputs, root)):
-            return self._progress.run(body, output, inputs, root)
+        if ready and apart(output, inputs, root):
+            return self._plain(opts, outputs, body, output, inputs or None, root)
+        move = moving(outputs, inputs, lambda to, given: body(to[0], given or None, root), root)
+        return self._start(opts.asyncOp, outputs, move)
 
-        def scatter_one(buffers: Sequence[torch.Tensor]) -> None:
-            sources = None if inputs is None else [dense(t) for t in inputs]
-            if sources is not None and not apart(buffers[0], sources, root):
-                sources = [source.clone() for source in sources]
-            body(buffers[0], sources, root)
-
-        return self._start(opts.asyncOp, outputs, lambda: into([output], scatter_one))
-
-    @by_device()
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Any:
         self._check.exchange(outputs, inputs)
         body = self._calls.all_to_all
-        if not opts.asyncOp and all_dense(outputs) and all_dense(inputs) and disjoint(outputs, inputs):
-            return self._progress.run(body, outputs, inputs)
+        if all_dense(outputs) and all_dense(inputs) and disjoint(outputs, inputs):
+            return self._plain(opts, outputs, body, outputs, inputs)
+        return self._start(opts.asyncOp, outputs, moving(outputs, inputs, body, None))
 
-        def exchange(buffers: Sequence[torch.Tensor]) -> None:
-            sources = [dense(t) for t in inputs]
-            body(buffers, sources if disjoint(buffers, sources) else [source.clone() for source in sources])
-
-        return self._start(opts.asyncOp, outputs, lambda: into(outputs, exchange))
-
-    @by_device("alltoall_base")
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -341,19 +285,13 @@ class Collectives(BaseProcessGroup):
         sent = split_counts("all_to_all_single input", tensor, input_splits, size)
         expected = split_counts("all_to_all_single output", output, output_splits, size)
         self._check.own_part("all_to_all_single", sent, expected)
-        if not opts.asyncOp and all_dense((output, tensor)) and separate(output, tensor):
-            return self._progress.run(body, output, tensor, expected, sent)
-
-        def exchange(whole: torch.Tensor) -> None:
-            source = dense(tensor)
-            body(whole, source if separate(whole, source) else source.clone(), expected, sent)
-
-        return self._start(opts.asyncOp, [output], lambda: in_place(output, exchange))
+        if all_dense((output, tensor)) and separate(output, tensor):
+            return self._plain(opts, [output], body, output, tensor, expected, sent)
+        move = moving([output], [tensor], lambda to, given: body(to[0], given[0], expected, sent), None)
+        return self._start(opts.asyncOp, [output], move)
 
     def barrier(self, opts: Any) -> Any:
-        if not opts.asyncOp:
-            return self._progress.run(self._calls.barrier)
-        return self._start(True, [], self._calls.barrier)
+        return self._plain(opts, [], self._calls.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier with a timeout of its own, under Gloo's name for it; every barrier here names the missing rank.
@@ -371,3 +309,72 @@ class Collectives(BaseProcessGroup):
             self._progress.run(self._calls.barrier)
         else:
             self._progress.run(self._within(timeout, self._calls.barrier))
+
+    # -- point to point ----------------------------------------------------------------------------
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Any:
+        (tensor,) = self._check.one("send", tensors)
+        self._check.on_cpu(tensors)
+        self._messages.refuse_if_closed()
+        self._check.peer(dst)
+        return self._begin(self._calls.send, "send to", dense(tensor), dst, tag, tensors, [])
+
+    def recv(self, tensors: list[torch.Tensor], src: int | None, tag: int = 0) -> Any:
+        (tensor,) = self._check.one("recv", tensors)
+        self._check.on_cpu(tensors)
+        self._messages.refuse_if_closed()
+        self._check.peer(src)
+        self._check.can_be_written("recv", tensor)
+        buffer = tensor if as_it_is(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
+        write_back = [] if buffer is tensor else [tensor, buffer]
+        return self._begin(self._calls.recv, "recv from", buffer, src, tag, tensors, write_back)
+
+    def send_now(self, tensor: torch.Tensor, dst: int, tag: int) -> bool:
+        """Send it and return True, or do nothing; for ``Group.send``. The quick methods (``quick.py``) do it."""
+        return False
+
+    def recv_now(self, tensor: torch.Tensor, src: int, tag: int) -> bool:
+        """Receive it and return True, or do nothing; for ``Group.recv``, likewise."""
+        return False
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
+        return Collectives.recv(self, tensors, None, tag)
+
+    def _begin(
+        self,
+        start: Callable[[torch.Tensor, int | None, int], Message],
+        verb: str,
+        tensor: torch.Tensor,
+        peer: int | None,
+        tag: int,
+        tensors: list[torch.Tensor],
+        write_back: list[torch.Tensor],
+    ) -> dist.Work:
+        """Start a message, and have it looked after from then on."""
+        try:
+            message = start(tensor, peer, tag)
+            if message.done:
+                return DoneWork(tensors)
+            work = MessageWork(message, tensors, write_back)
+            self._messages.look_after(work)
+            return work
+        except PhalanxError:  # it was refused, and not begun
+            raise
+        except BaseException:
+            # What a signal's handler has raised may have come between the transport, which has the message, and
+            # look_after(). Nobody knows of that message, and it would take the place of the next one.
+            self._messages.hold(tensor)
+            site = call_site()
+            words = message_text(verb, str(peer) if peer is not None else "", tensor)
+            self._communicator.give_up(tensor, f"{words} at {site}" if site else words)
+            raise
+
+
+def _in_turn(moves: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    """One function that does all of them."""
+
+    def move_each() -> None:
+        for move in moves:
+            move()
+
+    return moves[0] if len(moves) == 1 else move_each

@@ -13,10 +13,9 @@ import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from phalanx import settings
-from phalanx.c10d.ddp_parameters import name_parameters
 from phalanx.c10d.hooked import group_class
 from phalanx.c10d.process_group import PhalanxProcessGroup
-from phalanx.c10d.quick import quicken, quicken_messages
+from phalanx.c10d.quick import quicken
 from phalanx.diagnosis.ends import tell_of_failure
 from phalanx.diagnosis.recorder import open_recorder
 from phalanx.system.threads import renew_engine
@@ -91,7 +90,6 @@ def create_process_group(
             member = Membership(own, rank, size, timeout, group_name, ranks)
             group = MixedProcessGroup(member, *arguments)
         group.record(recorded or ranks)
-        name_parameters()
         return group
 
     def gloo_in(store: Store, one_host: bool = True, own: int | None = None) -> GlooOnDemand:
@@ -139,7 +137,7 @@ def create_process_group(
         gloo.on_timeout = hosts.set_timeout
         group = group_of(hosts, gloo)
         if hosts.messages.inside is not None:
-            quicken_messages(group, hosts.messages.inside, rank, size, hosts.messages.places)
+            quicken(group, hosts.messages.inside, hosts.messages.places)
         if not ranks:
             call_witness(hosts)
             handle = cast(SharedMemoryCommunicator, local).handle if local.size > 1 else None

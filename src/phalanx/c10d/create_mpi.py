@@ -10,7 +10,6 @@ from itertools import count
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from phalanx.c10d.ddp_parameters import name_parameters
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.errors import InitializationError, PhalanxError
 from phalanx.rendezvous.meet import kept_store
@@ -135,5 +134,4 @@ def _create(ranks: Sequence[int], group_name: str, timeout: timedelta, runtime: 
     group.record(ranks)
     if not ranks:
         group.watch_waits(runtime.peers.beside())
-    name_parameters()
     return group

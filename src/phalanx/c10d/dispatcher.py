@@ -1,4 +1,4 @@
-"""The way of a call through torch's dispatcher, for calls that are more than a plain tensor and its options.
+"""The front of every call: straight to its body if it is a plain one, else through torch's dispatcher.
 
 torch calls a process group that is written in Python directly. What its dispatcher does for others would be missing:
 it lets modes (CommDebugMode, make_fx, execution traces) and profilers see the call, asks wrapper subclasses of tensors
@@ -7,13 +7,12 @@ understands every form of the arguments. So a call that needs any of that goes o
 dispatches an operation ``c10d::…``, and below all modes and subclasses, at the key BackendSelect, a kernel of this
 module takes the operation back to the group that began it. A plain call never comes here: it takes 20 µs.
 
-The kernels take back what a group of ours has sent on this way, on the same thread. Whatever else comes goes on to the
-backend that torch has chosen. Where that is the Gloo of one of our groups, it is made now: C++ has called a method that
-Python cannot override, or a program an operation of ``torch.ops.c10d``. A kernel makes the calls of other backends'
-groups slower, too, so the kernels are registered late: those of the operations that C++ may begin (``CPP``) with the
-first group, the others when a call needs them or a group is boxed, as an argument of an operation. Which way a rank's
-call goes may differ from rank to rank (often one alone runs a profiler): both end in the same operation. Checked on
-torch 2.13.0.
+- The kernels take back what a group of ours has sent on this way, on the same thread. Whatever else comes goes on to
+  the backend that torch has chosen. Where that is the Gloo of one of our groups, it is made now: C++ has called a
+  method that Python cannot override, or a program an operation of ``torch.ops.c10d``.
+- A kernel makes the calls of other backends' groups slower, too, so kernels are registered late: those of the
+  operations that C++ may begin (``CPP``) with the first group, the others when a call needs them or a group is boxed.
+- Which way a call goes may differ from rank to rank (often one alone runs a profiler): both end in the same operation.
 """
 
 from __future__ import annotations
@@ -27,23 +26,25 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as types
+from torch.autograd import profiler
 
-from phalanx.c10d.base import BaseProcessGroup
-from phalanx.c10d.messages import DoneWork
-from phalanx.c10d.nested_lists import StandIns
+from phalanx.c10d.collectives import Collectives
+from phalanx.c10d.progress import around
 from phalanx.c10d.torch_versions import method_name
-from phalanx.c10d.watched import around, is_watched, recorded
-from phalanx.errors import ArgumentError
+from phalanx.c10d.work import DoneWork
+from phalanx.errors import ArgumentError, UnsupportedTensor
 
-__all__ = ["OPERATIONS", "UNSET", "Dispatched", "front", "watch_all", "watch_calls_of_cpp"]
+__all__ = ["OPERATIONS", "begin", "front", "here", "is_watched", "watch_all", "watch_calls_of_cpp"]
 
-UNSET: timedelta = types.AllreduceOptions().timeout  # the timeout in options that nobody has given one
+_UNSET: timedelta = types.AllreduceOptions().timeout  # the timeout in options that nobody has given one
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, int))
 _done = DoneWork([])
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+_PYTHON = torch._C.DispatchKey.Python
+_number_of_modes = torch._C._len_torch_dispatch_stack
 
 
-class Dispatched(NamedTuple):
+class OperationInfo(NamedTuple):
     """One method of a process group, as torch's dispatcher knows it.
 
     Attributes:
@@ -65,42 +66,41 @@ _LISTS = ("output_tensors", "input_tensors")
 _PARTS = ("output_tensor", "input_tensor")
 _MANY = ("outputs", "inputs")
 _SPLITS = ("output", "input", "output_split_sizes", "input_split_sizes")
+_REDUCE, _SCATTER, _GATHER = types.AllreduceOptions, types.ReduceScatterOptions, types.AllgatherOptions
+_reduce_scatter_single = OperationInfo("reduce_scatter_single", "_reduce_scatter_base_", _PARTS, _SCATTER)
+_all_gather_single = OperationInfo("all_gather_single", "_allgather_base_", _PARTS, _GATHER)
 
-OPERATIONS: dict[str, Dispatched] = {
-    "allreduce": Dispatched("all_reduce", "allreduce_", ("tensors",), types.AllreduceOptions),
-    "allreduce_coalesced": Dispatched(
+OPERATIONS: dict[str, OperationInfo] = {
+    "allreduce": OperationInfo("all_reduce", "allreduce_", ("tensors",), _REDUCE),
+    "allreduce_coalesced": OperationInfo(
         "all_reduce_coalesced", "allreduce_coalesced_", ("tensors",), types.AllreduceCoalescedOptions
     ),
-    "reduce": Dispatched("reduce", "reduce_", ("tensors",), types.ReduceOptions),
-    "reduce_scatter": Dispatched("reduce_scatter", "reduce_scatter_", _LISTS, types.ReduceScatterOptions),
-    "_reduce_scatter_base": Dispatched(
-        "reduce_scatter_single", "_reduce_scatter_base_", _PARTS, types.ReduceScatterOptions
+    "reduce": OperationInfo("reduce", "reduce_", ("tensors",), types.ReduceOptions),
+    "reduce_scatter": OperationInfo("reduce_scatter", "reduce_scatter_", _LISTS, _SCATTER),
+    "_reduce_scatter_base": _reduce_scatter_single,
+    "reduce_scatter_single": _reduce_scatter_single,
+    "reduce_scatter_single_coalesced": OperationInfo(
+        "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced_", _MANY, _SCATTER, True
     ),
-    "reduce_scatter_single": Dispatched(
-        "reduce_scatter_single", "_reduce_scatter_base_", _PARTS, types.ReduceScatterOptions
+    "broadcast": OperationInfo("broadcast", "broadcast_", ("tensors",), types.BroadcastOptions),
+    "allgather": OperationInfo("all_gather", "allgather_", _LISTS, _GATHER),
+    "allgather_coalesced": OperationInfo(
+        "all_gather_coalesced", "allgather_coalesced_", ("output_lists", "input_list"), _GATHER
     ),
-    "reduce_scatter_single_coalesced": Dispatched(
-        "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced_", _MANY, types.ReduceScatterOptions, True
+    "_allgather_base": _all_gather_single,
+    "all_gather_single": _all_gather_single,
+    "all_gather_single_coalesced": OperationInfo(
+        "all_gather_single_coalesced", "allgather_into_tensor_coalesced_", _MANY, _GATHER, True
     ),
-    "broadcast": Dispatched("broadcast", "broadcast_", ("tensors",), types.BroadcastOptions),
-    "allgather": Dispatched("all_gather", "allgather_", _LISTS, types.AllgatherOptions),
-    "allgather_coalesced": Dispatched(
-        "all_gather_coalesced", "allgather_coalesced_", ("output_lists", "input_list"), types.AllgatherOptions
-    ),
-    "_allgather_base": Dispatched("all_gather_single", "_allgather_base_", _PARTS, types.AllgatherOptions),
-    "all_gather_single": Dispatched("all_gather_single", "_allgather_base_", _PARTS, types.AllgatherOptions),
-    "all_gather_single_coalesced": Dispatched(
-        "all_gather_single_coalesced", "allgather_into_tensor_coalesced_", _MANY, types.AllgatherOptions, True
-    ),
-    "gather": Dispatched("gather", "gather_", _LISTS, types.GatherOptions),
-    "gather_single": Dispatched("gather_single", "", ("output", "tensor"), types.GatherOptions),
-    "scatter": Dispatched("scatter", "scatter_", _LISTS, types.ScatterOptions),
-    "alltoall": Dispatched("all_to_all", "alltoall_", _LISTS, types.AllToAllOptions),
-    "all_to_all_single": Dispatched("all_to_all_single", "alltoall_base_", _SPLITS, types.AllToAllOptions, True),
-    "barrier": Dispatched("barrier", "barrier", (), types.BarrierOptions),
-    "send": Dispatched("send", "send", ("tensors", "dst", "tag"), None),
-    "recv": Dispatched("recv", "recv_", ("tensors", "src", "tag"), None),
-    "recv_anysource": Dispatched("recv", "recv_any_source_", ("tensors", "tag"), None),
+    "gather": OperationInfo("gather", "gather_", _LISTS, types.GatherOptions),
+    "gather_single": OperationInfo("gather_single", "", ("output", "tensor"), types.GatherOptions),
+    "scatter": OperationInfo("scatter", "scatter_", _LISTS, types.ScatterOptions),
+    "alltoall": OperationInfo("all_to_all", "alltoall_", _LISTS, types.AllToAllOptions),
+    "all_to_all_single": OperationInfo("all_to_all_single", "alltoall_base_", _SPLITS, types.AllToAllOptions, True),
+    "barrier": OperationInfo("barrier", "barrier", (), types.BarrierOptions),
+    "send": OperationInfo("send", "send", ("tensors", "dst", "tag"), None),
+    "recv": OperationInfo("recv", "recv_", ("tensors", "src", "tag"), None),
+    "recv_anysource": OperationInfo("recv", "recv_any_source_", ("tensors", "tag"), None),
 }
 
 # The operations behind those virtual methods of torch's ProcessGroup that a Python class cannot override.
@@ -118,17 +118,25 @@ CPP = frozenset(
     )
 )
 
+# -- the front -------------------------------------------------------------------------------------
 
-def front(name: str, body: Callable[..., Any]) -> Callable[..., Any]:
+
+def is_watched() -> bool:
+    """Whether a profiler or one of torch's dispatch modes must see this thread's calls. Every call pays for it."""
+    return profiler._is_profiler_enabled or _number_of_modes() > 0
+
+
+def front(name: str, body: Callable[..., Any], *, hooked: bool = False) -> Callable[..., Any]:
     """The method ``name`` of a process group: ``body``, or torch's dispatcher, which comes back to ``body``.
 
     Args:
         name: of the method, one of ``OPERATIONS``.
         body: the method that does it for plain tensors, given all arguments by position, the options last.
+        hooked: torch's hooks are to see every call (``hooked.py``).
     """
     known = OPERATIONS[name]
     options, from_cpp = known.options, known.from_cpp
-    count = len(known.arguments) + (options is not None)
+    count = -1 if hooked else len(known.arguments) + (options is not None)
     torchs = getattr(dist.ProcessGroup, method_name(name), None) if known.operation else None
 
     def call(self: Any, *given: Any, **named: Any) -> Any:
@@ -137,17 +145,18 @@ def front(name: str, body: Callable[..., Any]) -> Callable[..., Any]:
                 if _plain(given):
                     return body(self, *given)
             elif type(given[-1]) is options and _plain(given[:-1]):
-                own = given[-1].timeout != UNSET
+                own = given[-1].timeout != _UNSET
                 work = self._limited(body, *given) if own else body(self, *given)
                 return _done if work is None and from_cpp else work
         if torchs is None:
             return _without_torch(self, name, body, *given, **named)
         if nested := [tensor for tensor in _tensors((*given, *named.values())) if tensor.is_nested]:
             self._check.on_cpu(nested)  # which refuses them: torch would speak of keys of its dispatcher
-        with _Flight(self, name, given, named) as flight:
+        with DispatchedCall(self, name, given, named) as dispatched:
             # torch's method finds this frame by its name and its first argument, and then does not call it again.
             answer = torchs(self, *given, **named)
-        return flight.outcome(answer)
+        # The last handle, since a group's operations end in their order.
+        return dispatched.works[-1] if dispatched.works else answer
 
     call.__code__ = call.__code__.replace(co_name=method_name(name))
     call.__name__ = name
@@ -173,52 +182,53 @@ def _without_torch(group: Any, name: str, body: Callable[..., Any], *arguments: 
     known, (*tensors, opts) = OPERATIONS[name], arguments
     if not _plain([tensor for tensor in tensors if tensor is not None]):
         raise ArgumentError(f"{known.title}: takes tensors of torch's own types, not of subclasses; unwrap them first")
-    return _start(group, name, body, tensors, opts)
+    return begin(group, name, body, tensors, opts)
 
 
-def _start(group: Any, name: str, body: Callable[..., Any], arguments: Sequence[Any], opts: Any) -> Any:
-    """Do what ``name`` stands for, with the timeout of its options, shown to a profiler that is on."""
-    if opts is None:
-        start = partial(body, group, *arguments)
-    elif opts.timeout == UNSET:
-        start = partial(body, group, *arguments, opts)
-    else:
-        start = partial(group._limited, body, *arguments, opts)
-    title = f"{group.name()}:{OPERATIONS[name].title}"
-    return recorded(title, _tensors(arguments), start, opts is not None and opts.asyncOp)
+# -- through torch's dispatcher --------------------------------------------------------------------
 
 
 class _Here(threading.local):
     """The call of this thread that is on its way through the dispatcher; None if there is none."""
 
-    flight: _Flight | None = None
+    call: DispatchedCall | None = None
 
 
-class _Flight:
-    """A call on its way through the dispatcher, from a group's method to the kernel that takes it back."""
+here = _Here()
+
+
+class DispatchedCall:
+    """A call on its way through the dispatcher, from a group's method to the kernel that takes it back.
+
+    Attributes:
+        works: its handles, held until torch's method has returned: C++ alone would keep only their C++ half.
+    """
 
     def __init__(self, group: Any, name: str, given: Sequence[Any], named: dict[str, Any]) -> None:
         self.group, self._name = group, name
         # The dispatcher carries the reduction as an object that Python cannot read.
         self.reduce_op = _reduce_op((*given, *named.values()))
-        # The handles are held until torch's method has returned: C++ alone would keep only their C++ half.
         self.works: list[Any] = []
-        self._before: _Flight | None = None
+        self._before: DispatchedCall | None = None
 
-    def __enter__(self) -> _Flight:
+    def __enter__(self) -> DispatchedCall:
         watch_all()
-        self._before, _here.flight = _here.flight, self
+        self._before, here.call = here.call, self
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _here.flight = self._before
+        here.call = self._before
 
-    def outcome(self, answer: Any) -> Any:
-        """What the group's method returns: the last handle, since a group's operations end in their order."""
-        return self.works[-1] if self.works else answer
-
-
-_here = _Here()
+    def run(self, start: Callable[[], Any], tensors: Sequence[Any]) -> Any:
+        """Do the operation, whose own calls go their own ways; returns its handle, which torch needs in any case."""
+        here.call = None
+        try:
+            work = start()
+        finally:
+            here.call = self
+        work = DoneWork(_tensors(tensors)) if work is None else work
+        self.works.append(work)
+        return work
 
 
 def _reduce_op(arguments: Sequence[Any]) -> Any:
@@ -282,37 +292,37 @@ def _kernel(operation: str) -> Callable[..., Any]:
 
     def kernel(keyset: Any, *given: Any, **named: Any) -> Any:
         group: Any = dist.ProcessGroup.unbox(given[position] if position < len(given) else named["process_group"])
-        if not isinstance(group, BaseProcessGroup):
+        if not isinstance(group, Collectives):
             return overload.redispatch(keyset & _BELOW, *given, **named)
-        flight = _here.flight
+        dispatched = here.call
         # A tensor without data, meta or fake, is none of ours: torch knows what comes of it.
         tensors = _tensors((*given, *named.values()))
-        here = not any(tensor.is_meta for tensor in tensors)
-        if name is None or flight is None or group is not flight.group or not here:
-            if here and all(tensor.is_cpu for tensor in tensors):
+        has_data = not any(tensor.is_meta for tensor in tensors)
+        # torch has no kernel for sparse tensors that would call a backend written in Python.
+        to_hooks = group.hooked and all(tensor.layout is torch.strided for tensor in tensors)
+        if name is None or dispatched is None or group is not dispatched.group or not has_data or to_hooks:
+            if has_data and all(tensor.is_cpu for tensor in tensors):
                 group.attach()
             return overload.redispatch(keyset & _BELOW, *given, **named)
-        return take_back(name, flight, {**defaults, **dict(zip(names, given, strict=False)), **named})
+        return take_back(name, dispatched, {**defaults, **dict(zip(names, given, strict=False)), **named})
 
-    def take_back(name: str, flight: _Flight, values: dict[str, Any]) -> Any:
+    def take_back(name: str, dispatched: DispatchedCall, values: dict[str, Any]) -> Any:
         known = OPERATIONS[name]
-        arguments = [values[argument] for argument in known.arguments]
-        group, stand_ins = flight.group, StandIns(known.arguments, arguments)
-        opts = None if known.options is None else _options(known.options, values, flight.reduce_op)
-        _here.flight = None  # whatever the operation calls goes its own way
+        given = [values[argument] for argument in known.arguments]
+        arguments, filled = _unwrap_nested(known.arguments, given)
+        opts = None if known.options is None else _options(known.options, values, dispatched.reduce_op)
         before = around.wraps
-        if stand_ins.any_filled:
-            around.wraps = (*before, stand_ins.writing_back)
+        if filled:
+            around.wraps = (*before, lambda body: _followed(body, partial(_write_back, filled)))
         try:
-            work = _start(group, name, getattr(type(group), name).__wrapped__, stand_ins.arguments, opts)
+            body = getattr(type(dispatched.group), name).__wrapped__
+            work = dispatched.run(lambda: begin(dispatched.group, name, body, arguments, opts), given)
         finally:
-            _here.flight, around.wraps = flight, before
+            around.wraps = before
         if not values.get("async_op"):
-            stand_ins.write_back()
-        work = DoneWork(_tensors(arguments)) if work is None else work
-        flight.works.append(work)
+            _write_back(filled)
         boxed = work.boxed()
-        return (arguments[0], boxed) if len(schema.returns) == 2 else boxed
+        return (given[0], boxed) if len(schema.returns) == 2 else boxed
 
     return kernel
 
@@ -338,3 +348,119 @@ def _tensors(things: Sequence[Any]) -> list[torch.Tensor]:
         elif isinstance(thing, (list, tuple)):
             found.extend(_tensors(thing))
     return found
+
+
+# -- wrapper subclasses in lists of lists ----------------------------------------------------------
+
+Filled = list[tuple[torch.Tensor, torch.Tensor]]  # wrappers, and what stands in for each
+
+
+def _unwrap_nested(names: Sequence[str], arguments: Sequence[Any]) -> tuple[list[Any], Filled]:
+    """The arguments with plain tensors in the place of wrappers in lists of lists, where torch does not look for them.
+
+    Args:
+        names: of the arguments; one that begins with "output" is to be filled, by copying, as Gloo does.
+        arguments: of the collective, the options left out.
+
+    Raises:
+        UnsupportedTensor: an input is a wrapper of which nobody here knows what it holds.
+    """
+    filled: Filled = []
+
+    def plain(tensor: torch.Tensor, is_output: bool) -> torch.Tensor:
+        if type(tensor) is torch.Tensor or not torch._C._dispatch_keys(tensor).has(_PYTHON):
+            return tensor
+        awaited: Callable[[], torch.Tensor] | None = getattr(tensor, "trigger_wait", None)
+        if awaited is not None:
+            return awaited()  # what the tensor itself does where the dispatcher asks it
+        if not is_output:
+            raise UnsupportedTensor(
+                f"a {type(tensor).__name__} in a list of tensors cannot be unwrapped, because torch's dispatcher does "
+                f"not ask it to; give the tensors that it wraps"
+            )
+        filled.append((tensor, torch.empty(tensor.shape, dtype=tensor.dtype)))
+        return filled[-1][1]
+
+    def unwrapped(name: str, value: Any) -> Any:
+        if not (isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple))):
+            return value
+        return [[plain(tensor, name.startswith("output")) for tensor in tensors] for tensors in value]
+
+    return list(map(unwrapped, names, arguments)), filled
+
+
+def _write_back(filled: Filled) -> None:
+    for tensor, stand_in in filled:
+        tensor.detach().copy_(stand_in)
+
+
+def _followed(body: Callable[[], None], then: Callable[[], None]) -> Callable[[], None]:
+    def run() -> None:
+        body()
+        then()
+
+    return run
+
+
+# -- profiles --------------------------------------------------------------------------------------
+
+
+def begin(group: Any, name: str, body: Callable[..., Any], arguments: Sequence[Any], opts: Any) -> Any:
+    """Do what ``name`` stands for, with the timeout of its options, shown to a profiler that is on."""
+    if opts is None:
+        start = partial(body, group, *arguments)
+    elif opts.timeout == _UNSET:
+        start = partial(body, group, *arguments, opts)
+    else:
+        start = partial(group._limited, body, *arguments, opts)
+    if not profiler._is_profiler_enabled:
+        return start()
+    title = f"{group.name()}:{OPERATIONS[name].title}"
+    return _profiled(title, _tensors(arguments), start, opts is not None and opts.asyncOp)
+
+
+def _profiled(name: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any], asynchronous: bool) -> Any:
+    """``call()``, shown by the profiler as an event with the tensors' shapes and bytes.
+
+    Args:
+        name: of the event.
+        tensors: those that are moved.
+        call: starts the operation, or runs it.
+        asynchronous: whether the operation goes on after ``call``; then the event ends when the operation has run, or
+            if another thread has run it, when this one has waited for it. A profiler belongs to a thread: what ends on
+            another one has no end there, and is shown as if it had ended with what was under way when it began.
+    """
+    nbytes = sum(t.numel() * t.element_size() for t in tensors if t.layout == torch.strided)
+    event = torch._C._profiler._RecordFunctionFast(name, list(tensors), {"nbytes": nbytes})
+    event.__enter__()
+    ended, caller = False, threading.get_ident()
+
+    def end() -> None:
+        nonlocal ended
+        if not ended and threading.get_ident() == caller:
+            ended = True
+            event.__exit__(None, None, None)
+
+    def ending(body: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                body()
+            finally:
+                end()
+
+        return run
+
+    before, going = around.wraps, False
+    if asynchronous:
+        around.wraps = (*before, ending)
+    try:
+        result = call()
+        operation = getattr(result, "operation", None) if asynchronous else None
+        if operation is not None:
+            operation.waited = end
+        going = asynchronous
+        return result
+    finally:
+        around.wraps = before
+        if not going:
+            end()

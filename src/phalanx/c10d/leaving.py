@@ -40,9 +40,7 @@ class Leaver(Protocol):
 class Comparer(Protocol):
     """A group whose last calls can be compared."""
 
-    def compare_at_exit(self, patience_s: float) -> PhalanxError | None:
-        """Compare them, and wait at most so long for ranks that are behind; return the error if they differ."""
-        ...
+    def compare_at_exit(self, patience_s: float) -> PhalanxError | None: ...
 
 
 _Group = TypeVar("_Group")

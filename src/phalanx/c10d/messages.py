@@ -1,4 +1,4 @@
-"""Point-to-point messages of one group as torch's ``Work``, and the thread that moves those that no thread waits for.
+"""The messages of one group that are under way, and the thread that moves those that no thread waits for.
 
 A message moves whenever its rank calls into the group's messages. One that is neither done nor waited for after two
 milliseconds is taken over by a thread, so that a rank that computes, or waits in a collective of another group, still
@@ -13,185 +13,35 @@ import queue
 import threading
 import time
 import weakref
-from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from phalanx.c10d.leaving import end_before_the_interpreter
-from phalanx.c10d.uncompiled import uncompiled
-from phalanx.diagnosis import call_site
-from phalanx.errors import BackendError, ClosedError, CollectiveTimeout, PhalanxError
+from phalanx.c10d.work import MessageWork
+from phalanx.errors import BackendError, ClosedError
 from phalanx.system.threads import start
-from phalanx.transports.contract import Communicator, Message
+from phalanx.transports.contract import Communicator
 from phalanx.words import tell
 
-__all__ = ["DoneWork", "MessageWork", "Messages"]
+__all__ = ["Messages"]
 
 PATIENCE_S = 0.002
 LEAVING_S = 1.0  # how long a group that closes waits for threads that are in a call about a message
 
 
-@uncompiled
-class DoneWork(dist.Work):
-    """The handle of a send that was done when it was called, as most small ones are."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._tensors = tensors
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def exception(self) -> BaseException | None:
-        return None
-
-    def synchronize(self) -> None:
-        pass
-
-    def result(self) -> list[torch.Tensor]:
-        return self._tensors
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self._tensors)
-        return future
-
-
-@uncompiled
-class MessageWork(dist.Work):
-    """The handle of one send or receive, for the script's threads and the thread of :class:`Messages`.
-
-    ``_base``, ``_completed`` and ``_write_back`` are written under ``_lock``, and also read without it: each changes at
-    most once, ``_write_back`` only when the tensor has its data.
-    """
-
-    def __init__(self, message: Message, tensors: list[torch.Tensor], write_back: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._message = message
-        self._tensors = tensors
-        self._write_back = write_back
-        self._lock = threading.Lock()
-        self._base: torch.futures.Future[Any] | None = None
-        self._completed = False
-        # The thread of Messages may be the first to find that the message failed, and its own stack does not show the
-        # call. This costs half a microsecond, while the message is under way.
-        self._site = call_site.capture(2)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the message is done; True.
-
-        Raises:
-            CollectiveTimeout: it is still under way after ``timeout``. It goes on; wait again.
-            PhalanxError: the message failed; this is its error.
-        """
-        seconds = timeout.total_seconds() if timeout is not None else 0.0
-        try:
-            done = self._message.wait(seconds if seconds > 0 else None)
-        except PhalanxError:
-            self._settle(False)
-            raise
-        if not done:
-            raise CollectiveTimeout(
-                f"the message is still under way after {seconds:.3f} s; it goes on, and can be waited for again",
-                elapsed_s=seconds,
-            )
-        self._settle(True)
-        return True
-
-    def is_completed(self) -> bool:
-        return self._ask()[0]
-
-    def is_success(self) -> bool:
-        done, error = self._ask()
-        return done and error is None
-
-    def exception(self) -> BaseException | None:
-        return self._ask()[1]
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[torch.Tensor]:
-        return self._tensors
-
-    def source_rank(self) -> int:
-        return self._message.source
-
-    def _source_rank(self) -> int:
-        return self._message.source
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the tensors, or of the error, which is raised in a callback: see ``Operation.future`` for why.
-
-        A caller that has a future waits, so the group's timeout counts from here.
-        """
-        with self._lock:
-            if self._base is None:
-                self._base = torch.futures.Future()
-            base = self._base
-        outcome = base.then(self._outcome)
-        if not self.is_completed():
-            self._message.expect()
-        return outcome
-
-    def attend(self) -> bool:
-        """Do what can be done now; whether nothing is left to do. Called by the thread of :class:`Messages`."""
-        call_site.running.site = self._site
-        try:
-            return self._ask(watch=self._base is not None)[0]
-        except RuntimeError:  # torch cannot write to the tensor: who waits for the message tries again, and is told
-            return True
-        finally:
-            call_site.running.site = None
-
-    def _ask(self, watch: bool = True) -> tuple[bool, PhalanxError | None]:
-        """Whether it is done, and with what error."""
-        try:
-            done = self._message.test(watch)
-        except PhalanxError as error:
-            self._settle(False)
-            return True, error
-        if done:
-            self._settle(True)
-        return done, None
-
-    def _settle(self, success: bool) -> None:
-        """Copy the data of a message that is done into the user's tensor, and complete the future."""
-        if not self._write_back and (self._base is None or self._completed):
-            return
-        with self._lock:
-            if self._write_back:
-                if success:
-                    tensor, stand_in = self._write_back
-                    tensor.detach().copy_(stand_in)
-                self._write_back = []
-            base = None if self._completed else self._base
-            self._completed = self._base is not None
-        if base is not None:
-            base.set_result(None)
-
-    def _outcome(self, _: object) -> list[torch.Tensor]:
-        error = self.exception()
-        if error is not None:
-            raise error
-        return self._tensors
-
-
 class Messages:
     """The messages of one group that were not done when they were called.
 
-    ``_thread`` and ``closed`` are written under ``_starting`` and read without it. The thread itself writes ``_thread``
-    as it begins, and so does the one that has started it, unless a signal handler raises there. ``_pending`` belongs to
-    the thread, and to :meth:`close` once the thread has ended. In a forked child all of it counts as closed: the
-    messages are the parent's, in memory that it shares with the other ranks.
+    | field | writer | readers | guard |
+    |---|---|---|---|
+    | ``_thread``, ``closed`` | script's threads | all | ``_starting`` to write |
+    | ``_left`` | script's threads add | the thread | the queue's own |
+    | ``_pending`` | the thread; ``close`` once it has ended | the same | |
+    | ``_leaving`` | who ends the process | the thread | one assignment |
+
+    In a forked child all of it counts as closed: the messages are the parent's, in memory that it shares with the other
+    ranks. Where a signal handler raises while the thread is being started there may be none: then a message moves on
+    only while it is waited for.
     """
 
     def __init__(self, name: str, communicator: Communicator) -> None:
@@ -202,9 +52,7 @@ class Messages:
         self._held: list[torch.Tensor] = []
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
-        self._leaving = False  # set by the thread that ends the process, read by the group's
-        self.closed = False
-        self._inherited = self._has_warned = False
+        self._leaving = self.closed = self._inherited = self._has_warned = False
         _groups.add(self)
         end_before_the_interpreter(self)
 
@@ -221,16 +69,16 @@ class Messages:
         self._held.append(tensor)
 
     def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._serve, name=f"phalanx-mail-{self._name}", daemon=True)
+        # Set first: a signal handler may raise while it starts, and two threads would take each other's messages.
+        self._thread = threading.Thread(target=self._serve, name=f"phalanx-mail-{self._name}", daemon=True)
         try:
-            start(thread)
+            start(self._thread)
         except BackendError as error:
+            self._thread = None
             # The message is under way already, so that to raise now would have it sent again if the call is repeated.
             if not self._has_warned:
                 self._has_warned = True
                 tell(f"warning: {error}. Until it can have one, a message moves on only while it is waited for")
-            return
-        self._thread = thread
 
     def refuse_if_closed(self) -> None:
         if self._inherited:
@@ -244,7 +92,7 @@ class Messages:
             self.closed = True
         self._communicator.end_messages()
         self._left.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None and self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
         self._take_new()
         # A thread that waits for a message comes back now, but may need a moment to explain what it found.
@@ -258,7 +106,7 @@ class Messages:
         """Ask the thread to end, whatever is still under way; the process exits."""
         self._leaving = True
         self._left.put(None)
-        own = [] if self._thread is None else [self._thread]
+        own = [self._thread] if self._thread is not None and self._thread.is_alive() else []
         return own if self._inherited else own + self._communicator.leave()
 
     def give_back(self) -> None:
@@ -273,31 +121,23 @@ class Messages:
         self._starting = threading.Lock()
 
     def _serve(self) -> None:
-        with self._starting:
-            # A signal handler may have raised in the thread that started this one, which then started another.
-            if self._thread not in (None, threading.current_thread()):
-                return
-            self._thread = threading.current_thread()
         while not (self.closed or self._leaving):
-            new = not self._pending
-            if new:
-                self._take(self._left.get())
-            if self._take_new() or new:
+            if self._take_new(wait=not self._pending):
                 # Most messages are waited for at once by their own thread; then this one only gets in the way.
                 time.sleep(PATIENCE_S)
             self._pending = [work for work in self._pending if not work.attend()]
             if self._pending and not (self.closed or self._leaving):
                 self._communicator.rest()
 
-    def _take(self, work: MessageWork | None) -> None:
-        if work is not None:
-            self._pending.append(work)
-
-    def _take_new(self) -> bool:
+    def _take_new(self, *, wait: bool = False) -> bool:
+        """Take what has come to be looked after, or wait until something has; whether anything had."""
         before = len(self._pending)
         with contextlib.suppress(queue.Empty):
             while True:
-                self._take(self._left.get_nowait())
+                work = self._left.get(wait)
+                wait = False
+                if work is not None:  # a wake-up
+                    self._pending.append(work)
         return len(self._pending) > before
 
 

@@ -97,7 +97,7 @@ def fill_mpi_slot() -> None:
     own: Any = c10d._new_process_group_helper
 
     def new_group(*arguments: Any, **named: Any) -> Any:
-        from phalanx.c10d.replace import replaces  # not before torch is asked for a group
+        from phalanx.c10d.register import replaces  # not before torch is asked for a group
 
         of_mpi = c10d.is_initialized() and dist.get_backend() == "mpi" and not replaces("mpi")
         if of_mpi and arguments[3:4] not in ((), ("mpi",)):

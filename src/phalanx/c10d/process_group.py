@@ -1,35 +1,382 @@
-"""torch's side of a backend: the process group that torch calls.
+"""The process group that torch calls: its name, its backends, its timeouts, and its end.
 
-A Python subclass of ``ProcessGroup``, because ``Backend`` cannot be subclassed from Python and this costs less per call
-than a C++ backend behind the dispatcher. Each of its methods is one of ``collectives.py`` behind a front
-(``dispatcher.py``), which passes plain calls on and gives all others what torch's dispatcher would.
+It is a Python subclass of ``ProcessGroup``, which costs less per call than a backend behind torch's dispatcher
+(docs/design/transports.md). What it does is in ``collectives.py``, behind the fronts of ``dispatcher.py``. An attached
+Gloo group serves sparse tensors, and the C++ virtuals that cannot be overridden from Python.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend, FakeProcessGroup, Store
 
+from phalanx import settings
+from phalanx.c10d.arguments import SUM, Checks
 from phalanx.c10d.collectives import Collectives
-from phalanx.c10d.dispatcher import front, watch_all, watch_calls_of_cpp
-from phalanx.c10d.torch_versions import adopt_older_names
-from phalanx.c10d.uncompiled import uncompiled
-from phalanx.errors import ArgumentError
+from phalanx.c10d.ddp import BackwardPasses, current_pass, name_parameters
+from phalanx.c10d.dispatcher import OPERATIONS, front, is_watched, watch_all, watch_calls_of_cpp
+from phalanx.c10d.leaving import LAST_CALLS_S, compare_at_exit, end_before_the_interpreter
+from phalanx.c10d.messages import Messages
+from phalanx.c10d.progress import Progress, around
+from phalanx.c10d.recording import RecordedCalls
+from phalanx.c10d.torch_versions import adopt_older_names, uncompiled
+from phalanx.c10d.work import PhalanxWork
+from phalanx.diagnosis import recorder
+from phalanx.diagnosis.ends import cause_of_going
+from phalanx.diagnosis.own_waits import OtherHosts, OwnWaits, watch_own_waits
+from phalanx.errors import ArgumentError, BackendError, ClosedError, PhalanxError
+from phalanx.native.core import RecordedGroup
+from phalanx.transports.contract import Communicator
+from phalanx.transports.hierarchical.gloo import GlooOnDemand
+from phalanx.transports.layout import DTYPES
 
-__all__ = ["PhalanxProcessGroup"]
+__all__ = ["PhalanxProcessGroup", "serve_operations"]
+
+SMALL_BYTES = 64 * 1024  # up to here an asynchronous operation takes less time than waking a thread for it
 
 
-@uncompiled
-class PhalanxProcessGroup(Collectives):
-    """A process group over a communicator. Made by ``init_process_group`` and ``new_group``, not by hand."""
+class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
+    """A process group over a communicator. Made by ``init_process_group`` and ``new_group``, not by hand.
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    Args:
+        name: the backend's name, for ``dist.get_backend`` and messages.
+        communicator: moves the bytes.
+        gloo: the attached Gloo group, which serves the rest; shut down with this group.
+        group_name: torch's name for the group.
+        store: where its ranks met, for ``get_group_store``.
+        split: makes this rank's side of a group of some of its ranks, given their group ranks, the timeout and the
+            group's name.
+    """
+
+    allreduce: Any  # as the others: behind its front it takes every form of arguments that torch's takes
+    hooked = False  # whether torch's hooks see its calls (``hooked.py``)
+    supports_reconfigure = False  # for torch >= 2.15; the groups of ``reconfigurable.py`` can
+
+    def __init__(
+        self,
+        name: str,
+        communicator: Communicator,
+        gloo: GlooOnDemand,
+        group_name: str,
+        store: Store | None = None,
+        split: Callable[[list[int], timedelta, str], dist.ProcessGroup] | None = None,
+    ) -> None:
+        super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
+        self._store, self._split, self._splits = store, split, 0
+        self._backend_name = name
+        self._communicator = communicator
+        self._calls: Any = communicator  # or what records its calls
+        self.recorded: RecordedGroup | None = None
+        self._rank, self._size = communicator.rank, communicator.size
+        self._group_name = group_name
+        self._check = Checks(name, communicator)
+        self._progress = Progress(group_name)
+        self._passes = BackwardPasses(self._progress)
+        self._messages = Messages(group_name, communicator)
+        self._gloo = gloo
+        self.retire = partial(_retire, group_name, self._progress, self._messages, communicator, gloo)
+        self._summed = frozenset(dtype for dtype in DTYPES if communicator.can_reduce(dtype, SUM))
+        self._waits: OwnWaits | None = None
+        self._dropped: weakref.finalize[[], PhalanxProcessGroup] | None = None  # gives it back, once it is aborted
+        self._attached = False
+        self._hold_name()
+        self._set_default_backend(dist.ProcessGroup.BackendType.UNDEFINED)
+        self._set_group_name(group_name)  # type: ignore[arg-type]  # GroupName, which torch 2.9 lacks
+        compare_at_exit(self)
+        name_parameters(PhalanxProcessGroup)
         watch_calls_of_cpp()
 
-    # For torch >= 2.15; the groups of ``reconfigurable.py`` can.
-    supports_reconfigure = False
+    def record(self, ranks: Sequence[int]) -> None:
+        """Have the flight recorder see the operations from now on, if this process has one.
+
+        Args:
+            ranks: the members' ranks in the world; torch gives none for the world itself.
+        """
+        members = ranks or range(self._size)
+        if recorder.open_recorder(*((self._rank, self._size) if not ranks else ())):
+            self.recorded = recorder.group(self._group_name, self._backend_name, members, self._rank)
+        if self.recorded is not None:
+            self._calls = RecordedCalls(self._communicator, self.recorded)
+
+    def watch_waits(self, pids: Mapping[int, int], others: OtherHosts | None = None) -> None:
+        """Without ``phalanx run``: have a thread say for whom this rank of the world waits, until the group's end.
+
+        Args:
+            pids: the process ids of the ranks on this host, by rank.
+            others: asks the ranks of other hosts, if there are any that can be asked.
+        """
+        waits = watch_own_waits(self._rank, pids, others)
+        if waits is not None:
+            self._waits = waits
+            end_before_the_interpreter(waits)
+            weakref.finalize(self, waits.close).atexit = False
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        # For C++ alone. Where it reads gloo, DDP's logger takes the group's backend for a ProcessGroupGloo.
+        return settings.BACKEND if self._backend_name == "gloo" else self._backend_name
+
+    def name(self) -> str:
+        return self._backend_name
+
+    _get_backend_name = name
+
+    @property
+    def engine(self) -> str:
+        """The library whose connections carry the bytes, as ``Gloo``; empty if they are the transport's own."""
+        return self._communicator.engine
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The timeout of every operation that starts from now on. torch's own method would reach its backends only."""
+        self._gloo.set_timeout(timeout)
+        self._communicator.set_timeout(timeout)
+
+    def attach(self) -> None:
+        """Give torch the attached Gloo group, for calls that reach no method of this one; it is made now, and listens.
+
+        Two threads may do so at once: torch keeps what it is given twice.
+        """
+        if not self._attached:
+            self.serve(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo.get())
+            self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            self._attached = True
+
+    def _hold_name(self) -> None:
+        """Give torch a backend for the group's name, which it keeps in its backends. Each collective of it raises.
+
+        torch 2.15 asks for a backend of each device when a group is made.
+        """
+        fake: Any = FakeProcessGroup
+        if hasattr(fake, "_create_internal"):  # not before torch 2.10, where they do nothing
+            options = fake.Options()
+            options.error_on_collective = True
+            holder = fake._create_internal(self._rank, self._size, options)
+        else:
+            holder = fake(self._rank, self._size)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.UNDEFINED, holder)
+
+    def serve(self, device: torch.device, kind: dist.ProcessGroup.BackendType, backend: Backend) -> None:
+        """Give torch a backend for ``device``; it has the group's name and description afterwards, as all have."""
+        name, description = self.group_name, self.group_desc
+        self._register_backend(device, kind, backend)
+        self._set_group_name(name)
+        self._set_group_desc(description)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [device for device in super()._device_types if device.type != "meta"]
+
+    def _get_backend(self, device: torch.device) -> Backend:
+        if device.type == "cpu":
+            self.attach()
+        return super()._get_backend(device)
+
+    def _backend_id(self, backend_type: dist.ProcessGroup.BackendType) -> int:
+        self.attach()
+        return super()._backend_id(backend_type)
+
+    def _set_sequence_number_for_group(self) -> None:
+        self.attach()
+        super()._set_sequence_number_for_group()
+
+    def _get_sequence_number_for_group(self) -> int:
+        self.attach()
+        number: int = super()._get_sequence_number_for_group()  # type: ignore[misc]
+        return number
+
+    def _has_hooks(self) -> bool:
+        return self._attached and super()._has_hooks()
+
+    def get_group_store(self) -> Store:
+        """The store in which the group's ranks met; groups of MPI have none. torch's constructor takes none of ours."""
+        if self._store is None:
+            raise BackendError(f"a group of backend {self._backend_name!r} has no store: its ranks met without one")
+        return self._store
+
+    def split_group(
+        self,
+        ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        devices: list[torch.device] | None = None,
+        device_types: list[torch.device] | None = None,
+    ) -> dist.ProcessGroup | None:
+        """A group of some of this group's ranks, given as group ranks; None on a rank that is not in it.
+
+        Every rank of this group calls it. torch's own would crash. The options of other backends and the devices are
+        ignored: the new group serves those of this one.
+
+        Raises:
+            RankError: this group has no such rank.
+            BackendError: the backend cannot split a group; ``torch.distributed.new_group`` makes one.
+        """
+        for rank in ranks:
+            self._check.peer(rank)
+        if self._split is None:
+            raise BackendError(
+                f"backend {self._backend_name!r} cannot split a group; make a new one with torch.distributed.new_group"
+            )
+        self._splits += 1
+        name = group_name or f"{self.group_name}:split:{self._splits}"
+        if self._rank not in ranks:
+            return None
+        group = self._split(list(ranks), timeout or self._gloo.timeout, name)
+        group._set_group_desc(group_desc or f"{self.group_desc}:split")
+        return group
+
+    def _start(
+        self, asynchronous: bool, result: list[torch.Tensor], body: Callable[[], None], urgent: bool | None = None
+    ) -> Any:
+        """Run an operation here and now, or queue it and return its ``Work``; ``result`` has its tensors.
+
+        A thread begins an urgent one at once. By default those on large tensors are urgent.
+        """
+        if not asynchronous:
+            return self._progress.run(body)
+        for wrap in around.wraps:
+            body = wrap(body)
+        if urgent is None:
+            urgent = sum(tensor.nbytes for tensor in result) > SMALL_BYTES
+        work = PhalanxWork(self._progress, self._progress.submit(body, result, urgent))
+        if current_pass() >= 0:
+            self._passes.begun(work)
+        return work
+
+    def _limited(self, body: Callable[..., Any], *arguments: Any) -> Any:
+        """A call of the collective ``body`` whose options, the last argument, have a timeout of their own."""
+        opts = arguments[-1]
+        before, asynchronous = around.wraps, opts.asyncOp
+        around.wraps, opts.asyncOp = (*before, partial(self._within, opts.timeout)), True
+        try:
+            work = body(self, *arguments)
+        finally:
+            around.wraps, opts.asyncOp = before, asynchronous
+        if asynchronous:
+            return work
+        work.wait()
+        return None
+
+    def _within(self, timeout: timedelta, body: Callable[[], None]) -> Callable[[], None]:
+        """``body`` with another timeout than the group's, which counts from when the operation begins to run.
+
+        The group's operations run one at a time, and its messages, which other threads wait for, keep their own.
+        """
+
+        def run() -> None:
+            self._communicator.set_timeout(timeout, of_messages=self._gloo.timeout)
+            try:
+                body()
+            finally:
+                self._communicator.set_timeout(self._gloo.timeout)
+
+        return run
+
+    def sum_in_place(self, tensor: torch.Tensor) -> bool:
+        """All-reduce one tensor here and now, if it is of the usual kind and nobody watches: True. Else do nothing.
+
+        ``Group.all_reduce`` calls it without torch's own checks; a mode for torch's functions must see the call.
+        """
+        if is_watched() or torch._C._len_torch_function_stack() or not self._summable(tensor):
+            return False
+        self._sum_now(tensor)
+        return True
+
+    def send_now(self, tensor: torch.Tensor, dst: int, tag: int) -> bool:
+        """Send it and return True, or do nothing; for ``Group.send``. The quick methods (``quick.py``) do it."""
+        return False
+
+    def recv_now(self, tensor: torch.Tensor, src: int, tag: int) -> bool:
+        """Receive it and return True, or do nothing; for ``Group.recv``, likewise."""
+        return False
+
+    # -- lifetime ----------------------------------------------------------------------------------
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Nothing to do: the operations of a group run one after the other in any case."""
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        return self._start(True, [], _nothing)
+
+    def shutdown(self) -> None:
+        """Finish what is queued and give back the communicator. ``destroy_process_group`` calls it.
+
+        Called by a signal handler that has interrupted an operation of this group, it ends that operation with an
+        error. In a process that was forked from the group's own it does nothing.
+
+        Raises:
+            CollectiveMismatch, PeerLost: the ranks' last calls differ, which no call before could find. The group is
+                given back all the same. While another exception is on its way out nothing is compared, and ranks that
+                wait for this one are told that exception.
+        """
+        if self._progress.inherited:
+            # Gloo's destructor would wait for threads that are not in this process.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo.made))
+            return
+        if self._progress.interrupted():
+            self.abort()
+            # The thread waits for the group's lock, which the interrupted operation holds. It is not a daemon, so that
+            # an exit waits for it.
+            threading.Thread(target=self.shutdown, name="phalanx-closing").start()
+            return
+        if self._waits is not None:
+            self._waits.close()
+        self._progress.close()
+        going = sys.exc_info()[1]
+        if going is not None and (cause := cause_of_going(going)):
+            self._communicator.group_fails(going, cause)
+        self._messages.close()
+        try:
+            if going is None:
+                self._communicator.compare_rest(LAST_CALLS_S)
+        finally:
+            self._communicator.close()
+            self._gloo.shutdown()
+            if self._dropped is not None:
+                self._dropped.detach()
+
+    def compare_at_exit(self, patience_s: float) -> PhalanxError | None:
+        """Compare the ranks' last calls in a process that exits without shutting the group down."""
+        running = self._progress.running
+        if not running.acquire(blocking=False):
+            return None  # an operation is under way, and stays so
+        try:
+            if not self._progress.busy and not self._progress.queue:
+                self._communicator.compare_rest(patience_s)
+        except PhalanxError as error:
+            return error
+        finally:
+            running.release()
+        return None
+
+    def abort(self) -> None:
+        """End operations under way on every rank with an error; the group cannot be used afterwards.
+
+        Its memory, connections and threads are given back by :meth:`shutdown`, or when nobody holds the group any more:
+        programs that survive the loss of ranks only drop it.
+        """
+        if self._progress.inherited:
+            return  # it is the parent's
+        if self._dropped is None:
+            self._dropped = weakref.finalize(self, self.retire)
+            self._dropped.atexit = False
+        if self._waits is not None:
+            self._waits.leave()  # an abort waits for nothing
+        self._communicator.abort()
+        self._gloo.abort()
+
+    # -- what else torch asks for ------------------------------------------------------------------
 
     def get_reconfigure_handle(self) -> str:
         """Refused.
@@ -51,30 +398,40 @@ class PhalanxProcessGroup(Collectives):
         watch_all()
         return super().boxed()
 
-    allreduce: Any = front("allreduce", Collectives.allreduce)
-    allreduce_coalesced: Any = front("allreduce_coalesced", Collectives.allreduce_coalesced)
-    reduce: Any = front("reduce", Collectives.reduce)
-    reduce_scatter: Any = front("reduce_scatter", Collectives.reduce_scatter)
-    _reduce_scatter_base: Any = front("_reduce_scatter_base", Collectives._reduce_scatter_base)
-    reduce_scatter_single: Any = front("reduce_scatter_single", Collectives.reduce_scatter_single)
-    reduce_scatter_single_coalesced: Any = front(
-        "reduce_scatter_single_coalesced", Collectives.reduce_scatter_single_coalesced
-    )
-    broadcast: Any = front("broadcast", Collectives.broadcast)
-    allgather: Any = front("allgather", Collectives.allgather)
-    allgather_coalesced: Any = front("allgather_coalesced", Collectives.allgather_coalesced)
-    _allgather_base: Any = front("_allgather_base", Collectives._allgather_base)
-    all_gather_single: Any = front("all_gather_single", Collectives.all_gather_single)
-    all_gather_single_coalesced: Any = front("all_gather_single_coalesced", Collectives.all_gather_single_coalesced)
-    gather: Any = front("gather", Collectives.gather)
-    gather_single: Any = front("gather_single", Collectives.gather_single)
-    scatter: Any = front("scatter", Collectives.scatter)
-    alltoall: Any = front("alltoall", Collectives.alltoall)
-    all_to_all_single: Any = front("all_to_all_single", Collectives.all_to_all_single)
-    barrier: Any = front("barrier", Collectives.barrier)
-    send: Any = front("send", Collectives.send)
-    recv: Any = front("recv", Collectives.recv)
-    recv_anysource: Any = front("recv_anysource", Collectives.recv_anysource)
+
+def serve_operations(kind: type[PhalanxProcessGroup], body: Callable[[str], Callable[..., Any]], **how: bool) -> None:
+    """Give a class of groups its operations: ``body`` of each name, behind a front."""
+    for name in OPERATIONS:
+        setattr(kind, name, front(name, body(name), **how))
+    adopt_older_names(kind)
+    uncompiled(kind)
 
 
-adopt_older_names(PhalanxProcessGroup)
+serve_operations(PhalanxProcessGroup, partial(getattr, Collectives))
+
+
+def _retire(name: str, progress: Progress, messages: Messages, communicator: Communicator, gloo: GlooOnDemand) -> None:
+    """Give back what a group holds, now and without waiting for its other ranks, which may be gone for good.
+
+    An operation under way ends with an error, here and on the other ranks; if there is none, this rank leaves in order.
+    In a process that was forked from the group's own nothing is done.
+    """
+    if progress.inherited:
+        return
+    abort = partial(communicator.abort, "reconfigure(), which ended this group")
+    if progress.interrupted():
+        # A signal handler is the caller: the operation that it has interrupted must leave the group before.
+        abort()
+        again = partial(_retire, name, progress, messages, communicator, gloo)
+        threading.Thread(target=again, name="phalanx-closing").start()
+        return
+    with contextlib.ExitStack() as each:  # what fails must not keep the others from it
+        each.callback(gloo.release)
+        each.callback(communicator.close)
+        each.callback(progress.close)
+        each.callback(progress.give_up, ClosedError.given_up(name), abort)
+        each.callback(messages.close)  # the first to be called: messages need not learn of the abort
+
+
+def _nothing() -> None:
+    pass

@@ -1,43 +1,39 @@
-"""One group's operations, one at a time, in the order they were called.
+"""The operations of one group: each with its outcome, and all of them one at a time, in the order they were called.
 
-A synchronous operation runs on the caller's thread when nothing is queued before it, which is the common case
-and costs a lock. An asynchronous one is queued, and the first thread that comes runs it: one of the group's threads,
-or a thread that waits for it or calls a synchronous operation after it. So ``all_reduce(async_op=True).wait()`` needs
-no switch to another thread, and a gradient bucket moves while backward computes.
+A synchronous operation runs on the caller's thread if nothing is queued before it. An asynchronous one is queued, and
+the first thread that comes runs it: one of the group's own, one that waits for it, or one that calls a synchronous
+operation after it. So ``all_reduce(async_op=True).wait()`` needs no switch of threads, and a gradient bucket moves
+while backward computes.
 
-A thread of the group is idle (it blocks in ``_calls.get``), naps (the same, for ``NAP_S`` at most), drains the queue,
-or is in the callbacks of an operation that it ran.
+A thread of the group is idle, naps (for ``NAP_S`` at most), drains the queue, or is in the callbacks of an operation:
 
-- An urgent operation has a thread drain the queue at once. A small one is usually waited for at once, and waking a
-  thread for it costs more than the operation: the two contend for the interpreter. So it has a thread nap, and drain
-  what is still queued after a nap in which no other thread ran any operation.
-- While a thread waits for an operation it runs the queue up to that one, and a draining thread stands back to a nap:
-  with hundreds of operations under way, a switch of threads for each would cost more than the operations.
-- A callback may wait for a further operation of the group (PowerSGD's do), so a thread in callbacks counts for nothing,
-  and another one is started when all are.
+- An urgent operation has a thread drain the queue at once. A small one has a thread nap, and drain what is still queued
+  after a nap in which nobody ran an operation: to wake a thread for it costs more than the operation.
+- While a thread waits for an operation it runs the queue up to that one, and a draining thread stands back to a nap.
+- A callback may wait for a further operation of the group, as PowerSGD's do. So a thread in callbacks counts for
+  nothing, and another one is started when all are.
 
 What holds, whatever is queued and whoever waits:
 
 1. While an operation is queued, a thread of the group drains or naps, or ``_calls`` holds a request and a thread is
-   free to take it. A caller appends the operation first and then reads the counts; a thread that stops draining, ends a
-   nap or enters callbacks changes the counts first and then reads the queue: one of the two sees the other.
-2. After an urgent submission, or ``hurry``, that thread drains: at once, or, if a waiting thread runs the queue, within
-   two naps after that one has stopped.
+   free to take it. A caller appends first and then reads the counts. A thread changes the counts first and then reads
+   the queue. So one of the two sees the other.
+2. After an urgent submission, or ``hurry``, that thread drains at once; if a waiting thread runs the queue, within two
+   naps after that one has stopped.
 3. ``_calls`` holds at most one request more than there are threads, however many operations are queued.
-4. Only the holder of ``running`` runs an operation, and it takes the queue's head: the order is that of the calls.
+4. Only the holder of ``running`` runs an operation, and it takes the queue's head.
 
-One lock, ``running``, is held by the thread that runs operations; ``queue`` is appended to by callers and popped only
-by the holder of the lock. Several threads touch the queue: deque's append and popleft are atomic. A closed group's
-queue begins with None for ever, so that a caller that only tests whether it is empty finds that it is not. ``_closed``,
-``busy`` and ``_served`` are set by the holder of the lock and read without it. ``_draining``, ``_napping`` and
-``_in_callbacks`` are changed by the group's threads only, under ``_counting``, and read by all without it: a signal
-handler, which may interrupt a caller anywhere, never finds that lock taken by the thread that it interrupted.
-``_wanted``, the operation that a thread waits for last, is a hint: it is replaced whole and may be out of date.
+| field | writer | readers | guard |
+|---|---|---|---|
+| ``busy``, ``_served``, ``_closed`` | holder of ``running`` | all | ``running`` to write |
+| ``queue`` | callers append, the holder of ``running`` pops; None at its head for ever: closed | all | atomic deque |
+| ``_draining``, ``_napping``, ``_in_callbacks`` | own threads | all | ``_counting`` to write: no caller takes it |
+| ``_wanted``: what a thread waits for last | who waits | the group's threads | a hint, replaced whole |
+| ``given_up`` | ``give_up``, once | who runs an operation | one assignment |
 
-While the core waits, the main thread runs Python's signal handlers, and a handler may call the group. The lock is
-therefore reentrant, and its holder sets ``busy`` while an operation runs. A caller that gets the lock and finds
-``busy`` set must be a signal handler on the same thread, inside an operation that it interrupted. A handler that runs
-after the lock is taken and before ``busy`` is set finds the group idle, and may use it.
+While the core waits, the main thread runs signal handlers, and a handler may call the group. So ``running`` is
+reentrant, and its holder sets ``busy`` while an operation runs. A caller that gets the lock and finds ``busy`` set is a
+handler inside an operation that it interrupted.
 """
 
 from __future__ import annotations
@@ -54,15 +50,139 @@ from typing import Any
 import torch
 
 from phalanx.c10d.leaving import end_before_the_interpreter
-from phalanx.c10d.operation import Operation
-from phalanx.errors import BackendError, ClosedError, ReentryError
-from phalanx.system.threads import TimedQueue, start
+from phalanx.diagnosis import call_site
+from phalanx.errors import BackendError, ClosedError, PhalanxError, ReentryError
+from phalanx.system.threads import AwakeClock, TimedQueue, start, wait_awake
 
-__all__ = ["Progress"]
+__all__ = ["Operation", "Progress", "around"]
 
 NAP_S = 0.001
 # The requests to the group's threads: drain the queue, nap first, end.
 _DRAIN, _NAP, _END = "drain", "nap", "end"
+
+
+class Around(threading.local):
+    """What this thread's present call wants done around its operation, whichever thread runs that.
+
+    Attributes:
+        wraps: each takes the operation's body and returns a new one.
+    """
+
+    wraps: tuple[Callable[[Callable[[], None]], Callable[[], None]], ...] = ()
+
+
+around = Around()
+
+
+class Operation:
+    """One queued call: the body to run, whether it has run, and its outcome.
+
+    | field | writer | guard |
+    |---|---|---|
+    | ``error``, then ``done`` | who runs it | who finds ``done`` may read ``error`` |
+    | ``_done_event``, ``_future``, ``_completed`` | any thread, once | ``_lock`` |
+    | ``told``: a wait has raised the error | who waits | only ever set |
+    | ``waited``: called by every thread that has waited | the caller, before it hands out the operation | |
+    """
+
+    __slots__ = (
+        "_body",
+        "_completed",
+        "_done_event",
+        "_future",
+        "_lock",
+        "_site",
+        "done",
+        "error",
+        "result",
+        "told",
+        "waited",
+    )
+
+    def __init__(self, body: Callable[[], None], result: list[torch.Tensor]) -> None:
+        self._body = body
+        self._site = call_site.capture(3)  # when it runs, perhaps on another thread, the stack of the call is gone
+        self.result = result
+        self._completed = self.done = self.told = False
+        self.error: BaseException | None = None
+        self.waited: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+        self._done_event: threading.Event | None = None
+        self._future: torch.futures.Future[Any] | None = None
+
+    def run(self, queue: Progress) -> None:
+        """Run the body and wake the threads that wait. Called once, by the holder of the group's lock.
+
+        Once the queue is given up the body is not run, and an error of ours that it raises has come of that.
+        """
+        body, self._body = self._body, _nothing  # the tensors that the body refers to must not outlive it
+        call_site.running.site = self._site
+        try:
+            if queue.given_up is not None:
+                raise queue.given_up
+            body()
+        except BaseException as error:
+            of_that = queue.given_up is not None and isinstance(error, PhalanxError)
+            self.error = queue.given_up if of_that else error
+        finally:
+            call_site.running.site = None
+        with self._lock:
+            self.done = True
+            event = self._done_event
+        if event is not None:
+            event.set()
+
+    def settle(self) -> torch.futures.Future[Any] | None:
+        """The future to be completed now, if any was asked for. Called once, after ``run``, without the group's lock.
+
+        To complete it is the caller's part, since that runs the future's callbacks.
+        """
+        with self._lock:
+            self._completed = True
+            return self._future
+
+    def finish(self) -> None:
+        """Complete the future, on the thread that ran the operation, then raise what interrupted that thread.
+
+        A Ctrl-C belongs to the thread that it interrupted, even if the operation was another thread's.
+        """
+        future = self.settle()
+        if future is not None:
+            future.set_result(None)
+        if self.error is not None and not isinstance(self.error, Exception):
+            raise self.error
+
+    def wait_done(self, timeout_s: float | None, clock: AwakeClock | None = None) -> bool:
+        """Block until the operation has run; False when the timeout came first. A ``clock`` of the caller goes on."""
+        with self._lock:
+            if self.done:
+                return True
+            if self._done_event is None:
+                self._done_event = threading.Event()
+        # Without a limit no time is counted, so the wait need not wake up to count it.
+        return self._done_event.wait() if timeout_s is None else wait_awake(self._done_event.wait, timeout_s, clock)
+
+    def future(self) -> torch.futures.Future[Any]:
+        """A future of the result tensors, or of the error.
+
+        An error is raised in a callback of the future that is completed, not set on it: torch stores an exception that
+        is set from Python as a value, which C++ callers (DDP) then take for tensors.
+        """
+        base: torch.futures.Future[Any] = torch.futures.Future()
+        with self._lock:
+            if self._future is None:
+                self._future = base
+                completed = self._completed
+            else:
+                base, completed = self._future, False
+        if completed:
+            base.set_result(None)
+        return base.then(self._outcome)
+
+    def _outcome(self, _: object) -> list[torch.Tensor]:
+        if self.error is not None:
+            raise self.error
+        return self.result
 
 
 class Progress:
@@ -102,15 +222,15 @@ class Progress:
             with self.running:
                 if state[0]:
                     self._require_idle()
-                state[0] = True
-                try:
-                    if not self.queue:
+                if not self.queue:
+                    state[0] = True
+                    try:
                         body(*arguments)
-                        return
-                    self._wanted = self.queue[-1]
-                    operation = self._run_next()
-                finally:
-                    state[0] = False
+                    finally:
+                        state[0] = False
+                    return
+                self._wanted = self.queue[-1]
+                operation = self._run_next()
             self._wanted = None
             operation.finish()
 
@@ -158,14 +278,10 @@ class Progress:
                 # `with`, though it waits for the other thread: between a call of acquire() and a `try` a signal handler
                 # may raise, and the lock would stay held.
                 with self.running:
-                    self._require_idle()
-                    self.busy = True
-                    try:
-                        if operation.done or not self.queue:
-                            return
-                        done = self._run_next()
-                    finally:
-                        self.busy = False
+                    self._require_idle()  # a handler would wait for ever for what it has interrupted
+                    if operation.done or not self.queue:
+                        return
+                    done = self._run_next()
                 self._wanted = None  # a callback may wait for a further operation, which another thread is to run
                 done.finish()
         finally:
@@ -218,13 +334,19 @@ class Progress:
                     thread.join()
 
     def _run_next(self) -> Operation:
-        operation = self.queue[0]
-        if operation is None:
-            raise self._closed_error()
-        self.queue.popleft()
-        self._served += 1
-        operation.run(self)
-        return operation
+        """Run the head of the queue; for the holder of ``running``."""
+        self._require_idle()
+        self.busy = True
+        try:
+            operation = self.queue[0]
+            if operation is None:
+                raise self._closed_error()
+            self.queue.popleft()
+            self._served += 1
+            operation.run(self)
+            return operation
+        finally:
+            self.busy = False
 
     def _require_idle(self) -> None:
         if self.busy:
@@ -304,13 +426,8 @@ class Progress:
 
     def _serve_one(self) -> Operation | None:
         """Run one operation; None if there was none."""
-        with self.running:
-            self.busy = True
-            try:
-                # A thread that waited for the last one may have run it.
-                return self._run_next() if self._waits() else None
-            finally:
-                self.busy = False
+        with self.running:  # a thread that waited for the last one may have run it
+            return self._run_next() if self._waits() else None
 
     def _call_back(self, future: torch.futures.Future[Any]) -> bool:
         """Complete a future, which runs its callbacks here; whether this thread is to go on draining."""
@@ -356,3 +473,7 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _nothing() -> None:
+    pass

@@ -22,8 +22,7 @@ from torch._C import _distributed_c10d as types
 from torch.autograd import profiler
 from torch.utils import _python_dispatch
 
-from phalanx.c10d.hooked import HookedProcessGroup
-from phalanx.c10d.messages import DoneWork
+from phalanx.c10d.work import DoneWork
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.call_site import inside
 from phalanx.native.core import quick_entry
@@ -32,7 +31,7 @@ from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
 from phalanx.transports.shm.wording import text_of_call
 
-__all__ = ["missing", "quicken", "quicken_messages"]
+__all__ = ["missing", "quicken"]
 
 # In the order of enum entry_option_class (native/csrc_entry/entry.h). Then: has it an operation, has it a root.
 _OPTIONS = (
@@ -46,14 +45,26 @@ _OPTIONS = (
 _SIGNED_64 = 8
 
 
-def quicken(group: Any, communicator: SharedMemoryCommunicator) -> None:
-    """Give a process group its quick methods, if there can be any. They find by themselves that the group is closed."""
+def quicken(group: Any, communicator: SharedMemoryCommunicator, places: Sequence[int] | None = None) -> None:
+    """Give a process group its quick methods, if there can be any. They find by themselves that the group is closed.
+
+    Args:
+        group: the process group.
+        communicator: of the ranks of this host.
+        places: in a group over several hosts, for each rank its rank in the communicator; -1 if it has none there. Only
+            messages are quick then, those between ranks of this host.
+    """
     entry_module = _module()
-    if isinstance(entry_module, str) or isinstance(group, HookedProcessGroup):
+    if isinstance(entry_module, str) or group.hooked:
         return  # torch's hooks are to see every call
-    progress = group._progress
-    entry = entry_module.Entry(group, communicator.handle, communicator.rank, communicator.size, progress, communicator)
-    _record(group, entry)
+    entry = entry_module.Entry(group, communicator.handle, group.rank(), group.size(), group._progress, communicator)
+    if group.recorded is not None:
+        entry.set_recorded(addressof(group.recorded), group.recorded)
+    if places is not None:
+        entry.set_places(list(places))
+        methods = entry.methods()
+        vars(group).update({name: methods[name] for name in ("send", "recv", "send_now", "recv_now")})
+        return
 
     def unheard() -> Any:
         site, name, (dtype, shape), op, root = entry.last()
@@ -61,33 +72,6 @@ def quicken(group: Any, communicator: SharedMemoryCommunicator) -> None:
 
     entry.set_explain(unheard)
     vars(group).update(entry.methods())
-
-
-def quicken_messages(
-    group: Any, communicator: SharedMemoryCommunicator, rank: int, size: int, places: Sequence[int]
-) -> None:
-    """Give a process group over several hosts the quick methods of messages, for those between ranks of this host.
-
-    Args:
-        group: the process group.
-        communicator: of the ranks of this host.
-        rank, size: this process's place in the group.
-        places: for each rank of the group its rank in the communicator; -1 if it has none there.
-    """
-    entry_module = _module()
-    if isinstance(entry_module, str) or isinstance(group, HookedProcessGroup):
-        return
-    entry = entry_module.Entry(group, communicator.handle, rank, size, group._progress, communicator)
-    entry.set_places(list(places))
-    _record(group, entry)
-    methods = entry.methods()
-    vars(group).update({name: methods[name] for name in ("send", "recv", "send_now", "recv_now")})
-
-
-def _record(group: Any, entry: Any) -> None:
-    """Have the calls of the entry recorded as those of the group's other methods are."""
-    if group.recorded is not None:
-        entry.set_recorded(addressof(group.recorded), group.recorded)
 
 
 def missing() -> str:

@@ -17,36 +17,34 @@ torch's hooks (its flight recorder, its check for NaN) do not see these groups, 
 from __future__ import annotations
 
 import gc
+import hashlib
+import itertools
 import os
+import re
+import secrets
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
+from phalanx import settings
 from phalanx.c10d.create import create_process_group
-from phalanx.c10d.hooked import CALLS
-from phalanx.c10d.messages import DoneWork
+from phalanx.c10d.dispatcher import OPERATIONS
+from phalanx.c10d.hooked import PythonBackend
 from phalanx.c10d.process_group import PhalanxProcessGroup
-from phalanx.c10d.reconfigure_handles import Handle, digest, ordered
-from phalanx.c10d.uncompiled import uncompiled
+from phalanx.c10d.torch_versions import uncompiled
+from phalanx.c10d.work import DoneWork
 from phalanx.errors import ArgumentError, ClosedError, InitializationError
 
 __all__ = ["ReconfigurableProcessGroup"]
 
-_COLLECTIVES = (
-    *CALLS,
-    "all_to_all_single",
-    "all_gather_single_coalesced",
-    "gather_single",
-    "reduce_scatter_single_coalesced",
-)
 # What the present group does; all others of torch's methods are about the name, or go to the backend below.
 _HANDED_ON = (
-    *_COLLECTIVES,
+    *OPERATIONS,
     "_start_coalescing",
     "_end_coalescing",
     "_set_sequence_number_for_group",
@@ -55,15 +53,60 @@ _HANDED_ON = (
 )
 
 
-class _Backend(Backend):
+# A handle names a process's side of a group: by the rank that it was given first, which others may have been given too,
+# and by what no other process has. A process that is started in place of a lost one has another.
+_HANDLE = re.compile(r"phalanx:(0|[1-9][0-9]{0,9}):[0-9a-f]{16}", re.ASCII)
+
+
+def new_handle(rank: int) -> str:
+    """The handle of this process's side of a group that it makes now; the same until the group is destroyed."""
+    return f"phalanx:{rank}:{secrets.token_hex(8)}"
+
+
+def rank_in(handle: str) -> int:
+    """The rank in a handle of another process, as programs have passed it on in ways of their own.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    match = _HANDLE.fullmatch(handle)
+    if match is None:
+        raise ArgumentError(
+            f"{handle[:80]!r} is not a handle of a group of Phalanx: give what "
+            "torch.distributed._get_reconfigure_handle() returned on each process, unchanged"
+        )
+    return int(match[1])
+
+
+def ordered(handles: Collection[str]) -> list[str]:
+    """The members of a group in the order of their new ranks: that of a list, and of a set that of the ranks in them.
+
+    Raises:
+        ArgumentError: there is none, one stands there twice, or a text is not a handle.
+    """
+    by_rank = sorted((rank_in(handle), handle) for handle in handles)
+    if not by_rank:
+        raise ArgumentError("reconfigure: a group has one rank at least; got no handle")
+    for (_, handle), (_, following) in itertools.pairwise(by_rank):
+        if handle == following:
+            raise ArgumentError(
+                f"reconfigure: the handle {handle} is listed twice; give that of each process once (a process that was "
+                "started anew has a new one)"
+            )
+    return list(handles) if isinstance(handles, (list, tuple)) else [handle for _, handle in by_rank]
+
+
+def digest(handles: Sequence[str]) -> str:
+    """A short text that is the same on all processes that give the same members in the same order."""
+    return hashlib.sha256(" ".join(handles).encode()).hexdigest()[:32]
+
+
+class _Backend(PythonBackend):
     """What torch's dispatcher and programs that ask for the group's backend call: the group itself.
 
     torch keeps the backends of a group for good, and so each constellation's own cannot be given to it.
     """
 
-    # torch asks for these without end where a class written in Python leaves them to it.
-    supports_coalescing = supports_shrinking = supports_splitting = supports_window = False
-    _supports_time_estimate = False
     supports_reconfigure = True
 
     def __init__(self, group: ReconfigurableProcessGroup) -> None:
@@ -76,9 +119,6 @@ class _Backend(Backend):
         if group is None:
             raise ClosedError("the backend of a process group was used after the group was gone")
         return group
-
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return self.group.getBackendName()
 
     def rank(self) -> int:
         return self.group.getRank()
@@ -122,7 +162,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._store, self._timeout, self._backend_name = store, timeout, backend
         self._rank, self._size = rank, size
-        self._handle = Handle.new(rank)
+        self._handle = new_handle(rank)
         self._pid = os.getpid()
         self._present: PhalanxProcessGroup | None = None
         self._used: set[int] = set()
@@ -133,13 +173,12 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
         self._set_group_name(group_name)  # type: ignore[arg-type]  # GroupName, which torch 2.9 lacks
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return "phalanx" if self._backend_name == "gloo" else self._backend_name
-
-    def _get_backend_name(self) -> str:
-        return self._backend_name
+        return settings.BACKEND if self._backend_name == "gloo" else self._backend_name
 
     def name(self) -> str:
         return self._backend_name
+
+    _get_backend_name = name
 
     def getRank(self) -> int:  # noqa: N802 - torch's name
         return self._rank
@@ -160,19 +199,15 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
 
     def get_reconfigure_handle(self) -> str:
         """What names this process to the others. It stays the same until the group is destroyed."""
-        return str(self._handle)
+        return self._handle
 
     def reconfigure(self, opts: Any) -> Any:
         """Give the group the ranks of ``opts.handles``. All of those call it, and no others.
 
         Args:
-            opts: torch's ``ReconfigureOptions``. ``handles``: one for each rank; a list gives the order of the ranks,
-                and of a set they are ordered by the ranks given to ``init_process_group``. ``uuid``: a number that this
-                group has not used yet, equal on all. ``timeout``: how long to wait for the others, by default the
-                group's own, which operations keep. ``hints``: ignored.
-
-        Returns:
-            A ``Work`` that is done.
+            opts: torch's ``ReconfigureOptions``. ``handles``: see :func:`ordered`. ``uuid``: a number that this group
+                has not used yet, equal on all. ``timeout``: how long to wait for the others, by default the group's
+                own, which operations keep. ``hints``: ignored.
 
         Raises:
             ArgumentError: the handles cannot be right, this process's own is not among them, or the number was used.
@@ -208,9 +243,9 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
                 gc.collect()
         return DoneWork([])
 
-    def _meet(self, members: list[Handle], uuid: int, timeout: timedelta) -> PhalanxProcessGroup:
+    def _meet(self, members: list[str], uuid: int, timeout: timedelta) -> PhalanxProcessGroup:
         """Make the group of these members, each of which does so now."""
-        given = [member.rank for member in members]
+        given = [rank_in(member) for member in members]
         try:
             made = create_process_group(
                 # Those who name others, or in another order, are in another meeting.
@@ -276,5 +311,5 @@ def _of_backend(name: str) -> Callable[..., Any]:
 for _name in _HANDED_ON:
     setattr(ReconfigurableProcessGroup, _name, _before_the_first(_name))
 uncompiled(ReconfigurableProcessGroup)
-for _name in _COLLECTIVES:
+for _name in OPERATIONS:
     setattr(_Backend, _name, _of_backend(_name))

@@ -1,12 +1,23 @@
-"""Making Phalanx's backends known to torch, in its table of backends and private slots.
-
-Checked on torch 2.13.0, 2.14.1 and 2.15.0.
+"""Making Phalanx's backends known to torch, and standing in for torch's own where PHALANX_REPLACE says so.
 
 ``register`` is the entry point in the group ``torch.backends``: torch calls it at the end of ``import torch``, so
 ``init_process_group("phalanx")`` and ``("mpi")`` work in scripts that never import Phalanx. It must be quick and must
 never raise: an exception here would make ``import torch`` fail for everybody on the machine. It is also the entry point
 of the backend phalanx in the group ``torch.distributed.backends``, which torch >= 2.14 asks for a name that it does not
 know: there it serves processes in which TORCH_DEVICE_BACKEND_AUTOLOAD=0 has switched the first one off.
+
+With ``phalanx run --replace gloo`` (PHALANX_REPLACE) scripts that ask for ``gloo`` get ``phalanx``, unmodified:
+``init_process_group("gloo")``, ``"cpu:gloo,cuda:nccl"``, torch's default without accelerators, ``new_group``.
+
+- ``dist.get_backend()`` says the name that the program asked for, because programs branch on it. (One training library
+  wraps its models in DDP only for names that it knows.) The class of the group and ``World.backend`` say the truth.
+- Only names are replaced, never classes: a ``ProcessGroupGloo`` that a program makes itself is Gloo.
+- ``rpc`` is torch's RPC, which has no backends to choose: ``torch.distributed.rpc`` then runs over Phalanx.
+- nccl, xccl and the like move tensors between devices, and are not replaced. CUDA tensors in a group that asked for
+  gloo go over Gloo, as they would have (``vendor.py``).
+
+This module imports nothing of torch: the launcher, which never loads it, checks ``--replace`` with it. Checked on torch
+2.13.0, 2.14.1 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -15,18 +26,39 @@ import contextlib
 import importlib
 import os
 import sys
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from phalanx import settings
-from phalanx.errors import InitializationError
+from phalanx.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["forget_failed_groups", "has_met", "record_other_backends", "register", "replace_as_asked"]
+__all__ = [
+    "REPLACEABLE",
+    "forget_failed_groups",
+    "has_met",
+    "names_to_replace",
+    "record_other_backends",
+    "register",
+    "replace_as_asked",
+    "replaces",
+]
 
 #: Whether this rank of ``phalanx run`` has opened a store in which ranks meet, for a group or for RPC or by itself.
 has_met = False
+
+BACKENDS = ("gloo", "mpi")
+# What is not a backend: the module whose import stands in for it. By name, because RPC is built on this room.
+OTHERS = {"rpc": "phalanx.rpc.torch_api"}
+REPLACEABLE = (*BACKENDS, *OTHERS)
+_VENDORS = ("nccl", "xccl", "hccl", "ucc", "rccl", "cncl", "mccl")
+# What torch makes in place of each backend, and the other way round.
+_SERVED = {name: f"{settings.BACKEND}-as-{name}" for name in BACKENDS}
+_ASKED = {served: name for name, served in _SERVED.items()}
+_wanted = ""  # the value of PHALANX_REPLACE in force; empty if there was none yet
 
 
 def register() -> None:
@@ -36,7 +68,7 @@ def register() -> None:
 
         if not dist.is_available() or settings.BACKEND in dist.Backend.backend_list:
             return
-        from phalanx.c10d.uncompiled import uncompiled
+        from phalanx.c10d.torch_versions import uncompiled
 
         dist.Backend.register_backend(settings.BACKEND, uncompiled(_create), extended_api=True, devices=["cpu"])
     with contextlib.suppress(Exception):
@@ -47,8 +79,6 @@ def register() -> None:
         from phalanx.rendezvous.launchers_port import open_other_stores
 
         open_other_stores()
-    with contextlib.suppress(Exception):
-        _explain_torchcomms()
     with contextlib.suppress(Exception):
         _serve_builtin_hooks()
     recorder = sys.modules.get("phalanx.diagnosis.recorder")
@@ -61,13 +91,54 @@ def replace_as_asked() -> None:
     """Stand in for the backends, and for RPC, that PHALANX_REPLACE lists now; never raises."""
     if os.environ.get(settings.REPLACE):
         with contextlib.suppress(Exception):
-            from phalanx.c10d.replace import OTHERS, replaces
-            from phalanx.c10d.replacing import replace_backends
-
-            replace_backends(os.environ[settings.REPLACE], _create)
+            _replace_backends(os.environ[settings.REPLACE])
             for name, module in OTHERS.items():
                 if replaces(name):
                     _stand_in(name, module)
+
+
+def _replace_backends(wanted: str) -> None:
+    """Have our groups made in place of the backends that ``wanted`` lists, instead of those of an earlier call.
+
+    Only where torch is about to make the backends of a group does it read another name, ``phalanx-as-gloo``. ``mpi``
+    needs a step more: torch treats a group of that one name in a way of its own before it makes a backend, so the name
+    is rewritten where torch takes it in. If ``wanted`` cannot be used the first group says so, not ``import torch``.
+    """
+    global _wanted
+    before, _wanted = _wanted, wanted
+    if before:
+        return
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    for asked, served in _SERVED.items():
+        dist.Backend.register_backend(served, partial(_create, backend=asked), extended_api=True, devices=["cpu"])
+    own_config: Any = c10d.BackendConfig
+    own_new, own_get_backend = c10d.Backend.__new__, c10d.get_backend
+
+    class ReplacingConfig(own_config):  # type: ignore[misc]
+        """The backend of each device: ours for those replaced, where torch reads which ones to make."""
+
+        def get_device_backend_map(self) -> dict[str, Any]:
+            replaced = names_to_replace(_wanted)
+            return {
+                device: _SERVED[name] if name in replaced else name for device, name in self.device_backend_map.items()
+            }
+
+        def __repr__(self) -> str:
+            return ",".join(f"{device}:{_ASKED.get(name, name)}" for device, name in self.device_backend_map.items())
+
+    def new(cls: type[dist.Backend], name: str) -> Any:
+        found = own_new(cls, name)
+        return _SERVED["mpi"] if found == "mpi" and "mpi" in names_to_replace(_wanted) else found
+
+    def get_backend(group: dist.ProcessGroup | None = None) -> Any:
+        name = own_get_backend(group)
+        return _ASKED.get(name, name)
+
+    setattr(c10d, "BackendConfig", ReplacingConfig)  # noqa: B010
+    c10d.Backend.__new__ = new
+    c10d.get_backend = dist.get_backend = get_backend
 
 
 def _stand_in(name: str, module: str) -> None:
@@ -77,6 +148,43 @@ def _stand_in(name: str, module: str) -> None:
         from phalanx.words import tell
 
         tell(f"warning: {settings.REPLACE}={name} has no effect, torch's own {name} is used: {error}")
+
+
+def names_to_replace(text: str, *, source: str = settings.REPLACE) -> tuple[str, ...]:
+    """The names that ``text`` lists, separated by commas; none if it is empty.
+
+    Args:
+        text: ``gloo``, ``mpi``, ``rpc``, or several as ``gloo,rpc``; upper case is as good.
+        source: the option or variable that says so, for the error.
+
+    Raises:
+        ArgumentError: a name is not one that Phalanx can stand in for.
+    """
+    names = tuple(dict.fromkeys(name.strip().lower() for name in text.split(",") if name.strip()))
+    for name in names:
+        if name in _VENDORS:
+            raise ArgumentError(
+                f"{source} {text}: {name} moves tensors between devices, and Phalanx itself moves CPU tensors. "
+                f"Keep {name} for the device (of cpu:gloo,cuda:nccl only gloo is replaced), and replace "
+                f"{' or '.join(BACKENDS)}"
+            )
+        if name not in REPLACEABLE:
+            raise ArgumentError(
+                f"{source} {text}: {name!r} is not something that Phalanx stands in for; choose "
+                f"{', '.join(BACKENDS)} or {' or '.join(OTHERS)}"
+            )
+    return names
+
+
+def replaces(name: str, environment: Mapping[str, str] | None = None) -> bool:
+    """Whether PHALANX_REPLACE lists this backend. Other entries, which may be wrong, are not checked here.
+
+    Args:
+        name: a backend's, in lower case.
+        environment: where the variable is read; ``os.environ`` by default.
+    """
+    environment = os.environ if environment is None else environment
+    return name in {part.strip().lower() for part in environment.get(settings.REPLACE, "").split(",")}
 
 
 def record_other_backends() -> None:
@@ -108,13 +216,13 @@ def record_other_backends() -> None:
             with contextlib.suppress(Exception):
                 group = made[0] if isinstance(made, tuple) else made
                 if isinstance(group, c10d.ProcessGroup) and not type(group).__module__.startswith("phalanx."):
-                    from phalanx.c10d.ddp_parameters import name_parameters
+                    from phalanx.c10d.ddp import name_parameters
                     from phalanx.c10d.torch_backends import record_methods
 
                     if c10d._new_process_group_helper is new_group:  # nobody else has wrapped it since
                         setattr(c10d, "_new_process_group_helper", own)  # noqa: B010
                     record_methods()
-                    name_parameters(of_any_group=True)
+                    name_parameters(c10d.ProcessGroup)
             return made
 
         setattr(c10d, "_new_process_group_helper", new_group)  # noqa: B010
@@ -174,33 +282,6 @@ def _create(options: Any, backend_options: Any, backend: str = settings.BACKEND)
     )
 
 
-def _explain_torchcomms() -> None:
-    """Say so where torchcomms is asked for our backends, and therefore we are not.
-
-    With TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 torch 2.13 gives every backend's name to torchcomms, if that is installed;
-    later releases only the names that torchcomms knows.
-    """
-    from torch.distributed import distributed_c10d as c10d
-
-    if not c10d._TORCHCOMM_AVAILABLE or hasattr(c10d, "_torchcomms_handles_backend"):
-        return
-    own = c10d.new_comm
-
-    def new_comm(backend: str, *arguments: Any, **named: Any) -> Any:
-        try:
-            return own(backend, *arguments, **named)
-        except Exception as error:
-            if backend not in (settings.BACKEND, "mpi"):
-                raise
-            raise InitializationError(
-                f"backend {backend!r} was asked of torchcomms, which has none of that name ({error}): with "
-                "TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 (or torch.distributed.config.use_torchcomms) torch 2.13 asks "
-                "torchcomms for every backend. Switch that off, or use torch >= 2.14, which asks it only for its own"
-            ) from error
-
-    c10d.new_comm = new_comm
-
-
 def _serve_builtin_hooks() -> None:
     """Let DDP's built-in hooks have the futures that they need: DDP calls this function by its name in torch."""
     import torch.distributed as dist
@@ -208,9 +289,9 @@ def _serve_builtin_hooks() -> None:
     own: Any = dist._register_builtin_comm_hook
 
     def register_builtin_comm_hook(*arguments: Any) -> None:
-        from phalanx.c10d import typed_future
+        from phalanx.c10d import ddp
 
-        typed_future.wanted = True
+        ddp.wants_typed_futures = True
         own(*arguments)
 
     dist._register_builtin_comm_hook = register_builtin_comm_hook

@@ -22,7 +22,7 @@ _NEAR = 64  # a rank looks at so many before and after it: those of a host are m
 
 
 def shared_device(store: Store, rank: int, size: int, host: str, device: str) -> str:
-    """Note where a rank computes, and say which other ranks compute there too. Waits for nobody.
+    """Note in the store where a rank computes; the warning if others compute there too, or nothing. Waits for nobody.
 
     Of two ranks that share a device, the later one to call this sees the other. One rank for each device says it.
 
@@ -31,9 +31,6 @@ def shared_device(store: Store, rank: int, size: int, host: str, device: str) ->
         rank, size: this process's place in the group.
         host: anything that distinguishes this host from others.
         device: :func:`~phalanx.topology.device.physical_device` of the device; empty for one that ranks may share.
-
-    Returns:
-        The warning, to be printed; empty if there is none.
     """
     own = json.dumps([host, device])
     store.set(f"device/{rank}", own)
@@ -59,11 +56,7 @@ def note_device(store: Store, rank: int, device: torch.device) -> None:
 
 
 def refused_by_nccl(store: Store, rank: int, size: int, device: torch.device) -> str:
-    """Say why NCCL has refused a group's first call, before which each rank has called :func:`note_device`.
-
-    Returns:
-        Which ranks compute on this rank's device, and what to do; empty if no other does.
-    """
+    """Say why NCCL has refused a group's first call, if known; each rank has called :func:`note_device` before."""
     own = json.dumps(_host_and_device(device))
     sharing = _sharing(store, rank, size, own)
     if len(sharing) < 2:

@@ -26,6 +26,7 @@ from phalanx.diagnosis import recorder
 from phalanx.diagnosis.snapshot import KINDS
 from phalanx.diagnosis.stacks import Frame
 from phalanx.native.core import FOUND_LATE, RecordedGroup
+from phalanx.transports.reductions import REDUCIBLE
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS
 
 __all__ = ["StalledCalls"]
@@ -33,21 +34,9 @@ __all__ = ["StalledCalls"]
 _STALLS_S = 2.0
 # The ring is read so seldom that this takes at most 1/50 of the time.
 _PAUSE = 50
-_SCALAR_TYPES = {
-    "Byte": torch.uint8,
-    "Char": torch.int8,
-    "Short": torch.int16,
-    "Int": torch.int32,
-    "Long": torch.int64,
-    "Half": torch.float16,
-    "Float": torch.float32,
-    "Double": torch.float64,
-    "ComplexHalf": torch.complex32,
-    "ComplexFloat": torch.complex64,
-    "ComplexDouble": torch.complex128,
-    "Bool": torch.bool,
-    "BFloat16": torch.bfloat16,
-}
+_NUMBERS = (*REDUCIBLE, torch.complex64, torch.complex128)
+# By torch's names in C++, which are those of its types of tensors: "Float".
+_SCALAR_TYPES = {torch.empty(0, dtype=dtype).type()[len("torch.") : -len("Tensor")]: dtype for dtype in _NUMBERS}
 # The longest first: "all_reduce_barrier" is a barrier, and "_reduce_scatter_base" no reduce.
 _NUMBER_OF_KIND = sorted(((name, number) for number, name in KINDS.items()), key=lambda kind: -len(kind[0]))
 

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
-from phalanx.c10d.base import BaseProcessGroup
+from phalanx.c10d.collectives import Collectives
 from phalanx.c10d.shared_device import note_device, refused_by_nccl, tell_if_shared
 from phalanx.c10d.stalled_calls import StalledCalls
 from phalanx.diagnosis import recorder
@@ -49,38 +49,30 @@ __all__ = ["record_methods"]
 
 _LOOK_S = 0.5
 _NUMBER_OF_KIND = {name: number for number, name in KINDS.items()}
-# Each method of torch's groups: its kind, and which of its arguments has this rank's tensors (-1: none).
-_COLLECTIVES = {
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
-    "broadcast": ("broadcast", 0),
-    "reduce": ("reduce", 0),
-    "allgather": ("all_gather", 1),
-    "allgather_coalesced": ("all_gather", 1),
-    "allgather_into_tensor_coalesced": ("all_gather", 1),
-    "_allgather_base": ("all_gather", 1),
-    "all_gather_single": ("all_gather", 1),
-    "all_gather_single_coalesced": ("all_gather", 1),
-    "gather": ("gather", 1),
-    "scatter": ("scatter", 0),
-    "reduce_scatter": ("reduce_scatter", 0),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
-    "_reduce_scatter_base": ("reduce_scatter", 0),
-    "reduce_scatter_single": ("reduce_scatter", 0),
-    "reduce_scatter_single_coalesced": ("reduce_scatter", 0),
-    "alltoall": ("all_to_all", 1),
-    "alltoall_base": ("all_to_all", 1),
-    "all_to_all_single": ("all_to_all", 1),
-    "barrier": ("barrier", -1),
-    "monitored_barrier": ("barrier", -1),
+# The methods of torch's groups by their kind, and which of the arguments has this rank's tensors (-1: none).
+_METHODS = {
+    "all_reduce": (0, "allreduce allreduce_coalesced"),
+    "broadcast": (0, "broadcast"),
+    "reduce": (0, "reduce"),
+    "all_gather": (
+        1,
+        "allgather allgather_coalesced allgather_into_tensor_coalesced _allgather_base all_gather_single "
+        "all_gather_single_coalesced",
+    ),
+    "gather": (1, "gather"),
+    "scatter": (0, "scatter"),
+    "reduce_scatter": (
+        0,
+        "reduce_scatter reduce_scatter_tensor_coalesced _reduce_scatter_base reduce_scatter_single "
+        "reduce_scatter_single_coalesced",
+    ),
+    "all_to_all": (1, "alltoall alltoall_base all_to_all_single"),
+    "barrier": (-1, "barrier monitored_barrier"),
 }
 _REDUCING = frozenset(_NUMBER_OF_KIND[name] for name in ("all_reduce", "reduce", "reduce_scatter"))
 _ROOTED = frozenset(_NUMBER_OF_KIND[name] for name in ("broadcast", "reduce", "gather", "scatter"))
 # In these torch and Phalanx want the tensors of all ranks alike; in an all_to_all they may have any shapes.
-_SHAPED = frozenset(
-    _NUMBER_OF_KIND[name]
-    for name in ("all_reduce", "broadcast", "all_gather", "reduce", "reduce_scatter", "gather", "scatter")
-)
+_SHAPED = frozenset(_NUMBER_OF_KIND[name] for name in _METHODS if name not in ("all_to_all", "barrier"))
 _MESSAGES = {"send": "send", "recv": "recv", "recv_anysource": "recv"}
 
 
@@ -139,10 +131,11 @@ def record_methods() -> None:
     """Record the operations of all groups that are not Phalanx's from now on, in this process. Once is enough."""
     if getattr(dist.Work.wait, "__module__", "") == __name__:
         return
-    for name, (kind, tensors_at) in _COLLECTIVES.items():
-        own = getattr(dist.ProcessGroup, name, None)  # torch 2.13 has not all of them
-        if own is not None:
-            _replace(name, _collective(own, _NUMBER_OF_KIND[kind], tensors_at))
+    for kind, (tensors_at, names) in _METHODS.items():
+        for name in names.split():
+            own = getattr(dist.ProcessGroup, name, None)  # torch 2.13 has not all of them
+            if own is not None:
+                _replace(name, _collective(own, _NUMBER_OF_KIND[kind], tensors_at))
     for name, kind in _MESSAGES.items():
         own = getattr(dist.ProcessGroup, name)
         _replace(name, _message(own, _NUMBER_OF_KIND[kind], has_peer=name != "recv_anysource"))
@@ -160,7 +153,7 @@ def _replace(name: str, call: Any) -> None:
 def _collective(own: Callable[..., Any], kind: int, tensors_at: int) -> Callable[..., Any]:
     @functools.wraps(own)
     def call(group: Any, *arguments: Any, **named: Any) -> Any:
-        if isinstance(group, BaseProcessGroup):
+        if isinstance(group, Collectives):
             return own(group, *arguments, **named)
         ticket, hold = 0, False
         with contextlib.suppress(Exception):
@@ -186,14 +179,15 @@ def _message(own: Callable[..., Any], kind: int, *, has_peer: bool) -> Callable[
     @functools.wraps(own)
     def call(group: Any, tensors: Any, *arguments: Any, **named: Any) -> Any:
         work = own(group, tensors, *arguments, **named)
-        if work is None or isinstance(group, BaseProcessGroup):
+        if work is None or isinstance(group, Collectives):
             return work
         with contextlib.suppress(Exception):
             peer = int(arguments[0] if arguments else next(iter(named.values()))) if has_peer else -1
             what, nbytes, _ = _described(kind, tensors)
             known = _group(group)
             if known is not None:
-                begin = functools.partial(_begin_message, known.recorded, what, nbytes, peer)
+                recorded = known.recorded  # which the function keeps
+                begin = lambda: recorder.begin(addressof(recorded), what, nbytes, peer)  # noqa: E731
                 _note(work, _UnderWay(weakref.ref(work, _forgetting(id(work))), group.group_name, 0, begin))
         return work
 
@@ -219,10 +213,6 @@ def _waiting(own: Callable[..., Any]) -> Callable[..., Any]:
 
     wait.__module__ = __name__
     return wait
-
-
-def _begin_message(recorded: RecordedGroup, what: int, nbytes: int, peer: int) -> int:
-    return recorder.begin(addressof(recorded), what, nbytes, peer)
 
 
 def _begin(
@@ -310,20 +300,23 @@ def _flat(tensors: Any) -> Iterator[torch.Tensor]:
             yield from _flat(part)
 
 
+def _known(group: Any) -> _Group | None:
+    known = _groups.get(group.group_name)
+    return known if known is not None and known.object() is group else None
+
+
 def _group(group: Any) -> _Group | None:
     """What is known of a group; None without a recorder."""
-    known = _groups.get(group.group_name)
-    if known is not None and known.object() is group:
-        return known
-    with _making:  # the program's threads and the one that looks may be first at once
-        return _made_group(group)
+    found = _known(group)
+    if found is None:
+        with _making:  # the program's threads and the one that looks may be first at once
+            found = _known(group) or _made_group(group)
+    return found
 
 
 def _made_group(group: Any) -> _Group | None:
     name = group.group_name
     known = _groups.get(name)
-    if known is not None and known.object() is group:
-        return known
     ranks = c10d.get_process_group_ranks(group)
     if known is not None and known.ranks == ranks:
         # Another object for the same group: the operations count on.
@@ -342,13 +335,11 @@ def _made_group(group: Any) -> _Group | None:
 
 def _follow(work: Any, group: str, ticket: int, *, hold: bool) -> None:
     """End the record of a collective when that has ended."""
-    if not ticket:
-        return
-    if work is None:
+    if ticket and work is None:
         recorder.end(ticket, False)  # the call has waited for it
-        return
-    held: Callable[[], Any] = (lambda: work) if hold else weakref.ref(work, _forgetting(id(work)))
-    _note(work, _UnderWay(held, group, ticket))
+    elif ticket:
+        held: Callable[[], Any] = (lambda: work) if hold else weakref.ref(work, _forgetting(id(work)))
+        _note(work, _UnderWay(held, group, ticket))
 
 
 def _note(work: Any, found: _UnderWay) -> None:
@@ -403,7 +394,7 @@ def _look_at(identity: int) -> None:
 def _group_of_name(name: str) -> RecordedGroup | None:
     """The recorded group of torch's name; None if it is Phalanx's, which records by itself, or gone."""
     group = next((group for group, own in c10d._world.pg_names.items() if own == name), None)
-    known = None if group is None or isinstance(group, BaseProcessGroup) else _group(group)
+    known = None if group is None or isinstance(group, Collectives) else _group(group)
     return None if known is None else known.recorded
 
 

@@ -1,6 +1,7 @@
-"""The releases of torch that the tests have run on, what they name differently, and a word to the user of another one.
+"""What belongs to a release of torch: those that the tests have run on, names that differ, and private functions.
 
-docs/compatibility.md has the results.
+docs/compatibility.md has the results. The functions import torch, and this module does not: ``phalanx doctor`` reads it
+where there may be none.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from inspect import signature, unwrap
-from typing import Any
+from types import CodeType, FunctionType
+from typing import Any, TypeVar
 
 from phalanx.errors import InitializationError
 
@@ -21,10 +23,12 @@ __all__ = [
     "TRIED",
     "adopt_older_names",
     "function",
+    "group_among",
     "method_name",
     "new_group",
     "note_if_newer",
     "refuse_if_older",
+    "uncompiled",
 ]
 
 OLDEST = (2, 9)
@@ -42,17 +46,11 @@ OLDER_METHODS = {
 OLDER_FUNCTIONS = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
 
 _noted = False
+_Owner = TypeVar("_Owner")
 
 
 def refuse_if_older(version: str) -> None:
-    """Refuse a torch that is older than the oldest release that the tests have run on.
-
-    Args:
-        version: ``torch.__version__``.
-
-    Raises:
-        InitializationError: it is; the message says what to install.
-    """
+    """Raise InitializationError for a torch that is older than the oldest release that the tests have run on."""
     release = _release(version)
     if release is not None and release < OLDEST:
         oldest = _text(OLDEST)
@@ -63,12 +61,7 @@ def refuse_if_older(version: str) -> None:
 
 
 def note_if_newer(version: str, rank: int) -> None:
-    """Warn once, on rank 0 alone, of a torch newer than every release that was tried; 2.15.1 is not, after 2.15.
-
-    Args:
-        version: ``torch.__version__``.
-        rank: this process's rank in the group that is being made.
-    """
+    """Warn once, on rank 0 alone, of a torch newer than every release that was tried; 2.15.1 is not, after 2.15."""
     global _noted
     release = _release(version)
     if release is None or release <= max(TRIED) or rank or _noted:
@@ -110,14 +103,75 @@ def function(name: str) -> Callable[..., Any]:
 def new_group(ranks: Sequence[int], timeout: timedelta) -> Any:
     """Make a group by ``torch.distributed.new_group``, with its ranks in the order given.
 
-    Returns:
-        What torch returns; None, and no group is made, if this torch, before 2.12, would sort the ranks.
+    None, and no group is made, if this torch, before 2.12, would sort the ranks.
     """
     import torch.distributed as dist
 
     if "sort_ranks" in signature(unwrap(dist.new_group)).parameters:
         return dist.new_group(list(ranks), timeout=timeout, sort_ranks=False)
     return dist.new_group(list(ranks), timeout=timeout) if list(ranks) == sorted(ranks) else None
+
+
+def group_among(ranks: Sequence[int], name: str, timeout: timedelta) -> Any:
+    """Make a process group. Exactly the ranks in it call this.
+
+    ``dist.new_group`` cannot make it: torch names a group by the number of groups that the rank has made, which differs
+    among the ranks that are not in the same groups, and ranks with different names wait for each other.
+
+    Args:
+        ranks: the members' ranks in the world, in the group's order.
+        name: the group's name: the same on all members, and no other group's, also of the past.
+        timeout: for joining, and for every collective of the group.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    world: Any = dist.group.WORLD
+    backend, store = c10d._world.pg_map[world]
+    group: Any
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        c10d.Backend(backend),
+        store,
+        name,  # type: ignore[arg-type]  # GroupName, which torch 2.9 lacks
+        timeout=timeout,
+        device_id=world.bound_device_id,
+    )
+    c10d._world.pg_group_ranks[group] = {world_rank: rank for rank, world_rank in enumerate(ranks)}
+    return group
+
+
+def _skip(code: CodeType) -> None:
+    """Have dynamo run the frames of ``code``, and those that they call, as they are.
+
+    ``torch.compiler.disable`` does the same with a wrapper, which every call would pay for, and imports dynamo, which
+    takes seconds. On a torch where this name has moved nothing is marked: uncompiled programs are as before, and in
+    compiled ones dynamo reports the first of our lines that it cannot compile.
+    """
+    import torch
+
+    eval_frame: Any = getattr(torch._C, "_dynamo", None)
+    try:
+        inner = eval_frame.eval_frame
+        inner.set_code_exec_strategy(code, inner._FrameExecStrategy(inner._FrameAction.SKIP, inner._FrameAction.SKIP))
+    except AttributeError:
+        return
+
+
+def uncompiled(owner: _Owner) -> _Owner:
+    """Decorate a class or a function so that ``torch.compile`` neither compiles it nor traces into it.
+
+    torch passes its own distributed functions over by name and compiles whatever frame comes next, which would be ours.
+    They hold locks, pointers and thread-local state, of which a compiler can make nothing.
+    """
+    for value in vars(owner).values() if isinstance(owner, type) else (owner,):
+        function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if isinstance(function, FunctionType):
+            _skip(function.__code__)
+            function._torchdynamo_disable = True  # a graph ends before a call of it
+    return owner
 
 
 def _release(version: str) -> tuple[int, int] | None:

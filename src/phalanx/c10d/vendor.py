@@ -16,14 +16,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
 
-from phalanx.c10d.by_device import mark_of
 from phalanx.c10d.collectives import Collectives
-from phalanx.c10d.dispatcher import OPERATIONS, front
-from phalanx.c10d.process_group import PhalanxProcessGroup
-from phalanx.c10d.replace import replaces
+from phalanx.c10d.process_group import PhalanxProcessGroup, serve_operations
+from phalanx.c10d.register import replaces
 from phalanx.c10d.shared_device import tell_if_shared
-from phalanx.c10d.torch_versions import adopt_older_names
-from phalanx.c10d.uncompiled import uncompiled
 from phalanx.errors import ArgumentError, DeviceMismatch
 from phalanx.transports.hierarchical.gloo import lazy_gloo
 
@@ -32,15 +28,7 @@ __all__ = ["Membership", "MixedProcessGroup"]
 
 @dataclass(frozen=True)
 class Membership:
-    """The facts about a group that a backend is made with.
-
-    Attributes:
-        store: the group's part of the job's store.
-        rank, size: this process's place in the group.
-        timeout: for each operation.
-        group_name: torch's name of the group.
-        ranks: the world ranks of the members.
-    """
+    """The facts about a group that a backend is made with; ``ranks`` are the members' in the world."""
 
     store: Store
     rank: int
@@ -93,15 +81,11 @@ class MixedProcessGroup(PhalanxProcessGroup):
         super().set_timeout(timeout)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        if device.type == "cpu":
-            return super()._start_coalescing(device)
-        self._vendor(device)._start_coalescing()
-        return None
+        if device.type != "cpu":
+            self._vendor(device)._start_coalescing()
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        if device.type == "cpu":
-            return super()._end_coalescing(device)
-        return self._vendor(device)._end_coalescing()
+        return super()._end_coalescing(device) if device.type == "cpu" else self._vendor(device)._end_coalescing()
 
     def shutdown(self) -> None:
         if not self._progress.inherited:
@@ -115,17 +99,30 @@ class MixedProcessGroup(PhalanxProcessGroup):
         super().abort()
 
 
-def _routed(name: str, backends_name: str, one_by_one: bool) -> Callable[..., Any]:
-    ours: Any = getattr(Collectives, name)
+# Operations whose methods have other names in the backends of vendors; the coalesced ones take one tensor there.
+_OTHER_NAMES = {
+    "all_to_all_single": "alltoall_base",
+    "all_gather_single_coalesced": "_allgather_base",
+    "reduce_scatter_single_coalesced": "_reduce_scatter_base",
+    # the methods under torch's newer names, which no backend has
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+}
+_ONE_BY_ONE = ("all_gather_single_coalesced", "reduce_scatter_single_coalesced")
+
+
+def _routed(name: str) -> Callable[..., Any]:
+    """The operation ``name``, done by the backend of its tensors' device."""
+    ours, theirs_name = getattr(Collectives, name), _OTHER_NAMES.get(name, name)
 
     def call(self: MixedProcessGroup, *arguments: Any) -> Any:
         device = _device(arguments)
         if device is None or device.type == "cpu":
             return ours(self, *arguments)
         vendor = self._vendor(device)
-        if one_by_one:
-            return _one_by_one(vendor, backends_name, *arguments)
-        theirs = getattr(vendor, backends_name, None)
+        if name in _ONE_BY_ONE:
+            return _one_by_one(vendor, theirs_name, *arguments)
+        theirs = getattr(vendor, theirs_name, None)
         if theirs is None:
             raise ArgumentError(f"{name}: backend {vendor.name()!r}, which serves {device}, has no such operation")
         return theirs(*arguments)
@@ -134,17 +131,7 @@ def _routed(name: str, backends_name: str, one_by_one: bool) -> Callable[..., An
     return call
 
 
-def _route_by_device() -> None:
-    """Let every call that :func:`by_device` marks go to the backend of its tensors' device."""
-    for name in OPERATIONS:
-        mark = mark_of(getattr(Collectives, name))
-        if mark is not None:
-            setattr(MixedProcessGroup, name, front(name, _routed(name, *mark)))
-
-
-_route_by_device()
-adopt_older_names(MixedProcessGroup)
-uncompiled(MixedProcessGroup)
+serve_operations(MixedProcessGroup, _routed)
 
 
 def _one_by_one(vendor: Any, name: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any) -> Any:

@@ -1,41 +1,64 @@
-"""torch's ``Work`` over an :class:`Operation`: the handle that an asynchronous operation returns."""
+"""torch's ``Work``: the handles of operations that are done, of queued operations, and of messages."""
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from phalanx.c10d import typed_future
-from phalanx.c10d.operation import Operation
-from phalanx.c10d.progress import Progress
-from phalanx.c10d.uncompiled import uncompiled
-from phalanx.errors import CollectiveTimeout
+from phalanx.c10d import ddp
+from phalanx.c10d.progress import Operation, Progress
+from phalanx.c10d.torch_versions import uncompiled
+from phalanx.diagnosis import call_site
+from phalanx.errors import CollectiveTimeout, PhalanxError
+from phalanx.transports.contract import Message
 
-__all__ = ["PhalanxWork"]
+__all__ = ["DoneWork", "MessageWork", "PhalanxWork"]
+
+
+@uncompiled
+class DoneWork(dist.Work):
+    """The handle of a send that was done when it was called, as most small ones are."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> BaseException | None:
+        return None
+
+    def synchronize(self) -> None:
+        pass
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
 
 
 @uncompiled
 class PhalanxWork(dist.Work):
-    """The handle of one asynchronous operation, as torch documents it for CPU backends.
-
-    Attributes:
-        told: whether a :meth:`wait` has raised the operation's error. Each thread that waits only ever sets it, before
-            its own wait raises.
-    """
+    """The handle of one asynchronous operation, as torch documents it for CPU backends."""
 
     def __init__(self, progress: Progress, operation: Operation) -> None:
         super().__init__()
-        self.told = False
         self._progress = progress
-        self._operation = operation
-
-    @property
-    def operation(self) -> Operation:
-        """The operation that this is the handle of."""
-        return self._operation
+        self.operation = operation
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation has run; True.
@@ -47,7 +70,7 @@ class PhalanxWork(dist.Work):
             CollectiveTimeout: the operation is still under way after ``timeout``. It goes on; wait again.
             PhalanxError: the operation failed; this is its error.
         """
-        operation = self._operation
+        operation = self.operation
         limited = timeout is not None and timeout.total_seconds() > 0
         if not operation.done:
             if not limited:
@@ -61,27 +84,147 @@ class PhalanxWork(dist.Work):
         if operation.waited is not None:
             operation.waited()
         if operation.error is not None:
-            self.told = True
+            operation.told = True
             raise operation.error
         return True
 
     def is_completed(self) -> bool:
-        return self._operation.done
+        return self.operation.done
 
     def is_success(self) -> bool:
-        return self._operation.done and self._operation.error is None
+        return self.operation.done and self.operation.error is None
 
     def exception(self) -> BaseException | None:
-        return self._operation.error
+        return self.operation.error
 
     def synchronize(self) -> None:
         self.wait()
 
     def result(self) -> list[torch.Tensor]:
-        return self._operation.result
+        return self.operation.result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        if not self._operation.done:
+        if not self.operation.done:
             self._progress.hurry()
-        future = self._operation.future()
-        return typed_future.typed(future, self._operation.result) if typed_future.wanted else future
+        future = self.operation.future()
+        return ddp.typed(future, self.operation.result) if ddp.wants_typed_futures else future
+
+
+@uncompiled
+class MessageWork(dist.Work):
+    """The handle of one send or receive, for the script's threads and the thread of :class:`Messages`.
+
+    ``_base``, ``_completed`` and ``_write_back`` are written under ``_lock``, and also read without it: each changes at
+    most once, ``_write_back`` only when the tensor has its data.
+    """
+
+    def __init__(self, message: Message, tensors: list[torch.Tensor], write_back: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._message = message
+        self._tensors = tensors
+        self._write_back = write_back
+        self._lock = threading.Lock()
+        self._base: torch.futures.Future[Any] | None = None
+        self._completed = False
+        # The thread of Messages may be the first to find that the message failed, and its own stack does not show the
+        # call. This costs half a microsecond, while the message is under way.
+        self._site = call_site.capture(2)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the message is done; True.
+
+        Raises:
+            CollectiveTimeout: it is still under way after ``timeout``. It goes on; wait again.
+            PhalanxError: the message failed; this is its error.
+        """
+        seconds = timeout.total_seconds() if timeout is not None else 0.0
+        try:
+            done = self._message.wait(seconds if seconds > 0 else None)
+        except PhalanxError:
+            self._settle(False)
+            raise
+        if not done:
+            raise CollectiveTimeout(
+                f"the message is still under way after {seconds:.3f} s; it goes on, and can be waited for again",
+                elapsed_s=seconds,
+            )
+        self._settle(True)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._ask()[0]
+
+    def is_success(self) -> bool:
+        done, error = self._ask()
+        return done and error is None
+
+    def exception(self) -> BaseException | None:
+        return self._ask()[1]
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def source_rank(self) -> int:
+        return self._message.source
+
+    def _source_rank(self) -> int:
+        return self._message.source
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the tensors, or of the error, which is raised in a callback: see ``Operation.future`` for why.
+
+        A caller that has a future waits, so the group's timeout counts from here.
+        """
+        with self._lock:
+            if self._base is None:
+                self._base = torch.futures.Future()
+            base = self._base
+        outcome = base.then(self._outcome)
+        if not self.is_completed():
+            self._message.expect()
+        return outcome
+
+    def attend(self) -> bool:
+        """Do what can be done now; whether nothing is left to do. Called by the thread of :class:`Messages`."""
+        call_site.running.site = self._site
+        try:
+            return self._ask(watch=self._base is not None)[0]
+        except RuntimeError:  # torch cannot write to the tensor: who waits for the message tries again, and is told
+            return True
+        finally:
+            call_site.running.site = None
+
+    def _ask(self, watch: bool = True) -> tuple[bool, PhalanxError | None]:
+        """Whether it is done, and with what error."""
+        try:
+            done = self._message.test(watch)
+        except PhalanxError as error:
+            self._settle(False)
+            return True, error
+        if done:
+            self._settle(True)
+        return done, None
+
+    def _settle(self, success: bool) -> None:
+        """Copy the data of a message that is done into the user's tensor, and complete the future."""
+        if not self._write_back and (self._base is None or self._completed):
+            return
+        with self._lock:
+            if self._write_back:
+                if success:
+                    tensor, stand_in = self._write_back
+                    tensor.detach().copy_(stand_in)
+                self._write_back = []
+            base = None if self._completed else self._base
+            self._completed = self._base is not None
+        if base is not None:
+            base.set_result(None)
+
+    def _outcome(self, _: object) -> list[torch.Tensor]:
+        error = self.exception()
+        if error is not None:
+            raise error
+        return self._tensors

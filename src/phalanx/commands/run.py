@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from phalanx import settings
-from phalanx.c10d.replace import names_to_replace
+from phalanx.c10d.register import names_to_replace
 from phalanx.commands import Seconds
 from phalanx.errors import LaunchError
 from phalanx.launch.job.binding import Bind

@@ -1,4 +1,4 @@
-"""Objects between the ranks of a group: anything that can be pickled.
+"""What a group's methods rely on, objects between its ranks, and turns: rank 0 goes first, or alone.
 
 The ranks must trust each other, since a pickled object can run code where it is read: every rank can run code in every
 other. Between hosts objects go over Gloo, and whoever can change its packets can do the same.
@@ -6,16 +6,51 @@ other. Between hosts objects go over Gloo, and whoever can change its packets ca
 
 from __future__ import annotations
 
-from typing import Any, overload
+import contextlib
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, overload
 
+import torch
 import torch.distributed as dist
 
-from phalanx.errors import ArgumentError
-from phalanx.groups.members import Members
+from phalanx.c10d.torch_versions import uncompiled
+from phalanx.errors import ArgumentError, PeerFailed, PhalanxError
+from phalanx.wrong_arguments import explained
 
-__all__ = ["ObjectCalls"]
+__all__ = ["Members", "ObjectCalls"]
 
+Result = TypeVar("Result")
 _NOT_GIVEN: Any = object()
+
+
+class Members(ABC):
+    """The ranks of a group, as seen from one of them. :class:`phalanx.group.Group` is one."""
+
+    rank: int
+    size: int
+
+    def __init_subclass__(cls) -> None:
+        for name in [name for name, value in vars(cls).items() if name[0] != "_" and inspect.isfunction(value)]:
+            setattr(cls, name, explained(vars(cls)[name]))
+        uncompiled(cls)
+
+    @abstractmethod
+    def _use(self, *tensors: torch.Tensor) -> dist.ProcessGroup:
+        """The process group, after checking that it is open and that its backend serves the tensors' devices."""
+
+    @abstractmethod
+    def _member(self, rank: int) -> int:
+        """The rank, after checking that the group has it."""
+
+    @abstractmethod
+    def _other(self, rank: int) -> int:
+        """The rank, after checking that the group has it and that it is not this one."""
+
+    @abstractmethod
+    def _device_of_numbers(self) -> torch.device:
+        """A device that the backend serves, for numbers that are not on any."""
 
 
 class ObjectCalls(Members):
@@ -105,3 +140,50 @@ class ObjectCalls(Members):
             raise ArgumentError(f"all_gather_object: to fill, it takes a list; got a {type(object_list).__name__}")
         dist.all_gather_object(object_list, obj, group=self._use())
         return object_list
+
+    # -- turns -------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def main_first(self) -> Iterator[None]:
+        """A block that rank 0 runs first, and the other ranks when rank 0 has left it. Every rank must enter it.
+
+        For what is done once and then found by the others: a download, a cache, a compiled file. The others wait for at
+        most the group's timeout.
+
+        Raises:
+            PeerFailed: on the other ranks, which do not run the block, if rank 0 has left it by an exception.
+        """
+        if self.rank == 0:
+            try:
+                yield
+            except BaseException as error:
+                # A group that is broken tells the others by itself.
+                with contextlib.suppress(PhalanxError):
+                    self.broadcast_object(_in_words(error))
+                raise
+            self.broadcast_object(None)
+            return
+        failure = self.broadcast_object()
+        if failure is not None:
+            raise PeerFailed.in_its_turn(0, "main_first()", failure)
+        yield
+
+    def _on_main(self, call: str, function: Callable[[], Result]) -> Result:
+        """Call ``function`` on rank 0 and return its result on every rank; an error is raised on every rank, too."""
+        if self.rank != 0:
+            result, failure = self.broadcast_object()
+            if failure is not None:
+                raise PeerFailed.in_its_turn(0, call, failure)
+            return result  # type: ignore[no-any-return]
+        try:
+            result = function()
+        except BaseException as error:
+            with contextlib.suppress(PhalanxError):
+                self.broadcast_object((None, _in_words(error)))
+            raise
+        self.broadcast_object((result, None))
+        return result
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from phalanx.errors import ArgumentError
-from phalanx.parallel.choosing import choose
-from phalanx.parallel.exchange import Exchange, Narrow, Unchanged
+from phalanx.parallel.exchange import Exchange, Narrow, Unchanged, choose
 from phalanx.parallel.gradients import narrow_hook
 from phalanx.parallel.integers import Integers, Lanes
+from phalanx.parallel.local_steps import OUTER
 from phalanx.parallel.low_rank import LowRank
-from phalanx.parallel.refusals import refuse
 from phalanx.parallel.replica import Replica
 from phalanx.words import tell
 from phalanx.wrong_arguments import require
@@ -22,6 +21,7 @@ from phalanx.wrong_arguments import require
 __all__ = ["COMM_HOOKS", "data_parallel"]
 
 COMM_HOOKS: dict[str, Callable[..., Any]] = {"bf16": narrow_hook("bf16"), "fp16": narrow_hook("fp16")}
+COMPRESS = ("bf16", "fp16", "int8", "powersgd", "auto")
 # What "auto" chooses among. It leaves the rest to the user: fp16 is as long as bf16 and can overflow, and PowerSGD
 # changes what is learned more than a rounding does.
 _AUTO = ("none", "bf16", "int8")
@@ -109,7 +109,7 @@ def data_parallel(
         if comm_hook not in COMM_HOOKS:
             raise ArgumentError(f"comm_hook={comm_hook!r} is not known; names are {', '.join(sorted(COMM_HOOKS))}")
         comm_hook = COMM_HOOKS[comm_hook]
-    refuse(module, comm_hook=comm_hook, compress=compress, sync_every=sync_every, outer=outer, options=options)
+    _refuse(module, comm_hook=comm_hook, compress=compress, sync_every=sync_every, outer=outer, options=options)
     require(torch.nn.parallel.DistributedDataParallel, module, **options)
     if device.type != "cpu":
         options.setdefault("device_ids", [device.index])
@@ -151,3 +151,65 @@ def _chosen(model: Replica, compress: str, lanes: Callable[[], Lanes]) -> Exchan
     if group.rank() == 0:
         tell(str(choice))
     return named(choice.name)  # a new one: the measured one has left out parts of what it was measured with
+
+
+# -- options that cannot be had together -----------------------------------------------------------
+
+_WITH_COMPRESS = {
+    "comm_hook": "comm_hook and {} are two ways to send the same gradients; leave one out",
+    "mixed_precision": "DDP's mixed_precision sends gradients by a hook of its own, and {} by another; use "
+    "torch.autocast, which works with compress",
+    "delay_all_reduce_named_params": "DDP sends delay_all_reduce_named_params beside its buckets, so {} would not be "
+    "used",
+}
+_BUFFERS = "{} is about sending buffers in every forward; with sync_every they are averaged with the parameters, so "
+_GRADIENTS = "{} is about how DDP sends gradients, and with sync_every it sends none"
+_WITH_LOCAL_STEPS = {
+    "comm_hook": "with sync_every no gradients are sent, so a comm_hook would never be called; leave it out",
+    "broadcast_buffers": _BUFFERS + "leave it out",
+    "forward_sync_buffers": _BUFFERS + "leave it out",
+    "delay_all_reduce_named_params": _GRADIENTS,
+    "mixed_precision": _GRADIENTS,
+}
+
+
+def _refuse(
+    module: torch.nn.Module,
+    *,
+    comm_hook: object,
+    compress: str | None,
+    sync_every: int,
+    outer: str | None,
+    options: Mapping[str, Any],
+) -> None:
+    """Raise ArgumentError, with the reason and what to do, if these options could only be wrong or surprising."""
+    if compress is not None and compress not in COMPRESS:
+        raise ArgumentError(f"compress={compress!r} is not known; it is None or one of {', '.join(COMPRESS)}")
+    if outer is not None and outer not in OUTER:
+        raise ArgumentError(f"outer={outer!r} is not known; it is None or {', '.join(OUTER)}")
+    if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
+        raise ArgumentError(f"sync_every={sync_every!r} is not a number of steps; 1 exchanges gradients in every step")
+    if outer is not None and sync_every == 1:
+        raise ArgumentError(
+            f"outer={outer!r} moves the parameters by what several local steps have changed; give sync_every=K with it "
+            f"(DiLoCo's authors use 500; 16 to 100 are usual on fewer steps)"
+        )
+    given = {name for name, value in {"comm_hook": comm_hook, **options}.items() if value is not None}
+    if compress is not None:
+        for name in given & _WITH_COMPRESS.keys():
+            raise ArgumentError(_WITH_COMPRESS[name].format(f"compress={compress!r}"))
+        if compress == "powersgd" and sync_every > 1:
+            raise ArgumentError(
+                f"PowerSGD approximates each gradient from the one before, which what sync_every={sync_every} steps "
+                f"have changed does not resemble; use compress='int8' with sync_every, or powersgd without"
+            )
+        if any(getattr(layer, "sparse", False) for layer in module.modules()):
+            raise ArgumentError(
+                f"a layer of the module has sparse gradients, which travel as indices and values; "
+                f"compress={compress!r} needs dense ones. Make the layer with sparse=False, or leave compress out"
+            )
+    if sync_every > 1:
+        for name in given & _WITH_LOCAL_STEPS.keys():
+            raise ArgumentError(_WITH_LOCAL_STEPS[name].format(name))
+        if options.get("init_sync") is False:
+            raise ArgumentError("with sync_every all replicas must begin with the same parameters; leave init_sync out")

@@ -1,15 +1,20 @@
-"""How ranks take the mean of flat tensors: unchanged, or in a narrower dtype; others are in modules of their own."""
+"""How ranks take the mean of flat tensors: unchanged, in a narrower dtype, or in whichever way is the quickest here.
+
+Exchanges of fewer bits are in modules of their own: ``integers.py``, ``low_rank.py``.
+"""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["FP16_LIMIT", "Exchange", "Narrow", "Unchanged", "narrowed"]
+__all__ = ["FP16_LIMIT", "WORTH", "Choice", "Exchange", "Narrow", "Unchanged", "choose", "narrowed", "quickest"]
 
 # Half of what float16 can hold, so that no sum of shares leaves its range, in whatever order it is rounded.
 FP16_LIMIT = 32768.0
@@ -85,3 +90,82 @@ def narrowed(tensor: torch.Tensor, ranks: int, dtype: torch.dtype) -> torch.Tens
     if dtype == torch.float16:
         tensor = torch.where(tensor.isinf(), tensor, tensor.clamp(-FP16_LIMIT, FP16_LIMIT))
     return tensor.div(ranks).to(dtype)
+
+
+# -- compress="auto": each way is tried on this job's link -----------------------------------------
+
+WORTH = 0.8  # of the time of sending gradients unchanged: what takes longer than that is not worth any rounding
+ROUNDS = 3
+_FIRST_ELEMENTS = 1 << 16  # 256 KB: 0.2 s at 10 Mbit/s
+_MOST_ELEMENTS = 1 << 22
+_ENOUGH_S = 0.15  # an exchange as long as this is measured well enough
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and why; the same on every rank.
+
+    Attributes:
+        name: of the exchange.
+        seconds: what each would take for the whole gradient, on the slowest rank.
+        elements: how many elements that gradient has.
+        measured: with how many of them it was measured.
+    """
+
+    name: str
+    seconds: dict[str, float]
+    elements: int
+    measured: int
+
+    def __str__(self) -> str:
+        others = ", ".join(f"{name} {1e3 * s:.1f} ms" for name, s in self.seconds.items() if name != self.name)
+        return (
+            f'compress="auto" is {self.name!r} here: {1e3 * self.seconds[self.name]:.1f} ms for the mean of '
+            f"{self.elements:,} gradients, {others} (measured with {self.measured:,} before the first step; chosen is "
+            f"what takes less than {WORTH:.0%} of none's time)"
+        )
+
+
+def quickest(seconds: Mapping[str, float]) -> str:
+    """The name with the least time, among ``none`` and those that take clearly less than it."""
+    worth = [name for name in seconds if name == "none" or seconds[name] <= WORTH * seconds["none"]]
+    return min(worth, key=seconds.__getitem__)
+
+
+def choose(exchanges: Mapping[str, Exchange], elements: int, device: torch.device, group: dist.ProcessGroup) -> Choice:
+    """Time each exchange, in turn; every rank must call it. It takes about as long as ten exchanges of 0.15 s each.
+
+    Args:
+        exchanges: by name; ``none`` is one of them.
+        elements: how many gradients one exchange will have.
+        device: where they are.
+        group: the ranks, of which the slowest counts.
+    """
+
+    def timed(name: str, count: int) -> float:
+        values = torch.linspace(-1, 1, count, device=device)
+        dist.barrier(group)
+        began = time.perf_counter()
+        exchanges[name].mean_([values], [[values.shape]])
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return time.perf_counter() - began
+
+    def of_slowest(times: list[float]) -> list[float]:
+        slowest = torch.tensor(times, dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+        return [float(seconds) for seconds in slowest.tolist()]
+
+    count = min(elements, _FIRST_ELEMENTS)
+    timed("none", count)  # connections are made by the first call
+    first = of_slowest([timed("none", count)])[0]
+    count = max(count, min(elements, _MOST_ELEMENTS, int(count * _ENOUGH_S / max(first, 1e-6))))
+    best = dict.fromkeys(exchanges, float("inf"))
+    for round_number in range(ROUNDS + 1):
+        for name in exchanges:
+            seconds = timed(name, count)
+            if round_number:  # in the first one memory is touched for the first time
+                best[name] = min(best[name], seconds)
+    agreed = [seconds * elements / count for seconds in of_slowest(list(best.values()))]
+    by_name = dict(zip(best, agreed, strict=True))
+    return Choice(quickest(by_name), by_name, elements, count)

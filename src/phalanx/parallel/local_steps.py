@@ -5,11 +5,8 @@ changed is taken as a gradient, by which an outer optimizer moves the parameters
 Nesterov momentum 0.9 and learning rate 0.7 (Douillard et al. 2023, arXiv:2311.08105, section 2 and figure 6).
 
 Steps are counted by a hook that torch calls after each step of any optimizer of the process, so a training loop and its
-optimizer need not know of this. torch's own averager (``torch.distributed.algorithms.model_averaging``) has to be
-called in each step, or wraps the optimizer; it averages after the first step instead of the K-th, leaves out parameters
-that have no gradient at that moment (all of them, after ``zero_grad``), and puts other memory under the parameters. So
-it is not used here, nor is its hook ``post_localSGD_hook``, with which DDP would still fill its buckets in each
-backward, and ask the other ranks which parameters were used; DDP that is told not to synchronise does neither.
+optimizer need not know of this. torch's own averager is not used: it averages after the first step instead of the K-th,
+leaves out parameters that have no gradient at that moment, and puts other memory under the parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from phalanx.errors import ArgumentError
 from phalanx.parallel.exchange import Exchange, Unchanged
-from phalanx.parallel.flat import FlatTensors
+from phalanx.parallel.gradients import FlatTensors
 
 __all__ = ["OUTER", "LocalSteps", "average_optimizer"]
 

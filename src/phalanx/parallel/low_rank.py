@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from phalanx.errors import ArgumentError
 from phalanx.parallel.exchange import Exchange, Unchanged
-from phalanx.parallel.flat import FlatTensors
+from phalanx.parallel.gradients import FlatTensors
 from phalanx.parallel.integers import Integers, Lanes
 
 __all__ = ["MATRIX_RANK", "PLAIN_STEPS", "LowRank"]

@@ -1,10 +1,11 @@
-"""One rank's replica of a model: torch's ``DistributedDataParallel`` with ways to exchange less."""
+"""One rank's replica of a model, torch's ``DistributedDataParallel`` with ways to exchange less; accumulation."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,9 @@ from phalanx.parallel.gradients import WholeGradient, narrow_hook
 from phalanx.parallel.local_steps import LocalSteps, average_optimizer
 from phalanx.words import tell
 
-__all__ = ["Replica"]
+__all__ = ["Replica", "accumulated"]
 
+Batch = TypeVar("Batch")
 
 _replicas: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Replica]] = weakref.WeakKeyDictionary()
 
@@ -124,3 +126,47 @@ class Replica(DistributedDataParallel):
                 "between two averages; give them equally many batches, as world.loader() does"
             )
         return super().join(*arguments, **options)
+
+
+# -- gradient accumulation: those of several batches are exchanged once, with those of the last ----
+
+
+def accumulated(module: torch.nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Go through the batches of one optimizer step; all but the last leave the gradients on their rank.
+
+    Args:
+        module: the model as it is called: ``DistributedDataParallel``, FSDP, or what ``fully_shard`` has made.
+        batches: those of one step. One more than is handed out has been taken from it, to know which one is the last.
+
+    Raises:
+        ArgumentError: the module cannot hold back its exchange.
+    """
+    held_back = _holding_back(module)
+    iterator = iter(batches)
+    for batch in iterator:
+        for following in iterator:
+            with held_back():
+                yield batch
+            batch = following
+        yield batch
+        return
+
+
+def _holding_back(module: Any) -> Any:
+    """A function that makes a context in which ``module`` exchanges no gradients."""
+    if hasattr(module, "no_sync"):
+        return module.no_sync
+    if hasattr(module, "set_requires_gradient_sync"):
+
+        @contextlib.contextmanager
+        def without_sync() -> Iterator[None]:
+            module.set_requires_gradient_sync(False)
+            try:
+                yield
+            finally:
+                module.set_requires_gradient_sync(True)
+
+        return without_sync
+    raise ArgumentError(
+        f"{type(module).__name__} exchanges no gradients; give accumulate() what world.data_parallel() has returned"
+    )

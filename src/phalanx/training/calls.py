@@ -14,10 +14,9 @@ from phalanx.data.loader import ShardedLoader, sharded_loader
 from phalanx.diagnosis import recorder
 from phalanx.errors import ArgumentError, CheckpointError, PhalanxError
 from phalanx.group import Group
-from phalanx.parallel.accumulation import accumulated
 from phalanx.parallel.data_parallel import data_parallel
 from phalanx.parallel.integers import Lanes
-from phalanx.parallel.replica import Replica
+from phalanx.parallel.replica import Replica, accumulated
 from phalanx.training import checkpoint
 from phalanx.training.should_stop import Stopper, stopper_of
 from phalanx.words import tell

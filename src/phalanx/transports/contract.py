@@ -1,7 +1,7 @@
 """The contract between the process groups of ``c10d/`` and a transport.
 
 A communicator moves contiguous CPU tensors between the ranks of one group. It knows nothing of torch's options, nested
-lists, futures or process groups: ``c10d/process_group.py`` unpacks those, and ``c10d/progress.py`` keeps the order of
+lists, futures or process groups: ``c10d/collectives.py`` unpacks those, and ``c10d/progress.py`` keeps the order of
 operations and runs the asynchronous ones. A new transport is a class that implements the abstract methods here; the
 others have defaults that are made of them. A transport that does not promise everything says so by its traits, which
 the suite of the contract (``tests/world/test_contract.py``) reads.
@@ -389,8 +389,13 @@ class Communicator(ABC):
             inputs = [copy if t.data_ptr() == own.data_ptr() else t for t in inputs]
         self.all_to_all(outputs, inputs)
 
-    def set_timeout(self, timeout: timedelta) -> None:  # noqa: B027 - the transports that wait for nobody have none
-        """Let every operation that starts from now on wait this long for the others."""
+    def set_timeout(self, timeout: timedelta, of_messages: timedelta | None = None) -> None:  # noqa: B027
+        """Let every operation that starts from now on wait this long for the others; none if it waits for nobody.
+
+        Args:
+            timeout: of collectives, and of messages unless they have their own.
+            of_messages: theirs, while a collective with a timeout of its own is under way.
+        """
 
     def rest(self) -> None:
         """Move messages along, and sleep until one may be done, for less than a tenth of a second."""

@@ -118,7 +118,7 @@ class HierarchicalCommunicator(Communicator):
             if isinstance(local, SharedMemoryCommunicator):
                 local.part_of = self._call.text
                 local.outer_error = self._call.error_of_message
-            self._set_local_timeout(timeout)
+            self._set_local_timeout(timeout, timeout)
             reason.watch()
             tell_of_failure(reason)
         except BaseException:
@@ -269,15 +269,16 @@ class HierarchicalCommunicator(Communicator):
             found |= {self._layout.here[place]: gone for place, gone in self._local.gone(places).items()}
         return found
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._set_local_timeout(timeout)
+    def set_timeout(self, timeout: timedelta, of_messages: timedelta | None = None) -> None:
+        self._set_local_timeout(timeout, of_messages or timeout)
         self._engine.set_timeout(timeout)
-        self.messages.overdue.timeout_s = self._call.timeout_s = timeout.total_seconds()
+        self._call.timeout_s = timeout.total_seconds()
+        self.messages.overdue.timeout_s = (of_messages or timeout).total_seconds()
 
-    def _set_local_timeout(self, timeout: timedelta) -> None:
+    def _set_local_timeout(self, timeout: timedelta, of_messages: timedelta) -> None:
         # In a collective, a rank that waits for its leader waits longer than that one waits for another host.
         if isinstance(self._local, SharedMemoryCommunicator):
-            self._local.set_timeout(timeout + _LEADERS_GRACE, of_messages=timeout)
+            self._local.set_timeout(timeout + _LEADERS_GRACE, of_messages=of_messages)
 
     def leave(self) -> list[threading.Thread]:
         return self.messages.leave()

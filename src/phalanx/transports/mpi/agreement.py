@@ -67,8 +67,8 @@ class Agreement:
 
     One thread at a time is in a collective, and it alone uses ``check``; others read its sequence number for their
     notices. A thread that waits for a message reads the other attributes too, and may set ``broken``; any thread may
-    set ``aborted`` and ``timeout_s``. No lock is needed: each is one assignment, and ``broken`` and ``aborted`` are
-    never reset.
+    set ``aborted``, ``timeout_s`` and ``message_timeout_s``. No lock is needed: each is one assignment, and ``broken``
+    and ``aborted`` are never reset.
 
     Attributes:
         checks: whether calls are compared at all.
@@ -83,7 +83,7 @@ class Agreement:
         self._rank, self._size = comm.rank, comm.size
         self.checks = runtime.check
         self.broken: PhalanxError | None = None
-        self.timeout_s = timeout_s
+        self.timeout_s = self.message_timeout_s = timeout_s
         self.aborted = False
         wish = wish_of(runtime, comm)
         spins = SPINS if runtime.has_cores(members) else SPINS // 100
@@ -257,14 +257,14 @@ class Agreement:
 
         if self.aborted:
             raise with_own_wait(PeerLost(f"the group was aborted while rank {self._rank} was in {call()}"))
-        if waited > self.timeout_s:
+        if waited > self.message_timeout_s:
             if peer is not None and self._standing([peer]):
                 self.broken = self._did_not_come([peer], self._rank, call(), waited)
             else:
                 self.broken = CollectiveTimeout.of_message(
                     f"{call()} on rank {self._rank} of the group",
                     "the other rank" if peer is None else self._named(peer),
-                    self.timeout_s,
+                    self.message_timeout_s,
                     group_rank=-1 if peer is None else peer,
                     elapsed_s=waited,
                     **({} if peer is None else self._facts(peer)),

@@ -296,9 +296,9 @@ class MpiCommunicator(Communicator):
 
     # -- lifetime ----------------------------------------------------------------------------------
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """How long every collective and message waits for another rank from now on."""
+    def set_timeout(self, timeout: timedelta, of_messages: timedelta | None = None) -> None:
         self._agreement.timeout_s = timeout.total_seconds()
+        self._agreement.message_timeout_s = (of_messages or timeout).total_seconds()
 
     def abort(self, doing: str = "") -> None:
         self._agreement.abort()

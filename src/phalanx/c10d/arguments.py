@@ -1,19 +1,34 @@
-"""The checks of a collective's arguments, made before any other rank learns of the call."""
+"""A call's arguments: checks before any other rank learns of it, and copies of tensors that no transport can take.
+
+A transport reads and writes memory. It cannot take a tensor with gaps, or inputs and outputs that share memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from phalanx.c10d.stand_ins import as_it_is
 from phalanx.errors import ArgumentError, DeviceMismatch, RankError, UnsupportedTensor
 from phalanx.transports.contract import Communicator
 from phalanx.transports.layout import same_size
 
-__all__ = ["SUM", "Checks"]
+__all__ = [
+    "SUM",
+    "Checks",
+    "all_dense",
+    "apart",
+    "apart_from_whole",
+    "as_it_is",
+    "as_real",
+    "dense",
+    "disjoint",
+    "in_place",
+    "moving",
+    "separate",
+]
 
 SUM = dist.ReduceOp.SUM.value
 _SUMS = (SUM, dist.ReduceOp.AVG.value)
@@ -173,3 +188,129 @@ class Checks:
                     f"{torch.result_type(tensor, factor)}, which the tensor cannot hold"
                 )
         return op, factor
+
+
+# -- copies in the place of tensors ----------------------------------------------------------------
+
+
+def as_it_is(tensor: torch.Tensor) -> bool:
+    """Whether the bytes in the tensor's memory are its elements, in order.
+
+    They are not if the tensor has gaps, or is a view that torch negates or conjugates when it reads it.
+    """
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as real numbers: a communicator sums no complex ones. The tensor must be as it is in memory."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def dense(tensor: torch.Tensor, factor: float | None = None) -> torch.Tensor:
+    """The tensor itself if a communicator can take it as it is, else a copy; without its gradient history.
+
+    Args:
+        tensor: strided, on the CPU.
+        factor: by which it is multiplied, in a copy.
+    """
+    if not as_it_is(tensor) or tensor.requires_grad:
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return tensor if factor is None else tensor * factor
+
+
+def all_dense(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a communicator can take them as they are: it reads and writes memory, and knows no gradients."""
+    for tensor in tensors:  # noqa: SIM110 - a generator costs more than this loop
+        if not as_it_is(tensor):
+            return False
+    return True
+
+
+def apart(tensor: torch.Tensor, parts: Sequence[torch.Tensor], own: int) -> bool:
+    """Whether ``tensor`` may be read while ``parts`` are written, in any order: it is ``parts[own]`` itself, or it
+    overlaps none of them. All are contiguous and of the same size.
+    """
+    start, nbytes = tensor.data_ptr(), tensor.nbytes
+    for index, part in enumerate(parts):
+        distance = part.data_ptr() - start
+        if -nbytes < distance < nbytes and (distance or index != own):
+            return False
+    return True
+
+
+def apart_from_whole(tensor: torch.Tensor, whole: torch.Tensor, own: int) -> bool:
+    """The same where the parts are those of one contiguous tensor."""
+    at, start, nbytes = tensor.data_ptr(), whole.data_ptr(), tensor.nbytes
+    return at >= start + whole.nbytes or at + nbytes <= start or at == start + own * nbytes
+
+
+def separate(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors share no memory."""
+    at, other_at = one.data_ptr(), other.data_ptr()
+    return at >= other_at + other.nbytes or other_at >= at + one.nbytes
+
+
+def disjoint(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether no tensor of one list shares memory with one of the other. All are contiguous."""
+    spans = [[(at := t.data_ptr(), at + t.nbytes) for t in tensors if t.numel()] for tensors in (ones, others)]
+    if not all(spans):
+        return True
+    (first, last), (others_first, others_last) = ((min(s)[0], max(end for _, end in s)) for s in spans)
+    if last <= others_first or others_last <= first:
+        return True
+    ends = [0, 0]
+    both = sorted((*span, which) for which in (0, 1) for span in spans[which])
+    for start, end, kind in both:
+        if start < ends[1 - kind]:
+            return False
+        ends[kind] = max(ends[kind], end)
+    return True
+
+
+def in_place(tensor: torch.Tensor, body: Callable[[torch.Tensor], None]) -> None:
+    """Run ``body`` on the tensor, or on a contiguous stand-in that is copied back."""
+    if as_it_is(tensor):
+        body(tensor)
+        return
+    stand_in = dense(tensor)
+    body(stand_in)
+    tensor.detach().copy_(stand_in)
+
+
+def moving(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    body: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
+    own: int | None,
+    factor: float | None = None,
+) -> Callable[[], None]:
+    """A function that runs ``body`` on outputs and inputs, or on copies in the place of those that it cannot take.
+
+    Args:
+        outputs: to be filled. Those with gaps have a stand-in that is copied back.
+        inputs: to be read. All of them are copied if ``body`` could overwrite one before it has read it.
+        body: the collective.
+        own: the part of the larger side that may be the same memory as the smaller side; None if none may.
+        factor: by which the inputs are multiplied first, in copies.
+    """
+
+    def move() -> None:
+        given = [dense(tensor, factor) for tensor in inputs]
+        buffers = [output if as_it_is(output) else torch.empty(output.shape, dtype=output.dtype) for output in outputs]
+        body(buffers, given if _are_apart(buffers, given, own) else [tensor.clone() for tensor in given])
+        for output, buffer in zip(outputs, buffers, strict=True):
+            if buffer is not output:
+                output.detach().copy_(buffer)
+
+    return move
+
+
+def _are_apart(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor], own: int | None) -> bool:
+    if len(ones) != 1:
+        ones, others = others, ones
+    if len(others) != 1:
+        return disjoint(ones, others) if own is None else apart(ones[0], others, own)
+    one, other = ones[0], others[0]
+    if own is None:
+        return separate(one, other)
+    return apart_from_whole(one, other, own) if one.nbytes <= other.nbytes else apart_from_whole(other, one, own)

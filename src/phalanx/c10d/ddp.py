@@ -1,0 +1,146 @@
+"""What ``DistributedDataParallel`` needs beyond a backend's calls.
+
+- Operations of a backward pass have run when it returns, and their errors are raised with their own types.
+- Parameters that took no part in a backward pass are named.
+- DDP's hooks in C++ get futures that C++ takes for tensors.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+import weakref
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
+from torch.futures import Future
+
+from phalanx.c10d.progress import Operation, Progress
+from phalanx.errors import UnusedParameters
+
+__all__ = ["BackwardPasses", "current_pass", "name_parameters", "typed", "wants_typed_futures"]
+
+# -- the end of a backward pass --------------------------------------------------------------------
+
+current_pass = torch._C._current_graph_task_id  # the number of this thread's backward pass; negative outside of one
+
+
+class BackwardPasses:
+    """The operations of one group that began in backward passes under way, ended when their pass returns.
+
+    Only those whose handle is gone are waited for: a handle that exists is its owner's to wait for. DDP's reducer drops
+    its handles and waits in C++ for futures, of whose errors torch keeps only the text; the callback here comes first,
+    because it is queued first. ``delay_all_reduce_named_params`` drops them too, and nobody waits before the optimizer
+    reads the gradients. An error that a communication hook has had from its own wait is not raised again: a hook that
+    keeps it, as torchft's does, lets the pass end.
+
+    ``_begun`` is added to by the threads that run a pass's hooks, and taken from by the one that ends the pass, when no
+    hook of it runs any more. Passes may run side by side, each with a key of its own.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._begun: dict[int, list[tuple[weakref.ref[Any], Operation]]] = {}
+
+    def begun(self, work: Any) -> None:
+        """Note an operation that was begun in this thread's backward pass, by its handle."""
+        number = current_pass()
+        if number not in self._begun:
+            self._begun[number] = []
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self._end(number))
+        self._begun[number].append((weakref.ref(work), work.operation))
+
+    def _end(self, number: int) -> None:
+        for handle, operation in self._begun.pop(number, ()):
+            if handle() is not None or operation.told:
+                continue
+            if not operation.done:
+                self._progress.help(operation)
+                operation.wait_done(None)
+            if operation.waited is not None:
+                operation.waited()
+            if operation.error is not None:
+                raise operation.error
+
+
+# -- names for parameters without a gradient -------------------------------------------------------
+
+_GROUP_AT, _NAMES_AT = 3, 8  # among the arguments of torch's Reducer, on torch 2.13 to 2.15
+_kinds: list[type[dist.ProcessGroup]] = []  # the groups whose reducers name them
+_Reducer: Any = getattr(dist, "Reducer", object)
+
+
+class _NamingReducer(_Reducer):  # type: ignore[misc]
+    """torch's reducer of one replica, which says by their names which parameters had no gradient.
+
+    DDP finds at its next forward that a gradient never came, and numbers the parameters. It names them too if torch's
+    debug level is above OFF while its reducer is made, which costs nothing later. The error begins with the names,
+    because the other ranks, or their launcher, show its first line.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        group = arguments[_GROUP_AT] if len(arguments) > _GROUP_AT else None
+        self._rank, self._names = -1, list[str]()
+        level = get_debug_level()
+        if isinstance(group, tuple(_kinds)) and level == DebugLevel.OFF:
+            names = arguments[_NAMES_AT] if len(arguments) > _NAMES_AT else None
+            self._rank = group.rank()
+            self._names = [names[index] for index in sorted(names)] if isinstance(names, dict) else []
+            set_debug_level(DebugLevel.INFO)
+        try:
+            super().__init__(*arguments, **options)
+        finally:
+            set_debug_level(level)
+
+    def _rebuild_buckets(self) -> Any:
+        try:
+            return super()._rebuild_buckets()
+        except RuntimeError as error:
+            words = set(re.split(r"[\s,]+", str(error)))
+            named = [name for name in self._names if name in words]
+            if not named:
+                raise
+            raise UnusedParameters.without_gradient(self._rank, named, str(error)) from None
+
+
+def name_parameters(kind: type[dist.ProcessGroup]) -> None:
+    """Have DDP's reducers on groups of this class name the parameters, from now on, in this process."""
+    if kind not in _kinds:
+        _kinds.append(kind)
+    if _Reducer is not object:
+        setattr(dist, "Reducer", _NamingReducer)  # noqa: B010
+
+
+# -- futures for hooks in C++ ----------------------------------------------------------------------
+
+wants_typed_futures = False  # set once, when the process registers the first such hook (register.py); read by all
+
+
+def typed(future: Future[Any], tensors: list[torch.Tensor]) -> Any:
+    """A future of ``tensors`` that C++ can read too; it ends when ``future`` does, with that one's error.
+
+    A future that is completed in Python holds a Python object. DDP itself takes it for tensors; its hooks in C++
+    (``FP16_COMPRESS``) insist on a list that is one for C++, which only TorchScript makes. Such a future completes a
+    switch of threads later and has its error as text, so there are none until a hook of that kind is registered.
+    """
+    return _script()(future, tensors)
+
+
+def _after(signal: Future[int], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    torch.jit.wait(signal)
+    return tensors
+
+
+def _begin(signal: Future[int], tensors: list[torch.Tensor]) -> Future[list[torch.Tensor]]:
+    return torch.jit.fork(_after, signal, tensors)  # type: ignore[no-any-return]
+
+
+@cache
+def _script() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch has nothing in TorchScript's place for this
+        return torch.jit.script(_begin)
