@@ -1,4 +1,4 @@
-"""From MPI's ranks to a process group: the world's, and those that ``new_group`` makes of some of its ranks."""
+"""Make process groups over MPI: the world's, and those that ``new_group`` makes of some of its ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import count
+from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
@@ -18,7 +19,6 @@ from phalanx.topology.environment import place_with
 from phalanx.transports.hierarchical.gloo import GlooOnDemand, lazy_gloo
 from phalanx.transports.mpi.communicator import MpiCommunicator
 from phalanx.transports.mpi.runtime import Runtime, running, start
-from phalanx.transports.mpi.store import MpiStore
 from phalanx.words import format_named
 
 __all__ = ["create_mpi_group"]
@@ -44,6 +44,35 @@ class MpiProcessGroup(PhalanxProcessGroup):
         super().shutdown()
         if self.runtime is not None and not self._progress.inherited:
             self.runtime.finish()
+
+
+class MpiStore(Store):
+    """A store for the few entries that the ranks of a Gloo group exchange while they make it.
+
+    Each rank writes its keys, then reads the others'. The first read of a key that is not there brings them all. That
+    is one collective, so all ranks must read others' keys, or none, and write before they read. Making a Gloo group
+    does just that: every rank publishes its address and reads everybody else's.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        super().__init__()
+        self._comm = comm
+        self._entries: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        self._entries[key] = bytes(value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._entries[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        if not self.check(keys):
+            for entries in self._comm.allgather(self._entries):
+                self._entries.update(entries)
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._entries for key in keys)
 
 
 def create_mpi_group(ranks: Sequence[int], group_name: str, timeout: timedelta) -> MpiProcessGroup:
@@ -122,10 +151,10 @@ def _create(ranks: Sequence[int], group_name: str, timeout: timedelta, runtime: 
     except runtime.mpi.Exception as error:
         raise InitializationError(f"MPI could not make the group {group_name!r}: {error}") from None
     members = list(ranks) or list(range(runtime.world.size))
-    key = f"{runtime.notices.world}/{group_name}/{zlib.crc32(str(members).encode())}"
+    key = f"{group_name}/{zlib.crc32(str(members).encode())}"
     communicator = MpiCommunicator(runtime, comm, members, key, timeout)
     store = MpiStore(comm) if comm.size > 1 else HashStore()
-    one_host = runtime.one_host(members)
+    one_host = runtime.peers.one_host(members)
     gloo = GlooOnDemand(lambda limit: lazy_gloo(store, comm.rank, comm.size, limit, one_host=one_host), timeout)
     gloo.on_timeout = communicator.set_timeout
     group = MpiProcessGroup(NAME, communicator, gloo, group_name)
@@ -134,6 +163,6 @@ def _create(ranks: Sequence[int], group_name: str, timeout: timedelta, runtime: 
         group.runtime = runtime
     group.record(ranks)
     if not ranks:
-        group.watch_waits(runtime.peers.beside())
+        group.watch_waits(runtime.peers.visible())
     name_parameters()
     return group
