@@ -177,7 +177,8 @@ class Agreement:
         if lines is None:
             return
         if common[2] == ~common[3]:
-            lines.met_again()
+            if lines.unsettled:
+                lines.met_again()
             return
         disorder = lines.confer()
         if lines.ended:

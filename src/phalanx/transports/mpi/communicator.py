@@ -96,7 +96,8 @@ class MpiCommunicator(Communicator):
         wide = tensor.float() if is_half else tensor
         numbers = [self._address(wide.data_ptr(), wide.nbytes), wide.numel(), kind]
         self._run(self._comm.Allreduce, (self._in_place, numbers, mpi_op), "all_reduce", tensor, op)
-        self._finish(tensor, wide, op)
+        if is_half or op == AVG:
+            self._finish(tensor, wide, op)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
         kind, mpi_op, is_half = self._reductions[tensor.dtype, op]

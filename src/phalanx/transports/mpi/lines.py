@@ -15,6 +15,7 @@ __all__ = ["Lines"]
 
 _LINE_BITS = 16
 _FORGOT = 1 << _LINE_BITS  # beside a line: its rank has forgotten pairs of lines since the last conference
+_MOST_KNOWN = 1024
 _CONFERENCE = 1 << 32  # added to the number of a conference: no line is as large
 
 
@@ -33,6 +34,9 @@ class Lines:
     Args:
         runtime, comm: MPI under way, and the group's communicator.
         wish: what the user wants to happen, equal on all ranks; not ``ignore``.
+
+    Attributes:
+        unsettled: the lower ranks with which there are pairs now; only if there are any is :meth:`met_again` needed.
     """
 
     def __init__(self, runtime: Runtime, comm: Any, wish: str) -> None:
@@ -42,8 +46,8 @@ class Lines:
         self._judgements = Judgements(wish)
         self._line = 0  # this rank's, in the call under way; 0 if it is not known
         self._pairs: dict[int, int] = {}  # by lower ranks, whose lines were different once
-        self._open: set[int] = set()  # the lower ranks with which there are pairs now
-        self._last: dict[int, tuple[int, list[int]]] = {}  # by line, the last conference there, and all lines in it
+        self.unsettled: set[int] = set()
+        self._last: dict[int, tuple[int, tuple[int, ...]]] = {}  # by line, the last conference there, and all lines in it
         self._conferences = 0
         self._known: set[tuple[int, ...]] = set()  # lines of all ranks that have met in a conference; equal on all
         self._forgot = 0
@@ -79,9 +83,9 @@ class Lines:
 
     def met_again(self) -> None:
         """Count a call in which all ranks have offered the same number."""
-        if self._open and self._line:
+        if self._line:
             last = self._last.get(self._line)
-            self._meet(self._open, [] if last is None else last[1])
+            self._meet(self.unsettled, () if last is None else last[1])
 
     def confer(self) -> str | None:
         """Find out whether two ranks have called two lines in different orders; warn if the user wants that.
@@ -96,16 +100,16 @@ class Lines:
         rank, size = self._comm.rank, self._comm.size
         told = array("q", bytes(8 * size))
         self._comm.Allgather([array("q", [self._line | self._forgot]), 1, self._kind], [told, 1, self._kind])
-        if any(word & _FORGOT for word in told):
+        if any(word & _FORGOT for word in told) or len(self._known) == _MOST_KNOWN:
             self._known.clear()
         self._forgot = 0
-        theirs = [word % _FORGOT for word in told]
+        theirs = tuple(word % _FORGOT for word in told)
         self._conferences += 1
         found = self._meet(range(rank), theirs) if self._line else []
         self._last[self._line] = self._conferences, theirs
-        if tuple(theirs) in self._known:
+        if theirs in self._known:
             return None
-        self._known.add(tuple(theirs))
+        self._known.add(theirs)
         mistake = self._judge(found)
         nothing, no_mistake = size + 1, size
         says = self._least(nothing if not found else no_mistake if mistake is None else rank)
@@ -118,8 +122,8 @@ class Lines:
             mistake.warn()
         return None
 
-    def _meet(self, peers: Iterable[int], theirs: list[int]) -> list[tuple[int, Crossing]]:
-        """Note that this rank's line has met those of lower ranks, by rank; an empty list if all are at this line.
+    def _meet(self, peers: Iterable[int], theirs: tuple[int, ...]) -> list[tuple[int, Crossing]]:
+        """Note that this rank's line has met those of lower ranks, by rank; empty if all are at this line.
 
         Returns:
             The ranks with which lines are crossed now, and which lines.
@@ -127,16 +131,16 @@ class Lines:
         found, mine = [], self._line
         for peer in tuple(peers):
             line = theirs[peer] if theirs else mine
-            if not line or (line == mine and peer not in self._open):
+            if not line or (line == mine and peer not in self.unsettled):
                 continue
             if peer not in self._pairs:
                 self._pairs[peer] = self._core.phx_pairs_open()
             crossing = Crossing()
             status = self._core.phx_pairs_meet(self._pairs[peer], mine, line, ctypes.byref(crossing))
             if not self._core.phx_pairs_settled(self._pairs[peer]):
-                self._open.add(peer)
-            elif peer in self._open:
-                self._open.discard(peer)
+                self.unsettled.add(peer)
+            elif peer in self.unsettled:
+                self.unsettled.discard(peer)
                 self._last.clear()  # what has met before is new again
                 self._forgot = _FORGOT
             if status == Status.CROSSED:
