@@ -1,10 +1,10 @@
 """The agreement of an MPI group's ranks before each collective: they wait for each other, and compare their calls.
 
 MPI itself compares nothing: a broadcast against an all_reduce hangs or gives garbage, and a call that one rank never
-makes is waited for without end. So the ranks first reduce two pairs of numbers (x, ~x) to their minima. Since min(~x) =
-~max(x), all ranks have given the same x if the minima are each other's complement. The first x is a fingerprint of the
-call, the second one the line from which it is made (``lines.py``). The reduction is a persistent one (of MPI 4), which
-takes about a microsecond. It is tested for and not waited for in MPI, so that a timeout and Ctrl-C end it.
+makes is waited for without end. So the ranks first reduce four numbers to their minima: a fingerprint of the call and
+its complement, which show whether all calls are equal, and two for the lines from which they are made. The reduction is
+a persistent one (of MPI 4), which takes about a microsecond. It is tested for and not waited for in MPI, so that a
+timeout and Ctrl-C end it.
 
 A rank may still have timed out after it has taken part; it then sent a notice, so each rank checks for notices next. (A
 notice still in flight is missed. That window is not closed; the operation then waits until the job ends.)
@@ -17,6 +17,7 @@ PHALANX_MPI_CHECK=0, on rank 0, leaves all this out.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
@@ -28,20 +29,23 @@ import torch
 
 from phalanx.diagnosis.call_site import call_site, call_text, exchange_text, listed
 from phalanx.diagnosis.reading import with_own_wait
-from phalanx.errors import BackendError, CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
+from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
+from phalanx.native.core import Crossing, Status, library
 from phalanx.transports.contract import COLLECTIVES
+from phalanx.transports.crossing import CrossedLines, Judgements, Wish, crossed_lines
 from phalanx.transports.fingerprints import fingerprint, weight
-from phalanx.transports.mpi.lines import Lines
 from phalanx.transports.mpi.peers import Notice
 from phalanx.transports.mpi.runtime import Runtime
 from phalanx.words import format_list, format_named
 
 __all__ = ["CHECK_S", "Agreement", "pause", "with_site"]
 
+_FINGERPRINT, _COMPLEMENT, _LINE_OF_RANK_0, _FOUND_BY = range(4)  # of the words that are reduced
+_NONE = 2**63 - 1
 _Call = tuple[str, torch.Tensor | None, int, int]  # name, tensor, operation, root
 
-TEXT_BYTES = 512
-SPINS = 2000  # some 300 µs, as MPI itself spins for ever; with more ranks than cores a hundredth of that
+_MOST_TEXT = 512
+SPINS = 100  # some 20 µs
 YIELD_S = 0.001
 NAP_S = 0.00005
 LONG_S, LONG_NAP_S = 0.1, 0.001
@@ -49,9 +53,48 @@ CHECK_S = 0.005  # how often a waiting rank checks for notices
 # How long a rank that gives up collects the notices of the other ranks that were waiting, if more than one may be
 # missing. They send them at once, but on a busy machine that takes them a second.
 PATIENCE_S = 2.0
+LAST_CALL_S = 2.0  # how long a message of a rank that has left may still be on its way
 _MOST_NAMED = 4  # an error that names more ranks with their processes is not read
 _OF_ONE = ("last_operation", "last_line", "was_in_it")
 _MOST_FINGERPRINTS = 1024  # kinds of calls; a program that never repeats a shape must not fill the memory
+
+
+class Lines:
+    """The lines from which a rank and rank 0 make the group's calls: whether they call two in different orders.
+
+    ``native/csrc/line_pairs.h`` has the rule. Every rank compares its own lines with those of rank 0, which come with
+    the reduction. What it finds, the others learn in the next call. Only the thread that is in a collective uses this.
+
+    Attributes:
+        now: a function that returns the line of this thread's call as a number; 0 if it is not known.
+        is_error: whether the user wants an error, and not a warning.
+        unsettled: whether equal lines are to be counted, too.
+        found: the two lines, once they are found.
+    """
+
+    def __init__(self, rank: int, wish: str) -> None:
+        self._core, self._rank = library(), rank
+        self._pairs = self._core.phx_pairs_open()
+        self._judgements = Judgements(wish)
+        self.now: Callable[[], int] = self._core.phx_line_now
+        self.is_error = wish == Wish.ERROR
+        self.unsettled = False
+        self.found: CrossedLines | None = None
+
+    def __del__(self) -> None:
+        self._core.phx_pairs_close(self._pairs)
+
+    def meet(self, mine: int, theirs: int) -> bool:
+        """Note that a line of this rank has met one of rank 0; returns whether that is a mistake."""
+        if not mine or not theirs or not self._judgements.left:
+            return False
+        crossing = Crossing()
+        status = self._core.phx_pairs_meet(self._pairs, mine, theirs, ctypes.byref(crossing))
+        self.unsettled = not self._core.phx_pairs_settled(self._pairs)
+        if status == Status.CROSSED:
+            self.found = crossed_lines(crossing, self._rank, 0)
+            self._judgements.count(mistake=self.found is not None)
+        return self.found is not None
 
 
 class Agreement:
@@ -93,11 +136,11 @@ class Agreement:
         self.broken: PhalanxError | None = None
         self.timeout_s = timeout_s
         self.aborted = False
-        self._spins = SPINS if self._peers.have_cores(members) else SPINS // 100
         self.sequence = 0
-        self._lines = Lines.wanted(runtime, comm)
+        compares_lines = runtime.check and comm.size > 1 and runtime.wish != Wish.IGNORE
+        self._lines = Lines(comm.rank, runtime.wish) if compares_lines else None
         self._fingerprints: dict[Any, int] = {}
-        self._own, self._common = array("q", bytes(32)), array("q", bytes(32))
+        self._own, self._common = array("q", [0, 0, _NONE, _NONE]), array("q", bytes(32))
         self._prepare(runtime.mpi)
         self._notices.sequences[key] = self
 
@@ -157,13 +200,14 @@ class Agreement:
             if len(self._fingerprints) >= _MOST_FINGERPRINTS:
                 self._fingerprints.clear()
             number = self._fingerprints[key] = fingerprint(name, tensor, op, root)
-        own[0], own[1] = number, ~number
+        own[_FINGERPRINT], own[_COMPLEMENT] = number, ~number
         if lines is not None:
-            own[2] = line = lines.offer()
-            own[3] = ~line
+            line = lines.now()
+            if self._rank == 0:
+                own[_LINE_OF_RANK_0] = line
         self.sequence += 1
         self._start()
-        test, spins = self._test, self._spins
+        test, spins = self._test, SPINS
         while not test():
             spins -= 1
             if not spins:
@@ -172,19 +216,22 @@ class Agreement:
         # All ranks have come, but one may have given up before this one came, and would never answer.
         if self._notices.has_arrived():
             self._check_notices(call, 0.0, came_late=True)
-        if common[0] != ~common[1]:
+        if common[_FINGERPRINT] != ~common[_COMPLEMENT]:  # min(~x) = ~max(x)
             raise self._differ(_text(call))
-        if lines is None:
-            return
-        if common[2] == ~common[3]:
-            if lines.unsettled:
-                lines.met_again()
-            return
-        disorder = lines.confer()
-        if lines.ended:
-            self._lines = None
+        if lines is not None:
+            if common[_FOUND_BY] != _NONE:
+                self._conclude(lines, common[_FOUND_BY], _text(call))
+            elif (common[_LINE_OF_RANK_0] != line or lines.unsettled) and lines.meet(line, common[_LINE_OF_RANK_0]):
+                own[_FOUND_BY] = self._rank
+
+    def _conclude(self, lines: Lines, found_by: int, call: str) -> None:
+        """Warn, on the rank that has found lines in different orders, or raise, on all, in the call that follows."""
+        disorder = lines.found if found_by == self._rank else None
+        if lines.is_error:
+            raise self._differ(f"{call} ({disorder.briefly()})" if disorder else call)
+        self._lines = None  # on all ranks
         if disorder is not None:
-            raise self._differ(f"{_text(call)} ({disorder})" if disorder else _text(call))
+            disorder.warn()
 
     def balance(self, sent: Sequence[int], expected: Sequence[int], dtype: torch.dtype) -> None:
         """Compare what the ranks of an all_to_all send and expect, in elements: every pair has a size of its own.
@@ -250,14 +297,13 @@ class Agreement:
         if self.in_step:
             self._free()
 
-    def check_message(self, text: Callable[[], str], peer: int | None, waited: float, last_call_s: float) -> None:
+    def check_message(self, text: Callable[[], str], peer: int | None, waited: float) -> None:
         """Raise if a message cannot come any more.
 
         Args:
             text: the message, for the error.
             peer: the other rank in the group; None for any.
             waited: for how long, in seconds.
-            last_call_s: how long a message of a rank that has left may still be on its way.
         """
         if self.broken is not None:
             raise self.broken
@@ -279,7 +325,7 @@ class Agreement:
             self.broken = with_own_wait(error)
             self._give_up("interrupted", call)
             raise self.broken
-        if waited > last_call_s and peer is not None and peer != self._rank:
+        if waited > LAST_CALL_S and peer is not None and peer != self._rank:
             last = self._notices.has_left(self._members[peer])
             if last:
                 raise with_own_wait(self._left(peer, with_site(text()), last))
@@ -371,9 +417,9 @@ class Agreement:
         elif len(missing) == 1 and (place := self._peers.place(self._members[missing[0]])):
             shown += f", which is at {place},"
         facts = self._facts(missing[0]) if missing else {}
-        # A sentence about what it did last would not say which of several ranks it is about.
-        of_one = {name: facts.pop(name) for name in _OF_ONE if name in facts and len(missing) > 1}
-        error = CollectiveTimeout.did_not_come(
+        if len(missing) > 1:  # a sentence about what it did last would not say which of several ranks it is about
+            facts = {name: value for name, value in facts.items() if name not in _OF_ONE}
+        return CollectiveTimeout.did_not_come(
             shown,
             f"rank {waiting} was in {call}",
             self.timeout_s,
@@ -383,24 +429,13 @@ class Agreement:
             stopped_pid=facts.get("pid", 0) if stopped else 0,
             **facts,
         )
-        of_one.pop("was_in_it", None)
-        vars(error).update(of_one)
-        return error
 
     def _differ(self, call: str) -> PhalanxError:
         """The error of calls that do not match. Every rank comes here and gives its own call to the others."""
-        mpi = self._runtime.mpi
-        own, all_ = bytearray(TEXT_BYTES), bytearray(TEXT_BYTES * self._size)
-        text = call.encode()[: TEXT_BYTES - 1]
-        own[: len(text)] = text
         try:
-            self._comm.Allgather([own, mpi.BYTE], [all_, TEXT_BYTES, mpi.BYTE])
-        except mpi.Exception as error:
-            raise BackendError(f"the ranks of a group called different operations, here {call}; {error}") from None
-        calls = {
-            rank: all_[at : at + TEXT_BYTES].rstrip(b"\0").decode(errors="replace")
-            for rank, at in enumerate(range(0, len(all_), TEXT_BYTES))
-        }
+            calls = dict(enumerate(self._comm.allgather(call[:_MOST_TEXT])))
+        except self._runtime.mpi.Exception as error:
+            raise self.mpi_failed(call, error) from None
         self.broken = with_own_wait(CollectiveMismatch.of_calls(listed(calls, range(self._size)), calls))
         return self.broken
 

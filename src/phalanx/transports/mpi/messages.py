@@ -22,7 +22,6 @@ from phalanx.transports.mpi.runtime import Runtime
 __all__ = ["Mail", "MpiMessage"]
 
 SPINS = 200
-LAST_CALL_S = 2.0  # how long a message of a rank that has left may still be on its way
 
 
 class Mail:
@@ -135,7 +134,7 @@ class MpiMessage(Message):
     def _check(self, waited: float) -> None:
         """Settle it with an error if it cannot be done any more."""
         try:
-            self._mail.agreement.check_message(self._text, self._peer, waited, LAST_CALL_S)
+            self._mail.agreement.check_message(self._text, self._peer, waited)
         except PhalanxError as error:
             self._give_up(error)
 

@@ -70,11 +70,6 @@ class Peers:
         """Whether these ranks of the world are on one host, so far as MPI can tell."""
         return len({self._hosts[rank] for rank in members}) == 1
 
-    def have_cores(self, members: Sequence[int]) -> bool:
-        """Whether this host has a core for each of these ranks of the world that are on it, bound to them or not."""
-        here = [rank for rank in members if self._hosts[rank] == self._hosts[self._rank]]
-        return len(here) <= (os.cpu_count() or 1)
-
     def visible(self) -> dict[int, int]:
         """The process ids of the world's ranks that this one can look at, by rank; itself among them."""
         return {rank: peer.pid for rank, peer in enumerate(self._peers) if self._is_visible(rank)}
