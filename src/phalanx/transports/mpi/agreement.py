@@ -137,8 +137,8 @@ class Agreement:
         self.timeout_s = timeout_s
         self.aborted = False
         self.sequence = 0
-        compares_lines = runtime.check and comm.size > 1 and runtime.wish != Wish.IGNORE
-        self._lines = Lines(comm.rank, runtime.wish) if compares_lines else None
+        wish = Wish.read(comm.bcast(Wish.said(), 0)) if runtime.check and comm.size > 1 else Wish.IGNORE
+        self._lines = Lines(comm.rank, wish) if wish != Wish.IGNORE else None
         self._fingerprints: dict[Any, int] = {}
         self._own, self._common = array("q", [0, 0, _NONE, _NONE]), array("q", bytes(32))
         self._prepare(runtime.mpi)

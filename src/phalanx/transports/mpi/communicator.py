@@ -79,7 +79,8 @@ class MpiCommunicator(Communicator):
     def __init__(self, runtime: Runtime, comm: Any, members: Sequence[int], key: str, timeout: timedelta) -> None:
         self.rank, self.size = comm.rank, comm.size
         self._runtime, self._comm, self._mpi = runtime, comm, runtime.mpi
-        self._in_place, self._address = runtime.mpi.IN_PLACE, runtime.mpi.buffer.fromaddress
+        self._in_place, self._byte = runtime.mpi.IN_PLACE, runtime.mpi.BYTE
+        self._address = runtime.mpi.buffer.fromaddress
         self._reductions = _reductions(runtime.mpi)
         self._agreement = Agreement(runtime, comm, members, key, timeout.total_seconds())
         self._run = self._agreement.run
@@ -280,7 +281,7 @@ class MpiCommunicator(Communicator):
         Raises:
             ArgumentError: more than some MPI libraries can count.
         """
-        count, kind = nbytes, self._mpi.BYTE
+        count, kind = nbytes, self._byte
         if count > _LARGEST:
             if count % 8 or count // 8 > _LARGEST:
                 raise ArgumentError(

@@ -28,7 +28,6 @@ from phalanx.system.files import own_mpi_files, remove_all
 from phalanx.system.interfaces import chosen_interface, ucx_devices
 from phalanx.topology.launchers import MPI_SIZES
 from phalanx.topology.place import Place
-from phalanx.transports.crossing import Wish
 from phalanx.transports.mpi.peers import Notices, Peers
 
 __all__ = ["Runtime", "mpi_broadcast", "running", "start", "tell_libraries"]
@@ -52,8 +51,7 @@ class Runtime:
         world: a duplicate of MPI_COMM_WORLD, so that what the script sends on that one is not received here.
         peers: what this rank knows of the processes of the others.
         notices: the notices of the world's ranks, from when a world's group is made.
-        check, wish: whether collectives are compared before they run, and what is to follow if they are called from
-            lines in different orders (a value of ``Wish``); rank 0's settings hold.
+        check: whether collectives are compared before they run; rank 0's setting holds.
     """
 
     notices: Notices
@@ -74,8 +72,7 @@ class Runtime:
         self._given_up: str | None = None  # which operation was given up first, and why, as far as that is known
         self.world = mpi.COMM_WORLD.Dup()
         self._require_one_world()
-        self.check, said = self.world.bcast((_wants_check(), Wish.said()), 0)
-        self.wish = Wish.read(said)
+        self.check = bool(self.world.bcast(_wants_check(), 0))
         self.peers = Peers(mpi, self.world)
         # Never freed: MPI may read or write this memory until it ends, which is after the interpreter.
         self._kept: dict[int, object] = {}
