@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -89,32 +88,31 @@ def create_mpi_group(ranks: Sequence[int], group_name: str, timeout: timedelta) 
     """
     if ranks:
         return _create(ranks, group_name, timeout, running())
-    over = _await_all(timeout)
+    meeting = _await_all(timeout)
     group = _create(ranks, group_name, timeout, start())
-    over()
+    del meeting  # to close its connection earlier would look like an end to the others
     return group
 
 
-def _await_all(timeout: timedelta) -> Callable[[], object]:
+def _await_all(timeout: timedelta) -> Store | None:
     """Wait until all ranks of the job are about to start MPI, in which they wait for each other without a timeout.
 
-    Only the store of a launcher that keeps one is there before MPI is. Each rank writes its place there, then waits
-    for all, and deletes its own when the world is made: all have seen it then. A rank that dies before it has written
-    is missed by the others; after it, they wait in MPI until the launcher ends them for that death.
+    Only the store of a launcher that keeps one is there before MPI is. Each rank writes there that it has come, then
+    waits for all. A rank that dies before it has written is missed by the others; after it, they wait in MPI until the
+    launcher ends them for that death.
 
     Returns:
-        What to call when the world is made.
+        The store, if there is one.
 
     Raises:
         InitializationError: ranks did not come in time.
     """
-    nothing = lambda: None  # noqa: E731
     try:
         place = place_with(None, None, None, None)
     except PhalanxError:
-        return nothing  # the environment is not that of a launcher that keeps a store; MPI knows the ranks by itself
+        return None  # the environment is not that of a launcher that keeps a store; MPI knows the ranks by itself
     if not place.keeps_store or place.world_size == 1:
-        return nothing
+        return None
     store = PrefixStore(f"phalanx/mpi/{place.attempt}/{next(_openings)}", kept_store(place, timeout.total_seconds()))
     keys = [str(rank) for rank in range(place.world_size)]
     store.set(keys[place.rank], "here")
@@ -127,7 +125,7 @@ def _await_all(timeout: timedelta) -> Callable[[], object]:
         before = f"rank {place.rank} had joined, but" if place.rank else ""
         ranks = f"{format_named('rank', missing)} of {place.world_size}"
         raise InitializationError.ranks_missing(ranks, timeout.total_seconds(), before=before) from None
-    return partial(store.delete_key, keys[place.rank])
+    return store
 
 
 def _create(ranks: Sequence[int], group_name: str, timeout: timedelta, runtime: Runtime | None) -> MpiProcessGroup:
