@@ -34,7 +34,7 @@ from phalanx.topology.topology import Topology, gather
 from phalanx.training.calls import TrainingCalls
 from phalanx.transports.attendance import attend
 from phalanx.transports.meeting_store import MeetingStore, meeting_within, time_left
-from phalanx.transports.mpi.broadcast import mpi_broadcast
+from phalanx.transports.mpi.runtime import mpi_broadcast
 from phalanx.words import format_count, tell
 from phalanx.wrong_arguments import explained
 

@@ -12,7 +12,6 @@ from tests.support.ranks import Member
 from tests.support.worlds import Ranks, every_rank, in_worlds
 
 from phalanx.errors import CollectiveMismatch
-from phalanx.transports.mpi import direct
 
 
 @in_worlds(backend="mpi")
@@ -40,13 +39,10 @@ def test_programs_that_are_right_or_not_to_be_looked_at_pass_in_silence(world: R
     assert {name: told for name, told in found.items() if told != [("", "")] * 3} == {}
 
 
-@pytest.mark.parametrize("by_mpi4py", [False, True])
 @every_rank(backend="mpi", joins=False, leaves=False)
-def test_the_setting_of_rank_0_holds(member: Member, by_mpi4py: bool) -> None:
-    """One that would warn beside one that raises would wait for it without end. Also where mpi4py makes all calls."""
+def test_the_setting_of_rank_0_holds(member: Member) -> None:
+    """One that would warn beside one that raises would wait for it without end."""
     os.environ["PHALANX_CALL_SITES"] = ("error", "ignore", "warn")[member.rank]
-    if by_mpi4py:
-        vars(direct)["_MACHINES"] = ()
     member.join("mpi")
     with pytest.raises(CollectiveMismatch):
         swapped_functions(member)

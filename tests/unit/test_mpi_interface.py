@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import InitializationError
-from phalanx.transports.mpi.interface import tell_libraries
+from phalanx.transports.mpi.runtime import tell_libraries
 
 
 def test_every_library_is_told_of_a_choice_and_what_the_user_has_set_stays() -> None:

@@ -1,12 +1,12 @@
-"""From MPI's ranks to a process group: the world's, and those that ``new_group`` makes of some of its ranks."""
+"""Make process groups over MPI: the world's, and those that ``new_group`` makes of some of its ranks."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from itertools import count
+from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
@@ -17,7 +17,6 @@ from phalanx.topology.environment import place_with
 from phalanx.transports.hierarchical.gloo import GlooOnDemand, lazy_gloo
 from phalanx.transports.mpi.communicator import MpiCommunicator
 from phalanx.transports.mpi.runtime import Runtime, running, start
-from phalanx.transports.mpi.store import MpiStore
 from phalanx.words import format_named
 
 __all__ = ["create_mpi_group"]
@@ -45,6 +44,35 @@ class MpiProcessGroup(PhalanxProcessGroup):
             self.runtime.finish()
 
 
+class MpiStore(Store):
+    """A store for the few entries that the ranks of a Gloo group exchange while they make it.
+
+    Each rank writes its keys, then reads the others'. The first read of a key that is not there brings them all. That
+    is one collective, so all ranks must read others' keys, or none, and write before they read. Making a Gloo group
+    does just that: every rank publishes its address and reads everybody else's.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        super().__init__()
+        self._comm = comm
+        self._entries: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        self._entries[key] = bytes(value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._entries[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        if not self.check(keys):
+            for entries in self._comm.allgather(self._entries):
+                self._entries.update(entries)
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._entries for key in keys)
+
+
 def create_mpi_group(ranks: Sequence[int], group_name: str, timeout: timedelta) -> MpiProcessGroup:
     """Make one rank's side of a group. Every member calls it; other ranks need not.
 
@@ -59,32 +87,31 @@ def create_mpi_group(ranks: Sequence[int], group_name: str, timeout: timedelta) 
     """
     if ranks:
         return _create(ranks, group_name, timeout, running())
-    over = _await_all(timeout)
+    meeting = _await_all(timeout)
     group = _create(ranks, group_name, timeout, start())
-    over()
+    del meeting  # to close its connection earlier would look like an end to the others
     return group
 
 
-def _await_all(timeout: timedelta) -> Callable[[], object]:
+def _await_all(timeout: timedelta) -> Store | None:
     """Wait until all ranks of the job are about to start MPI, in which they wait for each other without a timeout.
 
-    Only the store of a launcher that keeps one is there before MPI is. Each rank writes its place there, then waits
-    for all, and deletes its own when the world is made: all have seen it then. A rank that dies before it has written
-    is missed by the others; after it, they wait in MPI until the launcher ends them for that death.
+    Only the store of a launcher that keeps one is there before MPI is. Each rank writes there that it has come, then
+    waits for all. A rank that dies before it has written is missed by the others; after it, they wait in MPI until the
+    launcher ends them for that death.
 
     Returns:
-        What to call when the world is made.
+        The store, if there is one.
 
     Raises:
         InitializationError: ranks did not come in time.
     """
-    nothing = lambda: None  # noqa: E731
     try:
         place = place_with(None, None, None, None)
     except PhalanxError:
-        return nothing  # the environment is not that of a launcher that keeps a store; MPI knows the ranks by itself
+        return None  # the environment is not that of a launcher that keeps a store; MPI knows the ranks by itself
     if not place.keeps_store or place.world_size == 1:
-        return nothing
+        return None
     store = PrefixStore(f"phalanx/mpi/{place.attempt}/{next(_openings)}", kept_store(place, timeout.total_seconds()))
     keys = [str(rank) for rank in range(place.world_size)]
     store.set(keys[place.rank], "here")
@@ -97,7 +124,7 @@ def _await_all(timeout: timedelta) -> Callable[[], object]:
         before = f"rank {place.rank} had joined, but" if place.rank else ""
         ranks = f"{format_named('rank', missing)} of {place.world_size}"
         raise InitializationError.ranks_missing(ranks, timeout.total_seconds(), before=before) from None
-    return partial(store.delete_key, keys[place.rank])
+    return store
 
 
 def _create(ranks: Sequence[int], group_name: str, timeout: timedelta, runtime: Runtime | None) -> MpiProcessGroup:
@@ -121,10 +148,10 @@ def _create(ranks: Sequence[int], group_name: str, timeout: timedelta, runtime: 
     except runtime.mpi.Exception as error:
         raise InitializationError(f"MPI could not make the group {group_name!r}: {error}") from None
     members = list(ranks) or list(range(runtime.world.size))
-    key = f"{runtime.notices.world}/{group_name}/{zlib.crc32(str(members).encode())}"
+    key = f"{group_name}/{zlib.crc32(str(members).encode())}"
     communicator = MpiCommunicator(runtime, comm, members, key, timeout)
     store = MpiStore(comm) if comm.size > 1 else HashStore()
-    one_host = runtime.one_host(members)
+    one_host = runtime.peers.one_host(members)
     gloo = GlooOnDemand(lambda limit: lazy_gloo(store, comm.rank, comm.size, limit, one_host=one_host), timeout)
     gloo.on_timeout = communicator.set_timeout
     group = MpiProcessGroup(NAME, communicator, gloo, group_name)
@@ -133,5 +160,5 @@ def _create(ranks: Sequence[int], group_name: str, timeout: timedelta, runtime: 
         group.runtime = runtime
     group.record(ranks)
     if not ranks:
-        group.watch_waits(runtime.peers.beside())
+        group.watch_waits(runtime.peers.visible())
     return group

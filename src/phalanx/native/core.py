@@ -23,7 +23,7 @@ from types import ModuleType
 
 from phalanx.errors import BackendError
 
-ABI = 32
+ABI = 33
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -34,10 +34,8 @@ Tracer = CFUNCTYPE(None, c_uint32, c_uint64, c_void_p, c_uint64)
 class Status:
     """The status that a call of the core returns (``enum phx_status``)."""
 
-    LINES_DIFFER = -5
     CROSSED = -4
     PEER_LEFT = -3
-    NOTICE = -2
     UNDER_WAY = -1
     OK = 0
     BAD_ARGUMENT = 1
@@ -123,36 +121,6 @@ class SeenRecord(Structure):
     ]
 
 
-MPI_WORDS = 4  # PHX_MPI_WORDS
-
-
-class MpiGroup(Structure):
-    """The core's state of a group over MPI (``struct phx_mpi_group``)."""
-
-    _fields_ = [
-        ("own", c_int64 * MPI_WORDS),
-        ("common", c_int64 * MPI_WORDS),
-        ("lines", c_void_p),
-        ("sequence", c_uint64),
-        *((name, c_void_p) for name in ("start", "test", "all_reduce", "probe", "request", "in_place")),
-        *((name, c_ssize_t) for name in ("comm", "world")),
-        *((name, c_int) for name in ("any_source", "notice_tag")),
-        *((name, c_uint32) for name in ("spins", "probes", "under_way")),
-    ]
-
-
-class MpiReduction(Structure):
-    """One kind of all_reduce of such a group (``struct phx_mpi_reduction``)."""
-
-    _fields_ = [
-        ("group", c_void_p),
-        ("call", c_int64),
-        ("datatype", c_ssize_t),
-        ("op", c_ssize_t),
-        ("count", c_int),
-    ]
-
-
 @cache
 def library() -> ctypes.CDLL:
     """Load the core once, check that it is the one these signatures describe, and declare them.
@@ -172,7 +140,7 @@ def library() -> ctypes.CDLL:
         raise BackendError(
             f"{path} has ABI {found}, this Phalanx needs {ABI}: remove the file and run pip install . again"
         )
-    comm = data = message = group = c_void_p
+    comm = data = message = c_void_p
     blocks, sizes, recorded = POINTER(c_void_p), POINTER(c_uint64), POINTER(RecordedGroup)
     for name, result, arguments in (
         ("phx_segment_format", c_int, [c_int, c_uint32, c_uint64, c_uint64, c_uint64, c_char_p]),
@@ -241,18 +209,8 @@ def library() -> ctypes.CDLL:
         ("phx_message_source", c_uint32, [message]),
         ("phx_message_free", None, [comm, message]),
         ("phx_mpi_begin", None, [c_void_p, c_void_p, c_void_p, c_ssize_t]),
-        ("phx_mpi_hopeless", None, []),
-        ("phx_mpi_remove_at_abort", None, [c_char_p, c_uint64]),
-        ("phx_mpi_ended", None, []),
-        ("phx_mpi_meet", c_int, [group, c_int64]),
-        ("phx_mpi_offer", None, [group, c_int64]),
-        ("phx_mpi_compared", c_int, [group]),
-        ("phx_mpi_compare_lines", c_int, [group, c_int, c_int]),
-        ("phx_mpi_tell_line", c_uint64, [group]),
-        ("phx_mpi_hear_lines", c_int, [group, data]),
-        ("phx_mpi_next_crossing", c_int, [group, POINTER(Crossing)]),
-        ("phx_mpi_end_lines", None, [group]),
-        ("phx_mpi_all_reduce", c_int, [group, data]),
+        ("phx_mpi_prepare", None, [c_int, c_char_p, c_uint64]),
+        ("phx_mpi_end", None, [c_int, c_void_p]),
     ):
         function = getattr(core, name)
         function.restype, function.argtypes = result, arguments

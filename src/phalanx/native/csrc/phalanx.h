@@ -24,19 +24,17 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 32
+#define PHX_ABI 33
 #define PHX_API __attribute__((visibility("default")))
 
 /* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
 enum phx_status {
-    PHX_LINES_DIFFER = -5, /* over MPI: the ranks make the same call from lines about which they are to confer */
     PHX_CROSSED = -4,     /* the collective is done, and phx_crossing() tells of lines that may have been swapped */
     PHX_PEER_LEFT = -3,   /* of a message: its peer has left the group in order, or every rank that could send it has */
-    PHX_NOTICE = -2,      /* over MPI: all ranks have come, and a notice has arrived (transports/mpi/notices.py) */
     PHX_UNDER_WAY = -1,   /* neither done nor failed yet */
     PHX_OK = 0,
     PHX_BAD_ARGUMENT = 1, /* a dtype, operation, rank or segment that this core does not know, or data at NULL */
-    PHX_SYSTEM = 2,       /* a system call failed, and errno has the reason; or a call of MPI failed */
+    PHX_SYSTEM = 2,       /* a system call failed, and errno has the reason */
     PHX_MISMATCH = 3,     /* two ranks made different calls, or the two ends of a message differ */
     PHX_PEER_LOST = 4,    /* a rank went while another waited for it; phx_breakage() says how */
     PHX_TIMEOUT = 5,      /* a rank did not come in time */

@@ -1,62 +1,117 @@
 """The agreement of an MPI group's ranks before each collective: they wait for each other, and compare their calls.
 
 MPI itself compares nothing: a broadcast against an all_reduce hangs or gives garbage, and a call that one rank never
-makes is waited for without end. So the ranks first reduce a fingerprint of the call to its minimum and maximum. If the
-two are equal, every rank has made the same call. The lines from which they call are compared with that
-(``crossing.py``). A rank may still have timed out after contributing its fingerprint; it
-then sent a notice, so each rank checks for notices next. (A notice still in flight is missed. That window is not
-closed; the operation then waits until the job ends.)
+makes is waited for without end. So the ranks first reduce four numbers to their minima: a fingerprint of the call and
+its complement, which show whether all calls are equal, and two for the lines from which they are made. The reduction is
+a persistent one (of MPI 4), which takes about a microsecond. It is tested for and not waited for in MPI, so that a
+timeout and Ctrl-C end it.
+
+A rank may still have timed out after it has taken part; it then sent a notice, so each rank checks for notices next. (A
+notice still in flight is missed. That window is not closed; the operation then waits until the job ends.)
 
 After that comes MPI's own blocking operation, which can be kept waiting by nothing but a death, and mpiexec ends the
-job on a death. The reduction is a persistent one (of MPI 4): it takes about a microsecond, and since it is tested for
-and not waited for, a timeout and Ctrl-C end it.
+job on a death.
 
 PHALANX_MPI_CHECK=0, on rank 0, leaves all this out.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from phalanx.diagnosis.call_site import call_site, call_text, exchange_text, listed
-from phalanx.diagnosis.ends import how_ended
 from phalanx.diagnosis.reading import with_own_wait
-from phalanx.errors import BackendError, CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
-from phalanx.native.core import Status
+from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
+from phalanx.native.core import Crossing, Status, library
 from phalanx.transports.contract import COLLECTIVES
-from phalanx.transports.crossing import Wish
+from phalanx.transports.crossing import CrossedLines, Judgements, Wish, crossed_lines
 from phalanx.transports.fingerprints import fingerprint, weight
-from phalanx.transports.mpi.crossing import Lines, wish_of
-from phalanx.transports.mpi.direct import FingerprintCheck
-from phalanx.transports.mpi.notices import Notice
+from phalanx.transports.mpi.peers import Notice
 from phalanx.transports.mpi.runtime import Runtime
 from phalanx.words import format_list, format_named
 
-__all__ = ["Agreement", "pause"]
+__all__ = ["CHECK_S", "Agreement", "pause", "with_site"]
 
+_FINGERPRINT, _COMPLEMENT, _LINE_OF_RANK_0, _FOUND_BY = range(4)  # of the words that are reduced
+_NONE = 2**63 - 1
+_Call = tuple[str, torch.Tensor | None, int, int]  # name, tensor, operation, root
 
-TEXT_BYTES = 512
-SPINS = 2000  # some 300 µs, as MPI itself spins for ever; with more ranks than cores a hundredth of that
+_MOST_TEXT = 512
+SPINS = 100  # some 20 µs
 YIELD_S = 0.001
 NAP_S = 0.00005
 LONG_S, LONG_NAP_S = 0.1, 0.001
 CHECK_S = 0.005  # how often a waiting rank checks for notices
-ENDED_S = 1.0  # how long to look for the rank whose end may be why MPI has failed
 # How long a rank that gives up collects the notices of the other ranks that were waiting, if more than one may be
 # missing. They send them at once, but on a busy machine that takes them a second.
 PATIENCE_S = 2.0
+LAST_CALL_S = 2.0  # how long a message of a rank that has left may still be on its way
 _MOST_NAMED = 4  # an error that names more ranks with their processes is not read
 _OF_ONE = ("last_operation", "last_line", "was_in_it")
+_MOST_FINGERPRINTS = 1024  # kinds of calls; a program that never repeats a shape must not fill the memory
+
+
+class Lines:
+    """The lines from which a rank and rank 0 make the group's calls: whether they call two in different orders.
+
+    ``native/csrc/collectives/line_order.h`` has the rule. Every rank compares its own lines with those of rank 0, which come with
+    the reduction. What it finds, the others learn in the next call. Only the thread that is in a collective uses this.
+
+    Attributes:
+        now: a function that returns the line of this thread's call as a number; 0 if it is not known.
+        is_error: whether the user wants an error, and not a warning.
+        unsettled: whether equal lines are to be counted, too.
+        found: the two lines, once they are found.
+    """
+
+    def __init__(self, rank: int, wish: str) -> None:
+        self._core, self._rank = library(), rank
+        self._pairs = self._core.phx_pairs_open()
+        self._judgements = Judgements(wish)
+        self.now: Callable[[], int] = self._core.phx_line_now
+        self.is_error = wish == Wish.ERROR
+        self.unsettled = False
+        self.found: CrossedLines | None = None
+
+    def __del__(self) -> None:
+        self._core.phx_pairs_close(self._pairs)
+
+    def meet(self, mine: int, theirs: int) -> bool:
+        """Note that a line of this rank has met one of rank 0; returns whether that is a mistake."""
+        if not mine or not theirs or not self._judgements.left:
+            return False
+        crossing = Crossing()
+        status = self._core.phx_pairs_meet(self._pairs, mine, theirs, ctypes.byref(crossing))
+        self.unsettled = not self._core.phx_pairs_settled(self._pairs)
+        if status == Status.CROSSED:
+            self.found = crossed_lines(crossing, self._rank, 0)
+            self._judgements.count(mistake=self.found is not None)
+        return self.found is not None
 
 
 class Agreement:
     """One group's comparison of calls.
+
+    One thread at a time is in a collective, any number wait for messages. No lock is needed: each write is one
+    assignment, and ``broken`` and ``aborted`` are never reset.
+
+    ============= =============================== ============
+    field         written by                      read by
+    ============= =============================== ============
+    ``broken``    who is in a collective or waits all
+    ``aborted``   any thread                      all
+    ``timeout_s`` any thread                      all
+    ``sequence``  who is in a collective          all
+    what is ``_`` who is in a collective          the same
+    ============= =============================== ============
 
     Args:
         runtime: MPI under way.
@@ -65,78 +120,118 @@ class Agreement:
         key: the group's name in notices; equal on every member.
         timeout_s: how long to wait for the others.
 
-    One thread at a time is in a collective, and it alone uses ``check``; others read its sequence number for their
-    notices. A thread that waits for a message reads the other attributes too, and may set ``broken``; any thread may
-    set ``aborted``, ``timeout_s`` and ``message_timeout_s``. No lock is needed: each is one assignment, and ``broken``
-    and ``aborted`` are never reset.
-
     Attributes:
         checks: whether calls are compared at all.
         broken: the error after which the ranks are out of step; every further call raises it.
         timeout_s: how long to wait for the others.
-        check: the comparison itself.
+        sequence: how many comparisons this rank has begun.
         aborted: whether :meth:`abort` has been called.
     """
 
     def __init__(self, runtime: Runtime, comm: Any, members: Sequence[int], key: str, timeout_s: float) -> None:
         self._runtime, self._comm, self._members, self.key = runtime, comm, tuple(members), key
+        self._notices, self._peers = runtime.notices, runtime.peers
         self._rank, self._size = comm.rank, comm.size
         self.checks = runtime.check
         self.broken: PhalanxError | None = None
         self.timeout_s = self.message_timeout_s = timeout_s
         self.aborted = False
-        wish = wish_of(runtime, comm)
-        spins = SPINS if runtime.has_cores(members) else SPINS // 100
-        self.check = FingerprintCheck(runtime, comm, spins, lines=wish != Wish.IGNORE)
-        self._lines = Lines(runtime, comm, self.check, wish)
-        runtime.notices.sequences[key] = self
+        self.sequence = 0
+        wish = Wish.read(comm.bcast(Wish.said(), 0)) if runtime.check and comm.size > 1 else Wish.IGNORE
+        self._lines = Lines(comm.rank, wish) if wish != Wish.IGNORE else None
+        self._fingerprints: dict[Any, int] = {}
+        self._own, self._common = array("q", [0, 0, _NONE, _NONE]), array("q", bytes(32))
+        self._prepare(runtime.mpi)
+        self._notices.sequences[key] = self
 
-    @property
-    def sequence(self) -> int:
-        """How many operations this rank has begun in the group."""
-        return self.check.sequence
+    def _prepare(self, mpi: Any) -> None:
+        """Have ``_start`` begin a reduction, ``_test`` return whether it is done, and ``_free`` give it back."""
+        own, common = ([words, 4, mpi.INT64_T] for words in (self._own, self._common))
+        self._start: Callable[[], None]
+        self._test: Callable[[], bool]
+        self._free: Callable[[], None]
+        try:
+            request = self._comm.Allreduce_init(own, common, mpi.MIN)
+            self._start, self._test, self._free = request.Start, request.Test, request.Free
+        except (NotImplementedError, mpi.Exception):  # before MPI 4 each comparison is a reduction of its own
 
-    def compare(self, name: str, tensor: torch.Tensor | None = None, op: int = -1, root: int = -1) -> None:
-        """Return when every rank has come here with the same call.
+            def start() -> None:
+                self._test = self._comm.Iallreduce(own, common, mpi.MIN).Test
+
+            self._start, self._free = start, lambda: None
+
+    def run(
+        self,
+        operation: Callable[..., object],
+        arguments: Sequence[Any],
+        name: str,
+        tensor: torch.Tensor | None = None,
+        op: int = -1,
+        root: int = -1,
+    ) -> None:
+        """Call an operation of MPI when every rank has come with the same call.
+
+        Args:
+            operation, arguments: what to call.
+            name, tensor, op, root: the call to be compared; what it does not have is left out.
 
         Raises:
             CollectiveMismatch: the calls differ; every rank raises it, with the calls of all.
-            CollectiveTimeout, PeerLost: a rank did not come.
+            CollectiveTimeout, PeerLost: a rank did not come, or MPI failed.
         """
         if self.broken is not None:
             raise self.broken
-        if not self.checks:
-            return
+        call = name, tensor, op, root
         try:
-            status = self.check.compare(fingerprint(name, tensor, op, root))
-            if status != Status.OK:
-                self.conclude(status, name, tensor, op, root)
-        except self._runtime.mpi.Exception as error:
-            raise self.failed(error, name, tensor, op, root) from None
+            if self.checks:
+                self._compare(call)
+            operation(*arguments)
         except BaseException as error:
-            self.interrupted(error, name, tensor, op, root)
+            self._ended(error, call)
             raise
 
-    def conclude(self, status: int, name: str, tensor: torch.Tensor | None, op: int, root: int) -> None:
-        """Finish a comparison that has begun: wait for late ranks, then return if all calls agree, else raise."""
-        if status == Status.SYSTEM:
-            raise self.failed(RuntimeError("it reported an error"), name, tensor, op, root)
-        if status == Status.UNDER_WAY:
-            self._wait(name, tensor, op, root)
-        if status in (Status.UNDER_WAY, Status.NOTICE):
-            # All ranks have come, but one may have given up before this one came, and would never answer.
-            self._check_notices(lambda: self._text(name, tensor, op, root), 0.0, came_late=True)
-            status = self.check.outcome()
-        if status == Status.LINES_DIFFER:
-            try:
-                disorder = self._lines.confer()
-            except self._runtime.mpi.Exception as error:
-                raise self.failed(error, name, tensor, op, root) from None
-            if disorder is not None:
-                text = self._text(name, tensor, op, root)
-                raise self._differ(f"{text} ({disorder})" if disorder else text)
-        if status == Status.MISMATCH:
-            raise self._differ(self._text(name, tensor, op, root))
+    def _compare(self, call: _Call) -> None:
+        """Return when every rank has come with the same call."""
+        name, tensor, op, root = call
+        own, common, lines = self._own, self._common, self._lines
+        key = name if tensor is None else (name, op, root, tensor.dtype, tensor.shape)
+        number = self._fingerprints.get(key)
+        if number is None:
+            if len(self._fingerprints) >= _MOST_FINGERPRINTS:
+                self._fingerprints.clear()
+            number = self._fingerprints[key] = fingerprint(name, tensor, op, root)
+        own[_FINGERPRINT], own[_COMPLEMENT] = number, ~number
+        if lines is not None:
+            line = lines.now()
+            if self._rank == 0:
+                own[_LINE_OF_RANK_0] = line
+        self.sequence += 1
+        self._start()
+        test, spins = self._test, SPINS
+        while not test():
+            spins -= 1
+            if not spins:
+                self._wait(call)
+                break
+        # All ranks have come, but one may have given up before this one came, and would never answer.
+        if self._notices.has_arrived():
+            self._check_notices(call, 0.0, came_late=True)
+        if common[_FINGERPRINT] != ~common[_COMPLEMENT]:  # min(~x) = ~max(x)
+            raise self._differ(_text(call))
+        if lines is not None:
+            if common[_FOUND_BY] != _NONE:
+                self._conclude(lines, common[_FOUND_BY], _text(call))
+            elif (common[_LINE_OF_RANK_0] != line or lines.unsettled) and lines.meet(line, common[_LINE_OF_RANK_0]):
+                own[_FOUND_BY] = self._rank
+
+    def _conclude(self, lines: Lines, found_by: int, call: str) -> None:
+        """Warn, on the rank that has found lines in different orders, or raise, on all, in the call that follows."""
+        disorder = lines.found if found_by == self._rank else None
+        if lines.is_error:
+            raise self._differ(f"{call} ({disorder.briefly()})" if disorder else call)
+        self._lines = None  # on all ranks
+        if disorder is not None:
+            disorder.warn()
 
     def balance(self, sent: Sequence[int], expected: Sequence[int], dtype: torch.dtype) -> None:
         """Compare what the ranks of an all_to_all send and expect, in elements: every pair has a size of its own.
@@ -150,77 +245,103 @@ class Agreement:
         own = sum(count * weight(rank * size + peer) for peer, count in enumerate(sent))
         own -= sum(count * weight(peer * size + rank) for peer, count in enumerate(expected))
         part, total = bytearray((own % 2**64).to_bytes(8, sys.byteorder)), bytearray(8)
-        try:
-            self._comm.Allreduce([part, 1, mpi.UINT64_T], [total, 1, mpi.UINT64_T], mpi.SUM)
-        except mpi.Exception as error:
-            raise self.failed(error, "all_to_all", None) from None
+        self._comm.Allreduce([part, 1, mpi.UINT64_T], [total, 1, mpi.UINT64_T], mpi.SUM)
         if any(total):
-            raise self._differ(exchange_text(dtype, sent, expected) + _site())
+            raise self._differ(with_site(exchange_text(dtype, sent, expected)))
 
-    def _differ(self, call: str) -> PhalanxError:
-        """The error of calls that do not match. Every rank comes here and gives its own call to the others."""
-        mpi = self._runtime.mpi
-        own, all_ = bytearray(TEXT_BYTES), bytearray(TEXT_BYTES * self._size)
-        text = call.encode()[: TEXT_BYTES - 1]
-        own[: len(text)] = text
-        try:
-            self._comm.Allgather([own, mpi.BYTE], [all_, TEXT_BYTES, mpi.BYTE])
-        except mpi.Exception as error:
-            raise BackendError(f"the ranks of a group called different operations, here {call}; {error}") from None
-        calls = {
-            rank: all_[at : at + TEXT_BYTES].rstrip(b"\0").decode(errors="replace")
-            for rank, at in enumerate(range(0, len(all_), TEXT_BYTES))
-        }
-        self.broken = with_own_wait(CollectiveMismatch.of_calls(listed(calls, range(self._size)), calls))
-        return self.broken
+    def _ended(self, error: BaseException, call: _Call) -> None:
+        """Take note that an exception ends a call of this rank.
 
-    def failed(self, error: Exception, name: str, tensor: torch.Tensor | None, op: int = -1, root: int = -1) -> Any:
-        """The error for what MPI itself reported in an operation."""
-        call = self._text(name, tensor, op, root)
-        self.broken = self.lost_in(call, range(self._size)) or BackendError(
-            f"MPI failed in {call} on rank {self._rank} of the group: {error}. "
-            f"Look at the other ranks' output; the ranks of the group are out of step"
-        )
-        self._give_up("interrupted", call)
-        return self.broken
-
-    def lost_in(self, call: str, ranks: Iterable[int]) -> PeerLost | None:
-        """The error for the first of these ranks that has ended, if one has.
-
-        MPI copies large data from another process's memory, and fails with the kernel's words if that process is killed
-        meanwhile. It may do so a moment before it can be seen that the process has ended.
+        Raises:
+            PeerLost: MPI has failed.
         """
-        others = [rank for rank in ranks if rank != self._rank]
-        until = time.monotonic() + ENDED_S
-        while not (lost := [rank for rank in others if self._runtime.peers.has_ended(self._members[rank])]):
-            if time.monotonic() > until:
-                return None
-            time.sleep(CHECK_S)
-        facts = self._facts(lost[0])
-        pid = facts.pop("pid")
-        ending, waiting = how_ended(pid), f"rank {self._rank} was in {call}"
-        return with_own_wait(PeerLost.ended(lost[0], pid, waiting, ending.text, signal=ending.signal, **facts))
+        if self.broken is not None or isinstance(error, PhalanxError):
+            return  # it is the group's error already, or a refusal that all ranks raise
+        text = _text(call)
+        if isinstance(error, self._runtime.mpi.Exception):
+            self.broken = with_own_wait(self.mpi_failed(text, error))
+            self._give_up("interrupted", text)
+            raise self.broken from None
+        self.broken = PeerLost.out_of_step(
+            f"{self._named(self._rank)} was interrupted in {text} ({type(error).__name__})",
+            group_rank=self._rank,
+            **self._facts(self._rank),
+        )
+        self._give_up("interrupted", text, f"{text} was interrupted by {type(error).__name__}")
+
+    def mpi_failed(self, call: str, error: Exception) -> PeerLost:
+        """The error for what MPI itself reports: mostly a process has ended whose memory it reads."""
+        return PeerLost(
+            f"MPI failed in {call} on rank {self._rank} of the group: {error}. Look at the other ranks' output; the "
+            f"ranks of the group are out of step"
+        )
+
+    def abort(self, interrupted_in: str = "") -> None:
+        """End the operation under way, on every rank, from any thread.
+
+        Args:
+            interrupted_in: the call that an exception has interrupted, if it is one; else the program wants it so.
+        """
+        self.aborted = True
+        if self._runtime.usable:
+            self._give_up("interrupted" if interrupted_in else "abort", interrupted_in or "destroying it")
+
+    @property
+    def in_step(self) -> bool:
+        """Whether no operation of the group is left unanswered."""
+        return not self.aborted and (self.broken is None or isinstance(self.broken, CollectiveMismatch))
 
     def close(self) -> None:
         """Give back what MPI holds for the comparison. No call may follow."""
-        self._runtime.notices.sequences.pop(self.key, None)
-        if self.broken is None or isinstance(self.broken, CollectiveMismatch):
-            self.check.free()
+        self._notices.sequences.pop(self.key, None)
+        if self.in_step:
+            self._free()
 
-    # -- waiting for ranks that do not come --------------------------------------------------------
+    def check_message(self, text: Callable[[], str], peer: int | None, waited: float) -> None:
+        """Raise if a message cannot come any more.
 
-    def _wait(self, name: str, tensor: torch.Tensor | None, op: int, root: int) -> None:
-        began = time.monotonic()
-        checked = began
-        test = self.check.test
+        Args:
+            text: the message, for the error.
+            peer: the other rank in the group; None for any.
+            waited: for how long, in seconds.
+        """
+        if self.broken is not None:
+            raise self.broken
+        if self.aborted:
+            raise self._was_aborted(with_site(text()))
+        if waited > self.message_timeout_s:
+            call = with_site(text())
+            if peer is not None and self._peers.stopped(self._members[peer]):
+                error = self._did_not_come([peer], self._rank, call, waited)
+            else:
+                error = CollectiveTimeout.of_message(
+                    f"{call} on rank {self._rank} of the group",
+                    "the other rank" if peer is None else self._named(peer),
+                    self.message_timeout_s,
+                    group_rank=-1 if peer is None else peer,
+                    elapsed_s=waited,
+                    **({} if peer is None else self._facts(peer)),
+                )
+            self.broken = with_own_wait(error)
+            self._give_up("interrupted", call)
+            raise self.broken
+        if waited > LAST_CALL_S and peer is not None and peer != self._rank:
+            last = self._notices.has_left(self._members[peer])
+            if last:
+                raise with_own_wait(self._left(peer, with_site(text()), last))
+
+    # -- ranks that do not come, and calls that differ ---------------------------------------------
+
+    def _wait(self, call: _Call) -> None:
+        began = checked = time.monotonic()
+        test = self._test
         while not test():
             waited = pause(began)
-            if waited - (checked - began) < CHECK_S:
-                continue
-            checked = began + waited
-            self._check_notices(lambda: self._text(name, tensor, op, root), waited)
+            if waited - (checked - began) >= CHECK_S:
+                checked = began + waited
+                self._check_notices(call, waited)
 
-    def _check_notices(self, call: Callable[[], str], waited: float, *, came_late: bool = False) -> None:
+    def _check_notices(self, call: _Call, waited: float, *, came_late: bool = False) -> None:
         """Raise if the other ranks will not finish the operation that this rank waits in.
 
         Args:
@@ -231,60 +352,23 @@ class Agreement:
         Raises:
             PeerLost: a rank has left, or gave up. CollectiveTimeout: the group's timeout has passed.
         """
-        notice = self._runtime.notices.about(self.key, self.sequence, self._members)
+        notice = self._notices.about(self.key, self.sequence, self._members)
         if notice is not None:
-            self.broken = with_own_wait(self._lost(notice, call(), came_late))
-            self._leave_unanswered()
+            self.broken = with_own_wait(self._lost(notice, _text(call), came_late))
+            self._runtime.leave_unanswered(self)
+        elif self.aborted:
+            self.broken = self._was_aborted(_text(call))
+        elif waited > self.timeout_s:
+            self._give_up("timeout", _text(call))
+            self.broken = with_own_wait(self._did_not_come(self._missing(), self._rank, _text(call), waited))
+        if self.broken is not None:
             raise self.broken
-        if self.aborted:
-            self.broken = with_own_wait(PeerLost(f"the group was aborted while rank {self._rank} was in {call()}"))
-            raise self.broken
-        if waited > self.timeout_s:
-            raise self._late(call(), waited)
-
-    def check_message(self, text: Callable[[], str], peer: int | None, waited: float, last_call_s: float) -> None:
-        """Raise if a message cannot come any more.
-
-        Args:
-            text: the message, for the error.
-            peer: the other rank in the group; None for any.
-            waited: for how long, in seconds.
-            last_call_s: how long a message of a rank that has left may still be on its way.
-        """
-
-        def call() -> str:
-            return text() + _site()
-
-        if self.aborted:
-            raise with_own_wait(PeerLost(f"the group was aborted while rank {self._rank} was in {call()}"))
-        if waited > self.message_timeout_s:
-            if peer is not None and self._standing([peer]):
-                self.broken = self._did_not_come([peer], self._rank, call(), waited)
-            else:
-                self.broken = CollectiveTimeout.of_message(
-                    f"{call()} on rank {self._rank} of the group",
-                    "the other rank" if peer is None else self._named(peer),
-                    self.message_timeout_s,
-                    group_rank=-1 if peer is None else peer,
-                    elapsed_s=waited,
-                    **({} if peer is None else self._facts(peer)),
-                )
-            with_own_wait(self.broken)
-            self._give_up("interrupted", call())
-            raise self.broken
-        if waited > last_call_s and peer is not None and peer != self._rank:
-            last = self._runtime.notices.has_left(self._members[peer])
-            if last:
-                waiting = f"rank {self._rank} was in {call()}"
-                facts = self._facts(peer)
-                raise with_own_wait(PeerLost.left(peer, facts.pop("pid"), waiting, last, **facts))
 
     def _lost(self, notice: Notice, call: str, came_late: bool) -> PhalanxError:
         """The error for another rank's notice."""
         rank = self._members.index(notice.rank)
         if notice.kind == "left":
-            facts = self._facts(rank)
-            return PeerLost.left(rank, facts.pop("pid"), f"rank {self._rank} was in {call}", notice.call, **facts)
+            return self._left(rank, call, notice.call)
         if notice.kind == "timeout" and not came_late:
             self._give_up("timeout", call)
             missing = self._missing()
@@ -301,105 +385,74 @@ class Agreement:
             **self._facts(rank),
         )
 
-    def _late(self, call: str, waited: float) -> PhalanxError:
-        """The error of this rank's own timeout."""
-        self._give_up("timeout", call)
-        self.broken = with_own_wait(self._did_not_come(self._missing(), self._rank, call, waited))
-        return self.broken
+    def _left(self, rank: int, call: str, last: str) -> PeerLost:
+        facts = self._facts(rank)
+        return PeerLost.left(rank, facts.pop("pid"), f"rank {self._rank} was in {call}", last, **facts)
+
+    def _was_aborted(self, call: str) -> PeerLost:
+        return with_own_wait(PeerLost(f"the group was aborted while rank {self._rank} was in {call}"))
 
     def _missing(self) -> list[int]:
         """The ranks of the group that are not in this operation: those that are in it send notices of giving up."""
-        members, waiting = self._members, {self._rank}
+        waiting = {self._rank}
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            gave_up = self._runtime.notices.waiting(self.key, self.sequence)
-            waiting.update(members.index(rank) for rank in gave_up)
+            gave_up = self._notices.gave_up_in(self.key, self.sequence)
+            waiting.update(self._members.index(rank) for rank in gave_up)
             if len(waiting) >= self._size - 1 or time.monotonic() > deadline:
                 return sorted(set(range(self._size)) - waiting)
             time.sleep(CHECK_S)
 
-    def _did_not_come(self, missing: Sequence[int], waiting: int, call: str, waited: float) -> PhalanxError:
-        standing = self._standing(missing)
-        if standing:
+    def _did_not_come(self, missing: Sequence[int], waiting: int, call: str, waited: float) -> CollectiveTimeout:
+        stopped = {rank: text for rank in missing if (text := self._peers.stopped(self._members[rank]))}
+        if stopped:
             # A rank may stop in the comparison. Then others may be past it, and wait for that rank in MPI's operation,
             # where they send no notice.
-            missing = sorted(standing)
+            missing = sorted(stopped)
         shown = format_list([self._named(rank) for rank in missing[:_MOST_NAMED]])
         if len(missing) > _MOST_NAMED:
             shown = f"{format_named('rank', missing)} of the group"
-        if standing:
-            shown += f", which {'were' if len(missing) > 1 else 'was'} {standing[missing[0]]},"
-        elif len(missing) == 1 and (place := self._runtime.peers.at(self._members[missing[0]])):
+        if stopped:
+            shown += f", which {'were' if len(missing) > 1 else 'was'} {stopped[missing[0]]},"
+        elif len(missing) == 1 and (place := self._peers.place(self._members[missing[0]])):
             shown += f", which is at {place},"
         facts = self._facts(missing[0]) if missing else {}
-        # A sentence about what it did last would not say which of several ranks it is about.
-        of_one = {name: facts.pop(name) for name in _OF_ONE if name in facts and len(missing) > 1}
-        error = CollectiveTimeout.did_not_come(
+        if len(missing) > 1:  # a sentence about what it did last would not say which of several ranks it is about
+            facts = {name: value for name, value in facts.items() if name not in _OF_ONE}
+        return CollectiveTimeout.did_not_come(
             shown,
             f"rank {waiting} was in {call}",
             self.timeout_s,
             group_rank=missing[0] if missing else -1,
             elapsed_s=waited,
             several=len(missing) > 1,
-            stopped_pid=facts.get("pid", 0) if standing else 0,
+            stopped_pid=facts.get("pid", 0) if stopped else 0,
             **facts,
         )
-        of_one.pop("was_in_it", None)
-        vars(error).update(of_one)
-        return error
+
+    def _differ(self, call: str) -> PhalanxError:
+        """The error of calls that do not match. Every rank comes here and gives its own call to the others."""
+        try:
+            calls = dict(enumerate(self._comm.allgather(call[:_MOST_TEXT])))
+        except self._runtime.mpi.Exception as error:
+            raise self.mpi_failed(call, error) from None
+        self.broken = with_own_wait(CollectiveMismatch.of_calls(listed(calls, range(self._size)), calls))
+        return self.broken
 
     def _named(self, rank: int) -> str:
-        return self._runtime.peers.name(self._members[rank], rank)
+        return self._peers.name(self._members[rank], rank)
 
     def _facts(self, rank: int) -> dict[str, Any]:
         """What is known of a rank of the group, as attributes of an error about it, and whether it ``was_in_it``."""
-        return self._runtime.peers.facts(self._members[rank])
-
-    def _standing(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Those of these ranks whose processes are known not to run on, each with the reason in words."""
-        return {rank: text for rank in ranks if (text := self._runtime.peers.standing(self._members[rank]))}
-
-    def interrupted(self, error: BaseException, name: str, tensor: torch.Tensor | None, op: int, root: int) -> None:
-        """This rank leaves an operation by an exception of its own, a signal handler's: the group is broken.
-
-        Does nothing if the group is broken already: then the exception is its error.
-        """
-        if self.broken is not None:
-            return
-        call = self._text(name, tensor, op, root)
-        self.broken = PeerLost.out_of_step(
-            f"{self._named(self._rank)} was interrupted in {call} ({type(error).__name__})",
-            group_rank=self._rank,
-            **self._facts(self._rank),
-        )
-        self._give_up("interrupted", call, f"{call} was interrupted by {type(error).__name__}")
+        return self._peers.facts(self._members[rank])
 
     def _give_up(self, kind: str, call: str, why: str = "") -> None:
         """Leave the operation that was begun to MPI, and send the others a notice; ``why`` as in the runtime."""
-        self._leave_unanswered(why)
+        self._runtime.leave_unanswered(self, why)
         try:
-            self._runtime.notices.send(kind, self.key, self.sequence, call, self._members)
+            self._notices.give_up(kind, self.key, self.sequence, call, self._members)
         except self._runtime.mpi.Exception:
             return  # the others will find out by themselves; the error that led here matters more
-
-    def _leave_unanswered(self, why: str = "") -> None:
-        """Keep the memory of the operation under way: it may never end, and MPI goes on with it until MPI ends."""
-        self._runtime.leave_unanswered(self, why)
-
-    def abort(self, interrupted_in: str = "") -> None:
-        """End the operation under way, on every rank, from any thread.
-
-        Args:
-            interrupted_in: the call that an exception has interrupted, if it is one; else the program wants it so.
-        """
-        self.aborted = True
-        if self._runtime.usable:
-            self._give_up("interrupted" if interrupted_in else "abort", interrupted_in or "destroying it")
-
-    def _text(self, name: str, tensor: torch.Tensor | None, op: int, root: int) -> str:
-        dtype, shape = (None, ()) if tensor is None else (tensor.dtype, tensor.shape)
-        roots = {COLLECTIVES[name]: root} if root >= 0 else {}
-        return call_text(name, dtype, shape, op if op >= 0 else None, **roots) + _site()
 
 
 def pause(began: float) -> float:
@@ -412,6 +465,15 @@ def pause(began: float) -> float:
     return waited
 
 
-def _site() -> str:
+def _text(call: _Call) -> str:
+    """A call with its line: ``all_reduce(float32[4], sum) at train.py:12``."""
+    name, tensor, op, root = call
+    dtype, shape = (None, ()) if tensor is None else (tensor.dtype, tensor.shape)
+    roots = {COLLECTIVES[name]: root} if root >= 0 else {}
+    return with_site(call_text(name, dtype, shape, op if op >= 0 else None, **roots))
+
+
+def with_site(call: str) -> str:
+    """A call with the line from which this thread makes it, if that is known."""
     site = call_site()
-    return f" at {site}" if site else ""
+    return f"{call} at {site}" if site else call

