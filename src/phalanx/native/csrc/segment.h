@@ -49,6 +49,9 @@
  *               there.
  *   line[]      Written and read as call[], by the same ranks at the same times. 0: not known, or not the call's first
  *               chunk.
+ *   tensor[]    Written and read as call[], in a group that has shared memory: with the first chunk of a reduction where
+ *               the rank's tensor lies. 0: it puts its parts in its slots. Else the tensor itself takes the place of the
+ *               slots, and the call's last chunk says that nobody reads it any more. Death: as for slots.
  *   cpu         Written by its rank, relaxed, when it raises a counter or rings a bell; read by all, relaxed. It is a
  *               hint on where the rank ran last, so neither death matters.
  *   slots       Written by their rank, or in a scatter by the root, plainly, before `ready` of the writer; the reduced
@@ -98,6 +101,7 @@
 #define PHX_LINE 64u  /* bytes of a cache line */
 #define PHX_SLOTS 4u  /* slots of each rank */
 #define PHX_MAX_RANKS 1024u
+#define PHX_OFFSET_BITS 48u /* of a word of tensor[]: the offset; above them the number of the memory, from 1 on */
 
 /* At the start of the segment. */
 struct phx_header {
@@ -122,6 +126,7 @@ struct phx_flags {
 struct phx_place {
     _Alignas(PHX_LINE) _Atomic uint32_t sleepers;
     _Alignas(PHX_LINE) _Atomic uint32_t bell, listening;
+    _Alignas(PHX_LINE) uint64_t tensor[PHX_SLOTS];
     _Alignas(PHX_LINE) uint32_t pid; /* as the rank's own /proc counts */
     int32_t fd;
     struct phx_recorder_file recorder;

@@ -28,6 +28,7 @@ from phalanx.transports.shm.mailbox import Mailbox, WithdrawableReceive
 from phalanx.transports.shm.numbers import DTYPES, OP_NUMBERS, REDUCED
 from phalanx.transports.shm.pointers import Pointers, fill, fill_evenly, fill_unevenly
 from phalanx.transports.shm.segment import join_segment
+from phalanx.transports.shm.shared_memory import share_parts
 from phalanx.transports.shm.tuning import Tuning, load_tuning
 from phalanx.transports.shm.wording import exchanged, text_of_call
 
@@ -97,6 +98,7 @@ class SharedMemoryCommunicator(Communicator):
         tell_how_the_script_ends()
         be_seen()
         self.crossed = ""
+        self._shared: list[torch.Tensor] = []  # memory that the core knows, mapped as long as it may be asked for it
         self.part_of: Callable[[], str] | None = None
         self.outer_error: Callable[[PhalanxError, str], PhalanxError] | None = None
         self._told = False  # whether this rank has raised the error of the broken group
@@ -313,6 +315,14 @@ class SharedMemoryCommunicator(Communicator):
         if status:
             self._raise(status, "all_to_all", unheard[1](*unheard[2]))
         self._unheard = unheard
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Bytes that other ranks can read where they lie: an ``all_reduce`` of a tensor in them copies nothing."""
+        whole, own = share_parts(self, nbytes)
+        self._shared.append(whole)  # first, because the core must never know memory that is not mapped
+        if self._core.phx_share_memory(self._comm, whole.data_ptr(), whole.nbytes):
+            raise BackendError("there is no memory to note a shared tensor in")
+        return own
 
     def barrier(self) -> None:
         status = self._core.phx_barrier(self._comm)

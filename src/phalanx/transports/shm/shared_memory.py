@@ -7,14 +7,17 @@ after it.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+import weakref
 
 import torch
 
 from phalanx.transports.contract import Communicator
 from phalanx.transports.shm.segment import own_pid
 
-__all__ = ["share_memory"]
+__all__ = ["share_memory", "share_parts"]
 
 
 def share_memory(local: Communicator, nbytes: int) -> torch.Tensor:
@@ -57,3 +60,30 @@ def share_memory(local: Communicator, nbytes: int) -> torch.Tensor:
     finally:
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def share_parts(local: Communicator, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory in which each rank of a host has a part, which it alone writes.
+
+    Args:
+        local: a communicator of these ranks; each of them calls this at the same point of its program.
+        nbytes: how much this rank wants.
+
+    Returns:
+        All of the memory, alike on every rank, and this rank's part. Once no tensor of the part is left its pages are
+        given back, and its addresses stay taken as long as the whole memory is there.
+    """
+    wanted = [torch.zeros(1, dtype=torch.int64) for _ in range(local.size)]
+    local.all_gather(wanted, torch.tensor([nbytes]))
+    each = -(-max(1, *map(int, wanted)) // mmap.PAGESIZE) * mmap.PAGESIZE
+    whole = share_memory(local, each * local.size)
+    begin = whole.data_ptr() + each * local.rank
+    part = memoryview((ctypes.c_ubyte * each).from_address(begin))
+    # With the whole memory as an argument, which is thereby there until this is done.
+    weakref.finalize(part, _give_back, whole, begin, each).atexit = False
+    return whole, torch.frombuffer(part, dtype=torch.uint8)[:nbytes]
+
+
+def _give_back(whole: torch.Tensor, begin: int, nbytes: int) -> None:
+    """Free the pages of a part of shared memory; it reads as zeros afterwards."""
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), mmap.MADV_REMOVE)
