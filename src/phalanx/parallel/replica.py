@@ -45,15 +45,15 @@ class Replica(DistributedDataParallel):
     def _ddp_init_helper(self, *arguments: Any) -> None:
         allocate = getattr(self.process_group, "empty", None)
         if not self._shares_buckets or allocate is None:
-            super()._ddp_init_helper(*arguments)
+            super()._ddp_init_helper(*arguments)  # type: ignore[no-untyped-call]
             return
         exchanged = self._exchanged()
         buckets = SharedBuckets(allocate, sum(p.nbytes for p in exchanged), len(exchanged))
         with buckets:
-            super()._ddp_init_helper(*arguments)
+            super()._ddp_init_helper(*arguments)  # type: ignore[no-untyped-call]
         if not self.find_unused_parameters:  # else they stay as they are
             self._rebuilding = buckets
-            self._pre_forward = self._rebuild_before_forward
+            self._pre_forward = self._rebuild_before_forward  # type: ignore[method-assign]
 
     @staticmethod
     def of(module: object) -> Replica | None:
@@ -85,7 +85,7 @@ class Replica(DistributedDataParallel):
                 rebuilt = self.reducer._rebuild_buckets()
         if rebuilt:
             del self._pre_forward, self._rebuilding
-        return super()._pre_forward(*inputs, **kwargs)
+        return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _exchanged(self) -> list[torch.nn.Parameter]:
         ignored = self.parameters_to_ignore

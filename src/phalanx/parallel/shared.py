@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from phalanx.wrong_arguments import explained
 
@@ -45,7 +44,7 @@ def empty(*size: int, dtype: torch.dtype | None = None, group: Any = None) -> to
     return flat.view(dtype).view(size)
 
 
-class SharedBuckets(TorchDispatchMode):
+class SharedBuckets(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Have DDP allocate the buckets that it makes inside a ``with`` of this in memory that the ranks of a host share.
 
     DDP's reducer, in C++, allocates them by ``torch.empty``, which this mode takes over. It makes them twice: when the
@@ -59,12 +58,12 @@ class SharedBuckets(TorchDispatchMode):
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor], nbytes: int, buckets: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._left = [allocate(nbytes + buckets * _LINE_BYTES) for _ in range(2)]
         self._used = 0
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
         if self._used:
             self._left, self._used = self._left[1:], 0  # from now on the buckets alone hold this memory
 
@@ -80,4 +79,4 @@ class SharedBuckets(TorchDispatchMode):
             return made
         self._used = -(-end // _LINE_BYTES) * _LINE_BYTES
         # A tensor with a storage of its own: DDP counts a bucket's parts from the beginning of its storage.
-        return from_dlpack(to_dlpack(self._left[0][begin:end])).view(made.dtype)
+        return torch.from_dlpack(self._left[0][begin:end]).view(made.dtype)
