@@ -1,4 +1,4 @@
-"""Tensors that the ranks of a host share: all_reduce gives the same bits as anywhere else, and their memory comes back."""
+"""Tensors that the ranks of a host share: they sum to the same bits as others, and their memory is given back."""
 
 from __future__ import annotations
 

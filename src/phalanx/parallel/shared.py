@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.dlpack import from_dlpack
 
 from phalanx.wrong_arguments import explained
 
@@ -79,4 +80,4 @@ class SharedBuckets(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return made
         self._used = -(-end // _LINE_BYTES) * _LINE_BYTES
         # A tensor with a storage of its own: DDP counts a bucket's parts from the beginning of its storage.
-        return torch.from_dlpack(self._left[0][begin:end]).view(made.dtype)
+        return from_dlpack(self._left[0][begin:end]).view(made.dtype)

@@ -16,23 +16,21 @@ from phalanx.diagnosis.ends import tell_how_the_script_ends, who_left
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.diagnosis.stacks import be_seen
 from phalanx.errors import BackendError, ClosedError, PhalanxError
-from phalanx.native.core import BROKEN_FROM, TEXT_BYTES, Breakage, Going, Status, library
+from phalanx.native.core import BROKEN_FROM, TEXT_BYTES, Breakage, Crossing, Going, Status, library
 from phalanx.native.signals import SignalPoll
 from phalanx.transports.contract import Communicator, Message
+from phalanx.transports.crossing import MOST_JUDGED, Wish, crossed_lines
 from phalanx.transports.gone import Gone
 from phalanx.transports.reductions import reducible
-from phalanx.transports.shm.crossing import begin_to_compare, judge, tells
-from phalanx.transports.shm.departures import departed, ended
-from phalanx.transports.shm.explanation import explain, left_text
+from phalanx.transports.shm.explanation import departed, ended, exchanged, explain, left_text, text_of_call
 from phalanx.transports.shm.mailbox import Mailbox, WithdrawableReceive
-from phalanx.transports.shm.numbers import DTYPES, OP_NUMBERS, REDUCED
-from phalanx.transports.shm.pointers import Pointers, fill, fill_evenly, fill_unevenly
-from phalanx.transports.shm.segment import join_segment
-from phalanx.transports.shm.shared_memory import share_parts
+from phalanx.transports.shm.numbers import DTYPES, OP_NUMBERS, REDUCED, Pointers, fill, fill_evenly, fill_unevenly
+from phalanx.transports.shm.segment import join_segment, share_parts
 from phalanx.transports.shm.tuning import Tuning, load_tuning
-from phalanx.transports.shm.wording import exchanged, text_of_call
 
 __all__ = ["SharedMemoryCommunicator"]
+
+_ALL = (1 << 32) - 1
 
 _Place = tuple[int, int]  # an address, and how many bytes lie there
 _Unheard = tuple[CallSite | None, Callable[..., str], tuple[Any, ...]]
@@ -90,7 +88,8 @@ class SharedMemoryCommunicator(Communicator):
         poll = self._signals.callback
         tuning = tuning or load_tuning()
         self._comm, self.meeting = join_segment(store, rank, size, timeout, tuning, spin, poll)
-        begin_to_compare(self._comm)
+        if (wish := Wish.read()) != Wish.IGNORE:
+            self._core.phx_compare_lines(self._comm, MOST_JUDGED if wish == Wish.WARN else _ALL)
         if names:
             self._core.phx_name_ranks(self._comm, (ctypes.c_int32 * size)(*names))
         self._mailbox = Mailbox(self._comm, self._signals, self._explain_message, self._names)
@@ -126,7 +125,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def tells_crossing(self) -> bool:
         """Whether this rank is to tell the user of crossed lines: the first one that asks."""
-        return tells(self._comm)
+        return bool(self._core.phx_tells_crossing(self._comm))
 
     def breakage(self) -> str | None:
         """None while the group is whole; then what a rank has given to :meth:`abort_because`, empty if none has."""
@@ -406,7 +405,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def _raise(self, status: int, name: str, text: str) -> None:
         if status == Status.CROSSED:
-            self.crossed = judge(self._comm, self.rank, self._names)
+            self.crossed = self._judge_crossing()
             if not self.crossed:
                 return
             self._core.phx_describe(self._comm, f"{text} at {call_site()} ({self.crossed})".encode()[: TEXT_BYTES - 1])
@@ -418,6 +417,21 @@ class SharedMemoryCommunicator(Communicator):
             )
         self._signals.raise_pending()
         raise self._explain(text)
+
+    def _judge_crossing(self) -> str:
+        """Decide about lines that the last call has found crossed, and warn if that is all there is to do.
+
+        Returns:
+            What was crossed, in words, if that is an error, and then the group is broken; else an empty text.
+        """
+        self._core.phx_crossing(self._comm, ctypes.byref(found := Crossing()))
+        crossed = crossed_lines(found, self._names[self.rank], self._names[found.peer])
+        if crossed is not None and Wish.read() == Wish.ERROR:
+            self._core.phx_break_crossed(self._comm)
+            return crossed.briefly()
+        if crossed is not None and self.tells_crossing():
+            crossed.warn()
+        return ""
 
     def _explain(self, call: str) -> PhalanxError:
         """The error for a broken group, given what this rank was doing."""

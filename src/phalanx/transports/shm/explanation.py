@@ -1,18 +1,19 @@
-"""The error for a broken group: the reason that the rank which broke it wrote down, and each rank's own call."""
+"""What a group of one host says: its calls in words, why it broke, and which of its ranks have gone."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from msgspec.structs import replace
 
 from phalanx.diagnosis import recorder
-from phalanx.diagnosis.call_site import listed, shown
-from phalanx.diagnosis.ends import how_ended
+from phalanx.diagnosis.call_site import call_text, dtype_name, exchange_text, listed, shown
+from phalanx.diagnosis.ends import AT_ONCE_S, how_ended
 from phalanx.diagnosis.reading import copy_memory, facts_in, read_memory
 from phalanx.diagnosis.snapshot import Recording
 from phalanx.diagnosis.stacks import place_of_main
@@ -22,9 +23,23 @@ from phalanx.native.core import NOBODY, TEXT_BYTES, Breakage, Going, Status, lib
 from phalanx.system import processes
 from phalanx.system.host import machine_name
 from phalanx.system.processes import state_text
-from phalanx.transports.shm.unequal_ends import MessageEnd, unequal_ends
+from phalanx.transports.contract import COLLECTIVES
+from phalanx.transports.gone import ENDED, FAILED, LEFT, REPLACED, Gone
+from phalanx.transports.shm.mailbox import Mailbox
+from phalanx.transports.shm.numbers import DTYPE_NUMBERS
 
-__all__ = ["explain", "facts_of", "left_text"]
+__all__ = [
+    "MessageEnd",
+    "departed",
+    "ended",
+    "ends_of",
+    "exchanged",
+    "explain",
+    "left_text",
+    "process_ids",
+    "text_of_call",
+    "unequal_ends",
+]
 
 # How long to wait for other ranks' calls. Ranks that wait in the group are woken by the break and write their call down
 # within a millisecond or two, unless the machine is busy; a rank that computes is in no call.
@@ -33,6 +48,69 @@ PATIENCE_S = 0.3
 # calls down, so only a busy machine or their end can delay that.
 NOTICED_PATIENCE_S = 2.0
 _MOST_READ = 16  # recorders, of which each takes some milliseconds
+_DTYPES = {number: dtype for dtype, (_, number) in DTYPE_NUMBERS.items()}
+_WAYS = {Going.LEFT: LEFT, Going.FAILED: FAILED, Going.ENDED: ENDED, Going.REPLACED: REPLACED}
+
+# -- calls in words -----------------------------------------------------------------------------
+
+
+def text_of_call(name: str, dtype: torch.dtype | None, shape: Sequence[int], op: int | None, root: int | None) -> str:
+    """A call of a collective in words; ``op`` is torch's number."""
+    return call_text(name, dtype, shape, op, **({} if root is None else {COLLECTIVES[name]: root}))
+
+
+def exchanged(dtype: torch.dtype, sent: bytes, expected: bytes) -> str:
+    """An all_to_all, given its sizes in bytes as the core takes them."""
+    return exchange_text(
+        dtype, *([n // dtype.itemsize for n in memoryview(sizes).cast("Q")] for sizes in (sent, expected))
+    )
+
+
+# -- messages whose ends differ -----------------------------------------------------------------
+
+
+class MessageEnd(NamedTuple):
+    """What one rank gave for a message.
+
+    Attributes:
+        rank: what the group's errors call that rank.
+        nbytes: of its tensor.
+        dtype: the core's number for copies of it. A complex tensor travels as pairs of floats, and is named as such.
+        line: of its program, as ``file:line``; empty if it is not known.
+    """
+
+    rank: int
+    nbytes: int
+    dtype: int
+    line: str
+
+    def text(self, verb: str, other: int) -> str:
+        """It in words, as ``send to rank 1, float32[8] at train.py:5``, whatever the shape of these 8 elements."""
+        dtype = _DTYPES.get(self.dtype)
+        what = f"{self.nbytes} bytes" if dtype is None else f"{dtype_name(dtype)}[{self.nbytes // dtype.itemsize}]"
+        return f"{verb} rank {other}, {what}" + (f" at {shown(self.line)}" if self.line else "")
+
+
+def unequal_ends(sent: MessageEnd, received: MessageEnd) -> CollectiveMismatch:
+    """The error, which is the same on every rank."""
+    sending, receiving = sent.text("send to", received.rank), received.text("recv from", sent.rank)
+    calls = {sent.rank: sending, received.rank: receiving}
+    if sent.rank == received.rank:
+        calls = {sent.rank: f"{sending}; {receiving}"}
+    error = CollectiveMismatch.of_message_ends(
+        f"  rank {sent.rank}: {sending}\n  rank {received.rank}: {receiving}", calls
+    )
+    error.ends = sent, received
+    return error
+
+
+def ends_of(error: BaseException) -> tuple[MessageEnd, MessageEnd] | None:
+    """The two ends, if this is such an error."""
+    ends = error.ends if isinstance(error, CollectiveMismatch) else ()
+    return (MessageEnd(*ends[0]), MessageEnd(*ends[1])) if ends else None
+
+
+# -- why a group broke --------------------------------------------------------------------------
 
 
 def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: float) -> PhalanxError:
@@ -226,3 +304,62 @@ def _calls(comm: int, ranks: range | list[int], patience_s: float) -> dict[int, 
         if len(calls) == len(ranks) or time.monotonic() > deadline:
             return calls
         time.sleep(0.001)
+
+
+# -- ranks that have gone -----------------------------------------------------------------------
+
+
+def process_ids(comm: int, size: int) -> list[int]:
+    """The process ids of the ranks of a group, in their order.
+
+    Args:
+        comm: the core's handle of the group, which nobody closes meanwhile.
+        size: how many ranks it has.
+    """
+    pid, found = ctypes.c_uint32(), []
+    for rank in range(size):
+        library().phx_going(comm, rank, ctypes.byref(pid))
+        found.append(pid.value)
+    return found
+
+
+def departed(mailbox: Mailbox, ranks: Collection[int]) -> dict[int, Gone]:
+    """Those of these ranks that have gone; it writes nothing, and waits for nobody. Any thread may ask.
+
+    Args:
+        mailbox: of the group; of one that this rank has closed nothing is known.
+        ranks: in the group.
+    """
+    found: dict[int, Gone] = {}
+    pid = ctypes.c_uint32()
+    with mailbox.handle() as comm:
+        for rank in ranks if comm else ():
+            how = library().phx_going(comm, rank, ctypes.byref(pid))
+            if how != Going.HERE:
+                found[rank] = _in_words(comm, rank, how, pid.value)
+    return found
+
+
+def ended(mailbox: Mailbox, peer: int, pid: int) -> dict[str, Any]:
+    """What this host knows of a rank that has ended: the facts of :class:`PeerLost` that are known, and ``how``.
+
+    Args:
+        mailbox: of a group, broken or not; of one that this rank has closed nothing is known.
+        peer: the rank in that group.
+        pid: its process.
+    """
+    ending = how_ended(pid)
+    with mailbox.handle() as comm:
+        facts = facts_of(comm, peer) if comm else {}
+    return {**facts, "how": ending.text, "signal": ending.signal}
+
+
+def _in_words(comm: int, rank: int, how: int, pid: int) -> Gone:
+    way, text = _WAYS[how], ""
+    if way == ENDED:
+        text = how_ended(pid, AT_ONCE_S).text
+    elif way == FAILED:
+        said = ctypes.create_string_buffer(TEXT_BYTES)
+        if library().phx_description(comm, rank, said) and not said.value.startswith(b"{"):
+            text = said.value.decode(errors="replace")
+    return Gone(pid, machine_name(), way, text)
