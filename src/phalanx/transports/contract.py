@@ -390,7 +390,7 @@ class Communicator(ABC):
         self.all_to_all(outputs, inputs)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Memory for tensors that :meth:`all_reduce` sums quickest; every rank calls it, each with the size it wants."""
+        """Memory for tensors that :meth:`all_reduce` sums quickest. Every rank calls it, with a size of its own."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def set_timeout(self, timeout: timedelta) -> None:  # noqa: B027 - the transports that wait for nobody have none

@@ -117,7 +117,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def abort_because(self, text: str) -> None:
         """:meth:`abort`, and let the other ranks read why; a text that is too long is left out, and so is a second."""
-        with self._mailbox.handle() as comm:
+        with self._mailbox as comm:
             if comm:
                 if text and len(text.encode()) < TEXT_BYTES:
                     self._core.phx_describe(comm, text.encode())
@@ -130,7 +130,7 @@ class SharedMemoryCommunicator(Communicator):
     def breakage(self) -> str | None:
         """None while the group is whole; then what a rank has given to :meth:`abort_because`, empty if none has."""
         why, text = Breakage(), ctypes.create_string_buffer(TEXT_BYTES)
-        with self._mailbox.handle() as comm:
+        with self._mailbox as comm:
             if not comm or not self._core.phx_breakage(comm, ctypes.byref(why)):
                 return None
             for rank in range(self.size):
@@ -182,29 +182,19 @@ class SharedMemoryCommunicator(Communicator):
     # -- collectives -------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
-        data = tensor.data_ptr()
+        data, dtype = tensor.data_ptr(), REDUCED[tensor.dtype]
         status = self._core.phx_all_reduce(
-            self._comm, data, data, tensor.numel(), REDUCED[tensor.dtype], OP_NUMBERS[op], shape_word(tensor.shape)
+            self._comm, data, data, tensor.numel(), dtype, OP_NUMBERS[op], shape_word(tensor.shape)
         )
         if status:
             self._fail(status, "all_reduce", tensor, op)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
-        data = tensor.data_ptr()
+        data, dtype = tensor.data_ptr(), REDUCED[tensor.dtype]
         status = self._core.phx_reduce(
-            self._comm,
-            data,
-            data,
-            tensor.numel(),
-            REDUCED[tensor.dtype],
-            OP_NUMBERS[op],
-            root,
-            shape_word(tensor.shape),
+            self._comm, data, data, tensor.numel(), dtype, OP_NUMBERS[op], root, shape_word(tensor.shape)
         )
-        if status:
-            self._fail(status, "reduce", tensor, op, root)
-        if root != self.rank:
-            self._unheard = capture(2), text_of_call, ("reduce", tensor.dtype, tensor.shape, op, root)
+        self._end(status, "reduce", tensor, op, root, heard=root == self.rank)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
         self._reduce_scatter(fill(self._pointers, inputs), output, op)
@@ -213,26 +203,17 @@ class SharedMemoryCommunicator(Communicator):
         self._reduce_scatter(fill_evenly(self._pointers, tensor, output.nbytes), output, op)
 
     def _reduce_scatter(self, inputs: Pointers, output: torch.Tensor, op: int) -> None:
+        data, dtype = output.data_ptr(), REDUCED[output.dtype]
         status = self._core.phx_reduce_scatter(
-            self._comm,
-            inputs,
-            output.data_ptr(),
-            output.numel(),
-            REDUCED[output.dtype],
-            OP_NUMBERS[op],
-            shape_word(output.shape),
+            self._comm, inputs, data, output.numel(), dtype, OP_NUMBERS[op], shape_word(output.shape)
         )
         if status:
             self._fail(status, "reduce_scatter", output, op)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        status = self._core.phx_broadcast(
-            self._comm, tensor.data_ptr(), tensor.nbytes, DTYPES[tensor.dtype], root, shape_word(tensor.shape)
-        )
-        if status:
-            self._fail(status, "broadcast", tensor, root=root)
-        if root == self.rank or self.size > 2:
-            self._unheard = capture(2), text_of_call, ("broadcast", tensor.dtype, tensor.shape, None, root)
+        data, dtype = tensor.data_ptr(), DTYPES[tensor.dtype]
+        status = self._core.phx_broadcast(self._comm, data, tensor.nbytes, dtype, root, shape_word(tensor.shape))
+        self._end(status, "broadcast", tensor, None, root, heard=root != self.rank and self.size == 2)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         self._all_gather(fill(self._pointers, outputs), tensor)
@@ -241,9 +222,8 @@ class SharedMemoryCommunicator(Communicator):
         self._all_gather(fill_evenly(self._pointers, output, tensor.nbytes), tensor)
 
     def _all_gather(self, outputs: Pointers, tensor: torch.Tensor) -> None:
-        status = self._core.phx_all_gather(
-            self._comm, tensor.data_ptr(), outputs, tensor.nbytes, DTYPES[tensor.dtype], shape_word(tensor.shape)
-        )
+        data, dtype = tensor.data_ptr(), DTYPES[tensor.dtype]
+        status = self._core.phx_all_gather(self._comm, data, outputs, tensor.nbytes, dtype, shape_word(tensor.shape))
         if status:
             self._fail(status, "all_gather", tensor)
 
@@ -254,34 +234,15 @@ class SharedMemoryCommunicator(Communicator):
         self._gather(None if output is None else fill_evenly(self._pointers, output, tensor.nbytes), tensor, root)
 
     def _gather(self, outputs: Pointers | None, tensor: torch.Tensor, root: int) -> None:
-        status = self._core.phx_gather(
-            self._comm,
-            tensor.data_ptr(),
-            outputs,
-            tensor.nbytes,
-            DTYPES[tensor.dtype],
-            root,
-            shape_word(tensor.shape),
-        )
-        if status:
-            self._fail(status, "gather", tensor, root=root)
-        if root != self.rank:
-            self._unheard = capture(2), text_of_call, ("gather", tensor.dtype, tensor.shape, None, root)
+        data, dtype = tensor.data_ptr(), DTYPES[tensor.dtype]
+        status = self._core.phx_gather(self._comm, data, outputs, tensor.nbytes, dtype, root, shape_word(tensor.shape))
+        self._end(status, "gather", tensor, None, root, heard=root == self.rank)
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
-        status = self._core.phx_scatter(
-            self._comm,
-            None if inputs is None else fill(self._pointers, inputs),
-            output.data_ptr(),
-            output.nbytes,
-            DTYPES[output.dtype],
-            root,
-            shape_word(output.shape),
-        )
-        if status:
-            self._fail(status, "scatter", output, root=root)
-        if root == self.rank or self.size > 2:
-            self._unheard = capture(2), text_of_call, ("scatter", output.dtype, output.shape, None, root)
+        parts = None if inputs is None else fill(self._pointers, inputs)
+        data, dtype = output.data_ptr(), DTYPES[output.dtype]
+        status = self._core.phx_scatter(self._comm, parts, data, output.nbytes, dtype, root, shape_word(output.shape))
+        self._end(status, "scatter", output, None, root, heard=root != self.rank and self.size == 2)
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         self._sizes[:] = [tensor.nbytes for tensor in inputs]
@@ -353,7 +314,7 @@ class SharedMemoryCommunicator(Communicator):
         """
         self._timeout_s = timeout.total_seconds()
         self._message_timeout_s = self._timeout_s if of_messages is None else of_messages.total_seconds()
-        with self._mailbox.handle() as comm:
+        with self._mailbox as comm:
             if comm:
                 self._core.phx_set_timeout(comm, int(self._timeout_s * 1e9), int(self._message_timeout_s * 1e9))
 
@@ -371,7 +332,7 @@ class SharedMemoryCommunicator(Communicator):
         self.abort_because(doing)
 
     def compare_rest(self, patience_s: float) -> bool:
-        with self._mailbox.handle() as comm:
+        with self._mailbox as comm:
             if not comm or self._told:
                 return False
             broken = self._core.phx_breakage(comm, ctypes.byref(why := Breakage()))
@@ -392,6 +353,13 @@ class SharedMemoryCommunicator(Communicator):
         self._comm = 0
         if self._mailbox.close():  # else the memory stays mapped until the process ends
             self._core.phx_close(comm)
+
+    def _end(self, status: int, name: str, tensor: torch.Tensor, op: int | None, root: int, *, heard: bool) -> None:
+        """End a call with a root: raise its error, and keep what it was, unless each other rank has ``heard`` of it."""
+        if status:
+            self._fail(status, name, tensor, op, root)
+        if not heard:
+            self._unheard = capture(2), text_of_call, (name, tensor.dtype, tensor.shape, op, root)
 
     def _fail(
         self, status: int, name: str, tensor: torch.Tensor | None, op: int | None = None, root: int | None = None

@@ -44,8 +44,8 @@ __all__ = [
 # How long to wait for other ranks' calls. Ranks that wait in the group are woken by the break and write their call down
 # within a millisecond or two, unless the machine is busy; a rank that computes is in no call.
 PATIENCE_S = 0.3
-# The same for the rank that broke the group, and for those that are in a call of it. They are about to write their
-# calls down, so only a busy machine or their end can delay that.
+# The same for the rank that broke the group. It is about to write its call down, so only a busy machine or its end can
+# delay that.
 NOTICED_PATIENCE_S = 2.0
 _MOST_READ = 16  # recorders, of which each takes some milliseconds
 _DTYPES = {number: dtype for dtype, (_, number) in DTYPE_NUMBERS.items()}
@@ -136,7 +136,6 @@ def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: fl
         return unequal_ends(sent, received)
     if why.status == Status.MISMATCH:
         calls = _calls(comm, [why.rank], NOTICED_PATIENCE_S) | _calls(comm, range(len(names)), PATIENCE_S)
-        calls |= _calls(comm, [each for each in range(len(names)) if _is_about_to_say(comm, each)], NOTICED_PATIENCE_S)
         calls |= _recorded_calls(comm, rank, call, [each for each in range(len(names)) if each not in calls])
         named = {names[rank]: text for rank, text in calls.items()}
         return CollectiveMismatch.of_calls(listed(named, names), named)
@@ -207,17 +206,12 @@ def _living(pid: int, *, is_own: bool) -> tuple[str, bool]:
 
 
 def left_text(rank: int, error: str) -> bytes:
-    """How a rank whose script fails since another one has left the group describes it.
-
-    Args:
-        rank: the one that has left.
-        error: the error of the one that fails.
-    """
-    text = json.dumps({"left": rank, "text": error})
-    while len(text) >= TEXT_BYTES and error:
-        error = error[: -1 - (len(text) - TEXT_BYTES) // 12]
-        text = json.dumps({"left": rank, "text": error})
-    return text.encode()
+    """Describe why a script fails: the rank ``rank`` has left the group, which led to ``error``."""
+    text = json.dumps({"left": rank, "text": error}).encode()
+    while len(text) >= TEXT_BYTES:
+        error = error[:-8]
+        text = json.dumps({"left": rank, "text": error}).encode()
+    return text
 
 
 def _left(comm: int, rank: int) -> tuple[int, str] | None:
@@ -255,15 +249,6 @@ def _line(comm: int, rank: int, number: int, *, is_own: bool) -> str:
     memory = library().phx_recorder_of(comm, rank) if number else 0
     copy = copy_memory(memory)
     return copy.place(number) if copy is not None else ""
-
-
-def _is_about_to_say(comm: int, rank: int) -> bool:
-    """Whether a rank that runs is in a call of the group, or was when the group broke, by its flight recorder."""
-    recording = _recording(comm, rank)
-    last = recording.last if recording is not None else None
-    if recording is None or last is None or not (last.under_way or last.failed) or last.group.own != rank:
-        return False
-    return processes.state_of(recording.pid) in ("R", "S", "D")
 
 
 def _recorded_calls(comm: int, rank: int, call: str, silent: Sequence[int]) -> dict[int, str]:
@@ -310,12 +295,7 @@ def _calls(comm: int, ranks: range | list[int], patience_s: float) -> dict[int, 
 
 
 def process_ids(comm: int, size: int) -> list[int]:
-    """The process ids of the ranks of a group, in their order.
-
-    Args:
-        comm: the core's handle of the group, which nobody closes meanwhile.
-        size: how many ranks it has.
-    """
+    """List the process ids of the ``size`` ranks of a group, whose handle ``comm`` nobody closes meanwhile."""
     pid, found = ctypes.c_uint32(), []
     for rank in range(size):
         library().phx_going(comm, rank, ctypes.byref(pid))
@@ -324,42 +304,24 @@ def process_ids(comm: int, size: int) -> list[int]:
 
 
 def departed(mailbox: Mailbox, ranks: Collection[int]) -> dict[int, Gone]:
-    """Those of these ranks that have gone; it writes nothing, and waits for nobody. Any thread may ask.
-
-    Args:
-        mailbox: of the group; of one that this rank has closed nothing is known.
-        ranks: in the group.
-    """
+    """Find those of these ranks that have gone, without waiting. Any thread may ask; a closed group knows of none."""
     found: dict[int, Gone] = {}
-    pid = ctypes.c_uint32()
-    with mailbox.handle() as comm:
+    pid, said = ctypes.c_uint32(), ctypes.create_string_buffer(TEXT_BYTES)
+    with mailbox as comm:
         for rank in ranks if comm else ():
             how = library().phx_going(comm, rank, ctypes.byref(pid))
-            if how != Going.HERE:
-                found[rank] = _in_words(comm, rank, how, pid.value)
+            if how == Going.HERE:
+                continue
+            text = how_ended(pid.value, AT_ONCE_S).text if how == Going.ENDED else ""
+            if how == Going.FAILED and library().phx_description(comm, rank, said) and said.value[:1] != b"{":
+                text = said.value.decode(errors="replace")
+            found[rank] = Gone(pid.value, machine_name(), _WAYS[how], text)
     return found
 
 
 def ended(mailbox: Mailbox, peer: int, pid: int) -> dict[str, Any]:
-    """What this host knows of a rank that has ended: the facts of :class:`PeerLost` that are known, and ``how``.
-
-    Args:
-        mailbox: of a group, broken or not; of one that this rank has closed nothing is known.
-        peer: the rank in that group.
-        pid: its process.
-    """
+    """Say how a rank has ended, as ``how`` and ``signal``, with the facts of :class:`PeerLost` that are known of it."""
     ending = how_ended(pid)
-    with mailbox.handle() as comm:
+    with mailbox as comm:
         facts = facts_of(comm, peer) if comm else {}
     return {**facts, "how": ending.text, "signal": ending.signal}
-
-
-def _in_words(comm: int, rank: int, how: int, pid: int) -> Gone:
-    way, text = _WAYS[how], ""
-    if way == ENDED:
-        text = how_ended(pid, AT_ONCE_S).text
-    elif way == FAILED:
-        said = ctypes.create_string_buffer(TEXT_BYTES)
-        if library().phx_description(comm, rank, said) and not said.value.startswith(b"{"):
-            text = said.value.decode(errors="replace")
-    return Gone(pid, machine_name(), way, text)
