@@ -2,7 +2,7 @@
 
 The model is an embedding bag with eight million parameters and next to no arithmetic, so a step is mostly the exchange
 of gradients: the worst case. Each rank runs one thread and steps four copies of the model in turn, in every round: one
-without DDP, one under DDP over Phalanx, one of ``world.data_parallel`` (``shared``, since its buckets are), and one under
+without DDP, one under DDP over Phalanx, one of ``world.data_parallel`` (``shared``, since its buckets are), one under
 DDP over Gloo. DDP adds the difference to the step without it.
 
     python benchmarks/ddp_step.py

@@ -124,7 +124,7 @@ class SharedMemoryCommunicator(Communicator):
                 self._core.phx_abort(comm)
 
     def tells_crossing(self) -> bool:
-        """Whether this rank is to tell the user of crossed lines: the first one that asks."""
+        """Return whether this rank is to tell the user of crossed lines: the first one that asks."""
         return bool(self._core.phx_tells_crossing(self._comm))
 
     def breakage(self) -> str | None:
@@ -140,12 +140,12 @@ class SharedMemoryCommunicator(Communicator):
 
     @property
     def aborted(self) -> bool:
-        """Whether a rank has broken the group by :meth:`abort`, or because a signal interrupted it."""
+        """A rank has broken the group by :meth:`abort`, or because a signal interrupted it."""
         return bool(self._mailbox.why_broken().status == Status.INTERRUPTED)
 
     @property
     def timed_out_elsewhere(self) -> bool:
-        """Whether another rank has broken the group, because its time was over."""
+        """Another rank has broken the group, because its time was over."""
         why = self._mailbox.why_broken()
         return bool(why.status == Status.TIMEOUT and why.rank != self.rank)
 
@@ -154,7 +154,7 @@ class SharedMemoryCommunicator(Communicator):
         return who_left(error, self._mailbox)
 
     def about_to_fail(self, error: BaseException) -> None:
-        """See ``diagnosis/ends.py``: the others are to name the rank that has left, if that is why this one fails."""
+        """Let the others name the rank that has left, if that is why this one fails (``diagnosis/ends.py``)."""
         if (left := self.who_left(error)) is not None:
             self._mailbox.describe(left_text(*left))
 
@@ -163,19 +163,19 @@ class SharedMemoryCommunicator(Communicator):
         self._mailbox.group_fails(cause)
 
     def script_fails(self, cause: str) -> None:
-        """See ``diagnosis/ends.py``: the core has told the others."""
+        """Do nothing: the core has told the others (``diagnosis/ends.py``)."""
 
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
-        """See ``transports/gone.py``."""
+        """Find those of these ranks that have gone (``transports/gone.py``)."""
         return departed(self._mailbox, ranks)
 
     def ended(self, rank: int, pid: int) -> dict[str, Any]:
-        """What this host knows of a rank of the group that has ended; empty in a group that this rank has closed."""
+        """Say how a rank of the group has ended, and what is known of it."""
         return ended(self._mailbox, rank, pid)
 
     @property
     def differs_late(self) -> bool:
-        """Whether the ranks' calls differ, and those before the present one of the larger group."""
+        """The ranks' calls differ, and those before the present one of the larger group."""
         why, comm = self._mailbox.why_broken(), self._comm
         return why.status == Status.MISMATCH and bool(comm) and self._core.phx_beside_last_call(comm, why.chunk) < 0
 
@@ -306,7 +306,7 @@ class SharedMemoryCommunicator(Communicator):
     # -- lifetime and errors -----------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta, of_messages: timedelta | None = None) -> None:
-        """How long every collective and message waits for another rank from now on.
+        """Set how long collectives and messages wait for another rank from now on.
 
         Args:
             timeout: of both, unless messages have their own.
@@ -319,7 +319,7 @@ class SharedMemoryCommunicator(Communicator):
                 self._core.phx_set_timeout(comm, int(self._timeout_s * 1e9), int(self._message_timeout_s * 1e9))
 
     def set_rests(self, rests: bool) -> None:
-        """Whether long waits are ahead, which leave the processor to those that they wait for."""
+        """Say whether long waits are ahead, which leave the processor to those that they wait for."""
         if self._comm:
             self._core.phx_set_rests(self._comm, rests)
 

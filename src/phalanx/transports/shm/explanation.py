@@ -1,4 +1,4 @@
-"""What a group of one host says: its calls in words, why it broke, and which of its ranks have gone."""
+"""Errors of a group on one host: calls in words, why it broke, which ranks have gone and how."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def exchanged(dtype: torch.dtype, sent: bytes, expected: bytes) -> str:
 
 
 class MessageEnd(NamedTuple):
-    """What one rank gave for a message.
+    """One end of a message, as its rank gave it.
 
     Attributes:
         rank: what the group's errors call that rank.
@@ -194,10 +194,7 @@ def _gone(comm: int, why: Breakage, lost: int, waiting: str, names: Sequence[int
 
 
 def _living(pid: int, *, is_own: bool) -> tuple[str, bool]:
-    """What a process does that does not come: what the kernel says of it, or where its main thread is; is it stopped?
-
-    Of this process, which has come late, that would be the call itself.
-    """
+    """Say what a process does that does not come, and whether it is stopped. This one, if it came late, is in the call."""
     state = processes.state_of(pid)
     if state in ("T", "t", "D"):
         return f"is {state_text(state)}", state != "D"
@@ -215,7 +212,7 @@ def left_text(rank: int, error: str) -> bytes:
 
 
 def _left(comm: int, rank: int) -> tuple[int, str] | None:
-    """What a rank has described by :func:`left_text`; None if it has not."""
+    """Read what a rank has described by :func:`left_text`; None if it has not."""
     text = ctypes.create_string_buffer(TEXT_BYTES)
     if not library().phx_description(comm, rank, text) or not text.value.startswith(b"{"):
         return None
@@ -224,7 +221,7 @@ def _left(comm: int, rank: int) -> tuple[int, str] | None:
 
 
 def facts_of(comm: int, peer: int) -> dict[str, Any]:
-    """What is known of a rank from its flight recorder."""
+    """Collect what is known of a rank from its flight recorder."""
     facts: dict[str, Any] = {"host": machine_name()}
     recording = _recording(comm, peer)
     if recording is not None:

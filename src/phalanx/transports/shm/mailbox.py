@@ -79,7 +79,7 @@ class Mailbox:
                 self.core.phx_group_fails(comm, cause.encode()[: TEXT_BYTES - 1])
 
     def why_broken(self) -> Breakage:
-        """Why the group is broken; its status is ``OK`` while it is not, or when it has been closed."""
+        """Return why the group is broken; the status is ``OK`` while it is not, or when it has been closed."""
         why = Breakage()
         with self as comm:
             broken = comm and self.core.phx_breakage(comm, byref(why))

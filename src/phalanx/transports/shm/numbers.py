@@ -1,4 +1,4 @@
-"""What calls of the core take: its numbers of dtypes and operations, and where tensors lie."""
+"""Arguments of the core: its numbers of dtypes and operations, and the addresses of tensors."""
 
 from __future__ import annotations
 

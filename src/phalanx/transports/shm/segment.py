@@ -1,8 +1,8 @@
-"""How the ranks of a group find their common segment, or find that there can be none.
+"""Meet in a segment of shared memory, or find that there can be none; share further memory beside it.
 
-The segment is a memfd that group rank 0 makes and the others reach through ``/proc/<pid>/fd/<n>``: it has no
-name to leak, is not bounded by the size of /dev/shm (64 MB in containers), and is gone when the last process
-is. A rank that can open it and reads the right cookie is on the same host; hostnames are not compared.
+All of it are memfds that group rank 0 makes and the others reach through ``/proc/<pid>/fd/<n>``. They have no name to
+leak, are not bounded by the size of /dev/shm (64 MB in containers), and are gone with the last process that has them. A
+rank that can open the segment and reads the right cookie is on the same host; hostnames are not compared.
 
 The ranks meet under one key, ``offer``. Rank 0 deletes the offer before it publishes the outcome, so a rank that has
 read the outcome cannot mistake the old offer for the next meeting's. Every other key carries the offer's cookie. So a
@@ -328,7 +328,7 @@ def _wait(store: Store, key: str, timeout: timedelta, otherwise: str) -> None:
 
 
 def share_memory(local: Communicator, nbytes: int) -> torch.Tensor:
-    """Memory of so many bytes, all of them zero, which every rank of a host makes at the same point of its program.
+    """Make memory of so many bytes, all of them zero; every rank of a host does at the same point of its program.
 
     Args:
         local: a communicator of these ranks.
@@ -370,7 +370,7 @@ def share_memory(local: Communicator, nbytes: int) -> torch.Tensor:
 
 
 def share_parts(local: Communicator, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory in which each rank of a host has a part, which it alone writes.
+    """Make memory in which each rank of a host has a part, which it alone writes.
 
     Args:
         local: a communicator of these ranks; each of them calls this at the same point of its program.
