@@ -387,10 +387,11 @@ def share_parts(local: Communicator, nbytes: int) -> tuple[torch.Tensor, torch.T
     begin = whole.data_ptr() + each * local.rank
     part = memoryview((ctypes.c_ubyte * each).from_address(begin))
     # With the whole memory as an argument, which is thereby there until this is done.
-    weakref.finalize(part, _give_back, whole, begin, each).atexit = False
+    weakref.finalize(part, _give_back, whole, begin, each, os.getpid()).atexit = False
     return whole, torch.frombuffer(part, dtype=torch.uint8)[:nbytes]
 
 
-def _give_back(whole: torch.Tensor, begin: int, nbytes: int) -> None:
-    """Free the pages of a part of shared memory; it reads as zeros afterwards."""
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), mmap.MADV_REMOVE)
+def _give_back(whole: torch.Tensor, begin: int, nbytes: int, pid: int) -> None:
+    """Free the pages of a part of shared memory, which reads as zeros afterwards; a forked child has no part in it."""
+    if os.getpid() == pid:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), mmap.MADV_REMOVE)
