@@ -194,7 +194,7 @@ def _gone(comm: int, why: Breakage, lost: int, waiting: str, names: Sequence[int
 
 
 def _living(pid: int, *, is_own: bool) -> tuple[str, bool]:
-    """Say what a process does that does not come, and whether it is stopped. This one, if it is late, is in the call."""
+    """Say what a process does that does not come, and if it is stopped. This one, if late, is in the call."""
     state = processes.state_of(pid)
     if state in ("T", "t", "D"):
         return f"is {state_text(state)}", state != "D"
