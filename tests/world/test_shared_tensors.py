@@ -27,7 +27,7 @@ def resident_bytes() -> int:
 @every_rank(size=3, place=["one host", "two hosts"])
 def test_shared_tensors_sum_to_the_same_bits(member: Member, count: int) -> None:
     plain = torch.randn(count, generator=torch.Generator().manual_seed(member.rank))
-    shared = phalanx.empty(count + member.rank)[:count].copy_(plain)
+    shared = phalanx.empty((count + member.rank,), dtype=torch.float32)[:count].copy_(plain)
     for turn in range(3):
         mixed = plain.clone() if member.rank == turn else shared  # one rank gives a tensor of its own
         dist.all_reduce(plain)

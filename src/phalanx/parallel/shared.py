@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ _LINE_BYTES = 64
 
 
 @explained
-def empty(*size: int, dtype: torch.dtype | None = None, group: Any = None) -> torch.Tensor:
+def empty(*size: Any, dtype: torch.dtype | None = None, group: Any = None) -> torch.Tensor:
     """Make a tensor that ``all_reduce`` sums without a copy: the ranks of a host read each other's where they lie.
 
     Every rank of the group must call it, as a collective. Tensors of more than 512 KB gain: their ``all_reduce`` takes
@@ -28,7 +27,7 @@ def empty(*size: int, dtype: torch.dtype | None = None, group: Any = None) -> to
     Where ranks share no memory (several hosts, another backend) this is ``torch.empty``.
 
     Args:
-        size: the shape; each rank may give its own.
+        size: the shape, as in ``torch.empty``; each rank may give its own.
         dtype: by default torch's default dtype.
         group: the :class:`phalanx.Group` or process group whose ranks share it; by default all ranks. In calls of other
             groups the tensor is as any other.
@@ -37,12 +36,12 @@ def empty(*size: int, dtype: torch.dtype | None = None, group: Any = None) -> to
         A CPU tensor. Its values are not defined.
     """
     group = getattr(group, "process_group", group) or dist.group.WORLD
-    dtype = dtype or torch.get_default_dtype()
+    wanted = torch.empty(*size, dtype=dtype, device="meta")
     make = getattr(group, "empty", None)
     if make is None:
-        return torch.empty(size, dtype=dtype)
-    flat: torch.Tensor = make(math.prod(size) * dtype.itemsize)
-    return flat.view(dtype).view(size)
+        return torch.empty(wanted.shape, dtype=wanted.dtype)
+    flat: torch.Tensor = make(wanted.nbytes)
+    return flat.view(wanted.dtype).view(wanted.shape)
 
 
 class SharedBuckets(TorchDispatchMode):  # type: ignore[no-untyped-call]
