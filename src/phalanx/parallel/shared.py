@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.dlpack import from_dlpack
 
+from phalanx.errors import ArgumentError
 from phalanx.wrong_arguments import explained
 
 __all__ = ["SharedBuckets", "empty"]
@@ -36,6 +37,8 @@ def empty(*size: Any, dtype: torch.dtype | None = None, group: Any = None) -> to
         A CPU tensor. Its values are not defined.
     """
     group = getattr(group, "process_group", group) or dist.group.WORLD
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ArgumentError(f"empty() takes group: a phalanx.Group or a process group; got {group!r}")
     wanted = torch.empty(*size, dtype=dtype, device="meta")
     make = getattr(group, "empty", None)
     if make is None:
