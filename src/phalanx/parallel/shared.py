@@ -39,7 +39,7 @@ def empty(*size: Any, dtype: torch.dtype | None = None, group: Any = None) -> to
     group = getattr(group, "process_group", group) or dist.group.WORLD
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ArgumentError(f"empty() takes group: a phalanx.Group or a process group; got {group!r}")
-    wanted = torch.empty(*size, dtype=dtype, device="meta")
+    wanted = torch.empty(*size or [()], dtype=dtype, device="meta")
     make = getattr(group, "empty", None)
     if make is None:
         return torch.empty(wanted.shape, dtype=wanted.dtype)
