@@ -1,8 +1,9 @@
 """The time that data parallelism adds to a training step, over backend phalanx and over Gloo.
 
 The model is an embedding bag with eight million parameters and next to no arithmetic, so a step is mostly the exchange
-of gradients: the worst case. Each rank runs one thread and steps three copies of the model in turn, in every round: one
-without DDP, one under DDP over Phalanx, one under DDP over Gloo. DDP adds the difference to the step without it.
+of gradients: the worst case. Each rank runs one thread and steps four copies of the model in turn, in every round: one
+without DDP, one under DDP over Phalanx, one of ``world.data_parallel`` (``shared``, since its buckets are), one under
+DDP over Gloo. DDP adds the difference to the step without it.
 
     python benchmarks/ddp_step.py
 """
@@ -21,6 +22,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
+
+from phalanx.parallel.data_parallel import data_parallel
 
 ROWS, WIDTH, BATCH, WORDS = 131_072, 64, 64, 16
 
@@ -51,6 +54,9 @@ def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
         ways[backend] = DistributedDataParallel(
             Bag(), process_group=dist.new_group(backend=backend), gradient_as_bucket_view=True
         )
+        if backend == "phalanx":
+            group = dist.new_group(backend=backend)
+            ways["shared"] = data_parallel(Bag(), group, torch.device("cpu"), gradient_as_bucket_view=True)
     words = torch.randint(ROWS, (BATCH, WORDS))
     samples: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(options.rounds + 1):
@@ -91,8 +97,9 @@ def main() -> None:
     for way, values in samples.items():
         median = statistics.median(values)
         print(f"{way:>8}: {median:7.2f} ms a step ({min(values):.2f}–{max(values):.2f}), adds {median - alone:6.2f} ms")
-    added = {way: statistics.median(samples[way]) - alone for way in ("phalanx", "gloo")}
-    print(f"phalanx adds {added['phalanx'] / added['gloo']:.2f} of what Gloo adds")
+    added = {way: statistics.median(samples[way]) - alone for way in ("phalanx", "shared", "gloo")}
+    of_gloo = [f"{way} adds {added[way] / added['gloo']:.2f}" for way in ("phalanx", "shared")]
+    print(f"{', '.join(of_gloo)} of what Gloo adds")
 
 
 if __name__ == "__main__":

@@ -16,17 +16,19 @@ if TYPE_CHECKING:
     from phalanx.group import Group as Group
     from phalanx.launch.function.call import launch as launch
     from phalanx.marks import label as label
+    from phalanx.parallel.shared import empty as empty
     from phalanx.world import World as World
     from phalanx.world import close as close
     from phalanx.world import init as init
 
 __version__ = settings.VERSION
-__all__ = ["Group", "PhalanxError", "RankFailed", "World", "__version__", "close", "init", "label", "launch"]
+__all__ = ["Group", "PhalanxError", "RankFailed", "World", "__version__", "close", "empty", "init", "label", "launch"]
 
 _HOME = {
     "Group": "phalanx.group",
     "World": "phalanx.world",
     "close": "phalanx.world",
+    "empty": "phalanx.parallel.shared",
     "init": "phalanx.world",
     "label": "phalanx.marks",
 }

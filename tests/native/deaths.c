@@ -21,12 +21,13 @@
 #define TURNS 2 /* every operation twice: its death also falls between two calls */
 #define HANG_S 30
 
-enum { MESSAGES = 10, SMALL_ALL_REDUCE, KINDS };
+enum { MESSAGES = 10, SMALL_ALL_REDUCE, SHARED_ALL_REDUCE, KINDS };
 static const char *const names[KINDS] = {
     [PHX_ALL_REDUCE] = "all_reduce", [PHX_BROADCAST] = "broadcast", [PHX_ALL_GATHER] = "all_gather",
     [PHX_BARRIER] = "barrier",       [PHX_REDUCE] = "reduce",       [PHX_REDUCE_SCATTER] = "reduce_scatter",
     [PHX_GATHER] = "gather",         [PHX_SCATTER] = "scatter",     [PHX_ALL_TO_ALL] = "all_to_all",
     [MESSAGES] = "messages",         [SMALL_ALL_REDUCE] = "all_reduce small",
+    [SHARED_ALL_REDUCE] = "all_reduce of tensors in shared memory",
 };
 
 struct world {
@@ -34,8 +35,10 @@ struct world {
     pid_t pids[MAX_RANKS];
     _Atomic int *opened;
 };
+#define COUNTERS_BYTES 4096
+#define WORLD_BYTES (COUNTERS_BYTES + MAX_RANKS * 8192) /* behind the counters: a tensor for each rank */
 
-static int ranks, count;
+static int ranks, count, *tensor;
 static long stride;
 static const uint8_t cookie[16] = "deaths";
 static long points_left; /* 0: this process does not count */
@@ -85,9 +88,10 @@ static int pass_a_message(phx_comm *comm, int rank, const int *x, int *y, uint64
 /* One call with root 0; its result is checked if it returns PHX_OK. */
 static int call(phx_comm *comm, int rank, int turn, uint32_t kind)
 {
-    static int x[400000], y[MAX_RANKS * 3000];
+    static int own[400000], y[MAX_RANKS * 3000];
+    int *x = kind == SHARED_ALL_REDUCE ? tensor : own;
     const int n = kind == SMALL_ALL_REDUCE ? 8 : kind == MESSAGES ? 150000 : count;
-    const uint64_t nbytes = (uint64_t)n * sizeof *x;
+    const uint64_t nbytes = (uint64_t)n * sizeof *own;
     void *outs[MAX_RANKS];
     const void *ins[MAX_RANKS];
     uint64_t sizes[MAX_RANKS];
@@ -102,6 +106,7 @@ static int call(phx_comm *comm, int rank, int turn, uint32_t kind)
     switch (kind) {
     case PHX_ALL_REDUCE:
     case SMALL_ALL_REDUCE:
+    case SHARED_ALL_REDUCE:
     case PHX_REDUCE:
         status = kind == PHX_REDUCE ? phx_reduce(comm, x, x, (uint64_t)n, PHX_I32, PHX_SUM, 0, 0)
                                     : phx_all_reduce(comm, x, x, (uint64_t)n, PHX_I32, PHX_SUM, 0);
@@ -162,6 +167,10 @@ static phx_comm *enter(struct world *world, int rank)
     phx_comm *comm = phx_open(world->segment, (uint32_t)rank, cookie, 50, NULL);
     if (!comm)
         _exit(2);
+    char *tensors = (char *)world->opened + COUNTERS_BYTES;
+    tensor = (int *)(tensors + rank * 8192);
+    if (phx_share_memory(comm, tensors, WORLD_BYTES - COUNTERS_BYTES))
+        _exit(2);
     atomic_fetch_add(world->opened, 1);
     while (atomic_load(world->opened) < ranks)
         usleep(100);
@@ -217,7 +226,7 @@ static void start(struct world *world, body *run, uint32_t kind, int victim, lon
     const uint64_t chunk_bytes = 64u * (uint64_t)(ranks > 4 ? ranks : 4);
     count = (int)(5 * chunk_bytes / sizeof(int)) - 3;
     world->segment = memfd_create("deaths", MFD_CLOEXEC);
-    world->opened = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    world->opened = mmap(NULL, WORLD_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (phx_segment_format(world->segment, (uint32_t)ranks, chunk_bytes, 128, 256, cookie) != PHX_OK)
         abort();
     /* The victim first: the others find its pid beside the counter. */
@@ -249,7 +258,7 @@ static int finish(struct world *world, uint32_t kind, int victim, long point)
             bad = 1;
         }
     }
-    munmap((void *)world->opened, 4096);
+    munmap((void *)world->opened, WORLD_BYTES);
     return bad ? -1 : through;
 }
 

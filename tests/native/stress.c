@@ -26,6 +26,9 @@ static int ranks, turns, segment;
 static unsigned seed;
 static const uint8_t cookie[16] = "stress";
 static phx_comm *views[MAX_RANKS];
+static int shared_memory;
+#define SHARED_BYTES (MAX_RANKS * MAX_COUNT * sizeof(int)) /* a tensor for each rank */
+static int *tensors[MAX_RANKS]; /* of each rank: its tensor there, where this rank has mapped it */
 static pthread_barrier_t everyone;
 
 #define REQUIRE(condition)                                                                              \
@@ -109,6 +112,8 @@ static void one_collective(phx_comm *comm, int rank, int turn, unsigned kind, un
     }
     switch (kind) {
     case 0:
+        if ((turn + rank) % 3) /* some ranks give a tensor in shared memory, others one of their own */
+            x = memcpy(tensors[rank], x, nbytes);
         REQUIRE(phx_all_reduce(comm, x, x, count, PHX_I32, PHX_SUM, count) == PHX_OK);
         for (unsigned i = 0; i < count; i++)
             REQUIRE(x[i] == sum_given(turn, i));
@@ -191,6 +196,10 @@ static void *run_rank(void *argument)
     views[rank] = phx_open(segment, (uint32_t)rank, cookie, 20, NULL);
     if (!views[rank])
         abort();
+    int *mapped = mmap(NULL, SHARED_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, shared_memory, 0);
+    tensors[rank] = mapped + (size_t)rank * MAX_COUNT;
+    if (mapped == MAP_FAILED || phx_share_memory(views[rank], mapped, SHARED_BYTES) != PHX_OK)
+        abort();
     pthread_barrier_wait(&everyone);
     meet(views[rank], rank);
     pthread_t mail;
@@ -225,6 +234,9 @@ int main(int argc, char **argv)
     const uint64_t least = 64u * (uint64_t)ranks, asked = argc > 4 ? (uint64_t)atoi(argv[4]) : 4096;
     segment = memfd_create("stress", MFD_CLOEXEC);
     if (phx_segment_format(segment, (uint32_t)ranks, asked > least ? asked : least, 2048, 8192, cookie) != PHX_OK)
+        abort();
+    shared_memory = memfd_create("stress", MFD_CLOEXEC);
+    if (ftruncate(shared_memory, SHARED_BYTES))
         abort();
     pthread_barrier_init(&everyone, NULL, (unsigned)ranks);
     pthread_t threads[MAX_RANKS];

@@ -93,7 +93,7 @@ def test_every_public_function_explains_wrong_arguments(tmp_path: Path) -> None:
         os.chdir(tmp_path)
         outside = public(phalanx, phalanx.__all__)
         outside["init"] = followed(phalanx.init, phalanx.close)
-        assert outside.keys() == {"close", "init", "label", "launch"}
+        assert outside.keys() == {"close", "empty", "init", "label", "launch"}
         assert complaints(outside, "quiet", "prefix") == []
         with phalanx.init(quiet=True) as world:
             world.save("run.pt", {"step": 1})

@@ -29,7 +29,7 @@ from phalanx.transports.hierarchical.inquiry import Inquiry
 from phalanx.transports.hierarchical.islands import join_islands
 from phalanx.transports.meeting_store import MeetingStore, time_left
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
-from phalanx.transports.shm.departures import process_ids
+from phalanx.transports.shm.explanation import process_ids
 from phalanx.transports.shm.segment import NotOneHost
 from phalanx.transports.solo import SoloCommunicator
 

@@ -136,6 +136,12 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         """The library whose connections carry the bytes, as ``Gloo``; empty if they are the transport's own."""
         return self._communicator.engine
 
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Bytes for tensors that the group sums quickest; see ``phalanx.empty``. Every rank calls it."""
+        found: list[torch.Tensor] = []
+        self._progress.run(lambda: found.append(self._communicator.empty(nbytes)))
+        return found[0]
+
     def set_timeout(self, timeout: timedelta) -> None:
         """The timeout of every operation that starts from now on. torch's own method would reach its backends only."""
         self._gloo.set_timeout(timeout)

@@ -422,6 +422,7 @@ class Progress:
                 self._count(draining=1)
             elif (future := operation.settle()) is not None and not self._call_back(future):
                 break
+        wanted = operation = future = None  # this thread is not to keep tensors while it waits
         return self._calls.get()
 
     def _serve_one(self) -> Operation | None:

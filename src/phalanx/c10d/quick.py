@@ -28,8 +28,8 @@ from phalanx.diagnosis.call_site import inside
 from phalanx.native.core import quick_entry
 from phalanx.transports.reductions import OP_NAMES, reducible
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
+from phalanx.transports.shm.explanation import text_of_call
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
-from phalanx.transports.shm.wording import text_of_call
 
 __all__ = ["missing", "quicken"]
 

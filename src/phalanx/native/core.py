@@ -191,6 +191,7 @@ def library() -> ctypes.CDLL:
         ("phx_all_reduce", c_int, [comm, data, data, c_uint64, c_uint32, c_uint32, c_uint64]),
         ("phx_reduce", c_int, [comm, data, data, c_uint64, c_uint32, c_uint32, c_uint32, c_uint64]),
         ("phx_reduce_scatter", c_int, [comm, blocks, data, c_uint64, c_uint32, c_uint32, c_uint64]),
+        ("phx_share_memory", c_int, [comm, data, c_uint64]),
         ("phx_broadcast", c_int, [comm, data, c_uint64, c_uint32, c_uint32, c_uint64]),
         ("phx_all_gather", c_int, [comm, data, blocks, c_uint64, c_uint32, c_uint64]),
         ("phx_gather", c_int, [comm, data, blocks, c_uint64, c_uint32, c_uint32, c_uint64]),

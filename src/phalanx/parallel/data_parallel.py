@@ -113,7 +113,9 @@ def data_parallel(
     require(torch.nn.parallel.DistributedDataParallel, module, **options)
     if device.type != "cpu":
         options.setdefault("device_ids", [device.index])
-    model = Replica(module.to(device), process_group=process_group, **options)
+    # Buckets that are summed as they are.
+    plain = device.type == "cpu" and comm_hook is None and compress is None and sync_every == 1
+    model = Replica(module.to(device), share_buckets=plain, process_group=process_group, **options)
     if sync_every > 1:
         model.broadcast_buffers = False  # as an option it would leave out the first copies, too
     if comm_hook is not None:

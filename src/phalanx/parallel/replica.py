@@ -15,6 +15,7 @@ from phalanx.errors import ArgumentError
 from phalanx.parallel.exchange import Exchange
 from phalanx.parallel.gradients import WholeGradient, narrow_hook
 from phalanx.parallel.local_steps import LocalSteps, average_optimizer
+from phalanx.parallel.shared import SharedBuckets
 from phalanx.words import tell
 
 __all__ = ["Replica", "accumulated"]
@@ -38,9 +39,23 @@ class Replica(DistributedDataParallel):
     _exchange: Exchange | None = None
     _local_steps: LocalSteps | None = None
 
-    def __init__(self, module: torch.nn.Module, **options: Any) -> None:
+    def __init__(self, module: torch.nn.Module, *, share_buckets: bool = False, **options: Any) -> None:
+        self._shares_buckets = share_buckets
         super().__init__(module, **options)
         _replicas[module] = weakref.ref(self)
+
+    def _ddp_init_helper(self, *arguments: Any) -> None:
+        allocate = getattr(self.process_group, "empty", None)
+        if not self._shares_buckets or allocate is None:
+            super()._ddp_init_helper(*arguments)  # type: ignore[no-untyped-call]
+            return
+        exchanged = self._exchanged()
+        buckets = SharedBuckets(allocate, sum(p.nbytes for p in exchanged), len(exchanged))
+        with buckets:
+            super()._ddp_init_helper(*arguments)  # type: ignore[no-untyped-call]
+        if not self.find_unused_parameters:  # else they stay as they are
+            self._rebuilding = buckets
+            self._pre_forward = self._rebuild_before_forward  # type: ignore[method-assign]
 
     @staticmethod
     def of(module: object) -> Replica | None:
@@ -60,6 +75,19 @@ class Replica(DistributedDataParallel):
         self.compress, self._exchange, self.sync_every = exchange.name, exchange, every
         self.require_backward_grad_sync = False
         self._local_steps = LocalSteps(self.module, self.process_group, exchange, every, outer)
+
+    def _rebuild_before_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Have DDP make its buckets anew, in shared memory, as it does before the second forward.
+
+        Within ``join()`` DDP does it itself: the ranks must do it between the same collectives.
+        """
+        rebuilt = self._join_config.enable
+        if torch.is_grad_enabled() and not rebuilt:
+            with self._rebuilding:
+                rebuilt = self.reducer._rebuild_buckets()
+        if rebuilt:
+            del self._pre_forward, self._rebuilding
+        return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _exchanged(self) -> list[torch.nn.Parameter]:
         ignored = self.parameters_to_ignore

@@ -31,6 +31,8 @@ static void free_view(phx_comm *comm)
     free(comm->seen);
     free(comm->compared);
     free(comm->inputs);
+    free(comm->shared);
+    free(comm->tensors);
     for (uint32_t p = 0; comm->recorders && p < comm->size; p++)
         if (comm->recorders[p])
             munmap((void *)comm->recorders[p], PHX_RECORDER_BYTES);
@@ -50,10 +52,11 @@ static phx_comm *new_view(uint32_t size)
     comm->seen = calloc(size, sizeof *comm->seen);
     comm->compared = calloc(size, sizeof *comm->compared);
     comm->inputs = calloc(size, sizeof *comm->inputs);
+    comm->tensors = calloc(size, sizeof *comm->tensors);
     comm->met = calloc(size, sizeof *comm->met);
     comm->recorders = calloc(size, sizeof *comm->recorders);
     comm->mail = phx_mail_open(size);
-    if (comm->seen && comm->compared && comm->inputs && comm->met && comm->recorders && comm->mail)
+    if (comm->seen && comm->compared && comm->inputs && comm->tensors && comm->met && comm->recorders && comm->mail)
         return comm;
     free_view(comm);
     return NULL;
@@ -109,6 +112,17 @@ void phx_close(phx_comm *comm)
     phx_tell(comm, PHX_LEFT);
     munmap((void *)comm->header, comm->mapped_bytes);
     free_view(comm);
+}
+
+int phx_share_memory(phx_comm *comm, const void *base, uint64_t nbytes)
+{
+    struct phx_memory *more = realloc(comm->shared, (comm->nshared + 1) * sizeof *more);
+    if (!more)
+        return PHX_SYSTEM;
+    more[comm->nshared] = (struct phx_memory){base, nbytes};
+    comm->shared = more;
+    comm->nshared++;
+    return PHX_OK;
 }
 
 int phx_name_ranks(phx_comm *comm, const int32_t *names)

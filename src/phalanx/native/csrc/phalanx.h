@@ -286,6 +286,10 @@ PHX_API int phx_reduce(phx_comm *comm, const void *in, void *out, uint64_t count
 PHX_API int phx_reduce_scatter(phx_comm *comm, const void *const *ins, void *out, uint64_t count, uint32_t dtype,
                                uint32_t op, uint64_t shape);
 
+/* Let all_reduce take tensors in this memory where they lie, without a copy. Every rank has mapped the same memory,
+ * calls this at the same point of its program, and keeps it mapped until phx_close(). Returns PHX_OK or PHX_SYSTEM. */
+PHX_API int phx_share_memory(phx_comm *comm, const void *base, uint64_t nbytes);
+
 /* Copy `data` of the root into `data` of every other rank. The root does not wait for them. Copies n bytes. */
 PHX_API int phx_broadcast(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtype, uint32_t root, uint64_t shape);
 

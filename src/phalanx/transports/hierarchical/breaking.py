@@ -33,7 +33,7 @@ from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.whereabouts import PATIENCE_S, PROMPT_S, Found, Note, Whereabouts
 from phalanx.transports.hierarchical.wording import KNOWN_BESIDE, Fact, awaited_elsewhere, late, late_message, lost, who
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
-from phalanx.transports.shm.unequal_ends import MessageEnd, ends_of, unequal_ends
+from phalanx.transports.shm.explanation import MessageEnd, ends_of, unequal_ends
 
 __all__ = ["Reason"]
 

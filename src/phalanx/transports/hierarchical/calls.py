@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from phalanx.transports.shm.unequal_ends import MessageEnd
+from phalanx.transports.shm.explanation import MessageEnd
 
 __all__ = ["Differs", "EndsDiffer", "History", "LeftOut"]
 

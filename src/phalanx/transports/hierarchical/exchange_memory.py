@@ -32,7 +32,7 @@ import torch
 
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.layout import Layout
-from phalanx.transports.shm.shared_memory import share_memory
+from phalanx.transports.shm.segment import share_memory
 
 __all__ = ["AREAS", "ExchangeMemory"]
 

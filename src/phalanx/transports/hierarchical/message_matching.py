@@ -34,7 +34,7 @@ from phalanx.transports.hierarchical.message_way import (
 )
 from phalanx.transports.hierarchical.remote_message import RemoteMessage
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
-from phalanx.transports.shm.unequal_ends import MessageEnd
+from phalanx.transports.shm.explanation import MessageEnd
 
 __all__ = ["Matching"]
 

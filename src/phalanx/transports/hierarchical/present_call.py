@@ -19,7 +19,7 @@ from phalanx.transports.hierarchical.crossing import Crossed
 from phalanx.transports.hierarchical.lane import TransferFailed
 from phalanx.transports.hierarchical.last_calls import LastCalls
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
-from phalanx.transports.shm.wording import text_of_call
+from phalanx.transports.shm.explanation import text_of_call
 
 __all__ = ["PresentCall"]
 

@@ -62,7 +62,7 @@ _MOST_FINGERPRINTS = 1024  # kinds of calls; a program that never repeats a shap
 class Lines:
     """The lines from which a rank and rank 0 make the group's calls: whether they call two in different orders.
 
-    ``native/csrc/collectives/line_order.h`` has the rule. Every rank compares its own lines with those of rank 0, which come with
+    ``collectives/line_order.h`` has the rule. Every rank compares its own lines with those of rank 0, which come with
     the reduction. What it finds, the others learn in the next call. Only the thread that is in a collective uses this.
 
     Attributes:

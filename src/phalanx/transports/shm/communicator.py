@@ -16,22 +16,21 @@ from phalanx.diagnosis.ends import tell_how_the_script_ends, who_left
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.diagnosis.stacks import be_seen
 from phalanx.errors import BackendError, ClosedError, PhalanxError
-from phalanx.native.core import BROKEN_FROM, TEXT_BYTES, Breakage, Going, Status, library
+from phalanx.native.core import BROKEN_FROM, TEXT_BYTES, Breakage, Crossing, Going, Status, library
 from phalanx.native.signals import SignalPoll
 from phalanx.transports.contract import Communicator, Message
+from phalanx.transports.crossing import MOST_JUDGED, Wish, crossed_lines
 from phalanx.transports.gone import Gone
 from phalanx.transports.reductions import reducible
-from phalanx.transports.shm.crossing import begin_to_compare, judge, tells
-from phalanx.transports.shm.departures import departed, ended
-from phalanx.transports.shm.explanation import explain, left_text
+from phalanx.transports.shm.explanation import departed, ended, exchanged, explain, left_text, text_of_call
 from phalanx.transports.shm.mailbox import Mailbox, WithdrawableReceive
-from phalanx.transports.shm.numbers import DTYPES, OP_NUMBERS, REDUCED
-from phalanx.transports.shm.pointers import Pointers, fill, fill_evenly, fill_unevenly
-from phalanx.transports.shm.segment import join_segment
+from phalanx.transports.shm.numbers import DTYPES, OP_NUMBERS, REDUCED, Pointers, fill, fill_evenly, fill_unevenly
+from phalanx.transports.shm.segment import join_segment, share_parts
 from phalanx.transports.shm.tuning import Tuning, load_tuning
-from phalanx.transports.shm.wording import exchanged, text_of_call
 
 __all__ = ["SharedMemoryCommunicator"]
+
+_ALL = (1 << 32) - 1
 
 _Place = tuple[int, int]  # an address, and how many bytes lie there
 _Unheard = tuple[CallSite | None, Callable[..., str], tuple[Any, ...]]
@@ -89,7 +88,8 @@ class SharedMemoryCommunicator(Communicator):
         poll = self._signals.callback
         tuning = tuning or load_tuning()
         self._comm, self.meeting = join_segment(store, rank, size, timeout, tuning, spin, poll)
-        begin_to_compare(self._comm)
+        if (wish := Wish.read()) != Wish.IGNORE:
+            self._core.phx_compare_lines(self._comm, MOST_JUDGED if wish == Wish.WARN else _ALL)
         if names:
             self._core.phx_name_ranks(self._comm, (ctypes.c_int32 * size)(*names))
         self._mailbox = Mailbox(self._comm, self._signals, self._explain_message, self._names)
@@ -97,6 +97,7 @@ class SharedMemoryCommunicator(Communicator):
         tell_how_the_script_ends()
         be_seen()
         self.crossed = ""
+        self._shared: list[torch.Tensor] = []  # memory that the core knows, mapped as long as it may be asked for it
         self.part_of: Callable[[], str] | None = None
         self.outer_error: Callable[[PhalanxError, str], PhalanxError] | None = None
         self._told = False  # whether this rank has raised the error of the broken group
@@ -116,20 +117,20 @@ class SharedMemoryCommunicator(Communicator):
 
     def abort_because(self, text: str) -> None:
         """:meth:`abort`, and let the other ranks read why; a text that is too long is left out, and so is a second."""
-        with self._mailbox.handle() as comm:
+        with self._mailbox as comm:
             if comm:
                 if text and len(text.encode()) < TEXT_BYTES:
                     self._core.phx_describe(comm, text.encode())
                 self._core.phx_abort(comm)
 
     def tells_crossing(self) -> bool:
-        """Whether this rank is to tell the user of crossed lines: the first one that asks."""
-        return tells(self._comm)
+        """Return whether this rank is to tell the user of crossed lines: the first one that asks."""
+        return bool(self._core.phx_tells_crossing(self._comm))
 
     def breakage(self) -> str | None:
         """None while the group is whole; then what a rank has given to :meth:`abort_because`, empty if none has."""
         why, text = Breakage(), ctypes.create_string_buffer(TEXT_BYTES)
-        with self._mailbox.handle() as comm:
+        with self._mailbox as comm:
             if not comm or not self._core.phx_breakage(comm, ctypes.byref(why)):
                 return None
             for rank in range(self.size):
@@ -139,12 +140,12 @@ class SharedMemoryCommunicator(Communicator):
 
     @property
     def aborted(self) -> bool:
-        """Whether a rank has broken the group by :meth:`abort`, or because a signal interrupted it."""
+        """A rank has broken the group by :meth:`abort`, or because a signal interrupted it."""
         return bool(self._mailbox.why_broken().status == Status.INTERRUPTED)
 
     @property
     def timed_out_elsewhere(self) -> bool:
-        """Whether another rank has broken the group, because its time was over."""
+        """Another rank has broken the group, because its time was over."""
         why = self._mailbox.why_broken()
         return bool(why.status == Status.TIMEOUT and why.rank != self.rank)
 
@@ -153,7 +154,7 @@ class SharedMemoryCommunicator(Communicator):
         return who_left(error, self._mailbox)
 
     def about_to_fail(self, error: BaseException) -> None:
-        """See ``diagnosis/ends.py``: the others are to name the rank that has left, if that is why this one fails."""
+        """Let the others name the rank that has left, if that is why this one fails (``diagnosis/ends.py``)."""
         if (left := self.who_left(error)) is not None:
             self._mailbox.describe(left_text(*left))
 
@@ -162,48 +163,38 @@ class SharedMemoryCommunicator(Communicator):
         self._mailbox.group_fails(cause)
 
     def script_fails(self, cause: str) -> None:
-        """See ``diagnosis/ends.py``: the core has told the others."""
+        """Do nothing: the core has told the others (``diagnosis/ends.py``)."""
 
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
-        """See ``transports/gone.py``."""
+        """Find those of these ranks that have gone (``transports/gone.py``)."""
         return departed(self._mailbox, ranks)
 
     def ended(self, rank: int, pid: int) -> dict[str, Any]:
-        """What this host knows of a rank of the group that has ended; empty in a group that this rank has closed."""
+        """Say how a rank of the group has ended, and what is known of it."""
         return ended(self._mailbox, rank, pid)
 
     @property
     def differs_late(self) -> bool:
-        """Whether the ranks' calls differ, and those before the present one of the larger group."""
+        """The ranks' calls differ, and those before the present one of the larger group."""
         why, comm = self._mailbox.why_broken(), self._comm
         return why.status == Status.MISMATCH and bool(comm) and self._core.phx_beside_last_call(comm, why.chunk) < 0
 
     # -- collectives -------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
-        data = tensor.data_ptr()
+        data, dtype = tensor.data_ptr(), REDUCED[tensor.dtype]
         status = self._core.phx_all_reduce(
-            self._comm, data, data, tensor.numel(), REDUCED[tensor.dtype], OP_NUMBERS[op], shape_word(tensor.shape)
+            self._comm, data, data, tensor.numel(), dtype, OP_NUMBERS[op], shape_word(tensor.shape)
         )
         if status:
             self._fail(status, "all_reduce", tensor, op)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
-        data = tensor.data_ptr()
+        data, dtype = tensor.data_ptr(), REDUCED[tensor.dtype]
         status = self._core.phx_reduce(
-            self._comm,
-            data,
-            data,
-            tensor.numel(),
-            REDUCED[tensor.dtype],
-            OP_NUMBERS[op],
-            root,
-            shape_word(tensor.shape),
+            self._comm, data, data, tensor.numel(), dtype, OP_NUMBERS[op], root, shape_word(tensor.shape)
         )
-        if status:
-            self._fail(status, "reduce", tensor, op, root)
-        if root != self.rank:
-            self._unheard = capture(2), text_of_call, ("reduce", tensor.dtype, tensor.shape, op, root)
+        self._end(status, "reduce", tensor, op, root, heard=root == self.rank)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
         self._reduce_scatter(fill(self._pointers, inputs), output, op)
@@ -212,26 +203,17 @@ class SharedMemoryCommunicator(Communicator):
         self._reduce_scatter(fill_evenly(self._pointers, tensor, output.nbytes), output, op)
 
     def _reduce_scatter(self, inputs: Pointers, output: torch.Tensor, op: int) -> None:
+        data, dtype = output.data_ptr(), REDUCED[output.dtype]
         status = self._core.phx_reduce_scatter(
-            self._comm,
-            inputs,
-            output.data_ptr(),
-            output.numel(),
-            REDUCED[output.dtype],
-            OP_NUMBERS[op],
-            shape_word(output.shape),
+            self._comm, inputs, data, output.numel(), dtype, OP_NUMBERS[op], shape_word(output.shape)
         )
         if status:
             self._fail(status, "reduce_scatter", output, op)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        status = self._core.phx_broadcast(
-            self._comm, tensor.data_ptr(), tensor.nbytes, DTYPES[tensor.dtype], root, shape_word(tensor.shape)
-        )
-        if status:
-            self._fail(status, "broadcast", tensor, root=root)
-        if root == self.rank or self.size > 2:
-            self._unheard = capture(2), text_of_call, ("broadcast", tensor.dtype, tensor.shape, None, root)
+        data, dtype = tensor.data_ptr(), DTYPES[tensor.dtype]
+        status = self._core.phx_broadcast(self._comm, data, tensor.nbytes, dtype, root, shape_word(tensor.shape))
+        self._end(status, "broadcast", tensor, None, root, heard=root != self.rank and self.size == 2)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         self._all_gather(fill(self._pointers, outputs), tensor)
@@ -240,9 +222,8 @@ class SharedMemoryCommunicator(Communicator):
         self._all_gather(fill_evenly(self._pointers, output, tensor.nbytes), tensor)
 
     def _all_gather(self, outputs: Pointers, tensor: torch.Tensor) -> None:
-        status = self._core.phx_all_gather(
-            self._comm, tensor.data_ptr(), outputs, tensor.nbytes, DTYPES[tensor.dtype], shape_word(tensor.shape)
-        )
+        data, dtype = tensor.data_ptr(), DTYPES[tensor.dtype]
+        status = self._core.phx_all_gather(self._comm, data, outputs, tensor.nbytes, dtype, shape_word(tensor.shape))
         if status:
             self._fail(status, "all_gather", tensor)
 
@@ -253,34 +234,15 @@ class SharedMemoryCommunicator(Communicator):
         self._gather(None if output is None else fill_evenly(self._pointers, output, tensor.nbytes), tensor, root)
 
     def _gather(self, outputs: Pointers | None, tensor: torch.Tensor, root: int) -> None:
-        status = self._core.phx_gather(
-            self._comm,
-            tensor.data_ptr(),
-            outputs,
-            tensor.nbytes,
-            DTYPES[tensor.dtype],
-            root,
-            shape_word(tensor.shape),
-        )
-        if status:
-            self._fail(status, "gather", tensor, root=root)
-        if root != self.rank:
-            self._unheard = capture(2), text_of_call, ("gather", tensor.dtype, tensor.shape, None, root)
+        data, dtype = tensor.data_ptr(), DTYPES[tensor.dtype]
+        status = self._core.phx_gather(self._comm, data, outputs, tensor.nbytes, dtype, root, shape_word(tensor.shape))
+        self._end(status, "gather", tensor, None, root, heard=root == self.rank)
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
-        status = self._core.phx_scatter(
-            self._comm,
-            None if inputs is None else fill(self._pointers, inputs),
-            output.data_ptr(),
-            output.nbytes,
-            DTYPES[output.dtype],
-            root,
-            shape_word(output.shape),
-        )
-        if status:
-            self._fail(status, "scatter", output, root=root)
-        if root == self.rank or self.size > 2:
-            self._unheard = capture(2), text_of_call, ("scatter", output.dtype, output.shape, None, root)
+        parts = None if inputs is None else fill(self._pointers, inputs)
+        data, dtype = output.data_ptr(), DTYPES[output.dtype]
+        status = self._core.phx_scatter(self._comm, parts, data, output.nbytes, dtype, root, shape_word(output.shape))
+        self._end(status, "scatter", output, None, root, heard=root != self.rank and self.size == 2)
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         self._sizes[:] = [tensor.nbytes for tensor in inputs]
@@ -314,6 +276,14 @@ class SharedMemoryCommunicator(Communicator):
             self._raise(status, "all_to_all", unheard[1](*unheard[2]))
         self._unheard = unheard
 
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Bytes that other ranks can read where they lie: an ``all_reduce`` of a tensor in them copies nothing."""
+        whole, own = share_parts(self, nbytes)
+        self._shared.append(whole)  # first, because the core must never know memory that is not mapped
+        if self._core.phx_share_memory(self._comm, whole.data_ptr(), whole.nbytes):
+            raise BackendError("there is no memory to note a shared tensor in")
+        return own
+
     def barrier(self) -> None:
         status = self._core.phx_barrier(self._comm)
         if status:
@@ -336,7 +306,7 @@ class SharedMemoryCommunicator(Communicator):
     # -- lifetime and errors -----------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta, of_messages: timedelta | None = None) -> None:
-        """How long every collective and message waits for another rank from now on.
+        """Set how long collectives and messages wait for another rank from now on.
 
         Args:
             timeout: of both, unless messages have their own.
@@ -344,12 +314,12 @@ class SharedMemoryCommunicator(Communicator):
         """
         self._timeout_s = timeout.total_seconds()
         self._message_timeout_s = self._timeout_s if of_messages is None else of_messages.total_seconds()
-        with self._mailbox.handle() as comm:
+        with self._mailbox as comm:
             if comm:
                 self._core.phx_set_timeout(comm, int(self._timeout_s * 1e9), int(self._message_timeout_s * 1e9))
 
     def set_rests(self, rests: bool) -> None:
-        """Whether long waits are ahead, which leave the processor to those that they wait for."""
+        """Say whether long waits are ahead, which leave the processor to those that they wait for."""
         if self._comm:
             self._core.phx_set_rests(self._comm, rests)
 
@@ -362,7 +332,7 @@ class SharedMemoryCommunicator(Communicator):
         self.abort_because(doing)
 
     def compare_rest(self, patience_s: float) -> bool:
-        with self._mailbox.handle() as comm:
+        with self._mailbox as comm:
             if not comm or self._told:
                 return False
             broken = self._core.phx_breakage(comm, ctypes.byref(why := Breakage()))
@@ -384,6 +354,13 @@ class SharedMemoryCommunicator(Communicator):
         if self._mailbox.close():  # else the memory stays mapped until the process ends
             self._core.phx_close(comm)
 
+    def _end(self, status: int, name: str, tensor: torch.Tensor, op: int | None, root: int, *, heard: bool) -> None:
+        """End a call with a root: raise its error, and keep what it was, unless each other rank has ``heard`` of it."""
+        if status:
+            self._fail(status, name, tensor, op, root)
+        if not heard:
+            self._unheard = capture(2), text_of_call, (name, tensor.dtype, tensor.shape, op, root)
+
     def _fail(
         self, status: int, name: str, tensor: torch.Tensor | None, op: int | None = None, root: int | None = None
     ) -> None:
@@ -396,7 +373,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def _raise(self, status: int, name: str, text: str) -> None:
         if status == Status.CROSSED:
-            self.crossed = judge(self._comm, self.rank, self._names)
+            self.crossed = self._judge_crossing()
             if not self.crossed:
                 return
             self._core.phx_describe(self._comm, f"{text} at {call_site()} ({self.crossed})".encode()[: TEXT_BYTES - 1])
@@ -408,6 +385,21 @@ class SharedMemoryCommunicator(Communicator):
             )
         self._signals.raise_pending()
         raise self._explain(text)
+
+    def _judge_crossing(self) -> str:
+        """Decide about lines that the last call has found crossed, and warn if that is all there is to do.
+
+        Returns:
+            What was crossed, in words, if that is an error, and then the group is broken; else an empty text.
+        """
+        self._core.phx_crossing(self._comm, ctypes.byref(found := Crossing()))
+        crossed = crossed_lines(found, self._names[self.rank], self._names[found.peer])
+        if crossed is not None and Wish.read() == Wish.ERROR:
+            self._core.phx_break_crossed(self._comm)
+            return crossed.briefly()
+        if crossed is not None and self.tells_crossing():
+            crossed.warn()
+        return ""
 
     def _explain(self, call: str) -> PhalanxError:
         """The error for a broken group, given what this rank was doing."""

@@ -1,18 +1,19 @@
-"""The error for a broken group: the reason that the rank which broke it wrote down, and each rank's own call."""
+"""Errors of a group on one host: calls in words, why it broke, which ranks have gone and how."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from msgspec.structs import replace
 
 from phalanx.diagnosis import recorder
-from phalanx.diagnosis.call_site import listed, shown
-from phalanx.diagnosis.ends import how_ended
+from phalanx.diagnosis.call_site import call_text, dtype_name, exchange_text, listed, shown
+from phalanx.diagnosis.ends import AT_ONCE_S, how_ended
 from phalanx.diagnosis.reading import copy_memory, facts_in, read_memory
 from phalanx.diagnosis.snapshot import Recording
 from phalanx.diagnosis.stacks import place_of_main
@@ -22,17 +23,94 @@ from phalanx.native.core import NOBODY, TEXT_BYTES, Breakage, Going, Status, lib
 from phalanx.system import processes
 from phalanx.system.host import machine_name
 from phalanx.system.processes import state_text
-from phalanx.transports.shm.unequal_ends import MessageEnd, unequal_ends
+from phalanx.transports.contract import COLLECTIVES
+from phalanx.transports.gone import ENDED, FAILED, LEFT, REPLACED, Gone
+from phalanx.transports.shm.mailbox import Mailbox
+from phalanx.transports.shm.numbers import DTYPE_NUMBERS
 
-__all__ = ["explain", "facts_of", "left_text"]
+__all__ = [
+    "MessageEnd",
+    "departed",
+    "ended",
+    "ends_of",
+    "exchanged",
+    "explain",
+    "left_text",
+    "process_ids",
+    "text_of_call",
+    "unequal_ends",
+]
 
 # How long to wait for other ranks' calls. Ranks that wait in the group are woken by the break and write their call down
 # within a millisecond or two, unless the machine is busy; a rank that computes is in no call.
 PATIENCE_S = 0.3
-# The same for the rank that broke the group, and for those that are in a call of it. They are about to write their
-# calls down, so only a busy machine or their end can delay that.
+# The same for the rank that broke the group. It is about to write its call down, so only a busy machine or its end can
+# delay that.
 NOTICED_PATIENCE_S = 2.0
 _MOST_READ = 16  # recorders, of which each takes some milliseconds
+_DTYPES = {number: dtype for dtype, (_, number) in DTYPE_NUMBERS.items()}
+_WAYS = {Going.LEFT: LEFT, Going.FAILED: FAILED, Going.ENDED: ENDED, Going.REPLACED: REPLACED}
+
+# -- calls in words -----------------------------------------------------------------------------
+
+
+def text_of_call(name: str, dtype: torch.dtype | None, shape: Sequence[int], op: int | None, root: int | None) -> str:
+    """A call of a collective in words; ``op`` is torch's number."""
+    return call_text(name, dtype, shape, op, **({} if root is None else {COLLECTIVES[name]: root}))
+
+
+def exchanged(dtype: torch.dtype, sent: bytes, expected: bytes) -> str:
+    """An all_to_all, given its sizes in bytes as the core takes them."""
+    return exchange_text(
+        dtype, *([n // dtype.itemsize for n in memoryview(sizes).cast("Q")] for sizes in (sent, expected))
+    )
+
+
+# -- messages whose ends differ -----------------------------------------------------------------
+
+
+class MessageEnd(NamedTuple):
+    """One end of a message, as its rank gave it.
+
+    Attributes:
+        rank: what the group's errors call that rank.
+        nbytes: of its tensor.
+        dtype: the core's number for copies of it. A complex tensor travels as pairs of floats, and is named as such.
+        line: of its program, as ``file:line``; empty if it is not known.
+    """
+
+    rank: int
+    nbytes: int
+    dtype: int
+    line: str
+
+    def text(self, verb: str, other: int) -> str:
+        """It in words, as ``send to rank 1, float32[8] at train.py:5``, whatever the shape of these 8 elements."""
+        dtype = _DTYPES.get(self.dtype)
+        what = f"{self.nbytes} bytes" if dtype is None else f"{dtype_name(dtype)}[{self.nbytes // dtype.itemsize}]"
+        return f"{verb} rank {other}, {what}" + (f" at {shown(self.line)}" if self.line else "")
+
+
+def unequal_ends(sent: MessageEnd, received: MessageEnd) -> CollectiveMismatch:
+    """The error, which is the same on every rank."""
+    sending, receiving = sent.text("send to", received.rank), received.text("recv from", sent.rank)
+    calls = {sent.rank: sending, received.rank: receiving}
+    if sent.rank == received.rank:
+        calls = {sent.rank: f"{sending}; {receiving}"}
+    error = CollectiveMismatch.of_message_ends(
+        f"  rank {sent.rank}: {sending}\n  rank {received.rank}: {receiving}", calls
+    )
+    error.ends = sent, received
+    return error
+
+
+def ends_of(error: BaseException) -> tuple[MessageEnd, MessageEnd] | None:
+    """The two ends, if this is such an error."""
+    ends = error.ends if isinstance(error, CollectiveMismatch) else ()
+    return (MessageEnd(*ends[0]), MessageEnd(*ends[1])) if ends else None
+
+
+# -- why a group broke --------------------------------------------------------------------------
 
 
 def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: float) -> PhalanxError:
@@ -58,7 +136,6 @@ def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: fl
         return unequal_ends(sent, received)
     if why.status == Status.MISMATCH:
         calls = _calls(comm, [why.rank], NOTICED_PATIENCE_S) | _calls(comm, range(len(names)), PATIENCE_S)
-        calls |= _calls(comm, [each for each in range(len(names)) if _is_about_to_say(comm, each)], NOTICED_PATIENCE_S)
         calls |= _recorded_calls(comm, rank, call, [each for each in range(len(names)) if each not in calls])
         named = {names[rank]: text for rank, text in calls.items()}
         return CollectiveMismatch.of_calls(listed(named, names), named)
@@ -117,10 +194,7 @@ def _gone(comm: int, why: Breakage, lost: int, waiting: str, names: Sequence[int
 
 
 def _living(pid: int, *, is_own: bool) -> tuple[str, bool]:
-    """What a process does that does not come: what the kernel says of it, or where its main thread is; is it stopped?
-
-    Of this process, which has come late, that would be the call itself.
-    """
+    """Say what a process does that does not come, and if it is stopped. This one, if late, is in the call."""
     state = processes.state_of(pid)
     if state in ("T", "t", "D"):
         return f"is {state_text(state)}", state != "D"
@@ -129,21 +203,16 @@ def _living(pid: int, *, is_own: bool) -> tuple[str, bool]:
 
 
 def left_text(rank: int, error: str) -> bytes:
-    """How a rank whose script fails since another one has left the group describes it.
-
-    Args:
-        rank: the one that has left.
-        error: the error of the one that fails.
-    """
-    text = json.dumps({"left": rank, "text": error})
-    while len(text) >= TEXT_BYTES and error:
-        error = error[: -1 - (len(text) - TEXT_BYTES) // 12]
-        text = json.dumps({"left": rank, "text": error})
-    return text.encode()
+    """Describe why a script fails: the rank ``rank`` has left the group, which led to ``error``."""
+    text = json.dumps({"left": rank, "text": error}).encode()
+    while len(text) >= TEXT_BYTES:
+        error = error[:-8]
+        text = json.dumps({"left": rank, "text": error}).encode()
+    return text
 
 
 def _left(comm: int, rank: int) -> tuple[int, str] | None:
-    """What a rank has described by :func:`left_text`; None if it has not."""
+    """Read what a rank has described by :func:`left_text`; None if it has not."""
     text = ctypes.create_string_buffer(TEXT_BYTES)
     if not library().phx_description(comm, rank, text) or not text.value.startswith(b"{"):
         return None
@@ -152,7 +221,7 @@ def _left(comm: int, rank: int) -> tuple[int, str] | None:
 
 
 def facts_of(comm: int, peer: int) -> dict[str, Any]:
-    """What is known of a rank from its flight recorder."""
+    """Collect what is known of a rank from its flight recorder."""
     facts: dict[str, Any] = {"host": machine_name()}
     recording = _recording(comm, peer)
     if recording is not None:
@@ -177,15 +246,6 @@ def _line(comm: int, rank: int, number: int, *, is_own: bool) -> str:
     memory = library().phx_recorder_of(comm, rank) if number else 0
     copy = copy_memory(memory)
     return copy.place(number) if copy is not None else ""
-
-
-def _is_about_to_say(comm: int, rank: int) -> bool:
-    """Whether a rank that runs is in a call of the group, or was when the group broke, by its flight recorder."""
-    recording = _recording(comm, rank)
-    last = recording.last if recording is not None else None
-    if recording is None or last is None or not (last.under_way or last.failed) or last.group.own != rank:
-        return False
-    return processes.state_of(recording.pid) in ("R", "S", "D")
 
 
 def _recorded_calls(comm: int, rank: int, call: str, silent: Sequence[int]) -> dict[int, str]:
@@ -226,3 +286,39 @@ def _calls(comm: int, ranks: range | list[int], patience_s: float) -> dict[int, 
         if len(calls) == len(ranks) or time.monotonic() > deadline:
             return calls
         time.sleep(0.001)
+
+
+# -- ranks that have gone -----------------------------------------------------------------------
+
+
+def process_ids(comm: int, size: int) -> list[int]:
+    """List the process ids of the ``size`` ranks of a group, whose handle ``comm`` nobody closes meanwhile."""
+    pid, found = ctypes.c_uint32(), []
+    for rank in range(size):
+        library().phx_going(comm, rank, ctypes.byref(pid))
+        found.append(pid.value)
+    return found
+
+
+def departed(mailbox: Mailbox, ranks: Collection[int]) -> dict[int, Gone]:
+    """Find those of these ranks that have gone, without waiting. Any thread may ask; a closed group knows of none."""
+    found: dict[int, Gone] = {}
+    pid, said = ctypes.c_uint32(), ctypes.create_string_buffer(TEXT_BYTES)
+    with mailbox as comm:
+        for rank in ranks if comm else ():
+            how = library().phx_going(comm, rank, ctypes.byref(pid))
+            if how == Going.HERE:
+                continue
+            text = how_ended(pid.value, AT_ONCE_S).text if how == Going.ENDED else ""
+            if how == Going.FAILED and library().phx_description(comm, rank, said) and said.value[:1] != b"{":
+                text = said.value.decode(errors="replace")
+            found[rank] = Gone(pid.value, machine_name(), _WAYS[how], text)
+    return found
+
+
+def ended(mailbox: Mailbox, peer: int, pid: int) -> dict[str, Any]:
+    """Say how a rank has ended, as ``how`` and ``signal``, with the facts of :class:`PeerLost` that are known of it."""
+    ending = how_ended(pid)
+    with mailbox as comm:
+        facts = facts_of(comm, peer) if comm else {}
+    return {**facts, "how": ending.text, "signal": ending.signal}

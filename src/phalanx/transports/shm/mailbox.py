@@ -7,9 +7,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from ctypes import byref
+from typing import TypeVar
 
 import torch
 
@@ -24,6 +24,8 @@ from phalanx.transports.contract import GLANCE_S, SENT, Message
 
 __all__ = ["Mailbox", "SharedMemoryMessage", "WithdrawableReceive"]
 
+_Received = TypeVar("_Received", bound="SharedMemoryMessage")
+
 LEAVING_S = 1.0  # how long a group that closes waits for threads that are in a call about a message
 NAP_S = 0.002
 
@@ -31,10 +33,10 @@ NAP_S = 0.002
 class Mailbox:
     """The messages of one group, and the one way to its handle for threads that are not in a collective.
 
-    Threads share it as follows. A thread appends to ``inside`` before it calls the core, and only then reads ``comm``,
-    once, and ``ended``; it pops its entry when it has left the core. The thread that closes the group does both in the
-    other order: it sets ``ended``, clears ``comm``, and then waits until nobody is inside. So a thread either finds
-    that the group is closed, or is waited for. (A list's append and pop are atomic.)
+    ``with mailbox as comm`` gives any thread the handle for a call of the core; 0 once the group is closed. It
+    first appends to ``inside``, and then reads ``comm`` and ``ended``. The thread that closes the group sets
+    ``ended``, clears ``comm``, and waits until nobody is inside. So a thread finds that the group is closed, or is
+    waited for. (A list's append and pop are atomic.)
 
     In a forked child the group counts as closed, since the handle's memory is shared with the parent.
 
@@ -56,70 +58,58 @@ class Mailbox:
         self._owned = [] if not comm else [comm]  # taken out once, by the thread that closes the group
         _open.add(self)
 
-    @contextmanager
-    def handle(self) -> Iterator[int]:
+    def __enter__(self) -> int:
         """The core's handle for a call by any thread; 0 if the group is closed. It stays good inside the ``with``."""
         self.inside.append(None)
-        try:
-            yield self.comm
-        finally:
-            self.inside.pop()
+        return self.comm
+
+    def __exit__(self, *exception: object) -> None:
+        self.inside.pop()
 
     def describe(self, text: bytes) -> None:
         """Write down what this rank was doing, or why it goes, for the others; only its first such text counts."""
-        with self.handle() as comm:
+        with self as comm:
             if comm:
                 self.core.phx_describe(comm, text[: TEXT_BYTES - 1])
 
     def group_fails(self, cause: str) -> None:
         """Tell the other ranks that this one is about to close the group because of an exception."""
-        with self.handle() as comm:
+        with self as comm:
             if comm:
                 self.core.phx_group_fails(comm, cause.encode()[: TEXT_BYTES - 1])
 
     def why_broken(self) -> Breakage:
-        """Why the group is broken; its status is ``OK`` while it is not, or when it has been closed."""
+        """Return why the group is broken; the status is ``OK`` while it is not, or when it has been closed."""
         why = Breakage()
-        with self.handle() as comm:
-            broken = comm and self.core.phx_breakage(comm, ctypes.byref(why))
+        with self as comm:
+            broken = comm and self.core.phx_breakage(comm, byref(why))
         return why if broken else Breakage()
 
     def send(self, tensor: torch.Tensor, dtype: int, peer: int, tag: int) -> Message:
         """Start sending; most small messages are done at once. ``dtype`` is the core's number."""
-        inside = self.inside
-        inside.append(None)
-        try:
-            comm = self.comm
+        with self as comm:
             if self.ended or not comm:
                 raise ClosedError.of_message()
             what = (comm, tensor.data_ptr(), _end(tensor, dtype), peer, tag & 0xFFFFFFFF)
             if self.core.phx_send_now(*what):
                 return SENT
             return SharedMemoryMessage(self, self.core.phx_send(*what), tensor, "send to", peer)
-        finally:
-            inside.pop()
 
     def recv(self, tensor: torch.Tensor, dtype: int, peer: int | None, tag: int) -> Message:
         """Start receiving."""
-        inside = self.inside
-        inside.append(None)
-        try:
-            comm = self.comm
+        return self._recv(SharedMemoryMessage, tensor, dtype, peer, tag)
+
+    def recv_for_now(self, tensor: torch.Tensor, dtype: int, tag: int) -> WithdrawableReceive:
+        """Start receiving from any rank; the receive can be taken back as long as no message has come for it."""
+        return self._recv(WithdrawableReceive, tensor, dtype, None, tag)
+
+    def _recv(self, kind: type[_Received], tensor: torch.Tensor, dtype: int, peer: int | None, tag: int) -> _Received:
+        with self as comm:
             if self.ended or not comm:
                 raise ClosedError.of_message()
             source = ANY_SOURCE if peer is None else peer
             handle = self.core.phx_recv(comm, tensor.data_ptr(), _end(tensor, dtype), source, tag & 0xFFFFFFFF)
-            return SharedMemoryMessage(self, handle, tensor, "recv from", peer)
-        finally:
-            inside.pop()
-
-    def recv_for_now(self, tensor: torch.Tensor, dtype: int, tag: int) -> WithdrawableReceive:
-        """Start receiving from any rank; the receive can be taken back as long as no message has come for it."""
-        with self.handle() as comm:
-            if self.ended or not comm:
-                raise ClosedError.of_message()
-            handle = self.core.phx_recv(comm, tensor.data_ptr(), _end(tensor, dtype), ANY_SOURCE, tag & 0xFFFFFFFF)
-            return WithdrawableReceive(self, handle, tensor, "recv from", None)
+            return kind(self, handle, tensor, "recv from", peer)
 
     def fail_recv(self, handle: int, tensor: torch.Tensor, peer: int) -> None:
         """Raise the error of a receive that the core has ended, and give it back."""
@@ -127,21 +117,16 @@ class Mailbox:
 
     def rest(self) -> None:
         """Move messages along, and sleep until one may be done."""
-        inside = self.inside
-        if inside:
+        if self.inside:
             time.sleep(NAP_S)  # a thread that waits moves all messages; two would contend for the core
             return
-        inside.append(None)
-        try:
-            comm = self.comm
+        with self as comm:
             if comm and not self.ended:
                 self._finished = self.core.phx_messages_rest(comm, self._finished)
-        finally:
-            inside.pop()
 
     def end(self) -> None:
         """Let no message move any more, and end every wait for one."""
-        with self.handle() as comm:
+        with self as comm:
             if comm and not self.ended:
                 self.ended = True
                 self.core.phx_messages_end(comm)
@@ -204,44 +189,32 @@ class SharedMemoryMessage(Message):
 
     def _poll(self, watch: bool) -> None:
         mailbox, handle = self._mailbox, self._handle
-        mailbox.inside.append(None)
-        try:
-            comm = mailbox.comm
-            if not comm:
-                self._heed(comm, Status.UNDER_WAY)
-            elif mailbox.core.phx_message_test(comm, handle, watch):
+        with mailbox as comm:
+            if comm and mailbox.core.phx_message_test(comm, handle, watch):
                 self._heed(comm, mailbox.core.phx_message_wait(comm, handle, 1))
-            elif mailbox.ended:
+            elif mailbox.ended or not comm:
                 self._heed(comm, Status.UNDER_WAY)
-        finally:
-            mailbox.inside.pop()
 
     def _await(self, timeout_s: float | None) -> None:
         if not self._lock.acquire(timeout=timeout_s or -1):
             return
         mailbox = self._mailbox
-        mailbox.inside.append(None)
         try:
-            if not self._settled:
-                comm, status = mailbox.comm, Status.UNDER_WAY
-                if comm:
-                    status = mailbox.core.phx_message_wait(comm, self._handle, int((timeout_s or 0) * 1e9))
-                self._heed(comm, status)
+            with mailbox as comm:
+                if not self._settled:
+                    status = Status.UNDER_WAY
+                    if comm:
+                        status = mailbox.core.phx_message_wait(comm, self._handle, int((timeout_s or 0) * 1e9))
+                    self._heed(comm, status)
         finally:
-            mailbox.inside.pop()
             self._lock.release()
         if self._error is not None and threading.current_thread() is threading.main_thread():
             mailbox.signals.raise_pending()  # what made the poll function stop the wait
 
     def _expect(self) -> None:
-        mailbox = self._mailbox
-        mailbox.inside.append(None)
-        try:
-            comm = mailbox.comm
+        with self._mailbox as comm:
             if comm:
-                mailbox.core.phx_message_expect(comm, self._handle)
-        finally:
-            mailbox.inside.pop()
+                self._mailbox.core.phx_message_expect(comm, self._handle)
 
     def _heed(self, comm: int, status: int) -> None:
         """Settle the message if the core's status says that it is done, or it never will be."""
@@ -268,7 +241,7 @@ class SharedMemoryMessage(Message):
         if self._peer is None:
             return PeerLost.left_before_message(waiting)
         peer, pid = self._mailbox.names[self._peer], ctypes.c_uint32()
-        with self._mailbox.handle() as comm:
+        with self._mailbox as comm:
             if comm:
                 self._mailbox.core.phx_going(comm, self._peer, byref(pid))
         error = PeerLost.left_before_message(waiting, group_rank=peer, pid=pid.value, host=machine_name())
@@ -298,7 +271,7 @@ class WithdrawableReceive(SharedMemoryMessage):
     def withdraw(self) -> bool:
         """Take it back, so that no message comes for it any more; False if one has come, or the group is closed."""
         mailbox = self._mailbox
-        with self._handle_lock, mailbox.handle() as comm:
+        with self._handle_lock, mailbox as comm:
             if self._given_back:
                 return self.without_peer
             return bool(comm and mailbox.core.phx_message_withdraw(comm, self._handle))

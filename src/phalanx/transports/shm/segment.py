@@ -1,8 +1,8 @@
-"""How the ranks of a group find their common segment, or find that there can be none.
+"""Meet in a segment of shared memory, or find that there can be none; share further memory beside it.
 
-The segment is a memfd that group rank 0 makes and the others reach through ``/proc/<pid>/fd/<n>``: it has no
-name to leak, is not bounded by the size of /dev/shm (64 MB in containers), and is gone when the last process
-is. A rank that can open it and reads the right cookie is on the same host; hostnames are not compared.
+All of it are memfds that group rank 0 makes and the others reach through ``/proc/<pid>/fd/<n>``. They have no name to
+leak, are not bounded by the size of /dev/shm (64 MB in containers), and are gone with the last process that has them. A
+rank that can open the segment and reads the right cookie is on the same host; hostnames are not compared.
 
 The ranks meet under one key, ``offer``. Rank 0 deletes the offer before it publishes the outcome, so a rank that has
 read the outcome cannot mistake the old offer for the next meeting's. Every other key carries the offer's cookie. So a
@@ -20,24 +20,28 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import mmap
 import os
 import secrets
 import stat
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
+import torch
 from torch._C._distributed_c10d import Store
 
 from phalanx.errors import InitializationError
 from phalanx.native.core import NOBODY, Status, library
 from phalanx.store.peek import peek
 from phalanx.system.threads import AwakeClock, ended_early
+from phalanx.transports.contract import Communicator
 from phalanx.transports.meeting_store import OFFER, MeetingStore, error_of
 from phalanx.transports.shm.tuning import Tuning
 from phalanx.words import format_limit
 
-__all__ = ["NotOneHost", "join_segment", "own_pid"]
+__all__ = ["NotOneHost", "join_segment", "share_memory", "share_parts"]
 
 _Outcome = tuple[str, str, tuple[int, int, str] | tuple[()]]
 _Attached = tuple[int | None, str]  # the core's handle, or why there is none
@@ -154,7 +158,7 @@ def _offer(
         attach; and the rank that has gone, if one has, with its pid and host. All empty when all is well.
     """
     try:
-        store.set(OFFER, json.dumps([own_pid(), descriptor, name]))
+        store.set(OFFER, json.dumps([_own_pid(), descriptor, name]))
         outcome = _collect_answers(store, size, timeout, name, reason)
     except BaseException as error:
         # The others must neither wait for an outcome nor find this offer at their next attempt. If the store is out of
@@ -180,7 +184,7 @@ def _await_offer(store: Store, size: int, timeout: timedelta) -> bytes:
     return offer
 
 
-def own_pid() -> int:
+def _own_pid() -> int:
     """This process's id as its /proc counts, in which the others look for it; getpid() counts in a namespace."""
     try:
         return int(os.readlink("/proc/self"))
@@ -321,3 +325,73 @@ def _wait(store: Store, key: str, timeout: timedelta, otherwise: str) -> None:
         if ended_early(began, timeout.total_seconds()):
             raise InitializationError(f"{otherwise}: {_ENDED_WAIT} ({error})") from error
         raise InitializationError(f"{otherwise} within {format_limit(timeout.total_seconds())} ({error})") from error
+
+
+def share_memory(local: Communicator, nbytes: int) -> torch.Tensor:
+    """Make memory of so many bytes, all of them zero; every rank of a host does at the same point of its program.
+
+    Args:
+        local: a communicator of these ranks.
+        nbytes: how much; equal on all of them.
+
+    Returns:
+        The memory, as bytes. It stays as long as any rank has a tensor of it.
+
+    Raises:
+        OSError, RuntimeError: the kernel gives no memory, or no descriptor: make fewer groups.
+        PeerLost: a rank has gone.
+    """
+    if local.size == 1:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+    offer = torch.zeros(2, dtype=torch.int64)
+    descriptor, refused = -1, None
+    try:
+        if local.rank == 0:
+            descriptor = os.memfd_create("phalanx-shared", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, nbytes)
+            offer[0], offer[1] = _own_pid(), descriptor
+        local.broadcast(offer, 0)
+        if local.rank != 0:
+            pid, number = offer.tolist()
+            try:
+                descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+            except OSError as error:
+                refused = error
+        # If rank 0 has died, so that there is nothing to open, this says so.
+        local.barrier()
+        if isinstance(refused, FileNotFoundError):
+            local.barrier()  # rank 0 was killed after it had come to the barrier above: this names it
+        if refused is not None:
+            raise refused
+        return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def share_parts(local: Communicator, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make memory in which each rank of a host has a part, which it alone writes.
+
+    Args:
+        local: a communicator of these ranks; each of them calls this at the same point of its program.
+        nbytes: how much this rank wants.
+
+    Returns:
+        All of the memory, alike on every rank, and this rank's part. Once no tensor of the part is left its pages are
+        given back, and its addresses stay taken as long as the whole memory is there.
+    """
+    wanted = [torch.zeros(1, dtype=torch.int64) for _ in range(local.size)]
+    local.all_gather(wanted, torch.tensor([nbytes]))
+    each = -(-max(1, *map(int, wanted)) // mmap.PAGESIZE) * mmap.PAGESIZE
+    whole = share_memory(local, each * local.size)
+    begin = whole.data_ptr() + each * local.rank
+    part = memoryview((ctypes.c_ubyte * each).from_address(begin))
+    # With the whole memory as an argument, which is thereby there until this is done.
+    weakref.finalize(part, _give_back, whole, begin, each, os.getpid()).atexit = False
+    return whole, torch.frombuffer(part, dtype=torch.uint8)[:nbytes]
+
+
+def _give_back(whole: torch.Tensor, begin: int, nbytes: int, pid: int) -> None:
+    """Free the pages of a part of shared memory, which reads as zeros afterwards; a forked child has no part in it."""
+    if os.getpid() == pid:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), mmap.MADV_REMOVE)

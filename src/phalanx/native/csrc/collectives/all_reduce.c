@@ -6,7 +6,11 @@
  * Otherwise, chunk by chunk (the reduce-scatter and all-gather of Rabenseifner 2004, without its messages): rank r is
  * the only one to reduce slice r. It puts in only what the others reduce, combines slice r of the others' slots with
  * its own input, leaves the result in its slot and its output, and copies out the others' slices (for a reduce only the
- * root does). Two synchronisations per chunk; each rank copies 2 (p-1)/p * n bytes and reads n while reducing. */
+ * root does). Two synchronisations per chunk; each rank copies 2 (p-1)/p * n bytes and reads n while reducing.
+ *
+ * A tensor in shared memory (phx_share_memory()) stays where it is: the others read it there instead of in its rank's slots, and
+ * its rank leaves slice r in it. Each rank decides that for its own tensor, and `tensor` in its place tells the others.
+ * Such a call has one more synchronisation at its end, since others may still be reading. */
 #include <string.h>
 
 #include "segment/call.h"
@@ -55,6 +59,52 @@ static int reduce_whole(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
 
 /* -- large ------------------------------------------------------------------------------------------------------ */
 
+/* Publish with the call's first chunk where this rank's tensor lies. */
+static void publish_tensor(phx_comm *comm, const struct reduction *call, uint64_t chunk)
+{
+    uint64_t *place = &comm->places[comm->rank].tensor[chunk % PHX_SLOTS];
+    *place = 0;
+    /* Data of one chunk goes through slots: that takes no second synchronisation. */
+    const int may_stay = call->in == call->out && call->nbytes > comm->chunk_bytes;
+    for (uint64_t k = 0; k < comm->nshared && may_stay; k++) {
+        const struct phx_memory *memory = &comm->shared[k];
+        if (call->in >= memory->base && call->in + call->nbytes <= memory->base + memory->nbytes)
+            *place = (k + 1) << PHX_OFFSET_BITS | (uint64_t)(call->in - memory->base);
+    }
+    comm->tensors[comm->rank] = *place ? call->in : NULL;
+}
+
+/* Read where the others' tensors lie, after they have published the call's first chunk. */
+static void find_tensors(phx_comm *comm, uint64_t chunk)
+{
+    for (uint32_t p = 0; p < comm->size; p++) {
+        const uint64_t place = comm->places[p].tensor[chunk % PHX_SLOTS], offset = place << (64 - PHX_OFFSET_BITS);
+        if (p != comm->rank)
+            comm->tensors[p] =
+                place ? comm->shared[(place >> PHX_OFFSET_BITS) - 1].base + (offset >> (64 - PHX_OFFSET_BITS)) : NULL;
+    }
+}
+
+/* Where rank p has the piece of the call that begins at `at`. */
+static const char *piece_of(const phx_comm *comm, uint32_t p, uint64_t at, uint64_t chunk)
+{
+    return comm->tensors[p] ? comm->tensors[p] + at : phx_slot(comm, p, chunk);
+}
+
+/* After the last piece: wait until nobody reads a tensor any more, if somebody did. Returns how many chunks that took. */
+static int end_reading(phx_comm *comm, uint64_t chunk, uint64_t call, uint64_t *chunks)
+{
+    for (uint32_t p = 0; p < comm->size; p++)
+        *chunks |= comm->tensors[p] != NULL;
+    if (!*chunks)
+        return PHX_OK;
+    const int status = phx_enter(comm, chunk, call);
+    if (status)
+        return status;
+    phx_publish(comm, chunk);
+    return phx_wait_all_ready(comm, chunk);
+}
+
 struct slice {
     uint64_t first, last; /* bytes within the chunk */
 };
@@ -74,6 +124,10 @@ static void put_others_slices(phx_comm *comm, void *job, uint64_t i, uint64_t ch
     const uint64_t at = i * comm->chunk_bytes, length = phx_piece(call->nbytes, at, comm->chunk_bytes);
     const struct slice mine = slice_of(comm, comm->rank, length);
     char *slot = phx_slot(comm, comm->rank, chunk);
+    if (i == 0 && comm->nshared)
+        publish_tensor(comm, call, chunk);
+    if (comm->tensors[comm->rank])
+        return;
     memcpy(slot, call->in + at, mine.first);
     memcpy(slot + mine.last, call->in + at + mine.last, length - mine.last);
     phx_moved(comm, PHX_PUT, slot, mine.first);
@@ -83,17 +137,20 @@ static void put_others_slices(phx_comm *comm, void *job, uint64_t i, uint64_t ch
 static int reduce_own_slice(phx_comm *comm, const struct reduction *call, uint64_t at, uint64_t length, uint64_t chunk)
 {
     const struct slice mine = slice_of(comm, comm->rank, length);
-    char *slot = phx_slot(comm, comm->rank, chunk);
+    char *slot = phx_slot(comm, comm->rank, chunk), block_of_sums[BLOCK];
     const int status = phx_wait_all_ready(comm, chunk);
     if (status)
         return status;
+    if (at == 0 && comm->nshared)
+        find_tensors(comm, chunk);
     for (uint64_t b = mine.first; b < mine.last; b += BLOCK) {
         const uint64_t block = phx_piece(mine.last, b, BLOCK);
+        char *sums = comm->tensors[comm->rank] ? block_of_sums : slot + b; /* they must not overwrite an input */
         for (uint32_t p = 0; p < comm->size; p++)
-            comm->inputs[p] = p == comm->rank ? call->in + at + b : phx_slot(comm, p, chunk) + b;
-        call->reduce(slot + b, comm->inputs, comm->size, block / call->element);
+            comm->inputs[p] = p == comm->rank ? call->in + at + b : piece_of(comm, p, at, chunk) + b;
+        call->reduce(sums, comm->inputs, comm->size, block / call->element);
         if (call->out)
-            memcpy(call->out + at + b, slot + b, block);
+            memcpy(call->out + at + b, sums, block);
     }
     for (uint32_t p = 0; p < comm->size; p++)
         if (p != comm->rank)
@@ -103,7 +160,7 @@ static int reduce_own_slice(phx_comm *comm, const struct reduction *call, uint64
     return PHX_OK;
 }
 
-static int copy_others_slices(phx_comm *comm, char *out, uint64_t length, uint64_t chunk)
+static int copy_others_slices(phx_comm *comm, const struct reduction *call, uint64_t at, uint64_t length, uint64_t chunk)
 {
     /* Each rank starts with the one after it, so that they do not all read the same slot at once. */
     for (uint32_t n = 1; n < comm->size; n++) {
@@ -112,7 +169,7 @@ static int copy_others_slices(phx_comm *comm, char *out, uint64_t length, uint64
         if (status)
             return status;
         const struct slice theirs = slice_of(comm, p, length);
-        memcpy(out + theirs.first, phx_slot(comm, p, chunk) + theirs.first, theirs.last - theirs.first);
+        memcpy(call->out + at + theirs.first, piece_of(comm, p, at, chunk) + theirs.first, theirs.last - theirs.first);
         phx_moved(comm, PHX_TAKEN, phx_slot(comm, p, chunk) + theirs.first, theirs.last - theirs.first);
     }
     return PHX_OK;
@@ -123,7 +180,7 @@ static int reduce_and_copy_slices(phx_comm *comm, void *job, uint64_t i, uint64_
     const struct reduction *call = job;
     const uint64_t at = i * comm->chunk_bytes, length = phx_piece(call->nbytes, at, comm->chunk_bytes);
     const int status = reduce_own_slice(comm, call, at, length, chunk);
-    return status || !call->out ? status : copy_others_slices(comm, call->out + at, length, chunk);
+    return status || !call->out ? status : copy_others_slices(comm, call, at, length, chunk);
 }
 
 /* -- calls ------------------------------------------------------------------------------------------------------ */
@@ -138,7 +195,15 @@ static int reduce(phx_comm *comm, const void *in, void *out, uint64_t count, uin
         return PHX_BAD_ARGUMENT;
     if (job.nbytes * comm->size <= comm->small_bytes && job.nbytes <= comm->chunk_bytes)
         return phx_pass_call(comm, 1, call, small, &job);
-    return phx_pass_call(comm, phx_pieces(job.nbytes, comm->chunk_bytes), call, large, &job);
+    const uint64_t pieces = phx_pieces(job.nbytes, comm->chunk_bytes);
+    int status = phx_pass_pieces(comm, comm->chunk, pieces, call, large, &job);
+    uint64_t last = 0;
+    if (!status)
+        status = end_reading(comm, comm->chunk + pieces, call, &last);
+    if (status)
+        return status;
+    comm->chunk += pieces + last;
+    return phx_done(comm);
 }
 
 int phx_all_reduce(phx_comm *comm, const void *in, void *out, uint64_t count, uint32_t dtype, uint32_t op,

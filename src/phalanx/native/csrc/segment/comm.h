@@ -1,7 +1,7 @@
 /* One rank's private view of a segment, which no other rank reads.
  *
  * The thread that is in a collective, one at a time, alone uses `chunk`, `begun`, `whole`, `whole_chunk`, `seen`,
- * `compared`, `inputs`, `rests`, `lines` and what follows it, and writes `call_chunk`. `met` is written by the one
+ * `compared`, `inputs`, `shared`, `nshared`, `tensors`, `rests`, `lines` and what follows it, and writes `call_chunk`. `met` is written by the one
  * thread that meets the others, before any other call. Another thread of the rank reads `call_chunk` when it breaks
  * the group or explains why it broke; a value that is one call old does no harm there. Any thread may write the
  * timeouts; a wait under way then has the old limit or the new one. `mail` has a lock of its own. The other fields do
@@ -11,6 +11,12 @@
 
 #include "system/process.h"
 #include "segment/segment.h"
+
+/* Memory beside the segment that every rank has mapped somewhere. */
+struct phx_memory {
+    const char *base;
+    uint64_t nbytes;
+};
 
 struct phx_comm {
     uint32_t rank, size;
@@ -37,6 +43,9 @@ struct phx_comm {
     uint64_t *seen;          /* the last `ready` this rank read of each: spares reading the shared line again */
     uint64_t *compared;      /* up to which chunk each other rank's call words have been compared with this one's */
     const void **inputs;     /* scratch of `size` pointers for the reduction kernels */
+    struct phx_memory *shared; /* what phx_share_memory() was given, in order: alike on all ranks but for the addresses */
+    uint64_t nshared;
+    const char **tensors;    /* where each rank's tensor of a reduction lies in shared memory; NULL: not there */
     struct phx_lines *lines; /* what has been noticed of the lines of calls (line_order.c); NULL: they are not compared */
     uint32_t unsettled;      /* with how many ranks lines have differed lately */
     uint32_t crossed;        /* the call under way has found lines crossed */

@@ -39,6 +39,8 @@
  * call[],     the rank, plain, before    all, after acquiring     before: nobody reads them; after `ready`: compared as
  * line[]      `ready`. line 0: unknown,  `ready`, at most two     usual
  *             or not a first chunk       chunks later
+ * tensor[]    as call[]: where the rank's tensor  as call[]; the last chunk says    as slots, in whose place the tensor is
+ *             lies, 0 if it is in its slots      that nobody reads it any more
  * cpu         the rank as it raises a    all, relaxed             a hint where it ran last
  *             counter or bell, relaxed
  * slots       the rank (in a scatter the all, after acquiring     before: `ready` is not raised, nobody reads the slot;
@@ -78,6 +80,7 @@
 #define PHX_LINE 64u  /* bytes of a cache line */
 #define PHX_SLOTS 4u  /* slots of each rank */
 #define PHX_MAX_RANKS 1024u
+#define PHX_OFFSET_BITS 48u /* of a word of tensor[]: the offset; above them the number of the memory, from 1 on */
 
 /* At the start of the segment. */
 struct phx_header {
@@ -102,6 +105,7 @@ struct phx_flags {
 struct phx_place {
     _Alignas(PHX_LINE) _Atomic uint32_t sleepers;
     _Alignas(PHX_LINE) _Atomic uint32_t bell, listening;
+    _Alignas(PHX_LINE) uint64_t tensor[PHX_SLOTS];
     _Alignas(PHX_LINE) uint32_t pid; /* as the rank's own /proc counts */
     int32_t fd;
     struct phx_recorder_file recorder;
