@@ -19,10 +19,12 @@ from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.quick import quicken, quicken_messages
 from phalanx.diagnosis.ends import tell_of_failure
 from phalanx.diagnosis.recorder import open_recorder
+from phalanx.membership.abort import GroupAbort
+from phalanx.membership.departures import call_witness
+from phalanx.membership.liveness import Membership, set_world, world_membership
 from phalanx.system.threads import renew_engine
 from phalanx.transports.attendance import attend
 from phalanx.transports.contract import Communicator
-from phalanx.transports.gone import call_witness
 from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
 from phalanx.transports.hierarchical.gloo import GlooOnDemand, lazy_gloo
 from phalanx.transports.hierarchical.gloo_engine import UNLIMITED, GlooEngine
@@ -127,12 +129,22 @@ def create_process_group(
 
         engines = engine(lanes, timeout), engine(messages, UNLIMITED, awaits_what_came=True)
         made.callback(engines[0].close)
-        reasons = met.part("broken")
-        hosts = HierarchicalCommunicator(
-            layout, rank, local, *engines, reasons, timeout, world=not ranks, forget_gone=gloo.forget
-        )
-        for read in (own.part("shm"), met.part("hosts")):
-            read.clear()  # all have come to the making of the communicator, so they have read all of these
+        membership = world_membership() if ranks else None
+        of_group = membership is None
+        if membership is None:
+            places = [layout.place(each)[0] for each in range(size)]
+            names = [layout.name(each) for each in range(size)]
+            membership = Membership.meet(met.part("membership"), rank, places, names, limit)
+
+        def refuse() -> None:
+            if (gone := own.find_gone()) is not None:
+                raise gone
+
+        members = GroupAbort(membership, f"{name}/{reason.meeting}", range(size) if of_group else ranks)
+        hosts = HierarchicalCommunicator(layout, rank, local, *engines, members, timeout, refuse=refuse)
+        if hosts.all_have_joined:  # so they have read all of these
+            for read in (own.part("shm"), met.part("hosts"), met.part("membership")):
+                read.clear()
         made.pop_all()
         made.callback(gloo.release)
         made.callback(hosts.close)
@@ -142,10 +154,10 @@ def create_process_group(
             quicken_messages(group, hosts.messages.inside, rank, size, hosts.messages.places)
         if not ranks:
             call_witness(hosts)
+            set_world(membership)
             handle = cast(SharedMemoryCommunicator, local).handle if local.size > 1 else None
             here = process_ids(handle, local.size) if handle is not None else [os.getpid()]
-            inquiry = Inquiry(reasons, rank, layout, hosts.questions)
-            group.watch_waits(dict(zip(layout.here, here, strict=True)), inquiry)
+            group.watch_waits(dict(zip(layout.here, here, strict=True)), Inquiry(membership, layout))
         return group
 
     renew_engine()  # functions of the program may run in the group's threads

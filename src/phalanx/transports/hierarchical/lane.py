@@ -76,7 +76,7 @@ class Transfer(ABC):
 
 
 class Contacts(Protocol):
-    """See ``first_contact.py``."""
+    """See :meth:`phalanx.transports.hierarchical.reason.Reason.meet`."""
 
     def meet(self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool]) -> None:
         """Return when a rank has come as well, to connect with this one; or raise what says why it does not."""

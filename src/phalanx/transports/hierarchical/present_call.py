@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from phalanx.diagnosis.call_site import CallSite, call_site, capture, exchange_text
-from phalanx.errors import PeerLost, PhalanxError
+from phalanx.errors import CollectiveMismatch, PeerLost, PhalanxError
+from phalanx.membership.protocol import Late
 from phalanx.transports.contract import Communicator
 from phalanx.transports.fingerprints import fingerprint
-from phalanx.transports.hierarchical.breaking import Reason
-from phalanx.transports.hierarchical.calls import Differs
+from phalanx.transports.hierarchical.calls import Differs, LeftOut
 from phalanx.transports.hierarchical.crossing import Crossed
 from phalanx.transports.hierarchical.lane import TransferFailed
-from phalanx.transports.hierarchical.last_calls import LastCalls
+from phalanx.transports.hierarchical.reason import Reason
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.wording import text_of_call
 
@@ -105,14 +105,33 @@ class PresentCall:
         found = self._reason.error(error, message, self.timeout_s, of_message=True)
         return found if isinstance(found, PhalanxError) else PeerLost(str(found))
 
-    def compare_last(self, last_calls: LastCalls, patience_s: float) -> None:
-        """Compare the last call with those of the other ranks, before this one leaves; see ``last_calls.py``."""
+    def compare_last(self, patience_s: float) -> None:
+        """Compare the last calls of the ranks, which no later call will, before this one leaves the group.
+
+        The leaders of the hosts compare every call before it is done, so only what the ranks beside them called can be
+        unknown then. A host's ranks compare that through the memory that they share.
+        """
         if self._error is not None or self._has_told or not self._count:
             return
-        found = last_calls.difference(self._count, self.is_compared, patience_s)
+        found = self._difference(patience_s)
         if found is not None:
             self._error = self._reason.error(found, self.text(), self.timeout_s)
             raise self._error from None
+
+    def _difference(self, patience_s: float) -> Exception | None:
+        """What is wrong with the last calls, and new to this rank; none of its own has failed here."""
+        known = self._reason.told()
+        if known is not None:
+            is_of_last = not isinstance(known, Late) and known.at == self._count
+            return TransferFailed(-1, "another rank has found what is wrong with the last call") if is_of_last else None
+        if self._local is not None and not self.is_compared:
+            try:
+                self._local.compare_rest(patience_s)
+            except CollectiveMismatch as error:
+                return error
+            except PeerLost as error:
+                return LeftOut(error.group_rank)
+        return None
 
     def __enter__(self) -> int:
         """Begin it; return its number."""

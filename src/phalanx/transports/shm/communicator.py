@@ -16,10 +16,10 @@ from phalanx.diagnosis.ends import tell_how_the_script_ends, who_left
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.diagnosis.stacks import be_seen
 from phalanx.errors import BackendError, ClosedError, PhalanxError
+from phalanx.membership.departures import Gone
 from phalanx.native.core import BROKEN_FROM, TEXT_BYTES, Breakage, Going, Status, library
 from phalanx.native.signals import SignalPoll
 from phalanx.transports.contract import Communicator, Message
-from phalanx.transports.gone import Gone
 from phalanx.transports.reductions import reducible
 from phalanx.transports.shm.crossing import begin_to_compare, judge, tells
 from phalanx.transports.shm.departures import departed, ended
@@ -165,7 +165,7 @@ class SharedMemoryCommunicator(Communicator):
         """See ``diagnosis/ends.py``: the core has told the others."""
 
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
-        """See ``transports/gone.py``."""
+        """See ``membership/departures.py``."""
         return departed(self._mailbox, ranks)
 
     def ended(self, rank: int, pid: int) -> dict[str, Any]:

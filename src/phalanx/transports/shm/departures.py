@@ -7,9 +7,9 @@ from collections.abc import Collection
 from typing import Any
 
 from phalanx.diagnosis.ends import AT_ONCE_S, how_ended
+from phalanx.membership.departures import ENDED, FAILED, LEFT, REPLACED, Gone
 from phalanx.native.core import TEXT_BYTES, Going, library
 from phalanx.system.host import machine_name
-from phalanx.transports.gone import ENDED, FAILED, LEFT, REPLACED, Gone
 from phalanx.transports.shm.explanation import facts_of
 from phalanx.transports.shm.mailbox import Mailbox
 

@@ -1,0 +1,429 @@
+"""Know which ranks of a job over several hosts are there: one rank's side.
+
+A membership is a star. Rank 0's process has the registrar (``registrar.py``), every other rank one session to it. The
+session is the only sign of life: the kernel ends it with the process, and within some 4 s if the other host
+acknowledges nothing. A process that is stopped, or whose interpreter is held, keeps it. A rank whose session has ended
+dials again until it gets through, or until nothing listens there any more: then rank 0 has ended.
+
+The world's group makes the membership; a group of some ranks uses that of the world, or makes its own where the world
+has none. It ends with its last group, and with rank 0's last group for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import msgspec
+from torch._C._distributed_c10d import Store
+
+from phalanx.errors import InitializationError
+from phalanx.membership.loop import Channel, Loop
+from phalanx.membership.protocol import (
+    KEEP_ALIVE,
+    ROLE,
+    Answer,
+    Ask,
+    Broken,
+    Closing,
+    Departed,
+    Hello,
+    Joined,
+    Leaving,
+    Left,
+    Meet,
+    Message,
+    Positions,
+    Silent,
+    Way,
+    WhoKnows,
+)
+from phalanx.membership.registrar import WELCOME, Registrar
+from phalanx.system.exit_order import Stage, at_exit
+from phalanx.wire.dial import Line, NoAnswer, dial
+from phalanx.wire.key import job_key
+from phalanx.wire.proof import NoProof, WrongKey
+
+__all__ = ["Membership", "Subscriber", "set_world", "world_membership"]
+
+_KEY = "registrar"  # in the part of the store in which the ranks meet
+# A rank that has lost the registrar dials as often; a kernel whose host is back answers at once.
+_DIAL_S, _PAUSE_S = 0.7, 0.3
+_GONE = (ConnectionRefusedError, ConnectionResetError, NoProof, WrongKey)
+# A process that ends closes its files one after the other, so its port may still accept.
+_ENDS_FOR_S, _ENDING_PAUSE_S = 0.5, 0.02
+# How long a rank looks whether a process beside it ends, whose session has ended.
+_ENDING_LOOKS, _LOOK_S = 12, 0.02
+_CLOSING_S = 2.0
+
+
+class Subscriber(Protocol):
+    """A group; called on the loop's thread, so it must not wait."""
+
+    def take(self, message: Message) -> None:
+        """Take a message about the group."""
+
+    def look(self) -> float | None:
+        """Conclude what follows from what is known; return in how many seconds to look again, None for never."""
+
+
+class Membership:
+    """One process's side. :meth:`meet` makes it.
+
+    ====================  ==================  ===========  =====================================
+    field                 writer              readers      guard
+    ====================  ==================  ===========  =====================================
+    ``departed``          the loop            any thread   one step of Python's; ``changed``
+    ``silent``            the loop            any thread   the same
+    ``connected``         the loop            any thread   the same
+    ``_groups``           any thread          the loop     one step of Python's
+    ``_users``            any thread          any thread   ``changed``
+    ``_answers``          the loop            who asks     ``changed``
+    everything else       the loop            the loop
+    ====================  ==================  ===========  =====================================
+
+    Args:
+        rank: this process's rank.
+        hosts: the number of the host of each rank.
+        names: what each rank's host is called.
+
+    Attributes:
+        changed: notified after everything that the loop has learned.
+        departed: the ranks that have gone, and how.
+        departed_at: when this one learned it.
+        silent: the ranks whose hosts acknowledge nothing, and since when.
+        connected: the registrar can be reached, as far as this one knows.
+        how_ended: asks this host how the process of a rank beside this one ended; None while it has not. Set once.
+        snapshots: tells what the ranks of this host do, as JSON values; empty if another rank here does. Set once.
+    """
+
+    def __init__(self, rank: int, hosts: Sequence[int], names: Sequence[str]) -> None:
+        self.rank, self.size, self.hosts = rank, len(hosts), hosts
+        self.changed = threading.Condition(threading.RLock())  # a signal handler may close a group
+        self.departed: dict[int, Departed] = {}
+        self.departed_at: dict[int, float] = {}
+        self.silent: dict[int, float] = {}
+        self.connected = True
+        self.how_ended: Callable[[int], Departed | None] = lambda rank: None
+        self.snapshots: Callable[[], list[Any]] = list
+        self._groups: dict[str, Subscriber] = {}
+        self._users = 1
+        self._answers: dict[int, list[list[Any]]] = {}
+        self._asked = 0
+        self._loop = Loop("phalanx-membership")
+        self._channel: Channel | None = None
+        self._registrar: Registrar | None = None
+        self._address: tuple[str, int, str] = "", 0, ""
+        self._unsent: list[Message] = []
+        self._looks = False
+        self._closed = False
+        if rank == 0:
+            self._registrar = Registrar(self._loop, hosts, names, os.getpid(), self._take_later)
+        _alive[id(self)] = self
+
+    @classmethod
+    def meet(
+        cls, store: Store, rank: int, hosts: Sequence[int], names: Sequence[str], timeout: timedelta
+    ) -> Membership:
+        """Make it. Every rank calls this.
+
+        Args:
+            store: a part of the job's store where nobody has met before.
+            rank, hosts, names: see the class.
+            timeout: for rank 0 to come.
+
+        Raises:
+            InitializationError: rank 0 has gone, or cannot be reached.
+        """
+        made = cls(rank, hosts, names)
+        try:
+            if made._registrar is not None:
+                store.set(_KEY, json.dumps(made._registrar.address))
+            else:
+                store.wait([_KEY], timeout)
+                made._address = tuple(json.loads(store.get(_KEY)))
+                made._connect(made._dial(timeout.total_seconds()))
+            made._loop.start()
+        except BaseException as error:
+            made._give_back()
+            if isinstance(error, OSError):
+                raise InitializationError(f"rank {rank} cannot reach rank 0's registrar of ranks: {error}") from error
+            raise
+        return made
+
+    # -- from any thread ---------------------------------------------------------------------------
+
+    def retain(self) -> Membership | None:
+        """Have it for one more group; None if it has ended."""
+        with self.changed:
+            if self._closed:
+                return None
+            self._users += 1
+            return self
+
+    def release(self) -> None:
+        """A group needs it no longer; with the last one it ends."""
+        with self.changed:
+            self._users -= 1
+            if self._users:
+                return
+        self.end()
+
+    def subscribe(self, group: str, subscriber: Subscriber) -> None:
+        """Have a group told of its messages, and asked to look."""
+        self._groups[group] = subscriber
+
+    def unsubscribe(self, group: str) -> None:
+        """Tell a group nothing more."""
+        self._groups.pop(group, None)
+
+    def send(self, message: Message) -> None:
+        """Send the registrar a message, as soon as it can be reached."""
+        self._loop.call(lambda: self._send(message))
+
+    def look(self) -> None:
+        """Have all groups look now."""
+        self._loop.call(self._look)
+
+    def later(self, seconds: float, task: Callable[[], object]) -> None:
+        """Do something on the loop's thread in so many seconds."""
+        self._loop.call(lambda: self._loop.later(seconds, task))
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until something is so that the loop learns; return whether it is."""
+        if threading.current_thread() is self._loop.thread:
+            return condition()
+        with self.changed:
+            return self.changed.wait_for(condition, timeout_s)
+
+    def ask(self, hosts: int, timeout_s: float, over: Callable[[], bool]) -> list[list[Any]]:
+        """Ask what the ranks of so many other hosts do; return what came in time, for each host that answered."""
+        with self.changed:
+            self._asked += 1
+            number = self._asked
+            answers = self._answers[number] = []
+        self.send(Ask(number=number))
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until and not over() and self.connected:
+            if self.wait_for(lambda: len(answers) >= hosts, 0.1):
+                break
+        with self.changed:
+            return self._answers.pop(number)
+
+    def end(self) -> None:
+        """Say that this rank leaves, and end the thread and the session."""
+        with self.changed:
+            if self._closed:
+                return
+            self._closed = True
+
+        def end() -> None:
+            self._send(Leaving())
+            self._give_back()
+
+        if not self._loop.call(end):
+            self._give_back()
+
+    def join(self) -> None:
+        """Wait until the thread has ended, for a limited time."""
+        if self._loop.thread is not threading.current_thread() and self._loop.thread.ident is not None:
+            self._loop.thread.join(_CLOSING_S)
+
+    # -- the loop's thread -------------------------------------------------------------------------
+
+    def _give_back(self) -> None:
+        self._closed = True
+        _alive.pop(id(self), None)
+        if self._registrar is not None:
+            self._registrar.close()
+        if self._channel is not None:
+            self._channel.finish(_CLOSING_S)
+        self._loop.stop()
+        if self._loop.thread.ident is None:
+            self._loop.let_go()
+
+    def let_go(self) -> None:
+        """In a forked child: close the parent's files; nothing is known any more."""
+        if self._registrar is not None:
+            self._registrar.let_go()
+        if self._channel is not None:
+            self._channel.let_go()
+        self._loop.let_go()
+        self.changed = threading.Condition(threading.RLock())
+        self.connected, self._closed = False, True
+
+    def _send(self, message: Message) -> None:
+        if self._registrar is not None:
+            self._registrar.take(0, message)
+        elif self._channel is not None:
+            self._channel.send(message)
+        elif self.connected or self.silent:
+            self._unsent.append(message)
+
+    def _take_later(self, message: Message) -> None:
+        self._loop.call(lambda: self._take(message))
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Departed):
+            self._note_departed(message)
+        elif isinstance(message, Silent):
+            self._note_silent(message.rank, is_silent=message.is_silent)
+        elif isinstance(message, WhoKnows):
+            self._look_for_end(message.rank, _ENDING_LOOKS)
+        elif isinstance(message, Ask):
+            if snapshots := self.snapshots():
+                self._send(Answer(number=message.number, asker=message.asker, snapshots=snapshots))
+        elif isinstance(message, Answer):
+            if message.number in self._answers:
+                self._answers[message.number].append(message.snapshots)
+        elif isinstance(message, Closing):
+            self._lose_registrar(Way.LEFT)
+        else:
+            self._tell_groups(message)
+        with self.changed:
+            self.changed.notify_all()
+        self._look()
+
+    def _tell_groups(self, message: Message) -> None:
+        if isinstance(message, Left):
+            names = {name for name, *_ in message.ranks}
+        else:
+            names = {message.group} if isinstance(message, (Joined, Meet, Broken, Positions)) else set()
+        for name in names:
+            if (group := self._groups.get(name)) is not None:
+                group.take(message)
+
+    def _note_departed(self, departed: Departed) -> None:
+        self.departed_at.setdefault(departed.rank, time.monotonic())
+        self.departed.setdefault(departed.rank, departed)
+        self.silent.pop(departed.rank, None)
+
+    def _note_silent(self, *ranks: int, is_silent: bool) -> None:
+        for rank in ranks:
+            if not is_silent:
+                self.silent.pop(rank, None)
+            elif rank not in self.departed:
+                self.silent.setdefault(rank, time.monotonic())
+
+    def _beside_registrar(self) -> list[int]:
+        return [rank for rank, host in enumerate(self.hosts) if host == self.hosts[0] != self.hosts[self.rank]]
+
+    def _look(self) -> None:
+        self._looks = False
+        dues = [due for group in list(self._groups.values()) if (due := group.look()) is not None]
+        if dues:
+            self._look_in(min(dues))
+
+    def _look_in(self, seconds: float) -> None:
+        if not self._looks:
+            self._looks = True
+            self._loop.later(seconds, self._look)
+
+    def _look_for_end(self, rank: int, looks: int) -> None:
+        """Tell the registrar how the process of a rank beside this one has ended, if it has."""
+        found = self.how_ended(rank)
+        if found is not None:
+            self._send(found)
+        elif looks:
+            self._loop.later(_LOOK_S, lambda: self._look_for_end(rank, looks - 1))
+
+    # -- the session -------------------------------------------------------------------------------
+
+    def _dial(self, patience_s: float) -> Line:
+        address, port, name = self._address
+        hello = Hello(registrar=name, rank=self.rank, pid=os.getpid())
+        claim = msgspec.msgpack.encode(hello)
+        line, verdict = dial((address, port), job_key(), ROLE, claim, patience_s=patience_s, keep_alive=KEEP_ALIVE)
+        if verdict != WELCOME:
+            line.close()
+            raise ConnectionRefusedError("another process listens there")
+        return line
+
+    def _connect(self, line: Line) -> None:
+        self._channel = Channel(self._loop, line.sock, line.session, b"", self._take, self._lose)
+        self.connected = True
+        self._note_silent(*self._beside_registrar(), is_silent=False)
+        unsent, self._unsent = self._unsent, []
+        for message in unsent:
+            self._channel.send(message)
+
+    def _lose(self, is_silent: bool) -> None:
+        """The session has ended."""
+        self._channel = None
+        if not self.connected:
+            return  # the registrar has said that it closes
+        if is_silent:
+            self._lose_registrar(Way.SILENT)
+        self._dial_again(time.monotonic())
+
+    def _dial_again(self, since: float) -> None:
+        if self._closed:
+            return
+        try:
+            self._connect(self._dial(_DIAL_S))
+        except _GONE as error:
+            ending = isinstance(error, ConnectionResetError) and time.monotonic() - since < _ENDS_FOR_S
+            if not ending:
+                self._lose_registrar(Way.ENDED)
+                return
+            self._loop.later(_ENDING_PAUSE_S, lambda: self._dial_again(since))
+        except (OSError, NoAnswer) as error:
+            # One that does not answer although its kernel does is stopped, or its interpreter is held.
+            if not isinstance(error, NoAnswer):
+                self._lose_registrar(Way.SILENT)
+            self._loop.later(_PAUSE_S, lambda: self._dial_again(since))
+
+    def _lose_registrar(self, way: str) -> None:
+        self.connected = False
+        if way == Way.SILENT:
+            self._note_silent(*self._beside_registrar(), is_silent=True)
+        else:
+            # Those beside rank 0 know more.
+            found = self.how_ended(0) if way == Way.ENDED and self.hosts[0] == self.hosts[self.rank] else None
+            self._note_departed(found or Departed(rank=0, way=way))
+        with self.changed:
+            self.changed.notify_all()
+        self._look()
+
+
+# Memberships that have not ended, by identity; each adds and removes itself in one step of Python's.
+_alive: dict[int, Membership] = {}
+_world: weakref.ref[Membership] | None = None  # that of the world
+
+
+def set_world(membership: Membership) -> None:
+    """Have this one used by the groups of some ranks that are made from now on."""
+    global _world
+    _world = weakref.ref(membership)
+
+
+def world_membership() -> Membership | None:
+    """Return that of the world, for one more group; None if the world has none."""
+    world = None if _world is None else _world()
+    return None if world is None else world.retain()
+
+
+def _at_exit() -> None:
+    ended = list(_alive.values())
+    for each in ended:
+        each.end()
+    for each in ended:
+        each.join()
+
+
+def _after_fork() -> None:
+    for each in list(_alive.values()):
+        with contextlib.suppress(OSError):
+            each.let_go()
+    _alive.clear()
+
+
+at_exit(Stage.END_MEMBERSHIP, _at_exit)
+os.register_at_fork(after_in_child=_after_fork)
