@@ -26,7 +26,7 @@ from phalanx.system.threads import renew_engine
 from phalanx.transports.attendance import attend
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
-from phalanx.transports.hierarchical.gloo import GlooOnDemand, lazy_gloo
+from phalanx.transports.hierarchical.gloo import AttachedGloo, GlooOnDemand, lazy_gloo
 from phalanx.transports.hierarchical.gloo_engine import UNLIMITED, GlooEngine
 from phalanx.transports.hierarchical.inquiry import Inquiry
 from phalanx.transports.hierarchical.islands import join_islands
@@ -96,10 +96,8 @@ def create_process_group(
         name_parameters()
         return group
 
-    def gloo_in(store: Store, one_host: bool = True, own: int | None = None) -> GlooOnDemand:
-        return GlooOnDemand(
-            lambda timeout: lazy_gloo(store, rank, size, timeout, one_host=one_host), timeout, store, own
-        )
+    def gloo_in(store: Store, own: int | None = None) -> GlooOnDemand:
+        return GlooOnDemand(lambda timeout: lazy_gloo(store, rank, size, timeout, one_host=True), timeout, store, own)
 
     def over_hosts(reason: NotOneHost, made: contextlib.ExitStack) -> PhalanxProcessGroup:
         """The group of ranks that do not all share memory; ``made`` gets what is closed if that fails."""
@@ -114,33 +112,37 @@ def create_process_group(
                 else f"not all of {size} ranks share memory"
             )
             warnings.warn(f"backend {backend!r}: {who} ({reason}); they communicate as between hosts", stacklevel=3)
-        gloo, lanes, messages = [
-            gloo_in(PrefixStore(name, met), one_host=False, own=rank if name == "gloo" else None)
-            for name in ("gloo", "lanes", "messages")
-        ]
-        for each in (gloo, lanes, messages):
-            made.callback(each.release)
-
-        def engine(gloo: GlooOnDemand, limit: timedelta, awaits_what_came: bool = False) -> GlooEngine:
-            # Now: Gloo waits in the store for the address of a rank as soon as another one has something for it, and a
-            # thread that still waits there when the interpreter ends would end the process.
-            gloo.get()
-            return GlooEngine(gloo, limit, awaits_what_came)
-
-        engines = engine(lanes, timeout), engine(messages, UNLIMITED, awaits_what_came=True)
-        made.callback(engines[0].close)
         membership = world_membership() if ranks else None
-        of_group = membership is None
+        members_of = ranks if membership is not None else range(size)
         if membership is None:
             places = [layout.place(each)[0] for each in range(size)]
             names = [layout.name(each) for each in range(size)]
             membership = Membership.meet(met.part("membership"), rank, places, names, limit)
+        members = GroupAbort(membership, f"{name}/{reason.meeting}", members_of)
+        made.callback(members.close)
+
+        def gloo_of(name: str) -> GlooOnDemand:
+            addresses = members.address_store(name)
+
+            def make(timeout: timedelta) -> AttachedGloo:
+                gloo = lazy_gloo(addresses, rank, size, timeout, one_host=False)
+                members.say_address(name)
+                return gloo
+
+            on_demand = GlooOnDemand(make, timeout)
+            made.callback(on_demand.release)
+            return on_demand
+
+        gloo, lanes, messages = map(gloo_of, ("gloo", "lanes", "messages"))
+        for each in (lanes, messages):
+            each.get()  # now, so that the others know its address when all have joined
+        engines = GlooEngine(lanes, timeout), GlooEngine(messages, UNLIMITED, awaits_what_came=True)
+        made.callback(engines[0].close)
 
         def refuse() -> None:
             if (gone := own.find_gone()) is not None:
                 raise gone
 
-        members = GroupAbort(membership, f"{name}/{reason.meeting}", range(size) if of_group else ranks)
         hosts = HierarchicalCommunicator(layout, rank, local, *engines, members, timeout, refuse=refuse)
         if hosts.all_have_joined:  # so they have read all of these
             for read in (own.part("shm"), met.part("hosts"), met.part("membership")):

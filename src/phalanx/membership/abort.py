@@ -18,8 +18,11 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
+from torch._C._distributed_c10d import HashStore, Store
+
 from phalanx.membership.liveness import Membership
 from phalanx.membership.protocol import (
+    Address,
     Broken,
     Departed,
     Fact,
@@ -96,6 +99,8 @@ class GroupAbort:
         self.fact: Fact | None = None
         self.pids: list[int] = []
         self._member: Callable[[], Member | None] = lambda: None
+        self._addresses: dict[str, bytes] = {}
+        self._stores: dict[str, Store] = {}
         self._left: dict[int, list[int]] = {}
         self._met: set[int] = set()
         self._positions: list[Position] | None = None
@@ -111,13 +116,26 @@ class GroupAbort:
         """
         self._member = weakref.ref(member)
         self.membership.subscribe(self.name, self)
-        self.membership.send(Join(group=self.name, ranks=self.ranks))
+        self.membership.send(Join(group=self.name, ranks=self.ranks, addresses=self._addresses))
         until = time.monotonic() + timeout_s
         while not self.membership.wait_for(lambda: bool(self.pids), 0.1):
             refuse()
             if time.monotonic() >= until or not self.membership.connected:
                 return False
         return True
+
+    def address_store(self, name: str) -> Store:
+        """A store in this process for the addresses of a group of Gloo's: those of the others come by the registrar."""
+        self._stores[name] = made = HashStore()
+        return made
+
+    def say_address(self, name: str) -> None:
+        """Gloo has written this rank's address into that store: tell the others, with :meth:`join` or after it."""
+        address = self._stores[name].get(_address_key(self.rank))
+        if self.pids:
+            self.membership.send(Address(group=self.name, rank=self.rank, name=name, address=address))
+        else:
+            self._addresses[name] = address
 
     # -- what is known of ranks, from any thread ---------------------------------------------------
 
@@ -235,7 +253,12 @@ class GroupAbort:
 
     def take(self, message: Message) -> None:
         if isinstance(message, Joined):
+            for rank, addresses in enumerate(message.addresses):
+                for name, address in addresses.items():
+                    self._note_address(name, rank, address)
             self.pids = message.pids
+        elif isinstance(message, Address):
+            self._note_address(message.name, message.rank, message.address)
         elif isinstance(message, Left):
             self._left.update({rank: but_for for name, rank, but_for in message.ranks if name == self.name})
         elif isinstance(message, Meet):
@@ -247,6 +270,10 @@ class GroupAbort:
             if member is not None and needs_positions(message.fact):
                 self.membership.send(member.position(message.fact))
             self.know(message.fact)
+
+    def _note_address(self, name: str, rank: int, address: bytes) -> None:
+        if rank != self.rank and name in self._stores:
+            self._stores[name].set(_address_key(rank), address)  # type: ignore[arg-type] - bytes as well
 
     def look(self) -> float | None:
         membership, member = self.membership, self._member()
@@ -275,3 +302,7 @@ class GroupAbort:
             self.membership.later(ANSWER_S, lambda: self.know(fact))
         else:
             self.know(fact)
+
+
+def _address_key(rank: int) -> str:
+    return f"0/{rank}"  # of a Gloo group that listens on one device

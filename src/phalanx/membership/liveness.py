@@ -29,6 +29,7 @@ from phalanx.membership.loop import Channel, Loop
 from phalanx.membership.protocol import (
     KEEP_ALIVE,
     ROLE,
+    Address,
     Answer,
     Ask,
     Broken,
@@ -295,7 +296,7 @@ class Membership:
         if isinstance(message, Left):
             names = {name for name, *_ in message.ranks}
         else:
-            names = {message.group} if isinstance(message, (Joined, Meet, Broken, Positions)) else set()
+            names = {message.group} if isinstance(message, (Joined, Address, Meet, Broken, Positions)) else set()
         for name in names:
             if (group := self._groups.get(name)) is not None:
                 group.take(message)

@@ -15,8 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import msgspec
-
 from phalanx.membership.protocol import Message, decode, encode
 from phalanx.system.threads import start
 from phalanx.wire.framing import PREFIX_BYTES, Malformed, end_of_frame, frame
@@ -180,7 +178,7 @@ class Channel:
             over, is_silent = True, error.errno in _SILENT
         try:
             messages = self._messages()
-        except (Malformed, msgspec.DecodeError):
+        except Malformed:
             over, messages = True, []
         if over:
             self.close()

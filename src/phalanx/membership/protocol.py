@@ -6,11 +6,13 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from phalanx.wire.framing import Malformed
 from phalanx.wire.sockets import KeepAlive
 
 __all__ = [
     "KEEP_ALIVE",
     "ROLE",
+    "Address",
     "Answer",
     "Ask",
     "Broken",
@@ -127,10 +129,20 @@ class Hello(_Struct, frozen=True):
 
 
 class Join(_Struct, frozen=True):
-    """The rank is a member of a group of these ranks."""
+    """The rank is a member of a group of these ranks; where Gloo can reach it, for each group of Gloo's."""
 
     group: str
     ranks: list[int]
+    addresses: dict[str, bytes] = {}
+
+
+class Address(_Struct, frozen=True):
+    """Where Gloo can reach a rank of a group, for a group of Gloo's that is made later; handed on to the others."""
+
+    group: str
+    rank: int
+    name: str
+    address: bytes
 
 
 class Leave(_Struct, frozen=True):
@@ -223,10 +235,11 @@ class Leaving(_Struct, frozen=True):
 
 
 class Joined(_Struct, frozen=True):
-    """All ranks of a group have joined; their process ids."""
+    """All ranks of a group have joined; their process ids and addresses."""
 
     group: str
     pids: list[int]
+    addresses: list[dict[str, bytes]]
 
 
 class Left(_Struct, frozen=True):
@@ -262,6 +275,7 @@ class Closing(_Struct, frozen=True):
 Message: TypeAlias = (
     Hello
     | Join
+    | Address
     | Leave
     | Broken
     | Position
@@ -288,5 +302,8 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Return the message; raise msgspec.DecodeError if it is none."""
-    return _decoder.decode(data)
+    """Return the message; raise Malformed if it is none."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Malformed(str(error)) from None

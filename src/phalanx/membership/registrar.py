@@ -21,6 +21,7 @@ from phalanx.membership.loop import Channel, Loop
 from phalanx.membership.protocol import (
     KEEP_ALIVE,
     ROLE,
+    Address,
     Answer,
     Ask,
     Broken,
@@ -83,7 +84,7 @@ class _Group:
     """A group: its ranks in the membership, and of its own ranks who joined and left, why it broke, where they are."""
 
     ranks: list[int]
-    joined: set[int] = field(default_factory=set)
+    joined: dict[int, Join] = field(default_factory=dict)
     left: dict[int, list[int]] = field(default_factory=dict)
     fact: Fact | None = None
     positions: dict[int, Position] = field(default_factory=dict)
@@ -139,7 +140,7 @@ class Registrar:
         try:
             hello = msgspec.msgpack.decode(arrival.proven.claim, type=Hello)
             member = self._members[hello.rank]
-        except (msgspec.DecodeError, IndexError):
+        except (msgspec.DecodeError, UnicodeDecodeError, IndexError):
             hello, member = Hello(registrar="", rank=0, pid=0), self._members[0]
         if hello.registrar != self._name or hello.rank < 1 or member.pid not in (0, hello.pid):
             arrival.answer(NO)
@@ -233,10 +234,11 @@ class Registrar:
         """Take a message of a rank."""
         if isinstance(message, Join):
             group = self._groups.setdefault(message.group, _Group(message.ranks))
-            group.joined.add(rank)
+            group.joined[rank] = message
             if len(group.joined) == len(group.ranks):
                 pids = [self._members[each].pid for each in group.ranks]
-                self._push(group.ranks, Joined(group=message.group, pids=pids))
+                addresses = [group.joined[each].addresses for each in group.ranks]
+                self._push(group.ranks, Joined(group=message.group, pids=pids, addresses=addresses))
         elif isinstance(message, Departed):
             if message.rank != rank and self._members[message.rank].channel is None:
                 self._depart(message)
@@ -248,12 +250,14 @@ class Registrar:
             self._push(others, Ask(number=message.number, asker=rank))
         elif isinstance(message, Answer):
             self._send(message.asker, message)
-        elif isinstance(message, (Leave, Broken, Position, Meet)):
+        elif isinstance(message, (Address, Leave, Broken, Position, Meet)):
             group = self._groups.get(message.group, _Group([]))
             if rank in group.ranks:  # else all have left it
                 self._take_of_group(message, group, group.ranks.index(rank), rank)
 
-    def _take_of_group(self, message: Leave | Broken | Position | Meet, group: _Group, own: int, rank: int) -> None:
+    def _take_of_group(
+        self, message: Address | Leave | Broken | Position | Meet, group: _Group, own: int, rank: int
+    ) -> None:
         name = message.group
         if isinstance(message, Leave):
             group.left[own] = message.but_for
@@ -261,6 +265,8 @@ class Registrar:
                 self._loop.later(_LEFT_S, self._push_left)
             self._left.append((name, own, message.but_for))
             self._gather(name)
+        elif isinstance(message, Address):
+            self._push(group.ranks, message)
         elif isinstance(message, Meet):
             self._send(group.ranks[message.peer], Meet(group=name, peer=own))
         elif isinstance(message, Position):

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -286,7 +286,10 @@ class Reason:
             return error if is_own else late_message(fact, self._rank, call)
         if isinstance(fact, Differs) and fact.ends:
             return unequal_ends(*(MessageEnd(*end) for end in fact.ends))
-        found = Found(self._size, self._positions(call, of_message))
+        told = self._group.positions()
+        if told is None and isinstance(fact, Differs) and isinstance(error, CollectiveMismatch):
+            return error  # of the ranks of this host
+        found = Found(self._size, self._positions(told, call, of_message))
         if isinstance(fact, Differs):
             return found.mismatch(fact.at)
         if of_message:
@@ -295,18 +298,16 @@ class Reason:
 
     # -- where ranks are ---------------------------------------------------------------------------
 
-    def _positions(self, call: str, of_message: bool) -> Mapping[int, Position]:
-        """Where the ranks are, as the registrar says, or else as far as this rank knows."""
-        told = self._group.positions()
-        found = {each.rank: each for each in told or ()}
-        if told is None:  # the registrar is stopped or held, or cannot be reached; of the others nothing is known
-            found = {rank: Position(rank=rank, kind="call", number=self.calls) for rank in range(self._size)}
-            if 0 in self._group.ranks:
-                found.pop(self._group.ranks.index(0))
-            found |= {
-                rank: Position(rank=rank, kind="stopped", text=state) for rank, state in self._stopped_here().items()
-            }
-        if found.get(self._rank, Position(rank=-1)).kind not in ("call", "message"):
+    def _positions(self, told: Sequence[Position] | None, call: str, of_message: bool) -> Mapping[int, Position]:
+        """Where the ranks are, as the registrar has told, or else as far as this rank knows."""
+        if told is None:  # the registrar is stopped or held, or cannot be reached: of the others nothing is known
+            registrar = self._group.ranks.index(0) if 0 in self._group.ranks else -1
+            others = [rank for rank in range(self._size) if rank != registrar]
+            stopped = self._stopped_here().items()
+            told = [Position(rank=rank, kind="call", number=self.calls) for rank in others]
+            told += [Position(rank=rank, kind="stopped", text=state) for rank, state in stopped]
+        found = {each.rank: each for each in told}
+        if not found.get(self._rank, Position(rank=-1)).text:
             found[self._rank] = self._position("message" if of_message else "call", call)
         return found
 

@@ -42,7 +42,7 @@ class Found:
         """
         calls, elsewhere = dict[int, str](), dict[int, str]()
         for rank, each in self.positions.items():
-            if each.kind in ("call", "message"):
+            if each.kind in ("call", "message") and each.text:
                 calls[rank] = each.before if each.number == at + 1 and at > 0 and each.before else each.text
             elif each.kind == "place" and each.number == at and each.before:
                 calls[rank] = each.before
