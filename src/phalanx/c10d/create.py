@@ -139,14 +139,13 @@ def create_process_group(
         engines = GlooEngine(lanes, timeout), GlooEngine(messages, UNLIMITED, awaits_what_came=True)
         made.callback(engines[0].close)
 
-        def refuse() -> None:
-            if (gone := own.find_gone()) is not None:
-                raise gone
+        def refuse(is_late: bool) -> None:
+            if (why := own.find_gone() or (own.find_stopped() if is_late else None)) is not None:
+                raise why
 
         hosts = HierarchicalCommunicator(layout, rank, local, *engines, members, timeout, refuse=refuse)
-        if hosts.all_have_joined:  # so they have read all of these
-            for read in (own.part("shm"), met.part("hosts"), met.part("membership")):
-                read.clear()
+        for read in (own.part("shm"), met.part("hosts"), met.part("membership")):
+            read.clear()  # all have joined the group, so they have read all of these
         made.pop_all()
         made.callback(gloo.release)
         made.callback(hosts.close)

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from torch._C._distributed_c10d import HashStore, Store
 
+from phalanx.errors import InitializationError
 from phalanx.membership.liveness import Membership
 from phalanx.membership.protocol import (
     Address,
@@ -106,23 +107,28 @@ class GroupAbort:
         self._positions: list[Position] | None = None
         self._ended = self._closed = False
 
-    def join(self, member: Member, timeout_s: float, refuse: Callable[[], None] = lambda: None) -> bool:
-        """Say that this rank is in the group, and wait until all have said so; return whether they have.
+    def join(self, member: Member, timeout_s: float, refuse: Callable[[bool], None]) -> None:
+        """Say that this rank is in the group, and wait until all have said so.
 
         Args:
             member: this rank; kept weakly.
             timeout_s: for the others.
-            refuse: called from time to time; raises if another one cannot come.
+            refuse: called from time to time; raises if another one cannot come, and, given True, why it is late.
+
+        Raises:
+            InitializationError: they have not, or rank 0 of the membership has gone.
         """
         self._member = weakref.ref(member)
         self.membership.subscribe(self.name, self)
         self.membership.send(Join(group=self.name, ranks=self.ranks, addresses=self._addresses))
-        until = time.monotonic() + timeout_s
+        clock = AwakeClock()
         while not self.membership.wait_for(lambda: bool(self.pids), 0.1):
-            refuse()
-            if time.monotonic() >= until or not self.membership.connected:
-                return False
-        return True
+            refuse(False)
+            if clock.now() >= timeout_s:
+                refuse(True)
+                raise InitializationError(f"not all ranks of a group over several hosts joined it in {timeout_s:g} s")
+            if not self.membership.connected and not self.membership.silent:
+                raise InitializationError("a group over several hosts cannot be made after rank 0 has gone")
 
     def address_store(self, name: str) -> Store:
         """A store in this process for the addresses of a group of Gloo's: those of the others come by the registrar."""
@@ -273,7 +279,7 @@ class GroupAbort:
 
     def _note_address(self, name: str, rank: int, address: bytes) -> None:
         if rank != self.rank and name in self._stores:
-            self._stores[name].set(_address_key(rank), address)  # type: ignore[arg-type] - bytes as well
+            self._stores[name].set(_address_key(rank), address)  # type: ignore[arg-type]
 
     def look(self) -> float | None:
         membership, member = self.membership, self._member()

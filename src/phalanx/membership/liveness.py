@@ -25,6 +25,7 @@ import msgspec
 from torch._C._distributed_c10d import Store
 
 from phalanx.errors import InitializationError
+from phalanx.membership import registrar
 from phalanx.membership.loop import Channel, Loop
 from phalanx.membership.protocol import (
     KEEP_ALIVE,
@@ -46,7 +47,7 @@ from phalanx.membership.protocol import (
     Way,
     WhoKnows,
 )
-from phalanx.membership.registrar import WELCOME, Registrar
+from phalanx.membership.registrar import LOOK_S, WELCOME, Registrar, end_of
 from phalanx.system.exit_order import Stage, at_exit
 from phalanx.wire.dial import Line, NoAnswer, dial
 from phalanx.wire.key import job_key
@@ -60,8 +61,8 @@ _DIAL_S, _PAUSE_S = 0.7, 0.3
 _GONE = (ConnectionRefusedError, ConnectionResetError, NoProof, WrongKey)
 # A process that ends closes its files one after the other, so its port may still accept.
 _ENDS_FOR_S, _ENDING_PAUSE_S = 0.5, 0.02
-# How long a rank looks whether a process beside it ends, whose session has ended.
-_ENDING_LOOKS, _LOOK_S = 12, 0.02
+# How often a rank looks whether a process beside it ends, whose session has ended.
+_ENDING_LOOKS = 12
 _CLOSING_S = 2.0
 
 
@@ -106,7 +107,7 @@ class Membership:
     """
 
     def __init__(self, rank: int, hosts: Sequence[int], names: Sequence[str]) -> None:
-        self.rank, self.size, self.hosts = rank, len(hosts), hosts
+        self.rank, self.size, self.hosts, self._names = rank, len(hosts), hosts, names
         self.changed = threading.Condition(threading.RLock())  # a signal handler may close a group
         self.departed: dict[int, Departed] = {}
         self.departed_at: dict[int, float] = {}
@@ -121,7 +122,7 @@ class Membership:
         self._loop = Loop("phalanx-membership")
         self._channel: Channel | None = None
         self._registrar: Registrar | None = None
-        self._address: tuple[str, int, str] = "", 0, ""
+        self._address: tuple[str, int, str, int] = "", 0, "", 0
         self._unsent: list[Message] = []
         self._looks = False
         self._closed = False
@@ -285,7 +286,7 @@ class Membership:
             if message.number in self._answers:
                 self._answers[message.number].append(message.snapshots)
         elif isinstance(message, Closing):
-            self._lose_registrar(Way.LEFT)
+            self._forget_registrar(Departed(rank=0, way=Way.LEFT))
         else:
             self._tell_groups(message)
         with self.changed:
@@ -333,12 +334,12 @@ class Membership:
         if found is not None:
             self._send(found)
         elif looks:
-            self._loop.later(_LOOK_S, lambda: self._look_for_end(rank, looks - 1))
+            self._loop.later(LOOK_S, lambda: self._look_for_end(rank, looks - 1))
 
     # -- the session -------------------------------------------------------------------------------
 
     def _dial(self, patience_s: float) -> Line:
-        address, port, name = self._address
+        address, port, name, _ = self._address
         hello = Hello(registrar=name, rank=self.rank, pid=os.getpid())
         claim = msgspec.msgpack.encode(hello)
         line, verdict = dial((address, port), job_key(), ROLE, claim, patience_s=patience_s, keep_alive=KEEP_ALIVE)
@@ -361,7 +362,7 @@ class Membership:
         if not self.connected:
             return  # the registrar has said that it closes
         if is_silent:
-            self._lose_registrar(Way.SILENT)
+            self._lose_registrar_host()
         self._dial_again(time.monotonic())
 
     def _dial_again(self, since: float) -> None:
@@ -372,24 +373,37 @@ class Membership:
         except _GONE as error:
             ending = isinstance(error, ConnectionResetError) and time.monotonic() - since < _ENDS_FOR_S
             if not ending:
-                self._lose_registrar(Way.ENDED)
+                self._lose_registrar(time.monotonic())
                 return
             self._loop.later(_ENDING_PAUSE_S, lambda: self._dial_again(since))
         except (OSError, NoAnswer) as error:
             # One that does not answer although its kernel does is stopped, or its interpreter is held.
             if not isinstance(error, NoAnswer):
-                self._lose_registrar(Way.SILENT)
+                self._lose_registrar_host()
             self._loop.later(_PAUSE_S, lambda: self._dial_again(since))
 
-    def _lose_registrar(self, way: str) -> None:
-        self.connected = False
-        if way == Way.SILENT:
-            self._note_silent(*self._beside_registrar(), is_silent=True)
+    def _lose_registrar_host(self) -> None:
+        self._note_silent(*self._beside_registrar(), is_silent=True)
+        self._know_of_registrar()
+
+    def _lose_registrar(self, since: float) -> None:
+        """Rank 0's process has ended: look how, for a limited time."""
+        _, _, _, pid = self._address
+        is_beside = self.hosts[0] == self.hosts[self.rank]
+        found = self.how_ended(0) if is_beside else end_of(0, self._names[0], pid)
+        if found is None and time.monotonic() - since < registrar.LAUNCHER_S:
+            self._loop.later(LOOK_S, lambda: self._lose_registrar(since))
         else:
-            # Those beside rank 0 know more.
-            found = self.how_ended(0) if way == Way.ENDED and self.hosts[0] == self.hosts[self.rank] else None
-            self._note_departed(found or Departed(rank=0, way=way))
+            self._forget_registrar(found or Departed(rank=0, way=Way.ENDED))
+
+    def _forget_registrar(self, departed: Departed) -> None:
+        self._note_departed(departed)
+        self._know_of_registrar()
+
+    def _know_of_registrar(self) -> None:
+        """It cannot be reached any more, at least for now."""
         with self.changed:
+            self.connected = False
             self.changed.notify_all()
         self._look()
 

@@ -49,20 +49,30 @@ from phalanx.wire.door import Arrival, Door
 from phalanx.wire.key import job_key
 from phalanx.wire.sockets import listen
 
-__all__ = ["NO", "WELCOME", "Registrar"]
+__all__ = ["LAUNCHER_S", "LOOK_S", "POSITIONS_S", "WELCOME", "Registrar", "end_of"]
 
 WELCOME, NO = b"welcome", b"no"  # verdicts for a rank that dials
 # How long a rank may take to dial again after its session has ended, and those beside it to say that it has ended.
 REDIAL_S = 0.25
 # The same where a launcher says how ranks ended.
 LAUNCHER_S = 0.75
-_LOOK_S = 0.02
+LOOK_S = 0.02
 # Ranks that leave at about the same time are told together.
 _LEFT_S = 0.02
 # How long ranks may take to say where they are; once all have said something, how long those outside of a call may take
 # to come to it.
 POSITIONS_S, _LATER_CALLS_S = 1.0, 0.3
 _FINISH_S = 0.5
+
+
+def end_of(rank: int, host: str, pid: int) -> Departed | None:
+    """Say that a rank of another host has ended, and how if a launcher knows; None if it may still learn that."""
+    said = ended_elsewhere(host, pid)
+    if said is not None and not said:
+        return None
+    known = dict(said or {})
+    facts = {name: known[name] for name in Departed.__struct_fields__ if name in known}
+    return Departed(**{**facts, "rank": rank, "way": Way.ENDED, "text": str(known.get("how", ""))})
 
 
 @dataclass
@@ -101,7 +111,7 @@ class Registrar:
         own: takes messages for rank 0.
 
     Attributes:
-        address: where it listens, and by which name ranks mean it: what they dial.
+        address: where it listens, by which name ranks mean it, and its process id.
     """
 
     def __init__(
@@ -114,7 +124,7 @@ class Registrar:
         self._left: list[tuple[str, int, list[int]]] = []
         listener = listen(outward_address(), 0)
         self._name = secrets.token_hex(8)
-        self.address = (*listener.getsockname()[:2], self._name)
+        self.address = (*listener.getsockname()[:2], self._name, pid)
         self._door = Door(listener, job_key(), ROLE, KEEP_ALIVE, loop.selector, self._admit)
         loop.tend = self._door.tend
 
@@ -196,14 +206,11 @@ class Registrar:
         member = self._members[rank]
         if member.channel is not None or member.lost != lost or member.departed is not None:
             return
-        said = ended_elsewhere(member.name, member.pid)
-        if said is not None and not said and time.monotonic() - began < LAUNCHER_S:
-            self._loop.later(_LOOK_S, lambda: self._conclude(rank, lost, began))
-            return
-        known = dict(said or {})
-        text = str(known.pop("how", ""))
-        facts = {name: known[name] for name in Departed.__struct_fields__ if name in known}
-        self._depart(Departed(**{**facts, "rank": rank, "way": Way.ENDED, "text": text}))
+        found = end_of(rank, member.name, member.pid)
+        if found is None and time.monotonic() - began < LAUNCHER_S:
+            self._loop.later(LOOK_S, lambda: self._conclude(rank, lost, began))
+        else:
+            self._depart(found or Departed(rank=rank, way=Way.ENDED))
 
     def _depart(self, departed: Departed) -> None:
         member = self._members[departed.rank]

@@ -58,7 +58,7 @@ class HierarchicalCommunicator(Communicator):
         group: what this rank knows of the others, and agrees on with them; its own from now on.
         timeout: how long every operation waits for other ranks.
         sizes: at which algorithms change, equal on all ranks; small ones make tests reach many chunks cheaply.
-        refuse: raises if a rank can not come, while this one waits for all to have made the communicator.
+        refuse: see :meth:`GroupAbort.join`.
     """
 
     rank_order_sums = False
@@ -74,7 +74,7 @@ class HierarchicalCommunicator(Communicator):
         timeout: timedelta,
         sizes: Sizes | None = None,
         *,
-        refuse: Callable[[], None] = lambda: None,
+        refuse: Callable[[bool], None] = lambda is_late: None,
     ) -> None:
         self.rank, self.size = rank, sum(map(len, layout.hosts))
         self.engine = engine.name if len(layout.hosts) == self.size else f"shared memory and {engine.name}"
@@ -104,7 +104,7 @@ class HierarchicalCommunicator(Communicator):
                 local.part_of = self._call.text
                 local.outer_error = self._call.error_of_message
             self._set_local_timeout(timeout)
-            self.all_have_joined = reason.join(timeout.total_seconds(), refuse)
+            reason.join(timeout.total_seconds(), refuse)
             tell_of_failure(reason)
         except BaseException:
             reason.depart()

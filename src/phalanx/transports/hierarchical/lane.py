@@ -136,8 +136,5 @@ class Engine(ABC):
     def close(self) -> None:
         """Give back connections and threads."""
 
-    def forget(self, rank: int) -> None:  # noqa: B027 - most engines write nothing into the store
-        """Delete what a rank has written into the store for this engine; no rank connects any more."""
-
     def give_back(self) -> None:  # noqa: B027 - most engines leave nothing to the interpreter's end
         """Give back what would disturb the interpreter's end, where the group has not been closed; no call follows."""

@@ -102,11 +102,11 @@ class Reason:
         """Count the ranks that messages wait for as well; they are kept weakly."""
         self._messages = weakref.ref(messages)
 
-    def join(self, timeout_s: float, refuse: Callable[[], None]) -> bool:
+    def join(self, timeout_s: float, refuse: Callable[[bool], None]) -> None:
         """Hear of the other ranks from now on; see :meth:`GroupAbort.join`."""
         if self._is_of_all:
             self._group.membership.how_ended = self._how_ended
-        return self._group.join(self, timeout_s, refuse)
+        self._group.join(self, timeout_s, refuse)
 
     def begin(self) -> None:
         """This rank is in a collective from now on."""
