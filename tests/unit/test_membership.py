@@ -72,7 +72,7 @@ def test_rank_that_ends_breaks_the_group_of_who_waits_for_it(ranks: list[Rank]) 
     assert soon(lambda: 2 in first.membership.departed and 2 in second.membership.departed)
     assert (first.group.fact, first.group.is_gone(2)) == (None, True)
     second.waits[2] = 0.0
-    second.membership.look()
+    second.membership.later(0.0, second.membership._look)
     assert soon(lambda: bool(first.ended and second.ended))
     assert first.group.fact == second.group.fact == Lost(by=1, rank=2, way=Way.ENDED)
 
@@ -105,10 +105,10 @@ def test_rank_that_does_not_answer_is_missing_among_positions(ranks: list[Rank])
 
 def test_ranks_meet_unless_one_has_gone(ranks: list[Rank]) -> None:
     with ThreadPoolExecutor(2) as pool:
-        met = [pool.submit(ranks[each].group.meet, 1 - each, lambda: 60.0, lambda: False) for each in (0, 1)]
+        met = [pool.submit(ranks[each].group.meet, 1 - each, lambda: 60.0, lambda: False, False) for each in (0, 1)]
         assert [each.result() for each in met] == [True, True]
     ranks[2].cut()
-    assert not ranks[0].group.meet(2, lambda: 60.0, lambda: False)
+    assert not ranks[0].group.meet(2, lambda: 60.0, lambda: False, False)
 
 
 def test_ranks_go_by_their_own_facts_without_the_registrar(ranks: list[Rank]) -> None:

@@ -103,7 +103,7 @@ class GroupAbort:
         self._addresses: dict[str, bytes] = {}
         self._stores: dict[str, Store] = {}
         self._left: dict[int, list[int]] = {}
-        self._met: set[int] = set()
+        self._met: set[tuple[int, bool]] = set()
         self._positions: list[Position] | None = None
         self._ended = self._closed = False
 
@@ -147,7 +147,7 @@ class GroupAbort:
 
     def departed(self, rank: int) -> Departed | None:
         """How a rank has gone from the job, if it has."""
-        return self.membership.departed.get(self.ranks[rank])
+        return self.membership.departed.get(self.ranks[rank], (None, 0.0))[0]
 
     def left(self, ranks: Collection[int]) -> list[int]:
         """Those of these ranks that have left the group in order, and whose messages for this one have come."""
@@ -184,21 +184,21 @@ class GroupAbort:
             was_in_it=gone.was_in_it,
         )
 
-    def meet(self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool]) -> bool:
+    def meet(self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool], of_messages: bool) -> bool:
         """Wait until another rank comes to connect with this one as well; return whether it does.
 
         It does not if it has gone, the group is broken, the time is over, or ``over``. Without the registrar nobody
         knows, so that is taken for granted.
         """
-        self.membership.send(Meet(group=self.name, peer=peer))
+        self.membership.send(Meet(group=self.name, peer=peer, of_messages=of_messages))
 
         def known() -> bool:
-            return peer in self._met or over() or self.fact is not None or self.is_gone(peer)
+            return (peer, of_messages) in self._met or over() or self.fact is not None or self.is_gone(peer)
 
         clock = AwakeClock()
         while not self.membership.wait_for(known, 0.1) and self.membership.connected and clock.now() < timeout_s():
             pass
-        return peer in self._met or not (known() or self.membership.connected)
+        return (peer, of_messages) in self._met or not (known() or self.membership.connected)
 
     # -- the first fact, from any thread -----------------------------------------------------------
 
@@ -232,7 +232,7 @@ class GroupAbort:
 
     def say_position(self, kind: str, number: int, text: str, before: str) -> None:
         """Say where this rank is, before its group is found broken for that, or after."""
-        position = Position(rank=self.rank, kind=kind, number=number, text=text, before=before, group=self.name)
+        position = Position(self.rank, kind, number, text, before, self.name)
         self.membership.send(position)
 
     def positions(self) -> list[Position] | None:
@@ -268,7 +268,7 @@ class GroupAbort:
         elif isinstance(message, Left):
             self._left.update({rank: but_for for name, rank, but_for in message.ranks if name == self.name})
         elif isinstance(message, Meet):
-            self._met.add(message.peer)
+            self._met.add((message.peer, message.of_messages))
         elif isinstance(message, Positions):
             self._positions = message.ranks
         elif isinstance(message, Broken):
@@ -292,7 +292,7 @@ class GroupAbort:
                 continue
             lost, awaited_s = self.lost(rank), now - waits[rank]
             if lost is not None and lost.way != Way.LEFT:
-                at = membership.departed_at[self.ranks[rank]]
+                _, at = membership.departed[self.ranks[rank]]
                 if min(awaited_s, now - at) >= GRACE_S:
                     self._conclude(lost)
                     return None

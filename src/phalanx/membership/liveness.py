@@ -25,29 +25,22 @@ import msgspec
 from torch._C._distributed_c10d import Store
 
 from phalanx.errors import InitializationError
-from phalanx.membership import registrar
 from phalanx.membership.loop import Channel, Loop
 from phalanx.membership.protocol import (
     KEEP_ALIVE,
     ROLE,
-    Address,
     Answer,
     Ask,
-    Broken,
-    Closing,
     Departed,
     Hello,
-    Joined,
-    Leaving,
     Left,
-    Meet,
     Message,
-    Positions,
+    OfGroup,
     Silent,
     Way,
     WhoKnows,
 )
-from phalanx.membership.registrar import LOOK_S, WELCOME, Registrar, end_of
+from phalanx.membership.registrar import LOOK_S, WELCOME, Registrar, end_of, may_be_told
 from phalanx.system.exit_order import Stage, at_exit
 from phalanx.wire.dial import Line, NoAnswer, dial
 from phalanx.wire.key import job_key
@@ -60,9 +53,8 @@ _KEY = "registrar"  # in the part of the store in which the ranks meet
 _DIAL_S, _PAUSE_S = 0.7, 0.3
 _GONE = (ConnectionRefusedError, ConnectionResetError, NoProof, WrongKey)
 # A process that ends closes its files one after the other, so its port may still accept.
-_ENDS_FOR_S, _ENDING_PAUSE_S = 0.5, 0.02
-# How often a rank looks whether a process beside it ends, whose session has ended.
-_ENDING_LOOKS = 12
+_ENDS_FOR_S = 0.5
+_ENDING_LOOKS = 12  # how often a rank looks whether a process beside it ends, whose session has ended
 _CLOSING_S = 2.0
 
 
@@ -79,17 +71,14 @@ class Subscriber(Protocol):
 class Membership:
     """One process's side. :meth:`meet` makes it.
 
-    ====================  ==================  ===========  =====================================
-    field                 writer              readers      guard
-    ====================  ==================  ===========  =====================================
-    ``departed``          the loop            any thread   one step of Python's; ``changed``
-    ``silent``            the loop            any thread   the same
-    ``connected``         the loop            any thread   the same
-    ``_groups``           any thread          the loop     one step of Python's
-    ``_users``            any thread          any thread   ``changed``
-    ``_answers``          the loop            who asks     ``changed``
-    everything else       the loop            the loop
-    ====================  ==================  ===========  =====================================
+    =====================================  ===========  ==========  =====================================
+    field                                  writer       readers     guard
+    =====================================  ===========  ==========  =====================================
+    ``departed``, ``silent, connected``    the loop     any thread  one step of Python's, then ``changed``
+    ``_groups``                            any thread   the loop    one step of Python's
+    ``_users``, ``_closed``, ``_answers``  any thread   any thread  ``changed``
+    everything else                        the loop     the loop
+    =====================================  ===========  ==========  =====================================
 
     Args:
         rank: this process's rank.
@@ -98,8 +87,7 @@ class Membership:
 
     Attributes:
         changed: notified after everything that the loop has learned.
-        departed: the ranks that have gone, and how.
-        departed_at: when this one learned it.
+        departed: the ranks that have gone, each with how, and when this one learned it.
         silent: the ranks whose hosts acknowledge nothing, and since when.
         connected: the registrar can be reached, as far as this one knows.
         how_ended: asks this host how the process of a rank beside this one ended; None while it has not. Set once.
@@ -107,25 +95,23 @@ class Membership:
     """
 
     def __init__(self, rank: int, hosts: Sequence[int], names: Sequence[str]) -> None:
-        self.rank, self.size, self.hosts, self._names = rank, len(hosts), hosts, names
+        self.rank, self.size = rank, len(hosts)
+        self._hosts, self._names = hosts, names
         self.changed = threading.Condition(threading.RLock())  # a signal handler may close a group
-        self.departed: dict[int, Departed] = {}
-        self.departed_at: dict[int, float] = {}
+        self.departed: dict[int, tuple[Departed, float]] = {}
         self.silent: dict[int, float] = {}
         self.connected = True
         self.how_ended: Callable[[int], Departed | None] = lambda rank: None
         self.snapshots: Callable[[], list[Any]] = list
         self._groups: dict[str, Subscriber] = {}
-        self._users = 1
-        self._answers: dict[int, list[list[Any]]] = {}
-        self._asked = 0
+        self._users, self._closed = 1, False
+        self._answers: list[list[list[Any]]] = []  # to each question
+        self._unsent: list[Message] = []
+        self._will_look = False
+        self._address: tuple[str, int, str, int] = "", 0, "", 0
         self._loop = Loop("phalanx-membership")
         self._channel: Channel | None = None
         self._registrar: Registrar | None = None
-        self._address: tuple[str, int, str, int] = "", 0, "", 0
-        self._unsent: list[Message] = []
-        self._looks = False
-        self._closed = False
         if rank == 0:
             self._registrar = Registrar(self._loop, hosts, names, os.getpid(), self._take_later)
         _alive[id(self)] = self
@@ -165,18 +151,16 @@ class Membership:
     def retain(self) -> Membership | None:
         """Have it for one more group; None if it has ended."""
         with self.changed:
-            if self._closed:
-                return None
-            self._users += 1
-            return self
+            self._users += not self._closed
+            return None if self._closed else self
 
     def release(self) -> None:
         """A group needs it no longer; with the last one it ends."""
         with self.changed:
             self._users -= 1
-            if self._users:
-                return
-        self.end()
+            is_last = not self._users
+        if is_last:
+            self.end()
 
     def subscribe(self, group: str, subscriber: Subscriber) -> None:
         """Have a group told of its messages, and asked to look."""
@@ -189,10 +173,6 @@ class Membership:
     def send(self, message: Message) -> None:
         """Send the registrar a message, as soon as it can be reached."""
         self._loop.call(lambda: self._send(message))
-
-    def look(self) -> None:
-        """Have all groups look now."""
-        self._loop.call(self._look)
 
     def later(self, seconds: float, task: Callable[[], object]) -> None:
         """Do something on the loop's thread in so many seconds."""
@@ -207,49 +187,33 @@ class Membership:
 
     def ask(self, hosts: int, timeout_s: float, over: Callable[[], bool]) -> list[list[Any]]:
         """Ask what the ranks of so many other hosts do; return what came in time, for each host that answered."""
+        answers: list[list[Any]] = []
         with self.changed:
-            self._asked += 1
-            number = self._asked
-            answers = self._answers[number] = []
-        self.send(Ask(number=number))
+            self._answers.append(answers)
+            number = len(self._answers) - 1
+        self.send(Ask(number))
         until = time.monotonic() + timeout_s
         while time.monotonic() < until and not over() and self.connected:
             if self.wait_for(lambda: len(answers) >= hosts, 0.1):
                 break
-        with self.changed:
-            return self._answers.pop(number)
+        return [*answers]
 
     def end(self) -> None:
         """Say that this rank leaves, and end the thread and the session."""
         with self.changed:
-            if self._closed:
-                return
-            self._closed = True
+            was_closed, self._closed = self._closed, True
 
         def end() -> None:
-            self._send(Leaving())
+            self._send(Departed(self.rank, Way.LEFT))
             self._give_back()
 
-        if not self._loop.call(end):
+        if not was_closed and not self._loop.call(end):
             self._give_back()
 
     def join(self) -> None:
         """Wait until the thread has ended, for a limited time."""
         if self._loop.thread is not threading.current_thread() and self._loop.thread.ident is not None:
             self._loop.thread.join(_CLOSING_S)
-
-    # -- the loop's thread -------------------------------------------------------------------------
-
-    def _give_back(self) -> None:
-        self._closed = True
-        _alive.pop(id(self), None)
-        if self._registrar is not None:
-            self._registrar.close()
-        if self._channel is not None:
-            self._channel.finish(_CLOSING_S)
-        self._loop.stop()
-        if self._loop.thread.ident is None:
-            self._loop.let_go()
 
     def let_go(self) -> None:
         """In a forked child: close the parent's files; nothing is known any more."""
@@ -261,6 +225,17 @@ class Membership:
         self.changed = threading.Condition(threading.RLock())
         self.connected, self._closed = False, True
 
+    # -- the loop's thread -------------------------------------------------------------------------
+
+    def _give_back(self) -> None:
+        self._closed = True
+        _alive.pop(id(self), None)
+        if self._registrar is not None:
+            self._registrar.close()
+        if self._channel is not None:
+            self._channel.finish(_CLOSING_S)
+        self._loop.stop()
+
     def _send(self, message: Message) -> None:
         if self._registrar is not None:
             self._registrar.take(0, message)
@@ -270,63 +245,54 @@ class Membership:
             self._unsent.append(message)
 
     def _take_later(self, message: Message) -> None:
-        self._loop.call(lambda: self._take(message))
+        self._loop.call(lambda: self._take(0, message))
 
-    def _take(self, message: Message) -> None:
+    def _take(self, peer: int, message: Message) -> None:
         if isinstance(message, Departed):
             self._note_departed(message)
+            if message.rank == 0 and message.way == Way.LEFT:
+                self.connected = False
         elif isinstance(message, Silent):
-            self._note_silent(message.rank, is_silent=message.is_silent)
+            self._note_silent([message.rank], is_silent=message.is_silent)
         elif isinstance(message, WhoKnows):
             self._look_for_end(message.rank, _ENDING_LOOKS)
         elif isinstance(message, Ask):
             if snapshots := self.snapshots():
-                self._send(Answer(number=message.number, asker=message.asker, snapshots=snapshots))
+                self._send(Answer(message.number, message.asker, snapshots))
         elif isinstance(message, Answer):
-            if message.number in self._answers:
-                self._answers[message.number].append(message.snapshots)
-        elif isinstance(message, Closing):
-            self._forget_registrar(Departed(rank=0, way=Way.LEFT))
-        else:
-            self._tell_groups(message)
+            self._answers[message.number].append(message.snapshots)
+        elif isinstance(message, (Left, OfGroup)):
+            for name in {each[0] for each in message.ranks} if isinstance(message, Left) else {message.group}:
+                if (group := self._groups.get(name)) is not None:
+                    group.take(message)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Something has been learned."""
         with self.changed:
             self.changed.notify_all()
         self._look()
 
-    def _tell_groups(self, message: Message) -> None:
-        if isinstance(message, Left):
-            names = {name for name, *_ in message.ranks}
-        else:
-            names = {message.group} if isinstance(message, (Joined, Address, Meet, Broken, Positions)) else set()
-        for name in names:
-            if (group := self._groups.get(name)) is not None:
-                group.take(message)
+    def _look_again(self) -> None:
+        self._will_look = False
+        self._look()
+
+    def _look(self) -> None:
+        dues = [due for group in list(self._groups.values()) if (due := group.look()) is not None]
+        if dues and not self._will_look:
+            self._will_look = True
+            self._loop.later(min(dues), self._look_again)
 
     def _note_departed(self, departed: Departed) -> None:
-        self.departed_at.setdefault(departed.rank, time.monotonic())
-        self.departed.setdefault(departed.rank, departed)
+        self.departed.setdefault(departed.rank, (departed, time.monotonic()))
         self.silent.pop(departed.rank, None)
 
-    def _note_silent(self, *ranks: int, is_silent: bool) -> None:
+    def _note_silent(self, ranks: Sequence[int], *, is_silent: bool) -> None:
         for rank in ranks:
             if not is_silent:
                 self.silent.pop(rank, None)
             elif rank not in self.departed:
                 self.silent.setdefault(rank, time.monotonic())
-
-    def _beside_registrar(self) -> list[int]:
-        return [rank for rank, host in enumerate(self.hosts) if host == self.hosts[0] != self.hosts[self.rank]]
-
-    def _look(self) -> None:
-        self._looks = False
-        dues = [due for group in list(self._groups.values()) if (due := group.look()) is not None]
-        if dues:
-            self._look_in(min(dues))
-
-    def _look_in(self, seconds: float) -> None:
-        if not self._looks:
-            self._looks = True
-            self._loop.later(seconds, self._look)
 
     def _look_for_end(self, rank: int, looks: int) -> None:
         """Tell the registrar how the process of a rank beside this one has ended, if it has."""
@@ -340,8 +306,7 @@ class Membership:
 
     def _dial(self, patience_s: float) -> Line:
         address, port, name, _ = self._address
-        hello = Hello(registrar=name, rank=self.rank, pid=os.getpid())
-        claim = msgspec.msgpack.encode(hello)
+        claim = msgspec.msgpack.encode(Hello(name, self.rank, os.getpid()))
         line, verdict = dial((address, port), job_key(), ROLE, claim, patience_s=patience_s, keep_alive=KEEP_ALIVE)
         if verdict != WELCOME:
             line.close()
@@ -349,20 +314,20 @@ class Membership:
         return line
 
     def _connect(self, line: Line) -> None:
-        self._channel = Channel(self._loop, line.sock, line.session, b"", self._take, self._lose)
+        self._channel = Channel(self._loop, line.sock, line.session, b"", 0, self._take, self._lose)
         self.connected = True
-        self._note_silent(*self._beside_registrar(), is_silent=False)
+        self._note_silent(self._ranks_beside_registrar(), is_silent=False)
         unsent, self._unsent = self._unsent, []
         for message in unsent:
             self._channel.send(message)
 
-    def _lose(self, is_silent: bool) -> None:
+    def _lose(self, peer: int, channel: Channel, is_silent: bool) -> None:
         """The session has ended."""
         self._channel = None
         if not self.connected:
-            return  # the registrar has said that it closes
+            return  # rank 0 has said that it leaves
         if is_silent:
-            self._lose_registrar_host()
+            self._lose_host()
         self._dial_again(time.monotonic())
 
     def _dial_again(self, since: float) -> None:
@@ -371,41 +336,35 @@ class Membership:
         try:
             self._connect(self._dial(_DIAL_S))
         except _GONE as error:
-            ending = isinstance(error, ConnectionResetError) and time.monotonic() - since < _ENDS_FOR_S
-            if not ending:
-                self._lose_registrar(time.monotonic())
-                return
-            self._loop.later(_ENDING_PAUSE_S, lambda: self._dial_again(since))
-        except (OSError, NoAnswer) as error:
+            if isinstance(error, ConnectionResetError) and time.monotonic() - since < _ENDS_FOR_S:
+                self._loop.later(LOOK_S, lambda: self._dial_again(since))
+            else:
+                self._lose_process(time.monotonic())
+        except OSError as error:
             # One that does not answer although its kernel does is stopped, or its interpreter is held.
             if not isinstance(error, NoAnswer):
-                self._lose_registrar_host()
+                self._lose_host()
             self._loop.later(_PAUSE_S, lambda: self._dial_again(since))
 
-    def _lose_registrar_host(self) -> None:
-        self._note_silent(*self._beside_registrar(), is_silent=True)
-        self._know_of_registrar()
+    def _lose_host(self) -> None:
+        """Rank 0's host acknowledges nothing."""
+        self._note_silent(self._ranks_beside_registrar(), is_silent=True)
+        self.connected = False
+        self._tell()
 
-    def _lose_registrar(self, since: float) -> None:
+    def _lose_process(self, since: float) -> None:
         """Rank 0's process has ended: look how, for a limited time."""
-        _, _, _, pid = self._address
-        is_beside = self.hosts[0] == self.hosts[self.rank]
-        found = self.how_ended(0) if is_beside else end_of(0, self._names[0], pid)
-        if found is None and time.monotonic() - since < registrar.LAUNCHER_S:
-            self._loop.later(LOOK_S, lambda: self._lose_registrar(since))
-        else:
-            self._forget_registrar(found or Departed(rank=0, way=Way.ENDED))
+        host, pid = self._names[0], self._address[-1]
+        found = self.how_ended(0) if self._hosts[0] == self._hosts[self.rank] else None
+        if found is None and may_be_told(host, pid, since):
+            self._loop.later(LOOK_S, lambda: self._lose_process(since))
+            return
+        self._note_departed(found or end_of(0, host, pid))
+        self.connected = False
+        self._tell()
 
-    def _forget_registrar(self, departed: Departed) -> None:
-        self._note_departed(departed)
-        self._know_of_registrar()
-
-    def _know_of_registrar(self) -> None:
-        """It cannot be reached any more, at least for now."""
-        with self.changed:
-            self.connected = False
-            self.changed.notify_all()
-        self._look()
+    def _ranks_beside_registrar(self) -> list[int]:
+        return [rank for rank, host in enumerate(self._hosts) if host == self._hosts[0] != self._hosts[self.rank]]
 
 
 # Memberships that have not ended, by identity; each adds and removes itself in one step of Python's.

@@ -76,12 +76,13 @@ class Loop:
         """End the thread after the present task; nothing that is called afterwards is run."""
         with self._lock:
             self._open = False
+        if self.thread.ident is None:
+            self._close()
 
     def let_go(self) -> None:
         """In a forked child: close what belongs to the parent."""
         self._lock, self._open = threading.RLock(), False
-        os.close(self._bell)
-        self.selector.close()
+        self._close()
 
     def _on_bell(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -98,6 +99,9 @@ class Loop:
                 self._do(self._tasks.popleft())
             while self._timers and self._timers[0][0] <= time.monotonic() and self._open:
                 self._do(heapq.heappop(self._timers)[2])
+        self._close()
+
+    def _close(self) -> None:
         self.selector.close()
         os.close(self._bell)
 
@@ -119,8 +123,9 @@ class Channel:
         sock: the connected socket.
         session: the digests of the messages.
         rest: bytes that came with the handshake.
-        take: called with each message.
-        ended: called once the other side has ended the connection, and with whether its host was silent.
+        peer: the rank at its other end.
+        take: called with that and each message.
+        ended: called with that and this, when the other side has ended it, and with whether its host was silent.
     """
 
     def __init__(
@@ -129,12 +134,13 @@ class Channel:
         sock: socket.socket,
         session: Session,
         rest: bytes | bytearray,
-        take: Callable[[Message], object],
-        ended: Callable[[bool], object],
+        peer: int,
+        take: Callable[[int, Message], object],
+        ended: Callable[[int, Channel, bool], object],
     ) -> None:
         sock.setblocking(False)
         self._loop, self._sock, self._session = loop, sock, session
-        self._take, self._ended = take, ended
+        self._peer, self._take, self._ended = peer, take, ended
         self._in, self._out = bytearray(rest), bytearray()
         loop.selector.register(sock, _READ, self._ready)
         loop.call(self._ready)  # for the rest
@@ -183,9 +189,9 @@ class Channel:
         if over:
             self.close()
         for message in messages:
-            self._take(message)
+            self._take(self._peer, message)
         if over:
-            self._ended(is_silent)
+            self._ended(self._peer, self, is_silent)
 
     def _messages(self) -> list[Message]:
         found: list[Message] = []

@@ -1,4 +1,8 @@
-"""Messages between a rank and the registrar, and the facts that they carry. Nobody reads a sentence out of a fact."""
+"""Messages between a rank and the registrar, and the facts that they carry.
+
+Ranks are those of the membership, except in facts, positions, ``Left``, ``Meet`` and ``Address``: those of the group.
+Nobody reads a sentence out of a fact.
+"""
 
 from __future__ import annotations
 
@@ -8,37 +12,6 @@ import msgspec
 
 from phalanx.wire.framing import Malformed
 from phalanx.wire.sockets import KeepAlive
-
-__all__ = [
-    "KEEP_ALIVE",
-    "ROLE",
-    "Address",
-    "Answer",
-    "Ask",
-    "Broken",
-    "Closing",
-    "Departed",
-    "Differs",
-    "Fact",
-    "Hello",
-    "Join",
-    "Joined",
-    "Late",
-    "Leave",
-    "Leaving",
-    "Left",
-    "Lost",
-    "Meet",
-    "Message",
-    "Position",
-    "Positions",
-    "Silent",
-    "Way",
-    "WhoKnows",
-    "decode",
-    "encode",
-    "needs_positions",
-]
 
 ROLE = "registrar"
 # A host that acknowledges nothing is noticed within some 4 s, by probes while nothing is sent, else by what is sent. A
@@ -50,7 +23,7 @@ class Way:
     """How a rank is lost; the first four are those of ``departures.py``."""
 
     ENDED, REPLACED, FAILED, LEFT = "ended", "replaced", "failed", "left"
-    INTERRUPTED = "interrupted"  # by a signal in this group's call
+    INTERRUPTED = "interrupted"  # by a signal, in a call of this group
     SILENT = "silent"  # its host acknowledges nothing
     UNKNOWN = "unknown"  # a transfer failed, and nobody says why
 
@@ -59,20 +32,15 @@ class _Struct(msgspec.Struct, omit_defaults=True, frozen=True, tag=True):
     pass
 
 
-# -- why a group broke. Ranks are group ranks ----------------------------------------------------------
+# -- why a group broke ---------------------------------------------------------------------------------
 
 
 class Lost(_Struct, frozen=True):
     """A rank is lost, or the way to one.
 
-    Attributes:
-        by: the rank that noticed it.
-        rank: the lost one; -1 if it is not known.
-        way: see :class:`Way`.
-        text: of one that failed or was interrupted by what; else what its host says of it, if that is more.
-        how: it has ended, as ``by signal 9 (SIGKILL)``.
-        signal, last_operation, last_line, was_in_it: see :class:`Departed`.
-        at: the last call, which it has not made, if it left without that; -1 for other losses.
+    ``by`` has noticed it. ``rank`` is -1 if it is not known which. ``text`` says why one failed or was interrupted,
+    ``how`` in what way it has ended. ``at`` is the last call of ``by``, which the lost rank has left without, else -1.
+    The others are those of :class:`Departed`.
     """
 
     by: int
@@ -96,13 +64,7 @@ class Late(_Struct, frozen=True):
 
 
 class Differs(_Struct, frozen=True):
-    """The calls of the ranks do not match.
-
-    Attributes:
-        by: the rank that found it.
-        at: which call, by its count; -1 for a message.
-        ends: of a message, what was sent and what was to be received (``MessageEnd``).
-    """
+    """Call number ``at`` of rank ``by`` does not match the others', or the ``ends`` of a message (``MessageEnd``)."""
 
     by: int
     at: int = -1
@@ -117,7 +79,7 @@ def needs_positions(fact: Fact) -> bool:
     return not fact.text if isinstance(fact, Late) else isinstance(fact, Differs) and not fact.ends
 
 
-# -- a rank to the registrar. Ranks are those of the membership, but for groups' ------------------------
+# -- messages ------------------------------------------------------------------------------------------
 
 
 class Hello(_Struct, frozen=True):
@@ -129,15 +91,23 @@ class Hello(_Struct, frozen=True):
 
 
 class Join(_Struct, frozen=True):
-    """The rank is a member of a group of these ranks; where Gloo can reach it, for each group of Gloo's."""
+    """The sender is in a group of these ranks. ``addresses``: where Gloo can reach it, by the name of Gloo's group."""
 
     group: str
     ranks: list[int]
     addresses: dict[str, bytes] = {}
 
 
+class Joined(_Struct, frozen=True):
+    """All ranks of a group have joined."""
+
+    group: str
+    pids: list[int]
+    addresses: list[dict[str, bytes]]
+
+
 class Address(_Struct, frozen=True):
-    """Where Gloo can reach a rank of a group, for a group of Gloo's that is made later; handed on to the others."""
+    """Where Gloo can reach a rank in a group of Gloo's that was made later; handed on to all."""
 
     group: str
     rank: int
@@ -145,17 +115,31 @@ class Address(_Struct, frozen=True):
     address: bytes
 
 
+class Meet(_Struct, frozen=True):
+    """The sender is ready to connect with ``peer``, to which this is handed on with the sender as ``peer``."""
+
+    group: str
+    peer: int
+    of_messages: bool = False
+
+
 class Leave(_Struct, frozen=True):
-    """The rank has left a group in order. Messages of it may still be under way to these ranks of the group."""
+    """The sender has left a group in order. Messages of it may still be under way to some ranks."""
 
     group: str
     but_for: list[int] = []
 
 
-class Broken(_Struct, frozen=True):
-    """A rank has found why a group broke; the registrar says so of the first one.
+class Left(_Struct, frozen=True):
+    """Ranks have left groups, each with the group's name, and for whom messages of it may still be under way."""
 
-    ``departs``: the rank that found it is gone from the job with that, as its script fails.
+    ranks: list[tuple[str, int, list[int]]]
+
+
+class Broken(_Struct, frozen=True):
+    """Why a group broke: as the sender has found it, and from the registrar what was found first.
+
+    ``departs``: the sender's script fails with that.
     """
 
     group: str
@@ -166,14 +150,9 @@ class Broken(_Struct, frozen=True):
 class Position(_Struct, frozen=True):
     """Where a rank is when its group breaks.
 
-    Attributes:
-        rank: in the group.
-        kind: ``call``, ``message``, ``place`` outside both, or ``stopped``; empty if it does not say.
-        number: how many collectives it has begun.
-        text: the call, message, place, or the process state.
-        before: the collective before it; for a place the last one.
-        group: which one, on the way to the registrar.
-        stopped: process states of ranks of its host that are stopped, which cannot say so themselves.
+    ``kind`` is ``call``, ``message``, ``place`` outside both, or ``stopped``, and ``text`` what it is. It has begun
+    ``number`` collectives; ``before`` is the one before the call, or the last one. ``stopped`` has the process states
+    of ranks beside it that are stopped, and cannot say so themselves.
     """
 
     rank: int
@@ -185,22 +164,18 @@ class Position(_Struct, frozen=True):
     stopped: dict[int, str] = {}
 
 
-class Meet(_Struct, frozen=True):
-    """The rank is ready to connect with another one of the group; the registrar hands it on, with who says it."""
+class Positions(_Struct, frozen=True):
+    """Where the ranks of a broken group are, those that have said so."""
 
     group: str
-    peer: int
+    ranks: list[Position]
 
 
 class Departed(_Struct, frozen=True):
-    """A rank has gone: said by one of its host, and by the registrar to all.
+    """A rank has gone; of itself a rank says that it has left all groups.
 
-    Attributes:
-        rank, way: which one, and how; see :class:`Way`.
-        text: of one that failed, why; of one that has ended, how.
-        signal: that ended it; 0 if none did or it is not known.
-        last_operation, last_line: from its flight recorder; empty if not known.
-        was_in_it: it had not returned from that operation.
+    ``text`` says why it failed, or how it ended; ``signal`` is 0 if none ended it. The last operation is that of its
+    flight recorder, if that could be read; it ``was_in_it`` if it had not returned.
     """
 
     rank: int
@@ -212,6 +187,19 @@ class Departed(_Struct, frozen=True):
     was_in_it: bool = False
 
 
+class Silent(_Struct, frozen=True):
+    """The host of a rank acknowledges nothing, or does again."""
+
+    rank: int
+    is_silent: bool
+
+
+class WhoKnows(_Struct, frozen=True):
+    """The session of a rank beside the receiver has ended: how has its process?"""
+
+    rank: int
+
+
 class Ask(_Struct, frozen=True):
     """``asker`` wants to know what the ranks of other hosts do."""
 
@@ -220,85 +208,18 @@ class Ask(_Struct, frozen=True):
 
 
 class Answer(_Struct, frozen=True):
-    """What the ranks of a host do, as JSON values of ``RankSnapshot``, for the rank that asked."""
+    """What the ranks of a host do, as values of ``RankSnapshot``, handed on to the rank that asked."""
 
     number: int
     asker: int
     snapshots: list[Any]
 
 
-class Leaving(_Struct, frozen=True):
-    """The rank has left all groups, and ends its session."""
+OfGroup: TypeAlias = Joined | Address | Meet | Leave | Broken | Position | Positions
+Message: TypeAlias = Join | OfGroup | Left | Departed | Silent | WhoKnows | Ask | Answer
 
-
-# -- the registrar to a rank ---------------------------------------------------------------------------
-
-
-class Joined(_Struct, frozen=True):
-    """All ranks of a group have joined; their process ids and addresses."""
-
-    group: str
-    pids: list[int]
-    addresses: list[dict[str, bytes]]
-
-
-class Left(_Struct, frozen=True):
-    """Ranks have left groups: the group, its rank, and for whom messages of that may be under way."""
-
-    ranks: list[tuple[str, int, list[int]]]
-
-
-class Silent(_Struct, frozen=True):
-    """The host of a rank acknowledges nothing, or does again."""
-
-    rank: int
-    is_silent: bool
-
-
-class Positions(_Struct, frozen=True):
-    """Where the ranks of a broken group are."""
-
-    group: str
-    ranks: list[Position]
-
-
-class WhoKnows(_Struct, frozen=True):
-    """The session of a rank of this host has ended: how has its process?"""
-
-    rank: int
-
-
-class Closing(_Struct, frozen=True):
-    """The registrar's process leaves the job in order."""
-
-
-Message: TypeAlias = (
-    Hello
-    | Join
-    | Address
-    | Leave
-    | Broken
-    | Position
-    | Meet
-    | Departed
-    | Ask
-    | Answer
-    | Leaving
-    | Joined
-    | Left
-    | Silent
-    | Positions
-    | WhoKnows
-    | Closing
-)
-
-_encoder = msgspec.msgpack.Encoder()
+encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-
-
-def encode(message: Message) -> bytes:
-    """Return the bytes of a message."""
-    return _encoder.encode(message)
 
 
 def decode(data: bytes) -> Message:

@@ -237,15 +237,6 @@ PHX_API int phx_pairs_meet(phx_line_pairs *pairs, uint32_t mine, uint32_t theirs
 /* Whether calls from equal lines need not be noted. */
 PHX_API int phx_pairs_settled(const phx_line_pairs *pairs);
 
-/* -- heartbeat ---------------------------------------------------------------------------------------------------- */
-
-/* Send a byte of value 0 on a connected stream socket every half second, unless an earlier one has not been acknowledged,
- * until phx_beat_end(); from a thread that needs no interpreter. PHX_SYSTEM if there is no memory or no thread for it. */
-PHX_API int phx_beat(int socket);
-
-/* End that, before the socket is closed. When it has returned, nothing is sent. */
-PHX_API void phx_beat_end(int socket);
-
 /* -- collectives -------------------------------------------------------------------------------------------------- */
 
 /* Arguments that several of them have:

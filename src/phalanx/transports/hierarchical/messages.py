@@ -12,6 +12,7 @@ thread that reads as long as there are such. A large message that no thread wait
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -146,8 +147,7 @@ class HierarchicalMessages(Matching):
         if way in self._opening:
             try:
                 # Gloo would print that nobody answers there.
-                if self._reason.cannot_come(way.peer):
-                    raise TransferFailed(way.peer, "it has ended or left the group, or the group is broken")
+                self._reason.meet(way.peer, lambda: math.inf, lambda: self._ended, of_messages=True)
                 way.open()
             except TransferFailed as error:
                 failure = error

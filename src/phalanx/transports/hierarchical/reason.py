@@ -145,11 +145,9 @@ class Reason:
         """Those of these ranks that take no message any more, as they have left, or the group is broken."""
         return [rank for rank in ranks if self.is_told() or self._group.departed(rank) or self._group.has_left(rank)]
 
-    def cannot_come(self, rank: int) -> bool:
-        """Whether a rank does nothing for this one any more: it has ended or left, or the group broke."""
-        return self.is_told() or self._group.is_gone(rank)
-
-    def meet(self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool]) -> None:
+    def meet(
+        self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool], of_messages: bool = False
+    ) -> None:
         """Return when a rank has come to connect with this one as well.
 
         Raises:
@@ -157,7 +155,7 @@ class Reason:
             TransferLate: it has not come in time.
             TransferFailed: it has ended, the group is broken, or ``over``.
         """
-        if self._group.meet(peer, timeout_s, over):
+        if self._group.meet(peer, timeout_s, over, of_messages):
             return
         if self.is_told() or over():
             raise TransferFailed(peer, "the group is broken")
