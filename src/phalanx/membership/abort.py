@@ -120,7 +120,7 @@ class GroupAbort:
         """
         self._member = weakref.ref(member)
         self.membership.subscribe(self.name, self)
-        self.membership.send(Join(group=self.name, ranks=self.ranks, addresses=self._addresses))
+        self.membership.send(Join(self.name, self.ranks, self._addresses))
         clock = AwakeClock()
         while not self.membership.wait_for(lambda: bool(self.pids), 0.1):
             refuse(False)
@@ -139,7 +139,7 @@ class GroupAbort:
         """Gloo has written this rank's address into that store: tell the others, with :meth:`join` or after it."""
         address = self._stores[name].get(_address_key(self.rank))
         if self.pids:
-            self.membership.send(Address(group=self.name, rank=self.rank, name=name, address=address))
+            self.membership.send(Address(self.name, self.rank, name, address))
         else:
             self._addresses[name] = address
 
@@ -166,7 +166,7 @@ class GroupAbort:
         """The fact that a rank is lost, or has left; None if it is there as far as is known."""
         gone = self.departed(rank)
         if gone is None or gone.way == Way.LEFT:
-            return Lost(by=self.rank, rank=rank, way=Way.LEFT) if self.has_left(rank) else None
+            return Lost(self.rank, Way.LEFT, rank) if self.has_left(rank) else None
         return self.fact_of(gone, rank)
 
     def fact_of(self, gone: Departed, rank: int) -> Lost:
@@ -190,7 +190,7 @@ class GroupAbort:
         It does not if it has gone, the group is broken, the time is over, or ``over``. Without the registrar nobody
         knows, so that is taken for granted.
         """
-        self.membership.send(Meet(group=self.name, peer=peer, of_messages=of_messages))
+        self.membership.send(Meet(self.name, peer, of_messages))
 
         def known() -> bool:
             return (peer, of_messages) in self._met or over() or self.fact is not None or self.is_gone(peer)
@@ -209,7 +209,7 @@ class GroupAbort:
             fact: as this rank has found it.
             departs: this rank's script fails with it.
         """
-        self.membership.send(Broken(group=self.name, fact=fact, departs=departs))
+        self.membership.send(Broken(self.name, fact, departs))
         return self.wait(ANSWER_S) or self.know(fact)
 
     def wait(self, patience_s: float, whether: Callable[[], bool] = lambda: False) -> Fact | None:
@@ -230,11 +230,6 @@ class GroupAbort:
             member.end_waits(self.fact)
         return self.fact
 
-    def say_position(self, kind: str, number: int, text: str, before: str) -> None:
-        """Say where this rank is, before its group is found broken for that, or after."""
-        position = Position(self.rank, kind, number, text, before, self.name)
-        self.membership.send(position)
-
     def positions(self) -> list[Position] | None:
         """Where the ranks are, in a moment; None if the registrar does not say."""
         patience_s = POSITIONS_S + ANSWER_S
@@ -246,7 +241,7 @@ class GroupAbort:
 
     def leave(self, but_for: Collection[int] = ()) -> None:
         """Say that this rank has left in order, but that messages for these ranks may be under way."""
-        self.membership.send(Leave(group=self.name, but_for=[*but_for]))
+        self.membership.send(Leave(self.name, [*but_for]))
 
     def close(self) -> None:
         """Know nothing more of the group."""
@@ -297,14 +292,14 @@ class GroupAbort:
                     self._conclude(lost)
                     return None
             elif lost is None and awaited_s >= AWAITED_S:
-                self._conclude(Lost(by=self.rank, rank=rank, way=Way.SILENT))
+                self._conclude(Lost(self.rank, Way.SILENT, rank))
                 return None
         return _LOOK_S
 
     def _conclude(self, fact: Fact) -> None:
         """Publish a fact without waiting for the answer, which comes to this thread."""
         if self.membership.connected:
-            self.membership.send(Broken(group=self.name, fact=fact))
+            self.membership.send(Broken(self.name, fact))
             self.membership.later(ANSWER_S, lambda: self.know(fact))
         else:
             self.know(fact)

@@ -101,7 +101,7 @@ class Membership:
         self.departed: dict[int, tuple[Departed, float]] = {}
         self.silent: dict[int, float] = {}
         self.connected = True
-        self.how_ended: Callable[[int], Departed | None] = lambda rank: None
+        self.how_ended: Callable[[int], Departed | None] | None = None
         self.snapshots: Callable[[], list[Any]] = list
         self._groups: dict[str, Subscriber] = {}
         self._users, self._closed = 1, False
@@ -296,7 +296,7 @@ class Membership:
 
     def _look_for_end(self, rank: int, looks: int) -> None:
         """Tell the registrar how the process of a rank beside this one has ended, if it has."""
-        found = self.how_ended(rank)
+        found = None if self.how_ended is None else self.how_ended(rank)
         if found is not None:
             self._send(found)
         elif looks:
@@ -355,7 +355,8 @@ class Membership:
     def _lose_process(self, since: float) -> None:
         """Rank 0's process has ended: look how, for a limited time."""
         host, pid = self._names[0], self._address[-1]
-        found = self.how_ended(0) if self._hosts[0] == self._hosts[self.rank] else None
+        is_beside = self._hosts[0] == self._hosts[self.rank]
+        found = self.how_ended(0) if is_beside and self.how_ended is not None else None
         if found is None and may_be_told(host, pid, since):
             self._loop.later(LOOK_S, lambda: self._lose_process(since))
             return

@@ -97,6 +97,7 @@ class Reason:
         self.calls, self._since = 0, 0.0
         self._awaited_since: dict[int, float] = {}
         self._found_at_end: Fact | None = None
+        self._is_first = False  # the group for which the membership was made, so of all its ranks
 
     def attend(self, messages: Messages) -> None:
         """Count the ranks that messages wait for as well; they are kept weakly."""
@@ -104,8 +105,10 @@ class Reason:
 
     def join(self, timeout_s: float, refuse: Callable[[bool], None]) -> None:
         """Hear of the other ranks from now on; see :meth:`GroupAbort.join`."""
-        if self._is_of_all:
-            self._group.membership.how_ended = self._how_ended
+        membership = self._group.membership
+        self._is_first = membership.how_ended is None
+        if self._is_first:
+            membership.how_ended = self._how_ended
         self._group.join(self, timeout_s, refuse)
 
     def begin(self) -> None:
@@ -180,13 +183,13 @@ class Reason:
         if left is None and self._local is not None:
             left = self._local.who_left(error)
         if left is not None and self._group.fact is None:
-            self._found_at_end = Lost(by=self._rank, rank=left[0], way=Way.LEFT)
+            self._found_at_end = Lost(self._rank, Way.LEFT, left[0])
 
     def script_fails(self, cause: str) -> None:
         """This rank's script fails: to the others it must not look as if it had left."""
         self.fails = True
-        fact = Lost(by=self._rank, rank=self._rank, way=Way.FAILED, text=cause[:_LONGEST_TEXT])
-        self._group.publish(self._found_at_end or fact, departs=self._is_of_all)
+        fact = Lost(self._rank, Way.FAILED, self._rank, cause[:_LONGEST_TEXT])
+        self._group.publish(self._found_at_end or fact, departs=self._is_first)
 
     def tell_left(self, but_for: Collection[int] = ()) -> None:
         """This rank has left in order, and answers no message any more; nothing is told of one whose script failed.
@@ -212,7 +215,7 @@ class Reason:
         fact = fact or self.told()
         found = fact or self._found(error, of_message)
         if found is not None and needs_positions(found):
-            self._say_position(call, of_message)
+            self._group.membership.send(self._position("message" if of_message else "call", call))
         if fact is None:
             fact = self._consequence_of(error) if found is None else self._group.publish(found)
         return with_own_wait(self._raised(fact, error, call, timeout_s, of_message))
@@ -222,8 +225,7 @@ class Reason:
         peer = error.peer if isinstance(error, TransferFailed) else -1
         self._abort()
         fact = self._group.wait(PATIENCE_S, lambda: peer >= 0 and self._group.lost(peer) is not None)
-        if fact is None and self._group.membership.connected is False:
-            fact = self.told()  # of a rank of this host
+        fact = fact or self.told()  # by a rank of this host, if the registrar cannot be reached
         return fact or self._group.publish((self._group.lost(peer) if peer >= 0 else None) or self._guessed(error))
 
     def _found(self, error: BaseException, of_message: bool) -> Fact | None:
@@ -235,7 +237,7 @@ class Reason:
         if isinstance(error, (calls.Differs, Crossed, CollectiveMismatch)):
             return Differs(by=own, at=-1 if of_message else self.calls - self.history.is_late())
         if isinstance(error, calls.LeftOut):
-            return Lost(by=own, rank=error.group_rank, way=Way.LEFT, at=self.calls)
+            return Lost(own, Way.LEFT, error.group_rank, at=self.calls)
         if isinstance(error, CollectiveTimeout) and of_message:
             # A rank of this host whose own time is over says which operation it was in, and how long it has waited.
             is_elsewhere = self._local is not None and self._local.timed_out_elsewhere
@@ -243,15 +245,15 @@ class Reason:
         if isinstance(error, (CollectiveTimeout, TransferLate)):
             return Late(by=own)
         if isinstance(error, TransferFailed):
-            return Lost(by=own, rank=error.peer, way=Way.LEFT) if isinstance(error, PeerAbsent) else None
+            return Lost(own, Way.LEFT, error.peer) if isinstance(error, PeerAbsent) else None
         if isinstance(error, PeerLost):
             gone = None if self._aborted() else self._how_gone(error.group_rank)
             if gone is not None:
                 return self._group.fact_of(gone, error.group_rank)
             return None if self._aborted() else self._guessed(error)
         if isinstance(error, Exception):
-            return Lost(by=own, rank=own, way=Way.FAILED, text=cause_of_going(error)[:_LONGEST_TEXT])
-        return Lost(by=own, rank=own, way=Way.INTERRUPTED, text=type(error).__name__)
+            return Lost(own, Way.FAILED, own, text=cause_of_going(error)[:_LONGEST_TEXT])
+        return Lost(own, Way.INTERRUPTED, own, type(error).__name__)
 
     def _guessed(self, error: BaseException) -> Fact:
         """The reason as far as this rank can know it alone."""
@@ -262,8 +264,8 @@ class Reason:
             registrar = self._group.ranks.index(0) if 0 in self._group.ranks else -1
             if registrar >= 0 and (gone := self._group.lost(registrar)) is not None:
                 return gone
-            return Lost(by=self._rank, rank=error.peer, way=Way.UNKNOWN)
-        return Lost(by=self._rank, rank=getattr(error, "group_rank", -1), way=Way.UNKNOWN, text=self._here(error))
+            return Lost(self._rank, Way.UNKNOWN, error.peer)
+        return Lost(self._rank, Way.UNKNOWN, getattr(error, "group_rank", -1), self._here(error))
 
     def _late_message(self, error: CollectiveTimeout) -> Late:
         return Late(by=self._rank, rank=error.group_rank, text=self._here(error))
@@ -309,13 +311,9 @@ class Reason:
             found[self._rank] = self._position("message" if of_message else "call", call)
         return found
 
-    def _say_position(self, call: str, of_message: bool) -> None:
-        own = self._position("message" if of_message else "call", call)
-        self._group.say_position(own.kind, own.number, own.text, own.before)
-
     def _position(self, kind: str, text: str) -> Position:
         before = self.history.last_but(1 if kind == "call" else 0)
-        return Position(rank=self._rank, kind=kind, number=self.calls, text=text, before=before, group=self._group.name)
+        return Position(self._rank, kind, self.calls, text, before, self._group.name)
 
     def position(self, fact: Fact) -> Position:
         stopped = self._stopped_here()
@@ -360,10 +358,6 @@ class Reason:
         said = self._local.breakage() if self._local is not None and self._group.fact is None else None
         if said and self._group.wait(PROMPT_S) is None:
             self._group.know(msgspec.json.decode(said, type=Fact))
-
-    @property
-    def _is_of_all(self) -> bool:
-        return self._size == self._group.membership.size
 
     def _how_ended(self, rank: int) -> Departed | None:
         """How the process of a rank of this host has ended; None while it has not. The group is of all ranks."""
