@@ -260,7 +260,7 @@ class Registrar:
         elif isinstance(message, Meet):
             self._push([group.ranks[message.peer]], Meet(group.name, own, message.of_messages))
         elif isinstance(message, Position):
-            if own not in group.positions or group.positions[own].kind in ("place", "stopped"):
+            if message.kind != "place" or group.positions.get(own, message).kind in ("place", "stopped"):
                 group.positions[own] = message
             for each, state in message.stopped.items():
                 group.positions.setdefault(each, Position(each, "stopped", text=state))

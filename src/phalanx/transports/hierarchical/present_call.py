@@ -85,8 +85,12 @@ class PresentCall:
         return self
 
     def text(self) -> str:
-        """The call, with its line."""
-        return _in_words(self._present)
+        """The call, with its line, and which lines this rank's host has found crossed."""
+        return self._with(self._local.crossed if self._local is not None else "")
+
+    def _with(self, crossed: str) -> str:
+        text = _in_words(self._present)
+        return f"{text} ({crossed})" if crossed else text
 
     def last_but(self, calls: int) -> str:
         """The last call, or the last but one, with its line; empty if there was none."""
@@ -148,8 +152,7 @@ class PresentCall:
         if error is None or error is self._error:
             self._reason.end()
             return
-        crossed = str(error) if isinstance(error, Crossed) else self._local.crossed if self._local is not None else ""
-        text = f"{self.text()} ({crossed})" if crossed else self.text()
+        text = self._with(str(error)) if isinstance(error, Crossed) else self.text()
         self._error = self._reason.error(error, text, self.timeout_s)
         self._reason.end()
         if self._error is not error:

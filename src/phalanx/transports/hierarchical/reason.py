@@ -97,6 +97,7 @@ class Reason:
         self.calls, self._since = 0, 0.0
         self._awaited_since: dict[int, float] = {}
         self._found_at_end: Fact | None = None
+        self._said: Position | None = None  # where this rank found the group broken, if it says so
         self._is_first = False  # the group for which the membership was made, so of all its ranks
 
     def attend(self, messages: Messages) -> None:
@@ -215,7 +216,8 @@ class Reason:
         fact = fact or self.told()
         found = fact or self._found(error, of_message)
         if found is not None and needs_positions(found):
-            self._group.membership.send(self._position("message" if of_message else "call", call))
+            self._said = self._position("message" if of_message else "call", call)
+            self._group.membership.send(self._said)
         if fact is None:
             fact = self._consequence_of(error) if found is None else self._group.publish(found)
         return with_own_wait(self._raised(fact, error, call, timeout_s, of_message))
@@ -318,7 +320,9 @@ class Reason:
     def position(self, fact: Fact) -> Position:
         stopped = self._stopped_here()
         messages = self._messages()
-        if self.inside:
+        if self._said is not None:
+            own = self._said
+        elif self.inside:
             own = self._position("call", self.history.text())
         elif messages is not None and (message := messages.doing([fact.by, getattr(fact, "rank", -1)])):
             own = self._position("message", message)
