@@ -56,7 +56,7 @@ def ranks() -> Iterator[list[Rank]]:
 
         def make(rank: int) -> Rank:
             made = Rank(rank, Membership.meet(store, rank, hosts, names, LIMIT))
-            made.group.join(made, 60.0, lambda is_late: None)
+            made.group.join(made, 60.0)
             return made
 
         made = list(pool.map(make, range(SIZE)))

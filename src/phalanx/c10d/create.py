@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import cast
 
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed import DistError
 
 from phalanx import settings
 from phalanx.c10d.ddp_parameters import name_parameters
@@ -19,6 +20,7 @@ from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.quick import quicken, quicken_messages
 from phalanx.diagnosis.ends import tell_of_failure
 from phalanx.diagnosis.recorder import open_recorder
+from phalanx.errors import InitializationError
 from phalanx.membership.abort import GroupAbort
 from phalanx.membership.departures import call_witness
 from phalanx.membership.liveness import Membership, set_world, world_membership
@@ -30,6 +32,7 @@ from phalanx.transports.hierarchical.gloo import AttachedGloo, GlooOnDemand, laz
 from phalanx.transports.hierarchical.gloo_engine import UNLIMITED, GlooEngine
 from phalanx.transports.hierarchical.inquiry import Inquiry
 from phalanx.transports.hierarchical.islands import join_islands
+from phalanx.transports.hierarchical.said import said_by_all
 from phalanx.transports.meeting_store import MeetingStore, time_left
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.departures import process_ids
@@ -37,6 +40,22 @@ from phalanx.transports.shm.segment import NotOneHost
 from phalanx.transports.solo import SoloCommunicator
 
 __all__ = ["create_process_group"]
+
+
+# How long after a rank's session, or its registrar, its rank may show as gone: a process takes a while to end.
+_ENDING = timedelta(seconds=5)
+
+
+@contextlib.contextmanager
+def _naming_who_has_gone(meeting: MeetingStore) -> Iterator[None]:
+    """If the membership finds that a rank has gone, raise what the meeting knows of that."""
+    try:
+        yield
+    except InitializationError as error:
+        if error.rank < 0:
+            with contextlib.suppress(DistError):
+                meeting.wait(["never"], _ENDING)
+        raise
 
 
 def create_process_group(
@@ -112,12 +131,13 @@ def create_process_group(
                 else f"not all of {size} ranks share memory"
             )
             warnings.warn(f"backend {backend!r}: {who} ({reason}); they communicate as between hosts", stacklevel=3)
+        part = met.part("membership")
         membership = world_membership() if ranks else None
         members_of = ranks if membership is not None else range(size)
         if membership is None:
             places = [layout.place(each)[0] for each in range(size)]
             names = [layout.name(each) for each in range(size)]
-            membership = Membership.meet(met.part("membership"), rank, places, names, limit)
+            membership = Membership.meet(part, rank, places, names, limit)
         members = GroupAbort(membership, f"{name}/{reason.meeting}", members_of)
         made.callback(members.close)
 
@@ -139,12 +159,9 @@ def create_process_group(
         engines = GlooEngine(lanes, timeout), GlooEngine(messages, UNLIMITED, awaits_what_came=True)
         made.callback(engines[0].close)
 
-        def refuse(is_late: bool) -> None:
-            if (why := own.find_gone() or (own.find_stopped() if is_late else None)) is not None:
-                raise why
-
-        hosts = HierarchicalCommunicator(layout, rank, local, *engines, members, timeout, refuse=refuse)
-        for read in (own.part("shm"), met.part("hosts"), met.part("membership")):
+        said_by_all(part, "ready", rank, size, limit, "")  # the store ends this wait if one of them has gone
+        hosts = HierarchicalCommunicator(layout, rank, local, *engines, members, timeout)
+        for read in (own.part("shm"), met.part("hosts"), part):
             read.clear()  # all have joined the group, so they have read all of these
         made.pop_all()
         made.callback(gloo.release)
@@ -176,7 +193,7 @@ def create_process_group(
             communicator = SharedMemoryCommunicator(own.part("shm"), rank, size, limit)
             communicator.set_timeout(timeout)
         except NotOneHost as reason:
-            with contextlib.ExitStack() as made:
+            with contextlib.ExitStack() as made, _naming_who_has_gone(own):
                 group = over_hosts(reason, made)
                 made.pop_all()
                 return group

@@ -107,28 +107,25 @@ class GroupAbort:
         self._positions: list[Position] | None = None
         self._ended = self._closed = False
 
-    def join(self, member: Member, timeout_s: float, refuse: Callable[[bool], None]) -> None:
+    def join(self, member: Member, timeout_s: float) -> None:
         """Say that this rank is in the group, and wait until all have said so.
 
         Args:
             member: this rank; kept weakly.
-            timeout_s: for the others.
-            refuse: called from time to time; raises if another one cannot come, and, given True, why it is late.
+            timeout_s: for the others, which have come as far as this in the job's store.
 
         Raises:
-            InitializationError: they have not, or rank 0 of the membership has gone.
+            InitializationError: one has not, or has gone.
         """
         self._member = weakref.ref(member)
         self.membership.subscribe(self.name, self)
         self.membership.send(Join(self.name, self.ranks, self._addresses))
         clock = AwakeClock()
         while not self.membership.wait_for(lambda: bool(self.pids), 0.1):
-            refuse(False)
-            if clock.now() >= timeout_s:
-                refuse(True)
-                raise InitializationError(f"not all ranks of a group over several hosts joined it in {timeout_s:g} s")
-            if not self.membership.connected and not self.membership.silent:
-                raise InitializationError("a group over several hosts cannot be made after rank 0 has gone")
+            has_registrar = self.membership.connected or bool(self.membership.silent)
+            if any(map(self.departed, range(len(self.ranks)))) or not has_registrar or clock.now() >= timeout_s:
+                why = "a rank has gone, or did not come in time" if has_registrar else "rank 0 of the job has gone"
+                raise InitializationError(f"a group over several hosts could not be made: {why}")
 
     def address_store(self, name: str) -> Store:
         """A store in this process for the addresses of a group of Gloo's: those of the others come by the registrar."""

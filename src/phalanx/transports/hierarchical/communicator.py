@@ -58,7 +58,6 @@ class HierarchicalCommunicator(Communicator):
         group: what this rank knows of the others, and agrees on with them; its own from now on.
         timeout: how long every operation waits for other ranks.
         sizes: at which algorithms change, equal on all ranks; small ones make tests reach many chunks cheaply.
-        refuse: see :meth:`GroupAbort.join`.
     """
 
     rank_order_sums = False
@@ -73,8 +72,6 @@ class HierarchicalCommunicator(Communicator):
         group: GroupAbort,
         timeout: timedelta,
         sizes: Sizes | None = None,
-        *,
-        refuse: Callable[[bool], None] = lambda is_late: None,
     ) -> None:
         self.rank, self.size = rank, sum(map(len, layout.hosts))
         self.engine = engine.name if len(layout.hosts) == self.size else f"shared memory and {engine.name}"
@@ -104,7 +101,7 @@ class HierarchicalCommunicator(Communicator):
                 local.part_of = self._call.text
                 local.outer_error = self._call.error_of_message
             self._set_local_timeout(timeout)
-            reason.join(timeout.total_seconds(), refuse)
+            reason.join(timeout.total_seconds())
             tell_of_failure(reason)
         except BaseException:
             reason.depart()

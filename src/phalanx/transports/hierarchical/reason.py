@@ -104,13 +104,13 @@ class Reason:
         """Count the ranks that messages wait for as well; they are kept weakly."""
         self._messages = weakref.ref(messages)
 
-    def join(self, timeout_s: float, refuse: Callable[[bool], None]) -> None:
+    def join(self, timeout_s: float) -> None:
         """Hear of the other ranks from now on; see :meth:`GroupAbort.join`."""
         membership = self._group.membership
         self._is_first = membership.how_ended is None
         if self._is_first:
             membership.how_ended = self._how_ended
-        self._group.join(self, timeout_s, refuse)
+        self._group.join(self, timeout_s)
 
     def begin(self) -> None:
         """This rank is in a collective from now on."""
