@@ -35,7 +35,7 @@ folder, first, ports = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 attempt = str(first + int(os.environ["PHALANX_ATTEMPT"]))
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher may ask a rank to end before it has raised
-phalanx.transports.hierarchical.whereabouts.BY_LAUNCHER_S = 60.0  # however long a busy machine takes to say it
+phalanx.membership.registrar.LAUNCHER_S = 60.0  # however long a busy machine takes to say it
 
 def put(name, what=""):
     part = folder / f"part-{attempt}-{rank}"

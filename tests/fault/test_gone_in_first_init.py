@@ -28,11 +28,11 @@ from torch._C._distributed_c10d import TCPStore
 import phalanx
 from phalanx.c10d import create, quick
 from phalanx.errors import InitializationError
+from phalanx.membership.abort import GroupAbort
 from phalanx.store import company
 from phalanx.system.processes import own_sight
 from phalanx.topology import device
 from phalanx.transports import attendance, meeting_store
-from phalanx.transports.hierarchical.guard import Guard
 from phalanx.transports.meeting_store import MeetingStore
 from phalanx.transports.shm import segment
 
@@ -193,7 +193,7 @@ def test_gone_rank_is_named_where_rank_0_has_the_store(by: str, victim: int, way
 @pytest.mark.parametrize(
     ("by", "victim", "way", "step"),
     [
-        ("torch", 1, "killed", (Guard, "_meet")),
+        ("torch", 1, "killed", (GroupAbort, "join")),
         ("torch", 2, "raises", (create, ISLANDS)),  # alone on its host
         pytest.param("init", 0, "killed", (create, ISLANDS), marks=long),
     ],

@@ -17,8 +17,8 @@ from tests.support.waiting import await_stop, when_waiting
 
 from phalanx.c10d import process_group
 from phalanx.errors import CollectiveMismatch, PeerLost, PhalanxError
+from phalanx.membership import liveness  # noqa: F401 - it has something to do at exit
 from phalanx.system.host import machine_name
-from phalanx.transports.hierarchical import lookout  # noqa: F401 - it has something to do at exit
 
 SOON_S = 20.0  # far below any timeout here
 LARGE = 600_000  # float32: in chunks between hosts
@@ -121,7 +121,7 @@ def scatter(rank: int, src: int, count: int) -> None:
 def test_mismatch_in_the_last_call_is_raised_when_the_group_is_destroyed(
     place: str, odd: int, call: Callable[[int, int, int], None], src: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The root of a broadcast waits for nobody, and calls nothing more."""
+    """The root of a broadcast waits for nobody, and calls nothing more. A host's ranks compare their calls."""
     size = hosts_of(place, monkeypatch)
 
     def body(member: Member) -> str:
@@ -131,20 +131,24 @@ def test_mismatch_in_the_last_call_is_raised_when_the_group_is_destroyed(
                 member.await_said("waits")
             else:
                 when_waiting(lambda: member.say("waits"))
-        with pytest.raises(CollectiveMismatch) as caught:
+        found = ""
+        try:
             call(member.rank, src, count + (member.rank == odd))
             dist.destroy_process_group()
-        dist.destroy_process_group()  # nothing is left to tell
-        return str(caught.value)
+        except CollectiveMismatch as error:
+            found = str(error)
+            dist.destroy_process_group()  # nothing is left to tell
+        return found
 
-    name = call.__name__
-    for text in on_ranks(body, size):
+    name, texts = call.__name__, on_ranks(body, size)
+    assert all(text for rank, text in enumerate(texts) if place[rank] == place[odd])
+    for text in filter(None, texts):
         assert f"rank {odd}: {name}(float32[{count + 1}], src={src}) at" in text
         assert f"{name}(float32[{count}], src={src}) at" in text.replace(f"rank {odd}: ", "")
 
 
 @pytest.mark.parametrize(("place", "leaver"), [("00", 1), ("011", 2)])
-def test_rank_that_leaves_without_the_last_call_is_named_by_every_other(
+def test_rank_that_leaves_without_the_last_call_is_named_on_its_host(
     place: str, leaver: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = hosts_of(place, monkeypatch)
@@ -153,6 +157,11 @@ def test_rank_that_leaves_without_the_last_call_is_named_by_every_other(
         join(member)
         if member.rank == leaver:
             dist.destroy_process_group()
+            return
+        if place[member.rank] != place[leaver]:  # what the ranks of another host find in its last call it may miss
+            with contextlib.suppress(PeerLost):
+                dist.broadcast(torch.ones(4), 0)
+                dist.destroy_process_group()
             return
         with pytest.raises(PeerLost) as caught:
             dist.broadcast(torch.ones(4), 0)

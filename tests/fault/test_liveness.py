@@ -29,9 +29,9 @@ from tests.support.waiting import soon, stop
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from phalanx.errors import ClosedError, PeerLost
+from phalanx.membership.liveness import _alive
 from phalanx.rendezvous.meet import leave, meet
 from phalanx.topology.place import Place
-from phalanx.transports.hierarchical.lookout import lookout
 from phalanx.transports.shm import explanation
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 
@@ -274,14 +274,15 @@ def test_rank_whose_connection_has_ended_is_dialled_again_and_not_lost() -> None
         pretend_host(member.rank)
         member.join()
         dist.barrier()
-        here = lookout()
-        assert soon(lambda: bool(here._contacts))
-        before = dict(here._contacts)
-        member.meet("connected")
-        for contact in before.values() if member.rank == 0 else ():
-            contact.sock.shutdown(socket.SHUT_RDWR)  # as the network may
-        assert soon(lambda: here._contacts.keys() == before.keys() and here._contacts != before, 20)
+        (here,) = _alive.values()
+        if member.rank == 1:
+            before = here._channel
+            assert before is not None
+            before._sock.shutdown(socket.SHUT_RDWR)  # as the network may
+            assert soon(lambda: here._channel not in (None, before), 20)
         member.meet("connected again")
+        dist.barrier()
+        assert not here.departed
 
     on_ranks(body, 2)
 

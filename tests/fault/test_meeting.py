@@ -22,8 +22,8 @@ from torch._C._distributed_c10d import Store
 from phalanx.c10d import create
 from phalanx.c10d.create import create_process_group
 from phalanx.errors import InitializationError
+from phalanx.membership.abort import GroupAbort
 from phalanx.transports.hierarchical.gloo_engine import GlooEngine
-from phalanx.transports.hierarchical.guard import Guard
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 
@@ -120,7 +120,7 @@ def test_rank_that_missed_failed_attempts_joins_the_next(late: int, failures: in
 
 @pytest.mark.parametrize(
     ("where", "step"),
-    [(create, "GlooEngine"), (Guard, "_meet"), pytest.param(create, "quicken", marks=long)],
+    [(create, "GlooEngine"), (GroupAbort, "join"), pytest.param(create, "quicken", marks=long)],
 )
 def test_nothing_stays_of_a_group_over_hosts_that_cannot_be_made(where: object, step: str) -> None:
     """Its error may be kept, and with it whatever its frames hold."""

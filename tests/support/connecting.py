@@ -7,6 +7,8 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from phalanx.membership.abort import GroupAbort
+from phalanx.membership.liveness import Membership
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
 from phalanx.transports.hierarchical.gloo import GlooOnDemand, lazy_gloo
@@ -56,4 +58,7 @@ def over_hosts(
     ways.get()
     lanes = GlooEngine(_gloo(PrefixStore("lanes", store), rank, size, timeout), timeout)
     engines = lanes, GlooEngine(ways, UNLIMITED, awaits_what_came=True)
-    return HierarchicalCommunicator(layout, rank, local, *engines, PrefixStore("group", store), timeout, SIZES)
+    hosts = [host_of(each, size) for each in range(size)]
+    membership = Membership.meet(PrefixStore("group", store), rank, hosts, [f"host {host}" for host in hosts], timeout)
+    group = GroupAbort(membership, "group", range(size))
+    return HierarchicalCommunicator(layout, rank, local, *engines, group, timeout, SIZES)

@@ -43,6 +43,8 @@ from phalanx.errors import EncodingError, LaunchError
 from phalanx.launch.job.config_file import read_config
 from phalanx.launch.output import failure as rank_report
 from phalanx.launch.running import jobs
+from phalanx.membership.protocol import Broken, Left, Lost, Position, decode, encode
+from phalanx.membership.protocol import Message as Told
 from phalanx.native.core import RECORDER_BYTES
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.links.contract import Link
@@ -59,10 +61,9 @@ from phalanx.store.table import Table
 from phalanx.store.torch_requests import Conversation, TorchTable
 from phalanx.system.foreign_values import checked, is_number, read_json
 from phalanx.transports import seat
-from phalanx.transports.hierarchical.contact import _MESSAGE, Contact
-from phalanx.transports.hierarchical.inquiry import answer_from
+from phalanx.transports.hierarchical.inquiry import snapshots_from
 from phalanx.transports.shm import tuning
-from phalanx.wire.framing import Malformed, frame
+from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
 from phalanx.wire.proof import Challenge, NoProof, PassedOn, Response, WrongKey
 from phalanx.wire.session import Session
@@ -191,34 +192,24 @@ def of_the_store() -> Iterator[Parser]:
 def of_ranks() -> Iterator[Parser]:
     """What ranks and hosts of a job tell each other, or write into a store where anybody may write who reaches it."""
 
-    def nothing_more(count: int) -> bytes:
-        raise BlockingIOError
+    def said(data: bytes) -> object:
+        """The content of a message whose digest is right."""
+        return decode(data)
 
-    def signs(data: bytes) -> object:
-        """The content of a message whose digest is right, and a stream of bytes."""
-        heard = []
-        for stream in (_MESSAGE + session(is_listener=False).seal(frame(data)), data):
-            contact = Contact.__new__(Contact)
-            contact._session, contact._incoming = session(is_listener=True), bytearray(stream)
-            contact.ended = False
-            contact.sock = cast(Any, SimpleNamespace(recv=nothing_more))
-            heard += contact.read(0.0)
-        assert all(isinstance(message, dict) for message in heard)
-        return heard or None
-
-    said = [as_bytes(joined=True, group="0"), as_bytes(leaves=1, group="0", why="x", ranks=[1, 2])]
-    yield Parser("a message between lookouts", said, signs)
+    fact = Lost(by=1, rank=2, way="ended", how="by signal 9 (SIGKILL)")
+    messages: list[Told] = [Broken(group="0", fact=fact), Left(ranks=[("0", 1, [2])]), Position(rank=1, group="0")]
+    yield Parser("a message of a registrar", [*map(encode, messages)], said, (Malformed,))
 
     seen = [RankSnapshot(rank, Recording(42, rank, 3, 3, "", 4, (RECORD,)), "S", place="train.py:7") for rank in (1, 2)]
     earlier = msgspec.structs.replace(RECORD, entered_ns=10**15 - 99)
     waiting = RankSnapshot(0, Recording(41, 0, 3, 3, "", 4, (earlier,)), "S")
 
     def of_host(data: bytes) -> object:
-        _, ranks = answer_from(data, [1, 2])
+        ranks = snapshots_from(read_json(data))
         diagnose([waiting, *ranks])
         return ranks
 
-    answer = as_bytes(number=3, ranks=[each.to_json() for each in seen])
+    answer = json.dumps([each.to_json() for each in seen]).encode()
     yield Parser("what the ranks of another host do", [answer], of_host, (ValueError,))
 
 
@@ -434,7 +425,7 @@ FOUND: list[tuple[str, Callable[[bytes], bytes]]] = [
     ("the verdict on a claim", lambda _: DEEP),
     ("the answer of a worker", lambda _: DEEP),
     ("the answer of a worker", lambda _: b"[]"),
-    ("a message between lookouts", lambda _: DEEP),
+    ("a message of a registrar", lambda _: DEEP),
     ("the description of a job", lambda _: DEEP + b"\n"),
     ("the description of a job", lambda data: data.replace(b"4243", b'"x"')),
     ("the report of a rank that failed", lambda _: DEEP),

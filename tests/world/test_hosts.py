@@ -273,8 +273,8 @@ def test_everything_between_hosts_goes_by_the_chosen_interface(pair: Pair) -> No
         own = f"10.213.78.{rank // 2 + 1}"
         listening = [here for kind, here, _ in ends if kind == "listens"]
         assert set(listening) == {own}
-        # Rank 0 has the store; each rank has Gloo for lanes, Gloo for messages, and the lookout for signs of life.
-        assert len(listening) == 3 + (rank == 0)
+        # Rank 0 has the store and the registrar; each rank has Gloo for lanes, and Gloo for messages.
+        assert len(listening) == 2 + 2 * (rank == 0)
         connected = {(here, there) for kind, here, there in ends if kind == "connected"}
         assert {here for here, _ in connected} == {own}
         assert {there for _, there in connected} <= {"10.213.78.1", "10.213.78.2"}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import cast
 
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed import DistError
 
 from phalanx import settings
 from phalanx.c10d.hooked import group_class
@@ -18,15 +19,19 @@ from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.quick import quicken
 from phalanx.diagnosis.ends import tell_of_failure
 from phalanx.diagnosis.recorder import open_recorder
+from phalanx.errors import InitializationError
+from phalanx.membership.abort import GroupAbort
+from phalanx.membership.departures import call_witness
+from phalanx.membership.liveness import Membership, set_world, world_membership
 from phalanx.system.threads import renew_engine
 from phalanx.transports.attendance import attend
 from phalanx.transports.contract import Communicator
-from phalanx.transports.gone import call_witness
 from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
-from phalanx.transports.hierarchical.gloo import GlooOnDemand, lazy_gloo
+from phalanx.transports.hierarchical.gloo import AttachedGloo, GlooOnDemand, lazy_gloo
 from phalanx.transports.hierarchical.gloo_engine import UNLIMITED, GlooEngine
 from phalanx.transports.hierarchical.inquiry import Inquiry
 from phalanx.transports.hierarchical.islands import join_islands
+from phalanx.transports.hierarchical.said import said_by_all
 from phalanx.transports.meeting_store import MeetingStore, time_left
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.explanation import process_ids
@@ -34,6 +39,22 @@ from phalanx.transports.shm.segment import NotOneHost
 from phalanx.transports.solo import SoloCommunicator
 
 __all__ = ["create_process_group"]
+
+
+# How long after a rank's session, or its registrar, its rank may show as gone: a process takes a while to end.
+_ENDING = timedelta(seconds=5)
+
+
+@contextlib.contextmanager
+def _naming_who_has_gone(meeting: MeetingStore) -> Iterator[None]:
+    """If the membership finds that a rank has gone, raise what the meeting knows of that."""
+    try:
+        yield
+    except InitializationError as error:
+        if error.rank < 0:
+            with contextlib.suppress(DistError):
+                meeting.wait(["never"], _ENDING)
+        raise
 
 
 def create_process_group(
@@ -92,10 +113,8 @@ def create_process_group(
         group.record(recorded or ranks)
         return group
 
-    def gloo_in(store: Store, one_host: bool = True, own: int | None = None) -> GlooOnDemand:
-        return GlooOnDemand(
-            lambda timeout: lazy_gloo(store, rank, size, timeout, one_host=one_host), timeout, store, own
-        )
+    def gloo_in(store: Store, own: int | None = None) -> GlooOnDemand:
+        return GlooOnDemand(lambda timeout: lazy_gloo(store, rank, size, timeout, one_host=True), timeout, store, own)
 
     def over_hosts(reason: NotOneHost, made: contextlib.ExitStack) -> PhalanxProcessGroup:
         """The group of ranks that do not all share memory; ``made`` gets what is closed if that fails."""
@@ -110,27 +129,38 @@ def create_process_group(
                 else f"not all of {size} ranks share memory"
             )
             warnings.warn(f"backend {backend!r}: {who} ({reason}); they communicate as between hosts", stacklevel=3)
-        gloo, lanes, messages = [
-            gloo_in(PrefixStore(name, met), one_host=False, own=rank if name == "gloo" else None)
-            for name in ("gloo", "lanes", "messages")
-        ]
-        for each in (gloo, lanes, messages):
-            made.callback(each.release)
+        part = met.part("membership")
+        membership = world_membership() if ranks else None
+        members_of = ranks if membership is not None else range(size)
+        if membership is None:
+            places = [layout.place(each)[0] for each in range(size)]
+            names = [layout.name(each) for each in range(size)]
+            membership = Membership.meet(part, rank, places, names, limit)
+        members = GroupAbort(membership, f"{name}/{reason.meeting}", members_of)
+        made.callback(members.close)
 
-        def engine(gloo: GlooOnDemand, limit: timedelta, awaits_what_came: bool = False) -> GlooEngine:
-            # Now: Gloo waits in the store for the address of a rank as soon as another one has something for it, and a
-            # thread that still waits there when the interpreter ends would end the process.
-            gloo.get()
-            return GlooEngine(gloo, limit, awaits_what_came)
+        def gloo_of(name: str) -> GlooOnDemand:
+            addresses = members.address_store(name)
 
-        engines = engine(lanes, timeout), engine(messages, UNLIMITED, awaits_what_came=True)
+            def make(timeout: timedelta) -> AttachedGloo:
+                gloo = lazy_gloo(addresses, rank, size, timeout, one_host=False)
+                members.say_address(name)
+                return gloo
+
+            on_demand = GlooOnDemand(make, timeout)
+            made.callback(on_demand.release)
+            return on_demand
+
+        gloo, lanes, messages = map(gloo_of, ("gloo", "lanes", "messages"))
+        for each in (lanes, messages):
+            each.get()  # now, so that the others know its address when all have joined
+        engines = GlooEngine(lanes, timeout), GlooEngine(messages, UNLIMITED, awaits_what_came=True)
         made.callback(engines[0].close)
-        reasons = met.part("broken")
-        hosts = HierarchicalCommunicator(
-            layout, rank, local, *engines, reasons, timeout, world=not ranks, forget_gone=gloo.forget
-        )
-        for read in (own.part("shm"), met.part("hosts")):
-            read.clear()  # all have come to the making of the communicator, so they have read all of these
+
+        said_by_all(part, "ready", rank, size, limit, "")  # the store ends this wait if one of them has gone
+        hosts = HierarchicalCommunicator(layout, rank, local, *engines, members, timeout)
+        for read in (own.part("shm"), met.part("hosts"), part):
+            read.clear()  # all have joined the group, so they have read all of these
         made.pop_all()
         made.callback(gloo.release)
         made.callback(hosts.close)
@@ -140,10 +170,10 @@ def create_process_group(
             quicken(group, hosts.messages.inside, hosts.messages.places)
         if not ranks:
             call_witness(hosts)
+            set_world(membership)
             handle = cast(SharedMemoryCommunicator, local).handle if local.size > 1 else None
             here = process_ids(handle, local.size) if handle is not None else [os.getpid()]
-            inquiry = Inquiry(reasons, rank, layout, hosts.questions)
-            group.watch_waits(dict(zip(layout.here, here, strict=True)), inquiry)
+            group.watch_waits(dict(zip(layout.here, here, strict=True)), Inquiry(membership, layout))
         return group
 
     renew_engine()  # functions of the program may run in the group's threads
@@ -161,7 +191,7 @@ def create_process_group(
             communicator = SharedMemoryCommunicator(own.part("shm"), rank, size, limit)
             communicator.set_timeout(timeout)
         except NotOneHost as reason:
-            with contextlib.ExitStack() as made:
+            with contextlib.ExitStack() as made, _naming_who_has_gone(own):
                 group = over_hosts(reason, made)
                 made.pop_all()
                 return group

@@ -5,8 +5,8 @@ has lasted for long, it reads the recorders of the world's other ranks on this h
 Of the ranks of a host that wait the first says it, and ever more seldom.
 
 If it depends on a rank of another host, that host is asked, where it can be, and one of its ranks answers for all
-(``hierarchical/inquiry.py``); ranks beside that rank which wait too say it themselves. Where nobody can be asked,
-as over MPI, nothing is said, and the group's timeout names the rank.
+(``transports/hierarchical/inquiry.py``); ranks beside that rank which wait too say it themselves. Where nobody can be
+asked, as over MPI, nothing is said, and the group's timeout names the rank.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _GONE = ("", "Z", "X")  # states of a process
 
 
 class OtherHosts(Protocol):
-    """The ranks of other hosts. Each of these may take seconds."""
+    """The ranks of other hosts."""
 
-    def answer(self, seen: Callable[[], Sequence[RankSnapshot]]) -> None:
-        """If one of them has asked what the ranks of this host do, tell it; ``seen`` looks at these."""
+    def answer_by(self, seen: Callable[[], Sequence[RankSnapshot]]) -> None:
+        """Have them told, whenever they ask, what ``seen`` finds on this host; nothing if that is empty."""
 
-    def ask(self, seen: Callable[[], Sequence[RankSnapshot]], over: Callable[[], bool]) -> list[RankSnapshot]:
-        """Ask what they do; empty if they do not answer. ``over`` says that nobody wants to know any more."""
+    def ask(self, over: Callable[[], bool]) -> list[RankSnapshot]:
+        """Ask what they do, for seconds; empty if nobody can be asked. ``over`` says that nobody wants to know."""
 
     def named(self, seen: RankSnapshot) -> RankSnapshot:
         """The same with the name of its host."""
@@ -86,6 +86,8 @@ class OwnWaits:
         with contextlib.suppress(RuntimeError):  # a job runs as well without
             start(thread)
             self._thread = thread
+        if others is not None:
+            others.answer_by(self._answer)
 
     def close(self) -> None:
         """Look no more. It may be called again."""
@@ -105,10 +107,6 @@ class OwnWaits:
         while not self._over.wait(self._look_s):
             try:
                 self._look()
-                # The first rank here that is not stopped answers.
-                before = [pid for rank, pid in self._pids.items() if rank < self._rank]
-                if self._others is not None and all(state_of(pid) in (*_GONE, "T", "t") for pid in before):
-                    self._others.answer(self._here)
             except (OSError, ValueError, PhalanxError):  # the program has closed the recorder's file
                 return
 
@@ -133,7 +131,7 @@ class OwnWaits:
         seen = self._sight()
         found = self._diagnosed(seen)
         if found is not None and self._others is not None and not _are_there(found, seen):
-            seen = [*map(self._others.named, seen), *self._others.ask(self._here, self._over.is_set)]
+            seen = [*map(self._others.named, seen), *self._others.ask(self._over.is_set)]
             found = self._diagnosed(seen)
             if found is not None and self._is_said_there(found, seen):
                 return ""
@@ -154,6 +152,16 @@ class OwnWaits:
         host = {each.rank: each.host for each in seen}
         waits = {host[rank] for rank in diagnosis.waiting} - {host[self._rank]}
         return bool(diagnosis.awaited) and {host.get(rank) for rank in diagnosis.awaited} <= waits
+
+    def _answer(self) -> list[RankSnapshot]:
+        """What the ranks of this host do, if this one is the first that is not stopped. Called on another thread."""
+        before = [pid for rank, pid in self._pids.items() if rank < self._rank]
+        if self._over.is_set() or any(state_of(pid) not in (*_GONE, "T", "t") for pid in before):
+            return []
+        try:
+            return self._here()
+        except (OSError, ValueError, PhalanxError):  # the program has closed the recorder's file
+            return []
 
     def _here(self) -> list[RankSnapshot]:
         """Take snapshots of the ranks of this host, with the places of those that are in no operation."""

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from phalanx.diagnosis.recorder import open_recorder
+from phalanx.membership.abort import GroupAbort
+from phalanx.membership.liveness import Membership
 from phalanx.native.core import Traced, Tracer, library
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical import exchanging
@@ -275,7 +277,10 @@ def _join(plan: Plan, rank: int, store: Store, notes: _Notes) -> Communicator:
     lanes = _TracedEngine(gloo("lanes"), _TIMEOUT)
     lanes.notes = notes
     messages = GlooEngine(gloo("messages"), _TIMEOUT, awaits_what_came=True)
-    group = HierarchicalCommunicator(layout, rank, local, lanes, messages, part("broken"), _TIMEOUT)
+    names = [f"host {host}" for host in plan.host_of]
+    membership = Membership.meet(part("membership"), rank, plan.host_of, names, _TIMEOUT)
+    members = GroupAbort(membership, "explained", range(plan.ranks))
+    group = HierarchicalCommunicator(layout, rank, local, lanes, messages, members, _TIMEOUT)
     notes.beside = lambda: group.exchanging.memory
     vars(exchanging)["_copy"] = notes.copied
     return group

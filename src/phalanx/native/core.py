@@ -185,8 +185,6 @@ def library() -> ctypes.CDLL:
         ("phx_records_read", c_uint32, [c_void_p, c_uint64, POINTER(SeenRecord), POINTER(c_uint64)]),
         ("phx_recorder_of", c_void_p, [comm, c_uint32]),
         ("phx_name_ranks", c_int, [comm, POINTER(c_int32)]),
-        ("phx_beat", c_int, [c_int]),
-        ("phx_beat_end", None, [c_int]),
         ("phx_combine", c_int, [blocks, c_uint32, data, c_uint64, c_uint32, c_uint32]),
         ("phx_all_reduce", c_int, [comm, data, data, c_uint64, c_uint32, c_uint32, c_uint64]),
         ("phx_reduce", c_int, [comm, data, data, c_uint64, c_uint32, c_uint32, c_uint32, c_uint64]),

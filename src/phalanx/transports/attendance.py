@@ -41,10 +41,10 @@ from torch.distributed import DistError
 
 from phalanx.diagnosis.recorder import is_kept
 from phalanx.errors import BackendError, DeviceError, InitializationError, LauncherEnvironmentError, PhalanxError
+from phalanx.membership.departures import ENDED, FAILED, Gone
 from phalanx.store.client import JobStore, underlying
 from phalanx.system.host import this_host
 from phalanx.system.processes import has_ended, own_sight, start_of, state_if_stopped
-from phalanx.transports.gone import ENDED, FAILED, Gone
 from phalanx.transports.seat import Seat
 from phalanx.words import format_named
 

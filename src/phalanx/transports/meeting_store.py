@@ -1,7 +1,7 @@
 """The part of the job's store in which the ranks of a new group meet: a wait there ends when one of them has gone.
 
-The world's group tells which ranks have gone (``gone.py``); for the world itself the ranks that are meeting do
-(``attendance.py``). Where there is neither, a wait lasts as long as in any other store.
+The world's group tells which ranks have gone (``membership/departures.py``); for the world itself the ranks that are
+meeting do (``attendance.py``). Where there is neither, a wait lasts as long as in any other store.
 
 Who writes, who reads, and when the writer dies. A key of a meeting is written by one rank, and read by ranks that wait
 for it. If its writer dies right before it has written, the wait ends at the next look, which finds the writer gone. If
@@ -33,12 +33,12 @@ from torch.distributed import DistError, DistStoreError
 from phalanx.diagnosis.own_waits import AGAIN, warn_after_s
 from phalanx.diagnosis.recorder import is_kept
 from phalanx.errors import InitializationError
+from phalanx.membership.departures import WAYS, gone_ranks, has_witness
 from phalanx.store.client import JobStore, underlying
 from phalanx.store.ended import ended_of
 from phalanx.system.processes import state_text
 from phalanx.system.threads import AwakeClock, ended_early
 from phalanx.transports.attendance import Attendance, attending
-from phalanx.transports.gone import WAYS, gone_ranks, has_witness
 from phalanx.words import format_named, tell
 
 __all__ = ["OFFER", "MeetingStore", "error_of", "meeting_within", "part_of", "time_left"]

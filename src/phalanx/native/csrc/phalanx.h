@@ -8,7 +8,7 @@
  * from PHX_MISMATCH on, the reason why the group is broken. All data is contiguous.
  *
  * Folders, each of which includes only those before it:
- *   system       what the core asks of Linux: futexes, processes, a heartbeat, copies of a process for its stacks
+ *   system       what the core asks of Linux: futexes, processes, copies of a process for its stacks
  *   recorder     the flight recorder: records of operations in memory that outlives the process
  *   segment      the shared memory of a group, and its state: who is there, why it broke, which calls match
  *   collectives  chunks, waits, the kernels that combine numbers, and a file for each collective
@@ -243,15 +243,6 @@ PHX_API int phx_pairs_meet(phx_line_pairs *pairs, uint32_t mine, uint32_t theirs
 
 /* Whether calls from equal lines need not be noted. */
 PHX_API int phx_pairs_settled(const phx_line_pairs *pairs);
-
-/* -- heartbeat ---------------------------------------------------------------------------------------------------- */
-
-/* Send a byte of value 0 on a connected stream socket every half second, unless an earlier one has not been acknowledged,
- * until phx_beat_end(); from a thread that needs no interpreter. PHX_SYSTEM if there is no memory or no thread for it. */
-PHX_API int phx_beat(int socket);
-
-/* End that, before the socket is closed. When it has returned, nothing is sent. */
-PHX_API void phx_beat_end(int socket);
 
 /* -- collectives -------------------------------------------------------------------------------------------------- */
 

@@ -12,6 +12,10 @@ __all__ = ["Differs", "EndsDiffer", "History", "LeftOut"]
 class History(Protocol):
     """The last collectives of this rank."""
 
+    def text(self) -> str:
+        """The present call, with its line."""
+        ...
+
     def last_but(self, calls: int) -> str:
         """The last call (0) or the last but one (1), with its line; empty if there was none."""
         ...

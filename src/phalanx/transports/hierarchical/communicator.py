@@ -18,25 +18,23 @@ from datetime import timedelta
 from functools import partial
 
 import torch
-from torch._C._distributed_c10d import Store
 
 from phalanx.diagnosis.ends import tell_of_failure
+from phalanx.membership.abort import GroupAbort
+from phalanx.membership.departures import Gone
 from phalanx.transports.contract import Communicator, Message
-from phalanx.transports.gone import Gone
-from phalanx.transports.hierarchical.breaking import Reason
 from phalanx.transports.hierarchical.bulk import Bulk
 from phalanx.transports.hierarchical.crossing import Lines
 from phalanx.transports.hierarchical.early_receives import EarlyReceives
 from phalanx.transports.hierarchical.exchanging import Exchanging
-from phalanx.transports.hierarchical.first_contact import FirstContact
 from phalanx.transports.hierarchical.frames import Frames
 from phalanx.transports.hierarchical.lane import Engine
-from phalanx.transports.hierarchical.last_calls import LastCalls, forget
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.message_way import Way
 from phalanx.transports.hierarchical.messages import HierarchicalMessages
 from phalanx.transports.hierarchical.parts import Parts, PartsOfWhole
 from phalanx.transports.hierarchical.present_call import PresentCall
+from phalanx.transports.hierarchical.reason import Reason
 from phalanx.transports.hierarchical.reducing import Reducing
 from phalanx.transports.hierarchical.sizes import Sizes
 from phalanx.transports.hierarchical.small import Small
@@ -57,11 +55,9 @@ class HierarchicalCommunicator(Communicator):
         local: a communicator of the ranks of this host, in their order; its methods are used by this one alone.
         engine: carries bytes between hosts.
         way: carries bytes between hosts for messages; its transfers wait without a limit.
-        store: the group's own part of the job's store, for the reason why it broke.
+        group: what this rank knows of the others, and agrees on with them; its own from now on.
         timeout: how long every operation waits for other ranks.
         sizes: at which algorithms change, equal on all ranks; small ones make tests reach many chunks cheaply.
-        world: this is the world, which is asked for ranks that have gone.
-        forget_gone: deletes what a rank has written into the store beside this group; it does so itself unless it dies.
     """
 
     rank_order_sums = False
@@ -73,12 +69,9 @@ class HierarchicalCommunicator(Communicator):
         local: Communicator,
         engine: Engine,
         way: Engine,
-        store: Store,
+        group: GroupAbort,
         timeout: timedelta,
         sizes: Sizes | None = None,
-        *,
-        world: bool = False,
-        forget_gone: Callable[[int], None] = lambda rank: None,
     ) -> None:
         self.rank, self.size = rank, sum(map(len, layout.hosts))
         self.engine = engine.name if len(layout.hosts) == self.size else f"shared memory and {engine.name}"
@@ -93,19 +86,8 @@ class HierarchicalCommunicator(Communicator):
         self._bulk = Bulk(layout, local, engine, early, sizes.chunk_bytes)
         self._reducing = Reducing(layout, local, engine, early, sizes.chunk_bytes)
         self.exchanging = Exchanging(layout, local, engine, early, frames, sizes)
-        reason = Reason(
-            store,
-            self.rank,
-            layout,
-            local,
-            abort=self._wake,
-            aborted=lambda: isinstance(local, SharedMemoryCommunicator) and local.aborted,
-            timeout=timeout,
-            world=world,
-        )
-        self._reason, self.questions = reason, reason.questions
-        self._depart = partial(reason.depart, partial(_forget, engine, way, store, layout), forget_gone)
-        self._last_calls = LastCalls(store, layout, local, reason)
+        is_aborted = lambda: isinstance(local, SharedMemoryCommunicator) and local.aborted  # noqa: E731
+        self._reason = reason = Reason(group, layout, local, abort=self._wake, aborted=is_aborted)
         try:
             self._call = PresentCall(reason, timeout, local)
             reason.history = self._call
@@ -114,15 +96,15 @@ class HierarchicalCommunicator(Communicator):
                 layout, rank, local, way, timeout_s, self._call.error_of_message, reason
             )
             reason.attend(self.messages)
-            engine.first_contact = FirstContact(store, rank, self.size, reason)
+            engine.first_contact = reason
             if isinstance(local, SharedMemoryCommunicator):
                 local.part_of = self._call.text
                 local.outer_error = self._call.error_of_message
             self._set_local_timeout(timeout, timeout)
-            reason.watch()
+            reason.join(timeout.total_seconds())
             tell_of_failure(reason)
         except BaseException:
-            reason.close()
+            reason.depart()
             raise
 
     def _make_frames(self, nbytes: int) -> Frames:
@@ -258,11 +240,11 @@ class HierarchicalCommunicator(Communicator):
         self.messages.end()
 
     def compare_rest(self, patience_s: float) -> bool:
-        self._call.compare_last(self._last_calls, patience_s)
+        self._call.compare_last(patience_s)
         return True
 
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
-        """See ``transports/gone.py``."""
+        """See ``membership/departures.py``."""
         found = self._reason.gone([rank for rank in ranks if rank not in self._layout.here])
         if isinstance(self._local, SharedMemoryCommunicator):
             places = [place for place, rank in enumerate(self._layout.here) if rank in ranks]
@@ -288,7 +270,7 @@ class HierarchicalCommunicator(Communicator):
             self._frames.release()
         self._engine.give_back()
         self.messages.give_back()
-        self._depart(at_exit=True)
+        self._reason.depart()
 
     def group_fails(self, error: BaseException, cause: str) -> None:
         self._reason.about_to_fail(error)
@@ -308,7 +290,6 @@ class HierarchicalCommunicator(Communicator):
             each.callback(self._local.abort)
 
     def close(self) -> None:
-        self._reason.close()
         self._local.close()
         if self._frames is not None:
             self._frames.release()
@@ -316,21 +297,15 @@ class HierarchicalCommunicator(Communicator):
         self.exchanging.let_go()
         if self._frames is not None:
             self._frames.let_go()
-        self.messages.close(partial(_close_last, self._way, self.messages.ways.values(), self._depart))
+        self.messages.close(partial(_close_last, self._way, self.messages.ways.values(), self._reason.depart))
 
 
 def _close_last(engine: Engine, ways: Collection[Way], depart: Callable[[], None]) -> None:
-    """Give back the last that is used, and say that this rank has left."""
+    """Give back the last that is used."""
     engine.close()
     for way in ways:
         way.let_go()
     depart()
-
-
-def _forget(engine: Engine, way: Engine, store: Store, layout: Layout, rank: int) -> None:
-    engine.forget(rank)
-    way.forget(rank)
-    forget(store, layout, rank)
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

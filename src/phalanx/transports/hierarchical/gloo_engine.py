@@ -320,9 +320,6 @@ class GlooEngine(Engine):
         with contextlib.suppress(TimeoutError):
             within(_CLOSING_S, self._gloo.release) if self._aborted else self._gloo.release()
 
-    def forget(self, rank: int) -> None:
-        self._gloo.forget(rank)
-
     def give_back(self) -> None:
         if not self._aborted:
             self._short.flush(_FLUSHED_S)

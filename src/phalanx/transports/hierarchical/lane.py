@@ -76,7 +76,7 @@ class Transfer(ABC):
 
 
 class Contacts(Protocol):
-    """See ``first_contact.py``."""
+    """See :meth:`phalanx.transports.hierarchical.reason.Reason.meet`."""
 
     def meet(self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool]) -> None:
         """Return when a rank has come as well, to connect with this one; or raise what says why it does not."""
@@ -135,9 +135,6 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back connections and threads."""
-
-    def forget(self, rank: int) -> None:  # noqa: B027 - most engines write nothing into the store
-        """Delete what a rank has written into the store for this engine; no rank connects any more."""
 
     def give_back(self) -> None:  # noqa: B027 - most engines leave nothing to the interpreter's end
         """Give back what would disturb the interpreter's end, where the group has not been closed; no call follows."""

@@ -12,6 +12,7 @@ thread that reads as long as there are such. A large message that no thread wait
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -23,7 +24,6 @@ from phalanx.diagnosis import recorder
 from phalanx.errors import BackendError, ClosedError, PhalanxError
 from phalanx.system.threads import SLICE_S, wait_awake
 from phalanx.transports.contract import SENT, Communicator, Message
-from phalanx.transports.hierarchical.breaking import Reason
 from phalanx.transports.hierarchical.lane import Engine, TransferFailed
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.message_delivery import Delivery
@@ -32,6 +32,7 @@ from phalanx.transports.hierarchical.message_matching import Matching
 from phalanx.transports.hierarchical.message_threads import MessageThreads
 from phalanx.transports.hierarchical.message_timeouts import Overdue
 from phalanx.transports.hierarchical.message_way import BROKEN, LEFT, STAGED_BYTES, Way
+from phalanx.transports.hierarchical.reason import Reason
 from phalanx.transports.hierarchical.remote_message import RemoteMessage
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.mailbox import WithdrawableReceive
@@ -144,17 +145,12 @@ class HierarchicalMessages(Matching):
     def _serve(self, way: Way) -> None:
         failure: TransferFailed | None = None
         if way in self._opening:
-            unmet = self._reason.guard.unmet  # nobody may wait for a message there, and the rank may die meanwhile
-            unmet.append(way.peer)
             try:
                 # Gloo would print that nobody answers there.
-                if self._reason.cannot_come(way.peer):
-                    raise TransferFailed(way.peer, "it has ended or left the group, or the group is broken")
+                self._reason.meet(way.peer, lambda: math.inf, lambda: self._ended, of_messages=True)
                 way.open()
             except TransferFailed as error:
                 failure = error
-            finally:
-                unmet.remove(way.peer)
         with self.lock:
             if way in self._opening:
                 self._opening.remove(way)

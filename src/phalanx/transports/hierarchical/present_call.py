@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from phalanx.diagnosis.call_site import CallSite, call_site, capture, exchange_text
-from phalanx.errors import PeerLost, PhalanxError
+from phalanx.errors import CollectiveMismatch, PeerLost, PhalanxError
+from phalanx.membership.protocol import Late
 from phalanx.transports.contract import Communicator
 from phalanx.transports.fingerprints import fingerprint
-from phalanx.transports.hierarchical.breaking import Reason
-from phalanx.transports.hierarchical.calls import Differs
+from phalanx.transports.hierarchical.calls import Differs, LeftOut
 from phalanx.transports.hierarchical.crossing import Crossed
 from phalanx.transports.hierarchical.lane import TransferFailed
-from phalanx.transports.hierarchical.last_calls import LastCalls
+from phalanx.transports.hierarchical.reason import Reason
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.explanation import text_of_call
 
@@ -85,8 +85,12 @@ class PresentCall:
         return self
 
     def text(self) -> str:
-        """The call, with its line."""
-        return _in_words(self._present)
+        """The call, with its line, and which lines this rank's host has found crossed."""
+        return self._with(self._local.crossed if self._local is not None else "")
+
+    def _with(self, crossed: str) -> str:
+        text = _in_words(self._present)
+        return f"{text} ({crossed})" if crossed else text
 
     def last_but(self, calls: int) -> str:
         """The last call, or the last but one, with its line; empty if there was none."""
@@ -105,14 +109,33 @@ class PresentCall:
         found = self._reason.error(error, message, self.timeout_s, of_message=True)
         return found if isinstance(found, PhalanxError) else PeerLost(str(found))
 
-    def compare_last(self, last_calls: LastCalls, patience_s: float) -> None:
-        """Compare the last call with those of the other ranks, before this one leaves; see ``last_calls.py``."""
+    def compare_last(self, patience_s: float) -> None:
+        """Compare the last calls of the ranks, which no later call will, before this one leaves the group.
+
+        The leaders of the hosts compare every call before it is done, so only what the ranks beside them called can be
+        unknown then. A host's ranks compare that through the memory that they share.
+        """
         if self._error is not None or self._has_told or not self._count:
             return
-        found = last_calls.difference(self._count, self.is_compared, patience_s)
+        found = self._difference(patience_s)
         if found is not None:
             self._error = self._reason.error(found, self.text(), self.timeout_s)
             raise self._error from None
+
+    def _difference(self, patience_s: float) -> Exception | None:
+        """What is wrong with the last calls, and new to this rank; none of its own has failed here."""
+        known = self._reason.told()
+        if known is not None:
+            is_of_last = not isinstance(known, Late) and known.at == self._count
+            return TransferFailed(-1, "another rank has found what is wrong with the last call") if is_of_last else None
+        if self._local is not None and not self.is_compared:
+            try:
+                self._local.compare_rest(patience_s)
+            except CollectiveMismatch as error:
+                return error
+            except PeerLost as error:
+                return LeftOut(error.group_rank)
+        return None
 
     def __enter__(self) -> int:
         """Begin it; return its number."""
@@ -129,8 +152,7 @@ class PresentCall:
         if error is None or error is self._error:
             self._reason.end()
             return
-        crossed = str(error) if isinstance(error, Crossed) else self._local.crossed if self._local is not None else ""
-        text = f"{self.text()} ({crossed})" if crossed else self.text()
+        text = self._with(str(error)) if isinstance(error, Crossed) else self.text()
         self._error = self._reason.error(error, text, self.timeout_s)
         self._reason.end()
         if self._error is not error:

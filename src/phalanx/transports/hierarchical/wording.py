@@ -1,34 +1,75 @@
-"""Why a group over several hosts broke, in words. A reason is a few facts, which every rank puts into words itself."""
+"""Why a group over several hosts broke, in words. Every rank puts the same facts into words itself."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from phalanx.errors import CollectiveTimeout, PeerLost
+from phalanx.diagnosis.call_site import listed
+from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from phalanx.lost import did_last, let_continue, rank_of_group
-from phalanx.transports.hierarchical.contact import SILENT_S, STILL_S
+from phalanx.membership.protocol import KEEP_ALIVE, Late, Lost, Position, Way
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.words import format_list
 
-__all__ = ["KNOWN_BESIDE", "Fact", "awaited_elsewhere", "late", "late_message", "lost", "who"]
-
-# ``kind``: lost, late, differs or interrupted. ``what``: silent, stopped, ended, raised, left or unreachable, or
-# message if one is late, as far as a word says it; else ``text`` says what happened, and with raised by which
-# exception. ``group_rank``: whom it is about. ``by``: the rank that noticed it. If that is a rank of the same
-# host, the fact may have ``KNOWN_BESIDE`` too. A rank of that host adds to ended ``how``, ``was_in_it`` and these, and
-# tells the other hosts. ``at``: which call differs; ``ends``: if it is a message, its ends (``MessageEnd``).
-Fact = dict[str, Any]
-#: What the ranks beside a lost one know of it, as attributes of their errors.
-KNOWN_BESIDE = ("signal", "last_operation", "last_line")
+__all__ = ["Found", "awaited_elsewhere", "late", "late_message", "lost"]
 
 
-def who(ranks: Sequence[int], layout: Layout, pids: Sequence[int]) -> str:
+@dataclass(frozen=True)
+class Found:
+    """Where the ranks of a group of this size were when it broke, as far as they say."""
+
+    size: int
+    positions: Mapping[int, Position]
+
+    @property
+    def stopped(self) -> set[int]:
+        """The ranks whose processes are stopped."""
+        return {rank for rank, each in self.positions.items() if each.kind == "stopped"}
+
+    def call_of(self, rank: int) -> Position | None:
+        """The collective or message in which a rank was, if it was in one."""
+        found = self.positions.get(rank)
+        return found if found is not None and found.kind in ("call", "message") else None
+
+    def mismatch(self, at: int) -> CollectiveMismatch:
+        """The error for calls that differ, with the ranks' calls.
+
+        Args:
+            at: which of its calls differs, by the count of the rank that has found it. A rank that need not wait for
+                others may be one further by then. -1 if it is a message.
+        """
+        calls, elsewhere = dict[int, str](), dict[int, str]()
+        for rank, each in self.positions.items():
+            if each.kind in ("call", "message") and each.text:
+                calls[rank] = each.before if each.number == at + 1 and at > 0 and each.before else each.text
+            elif each.kind == "place" and each.number == at and each.before:
+                calls[rank] = each.before
+            elif each.kind == "place" and each.text:
+                elsewhere[rank] = f"in no collective, at {each.text}"
+        return CollectiveMismatch.of_calls(listed(elsewhere | calls, range(self.size)), calls)
+
+    def behind(self, count: int) -> dict[int, str]:
+        """The ranks that have begun fewer collectives than this, each with where it is, as far as that is known."""
+        missing = {}
+        for rank in range(self.size):
+            each = self.positions.get(rank, Position(rank=rank))
+            if each.kind in ("", "stopped"):
+                missing[rank] = each.text
+            elif each.number < count and each.kind == "place":
+                missing[rank] = f"at {each.text}" if each.text else "in no collective"
+            elif each.number < count:
+                missing[rank] = f"in {each.text}"
+        return missing
+
+
+def _who(ranks: Sequence[int], layout: Layout, pids: Sequence[int]) -> str:
     """Ranks of a group with their processes: ``rank 2 of the group (pid 70 on h1)``, joined by ``and``."""
     return format_list([rank_of_group(rank, pids[rank], layout.name(rank)) for rank in ranks])
 
 
-def lost(fact: Fact, layout: Layout, pids: Sequence[int], own: int, call: str) -> PeerLost:
+def lost(fact: Lost, layout: Layout, pids: Sequence[int], own: int, call: str) -> PeerLost:
     """The error for a rank or a host that went.
 
     Args:
@@ -37,92 +78,77 @@ def lost(fact: Fact, layout: Layout, pids: Sequence[int], own: int, call: str) -
         pids: their process ids.
         own, call: this rank, and what it was doing.
     """
-    rank: int = fact["group_rank"]
     what, remedy = _what(fact, layout, pids)
     text = f"{what}. Rank {own} was in {call}{f'. {remedy}' if remedy else ''}"
-    if rank < 0:
+    if fact.rank < 0:
         return PeerLost(text)
-    known = {name: fact[name] for name in KNOWN_BESIDE if name in fact}
-    return PeerLost(text, group_rank=rank, pid=pids[rank], host=layout.name(rank), **known)
+    known = {name: getattr(fact, name) for name in ("signal", "last_operation", "last_line")}
+    return PeerLost(text, group_rank=fact.rank, pid=pids[fact.rank], host=layout.name(fact.rank), **known)
 
 
-def _what(fact: Fact, layout: Layout, pids: Sequence[int]) -> tuple[str, str]:
+def _what(fact: Lost, layout: Layout, pids: Sequence[int]) -> tuple[str, str]:
     """What has happened, and the next step, if one is known."""
     own_output = "Look at that rank's own output for the cause"
-    rank, what = fact["group_rank"], fact["what"]
-    if what in ("silent", "stopped"):
-        host = layout.name(rank)
-        there = f"On {host}: {who(layout.ranks_beside(rank), layout, pids)}"
-        if what == "silent":
-            return (
-                f"Nothing comes from {host}, for {SILENT_S:g} s not even acknowledgements: it is down, or the network "
-                f"between it and {layout.name(fact['by'])} is cut. {there}",
-                f"Look at the console of {host} and its links",
-            )
+    who = _who([fact.rank], layout, pids) if fact.rank >= 0 else "a rank of the group"
+    if fact.way == Way.SILENT:
+        host = layout.name(fact.rank)
         return (
-            f"No rank on {host} runs, for {STILL_S:g} s, although the host answers: all were stopped (SIGSTOP, a "
-            f"debugger, a suspended container or batch job). {there}",
-            "Suspend a job on all of its hosts together",
+            f"Nothing comes from {host}, for {KEEP_ALIVE.unacknowledged_s:g} s not even acknowledgements: it is down, "
+            f"or the network between it and {layout.name(fact.by)} is cut. "
+            f"On {host}: {_who(layout.ranks_beside(fact.rank), layout, pids)}",
+            f"Look at the console of {host} and its links",
         )
-    if what == "ended":
-        how = f" {fact['how']}" if fact.get("how") else ""
-        did = did_last(fact.get("last_operation", ""), within=fact.get("was_in_it", False))
-        return f"{_first(rank, layout, pids)} has ended{how}{did}", own_output
-    if what == "raised":
-        return f"{_first(rank, layout, pids)} has failed ({fact['text']})", own_output
-    if what == "left":
+    if fact.way == Way.ENDED:
+        how = f" {fact.how}" if fact.how else ""
+        return f"{who} has ended{how}{did_last(fact.last_operation, within=fact.was_in_it)}", own_output
+    if fact.way == Way.FAILED:
+        return f"{who} has failed{f' ({fact.text})' if fact.text else ''}", own_output
+    if fact.way == Way.LEFT:
         return (
-            f"{_first(rank, layout, pids)} has left the group in order (it destroyed the group, or its script has come "
-            f"to its end)",
+            f"{who} has left the group in order (it destroyed the group, or its script has come to its end)",
             "Every rank must make the same calls before it leaves",
         )
-    if what == "failed":
-        return (
-            f"{_first(rank, layout, pids)} has ended, or the way to it is cut: a transfer to or from it failed",
-            own_output,
-        )
-    return fact["text"], ""
+    if fact.way == Way.REPLACED:
+        return f"{who} has replaced itself by another program (exec)", "Let it start the program as a child process"
+    if fact.way == Way.INTERRUPTED:
+        return f"{who} was interrupted ({fact.text})", ""
+    if fact.text:
+        return fact.text, ""
+    if fact.rank < 0:
+        return "a rank of the group gave up, and did not say why in time", ""
+    return f"a transfer to or from {who} failed: it has ended, or the way to it is cut", own_output
 
 
-def _first(rank: int, layout: Layout, pids: Sequence[int]) -> str:
-    return who([rank], layout, pids)
-
-
-def late_message(fact: Fact, own: int, call: str) -> CollectiveTimeout:
+def late_message(fact: Late, own: int, call: str) -> CollectiveTimeout:
     """The error for a message of another rank that was not done in time; see :func:`lost`."""
-    return CollectiveTimeout(f"{fact['text']}. Rank {own} was in {call}", group_rank=fact["group_rank"])
+    return CollectiveTimeout(f"{fact.text}. Rank {own} was in {call}", group_rank=fact.rank)
 
 
 def awaited_elsewhere(
-    fact: Fact,
-    theirs: str,
-    places: Mapping[int, str],
-    stopped: Collection[int],
-    layout: Layout,
-    pids: Sequence[int],
-    own: int,
-    call: str,
-    timeout_s: float,
+    fact: Late, found: Found, layout: Layout, pids: Sequence[int], own: int, call: str, timeout_s: float
 ) -> CollectiveTimeout:
     """The error of a message whose group broke because the ranks did not all come to a collective.
 
     Args:
         fact: why the group broke.
-        theirs: the collective, as far as that is known.
-        places, stopped: the other ranks that did not come to it; see :func:`late`.
+        found: where the ranks are.
         layout, pids, own, call: see :func:`lost`.
         timeout_s: the group's timeout.
     """
-    by, what = fact["by"], theirs or "a collective"
+    theirs = found.call_of(fact.by)
+    places = {} if theirs is None else found.behind(theirs.number)
+    places.pop(own, None)
     came = f"{_all_of(places, layout, pids)} did not come" if places else "not all ranks came"
-    blamed: dict[str, Any] = {"group_rank": fact["group_rank"]}
+    blamed: dict[str, Any] = {"group_rank": fact.rank}
     advice = CollectiveTimeout.remedy()
     if places:
         first = _first_missing(places)
-        advice = let_continue(pids[first]) if first in stopped else advice
+        advice = let_continue(pids[first]) if first in found.stopped else advice
         blamed = {"group_rank": first, "pid": pids[first], "host": layout.name(first)}
+    what = "a collective" if theirs is None else theirs.text
     return CollectiveTimeout(
-        f"rank {by} of the group was in {what}, and {came} within {timeout_s:g} s. Rank {own} was in {call}. {advice}",
+        f"rank {fact.by} of the group was in {what}, and {came} within {timeout_s:g} s. Rank {own} was in {call}. "
+        f"{advice}",
         elapsed_s=timeout_s,
         **blamed,
     )
@@ -153,9 +179,8 @@ def late(
             elapsed_s=timeout_s,
         )
     first = _first_missing(places)
-    missing = _all_of(places, layout, pids)
     return CollectiveTimeout.did_not_come(
-        missing,
+        _all_of(places, layout, pids),
         waiting,
         timeout_s,
         group_rank=first,
@@ -173,7 +198,7 @@ def _first_missing(places: Mapping[int, str]) -> int:
 
 
 def _all_of(places: Mapping[int, str], layout: Layout, pids: Sequence[int]) -> str:
-    return format_list([f"{who([rank], layout, pids)}{_where(places[rank])}" for rank in sorted(places)])
+    return format_list([f"{_who([rank], layout, pids)}{_where(places[rank])}" for rank in sorted(places)])
 
 
 def _where(place: str) -> str:

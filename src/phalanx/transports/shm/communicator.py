@@ -16,11 +16,11 @@ from phalanx.diagnosis.ends import tell_how_the_script_ends, who_left
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.diagnosis.stacks import be_seen
 from phalanx.errors import BackendError, ClosedError, PhalanxError
+from phalanx.membership.departures import Gone
 from phalanx.native.core import BROKEN_FROM, TEXT_BYTES, Breakage, Crossing, Going, Status, library
 from phalanx.native.signals import SignalPoll
 from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.crossing import MOST_JUDGED, Wish, crossed_lines
-from phalanx.transports.gone import Gone
 from phalanx.transports.reductions import reducible
 from phalanx.transports.shm.explanation import departed, ended, exchanged, explain, left_text, text_of_call
 from phalanx.transports.shm.mailbox import Mailbox, WithdrawableReceive
@@ -166,7 +166,7 @@ class SharedMemoryCommunicator(Communicator):
         """Do nothing: the core has told the others (``diagnosis/ends.py``)."""
 
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
-        """Find those of these ranks that have gone (``transports/gone.py``)."""
+        """Find those of these ranks that have gone (``membership/departures.py``)."""
         return departed(self._mailbox, ranks)
 
     def ended(self, rank: int, pid: int) -> dict[str, Any]:

@@ -19,12 +19,12 @@ from phalanx.diagnosis.snapshot import Recording
 from phalanx.diagnosis.stacks import place_of_main
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.lost import rank_of_group
+from phalanx.membership.departures import ENDED, FAILED, LEFT, REPLACED, Gone
 from phalanx.native.core import NOBODY, TEXT_BYTES, Breakage, Going, Status, library
 from phalanx.system import processes
 from phalanx.system.host import machine_name
 from phalanx.system.processes import state_text
 from phalanx.transports.contract import COLLECTIVES
-from phalanx.transports.gone import ENDED, FAILED, LEFT, REPLACED, Gone
 from phalanx.transports.shm.mailbox import Mailbox
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS
 

@@ -1,0 +1,306 @@
+"""Agree why a group over several hosts broke, and where its ranks are: one rank's side of one group.
+
+The rank that finds something sends it to the registrar. The first fact of a group wins there and is pushed to all its
+ranks, so every rank raises the same. A rank that hears of it ends the waits of its process and of its host's memory. If
+the registrar does not answer, as its host is cut off or its process has left, a rank goes by its own fact.
+
+A rank concludes something only while it waits: in a collective for all ranks, in a message for its peer. So a host that
+comes back before anybody waits for it is missed by nobody, and ranks that need each other go on without a third.
+
+When ranks are late, or their calls differ, every rank is asked where it is, once, by the registrar. Whoever does not
+answer in a second is named as not saying it: it is stopped, or something holds its interpreter.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
+
+from torch._C._distributed_c10d import HashStore, Store
+
+from phalanx.errors import InitializationError
+from phalanx.membership.liveness import Membership
+from phalanx.membership.protocol import (
+    Address,
+    Broken,
+    Departed,
+    Fact,
+    Join,
+    Joined,
+    Leave,
+    Left,
+    Lost,
+    Meet,
+    Message,
+    Position,
+    Positions,
+    Way,
+    needs_positions,
+)
+from phalanx.membership.registrar import POSITIONS_S
+from phalanx.system.threads import AwakeClock
+
+__all__ = ["GroupAbort", "Member"]
+
+# How long the registrar may take to say which fact was first. Where it can be reached it answers at once, unless its
+# process is stopped or its interpreter held.
+ANSWER_S = 1.0
+# For how long a collective goes on that a rank has left unannounced: it may have done its part before.
+GRACE_S = 0.4
+# For how long a rank waits at least for one whose host is silent: that may be back, and dials once a second.
+AWAITED_S = 1.5
+_LOOK_S = 0.1
+
+
+class Member(Protocol):
+    """What a group's end needs to know of this rank. Any thread may ask, and nothing waits."""
+
+    def awaited(self) -> Mapping[int, float]:
+        """The ranks of other hosts that this one waits for, each with since when, by ``time.monotonic()``."""
+        ...
+
+    def position(self, fact: Fact) -> Position:
+        """Where this rank is, and which ranks of its host are stopped."""
+        ...
+
+    def end_waits(self, fact: Fact) -> None:
+        """The group is broken: wake the ranks of this host, and this one's waits for others."""
+        ...
+
+
+class GroupAbort:
+    """See above; :meth:`join` begins.
+
+    ==============  =================  ===========  =========================
+    field           writer             readers      guard
+    ==============  =================  ===========  =========================
+    ``fact``        any thread, once   any thread   ``membership.changed``
+    ``pids``        the loop, once     any thread   one reference
+    ``_left``       the loop           any thread   one step of Python's
+    ``_met``        the loop           any thread   one step of Python's
+    ``_positions``  the loop, once     any thread   one reference
+    ==============  =================  ===========  =========================
+
+    Args:
+        membership: of which its ranks are; released by :meth:`close`.
+        name: of the group, equal on its ranks and of no other group.
+        ranks: its ranks in the membership.
+
+    Attributes:
+        rank: this one's in the group.
+        fact: why the group broke; None while it is whole.
+        pids: the process id of each rank; there after :meth:`join`.
+    """
+
+    def __init__(self, membership: Membership, name: str, ranks: Sequence[int]) -> None:
+        self.membership, self.name, self.ranks = membership, name, [*ranks]
+        self.rank = self.ranks.index(membership.rank)
+        self.fact: Fact | None = None
+        self.pids: list[int] = []
+        self._member: Callable[[], Member | None] = lambda: None
+        self._addresses: dict[str, bytes] = {}
+        self._stores: dict[str, Store] = {}
+        self._left: dict[int, list[int]] = {}
+        self._met: set[tuple[int, bool]] = set()
+        self._positions: list[Position] | None = None
+        self._ended = self._closed = False
+
+    def join(self, member: Member, timeout_s: float) -> None:
+        """Say that this rank is in the group, and wait until all have said so.
+
+        Args:
+            member: this rank; kept weakly.
+            timeout_s: for the others, which have come as far as this in the job's store.
+
+        Raises:
+            InitializationError: one has not, or has gone.
+        """
+        self._member = weakref.ref(member)
+        self.membership.subscribe(self.name, self)
+        self.membership.send(Join(self.name, self.ranks, self._addresses))
+        clock = AwakeClock()
+        while not self.membership.wait_for(lambda: bool(self.pids), 0.1):
+            has_registrar = self.membership.connected or bool(self.membership.silent)
+            if any(map(self.departed, range(len(self.ranks)))) or not has_registrar or clock.now() >= timeout_s:
+                why = "a rank has gone, or did not come in time" if has_registrar else "rank 0 of the job has gone"
+                raise InitializationError(f"a group over several hosts could not be made: {why}")
+
+    def address_store(self, name: str) -> Store:
+        """A store in this process for the addresses of a group of Gloo's: those of the others come by the registrar."""
+        self._stores[name] = made = HashStore()
+        return made
+
+    def say_address(self, name: str) -> None:
+        """Gloo has written this rank's address into that store: tell the others, with :meth:`join` or after it."""
+        address = self._stores[name].get(_address_key(self.rank))
+        if self.pids:
+            self.membership.send(Address(self.name, self.rank, name, address))
+        else:
+            self._addresses[name] = address
+
+    # -- what is known of ranks, from any thread ---------------------------------------------------
+
+    def departed(self, rank: int) -> Departed | None:
+        """How a rank has gone from the job, if it has."""
+        return self.membership.departed.get(self.ranks[rank], (None, 0.0))[0]
+
+    def left(self, ranks: Collection[int]) -> list[int]:
+        """Those of these ranks that have left the group in order, and whose messages for this one have come."""
+        return [rank for rank in ranks if self.has_left(rank) and self.rank not in self._left.get(rank, ())]
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has left the group in order, and takes no message any more."""
+        gone = self.departed(rank)
+        return rank in self._left or (gone is not None and gone.way == Way.LEFT)
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether a rank does nothing for this one any more."""
+        return self.departed(rank) is not None or bool(self.left([rank]))
+
+    def lost(self, rank: int) -> Lost | None:
+        """The fact that a rank is lost, or has left; None if it is there as far as is known."""
+        gone = self.departed(rank)
+        if gone is None or gone.way == Way.LEFT:
+            return Lost(self.rank, Way.LEFT, rank) if self.has_left(rank) else None
+        return self.fact_of(gone, rank)
+
+    def fact_of(self, gone: Departed, rank: int) -> Lost:
+        """The fact that a rank of the group has gone in this way."""
+        ended = gone.way == Way.ENDED
+        return Lost(
+            by=self.rank,
+            rank=rank,
+            way=gone.way,
+            text="" if ended else gone.text,
+            how=gone.text if ended else "",
+            signal=gone.signal,
+            last_operation=gone.last_operation,
+            last_line=gone.last_line,
+            was_in_it=gone.was_in_it,
+        )
+
+    def meet(self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool], of_messages: bool) -> bool:
+        """Wait until another rank comes to connect with this one as well; return whether it does.
+
+        It does not if it has gone, the group is broken, the time is over, or ``over``. Without the registrar nobody
+        knows, so that is taken for granted.
+        """
+        self.membership.send(Meet(self.name, peer, of_messages))
+
+        def known() -> bool:
+            return (peer, of_messages) in self._met or over() or self.fact is not None or self.is_gone(peer)
+
+        clock = AwakeClock()
+        while not self.membership.wait_for(known, 0.1) and self.membership.connected and clock.now() < timeout_s():
+            pass
+        return (peer, of_messages) in self._met or not (known() or self.membership.connected)
+
+    # -- the first fact, from any thread -----------------------------------------------------------
+
+    def publish(self, fact: Fact, *, departs: bool = False) -> Fact:
+        """Tell the others why the group broke; return what was told first.
+
+        Args:
+            fact: as this rank has found it.
+            departs: this rank's script fails with it.
+        """
+        self.membership.send(Broken(self.name, fact, departs))
+        return self.wait(ANSWER_S) or self.know(fact)
+
+    def wait(self, patience_s: float, whether: Callable[[], bool] = lambda: False) -> Fact | None:
+        """Wait for the fact, or until something else is so; None if it is not known by then."""
+        membership = self.membership
+        membership.wait_for(lambda: self.fact is not None or whether() or not membership.connected, patience_s)
+        return self.fact
+
+    def know(self, fact: Fact) -> Fact:
+        """This rank has learned why the group broke; return what it learned first."""
+        with self.membership.changed:
+            if self.fact is None:
+                self.fact = fact
+                self.membership.changed.notify_all()
+        member = self._member()
+        if member is not None and not self._ended:
+            self._ended = True
+            member.end_waits(self.fact)
+        return self.fact
+
+    def positions(self) -> list[Position] | None:
+        """Where the ranks are, in a moment; None if the registrar does not say."""
+        patience_s = POSITIONS_S + ANSWER_S
+        membership = self.membership
+        membership.wait_for(lambda: self._positions is not None or not membership.connected, patience_s)
+        return self._positions
+
+    # -- leaving -----------------------------------------------------------------------------------
+
+    def leave(self, but_for: Collection[int] = ()) -> None:
+        """Say that this rank has left in order, but that messages for these ranks may be under way."""
+        self.membership.send(Leave(self.name, [*but_for]))
+
+    def close(self) -> None:
+        """Know nothing more of the group."""
+        if not self._closed:
+            self._closed = True
+            self.membership.unsubscribe(self.name)
+            self.membership.release()
+
+    # -- the loop's thread -------------------------------------------------------------------------
+
+    def take(self, message: Message) -> None:
+        if isinstance(message, Joined):
+            for rank, addresses in enumerate(message.addresses):
+                for name, address in addresses.items():
+                    self._note_address(name, rank, address)
+            self.pids = message.pids
+        elif isinstance(message, Address):
+            self._note_address(message.name, message.rank, message.address)
+        elif isinstance(message, Left):
+            self._left.update({rank: but_for for name, rank, but_for in message.ranks if name == self.name})
+        elif isinstance(message, Meet):
+            self._met.add((message.peer, message.of_messages))
+        elif isinstance(message, Positions):
+            self._positions = message.ranks
+        elif isinstance(message, Broken):
+            member = self._member()
+            if member is not None and needs_positions(message.fact):
+                self.membership.send(member.position(message.fact))
+            self.know(message.fact)
+
+    def _note_address(self, name: str, rank: int, address: bytes) -> None:
+        if rank != self.rank and name in self._stores:
+            self._stores[name].set(_address_key(rank), address)  # type: ignore[arg-type]
+
+    def look(self) -> float | None:
+        membership, member = self.membership, self._member()
+        away = [rank for rank, each in enumerate(self.ranks) if each in membership.silent or self.departed(rank)]
+        if not away or self.fact is not None or member is None:
+            return None
+        now, waits = time.monotonic(), member.awaited()
+        for rank in away:
+            if rank not in waits:
+                continue
+            lost, awaited_s = self.lost(rank), now - waits[rank]
+            if lost is not None and lost.way != Way.LEFT:
+                _, at = membership.departed[self.ranks[rank]]
+                if min(awaited_s, now - at) >= GRACE_S:
+                    self._conclude(lost)
+                    return None
+            elif lost is None and awaited_s >= AWAITED_S:
+                self._conclude(Lost(self.rank, Way.SILENT, rank))
+                return None
+        return _LOOK_S
+
+    def _conclude(self, fact: Fact) -> None:
+        """Publish a fact without waiting for the answer, which comes to this thread."""
+        if self.membership.connected:
+            self.membership.send(Broken(self.name, fact))
+            self.membership.later(ANSWER_S, lambda: self.know(fact))
+        else:
+            self.know(fact)
+
+
+def _address_key(rank: int) -> str:
+    return f"0/{rank}"  # of a Gloo group that listens on one device

@@ -1,0 +1,404 @@
+"""Know which ranks of a job over several hosts are there: one rank's side.
+
+A membership is a star. Rank 0's process has the registrar (``registrar.py``), every other rank one session to it. The
+session is the only sign of life: the kernel ends it with the process, and within some 4 s if the other host
+acknowledges nothing. A process that is stopped, or whose interpreter is held, keeps it. A rank whose session has ended
+dials again until it gets through, or until nothing listens there any more: then rank 0 has ended.
+
+The world's group makes the membership; a group of some ranks uses that of the world, or makes its own where the world
+has none. It ends with its last group, and with rank 0's last group for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import msgspec
+from torch._C._distributed_c10d import Store
+
+from phalanx.errors import InitializationError
+from phalanx.membership.loop import Channel, Loop
+from phalanx.membership.protocol import (
+    KEEP_ALIVE,
+    ROLE,
+    Answer,
+    Ask,
+    Departed,
+    Hello,
+    Left,
+    Message,
+    OfGroup,
+    Silent,
+    Way,
+    WhoKnows,
+)
+from phalanx.membership.registrar import LOOK_S, WELCOME, Registrar, end_of, may_be_told
+from phalanx.system.exit_order import Stage, at_exit
+from phalanx.wire.dial import Line, NoAnswer, dial
+from phalanx.wire.key import job_key
+from phalanx.wire.proof import NoProof, WrongKey
+
+__all__ = ["Membership", "Subscriber", "set_world", "world_membership"]
+
+_KEY = "registrar"  # in the part of the store in which the ranks meet
+# A rank that has lost the registrar dials as often; a kernel whose host is back answers at once.
+_DIAL_S, _PAUSE_S = 0.7, 0.3
+_GONE = (ConnectionRefusedError, ConnectionResetError, NoProof, WrongKey)
+# A process that ends closes its files one after the other, so its port may still accept.
+_ENDS_FOR_S = 0.5
+_ENDING_LOOKS = 12  # how often a rank looks whether a process beside it ends, whose session has ended
+_CLOSING_S = 2.0
+
+
+class Subscriber(Protocol):
+    """A group; called on the loop's thread, so it must not wait."""
+
+    def take(self, message: Message) -> None:
+        """Take a message about the group."""
+
+    def look(self) -> float | None:
+        """Conclude what follows from what is known; return in how many seconds to look again, None for never."""
+
+
+class Membership:
+    """One process's side. :meth:`meet` makes it.
+
+    =====================================  ===========  ==========  =====================================
+    field                                  writer       readers     guard
+    =====================================  ===========  ==========  =====================================
+    ``departed``, ``silent, connected``    the loop     any thread  one step of Python's, then ``changed``
+    ``_groups``                            any thread   the loop    one step of Python's
+    ``_users``, ``_closed``, ``_answers``  any thread   any thread  ``changed``
+    everything else                        the loop     the loop
+    =====================================  ===========  ==========  =====================================
+
+    Args:
+        rank: this process's rank.
+        hosts: the number of the host of each rank.
+        names: what each rank's host is called.
+
+    Attributes:
+        changed: notified after everything that the loop has learned.
+        departed: the ranks that have gone, each with how, and when this one learned it.
+        silent: the ranks whose hosts acknowledge nothing, and since when.
+        connected: the registrar can be reached, as far as this one knows.
+        how_ended: asks this host how the process of a rank beside this one ended; None while it has not. Set once.
+        snapshots: tells what the ranks of this host do, as JSON values; empty if another rank here does. Set once.
+    """
+
+    def __init__(self, rank: int, hosts: Sequence[int], names: Sequence[str]) -> None:
+        self.rank, self.size = rank, len(hosts)
+        self._hosts, self._names = hosts, names
+        self.changed = threading.Condition(threading.RLock())  # a signal handler may close a group
+        self.departed: dict[int, tuple[Departed, float]] = {}
+        self.silent: dict[int, float] = {}
+        self.connected = True
+        self.how_ended: Callable[[int], Departed | None] | None = None
+        self.snapshots: Callable[[], list[Any]] = list
+        self._groups: dict[str, Subscriber] = {}
+        self._users, self._closed = 1, False
+        self._answers: list[list[list[Any]]] = []  # to each question
+        self._unsent: list[Message] = []
+        self._will_look = False
+        self._address: tuple[str, int, str, int] = "", 0, "", 0
+        self._loop = Loop("phalanx-membership")
+        self._channel: Channel | None = None
+        self._registrar: Registrar | None = None
+        if rank == 0:
+            self._registrar = Registrar(self._loop, hosts, names, os.getpid(), self._take_later)
+        _alive[id(self)] = self
+
+    @classmethod
+    def meet(
+        cls, store: Store, rank: int, hosts: Sequence[int], names: Sequence[str], timeout: timedelta
+    ) -> Membership:
+        """Make it. Every rank calls this.
+
+        Args:
+            store: a part of the job's store where nobody has met before.
+            rank, hosts, names: see the class.
+            timeout: for rank 0 to come.
+
+        Raises:
+            InitializationError: rank 0 has gone, or cannot be reached.
+        """
+        made = cls(rank, hosts, names)
+        try:
+            if made._registrar is not None:
+                store.set(_KEY, json.dumps(made._registrar.address))
+            else:
+                store.wait([_KEY], timeout)
+                made._address = tuple(json.loads(store.get(_KEY)))
+                made._connect(made._dial(timeout.total_seconds()))
+            made._loop.start()
+        except BaseException as error:
+            made._give_back()
+            if isinstance(error, OSError):
+                raise InitializationError(f"rank {rank} cannot reach rank 0's registrar of ranks: {error}") from error
+            raise
+        return made
+
+    # -- from any thread ---------------------------------------------------------------------------
+
+    def retain(self) -> Membership | None:
+        """Have it for one more group; None if it has ended."""
+        with self.changed:
+            self._users += not self._closed
+            return None if self._closed else self
+
+    def release(self) -> None:
+        """A group needs it no longer; with the last one it ends."""
+        with self.changed:
+            self._users -= 1
+            is_last = not self._users
+        if is_last:
+            self.end()
+
+    def subscribe(self, group: str, subscriber: Subscriber) -> None:
+        """Have a group told of its messages, and asked to look."""
+        self._groups[group] = subscriber
+
+    def unsubscribe(self, group: str) -> None:
+        """Tell a group nothing more."""
+        self._groups.pop(group, None)
+
+    def send(self, message: Message) -> None:
+        """Send the registrar a message, as soon as it can be reached."""
+        self._loop.call(lambda: self._send(message))
+
+    def later(self, seconds: float, task: Callable[[], object]) -> None:
+        """Do something on the loop's thread in so many seconds."""
+        self._loop.call(lambda: self._loop.later(seconds, task))
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until something is so that the loop learns; return whether it is."""
+        if threading.current_thread() is self._loop.thread:
+            return condition()
+        with self.changed:
+            return self.changed.wait_for(condition, timeout_s)
+
+    def ask(self, hosts: int, timeout_s: float, over: Callable[[], bool]) -> list[list[Any]]:
+        """Ask what the ranks of so many other hosts do; return what came in time, for each host that answered."""
+        answers: list[list[Any]] = []
+        with self.changed:
+            self._answers.append(answers)
+            number = len(self._answers) - 1
+        self.send(Ask(number))
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until and not over() and self.connected:
+            if self.wait_for(lambda: len(answers) >= hosts, 0.1):
+                break
+        return [*answers]
+
+    def end(self) -> None:
+        """Say that this rank leaves, and end the thread and the session."""
+        with self.changed:
+            was_closed, self._closed = self._closed, True
+
+        def end() -> None:
+            self._send(Departed(self.rank, Way.LEFT))
+            self._give_back()
+
+        if not was_closed and not self._loop.call(end):
+            self._give_back()
+
+    def join(self) -> None:
+        """Wait until the thread has ended, for a limited time."""
+        if self._loop.thread is not threading.current_thread() and self._loop.thread.ident is not None:
+            self._loop.thread.join(_CLOSING_S)
+
+    def let_go(self) -> None:
+        """In a forked child: close the parent's files; nothing is known any more."""
+        if self._registrar is not None:
+            self._registrar.let_go()
+        if self._channel is not None:
+            self._channel.let_go()
+        self._loop.let_go()
+        self.changed = threading.Condition(threading.RLock())
+        self.connected, self._closed = False, True
+
+    # -- the loop's thread -------------------------------------------------------------------------
+
+    def _give_back(self) -> None:
+        self._closed = True
+        _alive.pop(id(self), None)
+        if self._registrar is not None:
+            self._registrar.close()
+        if self._channel is not None:
+            self._channel.finish(_CLOSING_S)
+        self._loop.stop()
+
+    def _send(self, message: Message) -> None:
+        if self._registrar is not None:
+            self._registrar.take(0, message)
+        elif self._channel is not None:
+            self._channel.send(message)
+        elif self.connected or self.silent:
+            self._unsent.append(message)
+
+    def _take_later(self, message: Message) -> None:
+        self._loop.call(lambda: self._take(0, message))
+
+    def _take(self, peer: int, message: Message) -> None:
+        if isinstance(message, Departed):
+            self._note_departed(message)
+            if message.rank == 0 and message.way == Way.LEFT:
+                self.connected = False
+        elif isinstance(message, Silent):
+            self._note_silent([message.rank], is_silent=message.is_silent)
+        elif isinstance(message, WhoKnows):
+            self._look_for_end(message.rank, _ENDING_LOOKS)
+        elif isinstance(message, Ask):
+            if snapshots := self.snapshots():
+                self._send(Answer(message.number, message.asker, snapshots))
+        elif isinstance(message, Answer):
+            self._answers[message.number].append(message.snapshots)
+        elif isinstance(message, (Left, OfGroup)):
+            for name in {each[0] for each in message.ranks} if isinstance(message, Left) else {message.group}:
+                if (group := self._groups.get(name)) is not None:
+                    group.take(message)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Something has been learned."""
+        with self.changed:
+            self.changed.notify_all()
+        self._look()
+
+    def _look_again(self) -> None:
+        self._will_look = False
+        self._look()
+
+    def _look(self) -> None:
+        dues = [due for group in list(self._groups.values()) if (due := group.look()) is not None]
+        if dues and not self._will_look:
+            self._will_look = True
+            self._loop.later(min(dues), self._look_again)
+
+    def _note_departed(self, departed: Departed) -> None:
+        self.departed.setdefault(departed.rank, (departed, time.monotonic()))
+        self.silent.pop(departed.rank, None)
+
+    def _note_silent(self, ranks: Sequence[int], *, is_silent: bool) -> None:
+        for rank in ranks:
+            if not is_silent:
+                self.silent.pop(rank, None)
+            elif rank not in self.departed:
+                self.silent.setdefault(rank, time.monotonic())
+
+    def _look_for_end(self, rank: int, looks: int) -> None:
+        """Tell the registrar how the process of a rank beside this one has ended, if it has."""
+        found = None if self.how_ended is None else self.how_ended(rank)
+        if found is not None:
+            self._send(found)
+        elif looks:
+            self._loop.later(LOOK_S, lambda: self._look_for_end(rank, looks - 1))
+
+    # -- the session -------------------------------------------------------------------------------
+
+    def _dial(self, patience_s: float) -> Line:
+        address, port, name, _ = self._address
+        claim = msgspec.msgpack.encode(Hello(name, self.rank, os.getpid()))
+        line, verdict = dial((address, port), job_key(), ROLE, claim, patience_s=patience_s, keep_alive=KEEP_ALIVE)
+        if verdict != WELCOME:
+            line.close()
+            raise ConnectionRefusedError("another process listens there")
+        return line
+
+    def _connect(self, line: Line) -> None:
+        self._channel = Channel(self._loop, line.sock, line.session, b"", 0, self._take, self._lose)
+        self.connected = True
+        self._note_silent(self._ranks_beside_registrar(), is_silent=False)
+        unsent, self._unsent = self._unsent, []
+        for message in unsent:
+            self._channel.send(message)
+
+    def _lose(self, peer: int, channel: Channel, is_silent: bool) -> None:
+        """The session has ended."""
+        self._channel = None
+        if not self.connected:
+            return  # rank 0 has said that it leaves
+        if is_silent:
+            self._lose_host()
+        self._dial_again(time.monotonic())
+
+    def _dial_again(self, since: float) -> None:
+        if self._closed:
+            return
+        try:
+            self._connect(self._dial(_DIAL_S))
+        except _GONE as error:
+            if isinstance(error, ConnectionResetError) and time.monotonic() - since < _ENDS_FOR_S:
+                self._loop.later(LOOK_S, lambda: self._dial_again(since))
+            else:
+                self._lose_process(time.monotonic())
+        except OSError as error:
+            # One that does not answer although its kernel does is stopped, or its interpreter is held.
+            if not isinstance(error, NoAnswer):
+                self._lose_host()
+            self._loop.later(_PAUSE_S, lambda: self._dial_again(since))
+
+    def _lose_host(self) -> None:
+        """Rank 0's host acknowledges nothing."""
+        self._note_silent(self._ranks_beside_registrar(), is_silent=True)
+        self.connected = False
+        self._tell()
+
+    def _lose_process(self, since: float) -> None:
+        """Rank 0's process has ended: look how, for a limited time."""
+        host, pid = self._names[0], self._address[-1]
+        is_beside = self._hosts[0] == self._hosts[self.rank]
+        found = self.how_ended(0) if is_beside and self.how_ended is not None else None
+        if found is None and may_be_told(host, pid, since):
+            self._loop.later(LOOK_S, lambda: self._lose_process(since))
+            return
+        self._note_departed(found or end_of(0, host, pid))
+        self.connected = False
+        self._tell()
+
+    def _ranks_beside_registrar(self) -> list[int]:
+        return [rank for rank, host in enumerate(self._hosts) if host == self._hosts[0] != self._hosts[self.rank]]
+
+
+# Memberships that have not ended, by identity; each adds and removes itself in one step of Python's.
+_alive: dict[int, Membership] = {}
+_world: weakref.ref[Membership] | None = None  # that of the world
+
+
+def set_world(membership: Membership) -> None:
+    """Have this one used by the groups of some ranks that are made from now on."""
+    global _world
+    _world = weakref.ref(membership)
+
+
+def world_membership() -> Membership | None:
+    """Return that of the world, for one more group; None if the world has none."""
+    world = None if _world is None else _world()
+    return None if world is None else world.retain()
+
+
+def _at_exit() -> None:
+    ended = list(_alive.values())
+    for each in ended:
+        each.end()
+    for each in ended:
+        each.join()
+
+
+def _after_fork() -> None:
+    for each in list(_alive.values()):
+        with contextlib.suppress(OSError):
+            each.let_go()
+    _alive.clear()
+
+
+at_exit(Stage.END_MEMBERSHIP, _at_exit)
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,230 @@
+"""Messages between a rank and the registrar, and the facts that they carry.
+
+Ranks are those of the membership, except in facts, positions, ``Left``, ``Meet`` and ``Address``: those of the group.
+Nobody reads a sentence out of a fact.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+from phalanx.wire.framing import Malformed
+from phalanx.wire.sockets import KeepAlive
+
+ROLE = "registrar"
+# A host that acknowledges nothing is noticed within some 4 s, by probes while nothing is sent, else by what is sent. A
+# cable that is out for a second is not.
+KEEP_ALIVE = KeepAlive(idle_s=1, interval_s=1, probes=3, unacknowledged_s=3)
+
+
+class Way:
+    """How a rank is lost; the first four are those of ``departures.py``."""
+
+    ENDED, REPLACED, FAILED, LEFT = "ended", "replaced", "failed", "left"
+    INTERRUPTED = "interrupted"  # by a signal, in a call of this group
+    SILENT = "silent"  # its host acknowledges nothing
+    UNKNOWN = "unknown"  # a transfer failed, and nobody says why
+
+
+class _Struct(msgspec.Struct, omit_defaults=True, frozen=True, tag=True):
+    pass
+
+
+# -- why a group broke ---------------------------------------------------------------------------------
+
+
+class Lost(_Struct, frozen=True):
+    """A rank is lost, or the way to one.
+
+    ``by`` has noticed it. ``rank`` is -1 if it is not known which. ``text`` says why one failed or was interrupted,
+    ``how`` in what way it has ended. ``at`` is the last call of ``by``, which the lost rank has left without, else -1.
+    The others are those of :class:`Departed`.
+    """
+
+    by: int
+    way: str
+    rank: int = -1
+    text: str = ""
+    how: str = ""
+    signal: int = 0
+    last_operation: str = ""
+    last_line: str = ""
+    was_in_it: bool = False
+    at: int = -1
+
+
+class Late(_Struct, frozen=True):
+    """Ranks have not come in time to a collective of rank ``by``, or ``rank`` to its message, which ``text`` tells."""
+
+    by: int
+    rank: int = -1
+    text: str = ""
+
+
+class Differs(_Struct, frozen=True):
+    """Call number ``at`` of rank ``by`` does not match the others', or the ``ends`` of a message (``MessageEnd``)."""
+
+    by: int
+    at: int = -1
+    ends: tuple[tuple[int, int, int, str], ...] = ()
+
+
+Fact: TypeAlias = Lost | Late | Differs
+
+
+def needs_positions(fact: Fact) -> bool:
+    """Tell whether the error says where all ranks are."""
+    return not fact.text if isinstance(fact, Late) else isinstance(fact, Differs) and not fact.ends
+
+
+# -- messages ------------------------------------------------------------------------------------------
+
+
+class Hello(_Struct, frozen=True):
+    """Claim of a rank that dials: which registrar it means, and which process it is."""
+
+    registrar: str
+    rank: int
+    pid: int
+
+
+class Join(_Struct, frozen=True):
+    """The sender is in a group of these ranks. ``addresses``: where Gloo can reach it, by the name of Gloo's group."""
+
+    group: str
+    ranks: list[int]
+    addresses: dict[str, bytes] = {}
+
+
+class Joined(_Struct, frozen=True):
+    """All ranks of a group have joined."""
+
+    group: str
+    pids: list[int]
+    addresses: list[dict[str, bytes]]
+
+
+class Address(_Struct, frozen=True):
+    """Where Gloo can reach a rank in a group of Gloo's that was made later; handed on to all."""
+
+    group: str
+    rank: int
+    name: str
+    address: bytes
+
+
+class Meet(_Struct, frozen=True):
+    """The sender is ready to connect with ``peer``, to which this is handed on with the sender as ``peer``."""
+
+    group: str
+    peer: int
+    of_messages: bool = False
+
+
+class Leave(_Struct, frozen=True):
+    """The sender has left a group in order. Messages of it may still be under way to some ranks."""
+
+    group: str
+    but_for: list[int] = []
+
+
+class Left(_Struct, frozen=True):
+    """Ranks have left groups, each with the group's name, and for whom messages of it may still be under way."""
+
+    ranks: list[tuple[str, int, list[int]]]
+
+
+class Broken(_Struct, frozen=True):
+    """Why a group broke: as the sender has found it, and from the registrar what was found first.
+
+    ``departs``: the sender's script fails with that.
+    """
+
+    group: str
+    fact: Fact
+    departs: bool = False
+
+
+class Position(_Struct, frozen=True):
+    """Where a rank is when its group breaks.
+
+    ``kind`` is ``call``, ``message``, ``place`` outside both, or ``stopped``, and ``text`` what it is. It has begun
+    ``number`` collectives; ``before`` is the one before the call, or the last one. ``stopped`` has the process states
+    of ranks beside it that are stopped, and cannot say so themselves.
+    """
+
+    rank: int
+    kind: str = ""
+    number: int = 0
+    text: str = ""
+    before: str = ""
+    group: str = ""
+    stopped: dict[int, str] = {}
+
+
+class Positions(_Struct, frozen=True):
+    """Where the ranks of a broken group are, those that have said so."""
+
+    group: str
+    ranks: list[Position]
+
+
+class Departed(_Struct, frozen=True):
+    """A rank has gone; of itself a rank says that it has left all groups.
+
+    ``text`` says why it failed, or how it ended; ``signal`` is 0 if none ended it. The last operation is that of its
+    flight recorder, if that could be read; it ``was_in_it`` if it had not returned.
+    """
+
+    rank: int
+    way: str
+    text: str = ""
+    signal: int = 0
+    last_operation: str = ""
+    last_line: str = ""
+    was_in_it: bool = False
+
+
+class Silent(_Struct, frozen=True):
+    """The host of a rank acknowledges nothing, or does again."""
+
+    rank: int
+    is_silent: bool
+
+
+class WhoKnows(_Struct, frozen=True):
+    """The session of a rank beside the receiver has ended: how has its process?"""
+
+    rank: int
+
+
+class Ask(_Struct, frozen=True):
+    """``asker`` wants to know what the ranks of other hosts do."""
+
+    number: int
+    asker: int = -1
+
+
+class Answer(_Struct, frozen=True):
+    """What the ranks of a host do, as values of ``RankSnapshot``, handed on to the rank that asked."""
+
+    number: int
+    asker: int
+    snapshots: list[Any]
+
+
+OfGroup: TypeAlias = Joined | Address | Meet | Leave | Broken | Position | Positions
+Message: TypeAlias = Join | OfGroup | Left | Departed | Silent | WhoKnows | Ask | Answer
+
+encode = msgspec.msgpack.Encoder().encode
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def decode(data: bytes) -> Message:
+    """Return the message; raise Malformed if it is none."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Malformed(str(error)) from None

@@ -1,0 +1,391 @@
+"""What a rank of a group over several hosts raises when the group breaks, the same on every rank.
+
+An error of this rank becomes a fact, the group's ranks agree which fact was first (``membership/abort.py``), and the
+first one becomes this rank's error (``wording.py``).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from phalanx.diagnosis.call_site import running_at, shown
+from phalanx.diagnosis.ends import cause_of_going, who_left
+from phalanx.diagnosis.reading import with_own_wait
+from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
+from phalanx.membership.abort import GroupAbort
+from phalanx.membership.departures import Gone
+from phalanx.membership.protocol import Departed, Differs, Fact, Late, Lost, Position, Way, needs_positions
+from phalanx.native.core import TEXT_BYTES
+from phalanx.system import processes
+from phalanx.transports.contract import Communicator
+from phalanx.transports.hierarchical import calls
+from phalanx.transports.hierarchical.crossing import Crossed
+from phalanx.transports.hierarchical.lane import PeerAbsent, TransferFailed, TransferLate
+from phalanx.transports.hierarchical.layout import Layout
+from phalanx.transports.hierarchical.wording import Found, awaited_elsewhere, late, late_message, lost
+from phalanx.transports.shm.communicator import SharedMemoryCommunicator
+from phalanx.transports.shm.unequal_ends import MessageEnd, ends_of, unequal_ends
+
+__all__ = ["Messages", "Reason"]
+
+# How long to wait for what another rank has found: where a transfer has failed, and where one of this host has said so.
+PATIENCE_S, PROMPT_S = 2.0, 0.5
+_LONGEST_TEXT = 2000
+# A process that is stopped says nothing, so those of its host do.
+_STOPPED = {"T": "stopped (state T)", "t": "held by a debugger (state t)"}
+
+
+class Messages(Protocol):
+    """The messages of a group, as far as its end concerns them. Any thread may ask, and no answer waits for a rank."""
+
+    def awaited(self) -> Collection[int]:
+        """The ranks of other hosts that somebody waits for a message of, or to."""
+        ...
+
+    def doing(self, about: Collection[int]) -> str:
+        """The message that this rank is in, with its line, rather one with these ranks; empty if there is none."""
+        ...
+
+
+class Reason:
+    """One rank's side.
+
+    ===========================  ========================  ====================  ====================
+    field                        writer                    readers               guard
+    ===========================  ========================  ====================  ====================
+    ``calls, inside, _since``    who makes collectives     membership's thread   one step of Python's
+    ``_awaited_since``           membership's thread       the same
+    ``fails``                    who ends the script       any thread            one reference
+    ===========================  ========================  ====================  ====================
+
+    Args:
+        group: what this rank knows of the group.
+        layout: where the ranks are.
+        local: the communicator of this host's ranks.
+        abort: wakes the ranks that wait for this one, and this one's waits for others; a method, kept weakly as well.
+        aborted: whether a rank of this host has done so.
+
+    Attributes:
+        history: this rank's last collectives; set once, before :meth:`join`.
+        fails: an exception that nobody caught ends this rank's script.
+        calls: how many collectives it has begun.
+        inside: it is in one.
+    """
+
+    history: calls.History
+
+    def __init__(
+        self,
+        group: GroupAbort,
+        layout: Layout,
+        local: Communicator,
+        abort: Callable[[], None],
+        aborted: Callable[[], bool],
+    ) -> None:
+        self._group, self._layout, self._rank, self._size = group, layout, group.rank, len(group.ranks)
+        self._local = local if isinstance(local, SharedMemoryCommunicator) else None
+        self._wake, self._aborted = weakref.WeakMethod(abort), aborted
+        self._messages: Callable[[], Messages | None] = lambda: None
+        self.fails = self.inside = False
+        self.calls, self._since = 0, 0.0
+        self._awaited_since: dict[int, float] = {}
+        self._found_at_end: Fact | None = None
+        self._said: Position | None = None  # where this rank found the group broken, if it says so
+        self._is_first = False  # the group for which the membership was made, so of all its ranks
+
+    def attend(self, messages: Messages) -> None:
+        """Count the ranks that messages wait for as well; they are kept weakly."""
+        self._messages = weakref.ref(messages)
+
+    def join(self, timeout_s: float) -> None:
+        """Hear of the other ranks from now on; see :meth:`GroupAbort.join`."""
+        membership = self._group.membership
+        self._is_first = membership.how_ended is None
+        if self._is_first:
+            membership.how_ended = self._how_ended
+        self._group.join(self, timeout_s)
+
+    def begin(self) -> None:
+        """This rank is in a collective from now on."""
+        self.calls += 1
+        self._since = time.monotonic()
+        self.inside = True
+
+    def end(self) -> None:
+        """This rank is in no collective any more."""
+        self.inside = False
+
+    def depart(self) -> None:
+        """This rank has closed all that it had of the group."""
+        self._group.close()
+
+    # -- what is known of other ranks, from any thread ---------------------------------------------
+
+    def is_told(self) -> bool:
+        """Whether a rank has broken the group, as far as this one knows."""
+        return self._group.fact is not None
+
+    def told(self) -> Fact | None:
+        """Why a rank has broken the group, as far as this one knows."""
+        self._read_segment()
+        return self._group.fact
+
+    def pid_of(self, rank: int) -> int:
+        """The process id of a rank."""
+        return self._group.pids[rank]
+
+    def left(self, ranks: Collection[int]) -> list[int]:
+        """Those of these ranks that have left in order, and whose messages for this one have come."""
+        return self._group.left(ranks)
+
+    def unwanting(self, ranks: Collection[int]) -> list[int]:
+        """Those of these ranks that take no message any more, as they have left, or the group is broken."""
+        return [rank for rank in ranks if self.is_told() or self._group.departed(rank) or self._group.has_left(rank)]
+
+    def meet(
+        self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool], of_messages: bool = False
+    ) -> None:
+        """Return when a rank has come to connect with this one as well.
+
+        Raises:
+            PeerAbsent: it has left the group.
+            TransferLate: it has not come in time.
+            TransferFailed: it has ended, the group is broken, or ``over``.
+        """
+        if self._group.meet(peer, timeout_s, over, of_messages):
+            return
+        if self.is_told() or over():
+            raise TransferFailed(peer, "the group is broken")
+        gone = self._group.lost(peer)
+        if gone is None:
+            raise TransferLate(peer, f"it did not come within {timeout_s():g} s")
+        raise (PeerAbsent if gone.way == Way.LEFT else TransferFailed)(peer, "it has gone")
+
+    def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
+        """Those of these ranks that have gone from the job, or left this group."""
+        found = {}
+        for rank in ranks:
+            if (known := self._group.lost(rank)) is not None:
+                found[rank] = Gone(self.pid_of(rank), self._layout.name(rank), known.way, known.how or known.text)
+        return found
+
+    # -- how this rank goes ------------------------------------------------------------------------
+
+    def about_to_fail(self, error: BaseException) -> None:
+        """An exception is about to end this rank's script: if that is for a rank that has left, it is the reason."""
+        left = who_left(error, self)
+        if left is None and self._local is not None:
+            left = self._local.who_left(error)
+        if left is not None and self._group.fact is None:
+            self._found_at_end = Lost(self._rank, Way.LEFT, left[0])
+
+    def script_fails(self, cause: str) -> None:
+        """This rank's script fails: to the others it must not look as if it had left."""
+        self.fails = True
+        fact = Lost(self._rank, Way.FAILED, self._rank, cause[:_LONGEST_TEXT])
+        self._group.publish(self._found_at_end or fact, departs=self._is_first)
+
+    def tell_left(self, but_for: Collection[int] = ()) -> None:
+        """This rank has left in order, and answers no message any more; nothing is told of one whose script failed.
+
+        Args:
+            but_for: ranks for which messages of this one may still be on their way.
+        """
+        if not self.fails:
+            self._group.leave(but_for)
+
+    # -- what it raises ----------------------------------------------------------------------------
+
+    def error(self, error: BaseException, call: str, timeout_s: float, of_message: bool = False) -> BaseException:
+        """What this rank raises.
+
+        Args:
+            error: what it has found.
+            call: what it was doing.
+            timeout_s: the group's timeout.
+            of_message: this was a message, not a collective.
+        """
+        fact = self._group.wait(PROMPT_S) if self._aborted() else self._group.fact
+        fact = fact or self.told()
+        found = fact or self._found(error, of_message)
+        if found is not None and needs_positions(found):
+            self._said = self._position("message" if of_message else "call", call)
+            self._group.membership.send(self._said)
+        if fact is None:
+            fact = self._consequence_of(error) if found is None else self._group.publish(found)
+        return with_own_wait(self._raised(fact, error, call, timeout_s, of_message))
+
+    def _consequence_of(self, error: BaseException) -> Fact:
+        """The reason of an error that may be a consequence of what another rank has found, which tells it at once."""
+        peer = error.peer if isinstance(error, TransferFailed) else -1
+        self._abort()
+        fact = self._group.wait(PATIENCE_S, lambda: peer >= 0 and self._group.lost(peer) is not None)
+        fact = fact or self.told()  # by a rank of this host, if the registrar cannot be reached
+        return fact or self._group.publish((self._group.lost(peer) if peer >= 0 else None) or self._guessed(error))
+
+    def _found(self, error: BaseException, of_message: bool) -> Fact | None:
+        """The reason that an error of this rank is; None if it may be a consequence of what another has found."""
+        own = self._rank
+        ends = error.ends if isinstance(error, calls.EndsDiffer) else ends_of(error)
+        if ends is not None:
+            return Differs(by=own, ends=tuple(tuple(end) for end in ends))  # type: ignore[misc]
+        if isinstance(error, (calls.Differs, Crossed, CollectiveMismatch)):
+            return Differs(by=own, at=-1 if of_message else self.calls - self.history.is_late())
+        if isinstance(error, calls.LeftOut):
+            return Lost(own, Way.LEFT, error.group_rank, at=self.calls)
+        if isinstance(error, CollectiveTimeout) and of_message:
+            # A rank of this host whose own time is over says which operation it was in, and how long it has waited.
+            is_elsewhere = self._local is not None and self._local.timed_out_elsewhere
+            return None if is_elsewhere else self._late_message(error)
+        if isinstance(error, (CollectiveTimeout, TransferLate)):
+            return Late(by=own)
+        if isinstance(error, TransferFailed):
+            return Lost(own, Way.LEFT, error.peer) if isinstance(error, PeerAbsent) else None
+        if isinstance(error, PeerLost):
+            gone = None if self._aborted() else self._how_gone(error.group_rank)
+            if gone is not None:
+                return self._group.fact_of(gone, error.group_rank)
+            return None if self._aborted() else self._guessed(error)
+        if isinstance(error, Exception):
+            return Lost(own, Way.FAILED, own, text=cause_of_going(error)[:_LONGEST_TEXT])
+        return Lost(own, Way.INTERRUPTED, own, type(error).__name__)
+
+    def _guessed(self, error: BaseException) -> Fact:
+        """The reason as far as this rank can know it alone."""
+        if isinstance(error, CollectiveTimeout):
+            return self._late_message(error)
+        if isinstance(error, TransferFailed):
+            # A peer that is there has ended its transfers because of another rank.
+            registrar = self._group.ranks.index(0) if 0 in self._group.ranks else -1
+            if registrar >= 0 and (gone := self._group.lost(registrar)) is not None:
+                return gone
+            return Lost(self._rank, Way.UNKNOWN, error.peer)
+        return Lost(self._rank, Way.UNKNOWN, getattr(error, "group_rank", -1), self._here(error))
+
+    def _late_message(self, error: CollectiveTimeout) -> Late:
+        return Late(by=self._rank, rank=error.group_rank, text=self._here(error))
+
+    def _here(self, error: BaseException) -> str:
+        return f"On {self._layout.name(self._rank)}: {error}"[:_LONGEST_TEXT]
+
+    def _raised(self, fact: Fact, error: BaseException, call: str, timeout_s: float, of_message: bool) -> BaseException:
+        """What this rank raises for a reason."""
+        who = (self._layout, self._group.pids, self._rank)
+        if not isinstance(error, Exception):
+            return error
+        if isinstance(fact, Lost):
+            is_own = fact.by == fact.rank == self._rank and not isinstance(error, TransferFailed)
+            return error if is_own else lost(fact, *who, call)
+        if isinstance(fact, Late) and fact.text:
+            is_own = fact.by == self._rank and isinstance(error, CollectiveTimeout)
+            return error if is_own else late_message(fact, self._rank, call)
+        if isinstance(fact, Differs) and fact.ends:
+            return unequal_ends(*(MessageEnd(*end) for end in fact.ends))
+        told = self._group.positions()
+        if told is None and isinstance(fact, Differs) and isinstance(error, CollectiveMismatch):
+            return error  # of the ranks of this host
+        found = Found(self._size, self._positions(told, call, of_message))
+        if isinstance(fact, Differs):
+            return found.mismatch(fact.at)
+        if of_message:
+            return awaited_elsewhere(fact, found, *who, call, timeout_s)
+        return late(found.behind(self.calls), found.stopped, *who, call, timeout_s)
+
+    # -- where ranks are ---------------------------------------------------------------------------
+
+    def _positions(self, told: Sequence[Position] | None, call: str, of_message: bool) -> Mapping[int, Position]:
+        """Where the ranks are, as the registrar has told, or else as far as this rank knows."""
+        if told is None:  # the registrar is stopped or held, or cannot be reached: of the others nothing is known
+            registrar = self._group.ranks.index(0) if 0 in self._group.ranks else -1
+            others = [rank for rank in range(self._size) if rank != registrar]
+            stopped = self._stopped_here().items()
+            told = [Position(rank=rank, kind="call", number=self.calls) for rank in others]
+            told += [Position(rank=rank, kind="stopped", text=state) for rank, state in stopped]
+        found = {each.rank: each for each in told}
+        if not found.get(self._rank, Position(rank=-1)).text:
+            found[self._rank] = self._position("message" if of_message else "call", call)
+        return found
+
+    def _position(self, kind: str, text: str) -> Position:
+        before = self.history.last_but(1 if kind == "call" else 0)
+        return Position(self._rank, kind, self.calls, text, before, self._group.name)
+
+    def position(self, fact: Fact) -> Position:
+        stopped = self._stopped_here()
+        messages = self._messages()
+        if self._said is not None:
+            own = self._said
+        elif self.inside:
+            own = self._position("call", self.history.text())
+        elif messages is not None and (message := messages.doing([fact.by, getattr(fact, "rank", -1)])):
+            own = self._position("message", message)
+        else:
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            own = self._position("place", shown(running_at(frame)))
+        return msgspec.structs.replace(own, stopped=stopped)
+
+    def _stopped_here(self) -> dict[int, str]:
+        states = {rank: processes.state_of(self.pid_of(rank)) for rank in self._layout.here if rank != self._rank}
+        return {rank: _STOPPED[state] for rank, state in states.items() if state in _STOPPED}
+
+    # -- for the membership ------------------------------------------------------------------------
+
+    def awaited(self) -> Mapping[int, float]:
+        now, messages = time.monotonic(), self._messages()
+        awaited = () if messages is None else messages.awaited()
+        self._awaited_since = {rank: self._awaited_since.get(rank, now) for rank in awaited}
+        if not self.inside:
+            return self._awaited_since
+        others = (rank for rank in range(self._size) if rank != self._rank)
+        return dict.fromkeys(others, self._since) | self._awaited_since
+
+    def end_waits(self, fact: Fact) -> None:
+        try:
+            if self._local is not None:
+                self._local.abort_because(_short(fact))
+        finally:
+            self._abort()
+
+    def _abort(self) -> None:
+        if (wake := self._wake()) is not None:
+            wake()
+
+    def _read_segment(self) -> None:
+        """Learn what a rank of this host has written down, if the registrar does not say it in a moment."""
+        said = self._local.breakage() if self._local is not None and self._group.fact is None else None
+        if said and self._group.wait(PROMPT_S) is None:
+            self._group.know(msgspec.json.decode(said, type=Fact))
+
+    def _how_ended(self, rank: int) -> Departed | None:
+        """How the process of a rank of this host has ended; None while it has not. The group is of all ranks."""
+        own = self._group.ranks.index(rank)
+        return self._how_gone(own) if processes.state_of(self.pid_of(own)) in ("", "Z", "X") else None
+
+    def _how_gone(self, rank: int) -> Departed | None:
+        """How a rank of this host has gone from it; None if it has not, or nothing is known."""
+        host, place = self._layout.place(rank) if rank >= 0 else (-1, 0)
+        if host != self._layout.host or self._local is None or (gone := self._local.gone([place]).get(place)) is None:
+            return None
+        known: dict[str, Any] = {"text": gone.text}
+        if gone.way == Way.ENDED:
+            ended = self._local.ended(place, self.pid_of(rank))
+            known = {name: ended[name] for name in Departed.__struct_fields__ if name in ended and name != "rank"}
+            known["text"] = ended["how"]
+        return Departed(rank=self._group.ranks[rank], way=gone.way, **known)
+
+
+def _short(fact: Fact) -> str:
+    """A fact as a segment takes it, without its texts if that is too long."""
+    for changes in ({}, {"text": ""}, {"text": "", "last_operation": "", "last_line": ""}):
+        known = {name: value for name, value in changes.items() if name in fact.__struct_fields__}
+        text = msgspec.json.encode(msgspec.structs.replace(fact, **known)).decode()
+        if len(text) < TEXT_BYTES:
+            return text
+    return ""
