@@ -24,11 +24,10 @@ from phalanx.store.peek import peek
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gone import ENDED, FAILED, LEFT, Gone
 from phalanx.transports.hierarchical.asking import Questions
-from phalanx.transports.hierarchical.calls import Differs, EndsDiffer, History, LeftOut
-from phalanx.transports.hierarchical.crossing import Crossed
+from phalanx.transports.hierarchical.calls import Crossed, Differs, EndsDiffer, History, LeftOut
 from phalanx.transports.hierarchical.departing import AWAY, depart
+from phalanx.transports.hierarchical.gloo_engine import PeerAbsent, TransferFailed, TransferLate
 from phalanx.transports.hierarchical.guard import Guard, Messages
-from phalanx.transports.hierarchical.lane import PeerAbsent, TransferFailed, TransferLate
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.whereabouts import PATIENCE_S, PROMPT_S, Found, Note, Whereabouts
 from phalanx.transports.hierarchical.wording import KNOWN_BESIDE, Fact, awaited_elsewhere, late, late_message, lost, who

@@ -25,8 +25,8 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.system.threads import AwakeClock
 from phalanx.transports.hierarchical.asking import Questions
+from phalanx.transports.hierarchical.gloo_engine import PeerAbsent, TransferFailed, TransferLate
 from phalanx.transports.hierarchical.guard import Guard
-from phalanx.transports.hierarchical.lane import PeerAbsent, TransferFailed, TransferLate
 
 __all__ = ["FirstContact"]
 

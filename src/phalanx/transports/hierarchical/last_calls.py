@@ -25,7 +25,7 @@ from phalanx.errors import CollectiveMismatch, PeerLost
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.asking import Questions
 from phalanx.transports.hierarchical.calls import LeftOut
-from phalanx.transports.hierarchical.lane import TransferFailed
+from phalanx.transports.hierarchical.gloo_engine import TransferFailed
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.whereabouts import PROMPT_S
 from phalanx.transports.hierarchical.wording import Fact

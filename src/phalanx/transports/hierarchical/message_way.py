@@ -32,7 +32,8 @@ from typing import Any
 import torch
 
 from phalanx.diagnosis import recorder
-from phalanx.transports.hierarchical.lane import Engine, Transfer, TransferFailed
+from phalanx.transports.hierarchical.gloo_engine import GlooEngine as Engine
+from phalanx.transports.hierarchical.gloo_engine import Transfer, TransferFailed
 
 __all__ = ["BROKEN", "DONE", "LARGE", "LEFT", "SMALL", "SMALL_BYTES", "STAGED", "STAGED_BYTES", "Arrival", "Key", "Way"]
 

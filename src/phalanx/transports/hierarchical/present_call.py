@@ -14,9 +14,8 @@ from phalanx.errors import PeerLost, PhalanxError
 from phalanx.transports.contract import Communicator
 from phalanx.transports.fingerprints import fingerprint
 from phalanx.transports.hierarchical.breaking import Reason
-from phalanx.transports.hierarchical.calls import Differs
-from phalanx.transports.hierarchical.crossing import Crossed
-from phalanx.transports.hierarchical.lane import TransferFailed
+from phalanx.transports.hierarchical.calls import Crossed, Differs
+from phalanx.transports.hierarchical.gloo_engine import TransferFailed
 from phalanx.transports.hierarchical.last_calls import LastCalls
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.wording import text_of_call
