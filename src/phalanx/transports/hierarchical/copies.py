@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from phalanx.transports.contract import Communicator
-from phalanx.transports.hierarchical.frames import NOTHING, Data, Frames
+from phalanx.transports.hierarchical.frames import NOTHING, Frames
 from phalanx.transports.hierarchical.gloo_engine import GlooEngine, Transfer
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.sizes import Scratch, Sizes, in_chunks
@@ -207,47 +207,15 @@ class Copies:
     # -- scatter -----------------------------------------------------------------------------------
 
     def scatter(self, call: int, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> bool:
-        host, place = self._layout.place(root)
-        there = len(self._layout.hosts[host])
-        nbytes, size = output.nbytes, sum(map(len, self._layout.hosts))
-        if nbytes * (size - there) > self._sizes.frame_bytes:
+        size, count = sum(map(len, self._layout.hosts)), output.numel()
+        if output.nbytes * size > self._sizes.frame_bytes:
             return self._scatter_straight(call, output, inputs, root)
-        if self._layout.host == host:
-            self._frames.meet(call, self._bring_to_leader(output, inputs, place))
-            self._local.scatter(output, self._of_this_host(inputs), place)
-            return False
-        # The root's host has sent the parts of all others, in the order of the ranks.
-        others = [rank for ranks in self._layout.hosts[:host] + self._layout.hosts[host + 1 :] for rank in ranks]
-        begin = others.index(self._layout.here[0]) * nbytes
-        whole = len(self._layout.here) * nbytes
-
-        def take(parts: Sequence[int], to: int) -> bool:
-            return bool(_copy(to, parts[host] + begin, whole))
-
-        found = self._frames.meet(call, NOTHING, take, whole)
-        _copy(output.data_ptr(), found + self._layout.local * nbytes, nbytes)
+        # All parts are small together, so all ranks get all of them.
+        whole = output.new_empty(size * count) if inputs is None else torch.cat([*inputs])
+        rank = self._layout.here[self._layout.local]
+        self.broadcast(call, whole, root)
+        output.copy_(whole[rank * count : (rank + 1) * count])
         return False
-
-    def _bring_to_leader(self, like: torch.Tensor, inputs: Sequence[torch.Tensor] | None, place: int) -> Data:
-        """Bring the parts for other hosts from the root, which is at a place of this host, to the leader."""
-        given = None if inputs is None else torch.cat([inputs[rank] for rank in self._others])
-        nbytes, leader = len(self._others) * like.nbytes, self._layout.leader
-        if not place:
-            if given is None:
-                return NOTHING
-            self._scratch.take_bytes("parts", nbytes).copy_(given.view(torch.uint8))
-            return self._scratch.take_bytes("parts", nbytes).data_ptr(), nbytes
-        none = like[:0]
-        outputs, send = [none] * len(self._layout.here), [none] * len(self._layout.here)
-        if given is not None:
-            send[0] = given
-        if leader:
-            outputs[place] = self._scratch.take_bytes("parts", nbytes).view(like.dtype)
-        self._local.all_to_all(outputs, send)
-        return outputs[place].data_ptr(), nbytes if leader else 0
-
-    def _of_this_host(self, inputs: Sequence[torch.Tensor] | None) -> list[torch.Tensor] | None:
-        return None if inputs is None else [inputs[rank] for rank in self._layout.here]
 
     def _scatter_straight(
         self, call: int, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int
@@ -264,5 +232,6 @@ class Copies:
         self._frames.meet(call)
         connect()
         sent = [self._engine.send(inputs[rank], rank, _TAG) for rank in self._others] if inputs else []
-        self._engine.wait(sent, partial(self._local.scatter, output, self._of_this_host(inputs), place))
+        here = [inputs[rank] for rank in layout.here] if inputs else None
+        self._engine.wait(sent, partial(self._local.scatter, output, here, place))
         return False

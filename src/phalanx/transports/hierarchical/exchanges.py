@@ -106,7 +106,7 @@ class Exchanges:
         # Of one host's data for another; and the largest part that leaders carry. Where each host has one rank, that
         # has nobody for whom to carry more than a frame has room for.
         most = max(map(len, layout.hosts))
-        self._frame_bytes = sizes.frame_bytes // len(self._hosts)
+        self._frame_bytes = sizes.exchange_bytes // len(self._hosts)
         self._led_bytes = max(self._frame_bytes // most**2, sizes.shared_bytes // most**2 if most > 1 else 0)
         self._entries_bytes = _ENTRY_BYTES * len(layout.hosts)
         self.memory: torch.Tensor | None = None
@@ -114,7 +114,7 @@ class Exchanges:
     @staticmethod
     def frame_bytes(layout: Layout, sizes: Sizes) -> int:
         """How much room an exchange needs in a frame."""
-        return sizes.frame_bytes + _ENTRY_BYTES * len(layout.hosts)
+        return sizes.exchange_bytes + _ENTRY_BYTES * len(layout.hosts)
 
     def all_to_all(self, call: int, outputs: Parts, inputs: Parts) -> bool:
         """Copy part r of ``inputs`` into part ``rank`` of the ``outputs`` of rank r.

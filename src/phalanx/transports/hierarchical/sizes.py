@@ -11,6 +11,8 @@ __all__ = ["Scratch", "Sizes", "in_chunks"]
 # What the frames of all other hosts carry together to one leader.
 _FRAMES_BYTES = 64 * 1024
 _LEAST_FRAME_BYTES = 4 * 1024
+# What they carry each in an all_to_all: the copies cost less than a message for each pair of hosts.
+_EXCHANGE_BYTES = 32 * 1024
 _CHUNK_BYTES = 4 << 20
 # What one host sends all others in an all_to_all by its leader. The copies cost less than a message for each pair of
 # ranks up to about so much.
@@ -22,13 +24,15 @@ class Sizes:
     """These sizes in one group; all its ranks have the same.
 
     Attributes:
-        frame_bytes: the most data of a host's frame.
+        frame_bytes: the most data of a host's frame in other collectives than all_to_all.
+        exchange_bytes: the same in an all_to_all, all that a host has for others.
         chunk_bytes: about how much of a larger tensor is moved at once, so that wire and memory work at the same time;
             see :func:`in_chunks`.
         shared_bytes: the most that the leader of one host sends that of another for its ranks in an all_to_all.
     """
 
     frame_bytes: int
+    exchange_bytes: int
     chunk_bytes: int = _CHUNK_BYTES
     shared_bytes: int = _LED_BYTES
 
@@ -36,7 +40,8 @@ class Sizes:
     def among(hosts: int) -> Sizes:
         """Those of a group over so many hosts."""
         others = max(1, hosts - 1)
-        return Sizes(max(_LEAST_FRAME_BYTES, _FRAMES_BYTES // others), shared_bytes=_LED_BYTES // others)
+        frame_bytes = max(_LEAST_FRAME_BYTES, _FRAMES_BYTES // others)
+        return Sizes(frame_bytes, max(frame_bytes, _EXCHANGE_BYTES), shared_bytes=_LED_BYTES // others)
 
 
 def in_chunks(flat: torch.Tensor, chunk_bytes: int) -> list[torch.Tensor]:
