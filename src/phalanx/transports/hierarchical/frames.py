@@ -5,10 +5,11 @@ of the program, and a little data. An all-gather brings all frames to all leader
 whether the calls are equal, and what it makes of the data. Small collectives need nothing else. Large ones send their
 data when their calls have been compared, because Gloo ends a process that is sent more than it expects.
 
-The all-gather is Bruck's (IEEE Transactions on Parallel and Distributed Systems, 1997). In round k a leader sends what
-it has to the leader 2^k hosts before its own, and gets as much from the one 2^k hosts after. That is ceil(log2 hosts)
-messages one after the other; with two hosts it is one message each way, at the same time. All leaders have all frames
-then, so all come to the same verdict, and add in the order of the hosts.
+The all-gather is Bruck's (IEEE Transactions on Parallel and Distributed Systems, 1997), with three partners a round. In
+round k a leader has the frames of 4^k hosts, its own and those after it. It sends them to the leaders 1, 2 and 3 times
+4^k hosts before its own, and gets as many from those after. So up to four hosts exchange all frames at once, and more
+take ceil(log4 hosts) rounds. All leaders have all frames then, so all come to the same verdict, and add in the order of
+the hosts.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ HEAD_BYTES = 64  # before each frame's data, each message and each verdict, so t
 # The number of the frame, that of the call, the bytes of data, and the line of the program that makes the call.
 _HEAD = struct.Struct("<QqQH")
 _TAG, _REST_TAG = 0, 4
+_RADIX = 4  # a message costs a leader about as much as the way of one takes in a local network
 
 Data = tuple[int, int]  # where it lies, and how many bytes it has
 NOTHING = (0, 0)
@@ -55,7 +57,6 @@ class Frames:
     """
 
     def __init__(self, layout: Layout, rank: int, local: Communicator, engine: GlooEngine, nbytes: int) -> None:
-        self.nbytes = nbytes
         self._local = local
         self._all_gather: _AllGather | None = None
         if layout.leader:
@@ -114,51 +115,68 @@ class _AllGather:
     def __init__(self, layout: Layout, engine: GlooEngine, nbytes: int, lines: _Lines) -> None:
         self._engine, self._lines = engine, lines
         self._leaders, self._host = layout.leaders, layout.host
+        # By host, which of the frames in the order in which they come is its one.
+        self._turns = [(host - layout.host) % len(layout.hosts) for host in range(len(layout.hosts))]
         self._frame_bytes = _padded(HEAD_BYTES + nbytes)
         self._memory = torch.empty(len(self._leaders) * self._frame_bytes, dtype=torch.uint8)
         self._head = memoryview(self._memory.numpy())  # type: ignore[arg-type]
         self._number = 0
-        self.rounds: list[_Round] = []
+        self.rounds: list[list[_Partners]] = []
 
     def exchange(self, call: int, data: Data) -> list[int] | None:
         """Compare the calls; return where the data of each host lies until the next one, or None if they differ."""
         if not self.rounds:
             self._connect()
+        for each in self._partners():
+            each.prepare()
         begin, line = self._memory.data_ptr(), self._lines.own()
         _HEAD.pack_into(self._head, 0, self._number, call, data[1], line)
         _copy(begin + HEAD_BYTES, *data)
         begins = [0, _padded(HEAD_BYTES + data[1])]  # of the frames of this host and of those after it, one by one
         same, lines = True, [line]
-        for each in self.rounds:
-            each.send(self._number % 2, begin, begins[each.frames])
-            each.receive(begin + begins[-1])
-            for _ in range(each.frames):
-                number, its_call, nbytes, its_line = _HEAD.unpack_from(self._head, begins[-1])
-                same = same and number == self._number and its_call == call
-                begins.append(begins[-1] + _padded(HEAD_BYTES + nbytes))
-                lines.append(its_line)
+        for partners in self.rounds:
+            for each in partners:
+                each.send(self._number % 2, begin, begins[each.frames])
+            for each in partners:
+                each.receive(begin + begins[-1])
+                for _ in range(each.frames):
+                    number, its_call, nbytes, its_line = _HEAD.unpack_from(self._head, begins[-1])
+                    same = same and number == self._number and its_call == call
+                    begins.append(begins[-1] + _padded(HEAD_BYTES + nbytes))
+                    lines.append(its_line)
         self._number += 1
         if not same:
             return None
-        hosts = range(len(self._leaders))
-        self._lines.meet(line, {host: lines[(host - self._host) % len(hosts)] for host in hosts})
-        return [begin + HEAD_BYTES + begins[(host - self._host) % len(hosts)] for host in hosts]
+        self._lines.meet(line, [lines[turn] for turn in self._turns])
+        return [begin + HEAD_BYTES + begins[turn] for turn in self._turns]
 
     def flush(self) -> None:
-        self._engine.flush([transfer for each in self.rounds for sent in each.sent for transfer in sent])
+        self._engine.flush([transfer for each in self._partners() for sent in each.sent for transfer in sent])
+
+    def _partners(self) -> list[_Partners]:
+        return [each for partners in self.rounds for each in partners]
 
     def _connect(self) -> None:
-        count, step, plan = len(self._leaders), 1, []
+        count, step, rounds = len(self._leaders), 1, []
         while step < count:
-            to, source = self._leaders[(self._host - step) % count], self._leaders[(self._host + step) % count]
-            plan.append((to, source, min(step, count - step)))
-            step *= 2
-        self._engine.connect({peer for to, source, _ in plan for peer in (to, source)})
-        self.rounds = [_Round(self._engine, *each, HEAD_BYTES + each[2] * self._frame_bytes) for each in plan]
+            rounds.append([(at, min(step, count - at)) for at in range(step, min(_RADIX * step, count), step)])
+            step *= _RADIX
+
+        def leader(distance: int) -> int:
+            return self._leaders[(self._host + distance) % count]
+
+        self._engine.connect({leader(at) for each in rounds for distance, _ in each for at in (-distance, distance)})
+        self.rounds = [
+            [
+                _Partners(self._engine, leader(-at), leader(at), frames, HEAD_BYTES + frames * self._frame_bytes)
+                for at, frames in each
+            ]
+            for each in rounds
+        ]
 
 
-class _Round:
-    """A round of the all-gather: frames go to one leader, and come from another.
+class _Partners:
+    """A part of a round of the all-gather: frames go to one leader, and come from another.
 
     A message that is longer than what this thread may wait for has a second part. The memory of what is sent is used
     again in the call after next: until then the others have begun the next call, so they have what was sent before.
@@ -179,10 +197,12 @@ class _Round:
         self._out = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(2)]
         self.sent: list[list[Transfer]] = [[], []]
 
-    def send(self, turn: int, address: int, nbytes: int) -> None:
+    def prepare(self) -> None:
         self._coming.prepare()
         if self._rest is not None:
             self._rest.prepare()
+
+    def send(self, turn: int, address: int, nbytes: int) -> None:
         out, sent = self._out[turn], self.sent[turn]
         for transfer in sent:
             transfer.finish()
@@ -251,8 +271,8 @@ class _Lines:
         """From which line this thread's collective was called, as a number for the other leaders; 0 if not known."""
         return 0 if self._wish == Wish.IGNORE else int(self._core.phx_line_now())
 
-    def meet(self, mine: int, theirs: Mapping[int, int]) -> None:
-        """Compare the line of this leader's call with those of equal calls, by their hosts; may raise Crossed."""
+    def meet(self, mine: int, theirs: Sequence[int]) -> None:
+        """Compare the line of this leader's call with those of equal calls, by host; may raise Crossed."""
         for host, pairs in self._pairs.items():
             line = theirs[host]
             if not mine or not line or (mine == line and host not in self._unsettled):

@@ -96,7 +96,10 @@ class Transfer:
 
     def wait(self) -> None:
         """Return when it is done, or raise :class:`TransferFailed`."""
-        self._engine.wait([self])
+        if self.is_short_receive:
+            self.finish()
+        else:
+            self._engine.wait([self])
 
     def finish(self) -> None:
         """Return when it is done, where what has come from the peer shows that it is: so no wait for it can last."""
