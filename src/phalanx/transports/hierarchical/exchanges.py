@@ -5,8 +5,7 @@ How much one rank sends another is known to these two alone, so both know how it
 1. Each rank puts its sizes, and its small parts for other hosts, into memory that its host shares.
 2. The ranks of a host exchange their own parts, by the core. Whoever returns knows that all have put theirs.
 3. The leaders compare the calls and the sizes in their frames. What one host has for another goes in the frame if it
-   fits there, else as one message for each rank that sends, from the memory of one host into that of the other. The
-   messages are on their way with the frames.
+   fits there, else as one message for each rank that sends, from the memory of one host into that of the other.
 4. The leaders let their hosts read; ranks take what has come, and send what is large straight to its receivers.
 
 The memory of a host, for one group. Nobody writes it again before all ranks have come to step 2 of the next call:
@@ -33,7 +32,7 @@ import torch
 
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.frames import Data, Frames
-from phalanx.transports.hierarchical.gloo_engine import GlooEngine, Transfer
+from phalanx.transports.hierarchical.gloo_engine import GlooEngine
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.sizes import Scratch, Sizes
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
@@ -197,26 +196,28 @@ class Exchanges:
             due[host] = [sum(self._led(sizes[rank]) for sizes in expected) for rank in there]
         outgoing, incoming = self._messages(self._outgoing, sent), self._messages(self._incoming, due)
 
-        def begin() -> list[Transfer]:
-            # Before the calls are compared: what waits are whole areas, and no leader sends more, whatever it calls.
-            coming = [self._engine.recv(self._area(at), leader, tag) for leader, tag, at, _ in incoming]
-            going = [self._engine.send(self._area(at)[:nbytes], leader, tag) for leader, tag, at, nbytes in outgoing]
-            return coming + going
-
-        begun = self._engine.receive_early({leader for leader, *_ in outgoing + incoming}, begin)
+        receive = self._engine.receive_early(
+            {leader for leader, *_ in outgoing + incoming},
+            lambda: [self._engine.recv(part, leader, tag) for leader, tag, part in incoming],
+        )
 
         def end(frames: Sequence[int], _to: int) -> bool:
             if not self._unpack(frames, expected, due):
                 return False
-            self._engine.wait(begun())
+            transfers = receive()
+            transfers += [self._engine.send(part, leader, tag) for leader, tag, part in outgoing]
+            self._engine.wait(transfers)
             return True
 
         self._frames.meet(call, self._pack(given, sent), end)
 
-    def _messages(self, areas: dict[int, list[int]], nbytes: dict[int, list[int]]) -> list[tuple[int, int, int, int]]:
-        """What goes as messages of leaders: of each the other leader, the tag, where it lies, and how much it is."""
+    def _messages(
+        self, areas: dict[int, list[int]], nbytes: dict[int, list[int]]
+    ) -> list[tuple[int, int, torch.Tensor]]:
+        """What goes as messages of leaders: of each the other leader, the tag, and where it lies."""
+        assert self.memory is not None
         return [
-            (self._layout.leaders[host], _LED_TAG + place, at, each)
+            (self._layout.leaders[host], _LED_TAG + place, self.memory[at : at + each])
             for host in self._hosts
             if not self._in_frame(nbytes[host])
             for place, (at, each) in enumerate(zip(areas[host], nbytes[host], strict=True))
@@ -271,9 +272,8 @@ class Exchanges:
 
         given, expected = ([areas(here, 8 * size) for _ in range(2)] for _ in range(2))
         # By host, and by the rank that sends: all it sends to the ranks of one other host.
-        self._area_bytes = most * self._led_bytes
-        self._outgoing = {host: areas(here, self._area_bytes) for host in self._hosts}
-        self._incoming = {host: areas(len(layout.hosts[host]), self._area_bytes) for host in self._hosts}
+        self._outgoing = {host: areas(here, most * self._led_bytes) for host in self._hosts}
+        self._incoming = {host: areas(len(layout.hosts[host]), most * self._led_bytes) for host in self._hosts}
         self.memory = share_memory(self._local, end)
         self._address = self.memory.data_ptr()
         # By turn, and by rank of this host: how many bytes it sends to, and expects of, each rank.
@@ -281,8 +281,3 @@ class Exchanges:
             [[(ctypes.c_int64 * size).from_address(self._address + at) for at in turn] for turn in words]
             for words in (given, expected)
         )
-
-    def _area(self, at: int) -> torch.Tensor:
-        """The outgoing or incoming area that begins there."""
-        assert self.memory is not None
-        return self.memory[at : at + self._area_bytes]
