@@ -59,7 +59,7 @@ class Copies:
         return False
 
     def _broadcast_along_chain(self, call: int, flat: torch.Tensor, root: int) -> bool:
-        """From the root's host on: S arrive at each host, and leave it once, but for the last."""
+        """Pass chunks on from the root's host: S arrive at each host, and leave it once, but for the last."""
         layout = self._layout
         first, place = layout.place(root)
         count = len(layout.hosts)
@@ -98,7 +98,7 @@ class Copies:
         return self._gather_straight(call, outputs, flat, root)
 
     def _fits_frames(self, flat: torch.Tensor) -> bool:
-        """Whether a frame has room for so much of every rank of a host."""
+        """Return whether a frame has room for so much of every rank of a host."""
         return flat.nbytes * max(map(len, self._layout.hosts)) <= self._sizes.frame_bytes
 
     def _gather_in_frames(
@@ -128,7 +128,7 @@ class Copies:
         return True
 
     def _all_gather_around_ring(self, call: int, outputs: Sequence[torch.Tensor], flat: torch.Tensor) -> bool:
-        """Each host passes on what the next one has not, and spreads what has come, in chunks.
+        """Pass on to the next host what it has not, and spread what has come, in chunks.
 
         A block is carried, on each host, by one of its ranks, so all of them work. With unequal hosts this is less than
         if each host sent to all others: no link carries more than all blocks but those of the smallest host.
@@ -186,7 +186,7 @@ class Copies:
     def _gather_straight(
         self, call: int, outputs: Sequence[torch.Tensor] | None, flat: torch.Tensor, root: int
     ) -> bool:
-        """The ranks of other hosts send to the root: no byte is copied on its way."""
+        """Send from the ranks of other hosts to the root: no byte is copied on its way."""
         layout = self._layout
         host, place = layout.place(root)
         if layout.host != host:
@@ -220,7 +220,7 @@ class Copies:
     def _scatter_straight(
         self, call: int, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int
     ) -> bool:
-        """The root sends to each rank of other hosts: no byte is copied on its way."""
+        """Send from the root to each rank of other hosts: no byte is copied on its way."""
         layout = self._layout
         host, place = layout.place(root)
         if layout.host != host:

@@ -113,7 +113,7 @@ class Exchanges:
 
     @staticmethod
     def frame_bytes(layout: Layout, sizes: Sizes) -> int:
-        """How much room an exchange needs in a frame."""
+        """Return how much room an exchange needs in a frame."""
         return sizes.exchange_bytes + _ENTRY_BYTES * len(layout.hosts)
 
     def all_to_all(self, call: int, outputs: Parts, inputs: Parts) -> bool:
@@ -179,7 +179,7 @@ class Exchanges:
                     _copy(addresses[rank], at, expected[rank])
 
     def _led(self, nbytes: int) -> int:
-        """How much of a part of so many bytes the leaders carry."""
+        """Return how much of a part of so many bytes the leaders carry."""
         return nbytes if nbytes <= self._led_bytes else 0
 
     # -- the leader's part -------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class Exchanges:
     def _messages(
         self, areas: dict[int, list[int]], nbytes: dict[int, list[int]]
     ) -> list[tuple[int, int, torch.Tensor]]:
-        """What goes as messages of leaders: of each the other leader, the tag, and where it lies."""
+        """List the messages of leaders: of each the other leader, the tag, and where it lies."""
         assert self.memory is not None
         return [
             (self._layout.leaders[host], _LED_TAG + place, self.memory[at : at + each])
@@ -254,7 +254,7 @@ class Exchanges:
         return True
 
     def _in_frame(self, nbytes: Sequence[int]) -> bool:
-        """Whether what the ranks of one host have for another goes in the frame."""
+        """Return whether what the ranks of one host have for another goes in the frame."""
         return sum(nbytes) <= self._frame_bytes
 
     # -- the memory --------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class Exchanges:
         here, size, most = len(layout.here), sum(map(len, layout.hosts)), max(map(len, layout.hosts))
 
         def areas(count: int, nbytes: int) -> list[int]:
-            """So many areas of so many bytes, by where they begin."""
+            """Add so many areas of so many bytes; return where they begin."""
             nonlocal end
             begin, each = end, -(-nbytes // _LINE_BYTES) * _LINE_BYTES
             end += count * each

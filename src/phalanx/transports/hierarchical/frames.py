@@ -235,7 +235,7 @@ class _Coming:
             self._transfers.append(self._receive(self._free.pop()))
 
     def wait(self) -> int:
-        """Where the next message lies, when it has come, until :meth:`prepare`."""
+        """Wait for the next message; return where it lies until :meth:`prepare`."""
         transfer = self._transfers.popleft()
         transfer.wait()
         self._free.append(transfer.tensor)
@@ -268,7 +268,7 @@ class _Lines:
             self._core.phx_pairs_close(pairs)
 
     def own(self) -> int:
-        """From which line this thread's collective was called, as a number for the other leaders; 0 if not known."""
+        """Return the number of the line that calls this thread's collective; 0 if it is not known."""
         return 0 if self._wish == Wish.IGNORE else int(self._core.phx_line_now())
 
     def meet(self, mine: int, theirs: Sequence[int]) -> None:

@@ -299,7 +299,7 @@ class GlooEngine:
     # -- its life ----------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long a transfer that is waited for from now on may take."""
+        """Let a transfer that is waited for from now on take so long."""
         self.timeout = timeout
 
     def abort(self) -> None:
@@ -316,7 +316,7 @@ class GlooEngine:
         """Have a wait time out, for a message that no rank sends, on a connection that is still whole."""
         connected, self._connected = self._connected, set()
         gloo = self._gloo.made
-        for peer in connected if gloo is not None else ():
+        for peer in tuple(connected) if gloo is not None else ():  # a late thread may still add one
             try:
                 never: dist.Work = getattr(gloo, "recv")([torch.empty(1)], peer, _NEVER_TAG)  # noqa: B009 - not in torch's stubs
                 never.wait(_SOON)

@@ -1,4 +1,4 @@
-"""Where the ranks of a group are: which share memory, and who of each host talks to whom of another.
+"""The layout of a group: which ranks share memory, and which of each host talks to which of another.
 
 A host here is a set of ranks that share memory. That is found by trying, since neither names nor kernels say. Where
 ranks that believe to be on one host cannot share memory, as in containers of one machine, each is a host of its own.
@@ -61,15 +61,15 @@ class Layout:
         self._names = names
 
     def place(self, rank: int) -> tuple[int, int]:
-        """The host of a rank, and its place there."""
+        """Return the host of a rank, and its place there."""
         return self._places[rank]
 
     def name(self, rank: int) -> str:
-        """What the host of a rank is called."""
+        """Return the name of the host of a rank."""
         return self._names[rank] if self._names else f"host {self.place(rank)[0]}"
 
     def ranks_beside(self, rank: int) -> list[int]:
-        """The ranks of the host of a rank."""
+        """Return the ranks of the host of a rank."""
         return self.hosts[self.place(rank)[0]]
 
 

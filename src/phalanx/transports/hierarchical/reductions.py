@@ -53,7 +53,7 @@ class Reductions:
         self._frames, self._sizes = frames, sizes
 
     def all_reduce(self, call: int, flat: torch.Tensor, op: int) -> bool:
-        """2 (H-1)/H S each way; with two hosts, which exchange their slices whole, that is S."""
+        """Reduce for all ranks. 2 (H-1)/H S each way; with two hosts, which exchange their slices whole, that is S."""
         nbytes = flat.nbytes
         if nbytes > self._sizes.frame_bytes:
             return self._reduce_slices(call, flat, op, None)
@@ -63,7 +63,7 @@ class Reductions:
         return True
 
     def reduce(self, call: int, flat: torch.Tensor, root: int, op: int) -> bool:
-        """Two hosts: S to the root's. More: S each way, because the other hosts add. Only the root's tensor changes."""
+        """Reduce for the root, whose tensor alone changes. S to its host; with more than two hosts S each way."""
         if flat.nbytes > self._sizes.frame_bytes:
             return self._reduce_slices(call, flat, op, root)
         host, place = self.layout.place(root)
@@ -84,7 +84,7 @@ class Reductions:
         return True
 
     def reduce_scatter(self, call: int, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> bool:
-        """All inputs but those of a host's own ranks leave it, once, as the host's sums."""
+        """Reduce each input for one rank. All but those of a host's own ranks leave it, once, as the host's sums."""
         layout, count = self.layout, output.numel()
         if output.nbytes * len(inputs) <= self._sizes.frame_bytes:
             whole, rank = torch.cat([*inputs]), layout.here[layout.local]

@@ -21,7 +21,7 @@ _LED_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Sizes:
-    """These sizes in one group; all its ranks have the same.
+    """The sizes of one group, equal on all its ranks.
 
     Attributes:
         frame_bytes: the most data of a host's frame in other collectives than all_to_all.
@@ -38,7 +38,7 @@ class Sizes:
 
     @staticmethod
     def among(hosts: int) -> Sizes:
-        """Those of a group over so many hosts."""
+        """Return those of a group over so many hosts."""
         others = max(1, hosts - 1)
         frame_bytes = max(_LEAST_FRAME_BYTES, _FRAMES_BYTES // others)
         return Sizes(frame_bytes, max(frame_bytes, _EXCHANGE_BYTES), shared_bytes=_LED_BYTES // others)
@@ -74,11 +74,11 @@ class Scratch:
         self._memory: dict[object, torch.Tensor] = {}
 
     def take(self, name: object, like: torch.Tensor) -> torch.Tensor:
-        """A flat tensor of the same dtype and number of elements as another; what it holds is undefined."""
+        """Return a flat tensor of the same dtype and number of elements as another; what it holds is undefined."""
         return self.take_bytes(name, like.nbytes).view(like.dtype)
 
     def take_bytes(self, name: object, nbytes: int) -> torch.Tensor:
-        """So many bytes."""
+        """Return so many bytes."""
         memory = self._memory.get(name)
         if memory is None or memory.nbytes < nbytes:
             memory = self._memory[name] = torch.empty(max(1, nbytes), dtype=torch.uint8)
