@@ -59,7 +59,7 @@ WAYS: dict[str, tuple[Callable[[], object], str]] = {
 }
 Step = tuple[Any, str]
 REACH, SEGMENT, SIGHT = (segment, "_reach"), (segment, "_make_segment"), (segment, "_see_each_other")
-OPEN, GATHER, ISLANDS = (device, "open_device"), (importlib.import_module("phalanx.world"), "gather"), "join_islands"
+OPEN, GATHER, ISLANDS = (device, "open_device"), (importlib.import_module("phalanx.world"), "gather"), "find_hosts"
 
 
 def as_launched(member: Member, size: int, port: int, torchrun: bool) -> None:

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import Store
 from phalanx.c10d import create
 from phalanx.settings import BACKEND
 from phalanx.system.host import Host
-from phalanx.transports.hierarchical import islands
+from phalanx.transports.hierarchical import layout
 from phalanx.transports.meeting_store import part_of
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
@@ -41,7 +41,7 @@ def pretend_host(number: int) -> None:
         return SharedMemoryCommunicator(store, rank, size, timeout, *more)
 
     vars(create)["SharedMemoryCommunicator"] = connect
-    vars(islands)["this_host"] = lambda: Host(name)
+    vars(layout)["this_host"] = lambda: Host(name)
 
 
 def _meeting(store: Store, rank: int, size: int, timeout: timedelta, name: str) -> str:

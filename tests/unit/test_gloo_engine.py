@@ -17,11 +17,12 @@ from torch._C._distributed_c10d import HashStore
 
 from phalanx.errors import CollectiveMismatch
 from phalanx.transports.hierarchical import gloo_engine
-from phalanx.transports.hierarchical.crossing import Lines
+from phalanx.transports.hierarchical.calls import Differs
 from phalanx.transports.hierarchical.frames import Frames
 from phalanx.transports.hierarchical.gloo import GlooOnDemand, lazy_gloo
-from phalanx.transports.hierarchical.gloo_engine import UNLIMITED, GlooEngine
-from phalanx.transports.hierarchical.lane import SHORT_BYTES, TransferFailed, TransferLate
+from phalanx.transports.hierarchical.gloo_engine import UNLIMITED, GlooEngine, TransferFailed, TransferLate
+from phalanx.transports.hierarchical.layout import Layout
+from phalanx.transports.solo import SoloCommunicator
 
 LIMIT = timedelta(seconds=60)
 REFUSED = "[gloo/transport/tcp/pair.cc:680] Connect timeout: timed out connecting: SO_ERROR: Connection refused"
@@ -117,7 +118,7 @@ def test_what_gloo_calls_a_timeout_is_late_only_if_the_time_is_over(
         gloo.connects.set()
     engine = GlooEngine(gloo, limit)
     with pytest.raises(TransferFailed) as failed:
-        engine.send(torch.ones(SHORT_BYTES), 1, 1).wait()
+        engine.send(torch.ones(1), 1, 1).wait()
     assert isinstance(failed.value, TransferLate) == late, failed.value
     if not late:
         engine.close()
@@ -146,24 +147,15 @@ def test_error_of_what_is_done_while_transfers_are_awaited_is_its_own() -> None:
     gloo.connects.set()
     engine = GlooEngine(gloo, LIMIT)
     with pytest.raises(CollectiveMismatch):
-        engine.send(torch.ones(SHORT_BYTES), 1, 1).wait_with([], differ)
-    engine.close()
-
-
-def test_as_many_short_sends_as_one_likes_are_waited_for_together() -> None:
-    gloo: Any = Gloo(ends=ENDED)
-    gloo.connects.set()
-    engine = GlooEngine(gloo, LIMIT)
-    sent = [engine.send(torch.ones(1), 1, 1) for _ in range(5000)]
-    sent[0].wait_with(sent[1:], lambda: None)
+        engine.wait([engine.send(torch.ones(1), 1, 1)], differ)
     engine.close()
 
 
 def test_leader_hears_the_others_while_its_own_frame_is_on_its_way() -> None:
     """It may be for ever, behind what was sent before it in the same call."""
-    engine = Mock(ends_waits_for_sends=True)
-    engine.recv.side_effect = lambda memory, *_: Mock(wait=memory.zero_)
-    frames = Frames(engine, [[0], [1]], 0, 64, Lines(0, {}, lambda: True))
-    frames.begin(7, {})
-    frames.end()
-    assert not engine.send_kept.return_value.wait.called
+    engine = Mock()
+    engine.recv.side_effect = lambda memory, *_: Mock(wait=memory.zero_, tensor=memory)
+    frames = Frames(Layout([0, 1], 0), 0, SoloCommunicator(), engine, 64)
+    with pytest.raises(Differs):
+        frames.meet(7)
+    assert not engine.send.return_value.method_calls

@@ -13,7 +13,7 @@ from textwrap import dedent
 import pytest
 from tests.world.test_hosts import Pair, pair
 
-from phalanx.transports.hierarchical.bounds import busiest, link_bytes
+from phalanx.bench.links import busiest, link_bytes
 
 __all__ = ["pair"]  # a fixture
 

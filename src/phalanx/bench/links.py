@@ -7,6 +7,7 @@ They count headers too, and everything else that uses the interface meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,87 @@ from phalanx.doctor.probe import Listener, probe
 from phalanx.errors import BackendError
 from phalanx.system.interfaces import interface_addresses, outward_address
 from phalanx.topology.topology import Node
-from phalanx.transports.hierarchical.bounds import LinkBytes, link_bytes
 
 _COUNTERS = Path("/proc/net/dev")  # of this process's network; /sys may be that of another one
+
+
+@dataclass(frozen=True)
+class LinkBytes:
+    """What one host's link carries, in bytes of tensors; packets have headers besides.
+
+    Attributes:
+        sent: to other hosts.
+        received: from other hosts.
+    """
+
+    sent: int
+    received: int
+
+
+def link_bytes(operation: str, nbytes: int, ranks: Sequence[int], root: int = 0) -> list[LinkBytes]:
+    """Return the bytes that one call must move on the link of each host, by what the operation means.
+
+    What a host has to learn or to tell cannot be less than this. Where hosts could share the work differently at the
+    same cost, as in a broadcast to three hosts, of which one must pass the tensor on, one such way is stated.
+
+    Args:
+        operation: a name as in ``torch.distributed``; forms with one tensor for all ranks count as those with lists.
+        nbytes: the size of the whole tensor of a rank in ``all_reduce``, ``reduce`` and ``broadcast``. Elsewhere it is
+            that of one block: what one rank gives in ``all_gather`` and ``gather``, what it gets in ``scatter`` and
+            ``reduce_scatter``, and what it gives to one other rank in ``all_to_all``.
+        ranks: how many ranks each host has, in the order of the hosts.
+        root: the number of the root's host.
+
+    Returns:
+        One entry for each host.
+
+    Raises:
+        ValueError: there is no such collective.
+    """
+    hosts, world = len(ranks), sum(ranks)
+    everything = nbytes * world
+    if hosts < 2:
+        return [LinkBytes(0, 0)] * hosts
+    name = operation.removesuffix("_single")
+    if name == "barrier":
+        return [LinkBytes(0, 0)] * hosts
+    if name == "all_reduce":
+        # Each host has an H-th of the sums: it learns the others' parts of it, and tells them the result.
+        each = 2 * (hosts - 1) * nbytes // hosts
+        return [LinkBytes(each, each)] * hosts
+    if name == "reduce":
+        if hosts == 2:
+            return [LinkBytes(0, nbytes) if host == root else LinkBytes(nbytes, 0) for host in range(hosts)]
+        # Sums are added in the order of the hosts, so the parts of all hosts have to come together somewhere. On the
+        # root's host these would be H-1 times the tensor; so the other hosts add, and the root's host sends its part.
+        return [LinkBytes(nbytes, nbytes)] * hosts
+    if name == "broadcast":
+        # Every host but the root's learns the tensor. The last one of the chain need not pass it on.
+        last = (root - 1) % hosts
+        return [LinkBytes(nbytes * (host != last), nbytes * (host != root)) for host in range(hosts)]
+    if name == "all_gather":
+        # A host learns all that it has not, and passes on, around a circle, all that the next host has not.
+        after = [ranks[(host + 1) % hosts] for host in range(hosts)]
+        return [
+            LinkBytes(everything - nbytes * beyond, everything - nbytes * own)
+            for own, beyond in zip(ranks, after, strict=True)
+        ]
+    if name == "reduce_scatter":
+        # Each host's part of what a rank gets goes there by itself, since they are added in the order of the hosts.
+        return [LinkBytes(everything - nbytes * own, (hosts - 1) * nbytes * own) for own in ranks]
+    if name in ("gather", "scatter"):
+        inner, outer = everything - nbytes * ranks[root], [nbytes * own for own in ranks]
+        if name == "gather":
+            return [LinkBytes(0, inner) if host == root else LinkBytes(outer[host], 0) for host in range(hosts)]
+        return [LinkBytes(inner, 0) if host == root else LinkBytes(0, outer[host]) for host in range(hosts)]
+    if name == "all_to_all":
+        return [LinkBytes(*[nbytes * own * (world - own)] * 2) for own in ranks]
+    raise ValueError(f"{operation!r} is not a collective whose bytes between hosts are known")
+
+
+def busiest(links: Sequence[LinkBytes]) -> int:
+    """Return the most that one link carries in one direction: no call takes less time than that at the link's rate."""
+    return max((max(link.sent, link.received) for link in links), default=0)
 
 
 def outward_interface(towards: Sequence[str] = ()) -> str:

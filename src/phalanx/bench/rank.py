@@ -26,14 +26,13 @@ import torch.distributed as dist
 
 from phalanx import settings, world
 from phalanx.bench.cases import MEMCPY, MPI, NOTHING, BenchOptions, Case, tuning_label
-from phalanx.bench.links import Links, outward_interface, stated_bytes
+from phalanx.bench.links import Links, busiest, outward_interface, stated_bytes
 from phalanx.bench.machine import CpuClock, Noise, probe, probe_spread, versions
 from phalanx.bench.operations import DTYPES, OPERATIONS, Buffers, Call, MpiBuffers, Operation
 from phalanx.c10d.work import DoneWork
 from phalanx.errors import LaunchError
 from phalanx.system.limits import memory_left, usable_cores
 from phalanx.system.processes import set_name
-from phalanx.transports.hierarchical.bounds import busiest
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.tuning import Tuning, tuning_in_force
 from phalanx.words import format_gib, format_size

@@ -30,8 +30,7 @@ from phalanx.transports.hierarchical.communicator import HierarchicalCommunicato
 from phalanx.transports.hierarchical.gloo import AttachedGloo, GlooOnDemand, lazy_gloo
 from phalanx.transports.hierarchical.gloo_engine import UNLIMITED, GlooEngine
 from phalanx.transports.hierarchical.inquiry import Inquiry
-from phalanx.transports.hierarchical.islands import join_islands
-from phalanx.transports.hierarchical.said import said_by_all
+from phalanx.transports.hierarchical.layout import find_hosts, said_by_all
 from phalanx.transports.meeting_store import MeetingStore, time_left
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.explanation import process_ids
@@ -119,7 +118,7 @@ def create_process_group(
     def over_hosts(reason: NotOneHost, made: contextlib.ExitStack) -> PhalanxProcessGroup:
         """The group of ranks that do not all share memory; ``made`` gets what is closed if that fails."""
         met = own.part(reason.meeting)
-        layout, local, one_machine = join_islands(met.part("hosts"), rank, size, limit)
+        layout, local, one_machine = find_hosts(met.part("hosts"), rank, size, limit)
         local.set_timeout(timeout)
         made.callback(local.close)
         if one_machine and rank == 0:

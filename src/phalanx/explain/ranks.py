@@ -26,12 +26,10 @@ from phalanx.membership.abort import GroupAbort
 from phalanx.membership.liveness import Membership
 from phalanx.native.core import Traced, Tracer, library
 from phalanx.transports.contract import Communicator
-from phalanx.transports.hierarchical import exchanging
+from phalanx.transports.hierarchical import exchanges
 from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
-from phalanx.transports.hierarchical.exchange_memory import ExchangeMemory
 from phalanx.transports.hierarchical.gloo import GlooOnDemand, lazy_gloo
-from phalanx.transports.hierarchical.gloo_engine import GlooEngine
-from phalanx.transports.hierarchical.lane import Transfer
+from phalanx.transports.hierarchical.gloo_engine import GlooEngine, Transfer
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.reductions import SUM
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
@@ -45,7 +43,7 @@ _TIMEOUT = timedelta(seconds=60)
 _SHIFT = 20  # bits for the ranks that have contributed
 _FIRST = 1 << 22  # the number of the first element, so large that no counter or hash of a call looks like one
 _SAMPLES = 2048
-_HEAD_BYTES = 64  # of a frame, and of what a leader tells its host (``small.py``)
+_HEAD_BYTES = 64  # of a verdict, of a leader's message and of a frame in it (``frames.py``)
 
 Cell = tuple[int, int]  # the number of a block, and a bit for each rank that has contributed to it
 Kept = tuple[tuple[Cell, ...], ...]  # what lies in each block of a tensor
@@ -116,7 +114,7 @@ class _Notes:
         self.events: list[Event] = []
         self.result: torch.Tensor | None = None
         self.head = 0  # how many bytes before the data say what it is; what is unused of them may look like data
-        self.beside: Callable[[], ExchangeMemory | None] = lambda: None
+        self.beside: Callable[[], torch.Tensor | None] = lambda: None
         self.tracer = Tracer(self.told)
 
     def told(self, what: int, at: int, data: int | None, nbytes: int, *of_message: Any) -> None:
@@ -135,7 +133,8 @@ class _Notes:
     def place_beside(self, address: int) -> int:
         """Return where an address lies in that memory; -1 if it does not."""
         memory = self.beside()
-        return -1 if memory is None or not 0 <= address - memory.address < memory.nbytes else address - memory.address
+        at = -1 if memory is None else address - memory.data_ptr()
+        return at if memory is not None and 0 <= at < memory.nbytes else -1
 
     def blocks_of_result(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """List the blocks of the result in which a tensor lies."""
@@ -196,26 +195,19 @@ class _TracedEngine(GlooEngine):
     notes: _Notes
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        self._tell_of(tensor, peer, tag)
-        return super().send(tensor, peer, tag)
-
-    def send_kept(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        self._tell_of(tensor, peer, tag)
-        return super().send_kept(tensor, peer, tag)
-
-    def watched(self, work: dist.Work, verb: str, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        if verb == "send":
-            return work
-        turn, into = (tag, self._turn(verb, peer, tag)), self.notes.blocks_of_result(tensor)
-        beside = self.notes.place_beside(tensor.data_ptr())
-        tell = partial(self.notes.told, RECEIVED, peer, None, tensor.nbytes, turn, into, beside)
-        return cast(dist.Work, _TracedWork(work, tell))
-
-    def _tell_of(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         address, turn = tensor.data_ptr(), (tag, self._turn("send", peer, tag))
-        self.notes.head = 0 if tag else _HEAD_BYTES
+        self.notes.head = 0 if tag else 2 * _HEAD_BYTES
         self.notes.told(SENT, peer, address, tensor.nbytes, turn, (), self.notes.place_beside(address))
         self.notes.head = 0
+        return super().send(tensor, peer, tag)
+
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        transfer = super().recv(tensor, peer, tag)
+        turn, into = (tag, self._turn("recv", peer, tag)), self.notes.blocks_of_result(tensor)
+        beside = self.notes.place_beside(tensor.data_ptr())
+        tell = partial(self.notes.told, RECEIVED, peer, None, tensor.nbytes, turn, into, beside)
+        transfer.work = cast(dist.Work, _TracedWork(transfer.work, tell))
+        return transfer
 
     def _turn(self, *way: object) -> int:
         turns: dict[object, int] = vars(self).setdefault("turns", {})
@@ -281,8 +273,8 @@ def _join(plan: Plan, rank: int, store: Store, notes: _Notes) -> Communicator:
     membership = Membership.meet(part("membership"), rank, plan.host_of, names, _TIMEOUT)
     members = GroupAbort(membership, "explained", range(plan.ranks))
     group = HierarchicalCommunicator(layout, rank, local, lanes, messages, members, _TIMEOUT)
-    notes.beside = lambda: group.exchanging.memory
-    vars(exchanging)["_copy"] = notes.copied
+    notes.beside = lambda: group.exchanges.memory
+    vars(exchanges)["_copy"] = notes.copied
     return group
 
 

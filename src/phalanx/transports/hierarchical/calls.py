@@ -6,7 +6,7 @@ from typing import Protocol
 
 from phalanx.transports.shm.explanation import MessageEnd
 
-__all__ = ["Differs", "EndsDiffer", "History", "LeftOut"]
+__all__ = ["Crossed", "Differs", "EndsDiffer", "History", "LeftOut"]
 
 
 class History(Protocol):
@@ -23,6 +23,10 @@ class History(Protocol):
     def is_late(self) -> bool:
         """Whether the calls that are found to differ are those before the present one."""
         ...
+
+
+class Crossed(Exception):
+    """Two ranks have called two lines in different orders, and the user wants that to be an error; says which."""
 
 
 class Differs(Exception):

@@ -23,21 +23,17 @@ from phalanx.diagnosis.ends import tell_of_failure
 from phalanx.membership.abort import GroupAbort
 from phalanx.membership.departures import Gone
 from phalanx.transports.contract import Communicator, Message
-from phalanx.transports.hierarchical.bulk import Bulk
-from phalanx.transports.hierarchical.crossing import Lines
-from phalanx.transports.hierarchical.early_receives import EarlyReceives
-from phalanx.transports.hierarchical.exchanging import Exchanging
+from phalanx.transports.hierarchical.copies import Copies
+from phalanx.transports.hierarchical.exchanges import Exchanges, Parts
 from phalanx.transports.hierarchical.frames import Frames
-from phalanx.transports.hierarchical.lane import Engine
+from phalanx.transports.hierarchical.gloo_engine import GlooEngine
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.message_way import Way
 from phalanx.transports.hierarchical.messages import HierarchicalMessages
-from phalanx.transports.hierarchical.parts import Parts, PartsOfWhole
 from phalanx.transports.hierarchical.present_call import PresentCall
 from phalanx.transports.hierarchical.reason import Reason
-from phalanx.transports.hierarchical.reducing import Reducing
+from phalanx.transports.hierarchical.reductions import Reductions
 from phalanx.transports.hierarchical.sizes import Sizes
-from phalanx.transports.hierarchical.small import Small
 from phalanx.transports.reductions import AVG, SUM, reducible
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 
@@ -55,7 +51,7 @@ class HierarchicalCommunicator(Communicator):
         local: a communicator of the ranks of this host, in their order; its methods are used by this one alone.
         engine: carries bytes between hosts.
         way: carries bytes between hosts for messages; its transfers wait without a limit.
-        group: what this rank knows of the others, and agrees on with them; its own from now on.
+        group: what this rank knows of the group.
         timeout: how long every operation waits for other ranks.
         sizes: at which algorithms change, equal on all ranks; small ones make tests reach many chunks cheaply.
     """
@@ -67,8 +63,8 @@ class HierarchicalCommunicator(Communicator):
         layout: Layout,
         rank: int,
         local: Communicator,
-        engine: Engine,
-        way: Engine,
+        engine: GlooEngine,
+        way: GlooEngine,
         group: GroupAbort,
         timeout: timedelta,
         sizes: Sizes | None = None,
@@ -79,13 +75,10 @@ class HierarchicalCommunicator(Communicator):
         self._local = local
         self._engine, self._way = engine, way
         sizes = sizes or Sizes.among(len(layout.hosts))
-        self._frames = frames = self._make_frames(sizes.frame_bytes) if layout.leader else None
-        self._frame_bytes = sizes.frame_bytes
-        self._small = Small(layout, local, frames)
-        early = EarlyReceives(engine)
-        self._bulk = Bulk(layout, local, engine, early, sizes.chunk_bytes)
-        self._reducing = Reducing(layout, local, engine, early, sizes.chunk_bytes)
-        self.exchanging = Exchanging(layout, local, engine, early, frames, sizes)
+        self._frames = Frames(layout, rank, local, engine, Exchanges.frame_bytes(layout, sizes))
+        self._reductions = Reductions(layout, local, engine, self._frames, sizes)
+        self._copies = Copies(layout, local, engine, self._frames, sizes)
+        self.exchanges = Exchanges(layout, rank, local, engine, self._frames, sizes)
         is_aborted = lambda: isinstance(local, SharedMemoryCommunicator) and local.aborted  # noqa: E731
         self._reason = reason = Reason(group, layout, local, abort=self._wake, aborted=is_aborted)
         try:
@@ -107,13 +100,6 @@ class HierarchicalCommunicator(Communicator):
             reason.depart()
             raise
 
-    def _make_frames(self, nbytes: int) -> Frames:
-        layout, local = self._layout, self._local
-        tells = local.tells_crossing if isinstance(local, SharedMemoryCommunicator) else lambda: True
-        others = {host: members[0] for host, members in enumerate(layout.hosts) if host != layout.host}
-        lines = Lines(self.rank, {} if layout.host else others, tells)
-        return Frames(self._engine, layout.hosts, layout.host, nbytes, lines)
-
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
         return reducible(dtype, op)
 
@@ -121,67 +107,42 @@ class HierarchicalCommunicator(Communicator):
 
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
         with self._call.named("all_reduce", tensor, op) as call:
-            self._all_reduce(tensor.view(-1), op, call)
+            flat = tensor.view(-1)
+            self._call.is_compared = self._reductions.all_reduce(call, flat, SUM if op == AVG else op)
+            if op == AVG:
+                flat.div_(self.size)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
         with self._call.named("reduce", tensor, op, root) as call:
-            flat, summed = tensor.view(-1), SUM if op == AVG else op
-            if flat.nbytes > self._frame_bytes:
-                self._reducing.reduce(flat, root, summed, self._agree(call))
-            else:
-                self._small.reduce(call, flat, root, summed)
-                self._call.is_compared = True
+            flat = tensor.view(-1)
+            self._call.is_compared = self._reductions.reduce(call, flat, root, SUM if op == AVG else op)
             if op == AVG and self.rank == root:
                 flat.div_(self.size)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
         with self._call.named("reduce_scatter", output, op) as call:
-            if output.nbytes * self.size > self._frame_bytes:
-                summed = SUM if op == AVG else op
-                self._reducing.reduce_scatter(output.view(-1), _flat(inputs), summed, self._agree(call))
-                if op == AVG:
-                    output.div_(self.size)
-                return
-            whole = torch.cat([part.view(-1) for part in inputs])
-            self._all_reduce(whole, op, call)
-            count = output.numel()
-            output.view(-1).copy_(whole[self.rank * count : (self.rank + 1) * count])
+            flat, summed = output.view(-1), SUM if op == AVG else op
+            self._call.is_compared = self._reductions.reduce_scatter(call, flat, _flat(inputs), summed)
+            if op == AVG:
+                flat.div_(self.size)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         with self._call.named("broadcast", tensor, root=root) as call:
-            flat = tensor.view(-1)
-            if flat.nbytes > self._frame_bytes:
-                self._bulk.broadcast(flat, root, self._agree(call))
-            else:
-                self._small.broadcast(call, flat, root)
+            self._call.is_compared = self._copies.broadcast(call, tensor.view(-1), root)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         with self._call.named("all_gather", tensor) as call:
-            flat, parts = tensor.view(-1), _flat(outputs)
-            if self._fits_frames(flat):
-                self._small.gather(call, parts, flat, -1)
-                self._call.is_compared = True
-            else:
-                self._bulk.all_gather(parts, flat, self._agree(call))
+            self._call.is_compared = self._copies.all_gather(call, _flat(outputs), tensor.view(-1))
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
         with self._call.named("gather", tensor, root=root) as call:
-            flat = tensor.view(-1)
             parts = None if outputs is None else _flat(outputs)
-            if self._fits_frames(flat):
-                self._small.gather(call, parts, flat, root)
-                self._call.is_compared = True
-            else:
-                self._bulk.gather(parts, flat, root, self._agree(call))
+            self._call.is_compared = self._copies.gather(call, parts, tensor.view(-1), root)
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
         with self._call.named("scatter", output, root=root) as call:
-            flat = output.view(-1)
             parts = None if inputs is None else _flat(inputs)
-            if self._fits_frames(flat):
-                self._small.scatter(call, flat, parts, root)
-            else:
-                self._bulk.scatter(flat, parts, root, self._agree(call))
+            self._call.is_compared = self._copies.scatter(call, output.view(-1), parts, root)
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         self._exchange_parts(Parts(outputs), Parts(inputs))
@@ -193,37 +154,17 @@ class HierarchicalCommunicator(Communicator):
         output_counts: Sequence[int],
         input_counts: Sequence[int],
     ) -> None:
-        self._exchange_parts(PartsOfWhole(output, output_counts), PartsOfWhole(tensor, input_counts))
+        self._exchange_parts(Parts(output, output_counts), Parts(tensor, input_counts))
 
     def _exchange_parts(self, outputs: Parts, inputs: Parts) -> None:
-        dtype = outputs.dtype
-        with self._call.exchanging(dtype, inputs.nbytes, outputs.nbytes) as call:
-            self.exchanging.all_to_all(call, outputs, inputs)
-            self._call.is_compared = True
+        with self._call.exchanging(outputs.dtype, inputs.nbytes, outputs.nbytes) as call:
+            self._call.is_compared = self.exchanges.all_to_all(call, outputs, inputs)
 
     def barrier(self) -> None:
         with self._call.named("barrier", None) as call:
             self._local.barrier()
-            self._small.agree(call)
+            self._frames.meet(call)
             self._call.is_compared = True
-
-    def _all_reduce(self, flat: torch.Tensor, op: int, call: int) -> None:
-        summed = SUM if op == AVG else op
-        if flat.nbytes > self._frame_bytes:
-            self._reducing.all_reduce(flat, summed, self._agree(call))
-        else:
-            self._small.all_reduce(call, flat, summed)
-            self._call.is_compared = True
-        if op == AVG:
-            flat.div_(self.size)
-
-    def _agree(self, call: int) -> Callable[[], None]:
-        """Compares this call with the other ranks', which large collectives do once their receives have begun."""
-        return partial(self._small.agree, call)
-
-    def _fits_frames(self, flat: torch.Tensor) -> bool:
-        """Whether a frame can carry so much of every rank of a host."""
-        return flat.nbytes * max(map(len, self._layout.hosts)) <= self._frame_bytes
 
     # -- messages and life -------------------------------------------------------------------------
 
@@ -244,7 +185,7 @@ class HierarchicalCommunicator(Communicator):
         return True
 
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
-        """See ``membership/departures.py``."""
+        """Find those of these ranks that have gone (``membership/departures.py``)."""
         found = self._reason.gone([rank for rank in ranks if rank not in self._layout.here])
         if isinstance(self._local, SharedMemoryCommunicator):
             places = [place for place, rank in enumerate(self._layout.here) if rank in ranks]
@@ -266,8 +207,7 @@ class HierarchicalCommunicator(Communicator):
         return self.messages.leave()
 
     def give_back(self) -> None:
-        if self._frames is not None:
-            self._frames.release()
+        self._frames.flush()
         self._engine.give_back()
         self.messages.give_back()
         self._reason.depart()
@@ -291,16 +231,13 @@ class HierarchicalCommunicator(Communicator):
 
     def close(self) -> None:
         self._local.close()
-        if self._frames is not None:
-            self._frames.release()
+        self._frames.flush()
         self._engine.close()
-        self.exchanging.let_go()
-        if self._frames is not None:
-            self._frames.let_go()
+        self._frames.let_go()
         self.messages.close(partial(_close_last, self._way, self.messages.ways.values(), self._reason.depart))
 
 
-def _close_last(engine: Engine, ways: Collection[Way], depart: Callable[[], None]) -> None:
+def _close_last(engine: GlooEngine, ways: Collection[Way], depart: Callable[[], None]) -> None:
     """Give back the last that is used."""
     engine.close()
     for way in ways:

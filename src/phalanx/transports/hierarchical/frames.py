@@ -1,185 +1,296 @@
-"""What the leaders of the hosts tell each other in each collective: the call, its line, and a little of its data.
+"""The agreement that every collective over several hosts begins with, and small data that travels with it.
 
-A frame is a number that is equal for equal calls, followed by data for the other host if that is small. A leader tells
-the engine where the next frame of another leader goes before it sends its own, which that one needs before it can go
-on; so a frame takes one way and no answer. What else a call moves is sent when its frames have been compared: an engine
-may end the process, as Gloo does, when what is sent is longer than the memory that waits for it. Only into memory that
-waits for the most that can be sent may it go before (``streams.py``).
+The *leader* of a host is its lowest rank. Each leader writes a frame: a number that is equal for equal calls, the line
+of the program, and a little data. An all-gather brings all frames to all leaders. Then each leader tells its host
+whether the calls are equal, and what it makes of the data. Small collectives need nothing else. Large ones send their
+data when their calls have been compared, because Gloo ends a process that is sent more than it expects.
 
-Frames are the larger part of what a small collective costs, so they are memory of the leader's that is kept, and data
-is copied by addresses: making a tensor of a part of another takes longer than to copy what is in it.
+The all-gather is Bruck's (IEEE Transactions on Parallel and Distributed Systems, 1997), with three partners a round. In
+round k a leader has the frames of 4^k hosts, its own and those after it. It sends them to the leaders 1, 2 and 3 times
+4^k hosts before its own, and gets as many from those after. So up to four hosts exchange all frames at once, and more
+take ceil(log4 hosts) rounds. All leaders have all frames then, so all come to the same verdict, and add in the order of
+the hosts.
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from phalanx.transports.hierarchical.crossing import Lines
-from phalanx.transports.hierarchical.lane import SHORT_BYTES, Engine, Transfer
+from phalanx.native.core import Crossing, Status, library
+from phalanx.transports.contract import Communicator
+from phalanx.transports.crossing import Judgements, Wish, crossed_lines
+from phalanx.transports.hierarchical.calls import Crossed, Differs
+from phalanx.transports.hierarchical.gloo_engine import SHORT_BYTES, GlooEngine, Transfer
+from phalanx.transports.hierarchical.layout import Layout
+from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 
-__all__ = ["Data", "Frames"]
+__all__ = ["HEAD_BYTES", "NOTHING", "Data", "Frames", "Make"]
 
+HEAD_BYTES = 64  # before each frame's data, each message and each verdict, so that what follows is aligned
 # The number of the frame, that of the call, the bytes of data, and the line of the program that makes the call.
 _HEAD = struct.Struct("<QqQH")
-_HEAD_BYTES = 64  # so that the data is aligned
-_TAG = 0
-_TAIL_TAG = 4  # and the next ones, for each further piece of a long frame
+_TAG, _REST_TAG = 0, 4
+_RADIX = 4  # a message costs a leader about as much as the way of one takes in a local network
 
 Data = tuple[int, int]  # where it lies, and how many bytes it has
-_NOTHING = (0, 0)
-
-
-class _Memory:
-    """Memory for a frame, and the first piece of it, which is all of most frames."""
-
-    __slots__ = ("address", "head", "piece", "whole")
-
-    def __init__(self, nbytes: int, piece_nbytes: int) -> None:
-        self.whole = torch.empty(nbytes, dtype=torch.uint8)
-        self.piece = self.whole[:piece_nbytes]
-        self.head = memoryview(self.whole.numpy())  # type: ignore[arg-type]
-        self.address = self.whole.data_ptr()
+NOTHING = (0, 0)
+# Writes to an address what every rank of this host gets, made of what the hosts have sent, whose addresses it is given
+# in the order of the hosts. False if what they have sent does not fit together.
+Make = Callable[[Sequence[int], int], bool]
+_copy = ctypes.memmove
 
 
 class Frames:
-    """The frames of one group, on the leader of a host.
-
-    A frame that is longer than an engine can wait for directly travels in pieces. The first of them waits in the memory
-    of the frame, the others where they wait for the next long frame, whichever that is.
+    """The agreement of one group; every rank of it calls the same method.
 
     Args:
-        engine: carries them.
-        hosts: the group ranks of each host, of which the first is the leader.
-        host: this leader's host.
-        nbytes: the most data that one host sends another in a frame.
-        lines: compares the lines of calls.
+        layout: where the ranks are.
+        rank: this process's rank in the group.
+        local: a communicator of the ranks of this host.
+        engine: carries the leaders' frames.
+        nbytes: the most data of a host.
     """
 
-    def __init__(self, engine: Engine, hosts: Sequence[Sequence[int]], host: int, nbytes: int, lines: Lines) -> None:
-        self._engine = engine
-        self._peers = {number: members[0] for number, members in enumerate(hosts) if number != host}
-        # Before the data of an all_to_all there are the sizes of all its parts. All hosts cut frames into equal pieces.
-        self._largest = _HEAD_BYTES + nbytes + 8 * max(map(len, hosts)) ** 2
-        self._piece = -(-self._largest // -(-self._largest // SHORT_BYTES))
-        # Of this frame and of the one before, which may be on its way until the others' next frames have come.
-        self._outgoing: list[list[_Memory]] = [[], []]
-        self._sent: list[list[Transfer]] = [[], []]
-        # A frame may be read until the one after it is exchanged, and the next one waits in the other's place.
-        self._incoming = [{number: self._memory() for number in self._peers} for _ in range(2)]
-        self._coming: list[list[Transfer]] = []  # of the frames to come, in their order
-        self._tails: dict[tuple[int, int], tuple[torch.Tensor, Transfer]] = {}  # by host, and where they belong
-        self._lines = lines
-        self._count = self._call = self._line = 0
+    def __init__(self, layout: Layout, rank: int, local: Communicator, engine: GlooEngine, nbytes: int) -> None:
+        self._local = local
+        self._all_gather: _AllGather | None = None
+        if layout.leader:
+            tells = local.tells_crossing if isinstance(local, SharedMemoryCommunicator) else lambda: True
+            lines = _Lines(rank, {} if layout.host else dict(enumerate(layout.leaders)), tells)
+            self._all_gather = _AllGather(layout, engine, nbytes, lines)
+        self._news = torch.empty(HEAD_BYTES, dtype=torch.uint8)
 
-    def exchange(self, call: int, data: Mapping[int, Data]) -> tuple[bool, dict[int, int]]:
-        """:meth:`begin`, and what :meth:`end` returns."""
-        self.begin(call, data)
-        return self.end()
-
-    def begin(self, call: int, data: Mapping[int, Data]) -> None:
-        """Tell the other leaders the call.
+    def meet(self, call: int, data: Data = NOTHING, make: Make | None = None, nbytes: int = 0) -> int:
+        """Compare the calls, and give every rank of this host what its leader makes of the hosts' data.
 
         Args:
-            call: a number that is equal for equal calls.
-            data: for other hosts, by their numbers, at most ``nbytes`` each. The same may be for several.
-        """
-        self._line = self._lines.own()
-        frames: dict[Data, tuple[_Memory, int]] = {}
-        sent = self._sent[self._count % 2]
-        while len(self._coming) < 2:
-            self._listen()
-        for number, rank in self._peers.items():
-            part = data.get(number, _NOTHING)
-            if part not in frames:
-                frames[part] = self._packed(len(frames), call, part)
-            self._send(*frames[part], rank, sent)
-        self._call = call
-
-    def end(self) -> tuple[bool, dict[int, int]]:
-        """Hear the others' calls.
+            call: this rank's call, a number that is equal for equal calls.
+            data: what this host has for others; only the leader's counts.
+            make: called on the leader if the calls are equal.
+            nbytes: how much it makes, and every rank of this host gets.
 
         Returns:
-            Whether all have made the same call; and of each other host the address of what it sent. That is valid
-            until the next exchange, and what follows after the data is undefined.
+            Where that much lies, until the next call.
 
         Raises:
-            Crossed: the calls are the same, and their lines show that they do not belong together.
+            Differs: another rank makes another call, or the data does not fit together.
+            Crossed: the calls are equal, and their lines show that they do not belong together.
         """
-        for transfer in self._coming.pop(0):
-            transfer.wait()
-        # The others have sent theirs, so they have read those before: these are done, and no wait for them can last.
-        before = self._sent[1 - self._count % 2]
-        for transfer in before:
-            transfer.wait()
-        before.clear()
-        same, parts, lines = True, {}, {}
-        for number, memory in self._incoming[self._count % 2].items():
-            count, call, nbytes, lines[number] = _HEAD.unpack_from(memory.head)
-            if count != self._count or call != self._call:
-                same = False  # a count out of step only a mistake of this file could bring about
-            self._join(number, memory, _HEAD_BYTES + nbytes)
-            parts[number] = memory.address + _HEAD_BYTES
-        self._count += 1
-        if same:
-            self._lines.meet(self._line, lines)
-        return same, parts
+        if self._news.numel() < HEAD_BYTES + nbytes:
+            self._news = torch.empty(HEAD_BYTES + nbytes, dtype=torch.uint8)
+        address = self._news.data_ptr()
+        verdict = ctypes.c_int64.from_address(address)
+        if self._all_gather is not None:
+            frames = self._all_gather.exchange(call, data)
+            right = frames is not None and (make is None or make(frames, address + HEAD_BYTES))
+            verdict.value = call if right else ~call
+        self._local.broadcast(self._news[: HEAD_BYTES + nbytes], 0)
+        if verdict.value != call:
+            raise Differs
+        return address + HEAD_BYTES
 
-    def release(self) -> None:
-        """No frame follows; the last ones need not have been sent."""
-        for sent in self._sent:
-            self._engine.outlive(sent)
-            sent.clear()
+    def flush(self) -> None:
+        """Return when this leader's last frames are on the wire: it leaves, and the others need them."""
+        if self._all_gather is not None:
+            self._all_gather.flush()
 
     def let_go(self) -> None:
         """The engine has been closed: keep none of its transfers, each of which keeps its connections."""
-        self._coming.clear()
-        self._tails.clear()
+        if self._all_gather is not None:
+            self._all_gather.rounds.clear()
 
-    def _memory(self) -> _Memory:
-        return _Memory(self._largest, self._piece)
 
-    def _packed(self, number: int, call: int, data: Data) -> tuple[_Memory, int]:
-        """A frame, in the memory of this number, and its bytes."""
-        outgoing = self._outgoing[self._count % 2]
-        if number == len(outgoing):
-            outgoing.append(self._memory())
-        memory = outgoing[number]
-        address, nbytes = data
-        _HEAD.pack_into(memory.head, 0, self._count, call, nbytes, self._line)
-        if nbytes:
-            ctypes.memmove(memory.address + _HEAD_BYTES, address, nbytes)
-        return memory, _HEAD_BYTES + nbytes
+class _AllGather:
+    """The leader's part: brings all leaders' frames to all of them.
 
-    def _send(self, memory: _Memory, nbytes: int, rank: int, sent: list[Transfer]) -> None:
-        sent.append(self._engine.send_kept(memory.whole[: min(nbytes, self._piece)], rank, _TAG))
-        for turn, begin in enumerate(range(self._piece, nbytes, self._piece)):
-            tail = memory.whole[begin : min(nbytes, begin + self._piece)]
-            sent.append(self._engine.send_kept(tail, rank, _TAIL_TAG + turn))
+    Attributes:
+        rounds: made by the first exchange, because they connect.
+    """
 
-    def _listen(self) -> None:
-        incoming = self._incoming[(self._count + len(self._coming)) % 2]
-        peers = self._peers.items()
-        self._coming.append([self._engine.recv(incoming[number].piece, rank, _TAG) for number, rank in peers])
-        for number in self._peers:
-            for begin in range(self._piece, self._largest, self._piece):
-                if (number, begin) not in self._tails:
-                    self._await_tail(number, begin)
+    def __init__(self, layout: Layout, engine: GlooEngine, nbytes: int, lines: _Lines) -> None:
+        self._engine, self._lines = engine, lines
+        self._leaders, self._host = layout.leaders, layout.host
+        # By host, which of the frames in the order in which they come is its one.
+        self._turns = [(host - layout.host) % len(layout.hosts) for host in range(len(layout.hosts))]
+        self._frame_bytes = _padded(HEAD_BYTES + nbytes)
+        self._memory = torch.empty(len(self._leaders) * self._frame_bytes, dtype=torch.uint8)
+        self._head = memoryview(self._memory.numpy())  # type: ignore[arg-type]
+        self._number = 0
+        self.rounds: list[list[_Partners]] = []
 
-    def _await_tail(self, number: int, begin: int, memory: torch.Tensor | None = None) -> None:
-        """Give the engine memory for the piece that begins there in a frame of another host."""
-        if memory is None:
-            memory = torch.empty(self._piece, dtype=torch.uint8)
-        tag = _TAIL_TAG + begin // self._piece - 1
-        self._tails[number, begin] = memory, self._engine.recv(memory, self._peers[number], tag)
+    def exchange(self, call: int, data: Data) -> list[int] | None:
+        """Compare the calls; return where the data of each host lies until the next one, or None if they differ."""
+        if not self.rounds:
+            self._connect()
+        for each in self._partners():
+            each.prepare()
+        begin, line = self._memory.data_ptr(), self._lines.own()
+        _HEAD.pack_into(self._head, 0, self._number, call, data[1], line)
+        _copy(begin + HEAD_BYTES, *data)
+        begins = [0, _padded(HEAD_BYTES + data[1])]  # of the frames of this host and of those after it, one by one
+        same, lines = True, [line]
+        for partners in self.rounds:
+            for each in partners:
+                each.send(self._number % 2, begin, begins[each.frames])
+            for each in partners:
+                each.receive(begin + begins[-1])
+                for _ in range(each.frames):
+                    number, its_call, nbytes, its_line = _HEAD.unpack_from(self._head, begins[-1])
+                    same = same and number == self._number and its_call == call
+                    begins.append(begins[-1] + _padded(HEAD_BYTES + nbytes))
+                    lines.append(its_line)
+        self._number += 1
+        if not same:
+            return None
+        self._lines.meet(line, [lines[turn] for turn in self._turns])
+        return [begin + HEAD_BYTES + begins[turn] for turn in self._turns]
 
-    def _join(self, number: int, memory: _Memory, nbytes: int) -> None:
-        """Bring the further pieces of a long frame behind its first one."""
-        for begin in range(self._piece, nbytes, self._piece):
-            tail, transfer = self._tails[number, begin]
-            transfer.wait()
-            ctypes.memmove(memory.address + begin, tail.data_ptr(), min(nbytes - begin, self._piece))
-            self._await_tail(number, begin, tail)
+    def flush(self) -> None:
+        self._engine.flush([transfer for each in self._partners() for sent in each.sent for transfer in sent])
+
+    def _partners(self) -> list[_Partners]:
+        return [each for partners in self.rounds for each in partners]
+
+    def _connect(self) -> None:
+        count, step, rounds = len(self._leaders), 1, []
+        while step < count:
+            rounds.append([(at, min(step, count - at)) for at in range(step, min(_RADIX * step, count), step)])
+            step *= _RADIX
+
+        def leader(distance: int) -> int:
+            return self._leaders[(self._host + distance) % count]
+
+        self._engine.connect({leader(at) for each in rounds for distance, _ in each for at in (-distance, distance)})
+        self.rounds = [
+            [
+                _Partners(self._engine, leader(-at), leader(at), frames, HEAD_BYTES + frames * self._frame_bytes)
+                for at, frames in each
+            ]
+            for each in rounds
+        ]
+
+
+class _Partners:
+    """A part of a round of the all-gather: frames go to one leader, and come from another.
+
+    A message that is longer than what this thread may wait for has a second part. The memory of what is sent is used
+    again in the call after next: until then the others have begun the next call, so they have what was sent before.
+
+    Args:
+        engine: carries them.
+        to, source: the ranks of the two leaders.
+        frames: how many each message has.
+        nbytes: the most that they have, with the message's head.
+    """
+
+    def __init__(self, engine: GlooEngine, to: int, source: int, frames: int, nbytes: int) -> None:
+        self.frames = frames
+        self._engine, self._to = engine, to
+        self._part = nbytes if nbytes <= SHORT_BYTES else min(SHORT_BYTES, _padded(nbytes // 2))
+        self._coming = _Coming(engine, source, _TAG, self._part)
+        self._rest = _Coming(engine, source, _REST_TAG, nbytes - self._part) if nbytes > self._part else None
+        self._out = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(2)]
+        self.sent: list[list[Transfer]] = [[], []]
+
+    def prepare(self) -> None:
+        self._coming.prepare()
+        if self._rest is not None:
+            self._rest.prepare()
+
+    def send(self, turn: int, address: int, nbytes: int) -> None:
+        out, sent = self._out[turn], self.sent[turn]
+        for transfer in sent:
+            transfer.finish()
+        ctypes.c_uint64.from_address(out.data_ptr()).value = nbytes
+        _copy(out.data_ptr() + HEAD_BYTES, address, nbytes)
+        whole = HEAD_BYTES + nbytes
+        sent[:] = [self._engine.send(out[: min(whole, self._part)], self._to, _TAG)]
+        if whole > self._part:
+            sent.append(self._engine.send(out[self._part : whole], self._to, _REST_TAG))
+
+    def receive(self, to: int) -> None:
+        at = self._coming.wait()
+        nbytes, part = ctypes.c_uint64.from_address(at).value, self._part - HEAD_BYTES
+        _copy(to, at + HEAD_BYTES, min(nbytes, part))
+        if nbytes > part and self._rest is not None:
+            _copy(to + part, self._rest.wait(), nbytes - part)
+
+
+class _Coming:
+    """Messages from one leader. Memory waits for two of them: it may be a call ahead, and need not ask then."""
+
+    def __init__(self, engine: GlooEngine, source: int, tag: int, nbytes: int) -> None:
+        self._receive: Callable[[torch.Tensor], Transfer] = lambda memory: engine.recv(memory, source, tag)
+        self._free = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(2)]
+        self._transfers = deque[Transfer]()
+
+    def prepare(self) -> None:
+        """Have memory wait, before this leader sends what the other one needs to go on."""
+        while self._free:
+            self._transfers.append(self._receive(self._free.pop()))
+
+    def wait(self) -> int:
+        """Wait for the next message; return where it lies until :meth:`prepare`."""
+        transfer = self._transfers.popleft()
+        transfer.wait()
+        self._free.append(transfer.tensor)
+        return transfer.tensor.data_ptr()
+
+
+class _Lines:
+    """The lines of the program that the leaders' equal calls come from: two that were called in different orders.
+
+    Ranks of one host compare the lines of their calls through their segment. Between hosts the first host's leader
+    compares: whoever is out of order is so against that one, or against the leader of the own host.
+
+    Args:
+        rank: this leader's rank in the group.
+        peers: the leaders' ranks by their hosts, if this one compares; else nothing.
+        tells: whether this host is still to tell the user; called once there is something to tell.
+    """
+
+    def __init__(self, rank: int, peers: Mapping[int, int], tells: Callable[[], bool]) -> None:
+        self._core, self._rank, self._peers, self._tells = library(), rank, peers, tells
+        self._wish = Wish.read()
+        self._judgements = Judgements(self._wish)
+        self._unsettled: set[int] = set()
+        compares = self._wish != Wish.IGNORE
+        others = [host for host, leader in peers.items() if leader != rank] if compares else []
+        self._pairs = {host: pairs for host in others if (pairs := self._core.phx_pairs_open())}
+
+    def __del__(self) -> None:
+        for pairs in self._pairs.values():
+            self._core.phx_pairs_close(pairs)
+
+    def own(self) -> int:
+        """Return the number of the line that calls this thread's collective; 0 if it is not known."""
+        return 0 if self._wish == Wish.IGNORE else int(self._core.phx_line_now())
+
+    def meet(self, mine: int, theirs: Sequence[int]) -> None:
+        """Compare the line of this leader's call with those of equal calls, by host; may raise Crossed."""
+        for host, pairs in self._pairs.items():
+            line = theirs[host]
+            if not mine or not line or (mine == line and host not in self._unsettled):
+                continue
+            found = Crossing()
+            status = self._core.phx_pairs_meet(pairs, mine, line, ctypes.byref(found))
+            (self._unsettled.discard if self._core.phx_pairs_settled(pairs) else self._unsettled.add)(host)
+            if status == Status.CROSSED and self._judgements.left:
+                self._judge(found, self._peers[host])
+
+    def _judge(self, found: Crossing, peer: int) -> None:
+        crossed = crossed_lines(found, self._rank, peer)
+        if crossed is not None and self._wish == Wish.ERROR:
+            raise Crossed(crossed.briefly())
+        self._judgements.count(mistake=crossed is not None)
+        if crossed is not None and self._tells():
+            crossed.warn()
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // HEAD_BYTES) * HEAD_BYTES

@@ -1,10 +1,9 @@
 """Making a Gloo group: when it is made, which address it listens on, and when it connects.
 
-Gloo, in C++, writes the address of a rank into the store when the group is made, and another rank reads it there when
-it first has something to exchange with that one. What two ranks exchange is done only when both have posted it, and so
-have read each other's addresses: what was done needs the address of neither, and a rank that has ended its side can be
-connected to no more. So a rank may delete its own address when it ends its side. If it dies before, the key stays. If
-it dies after, a rank that wants to connect to it waits for the address, as for a rank that has not come.
+Gloo writes the address of a rank into the store when the group is made. Another rank reads it there when the two first
+have something to exchange. So a rank may delete its own address when it ends its side: who has exchanged anything with
+it has read it, and nobody can connect to it any more. If a rank dies before, the key stays. If it dies after, a rank
+that wants to connect to it waits for the address, as for a rank that has not come.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ class AttachedGloo(ProcessGroupGloo):
     """Gloo that passes a new timeout on: torch's ``_set_pg_timeout`` gives it only to the backends that torch knows.
 
     Attributes:
-        on_timeout: called with the new timeout; set once, before the group is used.
+        on_timeout: returns what is called with the new timeout, or None; set once, before the group is used.
     """
 
-    on_timeout: Callable[[timedelta], None] | None = None
+    on_timeout: Callable[[], Callable[[timedelta], None] | None] = staticmethod(lambda: None)
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         super()._set_default_timeout(timeout)
-        if self.on_timeout is not None:
-            self.on_timeout(timeout)
+        if (tell := self.on_timeout()) is not None:
+            tell(timeout)
 
 
 def lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta, *, one_host: bool) -> AttachedGloo:
@@ -76,8 +75,8 @@ def lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta, *, one_hos
 class GlooOnDemand:
     """A Gloo group that is made when it is first used: until then this process has none of its ports and threads.
 
-    ``_made``, ``_ended`` and ``timeout`` are written under ``_lock``, which a signal handler can take again; they are
-    also read without it, because each is one reference that Python reads whole.
+    ``made``, ``timeout`` and whether it has ended are written under a lock, which a signal handler can take again. They
+    are also read without it, because each is one reference that Python reads whole.
 
     Args:
         make: makes it, given its timeout; every rank of the group finds the others in the same place.
@@ -87,6 +86,7 @@ class GlooOnDemand:
         own: the rank of which the address is deleted when the group ends; None if :meth:`forget` is called for that.
 
     Attributes:
+        made: the Gloo group, once it has been used, until it is released.
         timeout: the one that holds now.
         on_timeout: called with the new timeout if somebody changes Gloo's; set once, before the group is used.
     """
@@ -100,16 +100,11 @@ class GlooOnDemand:
     ) -> None:
         self._make = make
         self._addresses, self._own = addresses, own
-        self._made: AttachedGloo | None = None
         self._ended = False
         self._lock = threading.RLock()
+        self.made: AttachedGloo | None = None
         self.timeout = timeout
         self.on_timeout: Callable[[timedelta], None] | None = None
-
-    @property
-    def made(self) -> AttachedGloo | None:
-        """The Gloo group, if it has been used."""
-        return self._made
 
     def get(self) -> AttachedGloo:
         """The Gloo group, made now if this is its first use. It waits for no other rank.
@@ -120,39 +115,39 @@ class GlooOnDemand:
         with self._lock:
             if self._ended:
                 raise ClosedError("a process group was used after it had been destroyed or aborted")
-            if self._made is None:
-                self._made = self._make(self.timeout)
+            if self.made is None:
+                self.made = self._make(self.timeout)
                 # Weakly: a Gloo group that lives until garbage is collected has threads when the interpreter ends, and
                 # one that then asks for the interpreter aborts the process.
-                self._made.on_timeout = _weakly(self._changed)
-            return self._made
+                self.made.on_timeout = weakref.WeakMethod(self._changed)
+            return self.made
 
     def set_timeout(self, timeout: timedelta) -> None:
         """The timeout of operations that start from now on; ``on_timeout`` is not called."""
         with self._lock:
             self.timeout = timeout
-            if self._made is not None:
-                ProcessGroupGloo._set_default_timeout(self._made, timeout)
+            if self.made is not None:
+                ProcessGroupGloo._set_default_timeout(self.made, timeout)
 
     def shutdown(self) -> None:
         """End it if it was made, and never make it."""
         with self._lock:
             self._ended = True
-            if self._made is not None:
-                self._made.shutdown()
+            if self.made is not None:
+                self.made.shutdown()
                 own, self._own = self._own, None
                 if own is not None:
                     with contextlib.suppress(RuntimeError, TimeoutError):  # the store has gone, or cannot be reached
                         within(_FORGETTING_S, lambda: self.forget(own))
 
     def release(self) -> None:
-        """:meth:`shutdown`, and give back its connections and threads now, which otherwise wait for the last reference.
+        """:meth:`shutdown`, and give back its connections and threads now.
 
-        An error's traceback may be that reference, until the interpreter ends.
+        Otherwise they wait for the last reference, which may be an error's traceback, until the interpreter ends.
         """
         with self._lock:
             self.shutdown()
-            self._made = None
+            self.made = None
 
     def forget(self, rank: int) -> None:
         """Delete the address of a rank to which no other connects any more."""
@@ -163,22 +158,10 @@ class GlooOnDemand:
         """Abort it if it was made, and never make it."""
         with self._lock:
             self._ended = True
-            if self._made is not None:
-                self._made.abort()
+            if self.made is not None:
+                self.made.abort()
 
     def _changed(self, timeout: timedelta) -> None:
         self.timeout = timeout
         if self.on_timeout is not None:
             self.on_timeout(timeout)
-
-
-def _weakly(method: Callable[[timedelta], None]) -> Callable[[timedelta], None]:
-    """Calls the method as long as its object exists, which this does not keep alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(timeout: timedelta) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(timeout)
-
-    return call

@@ -1,4 +1,23 @@
-"""Gloo as the engine between hosts: it comes with torch, and needs no setup. It neither authenticates nor encrypts."""
+"""Gloo as the transport between hosts: it comes with torch, and needs no setup. It neither authenticates nor encrypts.
+
+What Gloo does, and what follows:
+
+- It ends the process when a rank is sent more than the memory holds that waits there. So sizes are compared first.
+- It cannot be asked whether a transfer is done. A wait that times out closes all connections, here and at their other
+  ends; that is how :meth:`GlooEngine.abort` ends the waits of other ranks.
+- When a connection ends, waits end, but not those for queued sends, nor those for a message of which a part has come.
+  So this thread waits for short receives alone. A thread that may be left behind waits for everything else.
+- The first transfer between two ranks connects them, and waits for that. It has a thread of its own.
+
+===========  ===================================  =============================  =====================================
+field        writer                               readers                        guard
+===========  ===================================  =============================  =====================================
+_connecting  threads that connect                 abort, threads that connect    _connects
+_aborted     abort, once                          all                            _connects for those that connect; for
+                                                                                 others none: it only becomes true
+_connected   threads that connect, who closes     all                            none: each change is one step
+===========  ===================================  =============================  =====================================
+"""
 
 from __future__ import annotations
 
@@ -7,176 +26,201 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from queue import Empty
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
+from phalanx.errors import BackendError
 from phalanx.system.threads import AwakeClock, TimedQueue, ended_early, start, within
 from phalanx.transports.hierarchical.gloo import GlooOnDemand
-from phalanx.transports.hierarchical.lane import SHORT_BYTES, Engine, Transfer, TransferFailed, TransferLate
-from phalanx.transports.hierarchical.short_sends import GONE, ShortSends, copy_of
 
-__all__ = ["UNLIMITED", "GlooEngine"]
+__all__ = ["SHORT_BYTES", "UNLIMITED", "GlooEngine", "PeerAbsent", "Transfer", "TransferFailed", "TransferLate"]
 
+# Up to so many bytes a message comes in one piece, or very few, so a wait for it does not begin in the middle of it.
+SHORT_BYTES = 40 * 1024
 UNLIMITED = timedelta(days=365)
 
 _T = TypeVar("_T")
-
 _LOOK_S = 0.1
 _CLOSING_S = 1.0
-# How long a rank that leaves waits for the next of its last short sends to be gone, which it is at once, unless much
-# lies in front of it or the other host is not there any more.
-_FLUSHED_S = 2.0
+_FLUSHED_S = 2.0  # how long a rank that leaves waits until its last frames are on the wire
 # How long an abort waits for connections that are being made. The other rank makes them at once if it comes to the same
 # call, and not at all once it knows that the group is broken, which it learns in milliseconds.
 _CONNECTING_S = 0.7
 _SOON = timedelta(milliseconds=1)
+_CONNECT_TAG = 3
 _NEVER_TAG = 1 << 30  # nothing is sent with it
 
 
-class _GlooTransfer(Transfer):
-    __slots__ = ("_engine", "_peer", "_tensor", "_work")
+class TransferFailed(Exception):
+    """The rank at the other end of a transfer is gone, or the connection to it; or the engine was aborted here.
 
-    def __init__(self, engine: GlooEngine, peer: int, work: dist.Work, tensor: torch.Tensor) -> None:
-        self._engine, self._peer, self._work, self._tensor = engine, peer, work, tensor
-
-    def wait(self) -> None:
-        engine = self._engine
-        try:
-            if engine.awaits_what_came or self._tensor.nbytes <= SHORT_BYTES:
-                self._work.wait(engine.timeout)
-            else:
-                engine.apart(self._peer, lambda: self._work.wait(engine.timeout))
-        except RuntimeError as error:
-            raise engine.failure(self._peer, error) from error
-
-    def let_go(self) -> None:
-        """Return when Gloo does not need the tensor any more, or raise its RuntimeError."""
-        self._work.wait(self._engine.timeout)
-
-    def finish(self) -> None:
-        try:
-            self._work.wait(self._engine.timeout)
-        except RuntimeError as error:
-            raise self._engine.failure(self._peer, error) from error
-
-    def wait_with(self, others: Sequence[Transfer], meanwhile: Callable[[], None] | None = None) -> None:
-        # One wait for all: each wait that is made apart costs two switches of threads.
-        others = [each for each in others if each is not GONE]
-        if not others and meanwhile is None:
-            self.wait()
-            return
-        engine, at = self._engine, self._peer
-
-        def wait() -> None:
-            nonlocal at
-            for each in (self, *cast(Sequence[_GlooTransfer], others)):
-                at = each._peer
-                each._work.wait(engine.timeout)
-
-        short = max(each._tensor.nbytes for each in (self, *cast(Any, others))) <= SHORT_BYTES
-        outcome = None if short or engine.awaits_what_came else engine.begin_apart(wait)
-        if meanwhile is not None:
-            meanwhile()  # not in the `try`: its errors are not those of a transfer
-        try:
-            if outcome is None:
-                wait()
-            else:
-                engine.await_apart(at, outcome)
-        except RuntimeError as error:
-            raise engine.failure(at, error) from error
-
-
-class _Apart:
-    """A thread that does one thing after the other in Gloo, so that who waits for it can stop waiting.
-
-    Gloo ends its waits when a connection ends, but not that for a message of which a part has been moved.
+    Attributes:
+        peer: that rank.
     """
 
-    def __init__(self) -> None:
-        self._tasks: TimedQueue[tuple[Callable[[], Any], TimedQueue[Any]] | None] = TimedQueue()
-        self.thread = threading.Thread(target=self._run, name="phalanx-lanes", daemon=True)
-        start(self.thread)
+    def __init__(self, peer: int, why: str) -> None:
+        super().__init__(why)
+        self.peer = peer
 
-    def begin(self, task: Callable[[], Any]) -> TimedQueue[Any]:
-        """Have it done; what it returns or raises is put into the queue."""
-        outcome: TimedQueue[Any] = TimedQueue()
-        self._tasks.put((task, outcome))
-        return outcome
 
-    @staticmethod
-    def begin_alone(task: Callable[[], Any]) -> TimedQueue[Any]:
-        """Have it done on a thread of its own, since it may wait for one rank while others are talked to."""
-        outcome: TimedQueue[Any] = TimedQueue()
-        start(threading.Thread(target=_Apart._do, args=(task, outcome), name="phalanx-lane", daemon=True))
-        return outcome
+class TransferLate(TransferFailed):
+    """The rank at the other end has not come within the group's timeout."""
 
-    def end(self) -> None:
-        """End the thread when it has done what was begun."""
-        self._tasks.put(None)
 
-    def _run(self) -> None:
-        while (order := self._tasks.get()) is not None:
-            self._do(*order)
-            del order
+class PeerAbsent(TransferFailed):
+    """The rank at the other end has left the group in order, and takes no part in anything any more."""
 
-    @staticmethod
-    def _do(task: Callable[[], Any], outcome: TimedQueue[Any]) -> None:
+
+class FirstContact(Protocol):
+    """What knows whether ranks come to connect (``reason.py``)."""
+
+    def meet(self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool]) -> None:
+        """Return when a rank has come as well, to connect with this one; or raise what says why it does not."""
+        ...
+
+
+class Transfer:
+    """A send or receive under way. It keeps its tensor alive."""
+
+    __slots__ = ("_engine", "is_short_receive", "peer", "tensor", "work")
+
+    def __init__(self, engine: GlooEngine, verb: str, tensor: torch.Tensor, peer: int, work: dist.Work) -> None:
+        self._engine, self.tensor, self.peer, self.work = engine, tensor, peer, work
+        self.is_short_receive = verb == "recv" and tensor.nbytes <= SHORT_BYTES
+
+    def wait(self) -> None:
+        """Return when it is done, or raise :class:`TransferFailed`."""
+        if self.is_short_receive:
+            self.finish()
+        else:
+            self._engine.wait([self])
+
+    def finish(self) -> None:
+        """Return when it is done, where what has come from the peer shows that it is: so no wait for it can last."""
         try:
-            outcome.put(task())
-        except (RuntimeError, TransferFailed) as error:
-            outcome.put(error)
+            self.work.wait(self._engine.timeout)
+        except RuntimeError as error:
+            raise self._engine.failure(self.peer, error) from error
 
 
-class GlooEngine(Engine):
-    """A Gloo group of its own, over all ranks; it connects two ranks when they first have something to exchange.
+class GlooEngine:
+    """Transfers between the ranks of a group, over a Gloo group of its own.
+
+    ``send`` and ``recv`` take contiguous tensors, and move them in the order of the calls with one tag. A tensor may
+    not change until its transfer is done. What is sent may be shorter than what waits for it, never longer.
 
     Args:
         gloo: makes the group when it is first used.
         timeout: how long a transfer may take.
         awaits_what_came: whether its user waits for a large transfer only when a later one has come, so that no wait
             begins in the middle of one.
+
+    Attributes:
+        first_contact: says whether a rank comes to connect; set once, before the engine is used. None if nobody knows.
     """
 
     name = "Gloo"
+    first_contact: FirstContact | None = None
 
     def __init__(self, gloo: GlooOnDemand, timeout: timedelta, awaits_what_came: bool = False) -> None:
         self._gloo = gloo
         self.timeout = timeout
         self.awaits_what_came = awaits_what_came
-        self._connected: set[int] = set()  # only added to, by the threads that connect
-        self._apart: _Apart | None = None  # written once, under the lock below, by the first thread that needs it
-        self._making_apart = threading.Lock()
-        self._short = ShortSends(self.begin_apart)
-        # Guards the three words below. A thread that connects counts itself before it begins, unless the engine has
-        # been aborted, and notifies when it is done; who aborts waits for that.
+        self._waiter = _Waiter()
         self._connects = threading.Condition()
         self._connecting = 0
-        self._aborted = False  # written once; read without the lock by those who do not connect
-        self._closes = False  # written once: from then on a connection that is made late is closed by who has made it
+        self._aborted = False
+        self._connected: set[int] = set()
+
+    # -- transfers ---------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        if self.awaits_what_came or tensor.nbytes > SHORT_BYTES:
-            return self._start("send", tensor, peer, tag)
-        self._short.keep([self._start("send", copy_of(tensor), peer, tag).let_go])
-        return GONE
-
-    def send_kept(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        return self._start("send", tensor, peer, tag)
-
-    def outlive(self, transfers: Sequence[Transfer]) -> None:
-        self._short.keep([each.let_go for each in cast(Sequence[_GlooTransfer], transfers)])
+        return self._begin("send", tensor, peer, tag)
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        return self._start("recv", tensor, peer, tag)
+        return self._begin("recv", tensor, peer, tag)
 
-    def _start(self, verb: str, tensor: torch.Tensor, peer: int, tag: int) -> _GlooTransfer:
-        def start() -> dist.Work:
+    def wait(self, transfers: Sequence[Transfer], meanwhile: Callable[[], None] | None = None) -> None:
+        """Return when all of them are done.
+
+        Args:
+            transfers: those; one wait for many costs one switch of threads.
+            meanwhile: called once, on this thread, while they are under way.
+
+        Raises:
+            TransferFailed, TransferLate: one has failed.
+        """
+        at = -1
+
+        def wait_for_all() -> None:
+            nonlocal at
+            for each in transfers:
+                at = each.peer
+                each.work.wait(self.timeout)
+
+        here = self.awaits_what_came or all(each.is_short_receive for each in transfers)
+        outcome = None if here else self._waiter.begin(wait_for_all)
+        if meanwhile is not None:
+            meanwhile()  # not in the `try`: its errors are not those of a transfer
+        try:
+            if outcome is None:
+                wait_for_all()
+            else:
+                self._await(at, outcome)
+        except RuntimeError as error:
+            raise self.failure(at, error) from error
+
+    def connect(self, peers: Collection[int]) -> None:
+        """Connect this rank with others, which call this at the same point."""
+        byte, transfers = torch.zeros(1, dtype=torch.uint8), []
+        for peer in sorted(set(peers) - self._connected):  # in one order, so that no circle of ranks waits
+            transfers.append(self.recv(torch.empty_like(byte), peer, _CONNECT_TAG))
+            transfers.append(self.send(byte, peer, _CONNECT_TAG))
+        self.wait(transfers)
+
+    def receive_early(self, peers: Collection[int], expect: Callable[[], _T]) -> Callable[[], _T]:
+        """Begin to receive before the ranks compare their calls, if that is safe, else after it.
+
+        A sender need not ask first where the receive has begun. Ranks that have never talked connect only once their
+        calls are known to be equal: else they might wait for each other for ever.
+
+        Args:
+            peers: the ranks with which this one exchanges data in this call; it is one of theirs.
+            expect: begins the receives, and sends nothing.
+
+        Returns:
+            To be called once the calls are equal; it returns what ``expect`` returns.
+        """
+        if self._connected.issuperset(peers):
+            begun = expect()
+            return lambda: begun
+
+        def connect_and_expect() -> _T:
+            self.connect(peers)
+            return expect()
+
+        return connect_and_expect
+
+    def flush(self, sent: Sequence[Transfer]) -> None:
+        """Return when these sends are on the wire, or cannot be: this rank leaves, and nobody waits for them."""
+
+        def wait_for_each() -> None:
+            for each in sent:
+                with contextlib.suppress(RuntimeError):
+                    each.work.wait(self.timeout)
+
+        if sent and not self._aborted:
+            with contextlib.suppress(Empty, RuntimeError, BackendError):  # late, or no thread can be started
+                self._waiter.begin(wait_for_each).get(_FLUSHED_S)
+
+    def _begin(self, verb: str, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        def begin() -> dist.Work:
             work: dist.Work = getattr(self._gloo.get(), verb)([tensor], peer, tag)
             return work
 
@@ -184,117 +228,61 @@ class GlooEngine(Engine):
             raise TransferFailed(peer, "the group was aborted")
         began = time.monotonic()
         try:
-            # To the first transfer with a rank Gloo connects, and waits for that. A profiler records the threads on
-            # which it was started, and a transfer that outlives it would write into what it has freed.
             if peer not in self._connected:
-                work = self.await_apart(peer, self._begin_to_connect(peer, start), self.timeout)
+                work = self._connect(peer, begin)
+            elif profiler._is_profiler_enabled:
+                # It records the threads on which it was started. A transfer that outlives it would write into what it
+                # has freed.
+                work = self._await(peer, self._waiter.begin(begin))
             else:
-                work = self.apart(peer, start) if profiler._is_profiler_enabled else start()
+                work = begin()
         except RuntimeError as error:
             # Gloo calls it a timeout as well if the other rank's port refuses it a few times.
             early = ended_early(began, self._gloo.timeout.total_seconds())
             raise self.failure(peer, error, early) from error
-        return _GlooTransfer(self, peer, self.watched(work, verb, tensor, peer, tag), tensor)
+        return Transfer(self, verb, tensor, peer, work)
 
-    def watched(self, work: dist.Work, verb: str, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        """Give what a transfer waits for. An engine that shows what it carries puts something of its own in front."""
-        return work
-
-    def _begin_to_connect(self, peer: int, start: Callable[[], dist.Work]) -> TimedQueue[Any]:
-        with self._connects:
-            if self._aborted:
-                raise TransferFailed(peer, "the group was aborted")
-            self._connecting += 1
+    def _connect(self, peer: int, begin: Callable[[], dist.Work]) -> dist.Work:
+        """Begin the first transfer with a rank."""
+        self._count_in(peer, 1)
 
         def connect() -> dist.Work:
             try:
-                self._await_peer(peer)
-                work = start()
-                self._connected.add(peer)  # here, since an abort has to find it, though nobody may wait for this
+                if self.first_contact is not None:  # Gloo prints text of its own if it dials in vain
+                    self.first_contact.meet(peer, lambda: self.timeout.total_seconds(), lambda: self._aborted)
+                    self._count_in(peer, 0)  # from now on an abort waits for this
+                work = begin()
+                self._connected.add(peer)
                 return work
             finally:
                 with self._connects:
                     self._connecting -= 1
                     self._connects.notify_all()
-                    late = self._closes
-                if late:
+                    is_last = self._aborted and not self._connecting
+                if is_last:
                     self._close_connections()
 
-        try:
-            return _Apart.begin_alone(connect)
-        except RuntimeError:  # there is no thread for it
-            with self._connects:
-                self._connecting -= 1
-            raise
+        work: dist.Work = self._await(peer, _begin_on_thread(connect), self.timeout)
+        return work
 
-    def _await_peer(self, peer: int) -> None:
-        """Return when a rank has come to connect with this one: Gloo prints text of its own if it dials in vain."""
-        if self.first_contact is None:
-            return
-        self.first_contact.meet(peer, lambda: self.timeout.total_seconds(), lambda: self._aborted)
+    def _count_in(self, peer: int, count: int) -> None:
         with self._connects:
-            if self._aborted:  # from now on an abort waits for this
+            if self._aborted:
                 raise TransferFailed(peer, "the group was aborted")
+            self._connecting += count
 
-    def apart(self, peer: int, task: Callable[[], _T]) -> _T:
-        """Do something in Gloo that :meth:`abort` may be unable to end, and wait for it.
-
-        Raises:
-            TransferFailed: the engine was aborted meanwhile.
-        """
-        return cast(_T, self.await_apart(peer, self.begin_apart(task)))
-
-    def begin_apart(self, task: Callable[[], Any]) -> TimedQueue[Any]:
-        """The first half of :meth:`apart`."""
-        with self._making_apart:
-            if self._apart is None:
-                self._apart = _Apart()
-        return self._apart.begin(task)
-
-    def await_apart(self, peer: int, outcome: TimedQueue[Any], limit: timedelta = UNLIMITED) -> Any:
-        """The second half of :meth:`apart`.
-
-        Raises:
-            TransferLate: it took longer than the limit. It goes on.
-        """
+    def _await(self, peer: int, outcome: TimedQueue[Any], limit: timedelta = UNLIMITED) -> Any:
+        """Return or raise what another thread does, unless the engine is aborted meanwhile."""
         clock = AwakeClock()
         while not self._aborted:
             if clock.now() >= limit.total_seconds():
                 raise TransferLate(peer, f"timed out after {limit.total_seconds():g} s: it did not connect")
             with contextlib.suppress(Empty):
                 done = outcome.get(_LOOK_S)
-                if isinstance(done, (RuntimeError, TransferFailed)):
+                if isinstance(done, Exception):
                     raise done
                 return done
         raise TransferFailed(peer, "the group was aborted")
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.timeout = timeout
-
-    def abort(self) -> None:
-        with self._connects:
-            if self._aborted:
-                return
-            self._aborted = True
-            # Gloo ends the process if a connection is made that it has already taken for broken. The other rank may
-            # still make it, until that one knows that the group is broken.
-            self._connects.wait_for(lambda: not self._connecting, _CONNECTING_S)
-            self._closes = True
-        self._close_connections()
-
-    def _close_connections(self) -> None:
-        gloo = self._gloo.made
-        if gloo is None:
-            return
-        # Gloo's own abort ends no wait. A wait that times out does: it closes the connections to all ranks, here and at
-        # their other ends. So one is begun for a message that no rank sends, on a connection that is still whole.
-        for peer in self._connected.copy():
-            try:
-                never: dist.Work = getattr(gloo, "recv")([torch.empty(1)], peer, _NEVER_TAG)  # noqa: B009 - not in torch's stubs
-                never.wait(_SOON)
-            except RuntimeError as error:
-                if _is_late(error):
-                    return
 
     def failure(self, peer: int, error: RuntimeError, early: bool = False) -> TransferFailed:
         """The error of a transfer that has failed.
@@ -308,28 +296,97 @@ class GlooEngine(Engine):
         late = _is_late(error) and not early and not self._aborted
         return TransferLate(peer, text) if late else TransferFailed(peer, text)
 
+    # -- its life ----------------------------------------------------------------------------------
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let a transfer that is waited for from now on take so long."""
+        self.timeout = timeout
+
+    def abort(self) -> None:
+        """End all transfers, here and at the peers, with an error. Any thread may call it."""
+        with self._connects:
+            if self._aborted:
+                return
+            self._aborted = True
+            # Gloo ends the process if a connection is made that it has already taken for broken.
+            self._connects.wait_for(lambda: not self._connecting, _CONNECTING_S)
+        self._close_connections()
+
+    def _close_connections(self) -> None:
+        """Have a wait time out, for a message that no rank sends, on a connection that is still whole."""
+        connected, self._connected = self._connected, set()
+        gloo = self._gloo.made
+        for peer in tuple(connected) if gloo is not None else ():  # a late thread may still add one
+            try:
+                never: dist.Work = getattr(gloo, "recv")([torch.empty(1)], peer, _NEVER_TAG)  # noqa: B009 - not in torch's stubs
+                never.wait(_SOON)
+            except RuntimeError as error:
+                if _is_late(error):
+                    return
+
     def close(self) -> None:
-        if not self._aborted:
-            self._short.flush(_FLUSHED_S)
-            # Before the transfers end that are under way: if something came for one that is not there any more, Gloo's
-            # thread would look for it without end, and who then gives back the group would wait for that thread.
-            self._close_connections()
-        if self._apart is not None:
-            self._apart.end()
+        """Give back connections and threads."""
+        was_aborted = self._aborted
+        self.abort()  # first: else Gloo's thread would look without end for the transfer to which something comes
+        self._waiter.end()
         # A thread that an abort has left alone may be making the group, and wait for a store that cannot be reached.
         with contextlib.suppress(TimeoutError):
-            within(_CLOSING_S, self._gloo.release) if self._aborted else self._gloo.release()
+            within(_CLOSING_S, self._gloo.release) if was_aborted else self._gloo.release()
 
     def give_back(self) -> None:
-        if not self._aborted:
-            self._short.flush(_FLUSHED_S)
-            self.abort()  # as in close(), and a thread may be connecting
-        apart = self._apart
-        if apart is not None:  # one that ended while the interpreter does would end the process
-            apart.end()
-            apart.thread.join(2 * _LOOK_S)
+        """Give back what would disturb the interpreter's end; no call follows."""
+        self.abort()
+        self._waiter.end(2 * _LOOK_S)  # one that ended while the interpreter does would end the process
         if self._gloo.made is not None:  # so nobody is making it, for which this would wait
             self._gloo.release()
+
+    def forget(self, rank: int) -> None:
+        """Delete what a rank has written into the store for this engine; no rank connects any more."""
+        self._gloo.forget(rank)
+
+
+class _Waiter:
+    """A thread that waits in Gloo, one wait after the other, in place of threads that may have to stop waiting."""
+
+    def __init__(self) -> None:
+        self._tasks: TimedQueue[tuple[Callable[[], Any], TimedQueue[Any]] | None] = TimedQueue()
+        self._making = threading.Lock()
+        self._thread: threading.Thread | None = None  # made by the first that needs it, under the lock
+
+    def begin(self, task: Callable[[], Any]) -> TimedQueue[Any]:
+        """Have something done; what it returns or raises is put into the queue."""
+        with self._making:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="phalanx-lanes", daemon=True)
+                start(thread)
+                self._thread = thread
+        outcome: TimedQueue[Any] = TimedQueue()
+        self._tasks.put((task, outcome))
+        return outcome
+
+    def end(self, patience_s: float = 0.0) -> None:
+        """End the thread when it has done what was begun, and wait for that for so long."""
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join(patience_s)
+
+    def _run(self) -> None:
+        while (order := self._tasks.get()) is not None:
+            _do(*order)
+            del order  # it keeps tensors
+
+
+def _begin_on_thread(task: Callable[[], Any]) -> TimedQueue[Any]:
+    outcome: TimedQueue[Any] = TimedQueue()
+    start(threading.Thread(target=_do, args=(task, outcome), name="phalanx-lane", daemon=True))
+    return outcome
+
+
+def _do(task: Callable[[], Any], outcome: TimedQueue[Any]) -> None:
+    try:
+        outcome.put(task())
+    except (RuntimeError, TransferFailed) as error:
+        outcome.put(error)
 
 
 def _is_late(error: RuntimeError) -> bool:

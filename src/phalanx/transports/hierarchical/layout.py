@@ -1,14 +1,32 @@
-"""Where the ranks of a group are: which share memory, and who of each host talks to whom of another."""
+"""The layout of a group: which ranks share memory, and which of each host talks to which of another.
+
+A host here is a set of ranks that share memory. That is found by trying, since neither names nor kernels say. Where
+ranks that believe to be on one host cannot share memory, as in containers of one machine, each is a host of its own.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
 
-__all__ = ["Layout"]
+from torch._C._distributed_c10d import Store
+
+from phalanx.errors import InitializationError
+from phalanx.system.host import this_host
+from phalanx.transports.contract import Communicator
+from phalanx.transports.meeting_store import part_of
+from phalanx.transports.shm.communicator import SharedMemoryCommunicator
+from phalanx.transports.shm.segment import NotOneHost
+from phalanx.transports.solo import SoloCommunicator
+from phalanx.words import format_limit, format_named
+
+__all__ = ["Layout", "find_hosts"]
 
 
 class Layout:
-    """The hosts of a group, in the order of their lowest ranks. A host here is a set of ranks that share memory.
+    """The hosts of a group, in the order of their lowest ranks.
 
     Args:
         host_of: for each rank of the group, something that is equal for the ranks of one host.
@@ -21,7 +39,6 @@ class Layout:
         local: this rank's place on its host.
         here: the ranks of this host.
         lanes: how many ranks of every host talk to other hosts: as many as the smallest host has.
-        even: whether all hosts have as many ranks.
         leader: whether this rank speaks for its host.
         lane: the ranks of this rank's lane, one of each host; empty if it has none.
         leaders: the first rank of each host.
@@ -32,27 +49,78 @@ class Layout:
         for each, host in enumerate(host_of):
             ranks.setdefault(host, []).append(each)
         self.hosts = list(ranks.values())
-        self.host = next(number for number, members in enumerate(self.hosts) if rank in members)
+        self._places = {
+            each: (number, place) for number, members in enumerate(self.hosts) for place, each in enumerate(members)
+        }
+        self.host, self.local = self._places[rank]
         self.here = self.hosts[self.host]
-        self.local = self.here.index(rank)
         self.lanes = min(map(len, self.hosts))
-        self.even = len({len(members) for members in self.hosts}) == 1
         self.leader = self.local == 0
         self.lane = [members[self.local] for members in self.hosts] if self.local < self.lanes else []
         self.leaders = [members[0] for members in self.hosts]
         self._names = names
-        self._places = {
-            each: (number, place) for number, members in enumerate(self.hosts) for place, each in enumerate(members)
-        }
 
     def place(self, rank: int) -> tuple[int, int]:
-        """The host of a rank, and its place there."""
+        """Return the host of a rank, and its place there."""
         return self._places[rank]
 
     def name(self, rank: int) -> str:
-        """What the host of a rank is called."""
+        """Return the name of the host of a rank."""
         return self._names[rank] if self._names else f"host {self.place(rank)[0]}"
 
     def ranks_beside(self, rank: int) -> list[int]:
-        """The ranks of the host of a rank."""
+        """Return the ranks of the host of a rank."""
         return self.hosts[self.place(rank)[0]]
+
+
+def find_hosts(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Layout, Communicator, bool]:
+    """Find the ranks that share memory with this one. Every rank of the group calls it.
+
+    Args:
+        store: where they meet, and nobody has met before.
+        rank, size: this process's place in the group.
+        timeout: for all of them to come.
+
+    Returns:
+        Where all ranks are; a communicator of those on this host; and whether ranks of one machine share no memory.
+
+    Raises:
+        InitializationError: a rank did not come.
+    """
+    believed = said_by_all(store, "host", rank, size, timeout, json.dumps(asdict(this_host()), sort_keys=True))
+    here = [other for other in range(size) if believed[other] == believed[rank]]
+    local: Communicator = SoloCommunicator()
+    found = f"rank {rank}"
+    if len(here) > 1:
+        own = part_of(store, f"memory/{here[0]}")
+        try:
+            local = SharedMemoryCommunicator(own, here.index(rank), len(here), timeout, names=here)
+            found = f"domain {here[0]}"
+        except NotOneHost:
+            pass
+    try:
+        domains = said_by_all(store, "domain", rank, size, timeout, found)
+    except BaseException:
+        local.close()
+        raise
+    hosts = [json.loads(host) for host in believed]
+    layout = Layout(domains, rank, [host["name"] for host in hosts])
+    machines = [{hosts[member]["boot_id"] for member in members} - {""} for members in layout.hosts]
+    return layout, local, len(frozenset().union(*machines)) < sum(map(len, machines))
+
+
+def said_by_all(store: Store, name: str, rank: int, size: int, timeout: timedelta, value: str) -> list[str]:
+    """Write something into the store, and return what all ranks write, in their order."""
+    store.set(f"{name}/{rank}", value)
+    keys = [f"{name}/{other}" for other in range(size)]
+    try:
+        store.wait(keys, timeout)
+    except InitializationError:
+        raise  # a rank has gone
+    except RuntimeError as error:
+        absent = [other for other, key in enumerate(keys) if not store.check([key])]
+        raise InitializationError(
+            f"while this group over several hosts was made, {format_named('rank', absent)} said nothing for "
+            f"{format_limit(timeout.total_seconds())} (in the step {name!r}); look at the output of each such rank"
+        ) from error
+    return [value.decode() for value in store.multi_get(keys)]

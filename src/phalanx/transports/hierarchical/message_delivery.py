@@ -16,7 +16,8 @@ from datetime import timedelta
 from phalanx.diagnosis.ends import script_failed
 from phalanx.system.exit_order import Stage, at_exit
 from phalanx.system.threads import AwakeClock, start, wait_awake
-from phalanx.transports.hierarchical.lane import Engine, Transfer, TransferFailed
+from phalanx.transports.hierarchical.gloo_engine import GlooEngine as Engine
+from phalanx.transports.hierarchical.gloo_engine import Transfer, TransferFailed
 from phalanx.transports.hierarchical.message_way import Way
 
 __all__ = ["Delivery"]

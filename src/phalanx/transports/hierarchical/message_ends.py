@@ -9,7 +9,7 @@ from phalanx.diagnosis.ends import note_left
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import BackendError, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.system.threads import wait_awake
-from phalanx.transports.hierarchical.lane import TransferFailed, TransferLate
+from phalanx.transports.hierarchical.gloo_engine import TransferFailed, TransferLate
 from phalanx.transports.hierarchical.layout import Layout
 
 __all__ = ["BreaksGroup", "BrokenThere", "Ends", "NoThread", "PeerLeft"]

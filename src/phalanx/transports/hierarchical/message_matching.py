@@ -18,7 +18,8 @@ import torch
 from phalanx.errors import BackendError
 from phalanx.transports.contract import Message
 from phalanx.transports.hierarchical.calls import Differs, EndsDiffer
-from phalanx.transports.hierarchical.lane import Engine, TransferFailed
+from phalanx.transports.hierarchical.gloo_engine import GlooEngine as Engine
+from phalanx.transports.hierarchical.gloo_engine import TransferFailed
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.message_ends import BrokenThere, NoThread, PeerLeft
 from phalanx.transports.hierarchical.message_way import (

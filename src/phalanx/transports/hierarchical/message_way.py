@@ -32,7 +32,8 @@ from typing import Any
 import torch
 
 from phalanx.diagnosis import recorder
-from phalanx.transports.hierarchical.lane import Engine, Transfer, TransferFailed
+from phalanx.transports.hierarchical.gloo_engine import GlooEngine as Engine
+from phalanx.transports.hierarchical.gloo_engine import Transfer, TransferFailed
 
 __all__ = ["BROKEN", "DONE", "LARGE", "LEFT", "SMALL", "SMALL_BYTES", "STAGED", "STAGED_BYTES", "Arrival", "Key", "Way"]
 
@@ -235,7 +236,7 @@ class Way:
         The other side has given its engine two bytes for this one, which the engine hands out without asking anybody.
         The second is asked for when everything else is on the wire, and the engine over there reads a connection in
         order. The first is asked for before that: if the connection has broken, the wait for a byte ends, while that
-        for what was sent may not (``short_sends.py``).
+        for what was sent may not (``gloo_engine.py``).
 
         Args:
             sent: what :meth:`say_last` has returned.

@@ -24,7 +24,8 @@ from phalanx.diagnosis import recorder
 from phalanx.errors import BackendError, ClosedError, PhalanxError
 from phalanx.system.threads import SLICE_S, wait_awake
 from phalanx.transports.contract import SENT, Communicator, Message
-from phalanx.transports.hierarchical.lane import Engine, TransferFailed
+from phalanx.transports.hierarchical.gloo_engine import GlooEngine as Engine
+from phalanx.transports.hierarchical.gloo_engine import TransferFailed
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.message_delivery import Delivery
 from phalanx.transports.hierarchical.message_ends import BreaksGroup, BrokenThere, Ends, NoThread

@@ -14,9 +14,8 @@ from phalanx.errors import CollectiveMismatch, PeerLost, PhalanxError
 from phalanx.membership.protocol import Late
 from phalanx.transports.contract import Communicator
 from phalanx.transports.fingerprints import fingerprint
-from phalanx.transports.hierarchical.calls import Differs, LeftOut
-from phalanx.transports.hierarchical.crossing import Crossed
-from phalanx.transports.hierarchical.lane import TransferFailed
+from phalanx.transports.hierarchical.calls import Crossed, Differs, LeftOut
+from phalanx.transports.hierarchical.gloo_engine import TransferFailed
 from phalanx.transports.hierarchical.reason import Reason
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.explanation import text_of_call

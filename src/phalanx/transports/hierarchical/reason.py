@@ -26,8 +26,8 @@ from phalanx.native.core import TEXT_BYTES
 from phalanx.system import processes
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical import calls
-from phalanx.transports.hierarchical.crossing import Crossed
-from phalanx.transports.hierarchical.lane import PeerAbsent, TransferFailed, TransferLate
+from phalanx.transports.hierarchical.calls import Crossed
+from phalanx.transports.hierarchical.gloo_engine import PeerAbsent, TransferFailed, TransferLate
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.wording import Found, awaited_elsewhere, late, late_message, lost
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator

@@ -11,7 +11,7 @@ from phalanx.diagnosis import recorder
 from phalanx.diagnosis.call_site import capture, shown, text_of
 from phalanx.errors import PhalanxError
 from phalanx.transports.contract import Message
-from phalanx.transports.hierarchical.lane import Transfer
+from phalanx.transports.hierarchical.gloo_engine import Transfer
 from phalanx.transports.hierarchical.message_timeouts import Overdue
 from phalanx.transports.hierarchical.message_way import Arrival, Way
 from phalanx.transports.shm.mailbox import WithdrawableReceive

@@ -1,0 +1,324 @@
+"""Reductions over several hosts: inside each host, then between the hosts, then inside again.
+
+A small tensor is reduced on the leader, and travels in the frames. Of a larger one, in chunks so that wire and memory
+work at the same time, each *lane*, the ranks at the same place of their hosts, gets one slice. Some hosts add a part of
+that slice each, and send the sums to those that need them. Sums are added in the order of the hosts, so the bits are
+the same on every rank and in every run.
+
+Costs are for H hosts and S bytes, as bytes that leave, or arrive at, one host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from phalanx.errors import BackendError
+from phalanx.native.core import library
+from phalanx.transports.contract import Communicator
+from phalanx.transports.hierarchical.frames import NOTHING, Frames
+from phalanx.transports.hierarchical.gloo_engine import GlooEngine, Transfer
+from phalanx.transports.hierarchical.layout import Layout
+from phalanx.transports.hierarchical.sizes import Scratch, Sizes, in_chunks
+from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
+
+__all__ = ["Reductions"]
+
+_TAG, _SUMS_TAG = 1, 2
+# So many chunks are on the wire at once: then it has something to do also while a rank waits for its processor.
+_AHEAD = 2
+_SLOTS = 2 * _AHEAD + 2  # chunks under way, from the first that is expected to the last that is spread
+
+
+class Reductions:
+    """The reductions of one group; every rank of it calls the same method, with flat tensors.
+
+    In every method ``call`` is a number that is equal for equal calls, and an average counts as a sum. Each returns
+    whether the calls of all ranks have been compared before any rank returns.
+
+    Args:
+        layout: where the ranks are.
+        local: a communicator of the ranks of this host.
+        engine: carries bytes between hosts.
+        frames: the group's agreement.
+        sizes: at which the ways change.
+    """
+
+    def __init__(self, layout: Layout, local: Communicator, engine: GlooEngine, frames: Frames, sizes: Sizes) -> None:
+        self.layout, self.local, self.engine = layout, local, engine
+        self.scratch = Scratch()
+        self._frames, self._sizes = frames, sizes
+
+    def all_reduce(self, call: int, flat: torch.Tensor, op: int) -> bool:
+        """Reduce for all ranks. 2 (H-1)/H S each way; with two hosts, which exchange their slices whole, that is S."""
+        nbytes = flat.nbytes
+        if nbytes > self._sizes.frame_bytes:
+            return self._reduce_slices(call, flat, op, None)
+        self.local.reduce(flat, 0, op)
+        data, add = (flat.data_ptr(), nbytes), partial(_add_into, flat, op)
+        ctypes.memmove(flat.data_ptr(), self._frames.meet(call, data, add, nbytes), nbytes)
+        return True
+
+    def reduce(self, call: int, flat: torch.Tensor, root: int, op: int) -> bool:
+        """Reduce for the root, whose tensor alone changes. S to its host; with more than two hosts S each way."""
+        if flat.nbytes > self._sizes.frame_bytes:
+            return self._reduce_slices(call, flat, op, root)
+        host, place = self.layout.place(root)
+        here = host == self.layout.host
+        sums = flat.clone() if self.layout.leader else flat
+        self.local.reduce(sums, 0, op)
+        own = sums.data_ptr(), flat.nbytes
+
+        def add(parts: Sequence[int], to: int) -> bool:
+            return _add_into(flat, op, [own[0] if number == host else at for number, at in enumerate(parts)], to)
+
+        if not here:
+            self._frames.meet(call, own)
+            return True
+        found = self._frames.meet(call, NOTHING, add, flat.nbytes)
+        if place == self.layout.local:
+            ctypes.memmove(flat.data_ptr(), found, flat.nbytes)
+        return True
+
+    def reduce_scatter(self, call: int, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> bool:
+        """Reduce each input for one rank. All but those of a host's own ranks leave it, once, as the host's sums."""
+        layout, count = self.layout, output.numel()
+        if output.nbytes * len(inputs) <= self._sizes.frame_bytes:
+            whole, rank = torch.cat([*inputs]), layout.here[layout.local]
+            self.all_reduce(call, whole, op)
+            output.copy_(whole[rank * count : (rank + 1) * count])
+            return True
+        chunk_bytes = self._sizes.chunk_bytes // max(map(len, layout.hosts))  # the same everywhere
+        chunks = zip(*(in_chunks(each, chunk_bytes) for each in (output, *inputs)), strict=True)
+        work = [_Blocks(self, out, each, op, number % _SLOTS) for number, (out, *each) in enumerate(chunks)]
+        self._run(call, work)
+        return False
+
+    def _reduce_slices(self, call: int, flat: torch.Tensor, op: int, root: int | None) -> bool:
+        chunks = in_chunks(flat, self._sizes.chunk_bytes)
+        self._run(call, [_Slices(self, chunk, op, root, number % _SLOTS) for number, chunk in enumerate(chunks)])
+        return False
+
+    def _run(self, call: int, work: Sequence[_Chunk]) -> None:
+        """Take chunks through their steps, one after the other, with some of them under way at once."""
+
+        def expect() -> None:
+            for chunk in work[:_AHEAD]:
+                chunk.expect()
+
+        receive = self.engine.receive_early(work[0].peers, expect)
+        self._frames.meet(call)
+        receive()
+        turns = len(work) + 2 * _AHEAD
+        for turn in range(turns + 1):
+            library().phx_record_piece(turn, turns)
+            if _AHEAD <= turn + 1 < len(work):
+                work[turn + 1].expect()
+            if turn < len(work):
+                work[turn].reduce_inside()
+            if 0 <= turn - _AHEAD < len(work):
+                work[turn - _AHEAD].add_between()
+            if 0 <= turn - 2 * _AHEAD < len(work):
+                work[turn - 2 * _AHEAD].spread()
+
+
+class _Chunk:
+    """One chunk of a reduction on its way through the steps.
+
+    Args:
+        group: the group's reductions.
+        op: the number of the operation.
+        slot: a number that no other chunk under way has.
+        sum: where what this rank adds goes; None if it adds nothing.
+        sources: by other hosts, the rank there that brings the host's part of it.
+        peers: the ranks with which this one exchanges parts or sums.
+    """
+
+    def __init__(
+        self, group: Reductions, op: int, slot: int, sum: torch.Tensor | None, sources: dict[int, int], peers: set[int]
+    ) -> None:
+        self._layout, self._local, self._engine, self._scratch = group.layout, group.local, group.engine, group.scratch
+        self._op, self._slot, self._sum, self._sources, self.peers = op, slot, sum, sources, peers
+        self._parts: dict[int, torch.Tensor] = {}
+        self._coming: list[Transfer] = []
+        self._sent: list[Transfer] = []
+
+    def expect(self) -> None:
+        """Begin to receive what this rank adds."""
+        if self._sum is not None:
+            for host, rank in self._sources.items():
+                self._parts[host] = self._scratch.take(("part", self._slot, host), self._sum)
+                self._coming.append(self._engine.recv(self._parts[host], rank, _TAG))
+
+    def reduce_inside(self) -> None:
+        """Add the tensors of this host's ranks, and begin to send parts to the ranks that add them."""
+        raise NotImplementedError
+
+    def add_between(self) -> None:
+        """Add the parts of the hosts."""
+        self._engine.wait(self._coming)
+        if self._sum is not None:
+            parts = [self._parts[host].data_ptr() for host in range(len(self._layout.hosts))]
+            _add_into(self._sum, self._op, parts, self._sum.data_ptr())
+
+    def spread(self) -> None:
+        """Bring the sums to the ranks that need them."""
+        self._engine.wait(self._sent)
+
+    def _send(self, tensor: torch.Tensor, rank: int, tag: int = _TAG) -> None:
+        if tensor.numel():
+            self._sent.append(self._engine.send(tensor, rank, tag))
+
+    def _reduce_to_places(self, tensors: Sequence[torch.Tensor], name: object) -> list[tuple[int, torch.Tensor]]:
+        """Add up each of some tensors inside this host: the i-th on the rank at place i modulo all ranks.
+
+        Returns:
+            The numbers of those that this rank has, and their sums.
+        """
+        ranks, own = len(self._layout.here), self._layout.local
+        if len(tensors) == ranks and len({tensor.numel() for tensor in tensors}) == 1:
+            sums = self._scratch.take((name, self._slot, own), tensors[own])
+            self._local.reduce_scatter(sums, tensors, self._op)
+            return [(own, sums)]
+        found = []
+        for number, tensor in enumerate(tensors):
+            if number % ranks == own:
+                tensor = self._scratch.take((name, self._slot, number), tensor).copy_(tensor)
+                found.append((number, tensor))
+            self._local.reduce(tensor, number % ranks, self._op)
+        return found
+
+
+class _Blocks(_Chunk):
+    """A chunk of a reduce_scatter: each rank adds what it gets, and hosts send it their sums of that."""
+
+    def __init__(
+        self, group: Reductions, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int, slot: int
+    ) -> None:
+        layout = group.layout
+        others = [(host, ranks) for host, ranks in enumerate(layout.hosts) if host != layout.host]
+        sources = {host: ranks[layout.local % len(ranks)] for host, ranks in others}
+        targets = {
+            rank for _, ranks in others for at, rank in enumerate(ranks) if at % len(layout.here) == layout.local
+        }
+        super().__init__(group, op, slot, output, sources, targets.union(sources.values()))
+        self._inputs = inputs
+
+    def reduce_inside(self) -> None:
+        for host, ranks in enumerate(self._layout.hosts):
+            for place, sums in self._reduce_to_places([self._inputs[rank] for rank in ranks], host):
+                if host == self._layout.host:
+                    self._parts[host] = sums
+                else:
+                    self._send(sums, ranks[place])
+
+
+class _Slices(_Chunk):
+    """A chunk of an all_reduce or a reduce: each lane adds a slice of it.
+
+    Of two hosts each adds all that it needs. Of more each adds a share and sends it to the others; in a reduce the
+    root's host adds nothing, and all send to it.
+    """
+
+    def __init__(self, group: Reductions, chunk: torch.Tensor, op: int, root: int | None, slot: int) -> None:
+        layout = group.layout
+        self._root_host: int | None = None
+        self._root_place = 0
+        if root is not None:
+            self._root_host, self._root_place = layout.place(root)
+        each = -(-chunk.numel() // layout.lanes)
+        self._slices = [chunk[at * each : (at + 1) * each] for at in range(layout.lanes)]
+        self._even = self._slices[-1].numel() == each and layout.lanes == len(layout.here)
+        self._lane = {host: rank for host, rank in enumerate(layout.lane) if host != layout.host}
+        self._hosts = len(layout.hosts)
+        self._sums: torch.Tensor | None = None
+        share = None
+        if layout.lane:
+            own = self._slices[layout.local]
+            # The ranks beside a reduce's root must not put the sums into their own tensors.
+            self._sums = own if root is None else group.scratch.take(("sums", slot), own)
+            share = self._shares(self._sums)[layout.host]
+        adds = share is not None and share.numel() > 0
+        super().__init__(group, op, slot, share if adds else None, self._lane, set(self._lane.values()))
+        self._sums_coming: list[Transfer] = []
+
+    def expect(self) -> None:
+        super().expect()
+        # Sums may come into this rank's own tensor, since they come only after its part of it has been sent.
+        if self._sums is not None and self._hosts > 2 and self._root_host in (None, self._layout.host):
+            shares = self._shares(self._sums)
+            for host, rank in self._lane.items():
+                if shares[host].numel():
+                    self._sums_coming.append(self._engine.recv(shares[host], rank, _SUMS_TAG))
+
+    def reduce_inside(self) -> None:
+        for _, sums in self._reduce_to_places(self._slices, "partial"):
+            shares = self._shares(sums)
+            self._parts[self._layout.host] = shares[self._layout.host]
+            for host, rank in self._lane.items():
+                self._send(shares[host], rank)
+
+    def add_between(self) -> None:
+        super().add_between()
+        if self._sum is not None and self._hosts > 2:
+            for host, rank in self._lane.items():
+                if self._root_host in (None, host):
+                    self._send(self._sum, rank, _SUMS_TAG)
+
+    def spread(self) -> None:
+        self._engine.wait(self._sums_coming)
+        super().spread()
+        if self._root_host is not None:
+            if self._root_host == self._layout.host:
+                self._give_to_root()
+        elif self._even:
+            self._local.all_gather(self._slices, self._slices[self._layout.local])
+        else:
+            for place, piece in enumerate(self._slices):
+                self._local.broadcast(piece, place)
+
+    def _give_to_root(self) -> None:
+        ranks, place = len(self._layout.here), self._root_place
+        is_root = self._layout.local == place
+        if self._even and self._sums is not None:
+            self._local.gather(self._slices if is_root else None, self._sums, place)
+            return
+        none = self._slices[0][:0]
+        outputs, inputs = [none] * ranks, [none] * ranks
+        if is_root:
+            outputs[: len(self._slices)] = self._slices
+        if self._sums is not None:
+            inputs[place] = self._sums
+        self._local.all_to_all(outputs, inputs)
+
+    def _shares(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """The part of this lane's slice that each host adds."""
+        adding = [host for host in range(self._hosts) if host != self._root_host]
+        if self._hosts == 2:
+            return [whole if self._root_host in (None, host) else whole[:0] for host in range(2)]
+        shares = _cut(whole, len(adding))
+        return [next(shares) if host in adding else whole[:0] for host in range(self._hosts)]
+
+
+def _cut(whole: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
+    each = -(-whole.numel() // count)
+    return (whole[at * each : (at + 1) * each] for at in range(count))
+
+
+def _add_into(like: torch.Tensor, op: int, parts: Sequence[int], to: int) -> bool:
+    """Combine parts, element by element, in their order; 16-bit floats in 32 bits, and rounded once.
+
+    Args:
+        like: as long as each part, and of its dtype.
+        op: the number of the operation.
+        parts: the addresses of the parts.
+        to: the address of the result, which overlaps none of them.
+    """
+    pointers = (ctypes.c_void_p * len(parts))(*parts)
+    status = library().phx_combine(pointers, len(parts), to, like.numel(), DTYPE_NUMBERS[like.dtype][0], OP_NUMBERS[op])
+    if status:
+        raise BackendError(f"the core cannot combine {like.dtype} by operation {op} (status {status})")
+    return True
