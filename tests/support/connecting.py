@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
 from phalanx.transports.hierarchical.gloo import GlooOnDemand, lazy_gloo
-from phalanx.transports.hierarchical.gloo_engine import UNLIMITED, GlooEngine
+from phalanx.transports.hierarchical.gloo_engine import GlooEngine
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.sizes import Sizes
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
@@ -52,8 +52,5 @@ def over_hosts(
         local = SharedMemoryCommunicator(
             own, layout.local, len(layout.here), timeout, Tuning(4096, stream_bytes=3000), layout.here
         )
-    ways = _gloo(PrefixStore("messages", store), rank, size, timeout)
-    ways.get()
     lanes = GlooEngine(_gloo(PrefixStore("lanes", store), rank, size, timeout), timeout)
-    engines = lanes, GlooEngine(ways, UNLIMITED, awaits_what_came=True)
-    return HierarchicalCommunicator(layout, rank, local, *engines, PrefixStore("group", store), timeout, SIZES)
+    return HierarchicalCommunicator(layout, rank, local, lanes, PrefixStore("group", store), timeout, SIZES)

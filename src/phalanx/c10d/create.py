@@ -25,7 +25,7 @@ from phalanx.transports.contract import Communicator
 from phalanx.transports.gone import call_witness
 from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
 from phalanx.transports.hierarchical.gloo import GlooOnDemand, lazy_gloo
-from phalanx.transports.hierarchical.gloo_engine import UNLIMITED, GlooEngine
+from phalanx.transports.hierarchical.gloo_engine import GlooEngine
 from phalanx.transports.hierarchical.inquiry import Inquiry
 from phalanx.transports.hierarchical.islands import join_islands
 from phalanx.transports.meeting_store import MeetingStore, time_left
@@ -112,24 +112,20 @@ def create_process_group(
                 else f"not all of {size} ranks share memory"
             )
             warnings.warn(f"backend {backend!r}: {who} ({reason}); they communicate as between hosts", stacklevel=3)
-        gloo, lanes, messages = [
+        gloo, lanes = [
             gloo_in(PrefixStore(name, met), one_host=False, own=rank if name == "gloo" else None)
-            for name in ("gloo", "lanes", "messages")
+            for name in ("gloo", "lanes")
         ]
-        for each in (gloo, lanes, messages):
+        for each in (gloo, lanes):
             made.callback(each.release)
-
-        def engine(gloo: GlooOnDemand, limit: timedelta, awaits_what_came: bool = False) -> GlooEngine:
-            # Now: Gloo waits in the store for the address of a rank as soon as another one has something for it, and a
-            # thread that still waits there when the interpreter ends would end the process.
-            gloo.get()
-            return GlooEngine(gloo, limit, awaits_what_came)
-
-        engines = engine(lanes, timeout), engine(messages, UNLIMITED, awaits_what_came=True)
-        made.callback(engines[0].close)
+        # Now: Gloo waits in the store for the address of a rank as soon as another one has something for it, and a
+        # thread that still waits there when the interpreter ends would end the process.
+        lanes.get()
+        engine = GlooEngine(lanes, timeout)
+        made.callback(engine.close)
         reasons = met.part("broken")
         hosts = HierarchicalCommunicator(
-            layout, rank, local, *engines, reasons, timeout, world=not ranks, forget_gone=gloo.forget
+            layout, rank, local, engine, reasons, timeout, world=not ranks, forget_gone=gloo.forget
         )
         for read in (own.part("shm"), met.part("hosts")):
             read.clear()  # all have come to the making of the communicator, so they have read all of these
@@ -138,8 +134,7 @@ def create_process_group(
         made.callback(hosts.close)
         gloo.on_timeout = hosts.set_timeout
         group = group_of(hosts, gloo)
-        if hosts.messages.inside is not None:
-            quicken_messages(group, hosts.messages.inside, rank, size, hosts.messages.places)
+        quicken_messages(group, hosts, rank, size)
         if not ranks:
             call_witness(hosts)
             handle = cast(SharedMemoryCommunicator, local).handle if local.size > 1 else None

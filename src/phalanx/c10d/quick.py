@@ -13,7 +13,7 @@ from ctypes import addressof
 from datetime import timedelta
 from functools import cache
 from inspect import unwrap
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from phalanx.c10d.hooked import HookedProcessGroup
 from phalanx.c10d.messages import DoneWork
 from phalanx.diagnosis.call_site import inside, shape_word
 from phalanx.native.core import addresses, quick_entry
+from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
 from phalanx.transports.reductions import OP_NAMES, reducible
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
@@ -42,6 +43,7 @@ _FUNCTIONS = (
     "barrier",
     "send_now",
     "recv",
+    "messages_met",
     "message_wait",
     "message_source",
     "message_free",
@@ -76,22 +78,20 @@ def quicken(group: Any, communicator: SharedMemoryCommunicator) -> None:
     vars(group).update(entry.methods())
 
 
-def quicken_messages(
-    group: Any, communicator: SharedMemoryCommunicator, rank: int, size: int, places: Sequence[int]
-) -> None:
-    """Give a process group over several hosts the quick methods of messages, for those between ranks of this host.
+def quicken_messages(group: Any, communicator: HierarchicalCommunicator, rank: int, size: int) -> None:
+    """Give a process group over several hosts the quick methods of messages.
 
     Args:
         group: the process group.
-        communicator: of the ranks of this host.
+        communicator: its own.
         rank, size: this process's place in the group.
-        places: for each rank of the group its rank in the communicator; -1 if it has none there.
     """
     entry_module = _module()
     if isinstance(entry_module, str) or isinstance(group, HookedProcessGroup):
         return
-    entry = entry_module.Entry(group, communicator.handle, rank, size, group._progress, communicator)
-    entry.set_places(list(places))
+    mailbox = communicator.messages.mailbox
+    owner = SimpleNamespace(_mailbox=mailbox, _fail=None)
+    entry = entry_module.Entry(group, mailbox.comm, rank, size, group._progress, owner)
     _record(group, entry)
     methods = entry.methods()
     vars(group).update({name: methods[name] for name in ("send", "recv", "send_now", "recv_now")})

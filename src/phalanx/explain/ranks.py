@@ -274,8 +274,7 @@ def _join(plan: Plan, rank: int, store: Store, notes: _Notes) -> Communicator:
 
     lanes = _TracedEngine(gloo("lanes"), _TIMEOUT)
     lanes.notes = notes
-    messages = GlooEngine(gloo("messages"), _TIMEOUT, awaits_what_came=True)
-    group = HierarchicalCommunicator(layout, rank, local, lanes, messages, part("broken"), _TIMEOUT)
+    group = HierarchicalCommunicator(layout, rank, local, lanes, part("broken"), _TIMEOUT)
     notes.beside = lambda: group.exchanging.memory
     vars(exchanging)["_copy"] = notes.copied
     return group

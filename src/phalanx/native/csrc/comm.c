@@ -11,6 +11,7 @@
 
 #include "life.h"
 #include "mail.h"
+#include "ready.h"
 #include "record.h"
 #include "recordings.h"
 
@@ -18,7 +19,7 @@
 static void free_view(phx_comm *comm)
 {
     if (comm->mail)
-        phx_mail_close(comm->mail, comm->size);
+        phx_mail_close(comm->mail);
     free(comm->seen);
     free(comm->compared);
     free(comm->inputs);
@@ -42,7 +43,7 @@ static phx_comm *new_view(uint32_t size)
     comm->inputs = calloc(size, sizeof *comm->inputs);
     comm->met = calloc(size, sizeof *comm->met);
     comm->recorders = calloc(size, sizeof *comm->recorders);
-    comm->mail = phx_mail_open(size);
+    comm->mail = phx_mail_open(comm);
     if (comm->seen && comm->compared && comm->inputs && comm->met && comm->recorders && comm->mail)
         return comm;
     free_view(comm);
@@ -103,6 +104,7 @@ void phx_close(phx_comm *comm)
 {
     phx_forget(comm);
     phx_tell(comm, PHX_LEFT);
+    phx_ready_leave(comm->mail);
     munmap((void *)comm->header, comm->mapped_bytes);
     free_view(comm);
 }

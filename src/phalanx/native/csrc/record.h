@@ -90,6 +90,9 @@ struct phx_record_place phx_record_place(void);
 
 struct phx_record;
 
+/* Copy a text of this process's recorder, without an end; returns its length, 0 if it is not known or has no room. */
+uint32_t phx_record_text(uint32_t number, char *out, uint32_t room);
+
 /* The record of the collective that this thread is in; NULL outside, and if it is not recorded. */
 extern __thread __attribute__((tls_model("initial-exec"))) struct phx_record *phx_record_under_way;
 

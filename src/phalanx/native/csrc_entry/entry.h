@@ -17,6 +17,7 @@ struct entry_core {
     __typeof__(&phx_barrier) barrier;
     __typeof__(&phx_send_now) send_now;
     __typeof__(&phx_recv) recv;
+    __typeof__(&phx_messages_met) messages_met;
     __typeof__(&phx_message_wait) message_wait;
     __typeof__(&phx_message_free) message_free;
     __typeof__(&phx_record_begin) record_begin;
@@ -68,8 +69,6 @@ typedef struct {
     phx_comm *comm;
     uint64_t forks;
     uint32_t rank, size;
-    int32_t *places;            /* the core's rank of each rank of the group, -1 of one that it does not reach; NULL if they
-                                 * are the same */
     PyObject *group;            /* a weak reference: the group holds this entry */
     PyObject *progress, *queue; /* c10d/progress.py */
     PyObject *acquire, *release;

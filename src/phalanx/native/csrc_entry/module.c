@@ -52,7 +52,6 @@ static void entry_dealloc(PyObject *object)
     for (size_t i = 0; i < sizeof held / sizeof *held; i++)
         Py_XDECREF(held[i]);
     free(self->pointers);
-    free(self->places);
     entry_free_object(object);
 }
 
@@ -120,23 +119,6 @@ static PyObject *entry_set_recorded(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *entry_set_places(PyObject *object, PyObject *places)
-{
-    entry *self = (entry *)object;
-    int32_t *found = calloc(self->size, sizeof *found);
-    for (uint32_t i = 0; found && i < self->size; i++) {
-        PyObject *place = PyList_GetItem(places, (Py_ssize_t)i); /* borrowed */
-        found[i] = place ? (int32_t)PyLong_AsLong(place) : -1;
-    }
-    if (!found || PyErr_Occurred()) {
-        free(found);
-        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
-    }
-    free(self->places);
-    self->places = found;
-    Py_RETURN_NONE;
-}
-
 static PyObject *entry_last(PyObject *object, PyObject *ignored)
 {
     const struct entry_unheard *last = &((entry *)object)->last;
@@ -152,8 +134,6 @@ static PyMethodDef entry_defs[] = {
     {"set_explain", entry_set_explain, METH_O, "Set what the communicator gets as its unheard call; see last()."},
     {"set_recorded", entry_set_recorded, METH_VARARGS,
      "set_recorded(address, keeper): record the calls in the group at this address, which the keeper holds. Once."},
-    {"set_places", entry_set_places, METH_O,
-     "Set the core's rank of each rank of the group, -1 of one that the core does not reach. Before the first call."},
     {"last", entry_last, METH_NOARGS, "The last call that others may not have confirmed: (code, instruction, ...)."},
     {"methods", entry_methods, METH_NOARGS, "A new dictionary of the group's quick methods."},
     {NULL, NULL, 0, NULL},
@@ -190,10 +170,12 @@ static int set_core(PyObject *functions)
     core->barrier = (__typeof__(core->barrier))address(functions, "phx_barrier");
     core->send_now = (__typeof__(core->send_now))address(functions, "phx_send_now");
     core->recv = (__typeof__(core->recv))address(functions, "phx_recv");
+    core->messages_met = (__typeof__(core->messages_met))address(functions, "phx_messages_met");
     core->message_wait = (__typeof__(core->message_wait))address(functions, "phx_message_wait");
     core->message_free = (__typeof__(core->message_free))address(functions, "phx_message_free");
     if (core->all_reduce && core->reduce && core->reduce_scatter && core->broadcast && core->all_gather &&
-        core->barrier && core->send_now && core->recv && core->message_wait && core->message_free)
+        core->barrier && core->send_now && core->recv && core->messages_met && core->message_wait &&
+        core->message_free)
         return 0;
     if (!PyErr_Occurred())
         PyErr_SetString(PyExc_ValueError, "the address of a function of the core is missing");

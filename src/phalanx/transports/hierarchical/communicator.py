@@ -33,7 +33,6 @@ from phalanx.transports.hierarchical.frames import Frames
 from phalanx.transports.hierarchical.lane import Engine
 from phalanx.transports.hierarchical.last_calls import LastCalls, forget
 from phalanx.transports.hierarchical.layout import Layout
-from phalanx.transports.hierarchical.message_way import Way
 from phalanx.transports.hierarchical.messages import HierarchicalMessages
 from phalanx.transports.hierarchical.parts import Parts, PartsOfWhole
 from phalanx.transports.hierarchical.present_call import PresentCall
@@ -56,7 +55,6 @@ class HierarchicalCommunicator(Communicator):
         rank: this process's rank in the group.
         local: a communicator of the ranks of this host, in their order; its methods are used by this one alone.
         engine: carries bytes between hosts.
-        way: carries bytes between hosts for messages; its transfers wait without a limit.
         store: the group's own part of the job's store, for the reason why it broke.
         timeout: how long every operation waits for other ranks.
         sizes: at which algorithms change, equal on all ranks; small ones make tests reach many chunks cheaply.
@@ -72,7 +70,6 @@ class HierarchicalCommunicator(Communicator):
         rank: int,
         local: Communicator,
         engine: Engine,
-        way: Engine,
         store: Store,
         timeout: timedelta,
         sizes: Sizes | None = None,
@@ -84,7 +81,7 @@ class HierarchicalCommunicator(Communicator):
         self.engine = engine.name if len(layout.hosts) == self.size else f"shared memory and {engine.name}"
         self._layout = layout
         self._local = local
-        self._engine, self._way = engine, way
+        self._engine = engine
         sizes = sizes or Sizes.among(len(layout.hosts))
         self._frames = frames = self._make_frames(sizes.frame_bytes) if layout.leader else None
         self._frame_bytes = sizes.frame_bytes
@@ -93,36 +90,39 @@ class HierarchicalCommunicator(Communicator):
         self._bulk = Bulk(layout, local, engine, early, sizes.chunk_bytes)
         self._reducing = Reducing(layout, local, engine, early, sizes.chunk_bytes)
         self.exchanging = Exchanging(layout, local, engine, early, frames, sizes)
-        reason = Reason(
-            store,
-            self.rank,
-            layout,
-            local,
-            abort=self._wake,
-            aborted=lambda: isinstance(local, SharedMemoryCommunicator) and local.aborted,
-            timeout=timeout,
-            world=world,
-        )
-        self._reason, self.questions = reason, reason.questions
-        self._depart = partial(reason.depart, partial(_forget, engine, way, store, layout), forget_gone)
+        self.messages = HierarchicalMessages(layout, rank, local, store, timeout)
+        try:
+            self._reason = reason = Reason(
+                store,
+                self.rank,
+                layout,
+                local,
+                abort=self._wake,
+                aborted=lambda: isinstance(local, SharedMemoryCommunicator) and local.aborted,
+                timeout=timeout,
+                world=world,
+            )
+        except BaseException:
+            self.messages.give_up()
+            raise
+        self.questions = reason.questions
+        self._depart = partial(reason.depart, partial(_forget, engine, self.messages, store, layout), forget_gone)
         self._last_calls = LastCalls(store, layout, local, reason)
         try:
             self._call = PresentCall(reason, timeout, local)
             reason.history = self._call
-            timeout_s = timeout.total_seconds()
-            self.messages = HierarchicalMessages(
-                layout, rank, local, way, timeout_s, self._call.error_of_message, reason
-            )
+            self.messages.begin(reason, self._call.error_of_message)
             reason.attend(self.messages)
             engine.first_contact = FirstContact(store, rank, self.size, reason)
             if isinstance(local, SharedMemoryCommunicator):
                 local.part_of = self._call.text
-                local.outer_error = self._call.error_of_message
+                local.outer_error = self.messages.explain
             self._set_local_timeout(timeout)
             reason.watch()
             tell_of_failure(reason)
         except BaseException:
             reason.close()
+            self.messages.give_up()
             raise
 
     def _make_frames(self, nbytes: int) -> Frames:
@@ -252,7 +252,7 @@ class HierarchicalCommunicator(Communicator):
         return self.messages.recv(tensor, peer, tag)
 
     def rest(self) -> None:
-        self.messages.rest()
+        self.messages.mailbox.rest()
 
     def end_messages(self) -> None:
         self.messages.end()
@@ -272,7 +272,8 @@ class HierarchicalCommunicator(Communicator):
     def set_timeout(self, timeout: timedelta) -> None:
         self._set_local_timeout(timeout)
         self._engine.set_timeout(timeout)
-        self.messages.overdue.timeout_s = self._call.timeout_s = timeout.total_seconds()
+        self.messages.set_timeout(timeout)
+        self._call.timeout_s = timeout.total_seconds()
 
     def _set_local_timeout(self, timeout: timedelta) -> None:
         # In a collective, a rank that waits for its leader waits longer than that one waits for another host.
@@ -286,7 +287,6 @@ class HierarchicalCommunicator(Communicator):
         if self._frames is not None:
             self._frames.release()
         self._engine.give_back()
-        self.messages.give_back()
         self._depart(at_exit=True)
 
     def group_fails(self, error: BaseException, cause: str) -> None:
@@ -307,6 +307,7 @@ class HierarchicalCommunicator(Communicator):
             each.callback(self._local.abort)
 
     def close(self) -> None:
+        self.messages.close()
         self._reason.close()
         self._local.close()
         if self._frames is not None:
@@ -315,20 +316,12 @@ class HierarchicalCommunicator(Communicator):
         self.exchanging.let_go()
         if self._frames is not None:
             self._frames.let_go()
-        self.messages.close(partial(_close_last, self._way, self.messages.ways.values(), self._depart))
+        self._depart()
 
 
-def _close_last(engine: Engine, ways: Collection[Way], depart: Callable[[], None]) -> None:
-    """Give back the last that is used, and say that this rank has left."""
-    engine.close()
-    for way in ways:
-        way.let_go()
-    depart()
-
-
-def _forget(engine: Engine, way: Engine, store: Store, layout: Layout, rank: int) -> None:
+def _forget(engine: Engine, messages: HierarchicalMessages, store: Store, layout: Layout, rank: int) -> None:
     engine.forget(rank)
-    way.forget(rank)
+    messages.forget(rank)
     forget(store, layout, rank)
 
 

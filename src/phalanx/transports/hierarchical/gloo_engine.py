@@ -48,7 +48,7 @@ class _GlooTransfer(Transfer):
     def wait(self) -> None:
         engine = self._engine
         try:
-            if engine.awaits_what_came or self._tensor.nbytes <= SHORT_BYTES:
+            if self._tensor.nbytes <= SHORT_BYTES:
                 self._work.wait(engine.timeout)
             else:
                 engine.apart(self._peer, lambda: self._work.wait(engine.timeout))
@@ -80,7 +80,7 @@ class _GlooTransfer(Transfer):
                 each._work.wait(engine.timeout)
 
         short = max(each._tensor.nbytes for each in (self, *cast(Any, others))) <= SHORT_BYTES
-        outcome = None if short or engine.awaits_what_came else engine.begin_apart(wait)
+        outcome = None if short else engine.begin_apart(wait)
         if meanwhile is not None:
             meanwhile()  # not in the `try`: its errors are not those of a transfer
         try:
@@ -139,16 +139,13 @@ class GlooEngine(Engine):
     Args:
         gloo: makes the group when it is first used.
         timeout: how long a transfer may take.
-        awaits_what_came: whether its user waits for a large transfer only when a later one has come, so that no wait
-            begins in the middle of one.
     """
 
     name = "Gloo"
 
-    def __init__(self, gloo: GlooOnDemand, timeout: timedelta, awaits_what_came: bool = False) -> None:
+    def __init__(self, gloo: GlooOnDemand, timeout: timedelta) -> None:
         self._gloo = gloo
         self.timeout = timeout
-        self.awaits_what_came = awaits_what_came
         self._connected: set[int] = set()  # only added to, by the threads that connect
         self._apart: _Apart | None = None  # written once, under the lock below, by the first thread that needs it
         self._making_apart = threading.Lock()
@@ -161,7 +158,7 @@ class GlooEngine(Engine):
         self._closes = False  # written once: from then on a connection that is made late is closed by who has made it
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        if self.awaits_what_came or tensor.nbytes > SHORT_BYTES:
+        if tensor.nbytes > SHORT_BYTES:
             return self._start("send", tensor, peer, tag)
         self._short.keep([self._start("send", copy_of(tensor), peer, tag).let_go])
         return GONE

@@ -1,4 +1,8 @@
-"""The messages of one group over shared memory, through the rings of its segment (``native/csrc/p2p.c``)."""
+"""The messages of one group, which the core matches and moves (``native/csrc/p2p.c``).
+
+Inside a host they go through the rings of the group's segment, and to other hosts through connections
+(``transports/hierarchical/messages.py``); who starts a message, or waits for it, need not know which.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,10 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from ctypes import byref
+from typing import Protocol
 
 import torch
 
@@ -22,10 +27,32 @@ from phalanx.native.signals import SignalPoll
 from phalanx.system.host import machine_name
 from phalanx.transports.contract import GLANCE_S, SENT, Message
 
-__all__ = ["Mailbox", "SharedMemoryMessage", "WithdrawableReceive"]
+__all__ = ["Elsewhere", "Mailbox", "SharedMemoryMessage"]
 
 LEAVING_S = 1.0  # how long a group that closes waits for threads that are in a call about a message
 NAP_S = 0.002
+
+
+class Elsewhere(Protocol):
+    """The ranks of a group that are on other hosts, as its messages need them. Any thread may ask.
+
+    Attributes:
+        undialled: the ranks that this one has not dialled yet.
+    """
+
+    undialled: Set[int]
+
+    def dial(self, peer: int) -> None:
+        """Connect to a rank in the background, as there is a message for it. BackendError if no thread can do so."""
+        ...
+
+    def look_for(self, peer: int | None) -> None:
+        """Find out whether a rank that a message does not come from, or any, is there: it is dialled, too."""
+        ...
+
+    def error(self, status: int, peer: int | None, words: str, ends: tuple[End, str, End] | None) -> PhalanxError:
+        """Make the error of a message of its status; it breaks the group, unless the peer has left in order."""
+        ...
 
 
 class Mailbox:
@@ -43,7 +70,12 @@ class Mailbox:
         signals: what lets Python's signal handlers run while the core waits.
         explain: the error for the broken group, given what this rank was doing.
         names: what errors call the ranks, and what a message gives as its source.
+
+    Attributes:
+        elsewhere: the ranks of other hosts; None if there are none.
     """
+
+    elsewhere: Elsewhere | None = None
 
     def __init__(
         self, comm: int, signals: SignalPoll, explain: Callable[[str], PhalanxError], names: Sequence[int]
@@ -95,6 +127,8 @@ class Mailbox:
             what = (comm, tensor.data_ptr(), _end(tensor, dtype), peer, tag & 0xFFFFFFFF)
             if self.core.phx_send_now(*what):
                 return SENT
+            if self.elsewhere is not None and peer in self.elsewhere.undialled:
+                self.elsewhere.dial(peer)
             return SharedMemoryMessage(self, self.core.phx_send(*what), tensor, "send to", peer)
         finally:
             inside.pop()
@@ -112,14 +146,6 @@ class Mailbox:
             return SharedMemoryMessage(self, handle, tensor, "recv from", peer)
         finally:
             inside.pop()
-
-    def recv_for_now(self, tensor: torch.Tensor, dtype: int, tag: int) -> WithdrawableReceive:
-        """Start receiving from any rank; the receive can be taken back as long as no message has come for it."""
-        with self.handle() as comm:
-            if self.ended or not comm:
-                raise ClosedError.of_message()
-            handle = self.core.phx_recv(comm, tensor.data_ptr(), _end(tensor, dtype), ANY_SOURCE, tag & 0xFFFFFFFF)
-            return WithdrawableReceive(self, handle, tensor, "recv from", None)
 
     def fail_recv(self, handle: int, tensor: torch.Tensor, peer: int) -> None:
         """Raise the error of a receive that the core has ended, and give it back."""
@@ -139,12 +165,16 @@ class Mailbox:
         finally:
             inside.pop()
 
-    def end(self) -> None:
-        """Let no message move any more, and end every wait for one."""
+    def end(self, in_order: bool = False) -> None:
+        """Let no message move any more, and end every wait for one.
+
+        Args:
+            in_order: tell the ranks of other hosts that this one has left.
+        """
         with self.handle() as comm:
             if comm and not self.ended:
                 self.ended = True
-                self.core.phx_messages_end(comm)
+                self.core.phx_messages_end(comm, in_order)
 
     def take(self) -> int:
         """The handle, for the one thread that closes the group; 0 for every other."""
@@ -184,13 +214,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class SharedMemoryMessage(Message):
-    """A message of the core, by its handle, which is read and given back under the message's lock.
-
-    Attributes:
-        without_peer: whether it failed because no rank is left that could take part in it, and the group is whole.
-    """
-
-    without_peer = False
+    """A message of the core, by its handle, which is read and given back under the message's lock."""
 
     def __init__(self, mailbox: Mailbox, handle: int | None, tensor: torch.Tensor, verb: str, peer: int | None) -> None:
         if not handle:
@@ -223,9 +247,11 @@ class SharedMemoryMessage(Message):
         mailbox.inside.append(None)
         try:
             if not self._settled:
-                comm, status = mailbox.comm, Status.UNDER_WAY
-                if comm:
+                comm, status = mailbox.comm, Status.UNMET if mailbox.comm else Status.UNDER_WAY
+                while status == Status.UNMET:
                     status = mailbox.core.phx_message_wait(comm, self._handle, int((timeout_s or 0) * 1e9))
+                    if status == Status.UNMET and mailbox.elsewhere is not None:
+                        mailbox.elsewhere.look_for(self._peer)
                 self._heed(comm, status)
         finally:
             mailbox.inside.pop()
@@ -242,6 +268,8 @@ class SharedMemoryMessage(Message):
                 mailbox.core.phx_message_expect(comm, self._handle)
         finally:
             mailbox.inside.pop()
+        if mailbox.elsewhere is not None:
+            mailbox.elsewhere.look_for(self._peer)
 
     def _heed(self, comm: int, status: int) -> None:
         """Settle the message if the core's status says that it is done, or it never will be."""
@@ -249,17 +277,30 @@ class SharedMemoryMessage(Message):
         if status == Status.UNDER_WAY:
             if mailbox.ended:
                 self._finish(comm, ClosedError.of_message())
-        elif status == Status.PEER_LEFT:
-            self.without_peer = True
-            self._finish(comm, self._left())
-        elif status:
+        elif status == Status.OK:
+            self._finish(comm, None, mailbox.names[mailbox.core.phx_message_source(self._handle)])
+        else:
             error = PhalanxError(f"{self._text()} failed, and the group with it")
             try:
-                error = mailbox.explain(self._text())
+                error = self._error_of(status)
             finally:  # also when a second Ctrl-C cuts the explanation short
                 self._finish(comm, error)
-        else:
-            self._finish(comm, None, mailbox.names[mailbox.core.phx_message_source(self._handle)])
+
+    def _error_of(self, status: int) -> PhalanxError:
+        """The error of a message that has ended by itself (a negative status), or with its group."""
+        mailbox, elsewhere = self._mailbox, self._mailbox.elsewhere
+        if status > 0:
+            return mailbox.explain(self._text())
+        if elsewhere is None:
+            return self._left()
+        peer, ends, site = self._peer, None, call_site()
+        if peer is None and status == Status.CUT:
+            peer = mailbox.core.phx_message_source(self._handle)
+        if status == Status.DIFFERS:
+            sent, expected = End(), End()
+            line = mailbox.core.phx_message_ends(self._handle, byref(sent), byref(expected))
+            peer, ends = mailbox.core.phx_message_source(self._handle), (sent, line.decode(errors="replace"), expected)
+        return elsewhere.error(status, peer, f"{self._text()} at {site}" if site else self._text(), ends)
 
     def _left(self) -> PeerLost:
         """The error for a message whose peer left the group in order: the other messages of the group go on."""
@@ -282,28 +323,3 @@ class SharedMemoryMessage(Message):
         if comm:
             self._mailbox.core.phx_message_free(comm, self._handle)
         self._settle(error, source)
-
-
-class WithdrawableReceive(SharedMemoryMessage):
-    """A receive from any rank that another thread may take back, also while a thread waits for it.
-
-    ``_given_back`` is written and read under ``_handle_lock``, which is taken after the message's lock, or alone.
-    """
-
-    def __init__(self, mailbox: Mailbox, handle: int | None, tensor: torch.Tensor, verb: str, peer: int | None) -> None:
-        super().__init__(mailbox, handle, tensor, verb, peer)
-        self._handle_lock = threading.Lock()
-        self._given_back = False
-
-    def withdraw(self) -> bool:
-        """Take it back, so that no message comes for it any more; False if one has come, or the group is closed."""
-        mailbox = self._mailbox
-        with self._handle_lock, mailbox.handle() as comm:
-            if self._given_back:
-                return self.without_peer
-            return bool(comm and mailbox.core.phx_message_withdraw(comm, self._handle))
-
-    def _finish(self, comm: int, error: PhalanxError | None, source: int = -1) -> None:
-        with self._handle_lock:
-            self._given_back = True
-            super()._finish(comm, error, source)
