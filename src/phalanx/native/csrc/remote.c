@@ -22,6 +22,7 @@
 
 #define LEFT 'L'
 #define AHEAD 16384u    /* bytes that are read ahead: headers, and small messages as a whole */
+#define GOOD_PART 524288
 #define TURN 1048576u   /* bytes that are moved before others get the lock */
 
 struct header {
@@ -41,6 +42,7 @@ struct phx_remote {
     int in_end, out_end; /* PHX_OK, or how they ended: PHX_PEER_LEFT or PHX_CUT */
     int met;             /* `in` has been connected */
     int blocked;         /* the message that comes next has no receive */
+    int enough;          /* how many bytes of `in` make it ready */
     int in_watched, out_watched;  /* by ready.c: for bytes, and for room */
     uint64_t received, sent;      /* bytes in all */
     struct front front;           /* of the message that is being sent */
@@ -55,6 +57,7 @@ static struct phx_remote *reach(struct phx_mail *mail, uint32_t rank)
     if (remote || !(remote = calloc(1, sizeof *remote)))
         return remote;
     remote->in = remote->out = -1;
+    remote->enough = 1;
     mail->streams[rank].remote = remote;
     mail->reached[mail->nreached++] = rank;
     return remote;
@@ -273,6 +276,18 @@ int phx_remote_move_arrivals(phx_comm *comm, uint32_t src)
     return moved;
 }
 
+/* Have ready.c look after what comes. Its thread is woken for a good part of a large message, and not for each packet. */
+static void watch_in(struct phx_mail *mail, uint32_t rank)
+{
+    struct phx_remote *remote = mail->streams[rank].remote;
+    const phx_message *message = mail->streams[rank].arriving;
+    const uint64_t rest = message ? message->end.nbytes - message->moved : 1;
+    const int enough = rest < GOOD_PART ? 1 : GOOD_PART;
+    if (enough != remote->enough && !setsockopt(remote->in, SOL_SOCKET, SO_RCVLOWAT, &enough, sizeof enough))
+        remote->enough = enough;
+    phx_ready_watch(mail, remote->in, rank, 1, remote->in_watched = 1);
+}
+
 /* -- both -------------------------------------------------------------------------------------------------------- */
 
 int phx_remote_state(const struct phx_mail *mail, uint32_t rank, int receiving)
@@ -301,7 +316,7 @@ void phx_remote_ready(phx_comm *comm, uint32_t rank, int incoming, int may_write
             phx_remote_move_arrivals(comm, rank);
             /* After a message the threads that have slept look themselves, and sleep again if they have to. */
             if (remote->in >= 0 && !remote->blocked && mail->finished == finished)
-                phx_ready_watch(mail, remote->in, rank, 1, remote->in_watched = 1);
+                watch_in(mail, rank);
         }
     } else if (remote->out >= 0) {
         if (!may_write)
@@ -325,7 +340,7 @@ void phx_mail_watch(phx_comm *comm)
         const uint32_t rank = mail->reached[i];
         struct phx_remote *remote = mail->streams[rank].remote;
         if (remote->in >= 0 && !remote->in_watched && !remote->blocked)
-            phx_ready_watch(mail, remote->in, rank, 1, remote->in_watched = 1);
+            watch_in(mail, rank);
         if (remote->out >= 0 && !remote->out_watched && mail->streams[rank].sends.first)
             phx_ready_watch(mail, remote->out, rank, 0, remote->out_watched = 1);
     }
