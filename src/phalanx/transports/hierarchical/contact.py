@@ -1,8 +1,9 @@
 """A connection to a process of another host that carries no tensors: signs of life, and the reason of a break.
 
 Both sides have proven the job's key (``wire/proof.py``). Each sends a byte of value 0 every half second, from the core,
-so also while its interpreter is held (``native/csrc/beat.c``). Between these bytes stand messages: a byte of value 1,
-the length, JSON, and the session's digest. A message is written at once or not at all, so no byte gets into it.
+so also while its interpreter is held (``native/csrc/system/beat.c``). Between these bytes stand messages: a byte of
+value 1, the length, JSON, and the session's digest. A message is written at once or not at all, so no byte
+gets into it.
 
 What follows from the bytes, and from what the kernel knows of them (``wire/sockets.py``), is a :class:`Sign`.
 """
