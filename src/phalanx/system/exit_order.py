@@ -12,10 +12,9 @@ class Stage(IntEnum):
     """What is done at exit; the stages follow each other in this order."""
 
     LEAVE_GROUPS = 0  # compare the last calls, end the threads, and say that this rank leaves
-    DELIVER_MESSAGES = 1  # wait for what was sent in groups that were destroyed before
-    END_LOOKOUT = 2  # from now on the other ranks see that this process ends
-    AWAIT_STORE = 3  # wait for what threads have asked the store
-    END_STORES = 4  # let the store of this process, if it has one, serve those that are connected
+    END_LOOKOUT = 1  # from now on the other ranks see that this process ends
+    AWAIT_STORE = 2  # wait for what threads have asked the store
+    END_STORES = 3  # let the store of this process, if it has one, serve those that are connected
 
 
 _tasks: dict[Stage, Callable[[], object]] = {}

@@ -1,9 +1,9 @@
 """Connections between ranks of different hosts, for the messages of their groups.
 
 Each direction between two ranks of a group has a connection of its own, which its sender dials when it has the first
-message. Both sides prove the job's key (``wire/``); then the core has the socket (``native/csrc/messages/remote.c``). A process
-listens at one address for all its groups, on one thread, which knows each by a token. A rank writes address and token
-into the group's store before all have met. So a rank that is not there, or refuses, has left or is gone.
+message. Both sides prove the job's key (``wire/``), and then the core has the socket. A process listens at one address
+for all its groups, on one thread, which knows each by a token. A rank writes address and token into the group's store
+before all have met. So a rank that is not there, or refuses, has left or is gone.
 
 ==============  =======================  ==========================  =====================
 state           written by               read by                     guarded by

@@ -1,9 +1,8 @@
 """Messages in a group over several hosts: the mail of the core, and the errors of those with ranks of other hosts.
 
-The core matches and moves all messages of the group (``native/csrc/messages/mail.c``), by the group's numbers of the ranks. It
-uses the rings of this host's segment; a rank that is alone on its host has a segment of its own. To other hosts it uses
-connections (``connections.py``). A rank that leaves in order tells that on them; why one has ended otherwise is asked
-here.
+The core matches and moves all messages of the group (``native/csrc/messages/``), by the group's numbers of the ranks:
+through the rings of this host's segment, and to other hosts through connections (``connections.py``). A rank that is
+alone on its host has a segment of its own. Why a connection has ended is asked here.
 """
 
 from __future__ import annotations
