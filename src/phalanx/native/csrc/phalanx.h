@@ -385,16 +385,15 @@ PHX_API int phx_messages_met(phx_comm *comm, uint32_t rank);
 /* End the connections, without a word. */
 PHX_API void phx_messages_cut(phx_comm *comm);
 
-/* Set for each rank of the group whether it is on another host, and a thread waits for a message of it, or to it. */
-PHX_API void phx_messages_awaited(phx_comm *comm, uint8_t *ranks);
-
-/* Get one message that is under way, rather one that is waited for, and rather with one of these ranks. 0 if there is none. */
+/* Add 1 to those of `ranks`, one of each rank of the group, that are on another host and of which, or to which, a thread
+ * waits for a message. Get one message that is under way, rather one that is waited for, and rather with a rank that had
+ * 2; returns 0 if there is none. */
 struct phx_message_seen {
     struct phx_end end;
     uint32_t peer;
     uint32_t receiving;
 };
-PHX_API int phx_messages_seen(phx_comm *comm, const uint8_t *about, struct phx_message_seen *out);
+PHX_API int phx_messages_waiting(phx_comm *comm, uint8_t *ranks, struct phx_message_seen *out);
 
 /* Get both ends of a message with PHX_DIFFERS; returns the sender's line, which is good as long as the message. */
 PHX_API const char *phx_message_ends(const phx_message *message, struct phx_end *sent, struct phx_end *expected);

@@ -177,20 +177,23 @@ class HierarchicalMessages:
     # -- for who watches the ranks ---------------------------------------------------------------------
 
     def awaited(self) -> Collection[int]:
-        found = ctypes.create_string_buffer(self._size)
-        with self.mailbox.handle() as comm:
-            if comm:
-                self._core.phx_messages_awaited(comm, found)
-        return [rank for rank, awaited in enumerate(found.raw) if awaited]
+        return self._waiting()[0]
 
     def doing(self, about: Collection[int]) -> str:
-        ranks = bytes(rank in about for rank in range(self._size))
-        seen = SeenMessage()
-        with self.mailbox.handle() as comm:
-            if not comm or not self._core.phx_messages_seen(comm, ranks, ctypes.byref(seen)):
-                return ""
+        seen = self._waiting(about)[1]
+        if seen is None:
+            return ""
         end = MessageEnd(self._rank, seen.end.nbytes, seen.end.dtype, recorder.place_of(seen.end.site))
         return end.text("recv from" if seen.receiving else "send to", seen.peer if seen.peer < self._size else None)
+
+    def _waiting(self, about: Collection[int] = ()) -> tuple[list[int], SeenMessage | None]:
+        """The ranks of other hosts that are waited for, and one message, rather with these ranks, if there is one."""
+        ranks = ctypes.create_string_buffer(bytes(2 * (rank in about) for rank in range(self._size)), self._size)
+        seen, found = SeenMessage(), 0
+        with self.mailbox.handle() as comm:
+            if comm:
+                found = self._core.phx_messages_waiting(comm, ranks, ctypes.byref(seen))
+        return [rank for rank, marks in enumerate(ranks.raw) if marks & 1], seen if found else None
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -198,7 +201,8 @@ class HierarchicalMessages:
         """Let no message move any more; the other ranks hear that this one has left, after what it has sent."""
         if self.mailbox.ended:
             return
-        self._connections.await_dialled(LEAVING_S)
+        if not self.mailbox.why_broken().status:
+            self._connections.await_dialled(LEAVING_S)
         self._reason.tell_left()  # before the connections end: who finds no connection asks the store
         self.mailbox.end(in_order=not self._reason.fails)
         self._connections.close()

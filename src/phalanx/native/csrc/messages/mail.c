@@ -545,67 +545,43 @@ void phx_mail_release(phx_comm *comm, phx_message *message)
 
 /* -- for other threads that ask ------------------------------------------------------------------------------------ */
 
-/* Call `ask` with every message that is not done. */
-static void each(struct phx_mail *mail, void (*ask)(const phx_message *, void *), void *own)
-{
-    for (const phx_message *m = mail->posted.first; m; m = m->next)
-        ask(m, own);
-    for (const phx_message *m = mail->aside.first; m; m = m->next)
-        if (m->claimed_by)
-            ask(m->claimed_by, own);
-    for (uint32_t rank = 0; rank < mail->size; rank++) {
-        const phx_message *arriving = mail->streams[rank].arriving;
-        if (arriving && !contains(&mail->aside, arriving))
-            ask(arriving, own);
-        for (const phx_message *m = mail->streams[rank].sends.first; m; m = m->next)
-            ask(m, own);
-    }
-}
-
 struct question {
-    const uint8_t *about;
+    const struct phx_mail *mail;
+    uint8_t *ranks; /* those of other hosts that are awaited get the bit 1; the bit 2 marks those asked about */
     struct phx_message_seen *out;
-    int rank; /* how well the answer so far fits */
+    int fits; /* how well `out` does */
 };
 
-static void consider(const phx_message *message, void *own)
+static void consider(struct question *question, const phx_message *message)
 {
-    struct question *question = own;
-    const uint32_t peer = message->peer;
-    const int fits = 1 + message->expected + 2 * (message->expected && peer != PHX_ANY_SOURCE && question->about[peer]);
-    if (message->abandoned || fits <= question->rank)
+    const struct phx_mail *mail = question->mail;
+    const uint32_t peer = message->peer, any = peer == PHX_ANY_SOURCE;
+    const int fits = 1 + message->expected + (message->expected && !any && question->ranks[peer] >= 2);
+    for (uint32_t rank = any ? 0 : peer; message->expected && rank < (any ? mail->size : peer + 1); rank++)
+        question->ranks[rank] |= mail->streams[rank].place == PHX_NOBODY;
+    if (message->abandoned || fits <= question->fits)
         return;
-    question->rank = fits;
+    question->fits = fits;
     *question->out = (struct phx_message_seen){message->end, peer, message->receiving};
 }
 
-int phx_messages_seen(phx_comm *comm, const uint8_t *about, struct phx_message_seen *out)
+int phx_messages_waiting(phx_comm *comm, uint8_t *ranks, struct phx_message_seen *out)
 {
-    struct question question = {about, out, 0};
-    pthread_mutex_lock(&comm->mail->lock);
-    each(comm->mail, consider, &question);
-    pthread_mutex_unlock(&comm->mail->lock);
-    return question.rank > 0;
-}
-
-struct awaited {
-    const struct phx_mail *mail;
-    uint8_t *ranks;
-};
-
-static void mark(const phx_message *message, void *own)
-{
-    const struct awaited *awaited = own;
-    for (uint32_t rank = 0; rank < awaited->mail->size && message->expected; rank++)
-        if ((message->peer == rank || message->peer == PHX_ANY_SOURCE) && awaited->mail->streams[rank].place == PHX_NOBODY)
-            awaited->ranks[rank] = 1;
-}
-
-void phx_messages_awaited(phx_comm *comm, uint8_t *ranks)
-{
-    struct awaited awaited = {comm->mail, ranks};
-    memset(ranks, 0, comm->mail->size);
-    pthread_mutex_lock(&comm->mail->lock);
-    each(comm->mail, mark, &awaited);
-    pthread_mutex_unlock(&comm->mail->lock);
+    struct phx_mail *mail = comm->mail;
+    struct question question = {mail, ranks, out, 0};
+    pthread_mutex_lock(&mail->lock);
+    for (const phx_message *m = mail->posted.first; m; m = m->next)
+        consider(&question, m);
+    for (const phx_message *m = mail->aside.first; m; m = m->next)
+        if (m->claimed_by)
+            consider(&question, m->claimed_by);
+    for (uint32_t rank = 0; rank < mail->size; rank++) {
+        const phx_message *arriving = mail->streams[rank].arriving;
+        if (arriving && !contains(&mail->aside, arriving))
+            consider(&question, arriving);
+        for (const phx_message *m = mail->streams[rank].sends.first; m; m = m->next)
+            consider(&question, m);
+    }
+    pthread_mutex_unlock(&mail->lock);
+    return question.fits > 0;
 }

@@ -218,7 +218,8 @@ static int take_ahead(struct phx_remote *remote, phx_message *message)
 {
     const uint64_t rest = message->end.nbytes - message->moved;
     const uint32_t there = remote->to - remote->from, length = rest < there ? (uint32_t)rest : there;
-    memcpy(message->data + message->moved, remote->ahead + remote->from, length);
+    if (length)
+        memcpy(message->data + message->moved, remote->ahead + remote->from, length);
     remote->from += length;
     message->moved += length;
     return message->moved == message->end.nbytes;
