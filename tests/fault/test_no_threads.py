@@ -67,11 +67,11 @@ def test_messages_of_one_host_need_no_thread_to_be_waited_for(
     assert said.count("a message moves on only while it is waited for") == said.count("warning")
 
 
-@pytest.mark.parametrize(("first", "last", "count"), CASES)
+@pytest.mark.parametrize(("first", "last", "count"), [case for case in CASES if case.values[1] is dist.recv])
 def test_no_thread_for_messages_between_hosts_is_told(
     first: Call, last: Call, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call that needs the thread raises; the other ranks are told, and nobody waits for the timeout."""
+    """A send, which dials on a thread, raises; the other ranks are told, and nobody waits for the timeout."""
     divide_by(monkeypatch, lambda rank, size: int(rank == 2))
 
     def body(member: Member) -> None:

@@ -12,7 +12,7 @@ from phalanx.membership.liveness import Membership
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
 from phalanx.transports.hierarchical.gloo import GlooOnDemand, lazy_gloo
-from phalanx.transports.hierarchical.gloo_engine import UNLIMITED, GlooEngine
+from phalanx.transports.hierarchical.gloo_engine import GlooEngine
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.sizes import Sizes
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
@@ -54,11 +54,8 @@ def over_hosts(
         local = SharedMemoryCommunicator(
             own, layout.local, len(layout.here), timeout, Tuning(4096, stream_bytes=3000), layout.here
         )
-    ways = _gloo(PrefixStore("messages", store), rank, size, timeout)
-    ways.get()
     lanes = GlooEngine(_gloo(PrefixStore("lanes", store), rank, size, timeout), timeout)
-    engines = lanes, GlooEngine(ways, UNLIMITED, awaits_what_came=True)
     hosts = [host_of(each, size) for each in range(size)]
     membership = Membership.meet(PrefixStore("group", store), rank, hosts, [f"host {host}" for host in hosts], timeout)
     group = GroupAbort(membership, "group", range(size))
-    return HierarchicalCommunicator(layout, rank, local, *engines, group, timeout, SIZES)
+    return HierarchicalCommunicator(layout, rank, local, lanes, group, timeout, SIZES)

@@ -16,7 +16,7 @@ from torch.distributed import DistError
 from phalanx import settings
 from phalanx.c10d.hooked import group_class
 from phalanx.c10d.process_group import PhalanxProcessGroup
-from phalanx.c10d.quick import quicken
+from phalanx.c10d.quick import quicken, quicken_messages
 from phalanx.diagnosis.ends import tell_of_failure
 from phalanx.diagnosis.recorder import open_recorder
 from phalanx.errors import InitializationError
@@ -28,7 +28,7 @@ from phalanx.transports.attendance import attend
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
 from phalanx.transports.hierarchical.gloo import AttachedGloo, GlooOnDemand, lazy_gloo
-from phalanx.transports.hierarchical.gloo_engine import UNLIMITED, GlooEngine
+from phalanx.transports.hierarchical.gloo_engine import GlooEngine
 from phalanx.transports.hierarchical.inquiry import Inquiry
 from phalanx.transports.hierarchical.layout import find_hosts, said_by_all
 from phalanx.transports.meeting_store import MeetingStore, time_left
@@ -150,14 +150,13 @@ def create_process_group(
             made.callback(on_demand.release)
             return on_demand
 
-        gloo, lanes, messages = map(gloo_of, ("gloo", "lanes", "messages"))
-        for each in (lanes, messages):
-            each.get()  # now, so that the others know its address when all have joined
-        engines = GlooEngine(lanes, timeout), GlooEngine(messages, UNLIMITED, awaits_what_came=True)
-        made.callback(engines[0].close)
+        gloo, lanes = map(gloo_of, ("gloo", "lanes"))
+        lanes.get()  # now, so that the others know its address when all have joined
+        engine = GlooEngine(lanes, timeout)
+        made.callback(engine.close)
 
         said_by_all(part, "ready", rank, size, limit, "")  # the store ends this wait if one of them has gone
-        hosts = HierarchicalCommunicator(layout, rank, local, *engines, members, timeout)
+        hosts = HierarchicalCommunicator(layout, rank, local, engine, members, timeout)
         for read in (own.part("shm"), met.part("hosts"), part):
             read.clear()  # all have joined the group, so they have read all of these
         made.pop_all()
@@ -165,8 +164,7 @@ def create_process_group(
         made.callback(hosts.close)
         gloo.on_timeout = hosts.set_timeout
         group = group_of(hosts, gloo)
-        if hosts.messages.inside is not None:
-            quicken(group, hosts.messages.inside, hosts.messages.places)
+        quicken_messages(group, hosts.messages.mailbox)
         if not ranks:
             call_witness(hosts)
             set_world(membership)

@@ -13,7 +13,7 @@ from ctypes import addressof
 from datetime import timedelta
 from functools import cache
 from inspect import unwrap
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,9 +29,10 @@ from phalanx.native.core import quick_entry
 from phalanx.transports.reductions import OP_NAMES, reducible
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.explanation import text_of_call
+from phalanx.transports.shm.mailbox import Mailbox
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
 
-__all__ = ["missing", "quicken"]
+__all__ = ["missing", "quicken", "quicken_messages"]
 
 # In the order of enum entry_option_class (native/csrc_entry/entry.h). Then: has it an operation, has it a root.
 _OPTIONS = (
@@ -45,25 +46,10 @@ _OPTIONS = (
 _SIGNED_64 = 8
 
 
-def quicken(group: Any, communicator: SharedMemoryCommunicator, places: Sequence[int] | None = None) -> None:
-    """Give a process group its quick methods, if there can be any. They find by themselves that the group is closed.
-
-    Args:
-        group: the process group.
-        communicator: of the ranks of this host.
-        places: in a group over several hosts, for each rank its rank in the communicator; -1 if it has none there. Only
-            messages are quick then, those between ranks of this host.
-    """
-    entry_module = _module()
-    if isinstance(entry_module, str) or group.hooked:
-        return  # torch's hooks are to see every call
-    entry = entry_module.Entry(group, communicator.handle, group.rank(), group.size(), group._progress, communicator)
-    if group.recorded is not None:
-        entry.set_recorded(addressof(group.recorded), group.recorded)
-    if places is not None:
-        entry.set_places(list(places))
-        methods = entry.methods()
-        vars(group).update({name: methods[name] for name in ("send", "recv", "send_now", "recv_now")})
+def quicken(group: Any, communicator: SharedMemoryCommunicator) -> None:
+    """Give a process group its quick methods, if there can be any. They find by themselves that the group is closed."""
+    entry = _entry(group, communicator.handle, communicator)
+    if entry is None:
         return
 
     def unheard() -> Any:
@@ -72,6 +58,25 @@ def quicken(group: Any, communicator: SharedMemoryCommunicator, places: Sequence
 
     entry.set_explain(unheard)
     vars(group).update(entry.methods())
+
+
+def quicken_messages(group: Any, mailbox: Mailbox) -> None:
+    """Give a process group over several hosts the quick methods of messages."""
+    entry = _entry(group, mailbox.comm, SimpleNamespace(_mailbox=mailbox, _fail=None))
+    if entry is not None:
+        methods = entry.methods()
+        vars(group).update({name: methods[name] for name in ("send", "recv", "send_now", "recv_now")})
+
+
+def _entry(group: Any, handle: int, owner: Any) -> Any:
+    """The core's side of the quick methods; None if there can be none, or torch's hooks are to see every call."""
+    entry_module = _module()
+    if isinstance(entry_module, str) or group.hooked:
+        return None
+    entry = entry_module.Entry(group, handle, group.rank(), group.size(), group._progress, owner)
+    if group.recorded is not None:
+        entry.set_recorded(addressof(group.recorded), group.recorded)
+    return entry
 
 
 def missing() -> str:

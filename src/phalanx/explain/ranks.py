@@ -268,11 +268,10 @@ def _join(plan: Plan, rank: int, store: Store, notes: _Notes) -> Communicator:
 
     lanes = _TracedEngine(gloo("lanes"), _TIMEOUT)
     lanes.notes = notes
-    messages = GlooEngine(gloo("messages"), _TIMEOUT, awaits_what_came=True)
     names = [f"host {host}" for host in plan.host_of]
     membership = Membership.meet(part("membership"), rank, plan.host_of, names, _TIMEOUT)
     members = GroupAbort(membership, "explained", range(plan.ranks))
-    group = HierarchicalCommunicator(layout, rank, local, lanes, messages, members, _TIMEOUT)
+    group = HierarchicalCommunicator(layout, rank, local, lanes, members, _TIMEOUT)
     notes.beside = lambda: group.exchanges.memory
     vars(exchanges)["_copy"] = notes.copied
     return group

@@ -102,6 +102,7 @@ class GroupAbort:
         self._member: Callable[[], Member | None] = lambda: None
         self._addresses: dict[str, bytes] = {}
         self._stores: dict[str, Store] = {}
+        self._others_addresses: dict[tuple[str, int], bytes] = {}
         self._left: dict[int, list[int]] = {}
         self._met: set[tuple[int, bool]] = set()
         self._positions: list[Position] | None = None
@@ -126,6 +127,14 @@ class GroupAbort:
             if any(map(self.departed, range(len(self.ranks)))) or not has_registrar or clock.now() >= timeout_s:
                 why = "a rank has gone, or did not come in time" if has_registrar else "rank 0 of the job has gone"
                 raise InitializationError(f"a group over several hosts could not be made: {why}")
+
+    def publish_address(self, name: str, address: bytes) -> None:
+        """Tell the others an address of this rank, with :meth:`join`."""
+        self._addresses[name] = address
+
+    def address_of(self, name: str, rank: int) -> bytes:
+        """The address that a rank has published, after :meth:`join`."""
+        return self._others_addresses[name, rank]
 
     def address_store(self, name: str) -> Store:
         """A store in this process for the addresses of a group of Gloo's: those of the others come by the registrar."""
@@ -270,7 +279,9 @@ class GroupAbort:
             self.know(message.fact)
 
     def _note_address(self, name: str, rank: int, address: bytes) -> None:
-        if rank != self.rank and name in self._stores:
+        if name not in self._stores:
+            self._others_addresses[name, rank] = address
+        elif rank != self.rank:
             self._stores[name].set(_address_key(rank), address)  # type: ignore[arg-type]
 
     def look(self) -> float | None:

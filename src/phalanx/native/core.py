@@ -34,6 +34,10 @@ Tracer = CFUNCTYPE(None, c_uint32, c_uint64, c_void_p, c_uint64)
 class Status:
     """The status that a call of the core returns (``enum phx_status``)."""
 
+    UNMET = -9
+    DIFFERS = -8
+    OVERDUE = -7
+    CUT = -6
     CROSSED = -4
     PEER_LEFT = -3
     UNDER_WAY = -1
@@ -77,6 +81,12 @@ class End(Structure):
     """
 
     _fields_ = [("nbytes", c_uint64), ("dtype", c_uint32), ("site", c_uint32)]
+
+
+class SeenMessage(Structure):
+    """A message that is under way (``struct phx_message_seen``)."""
+
+    _fields_ = [("end", End), ("peer", c_uint32), ("receiving", c_uint32)]
 
 
 class Breakage(Structure):
@@ -202,9 +212,15 @@ def library() -> ctypes.CDLL:
         ("phx_message_test", c_int, [comm, message, c_int]),
         ("phx_message_expect", None, [comm, message]),
         ("phx_messages_rest", c_uint64, [comm, c_uint64]),
-        ("phx_messages_end", None, [comm]),
+        ("phx_messages_end", None, [comm, c_int]),
+        ("phx_messages_join", c_int, [comm, c_uint32, POINTER(c_int32)]),
+        ("phx_messages_connect", c_int, [comm, c_uint32, c_int, c_int]),
+        ("phx_messages_refused", None, [comm, c_uint32, c_int]),
+        ("phx_messages_met", c_int, [comm, c_uint32]),
+        ("phx_messages_cut", None, [comm]),
+        ("phx_messages_waiting", c_int, [comm, c_char_p, POINTER(SeenMessage)]),
+        ("phx_message_ends", c_char_p, [message, POINTER(End), POINTER(End)]),
         ("phx_message_wait", c_int, [comm, message, c_uint64]),
-        ("phx_message_withdraw", c_int, [comm, message]),
         ("phx_message_source", c_uint32, [message]),
         ("phx_message_free", None, [comm, message]),
         ("phx_mpi_begin", None, [c_void_p, c_void_p, c_void_p, c_ssize_t]),

@@ -32,6 +32,11 @@ class SignalPoll:
         chosen = map(idle.pop, iter(threading.get_ident, None), repeat(repeat(0)))
         self.callback = Poll(map(next, chosen).__next__)
 
+    @property
+    def pending(self) -> BaseException | None:
+        """What a handler raised during the main thread's last wait, which has not been raised yet."""
+        return self._raised[0] if self._raised else None
+
     def raise_pending(self) -> None:
         """Raise, on the main thread, the exception that a handler raised during its last wait, if any."""
         if self._raised and threading.get_ident() == self._main:

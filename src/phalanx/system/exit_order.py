@@ -12,9 +12,8 @@ class Stage(IntEnum):
     """What is done at exit; the stages follow each other in this order."""
 
     LEAVE_GROUPS = 0  # compare the last calls, end the threads, and say that this rank leaves
-    DELIVER_MESSAGES = 1  # wait for what was sent in groups that were destroyed before
-    END_MEMBERSHIP = 2  # say that this rank leaves the job
-    END_STORES = 3  # let the store of this process, if it has one, serve those that are connected
+    END_MEMBERSHIP = 1  # say that this rank leaves the job
+    END_STORES = 2  # let the store of this process, if it has one, serve those that are connected
 
 
 _tasks: dict[Stage, Callable[[], object]] = {}

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "messages/mail.h"
+#include "messages/ready.h"
 #include "segment/trace.h"
 
 phx_tracer_fn phx_tracer;
@@ -27,7 +28,7 @@ uint32_t phx_abi(void)
 static void free_view(phx_comm *comm)
 {
     if (comm->mail)
-        phx_mail_close(comm->mail, comm->size);
+        phx_mail_close(comm->mail);
     free(comm->seen);
     free(comm->compared);
     free(comm->inputs);
@@ -55,7 +56,7 @@ static phx_comm *new_view(uint32_t size)
     comm->tensors = calloc(size, sizeof *comm->tensors);
     comm->met = calloc(size, sizeof *comm->met);
     comm->recorders = calloc(size, sizeof *comm->recorders);
-    comm->mail = phx_mail_open(size);
+    comm->mail = phx_mail_open(comm);
     if (comm->seen && comm->compared && comm->inputs && comm->tensors && comm->met && comm->recorders && comm->mail)
         return comm;
     free_view(comm);
@@ -110,6 +111,7 @@ void phx_close(phx_comm *comm)
 {
     phx_forget(comm);
     phx_tell(comm, PHX_LEFT);
+    phx_ready_leave(comm->mail);
     munmap((void *)comm->header, comm->mapped_bytes);
     free_view(comm);
 }

@@ -29,6 +29,10 @@
 
 /* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
 enum phx_status {
+    PHX_UNMET = -9,       /* of a receive: it has waited, and no connection from another host could bring it */
+    PHX_DIFFERS = -8,     /* of a message from another host: its two ends differ, as phx_message_ends() says */
+    PHX_OVERDUE = -7,     /* of a message that ranks of other hosts take part in: its time is over */
+    PHX_CUT = -6,         /* the same: the connection to its peer has ended, or cannot be made */
     PHX_CROSSED = -4,     /* the collective is done, and phx_crossing() tells of lines that may have been swapped */
     PHX_PEER_LEFT = -3,   /* of a message: its peer has left the group in order, or every rank that could send it has */
     PHX_UNDER_WAY = -1,   /* neither done nor failed yet */
@@ -339,18 +343,13 @@ PHX_API void phx_message_expect(phx_comm *comm, phx_message *message);
  * the group. */
 PHX_API int phx_message_wait(phx_comm *comm, phx_message *message, uint64_t timeout_ns);
 
-/* Take back a receive for which no message has come. Returns 1, and the receive is done with PHX_PEER_LEFT, as it may
- * have been before; that ends a wait for it. Returns 0 if a message has come, and the receive goes on. Any thread may call it beside a call about the same
- * message, as long as the handle is not given back. */
-PHX_API int phx_message_withdraw(phx_comm *comm, phx_message *message);
-
 /* Move messages until one is done, for a slice at most. `finished` is what the last call returned, at first 0: a
  * message that was done since then ends the call at once. Returns how many have been done so far. */
 PHX_API uint64_t phx_messages_rest(phx_comm *comm, uint64_t finished);
 
 /* Let no message move any more, and end every wait for one with PHX_UNDER_WAY. phx_close() may follow when all threads
- * have returned. */
-PHX_API void phx_messages_end(phx_comm *comm);
+ * have returned. With `in_order` the ranks of other hosts are told that this one has left. */
+PHX_API void phx_messages_end(phx_comm *comm, int in_order);
 
 /* Returns the group rank that sent what was received. */
 PHX_API uint32_t phx_message_source(const phx_message *message);
@@ -358,7 +357,41 @@ PHX_API uint32_t phx_message_source(const phx_message *message);
 /* Give the handle back. A message that is not done goes on as long as any thread of the rank calls into the group. */
 PHX_API void phx_message_free(phx_comm *comm, phx_message *message);
 
-/* -- the flight recorder (record.h has the protocol) --------------------------------------------------------------- */
+/* Messages with ranks of other hosts. The status of such a message is its own, and the group stays whole: PHX_PEER_LEFT,
+ * PHX_CUT, PHX_OVERDUE or PHX_DIFFERS. */
+
+#define PHX_LINE_BYTES 256u /* of the line of a program, with its end */
+
+/* Make this the mail of a group of `size` ranks, whose ranks on this host are `here`. From now on messages have its
+ * numbers. Called before the first message. */
+PHX_API int phx_messages_join(phx_comm *comm, uint32_t size, const int32_t *here);
+
+/* Use a connected socket for messages from a rank (`incoming`), or to it. It is closed in the end, unless this returns
+ * PHX_BAD_ARGUMENT, as the messages have been ended, or PHX_SYSTEM. phx_messages_refused(): there can be none to it, and
+ * whether that is because the rank has left. */
+PHX_API int phx_messages_connect(phx_comm *comm, uint32_t rank, int socket, int incoming);
+PHX_API void phx_messages_refused(phx_comm *comm, uint32_t rank, int left);
+
+/* Whether a rank is on this host, or has connected itself to send. */
+PHX_API int phx_messages_met(phx_comm *comm, uint32_t rank);
+
+/* End the connections, without a word. */
+PHX_API void phx_messages_cut(phx_comm *comm);
+
+/* Add 1 to those of `ranks`, one of each rank of the group, that are on another host and of which, or to which, a thread
+ * waits for a message. Get one message that is under way, rather one that is waited for, and rather with a rank that had
+ * 2; returns 0 if there is none. */
+struct phx_message_seen {
+    struct phx_end end;
+    uint32_t peer;
+    uint32_t receiving;
+};
+PHX_API int phx_messages_waiting(phx_comm *comm, uint8_t *ranks, struct phx_message_seen *out);
+
+/* Get both ends of a message with PHX_DIFFERS; returns the sender's line, which is good as long as the message. */
+PHX_API const char *phx_message_ends(const phx_message *message, struct phx_end *sent, struct phx_end *expected);
+
+/* -- the flight recorder (record.h has the protocol) ------------------------------------------------------------------- */
 
 #define PHX_RECORDS 4096u
 #define PHX_RECORDS_AT 4096u

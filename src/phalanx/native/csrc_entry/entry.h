@@ -64,8 +64,6 @@ typedef struct {
     phx_comm *comm;
     uint64_t forks;
     uint32_t rank, size;
-    int32_t *places;            /* the core's rank of each rank of the group, -1 of one that it does not reach; NULL if they
-                                 * are the same */
     union {
         struct {
             PyObject *group;               /* a weak reference: the group holds this entry */

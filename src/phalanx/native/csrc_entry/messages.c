@@ -35,18 +35,15 @@ static void leave(entry *self)
     PyErr_Restore(kind, value, trace);
 }
 
-/* A message: the other end's rank in the core and in the group, and the tag. */
+/* A message: the other end's rank, and the tag. */
 struct ends {
-    int64_t peer, rank, tag;
+    int64_t rank, tag;
 };
 
-/* Whether messages to and from a rank of the group may be moved here; if so, its rank in the core is filled in. */
-static int may_move(entry *self, struct ends *ends)
+/* Whether messages to and from a rank of the group may be moved here. */
+static int may_move(entry *self, const struct ends *ends)
 {
-    if (ends->rank < 0 || ends->rank >= self->size || self->forks != entry_forks || entry_is_watched())
-        return 0;
-    ends->peer = self->places ? self->places[ends->rank] : ends->rank;
-    return ends->peer >= 0;
+    return ends->rank >= 0 && ends->rank < self->size && self->forks == entry_forks && !entry_is_watched();
 }
 
 static int record_sent(entry *self, const struct entry_tensor *tensor, uint32_t site, int64_t rank, int sent)
@@ -62,7 +59,7 @@ static int record_sent(entry *self, const struct entry_tensor *tensor, uint32_t 
  * It is recorded when it has been sent, because one that is not is for Python, which records it. */
 static int send_now(entry *self, PyObject *object, const struct entry_tensor *tensor, const struct ends *ends)
 {
-    const uint32_t peer = (uint32_t)ends->peer, tag = (uint32_t)ends->tag;
+    const uint32_t peer = (uint32_t)ends->rank, tag = (uint32_t)ends->tag;
     uint32_t site;
     int sent;
     if (entry_find_site(self, &site))
@@ -87,7 +84,7 @@ static int send_now(entry *self, PyObject *object, const struct entry_tensor *te
  * The caller holds the tensor. */
 static int receive(entry *self, PyObject *object, const struct entry_tensor *tensor, const struct ends *ends)
 {
-    const uint32_t peer = (uint32_t)ends->peer, tag = (uint32_t)ends->tag;
+    const uint32_t peer = (uint32_t)ends->rank, tag = (uint32_t)ends->tag;
     int status = PHX_OK, received = 0;
     uint32_t site;
     if (entry_find_site(self, &site))
@@ -95,7 +92,8 @@ static int receive(entry *self, PyObject *object, const struct entry_tensor *ten
     phx_comm *comm = open_mailbox(self);
     if (!comm)
         return PyErr_Occurred() ? -1 : 0;
-    if (!entry_unchanged(&entry_process.tensors, object, tensor))
+    /* Who waits for a rank of another host that has never sent has to find out whether it is there at all. */
+    if (!entry_unchanged(&entry_process.tensors, object, tensor) || !phx_messages_met(comm, peer))
         return 0;
     if (enter(self))
         return -1;

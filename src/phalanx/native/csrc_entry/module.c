@@ -44,7 +44,6 @@ static void entry_dealloc(PyObject *object)
     for (int i = 0; i < ENTRY_OBJECTS; i++)
         Py_XDECREF(self->objects[i]);
     free(self->pointers);
-    free(self->places);
     entry_free_object(object);
 }
 
@@ -109,23 +108,6 @@ static PyObject *entry_set_recorded(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *entry_set_places(PyObject *object, PyObject *places)
-{
-    entry *self = (entry *)object;
-    int32_t *found = calloc(self->size, sizeof *found);
-    for (uint32_t i = 0; found && i < self->size; i++) {
-        PyObject *place = PyList_GetItem(places, (Py_ssize_t)i); /* borrowed */
-        found[i] = place ? (int32_t)PyLong_AsLong(place) : -1;
-    }
-    if (!found || PyErr_Occurred()) {
-        free(found);
-        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
-    }
-    free(self->places);
-    self->places = found;
-    Py_RETURN_NONE;
-}
-
 static PyObject *entry_last(PyObject *object, PyObject *ignored)
 {
     const struct entry_unheard *last = &((entry *)object)->last;
@@ -139,8 +121,6 @@ static PyMethodDef entry_defs[] = {
     {"set_explain", entry_set_explain, METH_O, "Set what the communicator gets as its unheard call; see last()."},
     {"set_recorded", entry_set_recorded, METH_VARARGS,
      "set_recorded(address, keeper): record the calls in the group at this address, which the keeper holds. Once."},
-    {"set_places", entry_set_places, METH_O,
-     "Set the core's rank of each rank of the group, -1 of one that the core does not reach. Before the first call."},
     {"last", entry_last, METH_NOARGS, "The last call that others may not have confirmed: (site, name, tensor, op, root)."},
     {"methods", entry_methods, METH_NOARGS, "A new dictionary of the group's quick methods."},
     {NULL, NULL, 0, NULL},

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
-from functools import partial
 
 import torch
 
@@ -28,7 +27,6 @@ from phalanx.transports.hierarchical.exchanges import Exchanges, Parts
 from phalanx.transports.hierarchical.frames import Frames
 from phalanx.transports.hierarchical.gloo_engine import GlooEngine
 from phalanx.transports.hierarchical.layout import Layout
-from phalanx.transports.hierarchical.message_way import Way
 from phalanx.transports.hierarchical.messages import HierarchicalMessages
 from phalanx.transports.hierarchical.present_call import PresentCall
 from phalanx.transports.hierarchical.reason import Reason
@@ -50,7 +48,6 @@ class HierarchicalCommunicator(Communicator):
         rank: this process's rank in the group.
         local: a communicator of the ranks of this host, in their order; its methods are used by this one alone.
         engine: carries bytes between hosts.
-        way: carries bytes between hosts for messages; its transfers wait without a limit.
         group: what this rank knows of the group.
         timeout: how long every operation waits for other ranks.
         sizes: at which algorithms change, equal on all ranks; small ones make tests reach many chunks cheaply.
@@ -64,7 +61,6 @@ class HierarchicalCommunicator(Communicator):
         rank: int,
         local: Communicator,
         engine: GlooEngine,
-        way: GlooEngine,
         group: GroupAbort,
         timeout: timedelta,
         sizes: Sizes | None = None,
@@ -73,31 +69,30 @@ class HierarchicalCommunicator(Communicator):
         self.engine = engine.name if len(layout.hosts) == self.size else f"shared memory and {engine.name}"
         self._layout = layout
         self._local = local
-        self._engine, self._way = engine, way
+        self._engine = engine
         sizes = sizes or Sizes.among(len(layout.hosts))
         self._frames = Frames(layout, rank, local, engine, Exchanges.frame_bytes(layout, sizes))
         self._reductions = Reductions(layout, local, engine, self._frames, sizes)
         self._copies = Copies(layout, local, engine, self._frames, sizes)
         self.exchanges = Exchanges(layout, rank, local, engine, self._frames, sizes)
+        self.messages = HierarchicalMessages(layout, rank, local, group, timeout)
         is_aborted = lambda: isinstance(local, SharedMemoryCommunicator) and local.aborted  # noqa: E731
         self._reason = reason = Reason(group, layout, local, abort=self._wake, aborted=is_aborted)
         try:
             self._call = PresentCall(reason, timeout, local)
             reason.history = self._call
-            timeout_s = timeout.total_seconds()
-            self.messages = HierarchicalMessages(
-                layout, rank, local, way, timeout_s, self._call.error_of_message, reason
-            )
+            self.messages.begin(reason, self._call.error_of_message)
             reason.attend(self.messages)
             engine.first_contact = reason
             if isinstance(local, SharedMemoryCommunicator):
                 local.part_of = self._call.text
-                local.outer_error = self._call.error_of_message
+                local.outer_error = self.messages.explain
             self._set_local_timeout(timeout, timeout)
             reason.join(timeout.total_seconds())
             tell_of_failure(reason)
         except BaseException:
             reason.depart()
+            self.messages.give_up()
             raise
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
@@ -175,7 +170,7 @@ class HierarchicalCommunicator(Communicator):
         return self.messages.recv(tensor, peer, tag)
 
     def rest(self) -> None:
-        self.messages.rest()
+        self.messages.mailbox.rest()
 
     def end_messages(self) -> None:
         self.messages.end()
@@ -195,8 +190,8 @@ class HierarchicalCommunicator(Communicator):
     def set_timeout(self, timeout: timedelta, of_messages: timedelta | None = None) -> None:
         self._set_local_timeout(timeout, of_messages or timeout)
         self._engine.set_timeout(timeout)
+        self.messages.set_timeout(of_messages or timeout)
         self._call.timeout_s = timeout.total_seconds()
-        self.messages.overdue.timeout_s = (of_messages or timeout).total_seconds()
 
     def _set_local_timeout(self, timeout: timedelta, of_messages: timedelta) -> None:
         # In a collective, a rank that waits for its leader waits longer than that one waits for another host.
@@ -209,7 +204,6 @@ class HierarchicalCommunicator(Communicator):
     def give_back(self) -> None:
         self._frames.flush()
         self._engine.give_back()
-        self.messages.give_back()
         self._reason.depart()
 
     def group_fails(self, error: BaseException, cause: str) -> None:
@@ -230,19 +224,12 @@ class HierarchicalCommunicator(Communicator):
             each.callback(self._local.abort)
 
     def close(self) -> None:
+        self.messages.close()
         self._local.close()
         self._frames.flush()
         self._engine.close()
         self._frames.let_go()
-        self.messages.close(partial(_close_last, self._way, self.messages.ways.values(), self._reason.depart))
-
-
-def _close_last(engine: GlooEngine, ways: Collection[Way], depart: Callable[[], None]) -> None:
-    """Give back the last that is used."""
-    engine.close()
-    for way in ways:
-        way.let_go()
-    depart()
+        self._reason.depart()
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -39,11 +39,11 @@ from phalanx.errors import BackendError
 from phalanx.system.threads import AwakeClock, TimedQueue, ended_early, start, within
 from phalanx.transports.hierarchical.gloo import GlooOnDemand
 
-__all__ = ["SHORT_BYTES", "UNLIMITED", "GlooEngine", "PeerAbsent", "Transfer", "TransferFailed", "TransferLate"]
+__all__ = ["SHORT_BYTES", "GlooEngine", "PeerAbsent", "Transfer", "TransferFailed", "TransferLate"]
 
 # Up to so many bytes a message comes in one piece, or very few, so a wait for it does not begin in the middle of it.
 SHORT_BYTES = 40 * 1024
-UNLIMITED = timedelta(days=365)
+_UNLIMITED = timedelta(days=365)
 
 _T = TypeVar("_T")
 _LOOK_S = 0.1
@@ -118,8 +118,6 @@ class GlooEngine:
     Args:
         gloo: makes the group when it is first used.
         timeout: how long a transfer may take.
-        awaits_what_came: whether its user waits for a large transfer only when a later one has come, so that no wait
-            begins in the middle of one.
 
     Attributes:
         first_contact: says whether a rank comes to connect; set once, before the engine is used. None if nobody knows.
@@ -128,10 +126,9 @@ class GlooEngine:
     name = "Gloo"
     first_contact: FirstContact | None = None
 
-    def __init__(self, gloo: GlooOnDemand, timeout: timedelta, awaits_what_came: bool = False) -> None:
+    def __init__(self, gloo: GlooOnDemand, timeout: timedelta) -> None:
         self._gloo = gloo
         self.timeout = timeout
-        self.awaits_what_came = awaits_what_came
         self._waiter = _Waiter()
         self._connects = threading.Condition()
         self._connecting = 0
@@ -164,7 +161,7 @@ class GlooEngine:
                 at = each.peer
                 each.work.wait(self.timeout)
 
-        here = self.awaits_what_came or all(each.is_short_receive for each in transfers)
+        here = all(each.is_short_receive for each in transfers)
         outcome = None if here else self._waiter.begin(wait_for_all)
         if meanwhile is not None:
             meanwhile()  # not in the `try`: its errors are not those of a transfer
@@ -271,7 +268,7 @@ class GlooEngine:
                 raise TransferFailed(peer, "the group was aborted")
             self._connecting += count
 
-    def _await(self, peer: int, outcome: TimedQueue[Any], limit: timedelta = UNLIMITED) -> Any:
+    def _await(self, peer: int, outcome: TimedQueue[Any], limit: timedelta = _UNLIMITED) -> Any:
         """Return or raise what another thread does, unless the engine is aborted meanwhile."""
         clock = AwakeClock()
         while not self._aborted:

@@ -31,7 +31,7 @@ from phalanx.transports.hierarchical.gloo_engine import PeerAbsent, TransferFail
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.wording import Found, awaited_elsewhere, late, late_message, lost
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
-from phalanx.transports.shm.unequal_ends import MessageEnd, ends_of, unequal_ends
+from phalanx.transports.shm.explanation import MessageEnd, ends_of, unequal_ends
 
 __all__ = ["Messages", "Reason"]
 

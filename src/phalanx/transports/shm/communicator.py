@@ -23,7 +23,7 @@ from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.crossing import MOST_JUDGED, Wish, crossed_lines
 from phalanx.transports.reductions import reducible
 from phalanx.transports.shm.explanation import departed, ended, exchanged, explain, left_text, text_of_call
-from phalanx.transports.shm.mailbox import Mailbox, WithdrawableReceive
+from phalanx.transports.shm.mailbox import Mailbox
 from phalanx.transports.shm.numbers import DTYPES, OP_NUMBERS, REDUCED, Pointers, fill, fill_evenly, fill_unevenly
 from phalanx.transports.shm.segment import join_segment, share_parts
 from phalanx.transports.shm.tuning import Tuning, load_tuning
@@ -114,6 +114,11 @@ class SharedMemoryCommunicator(Communicator):
     def handle(self) -> int:
         """The core's handle of the group, for calls of the core under the group's lock; 0 once it is closed."""
         return self._comm
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """The messages of the group, which a larger group makes its own."""
+        return self._mailbox
 
     def abort_because(self, text: str) -> None:
         """:meth:`abort`, and let the other ranks read why; a text that is too long is left out, and so is a second."""
@@ -423,10 +428,6 @@ class SharedMemoryCommunicator(Communicator):
             return ClosedError.of_message()
         found = self._error(comm, message, site, self._message_timeout_s)
         return self.outer_error(found, f"{message} at {site}" if site else message)
-
-    def recv_for_now(self, tensor: torch.Tensor, tag: int) -> WithdrawableReceive:
-        """Start receiving from any rank, as :meth:`recv`; it can be taken back as long as no message has come."""
-        return self._mailbox.recv_for_now(tensor, DTYPES[tensor.dtype], tag)
 
     def _last_unheard(self) -> _Unheard | None:
         if self.part_of is not None:

@@ -84,11 +84,12 @@ class MessageEnd(NamedTuple):
     dtype: int
     line: str
 
-    def text(self, verb: str, other: int) -> str:
+    def text(self, verb: str, other: int | None) -> str:
         """It in words, as ``send to rank 1, float32[8] at train.py:5``, whatever the shape of these 8 elements."""
         dtype = _DTYPES.get(self.dtype)
         what = f"{self.nbytes} bytes" if dtype is None else f"{dtype_name(dtype)}[{self.nbytes // dtype.itemsize}]"
-        return f"{verb} rank {other}, {what}" + (f" at {shown(self.line)}" if self.line else "")
+        peer = "any rank" if other is None else f"rank {other}"
+        return f"{verb} {peer}, {what}" + (f" at {shown(self.line)}" if self.line else "")
 
 
 def unequal_ends(sent: MessageEnd, received: MessageEnd) -> CollectiveMismatch:

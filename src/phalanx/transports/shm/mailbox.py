@@ -1,4 +1,8 @@
-"""The messages of one group over shared memory, through the rings of its segment (``native/csrc/messages/p2p.c``)."""
+"""The messages of one group, which the core matches and moves (``native/csrc/messages/p2p.c``).
+
+Inside a host they go through the rings of the group's segment, and to other hosts through connections
+(``transports/hierarchical/messages.py``); who starts a message, or waits for it, need not know which.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from ctypes import byref
-from typing import TypeVar
+from typing import Protocol
 
 import torch
 
@@ -22,12 +26,32 @@ from phalanx.native.signals import SignalPoll
 from phalanx.system.host import machine_name
 from phalanx.transports.contract import GLANCE_S, SENT, Message
 
-__all__ = ["Mailbox", "SharedMemoryMessage", "WithdrawableReceive"]
-
-_Received = TypeVar("_Received", bound="SharedMemoryMessage")
+__all__ = ["Elsewhere", "Mailbox", "SharedMemoryMessage"]
 
 LEAVING_S = 1.0  # how long a group that closes waits for threads that are in a call about a message
 NAP_S = 0.002
+
+
+class Elsewhere(Protocol):
+    """The ranks of a group that are on other hosts, as its messages need them. Any thread may ask.
+
+    Attributes:
+        undialled: the ranks that this one has not dialled yet.
+    """
+
+    undialled: Set[int]
+
+    def dial(self, peer: int) -> None:
+        """Connect to a rank in the background, as there is a message for it. BackendError if no thread can do so."""
+        ...
+
+    def look_for(self, peer: int | None) -> None:
+        """Find out whether a rank that a message does not come from, or any, is there: it is dialled, too."""
+        ...
+
+    def error(self, status: int, peer: int | None, words: str, ends: tuple[End, str, End] | None) -> PhalanxError:
+        """Make the error of a message of its status; it breaks the group, unless the peer has left in order."""
+        ...
 
 
 class Mailbox:
@@ -45,7 +69,12 @@ class Mailbox:
         signals: what lets Python's signal handlers run while the core waits.
         explain: the error for the broken group, given what this rank was doing.
         names: what errors call the ranks, and what a message gives as its source.
+
+    Attributes:
+        elsewhere: the ranks of other hosts; None if there are none.
     """
+
+    elsewhere: Elsewhere | None = None
 
     def __init__(
         self, comm: int, signals: SignalPoll, explain: Callable[[str], PhalanxError], names: Sequence[int]
@@ -79,10 +108,10 @@ class Mailbox:
                 self.core.phx_group_fails(comm, cause.encode()[: TEXT_BYTES - 1])
 
     def why_broken(self) -> Breakage:
-        """Return why the group is broken; the status is ``OK`` while it is not, or when it has been closed."""
+        """Why the group is broken; its status is ``OK`` while it is not, or when it has been closed."""
         why = Breakage()
         with self as comm:
-            broken = comm and self.core.phx_breakage(comm, byref(why))
+            broken = comm and self.core.phx_breakage(comm, ctypes.byref(why))
         return why if broken else Breakage()
 
     def send(self, tensor: torch.Tensor, dtype: int, peer: int, tag: int) -> Message:
@@ -93,23 +122,18 @@ class Mailbox:
             what = (comm, tensor.data_ptr(), _end(tensor, dtype), peer, tag & 0xFFFFFFFF)
             if self.core.phx_send_now(*what):
                 return SENT
+            if self.elsewhere is not None and peer in self.elsewhere.undialled:
+                self.elsewhere.dial(peer)
             return SharedMemoryMessage(self, self.core.phx_send(*what), tensor, "send to", peer)
 
     def recv(self, tensor: torch.Tensor, dtype: int, peer: int | None, tag: int) -> Message:
         """Start receiving."""
-        return self._recv(SharedMemoryMessage, tensor, dtype, peer, tag)
-
-    def recv_for_now(self, tensor: torch.Tensor, dtype: int, tag: int) -> WithdrawableReceive:
-        """Start receiving from any rank; the receive can be taken back as long as no message has come for it."""
-        return self._recv(WithdrawableReceive, tensor, dtype, None, tag)
-
-    def _recv(self, kind: type[_Received], tensor: torch.Tensor, dtype: int, peer: int | None, tag: int) -> _Received:
         with self as comm:
             if self.ended or not comm:
                 raise ClosedError.of_message()
             source = ANY_SOURCE if peer is None else peer
             handle = self.core.phx_recv(comm, tensor.data_ptr(), _end(tensor, dtype), source, tag & 0xFFFFFFFF)
-            return kind(self, handle, tensor, "recv from", peer)
+            return SharedMemoryMessage(self, handle, tensor, "recv from", peer)
 
     def fail_recv(self, handle: int, tensor: torch.Tensor, peer: int) -> None:
         """Raise the error of a receive that the core has ended, and give it back."""
@@ -124,12 +148,16 @@ class Mailbox:
             if comm and not self.ended:
                 self._finished = self.core.phx_messages_rest(comm, self._finished)
 
-    def end(self) -> None:
-        """Let no message move any more, and end every wait for one."""
+    def end(self, in_order: bool = False) -> None:
+        """Let no message move any more, and end every wait for one.
+
+        Args:
+            in_order: tell the ranks of other hosts that this one has left.
+        """
         with self as comm:
             if comm and not self.ended:
                 self.ended = True
-                self.core.phx_messages_end(comm)
+                self.core.phx_messages_end(comm, in_order)
 
     def take(self) -> int:
         """The handle, for the one thread that closes the group; 0 for every other."""
@@ -169,13 +197,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class SharedMemoryMessage(Message):
-    """A message of the core, by its handle, which is read and given back under the message's lock.
-
-    Attributes:
-        without_peer: whether it failed because no rank is left that could take part in it, and the group is whole.
-    """
-
-    without_peer = False
+    """A message of the core, by its handle, which is read and given back under the message's lock."""
 
     def __init__(self, mailbox: Mailbox, handle: int | None, tensor: torch.Tensor, verb: str, peer: int | None) -> None:
         if not handle:
@@ -190,9 +212,11 @@ class SharedMemoryMessage(Message):
     def _poll(self, watch: bool) -> None:
         mailbox, handle = self._mailbox, self._handle
         with mailbox as comm:
-            if comm and mailbox.core.phx_message_test(comm, handle, watch):
+            if not comm:
+                self._heed(comm, Status.UNDER_WAY)
+            elif mailbox.core.phx_message_test(comm, handle, watch):
                 self._heed(comm, mailbox.core.phx_message_wait(comm, handle, 1))
-            elif mailbox.ended or not comm:
+            elif mailbox.ended:
                 self._heed(comm, Status.UNDER_WAY)
 
     def _await(self, timeout_s: float | None) -> None:
@@ -202,9 +226,11 @@ class SharedMemoryMessage(Message):
         try:
             with mailbox as comm:
                 if not self._settled:
-                    status = Status.UNDER_WAY
-                    if comm:
+                    status = Status.UNMET if comm else Status.UNDER_WAY
+                    while status == Status.UNMET:
                         status = mailbox.core.phx_message_wait(comm, self._handle, int((timeout_s or 0) * 1e9))
+                        if status == Status.UNMET and mailbox.elsewhere is not None:
+                            mailbox.elsewhere.look_for(self._peer)
                     self._heed(comm, status)
         finally:
             self._lock.release()
@@ -212,9 +238,12 @@ class SharedMemoryMessage(Message):
             mailbox.signals.raise_pending()  # what made the poll function stop the wait
 
     def _expect(self) -> None:
-        with self._mailbox as comm:
+        mailbox = self._mailbox
+        with mailbox as comm:
             if comm:
-                self._mailbox.core.phx_message_expect(comm, self._handle)
+                mailbox.core.phx_message_expect(comm, self._handle)
+        if mailbox.elsewhere is not None:
+            mailbox.elsewhere.look_for(self._peer)
 
     def _heed(self, comm: int, status: int) -> None:
         """Settle the message if the core's status says that it is done, or it never will be."""
@@ -222,17 +251,30 @@ class SharedMemoryMessage(Message):
         if status == Status.UNDER_WAY:
             if mailbox.ended:
                 self._finish(comm, ClosedError.of_message())
-        elif status == Status.PEER_LEFT:
-            self.without_peer = True
-            self._finish(comm, self._left())
-        elif status:
+        elif status == Status.OK:
+            self._finish(comm, None, mailbox.names[mailbox.core.phx_message_source(self._handle)])
+        else:
             error = PhalanxError(f"{self._text()} failed, and the group with it")
             try:
-                error = mailbox.explain(self._text())
+                error = self._error_of(status)
             finally:  # also when a second Ctrl-C cuts the explanation short
                 self._finish(comm, error)
-        else:
-            self._finish(comm, None, mailbox.names[mailbox.core.phx_message_source(self._handle)])
+
+    def _error_of(self, status: int) -> PhalanxError:
+        """The error of a message that has ended by itself (a negative status), or with its group."""
+        mailbox, elsewhere = self._mailbox, self._mailbox.elsewhere
+        if status > 0:
+            return mailbox.explain(self._text())
+        if elsewhere is None:
+            return self._left()
+        peer, ends, site = self._peer, None, call_site()
+        if peer is None and status == Status.CUT:
+            peer = mailbox.core.phx_message_source(self._handle)
+        if status == Status.DIFFERS:
+            sent, expected = End(), End()
+            line = mailbox.core.phx_message_ends(self._handle, byref(sent), byref(expected))
+            peer, ends = mailbox.core.phx_message_source(self._handle), (sent, line.decode(errors="replace"), expected)
+        return elsewhere.error(status, peer, f"{self._text()} at {site}" if site else self._text(), ends)
 
     def _left(self) -> PeerLost:
         """The error for a message whose peer left the group in order: the other messages of the group go on."""
@@ -255,28 +297,3 @@ class SharedMemoryMessage(Message):
         if comm:
             self._mailbox.core.phx_message_free(comm, self._handle)
         self._settle(error, source)
-
-
-class WithdrawableReceive(SharedMemoryMessage):
-    """A receive from any rank that another thread may take back, also while a thread waits for it.
-
-    ``_given_back`` is written and read under ``_handle_lock``, which is taken after the message's lock, or alone.
-    """
-
-    def __init__(self, mailbox: Mailbox, handle: int | None, tensor: torch.Tensor, verb: str, peer: int | None) -> None:
-        super().__init__(mailbox, handle, tensor, verb, peer)
-        self._handle_lock = threading.Lock()
-        self._given_back = False
-
-    def withdraw(self) -> bool:
-        """Take it back, so that no message comes for it any more; False if one has come, or the group is closed."""
-        mailbox = self._mailbox
-        with self._handle_lock, mailbox as comm:
-            if self._given_back:
-                return self.without_peer
-            return bool(comm and mailbox.core.phx_message_withdraw(comm, self._handle))
-
-    def _finish(self, comm: int, error: PhalanxError | None, source: int = -1) -> None:
-        with self._handle_lock:
-            self._given_back = True
-            super()._finish(comm, error, source)

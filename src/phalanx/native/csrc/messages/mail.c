@@ -1,36 +1,23 @@
-/* Moving messages between this rank and the others, through one ring for each direction.
+/* Moving messages between this rank and the others: which goes to which receive, and the rings to ranks of this host, one
+ * for each direction. remote.c has the connections to ranks of other hosts.
  *
  * A message is a header and its bytes in the ring from its sender to its receiver. A thread that waits for one message
  * moves all messages of its rank, so two ranks that send each other more than a ring holds do not block each other. A
  * message whose receive has not been posted stays in its ring, so a sender that is ahead is held up and no rank's
  * memory fills. It is set aside, in memory of its own, only when a receive with another tag waits for what comes after
  * it. */
-#include "messages/mail.h"
+#include "messages/mail_parts.h"
 
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "segment/comm.h"
+#include "messages/ready.h"
 #include "messages/rings.h"
 
-#define PIECE 65536u /* bytes copied before the other side is notified, so that both copy at the same time */
+#define PIECE PHX_PIECE /* bytes copied before the other side is notified, so that both copy at the same time */
 
-struct list {
-    phx_message *first, *last;
-};
-
-struct phx_mail {
-    pthread_mutex_t lock;
-    int ended;              /* nothing moves any more: the owners of the data may free it */
-    uint64_t finished;      /* how many messages have been done */
-    struct list posted;     /* receives without a message yet, in the order of the calls */
-    struct list aside;      /* messages without a receive, in the order of their arrival */
-    struct list *sends;     /* by destination */
-    phx_message **arriving; /* by source: where the bytes that come next belong */
-};
-
-static void append(struct list *list, phx_message *message)
+void phx_list_append(struct phx_list *list, phx_message *message)
 {
     message->next = NULL;
     if (list->last)
@@ -40,7 +27,7 @@ static void append(struct list *list, phx_message *message)
     list->last = message;
 }
 
-static void take_out(struct list *list, phx_message *message)
+void phx_list_take_out(struct phx_list *list, phx_message *message)
 {
     phx_message *before = NULL;
     for (phx_message *m = list->first; m != message; m = m->next)
@@ -51,7 +38,7 @@ static void take_out(struct list *list, phx_message *message)
     message->next = NULL;
 }
 
-static int contains(const struct list *list, const phx_message *message)
+static int contains(const struct phx_list *list, const phx_message *message)
 {
     const phx_message *m = list->first;
     while (m && m != message)
@@ -59,24 +46,54 @@ static int contains(const struct list *list, const phx_message *message)
     return m != NULL;
 }
 
-static void free_list(struct list *list)
+static void free_message(phx_message *message)
+{
+    if (message)
+        free(message->line);
+    free(message);
+}
+
+static void free_list(struct phx_list *list)
 {
     for (phx_message *m = list->first, *next; m; m = next) {
         next = m->next;
-        free(m);
+        free_message(m);
     }
 }
 
-struct phx_mail *phx_mail_open(uint32_t size)
+/* Have the mail number ranks as a group of so many does; `ranks` are those of this host. 0 if there is no memory. */
+static int number(struct phx_mail *mail, uint32_t size, const int32_t *ranks)
+{
+    const uint32_t here = mail->comm->size;
+    struct phx_stream *streams = calloc(size, sizeof *streams);
+    uint32_t *own = calloc(here, sizeof *own), *reached = calloc(size, sizeof *reached);
+    if (!streams || !own || !reached) {
+        free(streams);
+        free(own);
+        free(reached);
+        return 0;
+    }
+    for (uint32_t rank = 0; rank < size; rank++)
+        streams[rank].place = PHX_NOBODY;
+    for (uint32_t place = 0; place < here; place++)
+        streams[own[place] = ranks ? (uint32_t)ranks[place] : place].place = place;
+    free(mail->streams);
+    free(mail->ranks);
+    free(mail->reached);
+    mail->streams = streams;
+    mail->ranks = own;
+    mail->reached = reached;
+    mail->size = size;
+    return 1;
+}
+
+struct phx_mail *phx_mail_open(phx_comm *comm)
 {
     struct phx_mail *mail = calloc(1, sizeof *mail);
     if (!mail)
         return NULL;
-    mail->sends = calloc(size, sizeof *mail->sends);
-    mail->arriving = calloc(size, sizeof(phx_message *));
-    if (!mail->sends || !mail->arriving) {
-        free(mail->sends);
-        free(mail->arriving);
+    mail->comm = comm;
+    if (!number(mail, comm->size, NULL)) {
         free(mail);
         return NULL;
     }
@@ -84,39 +101,44 @@ struct phx_mail *phx_mail_open(uint32_t size)
     return mail;
 }
 
-void phx_mail_close(struct phx_mail *mail, uint32_t size)
+int phx_messages_join(phx_comm *comm, uint32_t size, const int32_t *here)
 {
+    for (uint32_t place = 0; place < comm->size; place++)
+        if ((uint32_t)here[place] >= size)
+            return PHX_BAD_ARGUMENT;
+    return number(comm->mail, size, here) ? PHX_OK : PHX_SYSTEM;
+}
+
+void phx_mail_close(struct phx_mail *mail)
+{
+    phx_ready_leave(mail);
     /* A message that is set aside may be arriving too, and a receive that waits for one is in no list. */
     for (phx_message *m = mail->aside.first; m; m = m->next) {
-        if (mail->arriving[m->peer] == m)
-            mail->arriving[m->peer] = NULL;
-        free(m->claimed_by);
+        if (mail->streams[m->peer].arriving == m)
+            mail->streams[m->peer].arriving = NULL;
+        free_message(m->claimed_by);
         free(m->data);
     }
-    for (uint32_t p = 0; p < size; p++) {
-        free_list(&mail->sends[p]);
-        free(mail->arriving[p]);
+    for (uint32_t p = 0; p < mail->size; p++) {
+        free_list(&mail->streams[p].sends);
+        free_message(mail->streams[p].arriving);
     }
     free_list(&mail->posted);
     free_list(&mail->aside);
+    phx_remote_free(mail);
     pthread_mutex_destroy(&mail->lock);
-    free(mail->sends);
-    free(mail->arriving);
+    free(mail->streams);
+    free(mail->ranks);
+    free(mail->reached);
     free(mail);
 }
 
-/* Whether messages may move. In a broken group their owners have an error for them, and may have freed the data. */
-static int may_move(const phx_comm *comm)
-{
-    return !phx_broken(comm) && !comm->mail->ended;
-}
-
-static void finish(phx_comm *comm, phx_message *message, int status)
+void phx_mail_finish(phx_comm *comm, phx_message *message, int status)
 {
     message->status = status;
     comm->mail->finished++;
     if (message->abandoned) {
-        free(message);
+        free_message(message);
         return;
     }
     atomic_store_explicit(&message->done, 1, memory_order_release);
@@ -136,21 +158,22 @@ static uint64_t piece_bytes(const phx_comm *comm, const phx_message *message)
 
 /* Whether nobody will read what is sent to this rank. One that leaves a broken group has broken it, or seen it broken,
  * before it told that it leaves. */
-static int has_left(const phx_comm *comm, uint32_t dst)
+static int has_left(const phx_comm *comm, uint32_t place)
 {
-    return atomic_load_explicit(&comm->places[dst].going, memory_order_acquire) == PHX_LEFT && !phx_broken(comm);
+    return atomic_load_explicit(&comm->places[place].going, memory_order_acquire) == PHX_LEFT && !phx_broken(comm);
 }
 
-static int move_sends(phx_comm *comm, uint32_t dst)
+/* Through the ring to a place. */
+static int move_sends_here(phx_comm *comm, uint32_t place)
 {
-    struct list *sends = &comm->mail->sends[dst];
-    struct phx_ring *ring = phx_ring_of(comm, comm->rank, dst);
+    struct phx_list *sends = &comm->mail->streams[comm->mail->ranks[place]].sends;
+    struct phx_ring *ring = phx_ring_of(comm, comm->rank, place);
     uint64_t head = atomic_load_explicit(&ring->head, memory_order_relaxed);
     int moved = 0;
-    while (sends->first && has_left(comm, dst)) {
+    while (sends->first && has_left(comm, place)) {
         phx_message *message = sends->first;
-        take_out(sends, message);
-        finish(comm, message, PHX_PEER_LEFT);
+        phx_list_take_out(sends, message);
+        phx_mail_finish(comm, message, PHX_PEER_LEFT);
         moved = 1;
     }
     while (sends->first) {
@@ -162,7 +185,7 @@ static int move_sends(phx_comm *comm, uint32_t dst)
         uint64_t at = head;
         if (begins) {
             const struct phx_message_header header = {message->end, message->tag};
-            phx_ring_write(comm, dst, at, &header, sizeof header);
+            phx_ring_write(comm, place, at, &header, sizeof header);
             at += PHX_ALIGN;
             room -= PHX_ALIGN;
             message->started = 1;
@@ -173,50 +196,64 @@ static int move_sends(phx_comm *comm, uint32_t dst)
             length = most;
         if (phx_padded(length) > room)
             length = room / PHX_ALIGN * PHX_ALIGN;
-        phx_ring_write(comm, dst, at, message->data + message->moved, length);
+        phx_ring_write(comm, place, at, message->data + message->moved, length);
         at += phx_padded(length);
         message->moved += length;
         if (at == head && message->moved < message->end.nbytes)
             break;
         head = at;
         atomic_store_explicit(&ring->head, head, memory_order_release);
-        phx_ring_bell_of(comm, dst);
+        phx_ring_bell_of(comm, place);
         moved = 1;
         if (message->moved == message->end.nbytes) {
-            take_out(sends, message);
-            finish(comm, message, PHX_OK);
+            phx_list_take_out(sends, message);
+            phx_mail_finish(comm, message, PHX_OK);
         }
     }
     return moved;
+}
+
+static int move_sends(phx_comm *comm, uint32_t dst)
+{
+    const uint32_t place = comm->mail->streams[dst].place;
+    return place == PHX_NOBODY ? phx_remote_move_sends(comm, dst) : move_sends_here(comm, place);
 }
 
 void phx_mail_send(phx_comm *comm, phx_message *message)
 {
     const uint32_t dst = message->peer;
     pthread_mutex_lock(&comm->mail->lock);
-    append(&comm->mail->sends[dst], message);
-    if (may_move(comm))
+    phx_list_append(&comm->mail->streams[dst].sends, message);
+    if (phx_mail_may_move(comm))
         move_sends(comm, dst);
     pthread_mutex_unlock(&comm->mail->lock);
 }
 
-int phx_mail_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag)
+static int send_now_here(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t place, uint32_t tag)
 {
     const uint64_t nbytes = sent->nbytes;
-    struct phx_ring *ring = phx_ring_of(comm, comm->rank, dst);
-    int is_sent = 0;
-    pthread_mutex_lock(&comm->mail->lock);
+    struct phx_ring *ring = phx_ring_of(comm, comm->rank, place);
     const uint64_t head = atomic_load_explicit(&ring->head, memory_order_relaxed);
     const uint64_t taken = head - atomic_load_explicit(&ring->tail, memory_order_acquire);
-    if (!comm->mail->sends[dst].first && nbytes <= PIECE && may_move(comm) && !has_left(comm, dst) &&
-        PHX_ALIGN + phx_padded(nbytes) <= phx_ring_bytes(comm->size) - taken) {
-        const struct phx_message_header header = {*sent, tag};
-        phx_ring_write(comm, dst, head, &header, sizeof header);
-        phx_ring_write(comm, dst, head + PHX_ALIGN, data, nbytes);
-        atomic_store_explicit(&ring->head, head + PHX_ALIGN + phx_padded(nbytes), memory_order_release);
-        phx_ring_bell_of(comm, dst);
-        is_sent = 1;
-    }
+    if (nbytes > PIECE || has_left(comm, place) ||
+        PHX_ALIGN + phx_padded(nbytes) > phx_ring_bytes(comm->size) - taken)
+        return 0;
+    const struct phx_message_header header = {*sent, tag};
+    phx_ring_write(comm, place, head, &header, sizeof header);
+    phx_ring_write(comm, place, head + PHX_ALIGN, data, nbytes);
+    atomic_store_explicit(&ring->head, head + PHX_ALIGN + phx_padded(nbytes), memory_order_release);
+    phx_ring_bell_of(comm, place);
+    return 1;
+}
+
+int phx_mail_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag)
+{
+    const struct phx_stream *stream = &comm->mail->streams[dst];
+    int is_sent = 0;
+    pthread_mutex_lock(&comm->mail->lock);
+    if (!stream->sends.first && phx_mail_may_move(comm))
+        is_sent = stream->place == PHX_NOBODY ? phx_remote_send_now(comm, data, sent, dst, tag)
+                                              : send_now_here(comm, data, sent, stream->place, tag);
     pthread_mutex_unlock(&comm->mail->lock);
     return is_sent;
 }
@@ -233,47 +270,57 @@ static int agree(const phx_message *receive, const struct phx_end *sent)
     return receive->end.nbytes == sent->nbytes && receive->end.dtype == sent->dtype;
 }
 
-static phx_message *set_aside(struct phx_mail *mail, uint32_t src, const struct phx_message_header *header)
+int phx_mail_agrees(phx_comm *comm, phx_message *receive, const struct phx_end *sent, const char *line)
+{
+    if (agree(receive, sent))
+        return 1;
+    receive->sent = *sent;
+    free(receive->line);
+    receive->line = strdup(line);
+    phx_mail_finish(comm, receive, PHX_DIFFERS);
+    return 0;
+}
+
+static phx_message *set_aside(struct phx_mail *mail, uint32_t src, const struct phx_end *sent, uint32_t tag,
+                              const char *line)
 {
     phx_message *aside = malloc(sizeof *aside);
-    char *data = malloc(header->sent.nbytes ? header->sent.nbytes : 1);
+    char *data = malloc(sent->nbytes ? sent->nbytes : 1);
     if (!aside || !data) {
         free(aside);
         free(data);
         return NULL;
     }
-    *aside = (phx_message){.data = data, .end = header->sent, .peer = src, .tag = header->tag, .receiving = 1};
-    append(&mail->aside, aside);
+    *aside = (phx_message){.data = data, .end = *sent, .peer = src, .tag = tag, .receiving = 1,
+                           .line = line ? strdup(line) : NULL};
+    phx_list_append(&mail->aside, aside);
     return aside;
 }
 
-/* The receive that this message is for. If there is none, but another receive waits for a later message of this ring, a
- * new message in which this one is set aside; else NULL. */
-static phx_message *claim(struct phx_mail *mail, uint32_t src, const struct phx_message_header *header)
+phx_message *phx_mail_claim(struct phx_mail *mail, uint32_t src, const struct phx_end *sent, uint32_t tag, const char *line)
 {
     int in_the_way = 0;
     for (phx_message *m = mail->posted.first; m; m = m->next) {
-        if (fits(m, src, header->tag)) {
-            take_out(&mail->posted, m);
+        if (fits(m, src, tag)) {
+            phx_list_take_out(&mail->posted, m);
             m->peer = src;
             return m;
         }
         in_the_way |= m->peer == src || m->peer == PHX_ANY_SOURCE;
     }
-    return in_the_way ? set_aside(mail, src, header) : NULL;
+    return in_the_way ? set_aside(mail, src, sent, tag, line) : NULL;
 }
 
 static void hand_over(phx_comm *comm, phx_message *aside, phx_message *receive)
 {
-    take_out(&comm->mail->aside, aside);
+    phx_list_take_out(&comm->mail->aside, aside);
     memcpy(receive->data, aside->data, aside->end.nbytes);
     free(aside->data);
-    free(aside);
-    finish(comm, receive, PHX_OK);
+    free_message(aside);
+    phx_mail_finish(comm, receive, PHX_OK);
 }
 
-/* All bytes of the message are there. */
-static void arrived(phx_comm *comm, phx_message *message)
+void phx_mail_arrived(phx_comm *comm, phx_message *message)
 {
     for (phx_message *m = comm->mail->aside.first; m; m = m->next)
         if (m == message) {
@@ -282,13 +329,15 @@ static void arrived(phx_comm *comm, phx_message *message)
                 hand_over(comm, message, message->claimed_by);
             return;
         }
-    finish(comm, message, PHX_OK);
+    phx_mail_finish(comm, message, PHX_OK);
 }
 
-static int move_arrivals(phx_comm *comm, uint32_t src)
+/* Through the ring from a place. */
+static int move_arrivals_here(phx_comm *comm, uint32_t place)
 {
-    struct phx_ring *ring = phx_ring_of(comm, src, comm->rank);
-    phx_message **arriving = &comm->mail->arriving[src];
+    struct phx_ring *ring = phx_ring_of(comm, place, comm->rank);
+    const uint32_t src = comm->mail->ranks[place];
+    phx_message **arriving = &comm->mail->streams[src].arriving;
     uint64_t tail = atomic_load_explicit(&ring->tail, memory_order_relaxed);
     int moved = 0;
     for (;;) {
@@ -298,12 +347,12 @@ static int move_arrivals(phx_comm *comm, uint32_t src)
         uint64_t at = tail;
         if (!*arriving) {
             struct phx_message_header header;
-            phx_ring_read(comm, src, tail, &header, sizeof header, 0);
-            phx_message *message = claim(comm->mail, src, &header);
+            phx_ring_read(comm, place, tail, &header, sizeof header, 0);
+            phx_message *message = phx_mail_claim(comm->mail, src, &header.sent, header.tag, NULL);
             if (!message)
                 return moved;
             if (!agree(message, &header.sent)) {
-                finish(comm, message, phx_break_message(comm, src, &header.sent, &message->end));
+                phx_mail_finish(comm, message, phx_break_message(comm, place, &header.sent, &message->end));
                 return 1;
             }
             *arriving = message;
@@ -316,17 +365,17 @@ static int move_arrivals(phx_comm *comm, uint32_t src)
             length = PIECE;
         if (phx_padded(length) > there)
             length = there;
-        phx_ring_read(comm, src, at, message->data + message->moved, length, message->end.nbytes);
+        phx_ring_read(comm, place, at, message->data + message->moved, length, message->end.nbytes);
         at += phx_padded(length);
         message->moved += length;
         if (message->moved == message->end.nbytes) {
             *arriving = NULL;
-            arrived(comm, message);
+            phx_mail_arrived(comm, message);
         }
         if (at != tail) {
             tail = at;
             atomic_store_explicit(&ring->tail, tail, memory_order_release);
-            phx_ring_bell_of(comm, src);
+            phx_ring_bell_of(comm, place);
             moved = 1;
         }
     }
@@ -334,11 +383,17 @@ static int move_arrivals(phx_comm *comm, uint32_t src)
 
 static int move_all(phx_comm *comm)
 {
+    struct phx_mail *mail = comm->mail;
     int moved = 0;
-    for (uint32_t p = 0; p < comm->size && may_move(comm); p++) {
-        if (comm->mail->sends[p].first)
-            moved |= move_sends(comm, p);
-        moved |= move_arrivals(comm, p);
+    for (uint32_t place = 0; place < comm->size && phx_mail_may_move(comm); place++) {
+        if (mail->streams[mail->ranks[place]].sends.first)
+            moved |= move_sends_here(comm, place);
+        moved |= move_arrivals_here(comm, place);
+    }
+    for (uint32_t i = 0; i < mail->nreached && phx_mail_may_move(comm); i++) {
+        if (mail->streams[mail->reached[i]].sends.first)
+            moved |= phx_remote_move_sends(comm, mail->reached[i]);
+        moved |= phx_remote_move_arrivals(comm, mail->reached[i]);
     }
     return moved;
 }
@@ -350,12 +405,15 @@ void phx_mail_receive(phx_comm *comm, phx_message *receive)
     while (aside && (aside->claimed_by || !fits(receive, aside->peer, aside->tag)))
         aside = aside->next;
     if (!aside) {
-        append(&comm->mail->posted, receive);
+        phx_list_append(&comm->mail->posted, receive);
         move_all(comm);
     } else {
-        receive->peer = aside->peer;
-        if (!agree(receive, &aside->end))
-            finish(comm, receive, phx_break_message(comm, aside->peer, &aside->end, &receive->end));
+        const uint32_t src = receive->peer = aside->peer, place = comm->mail->streams[src].place;
+        const int agrees = agree(receive, &aside->end);
+        if (!agrees && place == PHX_NOBODY)
+            phx_mail_agrees(comm, receive, &aside->end, aside->line);
+        else if (!agrees)
+            phx_mail_finish(comm, receive, phx_break_message(comm, place, &aside->end, &receive->end));
         else if (atomic_load_explicit(&aside->done, memory_order_relaxed))
             hand_over(comm, aside, receive);
         else
@@ -375,62 +433,101 @@ struct phx_movement phx_mail_move(phx_comm *comm)
     return movement;
 }
 
+uint32_t phx_mail_size(const phx_comm *comm)
+{
+    return comm->mail->size;
+}
+
+uint32_t phx_mail_place(const phx_comm *comm, uint32_t rank)
+{
+    return comm->mail->streams[rank].place;
+}
+
 uint64_t phx_mail_progress(phx_comm *comm, const phx_message *message)
 {
+    struct phx_mail *mail = comm->mail;
     const uint32_t peer = message->peer;
     uint64_t progress;
-    pthread_mutex_lock(&comm->mail->lock);
+    pthread_mutex_lock(&mail->lock);
     /* For a send: the ring's head, since everything ahead of it in the ring must go first. For a receive: the ring's
      * tail, but only while a message is being read from the ring. Traffic with other tags must not count, or a message
      * that never comes would never time out. */
-    if (!message->receiving)
-        progress = atomic_load_explicit(&phx_ring_of(comm, comm->rank, peer)->head, memory_order_relaxed);
-    else if (peer == PHX_ANY_SOURCE || !comm->mail->arriving[peer])
+    if (message->receiving && (peer == PHX_ANY_SOURCE || !mail->streams[peer].arriving))
         progress = message->progress;
+    else if (mail->streams[peer].place == PHX_NOBODY)
+        progress = phx_remote_progress(mail, peer, message->receiving);
+    else if (message->receiving)
+        progress = atomic_load_explicit(&phx_ring_of(comm, mail->streams[peer].place, comm->rank)->tail, memory_order_relaxed);
     else
-        progress = atomic_load_explicit(&phx_ring_of(comm, peer, comm->rank)->tail, memory_order_relaxed);
-    pthread_mutex_unlock(&comm->mail->lock);
+        progress = atomic_load_explicit(&phx_ring_of(comm, comm->rank, mail->streams[peer].place)->head, memory_order_relaxed);
+    pthread_mutex_unlock(&mail->lock);
     return progress;
+}
+
+static void fail(phx_comm *comm, phx_message *message, int status)
+{
+    struct phx_mail *mail = comm->mail;
+    const uint32_t peer = message->peer; /* PHX_ANY_SOURCE only while the receive is posted */
+    if (!message->receiving)
+        phx_list_take_out(&mail->streams[peer].sends, message);
+    else if (contains(&mail->posted, message))
+        phx_list_take_out(&mail->posted, message);
+    else if (mail->streams[peer].arriving == message)
+        mail->streams[peer].arriving = NULL; /* its rest will not come, and nothing after it */
+    for (phx_message *m = mail->aside.first; m; m = m->next)
+        if (m->claimed_by == message)
+            m->claimed_by = NULL;
+    phx_mail_finish(comm, message, status);
 }
 
 void phx_mail_fail(phx_comm *comm, phx_message *message, int status)
 {
-    struct phx_mail *mail = comm->mail;
-    pthread_mutex_lock(&mail->lock);
-    const uint32_t peer = message->peer; /* PHX_ANY_SOURCE only while the receive is posted */
-    if (!atomic_load_explicit(&message->done, memory_order_relaxed)) {
-        if (!message->receiving)
-            take_out(&mail->sends[peer], message);
-        else if (contains(&mail->posted, message))
-            take_out(&mail->posted, message);
-        else if (mail->arriving[peer] == message)
-            mail->arriving[peer] = NULL; /* its rest will not come, and nothing after it */
-        for (phx_message *m = mail->aside.first; m; m = m->next)
-            if (m->claimed_by == message)
-                m->claimed_by = NULL;
-        finish(comm, message, status);
-    }
-    pthread_mutex_unlock(&mail->lock);
+    pthread_mutex_lock(&comm->mail->lock);
+    if (!atomic_load_explicit(&message->done, memory_order_relaxed))
+        fail(comm, message, status);
+    pthread_mutex_unlock(&comm->mail->lock);
 }
 
-int phx_mail_withdraw(phx_comm *comm, phx_message *receive)
+uint32_t phx_mail_check_elsewhere(phx_comm *comm, phx_message *message)
 {
     struct phx_mail *mail = comm->mail;
+    uint32_t here = 0;
     pthread_mutex_lock(&mail->lock);
-    if (contains(&mail->posted, receive)) {
-        take_out(&mail->posted, receive);
-        finish(comm, receive, PHX_PEER_LEFT);
+    if (!atomic_load_explicit(&message->done, memory_order_relaxed)) {
+        const uint32_t peer = message->peer;
+        if (peer != PHX_ANY_SOURCE) {
+            const int state = phx_remote_state(mail, peer, message->receiving);
+            if (state)
+                fail(comm, message, state);
+            here = !state;
+        }
+        for (uint32_t rank = 0; peer == PHX_ANY_SOURCE && rank < mail->size; rank++) {
+            const int state = phx_remote_state(mail, rank, 1);
+            here += mail->streams[rank].place == PHX_NOBODY && state != PHX_PEER_LEFT;
+            if (state == PHX_CUT) {
+                fail(comm, message, state);
+                message->peer = rank;
+                break;
+            }
+        }
     }
-    const int done = atomic_load_explicit(&receive->done, memory_order_relaxed);
-    const int without_message = done && receive->status == PHX_PEER_LEFT; /* also if it had failed so before */
     pthread_mutex_unlock(&mail->lock);
-    return without_message;
+    return here;
 }
 
-void phx_mail_end(phx_comm *comm)
+int phx_mail_is_unmet(phx_comm *comm, const phx_message *message)
+{
+    const struct phx_mail *mail = comm->mail;
+    return message->receiving && (message->peer == PHX_ANY_SOURCE ? mail->size > comm->size
+                                                                  : !phx_messages_met(comm, message->peer));
+}
+
+void phx_mail_end(phx_comm *comm, int in_order)
 {
     struct phx_place *place = &comm->places[comm->rank];
     pthread_mutex_lock(&comm->mail->lock);
+    if (!comm->mail->ended)
+        phx_remote_end(comm, in_order && !phx_broken(comm));
     comm->mail->ended = 1;
     pthread_mutex_unlock(&comm->mail->lock);
     atomic_fetch_add_explicit(&place->bell, 1, memory_order_seq_cst);
@@ -441,8 +538,51 @@ void phx_mail_release(phx_comm *comm, phx_message *message)
 {
     pthread_mutex_lock(&comm->mail->lock);
     if (atomic_load_explicit(&message->done, memory_order_relaxed))
-        free(message);
+        free_message(message);
     else
         message->abandoned = 1;
     pthread_mutex_unlock(&comm->mail->lock);
+}
+
+/* -- for other threads that ask ------------------------------------------------------------------------------------ */
+
+struct question {
+    const struct phx_mail *mail;
+    uint8_t *ranks; /* those of other hosts that are awaited get the bit 1; the bit 2 marks those asked about */
+    struct phx_message_seen *out;
+    int fits; /* how well `out` does */
+};
+
+static void consider(struct question *question, const phx_message *message)
+{
+    const struct phx_mail *mail = question->mail;
+    const uint32_t peer = message->peer, any = peer == PHX_ANY_SOURCE;
+    const int fits = 1 + message->expected + (message->expected && !any && question->ranks[peer] >= 2);
+    for (uint32_t rank = any ? 0 : peer; message->expected && rank < (any ? mail->size : peer + 1); rank++)
+        question->ranks[rank] |= mail->streams[rank].place == PHX_NOBODY;
+    if (message->abandoned || fits <= question->fits)
+        return;
+    question->fits = fits;
+    *question->out = (struct phx_message_seen){message->end, peer, message->receiving};
+}
+
+int phx_messages_waiting(phx_comm *comm, uint8_t *ranks, struct phx_message_seen *out)
+{
+    struct phx_mail *mail = comm->mail;
+    struct question question = {mail, ranks, out, 0};
+    pthread_mutex_lock(&mail->lock);
+    for (const phx_message *m = mail->posted.first; m; m = m->next)
+        consider(&question, m);
+    for (const phx_message *m = mail->aside.first; m; m = m->next)
+        if (m->claimed_by)
+            consider(&question, m->claimed_by);
+    for (uint32_t rank = 0; rank < mail->size; rank++) {
+        const phx_message *arriving = mail->streams[rank].arriving;
+        if (arriving && !contains(&mail->aside, arriving))
+            consider(&question, arriving);
+        for (const phx_message *m = mail->streams[rank].sends.first; m; m = m->next)
+            consider(&question, m);
+    }
+    pthread_mutex_unlock(&mail->lock);
+    return question.fits > 0;
 }

@@ -15,19 +15,23 @@ struct phx_message {
     uint64_t moved;
     _Atomic uint32_t peer;
     uint32_t tag;
-    int receiving, started, status, abandoned;
+    int receiving, started, status;
+    int abandoned; /* nobody has its handle any more; it is freed when it is done */
     _Atomic int done;
     /* Of the one thread that waits for the message: whether the group's timeout counts; when it last checked on the
      * peer; how long it has waited since bytes moved, and phx_mail_progress() at that time. */
-    int expected;
+    _Atomic int expected;
+    int asked;  /* it has been said once that no connection brings it (PHX_UNMET) */
     uint64_t checked, waited, progress;
     struct phx_message *claimed_by; /* of a message set aside: the receive that waits for its rest */
+    struct phx_end sent;            /* with PHX_DIFFERS: the end of the rank that sent */
+    char *line;                     /* and its line; also of a message set aside that came from another host; or NULL */
     struct phx_message *next;
 };
 
-struct phx_mail *phx_mail_open(uint32_t size);
+struct phx_mail *phx_mail_open(phx_comm *comm);
 /* Free the mail and every message that is not done. */
-void phx_mail_close(struct phx_mail *mail, uint32_t size);
+void phx_mail_close(struct phx_mail *mail);
 
 /* Queue a message to be sent and move what can be moved. */
 void phx_mail_send(phx_comm *comm, phx_message *message);
@@ -50,12 +54,24 @@ uint64_t phx_mail_progress(phx_comm *comm, const phx_message *message);
 /* Finish a message with this status, unless it is done: its peer has left, and what it sent before was moved. */
 void phx_mail_fail(phx_comm *comm, phx_message *message, int status);
 
-/* Take back a receive that no message has come for: it is done, with PHX_PEER_LEFT, as it may have been before, and 1;
- * else 0, and it goes on. */
-int phx_mail_withdraw(phx_comm *comm, phx_message *receive);
+/* How many ranks the group has. */
+uint32_t phx_mail_size(const phx_comm *comm);
 
-/* Let no message move any more, and wake the threads that wait for one. */
-void phx_mail_end(phx_comm *comm);
+/* A rank's number in the segment; PHX_NOBODY if it is on another host. */
+uint32_t phx_mail_place(const phx_comm *comm, uint32_t rank);
+
+/* Fail a message of which a rank of another host is a part, or may be, if that one has left or its connection has ended.
+ * Returns how many of these ranks are still there. */
+uint32_t phx_mail_check_elsewhere(phx_comm *comm, phx_message *message);
+
+/* Whether this is a receive, and a rank of another host that could send it has not been connected. */
+int phx_mail_is_unmet(phx_comm *comm, const phx_message *message);
+
+/* Have the connections to other hosts looked after, as this thread is about to sleep on its bell. */
+void phx_mail_watch(phx_comm *comm);
+
+/* Let no message move any more, and wake the threads that wait for one. With `in_order` other hosts are told. */
+void phx_mail_end(phx_comm *comm, int in_order);
 
 /* Free the message as soon as it is done. */
 void phx_mail_release(phx_comm *comm, phx_message *message);

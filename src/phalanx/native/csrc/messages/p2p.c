@@ -11,6 +11,8 @@
 #include "system/futex.h"
 #include "messages/mail.h"
 
+#define UNMET_NS 500000000ull /* how long a receive waits until its sender is dialled, to know whether it is there */
+
 static phx_message *new_message(void *data, const struct phx_end *end, uint32_t peer, uint32_t tag)
 {
     phx_message *message = malloc(sizeof *message);
@@ -21,7 +23,7 @@ static phx_message *new_message(void *data, const struct phx_end *end, uint32_t 
 
 phx_message *phx_send(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag)
 {
-    const int known = dst < comm->size && !phx_lacks_memory(data, sent->nbytes);
+    const int known = dst < phx_mail_size(comm) && !phx_lacks_memory(data, sent->nbytes);
     phx_message *message = known ? new_message((void *)data, sent, dst, tag) : NULL;
     if (message)
         phx_mail_send(comm, message);
@@ -30,12 +32,12 @@ phx_message *phx_send(phx_comm *comm, const void *data, const struct phx_end *se
 
 int phx_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag)
 {
-    return dst < comm->size && !phx_lacks_memory(data, sent->nbytes) && phx_mail_send_now(comm, data, sent, dst, tag);
+    return dst < phx_mail_size(comm) && !phx_lacks_memory(data, sent->nbytes) && phx_mail_send_now(comm, data, sent, dst, tag);
 }
 
 phx_message *phx_recv(phx_comm *comm, void *data, const struct phx_end *expected, uint32_t src, uint32_t tag)
 {
-    const int known = src < comm->size || src == PHX_ANY_SOURCE;
+    const int known = src < phx_mail_size(comm) || src == PHX_ANY_SOURCE;
     phx_message *message = known && !phx_lacks_memory(data, expected->nbytes) ? new_message(data, expected, src, tag) : NULL;
     if (!message)
         return NULL;
@@ -54,14 +56,22 @@ static uint32_t peer_of(const phx_message *message)
     return atomic_load_explicit(&message->peer, memory_order_relaxed);
 }
 
-/* How the message's peer went; of one from any rank, how the first that went otherwise than in order did, or PHX_LEFT if
- * all others have left. */
-static enum phx_going find_gone_peer(const phx_comm *comm, const phx_message *message, uint32_t *gone)
+/* The place of the message's peer; PHX_NOBODY of one on another host, or of any. */
+static uint32_t place_of(const phx_comm *comm, const phx_message *message)
 {
     const uint32_t peer = peer_of(message);
-    uint32_t here = 0;
-    if (peer != PHX_ANY_SOURCE)
-        return peer == comm->rank ? PHX_HERE : phx_peer_life(comm, *gone = peer);
+    return peer == PHX_ANY_SOURCE ? PHX_NOBODY : phx_mail_place(comm, peer);
+}
+
+/* How the message's peer went, with its place; of one from any rank, how the first of this host that went otherwise than
+ * in order did, or PHX_LEFT if all others have left, of which so many on other hosts have not. */
+static enum phx_going find_gone_peer(const phx_comm *comm, const phx_message *message, uint32_t here, uint32_t *gone)
+{
+    const uint32_t place = place_of(comm, message);
+    if (place != PHX_NOBODY)
+        return place == comm->rank ? PHX_HERE : phx_peer_life(comm, *gone = place);
+    if (peer_of(message) != PHX_ANY_SOURCE)
+        return PHX_HERE;
     for (uint32_t p = 0; p < comm->size; p++) {
         const enum phx_going how = p == comm->rank ? PHX_LEFT : phx_peer_life(comm, p);
         here += how == PHX_HERE;
@@ -84,8 +94,8 @@ static int overdue(phx_comm *comm, phx_message *message, uint64_t elapsed_ns)
     return message->waited > comm->message_timeout_ns;
 }
 
-/* Once a slice, by the clock: if the message will not come, fail it if its peer has left in order, else break the
- * group. A peer may send and then go, so messages are moved once more after it was found gone. */
+/* Once a slice, by the clock: if the message will not come, fail it if its peer has left in order, or is on another host,
+ * else break the group. A peer may send and then go, so messages are moved once more after it was found gone. */
 static int check(phx_comm *comm, phx_message *message, uint64_t now)
 {
     uint32_t gone = PHX_NOBODY;
@@ -95,15 +105,23 @@ static int check(phx_comm *comm, phx_message *message, uint64_t now)
     if (elapsed_ns < PHX_SLICE_NS)
         return PHX_OK;
     message->checked = now;
-    const enum phx_going how = find_gone_peer(comm, message, &gone);
+    const int elsewhere = phx_mail_size(comm) > comm->size && place_of(comm, message) == PHX_NOBODY;
+    const uint32_t left = elsewhere ? phx_mail_check_elsewhere(comm, message) : 0;
+    if (is_done(message))
+        return PHX_OK;
+    const enum phx_going how = find_gone_peer(comm, message, left, &gone);
     if (how != PHX_HERE) {
         phx_mail_move(comm);
         if (how == PHX_LEFT && !phx_broken(comm)) /* in a broken group every rank leaves sooner or later */
             phx_mail_fail(comm, message, PHX_PEER_LEFT);
         return is_done(message) ? PHX_OK : phx_break_gone(comm, gone, how);
     }
-    if (overdue(comm, message, elapsed_ns) && !is_done(message))
-        return phx_break(comm, PHX_TIMEOUT, peer_of(message) == PHX_ANY_SOURCE ? comm->rank : peer_of(message));
+    if (!overdue(comm, message, elapsed_ns) || is_done(message))
+        return PHX_OK;
+    const uint32_t place = place_of(comm, message);
+    if (!elsewhere)
+        return phx_break(comm, PHX_TIMEOUT, place == PHX_NOBODY ? comm->rank : place);
+    phx_mail_fail(comm, message, PHX_OVERDUE);
     return PHX_OK;
 }
 
@@ -144,8 +162,8 @@ int phx_message_wait(phx_comm *comm, phx_message *message, uint64_t timeout_ns)
             start = looked = phx_now_ns();
             if (!timeout_ns)
                 phx_message_expect(comm, message);
-            if (peer_of(message) != PHX_ANY_SOURCE)
-                phx_move_apart(comm, peer_of(message));
+            if (place_of(comm, message) != PHX_NOBODY)
+                phx_move_apart(comm, place_of(comm, message));
         }
         if (phx_broken(comm)) {
             struct phx_breakage why;
@@ -155,6 +173,7 @@ int phx_message_wait(phx_comm *comm, phx_message *message, uint64_t timeout_ns)
             sched_yield();
             continue;
         }
+        phx_mail_watch(comm);
         const enum phx_sleep slept = phx_sleep(&place->bell, bell, &place->listening);
         if (slept != PHX_WOKEN && comm->poll && comm->poll())
             return phx_break(comm, PHX_INTERRUPTED, comm->rank);
@@ -166,6 +185,10 @@ int phx_message_wait(phx_comm *comm, phx_message *message, uint64_t timeout_ns)
             return status;
         if (timeout_ns && waited > timeout_ns && !is_done(message))
             return PHX_UNDER_WAY;
+        if (!timeout_ns && waited > UNMET_NS && !message->asked && phx_mail_is_unmet(comm, message)) {
+            message->asked = 1;
+            return PHX_UNMET;
+        }
     }
 }
 
@@ -184,19 +207,23 @@ uint64_t phx_messages_rest(phx_comm *comm, uint64_t finished)
             moved_at = now;
         if (now - moved_at < PHX_YIELD_NS)
             sched_yield();
-        else
+        else {
+            phx_mail_watch(comm);
             phx_sleep(&place->bell, bell, &place->listening);
+        }
     }
 }
 
-int phx_message_withdraw(phx_comm *comm, phx_message *message)
+void phx_messages_end(phx_comm *comm, int in_order)
 {
-    return phx_mail_withdraw(comm, message);
+    phx_mail_end(comm, in_order);
 }
 
-void phx_messages_end(phx_comm *comm)
+const char *phx_message_ends(const phx_message *message, struct phx_end *sent, struct phx_end *expected)
 {
-    phx_mail_end(comm);
+    *sent = message->sent;
+    *expected = message->end;
+    return message->line ? message->line : "";
 }
 
 uint32_t phx_message_source(const phx_message *message)

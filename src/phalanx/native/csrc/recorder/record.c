@@ -38,6 +38,17 @@ static void forget_in_child(void)
     under_way = NULL;
 }
 
+uint32_t phx_record_text(uint32_t number, char *out, uint32_t room)
+{
+    uint32_t length = 0;
+    if (memory && number && number < PHX_STRINGS - sizeof length)
+        memcpy(&length, memory + PHX_STRINGS_AT + number, sizeof length);
+    if (length >= room || number + sizeof length + length > PHX_STRINGS)
+        return 0;
+    memcpy(out, memory + PHX_STRINGS_AT + number + sizeof length, length);
+    return length;
+}
+
 void *phx_recorder_open(int fd, uint64_t offset, uint32_t pid, int32_t rank, uint32_t size)
 {
     static int noted;

@@ -81,6 +81,9 @@ struct phx_recorder_file {
     uint64_t at, device, inode;
 };
 
+/* Copy a text of this process's recorder, without an end; returns its length, 0 if it is not known or has no room. */
+uint32_t phx_record_text(uint32_t number, char *out, uint32_t room);
+
 /* Where this process keeps its own. */
 struct phx_recorder_file phx_recorder_file(void);
 
