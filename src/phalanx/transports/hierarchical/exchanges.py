@@ -36,7 +36,7 @@ from phalanx.transports.hierarchical.gloo_engine import GlooEngine
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.sizes import Scratch, Sizes
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
-from phalanx.transports.shm.shared_memory import share_memory
+from phalanx.transports.shm.segment import share_memory
 
 __all__ = ["Exchanges", "Parts"]
 
