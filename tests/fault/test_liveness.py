@@ -29,7 +29,7 @@ from tests.support.waiting import soon, stop
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from phalanx.errors import ClosedError, PeerLost
-from phalanx.rendezvous.meet import leave, meet
+from phalanx.membership.rendezvous import leave, meet
 from phalanx.topology.place import Place
 from phalanx.transports.hierarchical.lookout import lookout
 from phalanx.transports.shm import explanation

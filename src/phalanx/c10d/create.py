@@ -19,8 +19,9 @@ from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.quick import quicken, quicken_messages
 from phalanx.diagnosis.ends import tell_of_failure
 from phalanx.diagnosis.recorder import open_recorder
+from phalanx.membership.registration import register_rank
+from phalanx.membership.rendezvous_store import RendezvousStore, time_left
 from phalanx.system.threads import renew_engine
-from phalanx.transports.attendance import attend
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gone import call_witness
 from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
@@ -28,7 +29,6 @@ from phalanx.transports.hierarchical.gloo import GlooOnDemand, lazy_gloo
 from phalanx.transports.hierarchical.gloo_engine import UNLIMITED, GlooEngine
 from phalanx.transports.hierarchical.inquiry import Inquiry
 from phalanx.transports.hierarchical.islands import join_islands
-from phalanx.transports.meeting_store import MeetingStore, time_left
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.departures import process_ids
 from phalanx.transports.shm.segment import NotOneHost
@@ -70,11 +70,11 @@ def create_process_group(
         InitializationError: a rank did not come, or has gone; the latter is known at once if the world is a group of
             this package.
     """
-    # Worlds of different sizes meet in different places, since a collective of both would be wrong on each. Their seats
-    # are in one place, so that they hear of each other.
+    # Worlds of different sizes meet in different places, since a collective of both would be wrong on each. Their
+    # ranks register in one place, so that they hear of each other.
     in_common = f"phalanx/{group_name}"
     name = f"{in_common}/{','.join(map(str, ranks)) or f'of {size}'}"
-    own = MeetingStore(name, store, ranks or range(size), world=not ranks, rank=rank)
+    own = RendezvousStore(name, store, ranks or range(size), world=not ranks, rank=rank)
     limit = timeout if ranks else time_left(timeout)
 
     def split(members: Sequence[int], timeout: timedelta, name: str) -> PhalanxProcessGroup:
@@ -154,7 +154,7 @@ def create_process_group(
     if size == 1:
         return group_of(SoloCommunicator(), gloo_in(HashStore()))
     with (
-        contextlib.nullcontext() if ranks else attend(own, rank, size, PrefixStore(in_common, store)),
+        contextlib.nullcontext() if ranks else register_rank(PrefixStore(in_common, store), rank, size),
         own.explaining(),
     ):
         # Gloo's keys carry the meeting's name, so that none is read that was left by an earlier group of this name, or

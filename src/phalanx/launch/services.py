@@ -9,12 +9,11 @@ import selectors
 import signal
 import socket
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-from phalanx.store.ended import EndsChannel
+from phalanx.membership.launcher_store import EndsChannel
 from phalanx.system.processes import die_with_parent, release_input, set_name
-from phalanx.words import format_placed, tell
 
 __all__ = ["Input", "StoreOnDemand"]
 
@@ -144,23 +143,11 @@ def _serve(listener: socket.socket, parent: int, ends: EndsChannel, asking: sock
         die_with_parent(parent)
         os.setsid()
         set_name("phalanx-store")
-        from phalanx.store.torch_server import LONG_WAIT_S, Referral, TorchStoreServer
-
-        told: set[int] = set()
-
-        def on_long_wait(keys: list[bytes], ended: Mapping[int, str]) -> None:
-            """Say that a rank waits for a key that another one, which has ended, may have been to write."""
-            if not ended.keys() <= told:
-                told.update(ended)
-                more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-                tell(
-                    f"{format_placed(ended)} {'have' if len(ended) > 1 else 'has'} ended, and another rank has waited "
-                    f"for {LONG_WAIT_S:.0f} s in the job's store, for {keys[0].decode(errors='replace')!r}{more}"
-                )
+        from phalanx.membership.torch_door import Referral, TorchStoreServer
 
         ends.keep_reading_end()
         referral = Referral(asking) if asking is not None else None
-        server = TorchStoreServer(listener, referral=referral, ends=ends, on_long_wait=on_long_wait)
+        server = TorchStoreServer(listener, referral=referral, ends=ends)
         signal.set_wakeup_fd(-1)
         for signum in signal.valid_signals():
             if callable(signal.getsignal(signum)):

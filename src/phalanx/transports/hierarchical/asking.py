@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from phalanx.store.client import end_calls
+from phalanx.membership.client import end_calls
 from phalanx.system.exit_order import Stage, at_exit
 from phalanx.system.threads import on_spare_thread, spare_thread, start, within
 

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 from phalanx.diagnosis.ends import cause_of_going, who_left
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
-from phalanx.store.peek import peek
+from phalanx.membership.client import peek
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gone import ENDED, FAILED, LEFT, Gone
 from phalanx.transports.hierarchical.asking import Questions

@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from torch._C._distributed_c10d import Store
 
 from phalanx.diagnosis.snapshot import RankSnapshot
-from phalanx.store.peek import peek
+from phalanx.membership.client import peek
 from phalanx.system.foreign_values import read_json
 from phalanx.transports.hierarchical.asking import Questions
 from phalanx.transports.hierarchical.layout import Layout

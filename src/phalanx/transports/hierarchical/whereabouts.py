@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 from phalanx.diagnosis.call_site import listed
 from phalanx.diagnosis.ends import ended_elsewhere
 from phalanx.errors import CollectiveMismatch
-from phalanx.store.peek import peek
+from phalanx.membership.client import peek
 from phalanx.system import processes
 from phalanx.transports.hierarchical.asking import Questions
 from phalanx.transports.hierarchical.layout import Layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from phalanx.errors import InitializationError
-from phalanx.rendezvous.meet import Broadcast
+from phalanx.membership.rendezvous import Broadcast
 from phalanx.topology.place import Place
 
 __all__ = ["mpi_broadcast"]
