@@ -37,7 +37,17 @@ def tcp_store(member: Member) -> TCPStore:
 
 
 def claim(rank: int, world_size: int, **more: Any) -> Claim:
-    return Claim(**{"rank": rank, "world_size": world_size, "pid": 1000 + rank, "host": f"h{rank}", **more})
+    return Claim(
+        **{
+            "rank": rank,
+            "world_size": world_size,
+            "pid": 1000 + rank,
+            "start": 0,
+            "sight": "",
+            "host": f"h{rank}",
+            **more,
+        }
+    )
 
 
 class Job:

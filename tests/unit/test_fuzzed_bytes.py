@@ -145,7 +145,7 @@ def of_the_handshake() -> Iterator[Parser]:
 
 
 def of_the_store() -> Iterator[Parser]:
-    claim = Claim(1, 3, 4242, "h1", "a job", 0, 1, -1, "secret", 123456, "0123456789abcdef")
+    claim = Claim(1, 4242, 123456, "0123456789abcdef", "h1", 3, "a job", 0, 1, -1, "secret")
 
     def claimed(data: bytes) -> object:
         """Whatever is claimed is judged, and what is said of it can be sent."""
@@ -520,7 +520,7 @@ WAITING = (Code.READ, Code.WAIT, Code.EVERYBODY)
 def answers_to(table: Table, requests: Sequence[tuple[int, int, list[bytes]]]) -> list[list[bytes]]:
     """The answers of the store to these requests, each of which comes by a connection of its own."""
     said: list[list[bytes]] = []
-    seats = Seats(Claim(0, 2, 1, "h0"))
+    seats = Seats(Claim(0, 1, 0, "", "h0", 2))
     store = SimpleNamespace(table=table, seats=seats, wills={}, await_everybody=lambda each: each.finish(""))
     for code, number, fields in requests:
         said.append([])

@@ -223,7 +223,7 @@ def _members() -> list[rpc.Member]:
 
 def worker_listening(member: Member) -> Listener:
     me = session.agent().me
-    key: Key = session.agent().connections._network._key
+    key: Key = session.agent()._connections._network._key
 
     def serve() -> None:
         assert rpc.call(next_of(member), workers.add, 2, 2) == 4

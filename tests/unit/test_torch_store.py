@@ -19,9 +19,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistStoreError
 
 from phalanx.membership import torch_door
-from phalanx.membership.launcher_store import EndsChannel, ended_writers
+from phalanx.membership.launcher_store import ended_writers
 from phalanx.membership.table import Table
-from phalanx.membership.torch_door import MOST_COMPLAINTS, Referral, TorchConversation, TorchStoreServer
+from phalanx.membership.torch_door import MOST_COMPLAINTS, SupervisorLine, TorchConversation, TorchStoreServer
 from phalanx.system import interfaces
 from phalanx.system.interfaces import owner_of
 
@@ -87,13 +87,16 @@ class ServedWithEnds(Served):
     """A store like that of ``phalanx run``, which learns of the ranks' ends."""
 
     def __init__(self) -> None:
-        self.ends = EndsChannel()
-        super().__init__(ends=self.ends)
-        self.ends.keep_writing_end()
+        self._here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__(supervisor=SupervisorLine(there, refers=False))
+        there.close()
+
+    def tell(self, rank: int, host: str) -> None:
+        self._here.send(json.dumps([rank, host]).encode())
 
     def __exit__(self, *arguments: object) -> None:
         super().__exit__(*arguments)
-        self.ends.close()
+        self._here.close()
 
 
 def failing_wait(store: Store, key: str) -> tuple[threading.Thread, list[str]]:
@@ -118,11 +121,11 @@ def test_wait_for_a_rank_to_come_ends_when_it_has_ended(ends_first: bool) -> Non
         client = served.client()
         world = PrefixStore("phalanx/0/world/1", served.client())
         if ends_first:
-            served.ends.tell(2, "h1")
+            served.tell(2, "h1")
         waiting, errors = failing_wait(PrefixStore("topology", world), "report/2")
         if not ends_first:
             time.sleep(0.05)
-            served.ends.tell(2, "h1")
+            served.tell(2, "h1")
         waiting.join(20)
         assert len(errors) == 1
         assert ended_writers(client, ["topology/report/2"]) == {2: "h1"}
@@ -170,7 +173,7 @@ def test_connection_from_another_host_waits_for_what_is_known_there(monkeypatch:
     with (
         theirs,
         ours,
-        Attended(is_welcome=lambda peer, here: False, referral=Referral(ours)) as attended,
+        Attended(is_welcome=lambda peer, here: False, supervisor=SupervisorLine(ours, refers=True)) as attended,
         socket.create_connection(attended.where) as known,
         socket.create_connection(attended.where) as stranger,
     ):

@@ -1,13 +1,12 @@
 """The store that ``phalanx run``, or torchrun's agent, keeps at MASTER_PORT: what its ranks and the launcher agree on.
 
 The launcher says so by the variable of torchrun's agent (TORCHELASTIC_USE_AGENT_STORE), on which torch makes every rank
-a client, for every port. Checked on torch 2.13.0. The supervisor imports this file, so it imports no torch.
+a client, for every port. Checked on torch 2.13.0. The store's process imports this file, so it imports
+no torch.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import importlib
 import json
 import os
@@ -24,7 +23,7 @@ from phalanx.topology.place import Place
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["ENDED", "EndsChannel", "ended_writers", "is_launchers", "kept_store", "open_other_stores", "writer_of"]
+__all__ = ["ENDED", "ended_writers", "is_launchers", "kept_store", "open_other_stores", "writer_of"]
 
 #: Under this key the store of ``phalanx run`` has the ranks that have ended in order, each with its host, as JSON.
 ENDED = "phalanx/ended"
@@ -33,7 +32,6 @@ _FIRST_KEYS = re.compile(
     r"(?:.*/)?(?:topology/report|of \d+/shm/[^/]+/answer|of \d+/[^/]+/hosts/\w+)/(\d+)|(?:.*/)?of \d+/shm/offer",
     re.DOTALL,
 )
-_PIPE_BYTES = 1 << 20  # the kernel may grant less
 
 
 def kept_store(place: Place, timeout_s: float) -> Store:
@@ -106,53 +104,3 @@ def ended_writers(store: Store, keys: Iterable[str]) -> dict[int, str]:
     ended: dict[str, str] = json.loads(store.get(ENDED))
     writers = {writer_of(key) for key in keys}
     return {int(rank): host for rank, host in ended.items() if int(rank) in writers}
-
-
-class EndsChannel:
-    """How the supervisor tells the process of the store that ranks have ended: a pipe, with a line for each.
-
-    Made before that process is forked. Each side keeps its own end. Neither waits for the other; what does not fit into
-    the pipe, of a store that nobody uses, is left out.
-    """
-
-    def __init__(self) -> None:
-        self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(self._write, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        self._partial = b""
-
-    def tell(self, rank: int, host: str) -> None:
-        """Say that a rank has ended in order on this host."""
-        with contextlib.suppress(OSError):  # the store has ended, or its pipe is full
-            os.write(self._write, json.dumps([rank, host]).encode() + b"\n")  # in one piece: it is short
-
-    def fileno(self) -> int:
-        """Return what can be read when there is news."""
-        return self._read
-
-    def hear(self) -> dict[int, str] | None:
-        """Return the ranks that have ended since the last call, each with its host; None if nothing will follow."""
-        try:
-            data = os.read(self._read, _PIPE_BYTES)
-        except BlockingIOError:
-            return {}
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        return dict(map(json.loads, lines)) if data else None
-
-    def keep_reading_end(self) -> None:
-        """Be the process of the store."""
-        self._write = _closed(self._write)
-
-    def keep_writing_end(self) -> None:
-        """Be the supervisor."""
-        self._read = _closed(self._read)
-
-    def close(self) -> None:
-        """Be neither."""
-        self._read, self._write = _closed(self._read), _closed(self._write)
-
-
-def _closed(descriptor: int) -> int:
-    if descriptor >= 0:
-        os.close(descriptor)
-    return -1

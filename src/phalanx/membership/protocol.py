@@ -77,12 +77,11 @@ def own_process(rank: int) -> RankProcess:
 
 
 @dataclass(frozen=True)
-class Claim:
+class Claim(RankProcess):
     """The facts that a process gives about itself when it joins.
 
     Attributes:
-        rank, world_size: its place in the world.
-        pid, host, start, sight: the process, as in :class:`RankProcess`.
+        world_size: how many ranks there are.
         job: a digest of the job's id, from which the port is derived; empty where the port was given.
         attempt: how often the launcher has started the job anew.
         opening: which of the process's worlds this is: 1 for the first that it opens.
@@ -91,27 +90,12 @@ class Claim:
             so rank 0 recognises it even if the first answer came too late and the process has connected anew.
     """
 
-    rank: int
     world_size: int
-    pid: int
-    host: str
     job: str = ""
     attempt: int = 0
     opening: int = 0
     node_rank: int = -1
     token: str = ""
-    start: int = 0
-    sight: str = ""
-
-    @property
-    def name(self) -> str:
-        """The process, for people."""
-        return f"pid {self.pid} on {self.host}"
-
-    @property
-    def process(self) -> RankProcess:
-        """The process, which other ranks may look at."""
-        return RankProcess(self.rank, self.pid, self.start, self.sight, self.host)
 
     def encode(self) -> bytes:
         """Return the claim as it is sent."""
@@ -177,11 +161,15 @@ def own_claim(place: Place, job: str, opening: int) -> Claim:
         job: a digest of the job's id; empty if the port does not follow from it.
         opening: which of the process's worlds this is.
     """
-    me = own_process(place.rank)
-    node = -1 if place.node_rank is None else place.node_rank
-    token = secrets.token_hex(16)
+    node_rank = -1 if place.node_rank is None else place.node_rank
     return Claim(
-        me.rank, place.world_size, me.pid, me.host, job, place.attempt, opening, node, token, me.start, me.sight
+        **asdict(own_process(place.rank)),
+        world_size=place.world_size,
+        job=job,
+        attempt=place.attempt,
+        opening=opening,
+        node_rank=node_rank,
+        token=secrets.token_hex(16),
     )
 
 

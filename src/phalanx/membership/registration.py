@@ -103,9 +103,11 @@ class Registration:
         if self._job_store is not None:
             self._job_store.connections.watch = self._tell_stopped
         try:
-            self._number = self._store.add("comings", 1)
-            self._come()
-            if self._job_store is not None:
+            if self._job_store is None:
+                self._number = self._store.add("comings", 1)
+                self._come()
+            else:  # it is of this world alone, and has admitted one process of each rank
+                self._store.set(f"rank/{self._rank}", self._text)
                 with self._job_store.as_will():
                     self._store.set("failed", _encoded(1 << 62, self._gone("has ended, or given up,")))
         except BaseException as error:
@@ -213,10 +215,10 @@ class Registration:
     def _leave(self, failed: bool) -> None:
         """Delete what this process has said of itself; if the meeting has failed, say that it meets nobody now."""
         over = json.dumps({**asdict(self._own), "nonce": ""})
-        for key in (f"rank/{self._rank}", "size"):
+        for key in (f"rank/{self._rank}", *(["size"] if self._job_store is None else [])):
             if failed:
                 self._set(key, self._text, over)
-            elif self._entry(key) == self._own:
+            elif key != "size" or self._entry(key) == self._own:
                 self._store.delete_key(key)
 
     def _gone(self, how: str, process: RankProcess | None = None) -> InitializationError:
@@ -224,8 +226,7 @@ class Registration:
         return InitializationError.rank_gone(process.rank, process.pid, process.host, how, _REMEDY, self._group)
 
     def _rank_is_twice(self, other: _Entry) -> InitializationError:
-        names = [other.name, self._own.name]
-        return InitializationError.rank_twice(self._rank, names, False, other.pid, other.host)
+        return InitializationError.rank_twice(self._rank, other.name, self._own.name, other.pid, other.host)
 
     def _sizes_differ(self, other: _Entry) -> InitializationError:
         own = f"rank {self._rank} ({self._own.name})"

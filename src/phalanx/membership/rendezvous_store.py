@@ -183,15 +183,16 @@ class RendezvousStore(PrefixStore):
             super().wait(list(keys), timedelta(seconds=total_s))
         except InitializationError:
             raise
-        except RuntimeError as error:
-            if not ended_early(began, total_s):
+        except RuntimeError:
+            ended: dict[int, str] = {}
+            if self._world and ended_early(began, total_s):
+                with contextlib.suppress(RuntimeError):  # the store has gone
+                    absent = [f"{self._name}/{self._path}{key}" for key in keys if not self.check([key])]
+                    ended = ended_writers(underlying(self), absent)
+            if not ended:
                 raise
-            with contextlib.suppress(RuntimeError):  # it has gone
-                absent = [f"{self._name}/{self._path}{key}" for key in keys if not self.check([key])]
-                if self._world and (ended := ended_writers(underlying(self), absent)):
-                    call = "phalanx.init()" if _deadline is not None else "init_process_group()"
-                    raise InitializationError.ranks_ended(ended, call) from error
-            raise
+            call = "phalanx.init()" if _deadline is not None else "init_process_group()"
+            raise InitializationError.ranks_ended(ended, call) from None
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ follow their length. As checked on torch 2.13, whose requests are all here.
 
 torch's client cannot prove a key, so the door asks the kernel of each connection whose socket is at its other end
 (``system/interfaces.py``), and closes those of other users unread. A connection from another host is another kernel's
-to judge: the launcher asks its agent there (:class:`Referral`), and the connection waits unread meanwhile.
+to judge: the launcher asks its agent there (:class:`SupervisorLine`), and the connection waits unread meanwhile.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import struct
 import time
 from collections.abc import Callable, Collection
 
-from phalanx.membership.launcher_store import ENDED, EndsChannel, writer_of
+from phalanx.membership.launcher_store import ENDED, writer_of
 from phalanx.membership.server import Connection, Server
 from phalanx.membership.table import Table, Wait
 from phalanx.system.interfaces import Address, owner_of
 from phalanx.wire.framing import LONGEST, Malformed
 from phalanx.words import tell
 
-__all__ = ["Referral", "TorchConversation", "TorchStoreServer", "is_own"]
+__all__ = ["SupervisorLine", "TorchConversation", "TorchStoreServer", "is_own"]
 
 # How many refused connections are reported; a port scan makes many of them.
 MOST_COMPLAINTS = 4
@@ -55,17 +55,20 @@ def is_own(peer: Address, here: Address) -> bool:
         return False
 
 
-class Referral:
-    """Asks the launcher whether connections from other hosts are the job's; a stranger's is not answered.
+class SupervisorLine:
+    """The store's line to the supervisor, which tells of ranks that have ended, and of connections from other hosts.
+
+    Each message is JSON. A question is a list of a number and the two ends of a connection. What comes is the number of
+    one that is the job's (a stranger's is not answered), or a list of a rank that has ended in order, and its host.
 
     Args:
-        sock: a SOCK_SEQPACKET socket to the launcher. Each question on it is a JSON list of a number and the two ends
-            of a connection; each answer is the number of one that is the job's.
+        sock: a SOCK_SEQPACKET socket.
+        refers: whether the job has other hosts, so that connections from there are asked about.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, *, refers: bool) -> None:
         sock.setblocking(False)
-        self.sock = sock
+        self.sock, self.refers = sock, refers
         self._waiting: dict[int, tuple[float, socket.socket, str]] = {}  # the oldest first
         self._count = 0
 
@@ -73,17 +76,20 @@ class Referral:
         """Have a connection looked up on the other hosts."""
         self._count += 1
         self._waiting[self._count] = time.monotonic() + _ANSWER_S, sock, peer[0]
-        with contextlib.suppress(OSError):  # a launcher that does not keep up with strangers has not been asked
+        with contextlib.suppress(OSError):  # a supervisor that does not keep up with strangers has not been asked
             self.sock.send(json.dumps([self._count, peer, here]).encode())
 
-    def answered(self) -> list[tuple[socket.socket, str]]:
-        """Return the connections that are the job's, and the addresses that they come from."""
-        found = []
+    def hear(self) -> tuple[list[tuple[socket.socket, str]], dict[int, str]]:
+        """Return connections that are the job's, with their addresses, and ranks that have ended, with their hosts."""
+        found, ended = [], dict[int, str]()
         with contextlib.suppress(OSError):
-            while data := self.sock.recv(64):
-                if (entry := self._waiting.pop(int(data), None)) is not None:
+            while data := self.sock.recv(4096):
+                said = json.loads(data)
+                if isinstance(said, list):
+                    ended[said[0]] = said[1]
+                elif (entry := self._waiting.pop(said, None)) is not None:
                     found.append(entry[1:])
-        return found
+        return found, ended
 
     def expired(self, now: float) -> list[tuple[socket.socket, str]]:
         """Return the connections that are nobody's: the oldest if there are many."""
@@ -104,8 +110,7 @@ class TorchStoreServer(Server):
     Args:
         listener: the bound, listening socket.
         is_welcome: whether a connection may use the store, by the addresses and ports of its two ends.
-        referral: asks about the connections from other hosts; None if the job is on this host alone.
-        ends: says which ranks have ended in order. Waits for the first keys of such a rank fail.
+        supervisor: the line to it; waits for the first keys of ranks that have ended fail.
         say: takes a line for the user.
     """
 
@@ -113,22 +118,19 @@ class TorchStoreServer(Server):
         self,
         listener: socket.socket,
         is_welcome: Callable[[Address, Address], bool] = is_own,
-        referral: Referral | None = None,
-        ends: EndsChannel | None = None,
+        supervisor: SupervisorLine | None = None,
         say: Callable[[str], None] = tell,
     ) -> None:
         super().__init__(lambda peer, error: self._complain(f"closed a connection to the job's store: {error}"))
-        self._listener, self._is_welcome, self._referral, self._ends = listener, is_welcome, referral, ends
+        self._listener, self._is_welcome, self._supervisor = listener, is_welcome, supervisor
         self._say, self._complaints = say, 0
         self._deaf_until = math.inf
         self._ended: dict[int, str] = {}
         listener.setblocking(False)
         self.selector.register(listener, selectors.EVENT_READ, self._accept)
         self.tasks.append(self._tend)
-        if ends is not None:
-            self.selector.register(ends, selectors.EVENT_READ, self._hear_of_ends)
-        if referral is not None:
-            self.selector.register(referral.sock, selectors.EVENT_READ, self._take_answers)
+        if supervisor is not None:
+            self.selector.register(supervisor.sock, selectors.EVENT_READ, self._hear_supervisor)
 
     def serve(self) -> None:
         """Serve until the process is killed."""
@@ -162,8 +164,8 @@ class TorchStoreServer(Server):
             peer, here = address[:2], sock.getsockname()[:2]
             if self._is_welcome(peer, here):
                 self._admit(sock, peer[0])
-            elif self._referral is not None:
-                self._referral.ask(sock, peer, here)
+            elif self._supervisor is not None and self._supervisor.refers:
+                self._supervisor.ask(sock, peer, here)
             else:
                 self._refuse(sock, peer[0])
 
@@ -171,15 +173,22 @@ class TorchStoreServer(Server):
         if self._deaf_until <= now:
             self._deaf_until = math.inf
             self.selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        if self._referral is None:
+        if self._supervisor is None:
             return self._deaf_until
-        for sock, peer in self._referral.expired(now):
+        for sock, peer in self._supervisor.expired(now):
             self._refuse(sock, peer)
-        return min(self._deaf_until, self._referral.due_at)
+        return min(self._deaf_until, self._supervisor.due_at)
 
-    def _take_answers(self) -> None:
-        for sock, peer in self._referral.answered() if self._referral is not None else ():
+    def _hear_supervisor(self) -> None:
+        if self._supervisor is None:
+            return
+        found, ended = self._supervisor.hear()
+        for sock, peer in found:
             self._admit(sock, peer)
+        if ended:
+            self._ended |= ended
+            self.table.set(_SLASH + ENDED.encode(), json.dumps(self._ended).encode())
+            self.table.fail("its rank has ended", lambda key: self.is_vain([key]))
 
     def _admit(self, sock: socket.socket, peer: str) -> None:
         with contextlib.suppress(OSError):  # it may have gone already, which is noticed when receiving
@@ -196,17 +205,6 @@ class TorchStoreServer(Server):
         if self._complaints <= MOST_COMPLAINTS:
             more = "; further ones are not reported" if self._complaints == MOST_COMPLAINTS else ""
             self._say(text + more)
-
-    def _hear_of_ends(self) -> None:
-        if self._ends is None:
-            return
-        news = self._ends.hear()
-        if news is None:
-            self.selector.unregister(self._ends)
-            return
-        self._ended |= news
-        self.table.set(_SLASH + ENDED.encode(), json.dumps(self._ended).encode())
-        self.table.fail("its rank has ended", lambda key: self.is_vain([key]))
 
 
 # -- the protocol --------------------------------------------------------------------------------------
