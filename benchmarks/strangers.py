@@ -34,8 +34,8 @@ import time
 import uuid
 from pathlib import Path
 
-from phalanx.rendezvous.meeting_point import derived_ports
-from phalanx.store.claim import ROLE
+from phalanx.membership.meeting_point import derived_ports
+from phalanx.membership.protocol import ROLE
 from phalanx.wire.key import Key
 from phalanx.wire.proof import GREETING, GREETING_BYTES, Response
 

@@ -113,28 +113,10 @@ class InitializationError(PhalanxError):
         return cls.rank_gone(rank, pid, host, f"is {state}", let_continue(pid), group)
 
     @classmethod
-    def rank_twice(cls, rank: int, named: Sequence[str], have_met: bool, pid: int, host: str) -> InitializationError:
-        """Several processes claim one rank, in a store that lets anybody come; ``named`` are all of them.
-
-        ``have_met``: one of them has met the other ranks. ``pid`` and ``host`` are those of another process than the
-        one that raises this.
-        """
-        how_often = "twice" if len(named) == 2 else f"{len(named)} times"
-        met = ". One of them has met the other ranks, and this one has not" if have_met else ""
-        text = f"rank {rank} is there {how_often}: {' and '.join(named)}{met}. Give each process its own RANK"
+    def rank_twice(cls, rank: int, earlier: str, own: str, pid: int, host: str) -> InitializationError:
+        """Two processes claim one rank, in a store that lets anybody come; ``pid`` and ``host`` are of the earlier."""
+        text = f"rank {rank} is there twice: {earlier} and {own}. Give each process its own RANK"
         return cls.of_rank(text, rank, pid, host)
-
-    @classmethod
-    def rank_taken(cls, rank: int, earlier: str, own: str, pid: int, host: str) -> InitializationError:
-        """The ranks have not met in time, and another process came as this rank before; nobody knows if it is alive."""
-        return cls.of_rank(
-            f"rank {rank} ({own}) did not meet the others in time. Before it another process came as this rank, "
-            f"{earlier}, and has said nothing since. If that one is still running, end it: each process needs its own "
-            f"RANK",
-            rank,
-            pid,
-            host,
-        )
 
     @classmethod
     def sizes_differ(cls, rank: int, pid: int, host: str, size: int, own: str, own_size: int) -> InitializationError:

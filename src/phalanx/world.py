@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistError
 
 from phalanx import settings
 from phalanx.c10d.process_group import PhalanxProcessGroup
@@ -20,8 +21,9 @@ from phalanx.c10d.torch_versions import new_group
 from phalanx.diagnosis.recorder import joining
 from phalanx.errors import ArgumentError, ClosedError, DeviceError, InitializationError, PhalanxError
 from phalanx.group import Group, Session
-from phalanx.rendezvous.meet import leave, meet, tell_meeting, why_failed
-from phalanx.store.ended import meeting_prefix
+from phalanx.membership.registration import register_rank
+from phalanx.membership.rendezvous import leave, meet
+from phalanx.membership.rendezvous_store import RendezvousStore, meeting_within, time_left
 from phalanx.system.host import this_host
 from phalanx.system.threads import AwakeClock
 from phalanx.topology import device as devices
@@ -32,8 +34,6 @@ from phalanx.topology.place import Place
 from phalanx.topology.table import RankRow, format_rank_table
 from phalanx.topology.topology import Topology, gather
 from phalanx.training.calls import TrainingCalls
-from phalanx.transports.attendance import attend
-from phalanx.transports.meeting_store import MeetingStore, meeting_within, time_left
 from phalanx.transports.mpi.runtime import mpi_broadcast
 from phalanx.words import format_count, tell
 from phalanx.wrong_arguments import explained
@@ -240,19 +240,17 @@ def init(
         raise DeviceError(f"rank {place.rank}: {unfit}")
     timeout = timedelta(seconds=timeout_s)
     _openings += 1
-    store: Store | None = None
     clock = AwakeClock()
     try:
         _store = meet(place, timeout_s, _openings, mpi_broadcast(place), quiet)
-        store = PrefixStore(meeting_prefix(place.attempt, _openings), _store)
-        tell_meeting(_store, store, place.rank, begins=True)
+        store = PrefixStore(f"phalanx/{place.attempt}/world/{_openings}", _store)
         alone = place.world_size == 1
         with (
             meeting_within(clock, timeout_s),
-            contextlib.nullcontext() if alone else attend(store, place.rank, place.world_size),
+            contextlib.nullcontext() if alone else register_rank(store, place.rank, place.world_size),
         ):
             with joining("", settings.BACKEND, range(place.world_size), place.rank):
-                reports = MeetingStore("topology", store, range(place.world_size), True, place.rank)
+                reports = RendezvousStore("topology", store, range(place.world_size), True, place.rank)
                 topology = gather(reports, place, this_host(), time_left(timeout).total_seconds())
             neighbours = topology.node_of(place.rank).ranks
             chosen = devices.choose_device(
@@ -283,9 +281,9 @@ def init(
                 table = world.describe()
                 if world.rank == 0:
                     print(f"{table}\n", end="", file=sys.stderr, flush=True)
-            tell_meeting(_store, store, place.rank, begins=False)
     except BaseException as error:
-        reason = why_failed(error, _store, store)
+        # A store fails because rank 0, or the launcher, has ended.
+        reason = InitializationError(str(error)) if isinstance(error, DistError) else error
         if backend and isinstance(error, AssertionError):  # torch's: it does not know the backend
             reason = ArgumentError(f"{error}. It is one of {', '.join(dist.Backend.backend_list)}")
         if isinstance(error, InitializationError) and error.was_refused:
@@ -298,7 +296,7 @@ def init(
             dist.destroy_process_group()
         else:
             forget_failed_groups()
-        _leave_store(reason)
+        _leave_store()
         if reason is error:
             raise
         raise reason from None
@@ -337,11 +335,11 @@ def _destroy_groups() -> None:
         raise
 
 
-def _leave_store(reason: BaseException | None = None) -> None:
+def _leave_store() -> None:
     global _store
     store, _store = _store, None
     if store is not None:
-        leave(store, reason)
+        leave(store)
 
 
 def _refuse_shared_devices(world: World, physical: str, *, wanted: bool) -> None:

@@ -28,12 +28,11 @@ from torch._C._distributed_c10d import TCPStore
 import phalanx
 from phalanx.c10d import create, quick
 from phalanx.errors import InitializationError
+from phalanx.membership import registration, rendezvous_store, store_protocol
 from phalanx.membership.abort import GroupAbort
-from phalanx.store import company
+from phalanx.membership.rendezvous_store import RendezvousStore
 from phalanx.system.processes import own_sight
 from phalanx.topology import device
-from phalanx.transports import attendance, meeting_store
-from phalanx.transports.meeting_store import MeetingStore
 from phalanx.transports.shm import segment
 
 TIMEOUT_S = 200.0
@@ -136,9 +135,9 @@ def told(by: str, victim: int, way: str, step: Step, *, hosts: int = 1, torchrun
         if hosts > 1:
             host = member.rank * hosts // 3
             pretend_host(host)
-            pytest.MonkeyPatch().setattr(attendance, "own_sight", lambda: f"{own_sight()}-{host}")
+            pytest.MonkeyPatch().setattr(store_protocol, "own_sight", lambda: f"{own_sight()}-{host}")
         if by == "init" and not torchrun:  # a rank that has lost the store looks for that long why
-            pytest.MonkeyPatch().setattr(meeting_store, "_ENDING_S", 1.0)
+            pytest.MonkeyPatch().setattr(rendezvous_store, "_ENDING_S", 1.0)
         if member.rank == victim:
 
             def fall() -> None:
@@ -205,10 +204,10 @@ def test_gone_rank_is_told_to_other_hosts(by: str, victim: int, way: str, step: 
 @pytest.mark.parametrize("by", ["torch", pytest.param("init", marks=long)])
 def test_failed_meeting_does_not_end_the_next_one(by: str) -> None:
     """A rank comes to the next one when the others have looked whether it has gone."""
-    own = MeetingStore.look
+    own = RendezvousStore.look
 
     def body(member: Member) -> str:
-        def look(store: MeetingStore) -> None:
+        def look(store: RendezvousStore) -> None:
             own(store)
             member.say(f"looked-{member.rank}")
 
@@ -224,7 +223,7 @@ def test_failed_meeting_does_not_end_the_next_one(by: str) -> None:
         member.await_said("failed-0", "failed-1", "failed-2")
         if member.rank == 1:
             member.await_said("looked-0", "looked-2")
-        pytest.MonkeyPatch().setattr(MeetingStore, "look", look)
+        pytest.MonkeyPatch().setattr(RendezvousStore, "look", look)
         join(by)
         dist.all_reduce(torch.ones(4))
         leave(by)
@@ -266,8 +265,7 @@ def test_stopped_rank_is_told_once_and_named_at_the_timeout(by: str, victim: int
     others = [rank for rank in range(3) if rank != victim]
 
     def body(member: Member) -> tuple[str, str]:
-        for one in (company, meeting_store):
-            pytest.MonkeyPatch().setattr(one, "_STOPPED_S", STOPPED_S)
+        pytest.MonkeyPatch().setattr(registration, "_STOPPED_S", STOPPED_S)
         if member.rank == victim:
 
             def fall() -> None:

@@ -23,8 +23,8 @@ from torch._C._distributed_c10d import TCPStore
 
 import phalanx
 from phalanx.errors import InitializationError
-from phalanx.transports import meeting_store
-from phalanx.transports.meeting_store import MeetingStore
+from phalanx.membership import rendezvous_store
+from phalanx.membership.rendezvous_store import RendezvousStore
 
 long = pytest.mark.long
 WAYS: dict[str, Callable[[], object]] = {
@@ -36,7 +36,7 @@ WAYS: dict[str, Callable[[], object]] = {
 
 def join(member: Member, hosts: int, store: str = "file", port: int = 0) -> None:
     """Make the world, and wait until all have it."""
-    vars(meeting_store)["_LOOK_S"] = 0.05  # ranks that wait look for others that have gone, sooner than usual
+    vars(rendezvous_store)["_LOOK_S"] = 0.05  # ranks that wait look for others that have gone, sooner than usual
     if hosts > 1:
         pretend_host(member.rank * hosts // member.size)
     timeout = timedelta(seconds=TIMEOUT_S)
@@ -121,7 +121,7 @@ def test_rank_that_the_group_does_not_have_may_go() -> None:
 @pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=long)])
 def test_late_rank_that_has_left_another_group_is_waited_for(hosts: int) -> None:
     """It comes when the others have looked whether it has gone."""
-    own = MeetingStore.look
+    own = RendezvousStore.look
 
     def body(member: Member) -> list[str]:
         join(member, hosts)
@@ -135,14 +135,14 @@ def test_late_rank_that_has_left_another_group_is_waited_for(hosts: int) -> None
         return [first, late(member, "second")]
 
     def late(member: Member, name: str) -> str:
-        def look(store: MeetingStore) -> None:
+        def look(store: RendezvousStore) -> None:
             own(store)
             member.say(f"{name}-{member.rank}")
 
         if member.rank == 1:
             member.await_said(f"{name}-0", f"{name}-2")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(MeetingStore, "look", look)
+            patch.setattr(RendezvousStore, "look", look)
             return made(range(3))
 
     assert values(run_ranks(body, 3)) == [["", ""]] * 3

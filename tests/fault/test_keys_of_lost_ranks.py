@@ -30,8 +30,9 @@ def keep_store(member: Member) -> list[str]:
     port.with_suffix(".part").write_text(str(store.port))
     port.with_suffix(".part").rename(port)
     member.await_said(*(f"left-{rank}" for rank in range(member.size - 1)))
-    # But for what a rank's pretending to be on another host leaves.
-    return sorted(key for key in store.list_keys() if "phalanx" in key and "/pretended/" not in key)
+    # But for what a rank's pretending to be on another host leaves, and the one counter of those that have come.
+    own = ("/pretended/", "/registration/comings")
+    return sorted(key for key in store.list_keys() if "phalanx" in key and not any(each in key for each in own))
 
 
 def be_program(*arguments: Any) -> None:

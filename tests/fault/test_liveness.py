@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from phalanx.errors import ClosedError, PeerLost
 from phalanx.membership.liveness import _alive
-from phalanx.rendezvous.meet import leave, meet
+from phalanx.membership.rendezvous import leave, meet
 from phalanx.topology.place import Place
 from phalanx.transports.shm import explanation
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator

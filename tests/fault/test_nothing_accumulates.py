@@ -28,7 +28,7 @@ from tests.support.waiting import soon
 
 import phalanx.world
 from phalanx.errors import PhalanxError
-from phalanx.transports import meeting_store
+from phalanx.membership import rendezvous_store
 
 COUNT = int(os.environ.get("PHALANX_LEAK_COUNT", "1000"))
 WARM_UP = 4  # worlds after which everything that a process opens once is open
@@ -38,7 +38,9 @@ LARGE = 600_000  # 2.4 MB: several chunks
 
 def be_in_world(member: Member, number: int, port: int, victim_lives_s: float) -> str:
     """Join a world, do what is drawn alike on all ranks, and leave; what broke it, if something did."""
-    vars(meeting_store)["_LOOK_S"] = 0.05  # ranks that make a group look for others that have gone, sooner than usual
+    vars(rendezvous_store)["_LOOK_S"] = (
+        0.05  # ranks that make a group look for others that have gone, sooner than usual
+    )
     try:
         if number % 2:
             # Ranks that meet have opened equally many worlds; here one is new, and the others have been in many.

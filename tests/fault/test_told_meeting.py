@@ -14,7 +14,7 @@ from tests.support.ranks import Member, on_ranks
 
 import phalanx
 from phalanx.errors import InitializationError
-from phalanx.rendezvous import opening
+from phalanx.membership import rendezvous
 
 PATIENCE_S = 100.0  # of a rank that another one is to answer
 GIVEN_UP_S = 3.0  # the timeout of a rank 0 that waits in vain; the others must have been heard a second before
@@ -50,7 +50,7 @@ def joining(place: Mapping[str, object], at_port: int, timeout_s: float) -> Told
 
 
 def test_rank_that_does_not_come_is_named_meanwhile_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "REMIND_S", GIVEN_UP_S - 1)
+    monkeypatch.setattr(rendezvous, "REMIND_S", GIVEN_UP_S - 1)
     at_port = 14_000 + os.getpid() % 8_000  # below those that the kernel gives out
 
     def body(member: Member) -> Told:

@@ -12,7 +12,7 @@ from tests.support.ranks import Member, on_ranks
 from tests.support.waiting import soon
 
 from phalanx.diagnosis import own_waits
-from phalanx.transports.meeting_store import MeetingStore
+from phalanx.membership.rendezvous_store import RendezvousStore
 
 PATIENCE_S = 240.0
 
@@ -67,10 +67,10 @@ def test_one_of_the_ranks_that_wait_says_for_whom(how: str, size: int) -> None:
 def test_nothing_is_said_if_the_user_wants_that(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although a rank has waited for longer than the time after which it would be said."""
     monkeypatch.setattr(own_waits, "_WARN_AFTER_S", 0.01)
-    own = MeetingStore.look
+    own = RendezvousStore.look
 
     def body(member: Member) -> list[tuple[int, str]]:
-        def look(store: MeetingStore) -> None:
+        def look(store: RendezvousStore) -> None:
             own(store)
             member.say("looked")
 
@@ -79,7 +79,7 @@ def test_nothing_is_said_if_the_user_wants_that(monkeypatch: pytest.MonkeyPatch)
         if member.rank:
             member.await_said("looked")
         else:
-            monkeypatch.setattr(MeetingStore, "look", look)
+            monkeypatch.setattr(RendezvousStore, "look", look)
         member.join()
         dist.barrier()
         return lines(member)

@@ -10,10 +10,10 @@ import pytest
 from torch._C._distributed_c10d import Store
 
 from phalanx.c10d import create
+from phalanx.membership.rendezvous_store import part_of
 from phalanx.settings import BACKEND
 from phalanx.system.host import Host
 from phalanx.transports.hierarchical import layout
-from phalanx.transports.meeting_store import part_of
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 from tests.support.ranks import Member

@@ -10,11 +10,10 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from phalanx.store.claim import Claim, Verdict
-from phalanx.store.client import Connections, JobStore, connect
-from phalanx.store.seats import Seats
-from phalanx.store.server import StoreServer
-from phalanx.store.torch_server import TorchStoreServer
+from phalanx.membership.client import Connections, JobStore, connect
+from phalanx.membership.proven_door import Seats, StoreServer
+from phalanx.membership.store_protocol import Claim, Verdict
+from phalanx.membership.torch_door import TorchStoreServer
 from phalanx.wire.key import Key
 from phalanx.wire.sockets import listen
 from tests.support.ranks import Member
@@ -38,7 +37,17 @@ def tcp_store(member: Member) -> TCPStore:
 
 
 def claim(rank: int, world_size: int, **more: Any) -> Claim:
-    return Claim(**{"rank": rank, "world_size": world_size, "pid": 1000 + rank, "host": f"h{rank}", **more})
+    return Claim(
+        **{
+            "rank": rank,
+            "world_size": world_size,
+            "pid": 1000 + rank,
+            "start": 0,
+            "sight": "",
+            "host": f"h{rank}",
+            **more,
+        }
+    )
 
 
 class Job:
@@ -50,9 +59,9 @@ class Job:
         self.size = size
         listener = listen(address, 0)
         self.where: tuple[str, int] = listener.getsockname()[:2]
-        self.seats = Seats(claim(0, size, **more))
-        self.server = StoreServer(listener, key, self.seats, say or self.said.append)
-        self.ranks = {0: JobStore(self.server, timedelta(seconds=20))}
+        own = claim(0, size, **{"token": "secret of rank 0", **more})
+        self.server = StoreServer(listener, key, Seats(own), say or self.said.append)
+        self.ranks = {0: self._connected(own)}
 
     def __enter__(self) -> Job:
         return self
@@ -60,7 +69,7 @@ class Job:
     def __exit__(self, *_: object) -> None:
         for store in reversed(list(self.ranks.values())):
             store.end()
-        self.server.end()
+        self.server.stop()
         self.server._thread.join(20)
 
     def knock(self, who: Claim, key: Key | None = None) -> Verdict:
@@ -71,11 +80,14 @@ class Job:
 
     def join(self, rank: int, **more: Any) -> JobStore:
         """Let ``rank`` join."""
-        who = claim(rank, self.size, **{"token": f"secret of rank {rank}", **more})
-        sock, verdict = connect(self.where, self.key, who, 20.0)
-        assert verdict.kind == "welcome", verdict.reason
-        self.ranks[rank] = JobStore(Connections(sock, self.where, self.key, who), timedelta(seconds=20))
+        self.ranks[rank] = self._connected(claim(rank, self.size, **{"token": f"secret of rank {rank}", **more}))
         return self.ranks[rank]
+
+    def _connected(self, who: Claim) -> JobStore:
+        line, verdict = connect(self.where, self.key, who, 20.0)
+        assert verdict.kind == "welcome", verdict.reason
+        connections = Connections(line, verdict, self.where, self.key, who)
+        return JobStore(connections, timedelta(seconds=20), None if who.rank else self.server)
 
     def everybody(self) -> list[JobStore]:
         """Let all ranks join."""

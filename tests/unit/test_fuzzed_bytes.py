@@ -43,8 +43,14 @@ from phalanx.errors import EncodingError, LaunchError
 from phalanx.launch.job.config_file import read_config
 from phalanx.launch.output import failure as rank_report
 from phalanx.launch.running import jobs
+from phalanx.membership import registration
 from phalanx.membership.protocol import Broken, Left, Lost, Position, decode, encode
 from phalanx.membership.protocol import Message as Told
+from phalanx.membership.proven_door import Seats, _Conversation
+from phalanx.membership.store_protocol import Claim, Code, Verdict, length_of, unpack
+from phalanx.membership.store_protocol import pack as pack_request
+from phalanx.membership.table import Table
+from phalanx.membership.torch_door import TorchConversation
 from phalanx.native.core import RECORDER_BYTES
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.links.contract import Link
@@ -54,13 +60,7 @@ from phalanx.rpc.members import Member
 from phalanx.rpc.message import Kind, Message
 from phalanx.rpc.network import answer_of
 from phalanx.rpc.typed import decode_call, encode_call
-from phalanx.store import requests
-from phalanx.store.claim import Claim, Verdict
-from phalanx.store.seats import Seats
-from phalanx.store.table import Table
-from phalanx.store.torch_requests import Conversation, TorchTable
 from phalanx.system.foreign_values import checked, is_number, read_json
-from phalanx.transports import seat
 from phalanx.transports.hierarchical.inquiry import snapshots_from
 from phalanx.transports.shm import tuning
 from phalanx.wire.framing import Malformed
@@ -146,7 +146,7 @@ def of_the_handshake() -> Iterator[Parser]:
 
 
 def of_the_store() -> Iterator[Parser]:
-    claim = Claim(1, 3, 4242, "h1", "a job", 0, 1, None, "secret", 123456, "0123456789abcdef", 1, 3)
+    claim = Claim(1, 4242, 123456, "0123456789abcdef", "h1", 3, "a job", 0, 1, -1, "secret")
 
     def claimed(data: bytes) -> object:
         """Whatever is claimed is judged, and what is said of it can be sent."""
@@ -157,28 +157,25 @@ def of_the_store() -> Iterator[Parser]:
             seats.describe_missing().encode()
         return verdict
 
-    welcome = Verdict("welcome", rank_0=replace(claim.without_token(), rank=0))
+    welcome = Verdict("welcome", "", 4242, "h0", 123456, "0123456789abcdef")
     verdicts = [welcome.encode(), Verdict("refused", "rank 1 is taken").encode()]
     yield Parser("the claim of a rank", [claim.encode()], claimed, (NoProof,))
     yield Parser("the verdict on a claim", verdicts, Verdict.decode, (NoProof,))
 
     def request(data: bytes) -> object:
-        length = requests.length_of(data)
+        length = length_of(data)
         if length is None or length > len(data):
             return None
-        code, number, fields = requests.unpack(data, length)
-        assert requests.pack(code, number, fields) == data[:length]
-        table, answers = Table(), []
-        if table.handle(code, number, fields, lambda *answer: answers.append(answer), 0.0) is not None:
-            table.expire(1e30)
-        assert len(answers) == 1 or code in (requests.READ, requests.WAIT)
+        code, number, fields = unpack(data, length)
+        assert pack_request(code, number, fields) == data[:length]
+        assert len(answers_to(Table(), [(code, number, fields)])[0]) == 1 or code in WAITING
         return True
 
-    asked = [requests.pack(code, 5, [b"a", b"b", b"c"][:count]) for code in range(1, 15) for count in range(4)]
+    asked = [pack_request(code, 5, [b"a", b"b", b"c"][:count]) for code in range(1, 15) for count in range(4)]
     yield Parser("a request to the store", asked, request, (Malformed,))
 
     def torch_request(data: bytes) -> bool:
-        Conversation(TorchTable(), lambda answer: None).hear(data)
+        TorchConversation(Table(), lambda answer: None).hear(data)
         return True
 
     key, value = (len(text).to_bytes(8, "little") + text for text in (b"a key", b"12"))
@@ -481,7 +478,8 @@ def test_value_of_another_kind_is_refused_by_its_name() -> None:
 def test_nonsense_in_the_place_of_a_rank_is_no_claim() -> None:
     """In a store of torch's anybody may write."""
     for data in (DEEP, b"7", b"[7]", b"\xff", b'[{"rank": "1"}]'):
-        assert seat._decoded(data) == []
+        assert registration._decoded(data) is None
+        assert registration._decoded_failure(data) == (0, None)
 
 
 def test_json_that_is_nested_too_deeply_is_no_json() -> None:
@@ -492,23 +490,32 @@ def test_json_that_is_nested_too_deeply_is_no_json() -> None:
 
 
 def test_every_request_to_the_store_is_answered_once() -> None:
-    """Whatever the requests are, whether ranks are lost, and when the store ends."""
+    """Whatever the requests are, and when the store ends."""
     chance = random.Random(1)
     keys = [b"a", b"b", b"", b"\xff"]
-    for turn in range(200 * SCALE):
-        table = Table()
-        answers: list[list[Any]] = []
-        for now in range(12):
+    for _ in range(200 * SCALE):
+        table, requests = Table(), []
+        for _ in range(12):
             code = chance.randrange(15) if chance.random() < 0.9 else chance.randrange(256)
             number = chance.choice([*range(-5, 6), -(1 << 63), (1 << 63) - 1])
-            fields = [chance.choice(keys) for _ in range(chance.randrange(5))]
-            answers.append([])
-            parked = table.handle(code, number, fields, lambda *answer, to=answers[-1]: to.append(answer), float(now))
-            assert (parked is not None) == (not answers[-1])
-            table.expire(now + 0.5)
-        if turn % 2:
-            table.lose([b"rank 1 has gone"])
-        table.expire(1e30)
-        table.end("over")
+            requests.append((code, number, [chance.choice(keys) for _ in range(chance.randrange(5))]))
+        answers = answers_to(table, requests)
+        table.fail("over")
         assert [len(each) for each in answers] == [1] * len(answers)
-        assert not table._parked
+        assert not table._waits
+
+
+WAITING = (Code.READ, Code.WAIT, Code.EVERYBODY)
+
+
+def answers_to(table: Table, requests: Sequence[tuple[int, int, list[bytes]]]) -> list[list[bytes]]:
+    """The answers of the store to these requests, each of which comes by a connection of its own."""
+    said: list[list[bytes]] = []
+    seats = Seats(Claim(0, 1, 0, "", "h0", 2))
+    store = SimpleNamespace(table=table, seats=seats, wills={}, await_everybody=lambda each: each.finish(""))
+    for code, number, fields in requests:
+        said.append([])
+        connection = SimpleNamespace(send=said[-1].append)
+        conversation = _Conversation(cast(Any, store), cast(Any, connection), seats.own, session(is_listener=True))
+        conversation.hear(session(is_listener=False).seal(pack_request(code, number, fields)))
+    return said

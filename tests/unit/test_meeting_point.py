@@ -16,8 +16,8 @@ from tests.support.waiting import soon
 from torch._C._distributed_c10d import Store
 
 from phalanx.errors import InitializationError
-from phalanx.rendezvous.meet import Broadcast, leave, meet
-from phalanx.rendezvous.meeting_point import HIGHEST, LOWEST, derived_ports, meeting_point
+from phalanx.membership.meeting_point import HIGHEST, LOWEST, derived_ports, meeting_point
+from phalanx.membership.rendezvous import Broadcast, leave, meet
 from phalanx.topology.environment import place_with, read_environment
 from phalanx.topology.place import Place
 from phalanx.wire.proof import GREETING
@@ -172,9 +172,8 @@ def test_job_may_begin_while_the_one_before_holds_the_port(meetings: Meetings) -
 def test_ranks_meet_at_the_first_free_port(monkeypatch: pytest.MonkeyPatch, meetings: Meetings) -> None:
     """On the first is a stranger who greets as rank 0 would, on the second rank 0 of another job."""
     ports = derived_ports(f"the same {OWN}")
-    monkeypatch.setattr("phalanx.rendezvous.search.ANSWER_S", 0.3)
-    monkeypatch.setattr("phalanx.rendezvous.opening.ANSWER_S", 0.3)
-    monkeypatch.setattr("phalanx.rendezvous.meeting_point.derived_ports", lambda _: ports)
+    monkeypatch.setattr("phalanx.membership.rendezvous.ANSWER_S", 0.3)
+    monkeypatch.setattr("phalanx.membership.meeting_point.derived_ports", lambda _: ports)
     monkeypatch.setenv("PHALANX_KEY", "the key of this very job")
     heard: list[bytes] = []
 

@@ -18,8 +18,8 @@ from dataclasses import asdict
 import pytest
 from tests.support.stores import KEY, Job, claim
 
-from phalanx.store import server as store_server
-from phalanx.store.claim import ROLE, Claim, Verdict
+from phalanx.membership import proven_door
+from phalanx.membership.store_protocol import ROLE, Claim, Verdict
 from phalanx.wire import door, framing, proof
 from phalanx.wire.key import Key
 from phalanx.words import tell
@@ -72,7 +72,7 @@ def test_port_scan_is_reported_a_few_times_only() -> None:
                 sock.sendall(b"hello?" * 20)
                 assert closed(sock)
         job.join(1)
-        assert len(job.said) == store_server.MOST_COMPLAINTS
+        assert len(job.said) == proven_door.MOST_COMPLAINTS
         assert job.said[-1].endswith("further ones are not reported")
 
 
@@ -121,7 +121,7 @@ def test_rank_that_leaves_before_all_have_come_may_come_again() -> None:
         job.ranks.pop(1).end()
         assert job.heard("rank 1 (pid 1001 on h1) has left again before all ranks had come")
         job.everybody()
-        assert job.server.wait_for_all(0)
+        assert job.ranks[0].wait_for_all(20)
         job.ranks.pop(2).end()
         assert job.knock(claim(2, 3, pid=5)).kind == "refused"
 
@@ -169,13 +169,13 @@ def test_console_that_nobody_reads_does_not_end_the_store(monkeypatch: pytest.Mo
 def test_client_retries_if_closed_during_handshake() -> None:
     with Job(2) as job, socket.create_server(("127.0.0.1", 0)) as front:
         store = job.join(1)
-        line = store._peer._idle.pop()  # type: ignore[union-attr]
-        store._peer._where = front.getsockname()  # type: ignore[union-attr]
+        line = store.connections._idle.pop()
+        store.connections._where = front.getsockname()
 
         def turn_away_twice() -> None:
             for _ in range(2):
                 front.accept()[0].close()
-            store._peer._where = job.where  # type: ignore[union-attr]
+            store.connections._where = job.where
 
         thread = threading.Thread(target=turn_away_twice)
         thread.start()

@@ -18,11 +18,10 @@ from tests.support.stores import Job, Served
 from tests.support.waiting import soon
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from phalanx.errors import InitializationError
-from phalanx.store import requests as wire
-from phalanx.store.client import JobStore
-from phalanx.store.ended import is_vain
-from phalanx.store.table import Table
+from phalanx.membership.client import JobStore
+from phalanx.membership.launcher_store import writer_of
+from phalanx.membership.store_protocol import Code, pack
+from phalanx.membership.table import Table
 
 SOON = timedelta(milliseconds=100)
 
@@ -175,20 +174,14 @@ def test_wait_that_takes_too_long_names_what_is_missing(rank: int) -> None:
 
 
 def test_key_that_is_deleted_during_a_wait_is_waited_for_again() -> None:
-    table, answers = Table(), []
-
-    def answer(*given: Any) -> None:
-        answers.append(given)
-
-    table.handle(wire.SET, 0, [b"a", b"1"], lambda *_: None, 0.0)
-    parked = table.handle(wire.READ, 0, [b"a", b"b"], answer, 0.0)
-    assert parked is not None
-    assert parked.missing == {b"b"}
-    for code, *fields in ((wire.DELETE, b"a"), (wire.SET, b"b", b"2")):
-        table.handle(code, 0, fields, lambda *_: None, 0.0)
+    table, answers = Table(), list[str]()
+    table.set(b"a", b"1")
+    assert table.wait([b"a", b"b"], answers.append).missing == {b"b"}
+    table.delete(b"a")
+    table.set(b"b", b"2")
     assert answers == []
-    table.handle(wire.SET, 0, [b"a", b"3"], lambda *_: None, 0.0)
-    assert answers == [(wire.DONE, 0, [b"3", b"2"])]
+    table.set(b"a", b"3")
+    assert answers == [""]
 
 
 def test_large_value_goes_through_and_does_not_hold_up_others() -> None:
@@ -196,8 +189,8 @@ def test_large_value_goes_through_and_does_not_hold_up_others() -> None:
     with Job(3) as job:
         stores = job.everybody()
         stores[1].set("large", large)
-        reader = stores[2]._peer._idle[0]  # type: ignore[union-attr]
-        reader.sock.sendall(reader.session.seal(wire.pack(wire.READ, 0, [b"large"])))  # and reads nothing
+        reader = stores[2].connections._idle[0]
+        reader.sock.sendall(reader.session.seal(pack(Code.READ, 0, [b"large"])))  # and reads nothing
         stores[1].set("a", "b")
         assert stores[0].get("a") == b"b"
         assert stores[1].get("large") == large
@@ -223,8 +216,8 @@ def test_when_rank_0_gives_up_everybody_is_told_why() -> None:
         ]
         for thread in threads:
             thread.start()
-        assert soon(lambda: len(job.server._waiting_for_all) == 1 and bool(job.server._table._parked))
-        job.server.end("rank 2 had not come")
+        assert soon(lambda: len(job.server._awaiting_everybody) == 1 and bool(job.server.table._waits))
+        job.server.stop("rank 2 had not come")
         for thread in threads:
             thread.join(20)
         assert [str(error) for error in errors] == ["rank 2 had not come"] * 2
@@ -232,32 +225,35 @@ def test_when_rank_0_gives_up_everybody_is_told_why() -> None:
             store.set("a", "b")
 
 
-def test_rank_that_asks_after_rank_0_has_gone_is_told_who_went_first() -> None:
-    """Rank 0 gives up because of rank 2, and its process ends before rank 1, which is slow, asks for anything."""
+def test_last_will_of_a_rank_is_set_when_its_connections_end() -> None:
+    """But not if it has taken it back, or another rank was first."""
     with Job(4) as job:
         stores = job.everybody()
-        for store in stores:
-            store.meeting(begins=True)
-        stores[3].meeting(begins=False)
+        for rank, store in enumerate(stores):
+            with store.as_will():
+                PrefixStore("p", store).set("failed", f"rank {rank}")
+        stores[3].take_will_back()
+        job.ranks.pop(3).end()
         job.ranks.pop(2).end()
-        with pytest.raises(InitializationError, match=r"rank 2 \(pid 1002 on h2\) has ended"):
-            stores[0].get("of rank 2")
-        stores[3].set("a", "b")  # it has all that it needs of the others, and goes on
-        job.server.end()
-        job.server._thread.join(20)
-        for _ in range(2):
-            with pytest.raises(InitializationError, match=r"rank 2 \(pid 1002 on h2\) has ended"):
-                stores[1].set("of rank 1", "")
-        with pytest.raises(InitializationError, match="rank 2"):
-            stores[1].get("of rank 0")
+        assert stores[0].get("p/failed") == b"rank 2"
+        job.ranks.pop(1).end()
+        assert soon(lambda: len(job.server.connections) == 1)
+        assert stores[0].get("p/failed") == b"rank 2"
 
 
-@pytest.mark.parametrize(("key", "rank"), [(b"offer", 0), (b"q/answer/2", 2)])
-def test_nobody_waits_for_a_rank_to_come_that_has_ended(key: bytes, rank: int) -> None:
-    """In the launcher's store, where a script makes the world by ``init_process_group``."""
-    whole = b"/default_pg/0//phalanx/a/of 3/shm/" + key
-    assert is_vain(whole, {rank}, ())
-    assert not is_vain(whole, {1}, ())
+@pytest.mark.parametrize(
+    ("key", "rank"),
+    [
+        ("default_pg/0//phalanx/a/of 3/shm/offer", 0),
+        ("default_pg/0//phalanx/a/of 3/shm/q/answer/2", 2),
+        ("phalanx/0/world/1/topology/report/1", 1),
+        ("phalanx/0/world/1/default_pg/0//phalanx/a/0,2/shm/q/answer/1", -1),
+        ("of the script/1", -1),
+    ],
+)
+def test_writer_of_a_first_key_is_known(key: str, rank: int) -> None:
+    """In the launcher's store nobody waits for it once that rank has ended."""
+    assert writer_of(key) == rank
 
 
 def test_rank_0_answers_until_the_others_have_left() -> None:
@@ -278,8 +274,8 @@ def test_rank_0_answers_until_the_others_have_left() -> None:
 def test_host_that_vanishes_is_lost_after_40_s() -> None:
     options = [socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT]
     with Job(2) as job:
-        (line,) = job.join(1)._peer._idle  # type: ignore[union-attr]
-        assert soon(lambda: bool(job.server._guests))
-        for sock in [line.sock, *(guest.sock for guest in list(job.server._guests.values()))]:
+        (line,) = job.join(1).connections._idle
+        assert soon(lambda: len(job.server.connections) == 2)
+        for sock in [line.sock, *(connection.sock for connection in list(job.server.connections))]:
             idle, interval, probes, unacknowledged_ms = (sock.getsockopt(socket.IPPROTO_TCP, one) for one in options)
             assert (idle + interval * probes, unacknowledged_ms) == (40, 40_000)

@@ -18,10 +18,10 @@ from tests.support.waiting import soon
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistStoreError
 
-from phalanx.store import torch_server
-from phalanx.store.ended import EndsChannel, meeting_prefix, met_key, ranks_that_ended
-from phalanx.store.torch_requests import Conversation, TorchTable
-from phalanx.store.torch_server import MOST_COMPLAINTS, Referral, TorchStoreServer
+from phalanx.membership import torch_door
+from phalanx.membership.launcher_store import ended_writers
+from phalanx.membership.table import Table
+from phalanx.membership.torch_door import MOST_COMPLAINTS, SupervisorLine, TorchConversation, TorchStoreServer
 from phalanx.system import interfaces
 from phalanx.system.interfaces import owner_of
 
@@ -87,13 +87,16 @@ class ServedWithEnds(Served):
     """A store like that of ``phalanx run``, which learns of the ranks' ends."""
 
     def __init__(self) -> None:
-        self.ends = EndsChannel()
-        super().__init__(ends=self.ends)
-        self.ends.keep_writing_end()
+        self._here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__(supervisor=SupervisorLine(there, refers=False))
+        there.close()
+
+    def tell(self, rank: int, host: str) -> None:
+        self._here.send(json.dumps([rank, host]).encode())
 
     def __exit__(self, *arguments: object) -> None:
         super().__exit__(*arguments)
-        self.ends.close()
+        self._here.close()
 
 
 def failing_wait(store: Store, key: str) -> tuple[threading.Thread, list[str]]:
@@ -112,58 +115,42 @@ def failing_wait(store: Store, key: str) -> tuple[threading.Thread, list[str]]:
 
 
 @pytest.mark.parametrize("ends_first", [True, False])
-def test_wait_in_a_meeting_ends_when_a_rank_has_ended_that_had_not_met(ends_first: bool) -> None:
+def test_wait_for_a_rank_to_come_ends_when_it_has_ended(ends_first: bool) -> None:
     served = ServedWithEnds()
     with served:
         client = served.client()
-        meeting = PrefixStore(meeting_prefix(0, 1), client)
+        world = PrefixStore("phalanx/0/world/1", served.client())
         if ends_first:
-            served.ends.tell(2, "h1")
-        waiting, errors = failing_wait(PrefixStore("deeper", meeting), "never")
+            served.tell(2, "h1")
+        waiting, errors = failing_wait(PrefixStore("topology", world), "report/2")
         if not ends_first:
             time.sleep(0.05)
-            served.ends.tell(2, "h1")
+            served.tell(2, "h1")
         waiting.join(20)
         assert len(errors) == 1
-        assert ranks_that_ended(client, meeting) == {2: "h1"}
+        assert ended_writers(client, ["topology/report/2"]) == {2: "h1"}
+        assert ended_writers(client, ["topology/report/1"]) == {}
         client.set("after", "it goes on")
         assert client.get("after") == b"it goes on"
-
-
-def test_end_of_a_rank_that_had_met_ends_no_wait() -> None:
-    served = ServedWithEnds()
-    with served:
-        client = served.client()
-        first, second = (PrefixStore(meeting_prefix(0, number), client) for number in (1, 2))
-        first.set(met_key(2), "1")
-        first.check([met_key(2)])
-        served.ends.tell(2, "")
-        assert soon(lambda: ranks_that_ended(client, second) == {2: ""})
-        assert ranks_that_ended(client, first) == {}
-        waiting, errors = failing_wait(PrefixStore(meeting_prefix(0, 1), served.client()), "comes")
-        time.sleep(0.05)
-        client.set(f"{meeting_prefix(0, 1)}/comes", "1")
-        waiting.join(20)
-        assert not errors
 
 
 def test_client_that_gives_up_a_wait_as_it_fails_gets_one_answer() -> None:
     """The two cross: the client takes the failure for the answer to what it has asked."""
     sent: list[bytes] = []
-    table = TorchTable()
-    conversation = Conversation(table, sent.append)
+    table, vain = Table(), [False]
+    conversation = TorchConversation(table, sent.append, lambda keys: vain[0])
     key = b"/a"
     wait = bytes([6]) + struct.pack("=Q", 1) + struct.pack("=Q", len(key)) + key
     cancel = bytes([12])
     conversation.hear(GREETING + wait)
-    table.is_vain = lambda key: True
-    table.end_vain_waits()
+    vain[0] = True
+    table.fail("its rank has ended")
     assert sent == [b"\1"]
     conversation.hear(cancel)
     assert sent == [b"\1"]
     conversation.hear(wait)
     assert sent == [b"\1", b"\1"]
-    table.is_vain = lambda key: False
+    vain[0] = False
     conversation.hear(wait + cancel)
     assert sent == [b"\1", b"\1", b"\1"]
 
@@ -181,12 +168,12 @@ def test_unwelcome_connection_is_closed_unread_and_reported() -> None:
 
 
 def test_connection_from_another_host_waits_for_what_is_known_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_server, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(torch_door, "_ANSWER_S", 0.2)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with (
         theirs,
         ours,
-        Attended(is_welcome=lambda peer, here: False, referral=Referral(ours)) as attended,
+        Attended(is_welcome=lambda peer, here: False, supervisor=SupervisorLine(ours, refers=True)) as attended,
         socket.create_connection(attended.where) as known,
         socket.create_connection(attended.where) as stranger,
     ):

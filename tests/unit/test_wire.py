@@ -20,7 +20,7 @@ import pytest
 from tests.support.waiting import soon
 
 from phalanx.launch.link import ROLE as LAUNCHER
-from phalanx.store.claim import ROLE as STORE
+from phalanx.membership.store_protocol import ROLE as STORE
 from phalanx.wire import encryption
 from phalanx.wire.dial import Line, dial
 from phalanx.wire.door import Arrival, Door

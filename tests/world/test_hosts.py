@@ -22,9 +22,9 @@ from tests.support.waiting import soon
 
 SCRIPT = """
     import json, os, sys, torch, phalanx
-    from phalanx.rendezvous import opening, search
+    from phalanx.membership import rendezvous
 
-    opening.REMIND_S = search.REMIND_S = 0.3  # how often a rank says for whom it waits
+    rendezvous.REMIND_S = 0.3  # how often a rank says for whom it waits
     world = phalanx.init(timeout_s=float(os.environ.get("TIMEOUT_S", "60")))
 
     def total(group):

@@ -23,15 +23,15 @@ from phalanx.errors import InitializationError
 from phalanx.membership.abort import GroupAbort
 from phalanx.membership.departures import call_witness
 from phalanx.membership.liveness import Membership, set_world, world_membership
+from phalanx.membership.registration import register_rank
+from phalanx.membership.rendezvous_store import RendezvousStore, time_left
 from phalanx.system.threads import renew_engine
-from phalanx.transports.attendance import attend
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
 from phalanx.transports.hierarchical.gloo import AttachedGloo, GlooOnDemand, lazy_gloo
 from phalanx.transports.hierarchical.gloo_engine import GlooEngine
 from phalanx.transports.hierarchical.inquiry import Inquiry
 from phalanx.transports.hierarchical.layout import find_hosts, said_by_all
-from phalanx.transports.meeting_store import MeetingStore, time_left
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.explanation import process_ids
 from phalanx.transports.shm.segment import NotOneHost
@@ -45,7 +45,7 @@ _ENDING = timedelta(seconds=5)
 
 
 @contextlib.contextmanager
-def _naming_who_has_gone(meeting: MeetingStore) -> Iterator[None]:
+def _naming_who_has_gone(meeting: RendezvousStore) -> Iterator[None]:
     """If the membership finds that a rank has gone, raise what the meeting knows of that."""
     try:
         yield
@@ -89,11 +89,11 @@ def create_process_group(
         InitializationError: a rank did not come, or has gone; the latter is known at once if the world is a group of
             this package.
     """
-    # Worlds of different sizes meet in different places, since a collective of both would be wrong on each. Their seats
-    # are in one place, so that they hear of each other.
+    # Worlds of different sizes meet in different places, since a collective of both would be wrong on each. Their
+    # ranks register in one place, so that they hear of each other.
     in_common = f"phalanx/{group_name}"
     name = f"{in_common}/{','.join(map(str, ranks)) or f'of {size}'}"
-    own = MeetingStore(name, store, ranks or range(size), world=not ranks, rank=rank)
+    own = RendezvousStore(name, store, ranks or range(size), world=not ranks, rank=rank)
     limit = timeout if ranks else time_left(timeout)
 
     def split(members: Sequence[int], timeout: timedelta, name: str) -> PhalanxProcessGroup:
@@ -179,7 +179,7 @@ def create_process_group(
     if size == 1:
         return group_of(SoloCommunicator(), gloo_in(HashStore()))
     with (
-        contextlib.nullcontext() if ranks else attend(own, rank, size, PrefixStore(in_common, store)),
+        contextlib.nullcontext() if ranks else register_rank(PrefixStore(in_common, store), rank, size),
         own.explaining(),
     ):
         # Gloo's keys carry the meeting's name, so that none is read that was left by an earlier group of this name, or

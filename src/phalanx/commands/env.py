@@ -9,8 +9,8 @@ import click
 
 from phalanx import settings
 from phalanx.errors import LaunchError
+from phalanx.membership.meeting_point import meeting_point
 from phalanx.native.core import quick_entry
-from phalanx.rendezvous.meeting_point import meeting_point
 from phalanx.system.host import this_host
 from phalanx.topology.device_files import accelerator_files
 from phalanx.topology.environment import Reading, read_environment

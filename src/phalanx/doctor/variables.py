@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from phalanx import settings
 from phalanx.doctor.finding import Finding, failure, ok, warning
 from phalanx.errors import LauncherEnvironmentError
-from phalanx.rendezvous.meeting_point import MeetingPoint, meeting_point
+from phalanx.membership.meeting_point import MeetingPoint, meeting_point
 from phalanx.system.host import machine_name
 from phalanx.system.interfaces import holder_of_port, is_loopback, is_other_host, resolve
 from phalanx.system.limits import usable_cores

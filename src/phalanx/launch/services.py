@@ -9,12 +9,10 @@ import selectors
 import signal
 import socket
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-from phalanx.store.ended import EndsChannel
 from phalanx.system.processes import die_with_parent, release_input, set_name
-from phalanx.words import format_placed, tell
 
 __all__ = ["Input", "StoreOnDemand"]
 
@@ -88,9 +86,8 @@ class StoreOnDemand:
         self._listener, self._selector = listener, selector
         self._look_up, self._lost, self._forget = look_up, lost, forget
         self._pid = 0
-        # On the second end the process asks about connections from other hosts; the first one ends with it.
+        # On the second end the process hears of ranks that have ended, and asks about connections from other hosts.
         self._asked, self._asking = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._ends = EndsChannel()
         selector.register(listener, selectors.EVENT_READ, self._start)
 
     def found(self, number: int) -> None:
@@ -100,7 +97,8 @@ class StoreOnDemand:
 
     def ended(self, rank: int, host: str) -> None:
         """Tell it that a rank has ended in order on a host; nobody should wait for what it would have written."""
-        self._ends.tell(rank, host)
+        with contextlib.suppress(OSError):  # the process has ended, or nobody has used the store
+            self._asked.send(json.dumps([rank, host]).encode(), socket.MSG_DONTWAIT)
 
     def _start(self) -> None:
         self._selector.unregister(self._listener)
@@ -109,11 +107,10 @@ class StoreOnDemand:
         if self._pid == 0:
             self._asked.close()
             self._forget()
-            _serve(self._listener, supervisor, self._ends, self._asking if self._look_up is not None else None)
+            _serve(self._listener, supervisor, self._asking, refers=self._look_up is not None)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._asking.close()
         self._listener.close()
-        self._ends.keep_writing_end()
         self._selector.register(self._asked, selectors.EVENT_READ, self._on_question)
 
     def _on_question(self) -> None:
@@ -135,32 +132,17 @@ class StoreOnDemand:
         self._listener.close()
         self._asked.close()
         self._asking.close()
-        self._ends.close()
 
 
-def _serve(listener: socket.socket, parent: int, ends: EndsChannel, asking: socket.socket | None) -> NoReturn:
+def _serve(listener: socket.socket, parent: int, asking: socket.socket, *, refers: bool) -> NoReturn:
     """Be the process of the store, until it is killed. Clients that have connected before wait in the queue."""
     try:
         die_with_parent(parent)
         os.setsid()
         set_name("phalanx-store")
-        from phalanx.store.torch_server import LONG_WAIT_S, Referral, TorchStoreServer
+        from phalanx.membership.torch_door import SupervisorLine, TorchStoreServer
 
-        told: set[int] = set()
-
-        def on_long_wait(keys: list[bytes], ended: Mapping[int, str]) -> None:
-            """Say that a rank waits for a key that another one, which has ended, may have been to write."""
-            if not ended.keys() <= told:
-                told.update(ended)
-                more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-                tell(
-                    f"{format_placed(ended)} {'have' if len(ended) > 1 else 'has'} ended, and another rank has waited "
-                    f"for {LONG_WAIT_S:.0f} s in the job's store, for {keys[0].decode(errors='replace')!r}{more}"
-                )
-
-        ends.keep_reading_end()
-        referral = Referral(asking) if asking is not None else None
-        server = TorchStoreServer(listener, referral=referral, ends=ends, on_long_wait=on_long_wait)
+        server = TorchStoreServer(listener, supervisor=SupervisorLine(asking, refers=refers))
         signal.set_wakeup_fd(-1)
         for signum in signal.valid_signals():
             if callable(signal.getsignal(signum)):

@@ -75,10 +75,8 @@ def gather(store: Store, place: Place, host: Host, timeout_s: float) -> Topology
     entered = store.compare_set(f"report/{place.rank}", "", own).decode()
     if entered != own:
         other = _parse(entered)
-        raise InitializationError(
-            f"there are two of rank {place.rank}: pid {report.pid} on {host.name} and pid {other.pid} on "
-            f"{other.host.name}. Start each rank once; if this job was started anew, give it another MASTER_PORT"
-        )
+        earlier, this = (f"pid {each.pid} on {each.host.name}" for each in (other, report))
+        raise InitializationError.rank_twice(place.rank, earlier, this, other.pid, other.host.name)
     if place.rank == 0:
         _await(store, _keys(place), place, timeout_s)
         store.set("reports", json.dumps([store.get(key).decode() for key in _keys(place)]))

@@ -14,9 +14,9 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store
 
 from phalanx.errors import InitializationError
+from phalanx.membership.rendezvous_store import part_of
 from phalanx.system.host import this_host
 from phalanx.transports.contract import Communicator
-from phalanx.transports.meeting_store import part_of
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 from phalanx.transports.solo import SoloCommunicator

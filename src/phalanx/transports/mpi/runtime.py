@@ -22,8 +22,8 @@ from typing import Any
 from phalanx import settings
 from phalanx.diagnosis.ends import script_failed, tell_of_failure
 from phalanx.errors import InitializationError
+from phalanx.membership.rendezvous import Broadcast
 from phalanx.native.core import library
-from phalanx.rendezvous.meet import Broadcast
 from phalanx.system.files import own_mpi_files, remove_all
 from phalanx.system.interfaces import chosen_interface, ucx_devices
 from phalanx.topology.launchers import MPI_SIZES

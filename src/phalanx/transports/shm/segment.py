@@ -33,11 +33,11 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from phalanx.errors import InitializationError
+from phalanx.membership.client import peek
+from phalanx.membership.rendezvous_store import OFFER, RendezvousStore, error_of
 from phalanx.native.core import NOBODY, Status, library
-from phalanx.store.peek import peek
 from phalanx.system.threads import AwakeClock, ended_early
 from phalanx.transports.contract import Communicator
-from phalanx.transports.meeting_store import OFFER, MeetingStore, error_of
 from phalanx.transports.shm.tuning import Tuning
 from phalanx.words import format_limit
 
@@ -122,7 +122,7 @@ def join_segment(
             raise InitializationError.of_rank(missing, *blamed)
         if missing:
             raise InitializationError(f"rank {rank}: {missing}")
-        if isinstance(store, MeetingStore):
+        if isinstance(store, RendezvousStore):
             store.all_have_come()  # before any rank can be through, and make the next world in the same store
         if apart:
             raise NotOneHost(apart, cookie.hex())
@@ -264,7 +264,7 @@ def _see_each_other(store: Store, comm: int, descriptor: int, rank: int, timeout
             )
         if waited_s >= next_look_s:
             next_look_s = waited_s + LOOK_S
-            if isinstance(store, MeetingStore):
+            if isinstance(store, RendezvousStore):
                 store.look()
         time.sleep(NAP_S)
     if whom.value == NOBODY:

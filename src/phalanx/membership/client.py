@@ -1,0 +1,443 @@
+"""A rank's side of rank 0's store: ``torch.distributed.Store`` in Python, over connections that have proven themselves.
+
+torch calls it from C++ too, and from several threads at once (Gloo does, while it connects). So each call has a
+connection of its own while it runs, and a ``get`` that waits delays no other call. The connections are kept and reused.
+
+Prior art: torch's ``TCPStore``, whose semantics these are. It sends one request at a time for a whole process, trusts
+every process that connects, and listens on every interface.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import NoReturn
+
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistStoreError
+
+from phalanx.errors import InitializationError
+from phalanx.membership.proven_door import StoreServer
+from phalanx.membership.store_protocol import KEEP_ALIVE, ROLE, SHORTEST, Claim, Code, Verdict, length_of, pack, unpack
+from phalanx.system.processes import state_text
+from phalanx.system.threads import wait_awake
+from phalanx.wire.dial import Line, dial
+from phalanx.wire.framing import Malformed
+from phalanx.wire.key import Key
+from phalanx.wire.proof import NoProof, WrongKey
+from phalanx.wire.session import TAG_BYTES
+from phalanx.words import format_named
+
+__all__ = ["Connections", "JobStore", "WaitTimeout", "connect", "end_calls", "peek", "underlying"]
+
+# How long rank 0 may take, at least, for an answer that it gives at once; and to let another connection in.
+_ANSWER_S = 30.0
+_LONGEST_WAIT_S = 1e8  # a longer timeout is none
+_PAUSE_S = 0.05
+_LOOK_S = 0.1  # how often a call that waits looks around
+_WAITING = (Code.READ, Code.WAIT, Code.EVERYBODY)
+_Answer = tuple[int, Sequence[bytes]]
+
+
+def _nothing() -> None:
+    pass
+
+
+class WaitTimeout(DistStoreError):
+    """Keys have not come in time, although the store answers."""
+
+
+def connect(
+    where: tuple[str, int], key: Key, claim: Claim, patience_s: float, source: str = ""
+) -> tuple[Line, Verdict]:
+    """Connect to rank 0 and ask to join; return the connection and rank 0's verdict.
+
+    Args:
+        where: address and port.
+        key: the job's key.
+        claim: what this process says of itself.
+        patience_s: how long connecting may take, in seconds, and then the handshake as long again.
+        source: the address to connect from; any of this host's by default.
+
+    Raises:
+        OSError: nothing listens there, or the connection was closed.
+        TimeoutError: the listener sends nothing.
+        NoProof: the listener is not rank 0 of Phalanx.
+        WrongKey: the listener is, but proves another key.
+    """
+    line, answer = dial(where, key, ROLE, claim.encode(), patience_s=patience_s, keep_alive=KEEP_ALIVE, source=source)
+    try:
+        return line, Verdict.decode(answer)
+    except BaseException:
+        line.close()
+        raise
+
+
+class Connections:
+    """Connections to rank 0, one for each request that is under way.
+
+    Args:
+        first: the one with which this process joined.
+        verdict: rank 0's answer on it.
+        where: address and port of rank 0.
+        key: the job's key.
+        claim: what this process says of itself.
+        source: the address to connect from; any of this host's by default.
+    """
+
+    def __init__(
+        self, first: Line, verdict: Verdict, where: tuple[str, int], key: Key, claim: Claim, source: str = ""
+    ) -> None:
+        self.rank_0 = verdict.rank_0
+        self.watch: Callable[[], object] = _nothing  # called some times a second while a call waits
+        self._where, self._key, self._claim, self._source = where, key, claim, source
+        self._idle = [first]
+        self._lock = threading.Lock()  # guards the list above and the flag below
+        self._ended = False
+        self._in_use: dict[int, Line] = {}  # by id: each call adds and removes its own, in one step of Python's
+        _all.add(self)
+
+    def call(
+        self,
+        code: int,
+        number: int,
+        fields: Sequence[bytes],
+        timeout_s: float | None,
+        look: Callable[[], object] = _nothing,
+    ) -> _Answer:
+        """Carry out a request on a connection that no other call uses meanwhile; return the answer's number and fields.
+
+        Args:
+            code, number, fields: the request.
+            timeout_s: how long it may wait, in seconds; None for as long as it takes.
+            look: called some times a second meanwhile; what it raises ends the call.
+
+        Raises:
+            WaitTimeout: a request that waits has waited for so long.
+            DistStoreError: rank 0 has gone, or has answered with this reason.
+        """
+        message = pack(code, number, fields)
+        line = self._take(_ANSWER_S if timeout_s is None else min(timeout_s, _ANSWER_S))
+        self._in_use[id(line)] = line
+        try:
+            line.sock.settimeout(None if timeout_s is None else max(timeout_s, _ANSWER_S))
+            with contextlib.suppress(ConnectionError):  # what rank 0 has said before it went can still be read
+                line.sock.sendall(line.session.seal(message))
+            if not self._has_come(line, code, timeout_s, look):
+                line.close()
+                if code in _WAITING and not self.rank_0.stopped_state():
+                    raise WaitTimeout
+                self._lost(TimeoutError(f"no answer came for {timeout_s:.0f} s"))
+            answered, result, said = _receive(line)
+        except (OSError, Malformed) as error:
+            line.close()
+            self._lost(error)
+        except BaseException:
+            line.close()  # an answer may still be on its way
+            raise
+        finally:
+            self._in_use.pop(id(line), None)
+        with self._lock:
+            keeps = not self._ended
+            if keeps:
+                self._idle.append(line)
+        if not keeps:
+            line.close()
+        if answered != Code.DONE:
+            raise DistStoreError(_text(said))
+        return result, said
+
+    def _has_come(self, line: Line, code: int, timeout_s: float | None, look: Callable[[], object]) -> bool:
+        """Wait until an answer comes; return whether one has in time."""
+
+        def has_come(slice_s: float) -> bool:
+            if _readable(line.sock, min(slice_s, _LOOK_S)):
+                return True
+            self.watch()
+            look()
+            return False
+
+        if wait_awake(has_come, timeout_s):
+            return True
+        if code in _WAITING or timeout_s is None or self.rank_0.stopped_state():
+            return False
+        return wait_awake(has_come, _ANSWER_S - timeout_s)  # rank 0 is busy
+
+    def _take(self, patience_s: float) -> Line:
+        """Return a connection that no call uses: an idle one, or a new one, for which rank 0 has so many seconds.
+
+        Rank 0 may send a connection away that has not proven itself yet, when very many others come at the same time,
+        so this is tried again for a while, unless nothing listens there any more.
+        """
+        with self._lock:
+            if self._ended:
+                raise DistStoreError("the store was closed: phalanx.close() was called, or the world was never opened")
+            if self._idle:
+                return self._idle.pop()
+        claim = replace(self._claim, pid=os.getpid())
+        until = time.monotonic() + _ANSWER_S
+        while True:
+            try:
+                line, verdict = connect(self._where, self._key, claim, patience_s, self._source)
+                break
+            except (ConnectionRefusedError, NoProof, WrongKey) as error:
+                self._lost(error)
+            except OSError as error:
+                if time.monotonic() >= until or self.rank_0.stopped_state():
+                    self._lost(error)
+                time.sleep(_PAUSE_S)
+        if verdict.kind != "welcome":
+            line.close()
+            raise DistStoreError(f"rank {claim.rank} was refused when it connected again: {verdict.reason}")
+        return line
+
+    def _lost(self, error: BaseException) -> NoReturn:
+        if state := self.rank_0.stopped_state():
+            group = format_named("rank", range(self._claim.world_size))
+            rank_0 = self.rank_0
+            raise InitializationError.rank_stopped(0, rank_0.pid, rank_0.host, state_text(state), group) from error
+        why = "rank 0 has ended, or the network to it is cut"
+        if isinstance(error, TimeoutError):
+            why = "rank 0 is stopped, or the network to it is cut"
+        elif isinstance(error, Malformed):
+            why = "another process has changed what rank 0 sent"
+        elif isinstance(error, (NoProof, WrongKey)):
+            why = "rank 0 has ended, and another program listens there now"
+        raise DistStoreError(
+            f"rank {self._claim.rank} lost the store of rank 0 at {self._where[0]} port {self._where[1]} ({error}): "
+            f"{why}; see what rank 0 printed"
+        ) from error
+
+    def end(self) -> None:
+        """Close all connections; one that is in use is closed when its request has been answered."""
+        with self._lock:
+            self._ended = True
+            idle, self._idle = self._idle, []
+        for line in idle:
+            line.close()
+
+    def cut(self) -> None:
+        """:meth:`end`, and end the requests that are under way, too: they raise that rank 0 is lost."""
+        self.end()
+        for line in list(self._in_use.values()):
+            with contextlib.suppress(OSError):  # its request has ended meanwhile
+                line.sock.shutdown(socket.SHUT_RDWR)
+
+    def let_go(self) -> None:
+        """In a forked child: close the parent's connections, which it still uses. The child makes its own on demand."""
+        self._lock = threading.Lock()
+        self._in_use = {}
+        idle, self._idle = self._idle, []
+        for line in idle:
+            line.close()
+
+
+_all: weakref.WeakSet[Connections] = weakref.WeakSet()
+
+
+def end_calls() -> None:
+    """End every request to rank 0's store of this process, which is about to end, and take no more.
+
+    One whose connection has been taken in this very moment is not ended, and waits for its answer.
+    """
+    for connections in list(_all):
+        connections.cut()
+
+
+def _after_fork() -> None:
+    for connections in list(_all):
+        connections.let_go()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _receive(line: Line) -> tuple[int, int, list[bytes]]:
+    data = bytearray()
+    while (length := length_of(data)) is None or len(data) < length + TAG_BYTES:
+        # No more than this message: another one may follow it.
+        end = SHORTEST if length is None else length
+        part = line.sock.recv(min(end + TAG_BYTES - len(data), 1 << 22))
+        if not part:
+            raise ConnectionResetError("the connection was closed")
+        data += part
+    line.session.check(data, length)
+    return unpack(data, length)
+
+
+def _readable(sock: socket.socket, patience_s: float) -> bool:
+    poll = select.poll()  # select() takes no descriptor above 1023
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(patience_s * 1000))
+
+
+class JobStore(Store):
+    """The job's store, as torch takes it. Safe to use from several threads.
+
+    Calls that wait do so for at most :attr:`timeout`, as in torch's stores; 0 means without limit.
+
+    Args:
+        connections: those to rank 0.
+        timeout: how long ``get`` and ``wait`` wait.
+        server: rank 0's own store; None on other ranks. It ends with this object.
+    """
+
+    timeout: timedelta  # torch's own property, which its stubs leave out
+
+    def __init__(self, connections: Connections, timeout: timedelta, server: StoreServer | None = None) -> None:
+        super().__init__()
+        self.set_timeout(timeout)
+        self._server = server
+        self._here = threading.local()
+        self.connections, self.rank_0 = connections, connections.rank_0
+        if server is not None:
+            weakref.finalize(self, server.retire).atexit = False
+
+    def set(self, key: str, value: str | bytes) -> None:
+        code = Code.WILL if getattr(self._here, "is_will", False) else Code.SET
+        self._ask(code, 0, [key.encode(), _bytes(value)])
+
+    def get(self, key: str) -> bytes:
+        return self._wait_for(Code.READ, [key], self.timeout)[0]
+
+    def add(self, key: str, value: int) -> int:
+        return self._ask(Code.ADD, value, [key.encode()])[0]
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._ask(Code.APPEND, 0, [key.encode(), _bytes(value)])
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        given = [key.encode(), _bytes(expected_value), _bytes(desired_value)]
+        return _checked(self._ask(Code.COMPARE_SET, 0, given)[1], 1)[0]
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask(Code.DELETE, 0, [key.encode()])[0])
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask(Code.CHECK, 0, [key.encode() for key in keys])[0])
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._wait_for(Code.WAIT, keys, self.timeout if timeout is None else timeout)
+
+    def num_keys(self) -> int:
+        return self._ask(Code.COUNT)[0]
+
+    def list_keys(self) -> list[str]:
+        return [key.decode(errors="replace") for key in self._ask(Code.LIST)[1]]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return list(self._wait_for(Code.READ, keys, self.timeout))
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        fields = [field for key, value in zip(keys, values, strict=True) for field in (key.encode(), _bytes(value))]
+        self._ask(Code.SET, 0, fields)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> JobStore:
+        """The same store: it may be used from several threads as it is."""
+        return self
+
+    # Two methods are called from C++ by the names that they have there.
+    getNumKeys = num_keys  # noqa: N815
+    deleteKey = delete_key  # noqa: N815
+
+    def wait_for_all(self, timeout_s: float, look: Callable[[], object] = _nothing) -> bool:
+        """Wait until every rank has joined; return whether all have in time. ``look`` is called meanwhile."""
+        try:
+            self.connections.call(Code.EVERYBODY, 0, [], timeout_s, look)
+        except WaitTimeout:
+            return False
+        return True
+
+    def describe_missing(self) -> str:
+        """Name the ranks that have not joined, for people."""
+        return _text(self._ask(Code.MISSING)[1])
+
+    @contextlib.contextmanager
+    def as_will(self) -> Iterator[None]:
+        """Have the store set what this thread sets in the body when this rank's connections end, if it has no value."""
+        self._here.is_will = True
+        try:
+            yield
+        finally:
+            self._here.is_will = False
+
+    def take_will_back(self) -> None:
+        """Have the store set nothing when this rank's connections end."""
+        self._ask(Code.WILL)
+
+    def end(self) -> None:
+        """Stop using the store. Rank 0's store answers until all other ranks have stopped too, or its process ends."""
+        self.connections.end()
+        if self._server is not None:
+            self._server.retire()
+
+    @contextlib.contextmanager
+    def looking(self, look: Callable[[], object]) -> Iterator[None]:
+        """Call ``look`` some times a second while this thread waits in the body, also by way of torch's C++."""
+        self._here.look = look
+        try:
+            yield
+        finally:
+            self._here.look = _nothing
+
+    def _wait_for(self, code: int, keys: Sequence[str], timeout: timedelta) -> Sequence[bytes]:
+        look = getattr(self._here, "look", _nothing)
+        try:
+            fields = self.connections.call(code, 0, [key.encode() for key in keys], _limit(timeout), look)[1]
+        except WaitTimeout:
+            missing = sorted(key for key in keys if not self.check([key]))
+            named = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
+            raise WaitTimeout(f"wait timeout after {timeout.total_seconds():g} s, keys: {named}") from None
+        return _checked(fields, len(keys)) if code == Code.READ else fields
+
+    def _ask(self, code: int, number: int = 0, fields: Sequence[bytes] = ()) -> _Answer:
+        return self.connections.call(code, number, fields, _limit(self.timeout))
+
+
+def underlying(store: Store) -> Store:
+    """Return the whole of which a store is a part, at any depth."""
+    whole: Store = getattr(PrefixStore("", store), "_underlying_non_prefix_store")  # noqa: B009 - not in torch's stubs
+    return whole
+
+
+def peek(store: Store, key: str) -> bytes | None:
+    """Return the value of a key in any store, or None if it is not there.
+
+    One request, which never waits. A ``get`` after a ``check`` would wait for a key that was deleted in between.
+    """
+    nothing = "\x00nothing"  # what no key has as its value
+    value = store.compare_set(key, nothing, nothing)
+    return None if value == nothing.encode() else value
+
+
+def _limit(timeout: timedelta) -> float | None:
+    """Return a timeout in seconds; None for one without limit."""
+    timeout_s = timeout.total_seconds()
+    return timeout_s if 0 < timeout_s < _LONGEST_WAIT_S else None
+
+
+def _checked(fields: Sequence[bytes], count: int) -> Sequence[bytes]:
+    """Return the values of an answer; without a key anybody may pose as rank 0, and send another number of them."""
+    if len(fields) != count:
+        raise DistStoreError(f"the store sent {len(fields)} values where {count} belong: is that rank 0 of this job?")
+    return fields
+
+
+def _text(fields: Sequence[bytes]) -> str:
+    """Return what the store says for people."""
+    return fields[0].decode(errors="replace") if fields else "rank 0 gives no reason"
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

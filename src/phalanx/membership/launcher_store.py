@@ -1,0 +1,106 @@
+"""The store that ``phalanx run``, or torchrun's agent, keeps at MASTER_PORT: what its ranks and the launcher agree on.
+
+The launcher says so by the variable of torchrun's agent (TORCHELASTIC_USE_AGENT_STORE), on which torch makes every rank
+a client, for every port. Checked on torch 2.13.0. The store's process imports this file, so it imports
+no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import threading
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from phalanx import settings
+from phalanx.errors import InitializationError
+from phalanx.topology.place import Place
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["ENDED", "ended_writers", "is_launchers", "kept_store", "open_other_stores", "writer_of"]
+
+#: Under this key the store of ``phalanx run`` has the ranks that have ended in order, each with its host, as JSON.
+ENDED = "phalanx/ended"
+# The first keys that each rank of a new world writes (topology/topology.py, shm/segment.py, hierarchical/islands.py).
+_FIRST_KEYS = re.compile(
+    r"(?:.*/)?(?:topology/report|of \d+/shm/[^/]+/answer|of \d+/[^/]+/hosts/\w+)/(\d+)|(?:.*/)?of \d+/shm/offer",
+    re.DOTALL,
+)
+
+
+def kept_store(place: Place, timeout_s: float) -> Store:
+    """Connect to the store that this process's launcher keeps (``Place.keeps_store``).
+
+    Raises:
+        InitializationError: it cannot be reached.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    address, port = str(place.master_addr), int(place.master_port or 0)
+    try:
+        return TCPStore(address, port, place.world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
+    except (ValueError, RuntimeError) as error:
+        raise InitializationError(
+            f"rank {place.rank} could not reach the store that {place.launcher} keeps at {address}:{port} "
+            f"(MASTER_ADDR, MASTER_PORT): {error}"
+        ) from error
+
+
+def is_launchers(port: int, environment: Mapping[str, str]) -> bool:
+    """Whether the launcher's store is at this port, as far as the launcher says where it is."""
+    own = environment.get(settings.STORE_PORT)
+    return own is None or own == str(port)
+
+
+def open_other_stores() -> None:
+    """Have torch's rank 0 listen on every port that is not the launcher's. Does nothing in other processes.
+
+    A script that names another one (``init_method="tcp://…"``, or a MASTER_PORT of its own, as scripts do that start
+    processes themselves) would wait there for half an hour, because nobody listens.
+    """
+    # The package has a function of the module's name.
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    own_create, own_question = rendezvous._create_c10d_store, rendezvous._torchelastic_use_agent_store
+    here = threading.local()
+
+    def create(hostname: str, port: int, *arguments: Any, **options: Any) -> Any:
+        here.other = not is_launchers(port, os.environ)
+        try:
+            return own_create(hostname, port, *arguments, **options)
+        finally:
+            here.other = False
+
+    def use_agent_store() -> bool:
+        return not getattr(here, "other", False) and own_question()
+
+    rendezvous._create_c10d_store = create
+    rendezvous._torchelastic_use_agent_store = use_agent_store
+
+
+# -- ranks that have ended in order, which end no job while others wait for them -----------------------
+
+
+def writer_of(key: str) -> int:
+    """Return which rank of a new world writes this key as it comes; -1 for any other key."""
+    found = _FIRST_KEYS.fullmatch(key)
+    return -1 if found is None else int(found[1] or 0)
+
+
+def ended_writers(store: Store, keys: Iterable[str]) -> dict[int, str]:
+    """Return the ranks that have ended and should have written these keys, each with its host.
+
+    Args:
+        store: the launcher's, or one that knows of no ends.
+        keys: without what torch and the world put before them.
+    """
+    if not store.check([ENDED]):
+        return {}
+    ended: dict[str, str] = json.loads(store.get(ENDED))
+    writers = {writer_of(key) for key in keys}
+    return {int(rank): host for rank, host in ended.items() if int(rank) in writers}

@@ -1,0 +1,419 @@
+"""Rank 0's store: a server on a thread of rank 0's process, for processes that prove the job's key.
+
+A connection comes in by a door (``wire/door.py``), then the claim of its process is judged (:class:`Seats`): it is
+refused if its rank has joined already, its world has another size or its attempt is over. The reason is sent to the
+process and printed here. Only the bytes of a process that was not refused are read as requests. Rank 0 itself is a
+client like all others.
+
+====================  =====================  ==================  =========================
+field                 writer                 readers             guard
+====================  =====================  ==================  =========================
+table, seats, wills   the thread             the thread          none
+_retired, _over       any thread             the thread          _lock, then a byte to _wake
+the door's listener   the thread, retire()   the thread          _lock
+====================  =====================  ==================  =========================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+from phalanx.membership.server import Connection, Server
+from phalanx.membership.store_protocol import KEEP_ALIVE, ROLE, Claim, Code, Verdict, length_of, pack, unpack
+from phalanx.membership.table import Wait
+from phalanx.system.exit_order import Stage, at_exit
+from phalanx.system.threads import start
+from phalanx.wire import door as doors
+from phalanx.wire.door import Arrival, Displaced, Door, Silent
+from phalanx.wire.framing import Malformed
+from phalanx.wire.key import Key
+from phalanx.wire.proof import Address, NoProof, PassedOn, WrongKey
+from phalanx.wire.session import TAG_BYTES, Session
+from phalanx.words import format_named, format_spans, tell
+
+__all__ = ["Seats", "StoreServer"]
+
+# Refused connections are reported one by one up to this number: a port scan makes many of them.
+MOST_COMPLAINTS = 16
+# How long rank 0's process, when it ends, waits for ranks that still read its answers.
+LINGER_S = 0.3
+
+
+class Seats:
+    """The ranks of one world, entered as they join, and why a process is refused.
+
+    Args:
+        own: rank 0's claim; all others must be of the same job, attempt, opening and world size.
+        hosts: the hosts of the job by node rank, if the launcher names them.
+        num_nodes: how many hosts there are, if that is known.
+    """
+
+    def __init__(self, own: Claim, hosts: Sequence[str] = (), num_nodes: int | None = None) -> None:
+        self.own = own
+        self._hosts, self._num_nodes = hosts, num_nodes
+        self._taken: dict[int, Claim] = {0: own}
+        self._refused = ""  # why, for the last process that was
+
+    @property
+    def complete(self) -> bool:
+        """Whether all have come."""
+        return len(self._taken) == self.own.world_size
+
+    def describe_missing(self) -> str:
+        """Name the missing ranks, for people, and what may be the reason: one was refused, or none came of a node."""
+        missing = [rank for rank in range(self.own.world_size) if rank not in self._taken]
+        text = f"{format_named('rank', missing)} of {self.own.world_size}"
+        nodes = {claim.node_rank for claim in self._taken.values()}
+        absent = [] if -1 in nodes else [node for node in range(self._num_nodes or 0) if node not in nodes]
+        if absent:
+            names = format_spans(absent)
+            if len(self._hosts) == self._num_nodes and len(absent) <= 16:
+                names = ", ".join(f"{node} ({self._hosts[node]})" for node in absent)
+            text += f"; no rank has come from node{'s' if len(absent) > 1 else ''} {names}"
+        return f"{text} (refused: {self._refused})" if self._refused else text
+
+    def judge(self, claim: Claim) -> Verdict:
+        """Give a process its seat, or the reason why it gets none."""
+        own = self.own
+        if claim.job != own.job:
+            return Verdict("other")
+        if (claim.attempt, claim.opening) > (own.attempt, own.opening):
+            return Verdict("earlier", f"rank 0 ({own.name}) is still in attempt {own.attempt}, world {own.opening}")
+        reason = self._why_refused(claim)
+        if reason:
+            self._refused = reason
+            return Verdict("refused", reason)
+        self._taken.setdefault(claim.rank, claim)
+        return Verdict("welcome", "", own.pid, own.host, own.start, own.sight)
+
+    def _why_refused(self, claim: Claim) -> str:
+        own, who = self.own, f"rank {claim.rank} ({claim.name})"
+        if claim.attempt != own.attempt:
+            return (
+                f"{who} is of attempt {claim.attempt}, which is over; rank 0 ({own.name}) is of attempt {own.attempt}"
+            )
+        if claim.opening != own.opening:
+            return (
+                f"{who} opens its world number {claim.opening}, and rank 0 ({own.name}) its number {own.opening}; "
+                f"every rank must call phalanx.init() the same number of times"
+            )
+        if claim.world_size != own.world_size:
+            return f"{who} was started for a world of {claim.world_size}, rank 0 ({own.name}) for {own.world_size}"
+        if not 0 <= claim.rank < own.world_size:
+            return f"there is no rank {claim.rank} in a world of {own.world_size} ({claim.name})"
+        holder = self._taken.get(claim.rank, claim)
+        # Another connection of the process that has the seat has its token.
+        if holder is not claim and not (
+            holder.token and secrets.compare_digest(claim.token.encode(), holder.token.encode())
+        ):
+            return f"there are two of rank {claim.rank}: {claim.name} and {holder.name}"
+        return ""
+
+    def leave(self, rank: int) -> None:
+        """Free a rank's seat: it may be started again."""
+        self._taken.pop(rank, None)
+
+
+class _Conversation:
+    """The requests of one connection, and the answers."""
+
+    def __init__(self, store: StoreServer, connection: Connection, claim: Claim, session: Session) -> None:
+        self.claim, self.connection = claim, connection
+        self._store, self._session = store, session
+        self._data = bytearray()
+        self._wait: Wait | None = None
+        self._waits = False
+
+    def hear(self, data: bytes) -> None:
+        """Carry out the requests that are whole; raise Malformed if there are others."""
+        self._data += data
+        while self._data:
+            if self._waits:
+                raise Malformed("a request came before the last one was answered")
+            length = length_of(self._data)
+            if length is None or len(self._data) < length + TAG_BYTES:
+                return
+            self._session.check(self._data, length)
+            code, number, fields = unpack(self._data, length)
+            del self._data[: length + TAG_BYTES]
+            try:
+                self._carry_out(code, number, fields)
+            except (ValueError, IndexError) as error:
+                self.reply(Code.FAILED, 0, [str(error).encode()])
+
+    def end(self) -> None:
+        """Forget what this connection waits for: it has gone."""
+        if self._wait is not None:
+            self._store.table.forget(self._wait)
+        self._store.on_gone(self)
+
+    def reply(self, code: int, number: int = 0, fields: Sequence[bytes] = ()) -> None:
+        """Answer the request that has been read last."""
+        self._waits, self._wait = False, None
+        try:
+            message = pack(code, number, fields)
+        except ValueError as error:
+            message = pack(Code.FAILED, 0, [str(error).encode()])
+        self.connection.send(self._session.seal(message))
+
+    def finish(self, why: str, fields: Sequence[bytes] = ()) -> None:
+        """Answer a request that has waited."""
+        self.reply(Code.FAILED if why else Code.DONE, 0, [why.encode()] if why else fields)
+
+    def _carry_out(self, code: int, number: int, fields: list[bytes]) -> None:
+        table, result, said = self._store.table, 0, list[bytes]()
+        if code in (Code.READ, Code.WAIT):
+            self._await(fields, reads=code == Code.READ)
+            return
+        if code == Code.EVERYBODY:
+            self._waits = True
+            self._store.await_everybody(self)
+            return
+        if code in (Code.SET, Code.APPEND):
+            if len(fields) % 2:
+                raise ValueError("a key without a value")
+            put = table.set if code == Code.SET else table.append
+            for key, value in zip(fields[::2], fields[1::2], strict=True):
+                put(key, value)
+        elif code == Code.ADD:
+            result = table.add(fields[0], number)
+        elif code == Code.COMPARE_SET:
+            said = [table.compare_set(*_exactly(fields, 3))]
+        elif code == Code.DELETE:
+            result = int(table.delete(fields[0]))
+        elif code == Code.CHECK:
+            result = int(all(map(table.has, fields)))
+        elif code == Code.COUNT:
+            result = len(table.entries)
+        elif code == Code.LIST:
+            said = list(table.entries)
+        elif code == Code.MISSING:
+            said = [self._store.seats.describe_missing().encode()]
+        elif code == Code.WILL:
+            self._store.wills[self.claim.rank] = _exactly(fields, 2) if fields else []
+        else:
+            raise ValueError(f"there is no request with the code {code}")
+        self.reply(Code.DONE, result, said)
+
+    def _await(self, keys: list[bytes], *, reads: bool) -> None:
+        table = self._store.table
+
+        def finish(why: str) -> None:
+            self.finish(why, [table.entries.get(key, b"") for key in keys] if reads else ())
+
+        self._waits = True
+        wait = table.wait(keys, finish)
+        if wait.missing:
+            self._wait = wait
+
+
+def _exactly(fields: list[bytes], count: int) -> list[bytes]:
+    if len(fields) != count:
+        raise ValueError(f"{len(fields)} fields where {count} belong")
+    return fields
+
+
+class StoreServer(Server):
+    """The store of one world, served until :meth:`retire` or :meth:`stop`.
+
+    Args:
+        listener: the bound, listening socket; the server closes it.
+        key: the job's key.
+        seats: which ranks may join, and which have.
+        say: takes a line for rank 0's console.
+        announced: addresses and ports at which the other ranks dial this host, and that are not its own.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        key: Key,
+        seats: Seats,
+        say: Callable[[str], None] = tell,
+        announced: Sequence[Address] = (),
+    ) -> None:
+        super().__init__(lambda peer, error: self._complain(peer, f"sent bytes that are not a request ({error})"))
+        self.seats, self.key = seats, key
+        self.wills: dict[int, list[bytes]] = {}
+        self.where: Address = listener.getsockname()[:2]
+        self._say, self._complaints = say, 0
+        self._retired, self._over = False, ""
+        self._lock = threading.RLock()  # no thread waits while holding it
+        self._conversations: set[_Conversation] = set()
+        self._awaiting_everybody: list[_Conversation] = []
+        self._door = Door(
+            listener, key, ROLE, KEEP_ALIVE, self.selector, self._admit, self._on_refused, announced=announced
+        )
+        self.tasks.append(self._door.tend)
+        self._wake, self._waking = socket.socketpair()
+        for sock in (self._wake, self._waking):
+            sock.setblocking(False)
+        self.selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
+        self._thread = threading.Thread(target=self._serve, name="phalanx-store", daemon=True)
+        try:
+            start(self._thread)
+        except RuntimeError:
+            self._release()
+            raise
+        _servers.add(self)
+
+    # -- calls of other threads ----------------------------------------------------------------------
+
+    def retire(self) -> None:
+        """Accept no further connection, and stop when the last one has ended; the port is free at once."""
+        with self._lock:
+            self._retired = True
+            self._door.stop_listening()
+        self._call_thread()
+
+    def stop(self, why: str = "rank 0 has left") -> None:
+        """Answer every waiting request with ``why``, close all connections, and end the thread."""
+        with self._lock:
+            self._over = self._over or why
+            self._door.stop_listening()
+        self._call_thread()
+        self._thread.join(LINGER_S)
+
+    def linger(self, until: float) -> None:
+        """Serve the ranks that are still connected, until that time, then stop."""
+        self.retire()
+        self._thread.join(max(0.0, until - time.monotonic()))
+        self.stop()
+
+    def let_go(self) -> None:
+        """In a forked child: close what belongs to the parent, whose thread is not here."""
+        # Closed without the selector, which the parent shares.
+        self._door.let_go()
+        for connection in self.connections:
+            connection.sock.close()
+        self._wake.close()
+        self._waking.close()
+        self.selector.close()
+        _servers.discard(self)
+
+    def _call_thread(self) -> None:
+        with contextlib.suppress(OSError):
+            self._waking.send(b"!")
+
+    # -- the thread ------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while not self._over and not (self._retired and not self.connections):
+                ready = self.wait()
+                with self._lock:
+                    if not self._over:
+                        self.attend(ready)
+        finally:
+            with self._lock:
+                self._over = self._over or "rank 0 has left"
+                self.table.fail(self._over)
+                for conversation in self._awaiting_everybody:
+                    conversation.finish(self._over)
+                self._release()
+
+    def _release(self) -> None:
+        self._door.close()
+        self.close()
+        self._wake.close()
+        self._waking.close()
+
+    def _on_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake.recv(4096)
+
+    def await_everybody(self, conversation: _Conversation) -> None:
+        """Answer when every rank has joined."""
+        self._awaiting_everybody.append(conversation)
+        self._answer_if_complete()
+
+    def _answer_if_complete(self) -> None:
+        if self.seats.complete:
+            waiting, self._awaiting_everybody = self._awaiting_everybody, []
+            for each in waiting:
+                each.finish("")
+
+    def on_gone(self, conversation: _Conversation) -> None:
+        """Note that a connection has ended: if it was its rank's last, nobody should wait for that rank."""
+        self._conversations.discard(conversation)
+        claim = conversation.claim
+        if conversation in self._awaiting_everybody:
+            self._awaiting_everybody.remove(conversation)
+        if self._over or any(other.claim.rank == claim.rank for other in self._conversations):
+            return
+        if not self.seats.complete and claim.rank:
+            self.seats.leave(claim.rank)
+            self._say(f"rank {claim.rank} ({claim.name}) has left again before all ranks had come")
+        elif will := self.wills.pop(claim.rank, []):
+            self.table.compare_set(will[0], b"", will[1])
+
+    def _admit(self, arrival: Arrival) -> None:
+        """Judge the claim of a process that has proven the key, and let it use the store if it is welcome."""
+        try:
+            claim = Claim.decode(arrival.proven.claim)
+        except NoProof as error:
+            self._on_refused(arrival.peer, error)
+            arrival.sock.close()
+            return
+        verdict = self.seats.judge(claim)
+        arrival.answer(verdict.encode())
+        if verdict.kind != "welcome":
+            arrival.sock.close()
+            if verdict.kind == "refused":
+                self._say(f"refused a process: {verdict.reason}")
+            return
+        connection = Connection(self, arrival.sock, arrival.peer)
+        conversation = _Conversation(self, connection, claim, arrival.proven.session())
+        connection.conversation = conversation
+        self._conversations.add(conversation)
+        self._answer_if_complete()
+        connection.hear(bytes(arrival.rest))
+
+    def _on_refused(self, peer: str, why: Exception) -> None:
+        if isinstance(why, WrongKey):
+            self._complain(peer, f"proves another key than rank 0's ({self.key.source or 'none'})")
+        elif isinstance(why, Silent):
+            self._complain(peer, f"was silent for {doors.PATIENCE_S:.0f} s")
+        elif isinstance(why, Displaced):
+            self._complain(peer, "had proven nothing yet when too many others came")
+        elif isinstance(why, PassedOn):
+            self._complain(
+                peer,
+                f"was meant for {why.dialled}, not for {self.where[0]} port {self.where[1]}: another process has "
+                f"passed it on. If that is a gateway of your own, set MASTER_ADDR to the address that others dial",
+            )
+        else:
+            self._complain(peer, "sent no proof that it belongs to the job")
+
+    def _complain(self, peer: str, why: str) -> None:
+        self._complaints += 1
+        if self._complaints <= MOST_COMPLAINTS:
+            more = "; further ones are not reported" if self._complaints == MOST_COMPLAINTS else ""
+            self._say(f"refused a connection from {peer}, which {why}{more}")
+
+
+_servers: weakref.WeakSet[StoreServer] = weakref.WeakSet()
+
+
+def _at_exit() -> None:
+    # The interpreter's end would stop the thread in the middle of an answer, so the servers are stopped before it.
+    until = time.monotonic() + LINGER_S
+    for server in list(_servers):
+        server.linger(until)
+
+
+def _after_fork() -> None:
+    for server in list(_servers):
+        server.let_go()
+
+
+at_exit(Stage.END_STORES, _at_exit)
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,337 @@
+"""The part of the job's store in which the ranks of a new group meet: a wait there ends when one of them has gone.
+
+The world's group knows which ranks have gone; while the world itself is made, the ranks that register do
+(``registration.py``), and under ``phalanx run`` the launcher's store. Elsewhere a wait lasts as long as in any store.
+
+A rank that is found gone although its keys are there has come to the end of this step only; the next step finds it gone
+as well. A rank deletes the keys that it has written once all have come to a later step (:meth:`RendezvousStore.clear`).
+If it dies before, or the meeting fails, its keys stay: every meeting of a group is under a name of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistError
+
+from phalanx.diagnosis.own_waits import AGAIN, warn_after_s
+from phalanx.diagnosis.recorder import is_kept
+from phalanx.errors import InitializationError
+from phalanx.membership.client import JobStore, WaitTimeout, underlying
+from phalanx.membership.departures import WAYS, gone_ranks, has_witness
+from phalanx.membership.launcher_store import ended_writers
+from phalanx.membership.registration import registered
+from phalanx.system.threads import AwakeClock, ended_early
+from phalanx.words import format_named, tell
+
+__all__ = ["OFFER", "RendezvousStore", "error_of", "meeting_within", "part_of", "time_left"]
+
+# How often a rank that waits looks for ranks that have gone; in a large group each look costs the store some requests.
+_LOOK_S = 0.5
+_LOOK_S_IN_WORLD = 0.1
+_LOOK_S_PER_RANK = 0.002
+# How long after the store its rank may show as gone: a process takes seconds to end once torch is loaded.
+_ENDING_S = 10.0
+_PAUSE_S = 0.02
+_SHORTEST_WAIT_S = 0.1
+# How much longer than all steps together may take a rank waits in the last one: those that time out first say why.
+_GRACE_S = 5.0
+# The pause between two questions for a key is an eighth of the time that the wait has taken, within these limits: it
+# delays the meeting by little, and many ranks that wait for long do not flood the store.
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.05
+_LONGEST_PAUSE_S_PER_RANK = 0.0005
+
+OFFER = "offer"  # the key in which rank 0 of a group offers the shared memory
+
+# When the ranks of the world which is being made are to have met: a clock, and its time then. Written by the thread
+# that makes it, which also makes its first group.
+_deadline: tuple[AwakeClock, float] | None = None
+
+
+@contextlib.contextmanager
+def meeting_within(clock: AwakeClock, timeout_s: float) -> Iterator[None]:
+    """While the body runs, the world's ranks meet, step after step, and have so much time for all steps together.
+
+    Args:
+        clock: how long they have been meeting; it stands still while the process does.
+        timeout_s: how long it may take, in seconds.
+    """
+    global _deadline
+    _deadline = clock, timeout_s
+    try:
+        yield
+    finally:
+        _deadline = None
+
+
+def _left_s() -> float:
+    """Return the seconds until then, and a little if it has passed: what is there already can still be read."""
+    return math.inf if _deadline is None else max(_SHORTEST_WAIT_S, _deadline[1] - _deadline[0].now())
+
+
+def time_left(timeout: timedelta) -> timedelta:
+    """How long the next step of making the world may take: what is left for all, if a step alone may take longer."""
+    return timedelta(seconds=min(timeout.total_seconds(), _left_s()))
+
+
+class RendezvousStore(PrefixStore):
+    """A part of the job's store, as torch's ``PrefixStore``; C++ that is given it waits as in any other.
+
+    Args:
+        name: of the part.
+        store: the whole.
+        ranks: the ranks of the new group, in the world.
+        world: the new group is the world.
+        rank: this process's rank in the group, so that it can say for whom it waits; it says nothing if that is -1.
+    """
+
+    timeout: timedelta  # torch's own property, which its stubs leave out
+
+    def __init__(self, name: str, store: Store, ranks: Sequence[int], world: bool = False, rank: int = -1) -> None:
+        super().__init__(name, store)
+        self._ranks, self._rank, self._world = ranks, rank, world
+        self._job_store = whole if isinstance(whole := underlying(store), JobStore) else None
+        # The keys that this process has written and not deleted, by their names in the whole meeting, which all its
+        # parts note in the same place. Written by the thread that meets, and by others once the group is watched.
+        self._name, self._whole, self._path, self._written = name, PrefixStore(name, store), "", dict[str, None]()
+
+    def part(self, name: str) -> RendezvousStore:
+        """A part of this part."""
+        made = RendezvousStore(name, self, self._ranks, self._world, self._rank)
+        made._name, made._whole, made._path, made._written = (
+            self._name,
+            self._whole,
+            f"{self._path}{name}/",
+            self._written,
+        )
+        return made
+
+    def set(self, key: str, value: str) -> None:
+        super().set(key, value)
+        self._written[self._path + key] = None
+
+    def delete_key(self, key: str) -> bool:
+        self._written.pop(self._path + key, None)
+        return super().delete_key(key)
+
+    def clear(self) -> None:
+        """Delete what this process has written in this part, and in parts of it; every rank has read that.
+
+        If the store has gone, nothing is raised: whoever needs it next finds that.
+        """
+        with contextlib.suppress(RuntimeError):
+            for key in list(self._written):  # in one step: once a group is watched, other threads write as well
+                if key.startswith(self._path):
+                    del self._written[key]
+                    self._whole.delete_key(key)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait for keys.
+
+        Raises:
+            InitializationError: a rank of the group has gone, and so a key will not come, or the store has gone; or two
+                processes claim one rank of the world, or count its ranks differently; or the keys did not come in time,
+                and a rank is stopped.
+            DistStoreError: they did not come in time.
+        """
+        total_s = (self.timeout if timeout is None else timeout).total_seconds()
+        if self._world and total_s > 0:
+            total_s = min(total_s, _left_s() + _GRACE_S)
+        if not self._is_watched or total_s <= 0:
+            self._wait_for_launcher(keys, total_s)
+            return
+        watch = _Watch(self, keys)
+        try:
+            if self._job_store is not None:
+                with self._job_store.looking(watch.look):
+                    super().wait(list(keys), timedelta(seconds=total_s))
+            else:
+                self._poll(keys, total_s, watch)
+        except (InitializationError, WaitTimeout) as error:
+            if isinstance(error, WaitTimeout):
+                watch.refuse_gone()
+                if (why := self.find_stopped()) is not None:
+                    raise why from None
+            raise
+        except RuntimeError as error:
+            raise self.explained(error) from error
+        if self._world and (registration := registered()) is not None and not registration.sees_rank_0:
+            with contextlib.suppress(RuntimeError):  # the next request finds that the store has gone
+                registration.read_near([0])
+
+    def _poll(self, keys: Sequence[str], total_s: float, watch: _Watch) -> None:
+        """Ask again and again: at the end of a wait that is too short torch's TCPStore writes two lines of warnings."""
+        longest_s = max(_LONGEST_PAUSE_S, _LONGEST_PAUSE_S_PER_RANK * len(self._ranks))
+        while not self.check(list(keys)):
+            watch.look()
+            waited_s = watch.clock.now()
+            if waited_s >= total_s:
+                named = ", ".join(keys[:8]) + (", …" if len(keys) > 8 else "")
+                raise WaitTimeout(f"wait timeout after {total_s:g} s, keys: {named}")
+            time.sleep(min(max(_SHORTEST_PAUSE_S, waited_s / 8), longest_s, total_s - waited_s))
+
+    def _wait_for_launcher(self, keys: Sequence[str], total_s: float) -> None:
+        """Wait in the launcher's store, which ends the wait if ranks have ended, or where nobody knows of ends."""
+        began = time.monotonic()
+        try:
+            super().wait(list(keys), timedelta(seconds=total_s))
+        except InitializationError:
+            raise
+        except RuntimeError:
+            ended: dict[int, str] = {}
+            if self._world and ended_early(began, total_s):
+                with contextlib.suppress(RuntimeError):  # the store has gone
+                    absent = [f"{self._name}/{self._path}{key}" for key in keys if not self.check([key])]
+                    ended = ended_writers(underlying(self), absent)
+            if not ended:
+                raise
+            call = "phalanx.init()" if _deadline is not None else "init_process_group()"
+            raise InitializationError.ranks_ended(ended, call) from None
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Raise why the store cannot be asked any more, if that is so, in place of what the store raises."""
+        try:
+            yield
+        except WaitTimeout as error:
+            raise InitializationError(f"not all of {self._group} came as far as this one in time: {error}") from error
+        except DistError as error:
+            if not self._is_watched:
+                raise
+            raise self.explained(error) from error
+
+    def explained(self, error: BaseException) -> InitializationError:
+        """Return what a rank raises that cannot ask the store any more: most often the rank has gone that had it."""
+        registration = registered() if self._world else None
+        until = time.monotonic() + _ENDING_S
+        while True:
+            found = self._of_gone_ranks() if registration is None else registration.find_rank_0_ended()
+            if self._world and self._job_store is not None:
+                return self.find_stopped() or InitializationError(str(error))  # the store's own words
+            if found is not None:
+                return found
+            if (registration is not None and not registration.sees_rank_0) or time.monotonic() >= until:
+                return InitializationError.store_lost(f"{self._group} were meeting", error)
+            time.sleep(_PAUSE_S)
+
+    def find_gone(self) -> InitializationError | None:
+        """Return the error for a rank of the group that has gone; None if none has, as far as this process knows."""
+        if not self._world:
+            return self._of_gone_ranks()
+        registration = registered()
+        return None if registration is None else registration.look()
+
+    def _of_gone_ranks(self) -> InitializationError | None:
+        gone = {} if self._world else gone_ranks(self._ranks)
+        if not gone:
+            return None
+        rank, who = min(gone.items(), key=lambda each: (WAYS.index(each[1].way), each[0]))
+        return InitializationError.rank_gone(rank, who.pid, who.host, who.words, who.remedy, self._group)
+
+    def find_stopped(self) -> InitializationError | None:
+        """Return the error that names a stopped rank, or None. It is for the timeout: until then it may go on."""
+        registration = registered() if self._world else None
+        return None if registration is None else registration.find_stopped()
+
+    def look(self) -> None:
+        """Raise the error for a rank of the group that has gone, and tell the user of one that is stopped."""
+        if (found := self.find_gone()) is not None:
+            raise found
+
+    def all_have_come(self) -> None:
+        """Say that all ranks of the group have come to where it is made."""
+        if self._world and (registration := registered()) is not None:
+            registration.all_have_come()
+
+    def is_first_to_set(self, key: str) -> bool:
+        """Return whether no other rank of the group has set this key."""
+        own = secrets.token_hex(8)
+        with contextlib.suppress(RuntimeError):  # the store has gone
+            if self.compare_set(key, "", own).decode() == own:
+                self._written[self._path + key] = None
+                return True
+        return False
+
+    def say_who_is_missing(self, keys: Sequence[str], waited_s: float, nth: int) -> None:
+        """Say which ranks have not written these keys, unless another rank has said it for the ``nth`` time."""
+        lacking = [key for key in keys if not self.check([key])]
+        missing = {_rank_of(key) for key in lacking}
+        if missing and -1 not in missing and self._rank >= 0 and self.is_first_to_set(f"said/{lacking[0]}/{nth}"):
+            has, them = ("has", "it") if len(missing) == 1 else ("have", "them")
+            tell(
+                f"{format_named('rank', sorted(self._ranks[each] for each in missing))} {has} not come as far as rank "
+                f"{self._ranks[self._rank]}, which waits for {them} to make a group of {self._group}, for "
+                f"{waited_s:.0f} s now"
+            )
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether anybody could know that a rank of the group has gone."""
+        return registered() is not None if self._world else has_witness()
+
+    @property
+    def _group(self) -> str:
+        return format_named("rank", self._ranks)
+
+
+class _Watch:
+    """What a rank does while it waits for keys: look for ranks that have gone, and say for whom it waits."""
+
+    def __init__(self, store: RendezvousStore, keys: Sequence[str]) -> None:
+        self._store, self._keys = store, keys
+        self.clock = AwakeClock()
+        self._every_s = max(_LOOK_S_IN_WORLD if store._world else _LOOK_S, _LOOK_S_PER_RANK * len(store._ranks))
+        self._next_s = self._every_s
+        # Under phalanx run the launcher says it.
+        self._says_at_s, self._said = (not is_kept() and warn_after_s()) or math.inf, 0
+
+    def look(self) -> None:
+        """Look, if it is time; raise why the keys will not come."""
+        waited_s = self.clock.now()
+        if waited_s >= self._says_at_s:
+            self._says_at_s, self._said = AGAIN * self._says_at_s, self._said + 1
+            self._store.say_who_is_missing(self._keys, waited_s, self._said)
+        if waited_s >= self._next_s:
+            self.refuse_gone()
+            self._next_s = self.clock.now() + self._every_s
+
+    def refuse_gone(self) -> None:
+        """Raise the error for a rank that has gone, unless the keys are there."""
+        try:
+            self._store.look()
+        except InitializationError:
+            if not self._store.check(list(self._keys)):
+                raise
+
+
+def _rank_of(key: str) -> int:
+    """Return the rank of the group that writes a key; -1 if its name does not say that."""
+    last = key.rpartition("/")[2]
+    return 0 if key == OFFER else int(last) if last.isdecimal() else -1
+
+
+def error_of(store: Store, otherwise: str, *, late: bool = False) -> InitializationError:
+    """Return the error of a rank that finds the ranks not to meet: which has gone, if that is known.
+
+    Args:
+        store: where they meet.
+        otherwise: the text if it is not known.
+        late: they may not have gone, but have not come in time; so one that is stopped is named as well.
+    """
+    found = None
+    if isinstance(store, RendezvousStore):
+        with contextlib.suppress(DistError):  # the store has gone
+            found = store.find_gone()
+        found = found or (store.find_stopped() if late else None)
+    return found or InitializationError(otherwise)
+
+
+def part_of(store: Store, name: str) -> Store:
+    """A part of a store in which ranks meet, where waits end as they do in the whole."""
+    return store.part(name) if isinstance(store, RendezvousStore) else PrefixStore(name, store)

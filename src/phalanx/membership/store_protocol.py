@@ -1,0 +1,240 @@
+"""What a rank and rank 0's store say to each other: the claim with which it joins, the verdict, then requests.
+
+Claim and verdict are JSON in the handshake (``wire/proof.py``), which hands them out after the key was proven. Requests
+and answers are frames (``wire/framing.py``) of a code, a number and fields of bytes. Nothing is ever unpickled. If the
+join is open, any process can prove the key, so every value is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import struct
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TypeVar
+
+from phalanx.system.foreign_values import checked, read_json
+from phalanx.system.host import this_host
+from phalanx.system.processes import has_ended, own_sight, start_of, state_if_stopped
+from phalanx.topology.place import Place
+from phalanx.wire.framing import PREFIX_BYTES, Malformed, end_of_frame, frame
+from phalanx.wire.proof import NoProof
+from phalanx.wire.sockets import KeepAlive
+
+__all__ = ["KEEP_ALIVE", "ROLE", "Claim", "Code", "RankProcess", "Verdict", "length_of", "own_claim", "pack", "unpack"]
+
+T = TypeVar("T")
+
+ROLE = "store"
+# A host that vanishes counts as lost after 40 s: 10 s of silence, then six probes. The kernel sends no probes while a
+# request is unacknowledged, so that has a limit of its own.
+KEEP_ALIVE = KeepAlive(idle_s=10, interval_s=5, probes=6, unacknowledged_s=40)
+_LONGEST_HOST = 255
+_LONGEST_REASON = 900  # characters, of up to four bytes each
+_KINDS = ("welcome", "refused", "other", "earlier")
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """The process of a rank.
+
+    Attributes:
+        start: when it was started, as ``system/processes.py`` counts.
+        sight: equal for processes that see each other (``own_sight``); empty if none can.
+    """
+
+    rank: int
+    pid: int
+    start: int
+    sight: str
+    host: str
+
+    @property
+    def name(self) -> str:
+        """The process, for people."""
+        return f"pid {self.pid} on {self.host}"
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether this process can look at it."""
+        return bool(self.sight) and self.sight == own_sight()
+
+    def has_ended(self) -> bool:
+        """Return whether this process sees that it has ended."""
+        return self.is_seen and has_ended(self.pid, self.start)
+
+    def stopped_state(self) -> str:
+        """Return the kernel's letter for its state if this process sees it stopped; else nothing."""
+        return state_if_stopped(self.pid, self.start) if self.is_seen else ""
+
+
+def own_process(rank: int) -> RankProcess:
+    """Describe this process, which is this rank."""
+    pid = os.getpid()
+    return RankProcess(rank, pid, start_of(pid), own_sight(), this_host().name)
+
+
+@dataclass(frozen=True)
+class Claim(RankProcess):
+    """The facts that a process gives about itself when it joins.
+
+    Attributes:
+        world_size: how many ranks there are.
+        job: a digest of the job's id, from which the port is derived; empty where the port was given.
+        attempt: how often the launcher has started the job anew.
+        opening: which of the process's worlds this is: 1 for the first that it opens.
+        node_rank: its host's index; -1 if its launcher does not say it.
+        token: a secret of this process, by which rank 0 recognises its further connections. The process chooses it,
+            so rank 0 recognises it even if the first answer came too late and the process has connected anew.
+    """
+
+    world_size: int
+    job: str = ""
+    attempt: int = 0
+    opening: int = 0
+    node_rank: int = -1
+    token: str = ""
+
+    def encode(self) -> bytes:
+        """Return the claim as it is sent."""
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> Claim:
+        """Read a claim, and leave out the characters of the host's name that cannot be printed.
+
+        Raises:
+            NoProof: the bytes are not a claim.
+        """
+        claim = _decoded(Claim, data)
+        return replace(claim, host=_printable(claim.host[:_LONGEST_HOST]))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Rank 0's answer to a claim.
+
+    Attributes:
+        kind: ``welcome``; ``refused``; ``other``: this is rank 0 of another job; ``earlier``: this is rank 0 of an
+            earlier attempt, which will end.
+        reason: why the process is not welcome, for people.
+        pid, host, start, sight: rank 0's process, if the caller is welcome.
+    """
+
+    kind: str
+    reason: str = ""
+    pid: int = 0
+    host: str = ""
+    start: int = 0
+    sight: str = ""
+
+    @property
+    def rank_0(self) -> RankProcess:
+        """Rank 0's process, which the caller may look at."""
+        return RankProcess(0, self.pid, self.start, self.sight, self.host)
+
+    def encode(self) -> bytes:
+        """Return the verdict as it is sent."""
+        short = replace(self, reason=self.reason[:_LONGEST_REASON])
+        return json.dumps(asdict(short), ensure_ascii=False).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> Verdict:
+        """Read a verdict.
+
+        Raises:
+            NoProof: the bytes are not one; rank 0 knows the key but is another version of Phalanx.
+        """
+        verdict = _decoded(Verdict, data)
+        if verdict.kind not in _KINDS:
+            raise NoProof
+        return replace(verdict, reason=_printable(verdict.reason))
+
+
+def own_claim(place: Place, job: str, opening: int) -> Claim:
+    """Make the claim of this process, with a new token.
+
+    Args:
+        place: this process, as its launcher says.
+        job: a digest of the job's id; empty if the port does not follow from it.
+        opening: which of the process's worlds this is.
+    """
+    node_rank = -1 if place.node_rank is None else place.node_rank
+    return Claim(
+        **asdict(own_process(place.rank)),
+        world_size=place.world_size,
+        job=job,
+        attempt=place.attempt,
+        opening=opening,
+        node_rank=node_rank,
+        token=secrets.token_hex(16),
+    )
+
+
+def _decoded(kind: type[T], data: bytes) -> T:
+    try:
+        found = checked(kind, read_json(data))
+        for value in vars(found).values():
+            str(value).encode()  # JSON can spell halves of characters (surrogates)
+    except (TypeError, ValueError, AttributeError):
+        raise NoProof from None
+    return found
+
+
+def _printable(text: str) -> str:
+    return "".join(letter for letter in text if letter.isprintable())
+
+
+# -- requests ------------------------------------------------------------------------------------------
+
+
+class Code:
+    """Codes of requests, then of answers.
+
+    The fields of a request are keys, or keys and values in turn. The number of ADD is the summand. EVERYBODY waits
+    until all ranks have joined, MISSING describes those that have not, and WILL has a key and a value that the store
+    sets, if it has no value, when the connections of this rank end; without fields it is taken back.
+    """
+
+    SET, ADD, APPEND, COMPARE_SET, DELETE, CHECK, COUNT, LIST, READ, WAIT, EVERYBODY, MISSING, WILL = range(1, 14)
+    # DONE carries the result, as a number or as fields. The field of FAILED is the reason.
+    DONE, FAILED = 0, 1
+
+
+_LENGTH = struct.Struct("!I")
+_HEAD = struct.Struct("!BqI")
+SHORTEST = PREFIX_BYTES + _HEAD.size
+
+
+def pack(code: int, number: int = 0, fields: Sequence[bytes] = ()) -> bytes:
+    """Return a message, ready to be sealed; raise ValueError if it is too long."""
+    parts = [_HEAD.pack(code, number, len(fields))]
+    for field in fields:
+        parts += (_LENGTH.pack(len(field)), field)
+    return frame(*parts)
+
+
+def length_of(data: bytes | bytearray) -> int | None:
+    """Return how long the message is that ``data`` begins with; None while too few bytes have come to know that."""
+    return end_of_frame(data, shortest=_HEAD.size)
+
+
+def unpack(data: bytes | bytearray, length: int) -> tuple[int, int, list[bytes]]:
+    """Return code, number and fields of the message in the first ``length`` bytes.
+
+    Raises:
+        Malformed: the fields do not fill the message exactly.
+    """
+    code, number, count = _HEAD.unpack_from(data, PREFIX_BYTES)
+    at, fields = PREFIX_BYTES + _HEAD.size, []
+    for _ in range(count):
+        end = at + _LENGTH.size
+        if end > length or end + (nbytes := _LENGTH.unpack_from(data, at)[0]) > length:
+            raise Malformed("a field is cut off")
+        fields.append(bytes(data[end : end + nbytes]))
+        at = end + nbytes
+    if at != length:
+        raise Malformed("bytes are left over")
+    return code, number, fields
