@@ -18,6 +18,7 @@ from tests.fault.test_gone_in_first_init import LIMIT_S, fall_at, join, leave, r
 from tests.support.ranks import Member, values
 
 from phalanx.errors import InitializationError
+from phalanx.membership import store_protocol
 from phalanx.system.host import machine_name
 from phalanx.system.processes import own_sight
 from phalanx.transports.shm import segment
