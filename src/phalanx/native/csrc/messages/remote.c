@@ -22,7 +22,7 @@
 
 #define LEFT 'L'
 #define AHEAD 16384u    /* bytes that are read ahead: headers, and small messages as a whole */
-#define GOOD_PART 524288
+#define GOOD_PART 524288 /* bytes of a large message for which a thread is woken */
 #define TURN 1048576u   /* bytes that are moved before others get the lock */
 
 struct header {
@@ -283,7 +283,7 @@ static void watch_in(struct phx_mail *mail, uint32_t rank)
     struct phx_remote *remote = mail->streams[rank].remote;
     const phx_message *message = mail->streams[rank].arriving;
     const uint64_t rest = message ? message->end.nbytes - message->moved : 1;
-    const int enough = rest < GOOD_PART ? 1 : GOOD_PART;
+    const int enough = rest <= PHX_PIECE ? 1 : rest < GOOD_PART ? (int)rest : GOOD_PART;
     if (enough != remote->enough && !setsockopt(remote->in, SOL_SOCKET, SO_RCVLOWAT, &enough, sizeof enough))
         remote->enough = enough;
     phx_ready_watch(mail, remote->in, rank, 1, remote->in_watched = 1);
