@@ -408,9 +408,10 @@ void phx_messages_refused(phx_comm *comm, uint32_t rank, int left)
 int phx_messages_met(phx_comm *comm, uint32_t rank)
 {
     struct phx_mail *mail = comm->mail;
+    if (rank >= mail->size || mail->streams[rank].place != PHX_NOBODY)
+        return rank < mail->size;
     pthread_mutex_lock(&mail->lock);
-    const struct phx_stream *stream = rank < mail->size ? &mail->streams[rank] : NULL;
-    const int met = stream && (stream->place != PHX_NOBODY || (stream->remote && stream->remote->met));
+    const int met = mail->streams[rank].remote && mail->streams[rank].remote->met;
     pthread_mutex_unlock(&mail->lock);
     return met;
 }
