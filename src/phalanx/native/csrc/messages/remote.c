@@ -22,7 +22,7 @@
 
 #define LEFT 'L'
 #define AHEAD 16384u    /* bytes that are read ahead: headers, and small messages as a whole */
-#define GOOD_PART 524288
+#define GOOD_PART 524288 /* bytes of a large message for which a thread is woken */
 #define TURN 1048576u   /* bytes that are moved before others get the lock */
 
 struct header {
@@ -116,12 +116,18 @@ static uint64_t push(struct phx_remote *remote, const char *data, uint64_t nbyte
     return (uint64_t)sent - of_front;
 }
 
+/* Whether the rest of a message is for the thread of ready.c: one that waits would move it packet by packet, and slowly. */
+static int is_bulk(const phx_message *message)
+{
+    return message->end.nbytes - message->moved > PHX_PIECE;
+}
+
 static int front_is_sent(const struct phx_remote *remote)
 {
     return remote->front_sent == sizeof(struct header) + remote->front.header.line_bytes;
 }
 
-int phx_remote_move_sends(phx_comm *comm, uint32_t dst)
+static int move_sends(phx_comm *comm, uint32_t dst, int by_thread)
 {
     struct phx_list *sends = &comm->mail->streams[dst].sends;
     struct phx_remote *remote = comm->mail->streams[dst].remote;
@@ -130,6 +136,11 @@ int phx_remote_move_sends(phx_comm *comm, uint32_t dst)
         phx_message *message = sends->first;
         if (!message->started)
             begin_front(remote, &message->end, message->tag);
+        else if (is_bulk(message) && !by_thread) {
+            if (!remote->out_watched)
+                phx_ready_watch(comm->mail, remote->out, dst, 0, remote->out_watched = 1);
+            break;
+        }
         message->started = 1;
         const uint64_t sent = remote->sent;
         message->moved += push(remote, message->data + message->moved, message->end.nbytes - message->moved);
@@ -141,6 +152,11 @@ int phx_remote_move_sends(phx_comm *comm, uint32_t dst)
         }
     }
     return remote && remote->sent != before;
+}
+
+int phx_remote_move_sends(phx_comm *comm, uint32_t dst)
+{
+    return move_sends(comm, dst, 0);
 }
 
 /* Whether the socket takes a message as a whole. Memory that holds bytes for the network is larger than these. */
@@ -252,7 +268,19 @@ static int pull(struct phx_remote *remote, phx_message *message)
     return 1;
 }
 
-int phx_remote_move_arrivals(phx_comm *comm, uint32_t src)
+/* Have ready.c look after what comes. Its thread is woken for a good part of a large message, and not for each packet. */
+static void watch_in(struct phx_mail *mail, uint32_t rank)
+{
+    struct phx_remote *remote = mail->streams[rank].remote;
+    const phx_message *message = mail->streams[rank].arriving;
+    const uint64_t rest = message ? message->end.nbytes - message->moved : 1;
+    const int enough = rest <= PHX_PIECE ? 1 : rest < GOOD_PART ? (int)rest : GOOD_PART;
+    if (enough != remote->enough && !setsockopt(remote->in, SOL_SOCKET, SO_RCVLOWAT, &enough, sizeof enough))
+        remote->enough = enough;
+    phx_ready_watch(mail, remote->in, rank, 1, remote->in_watched = 1);
+}
+
+static int move_arrivals(phx_comm *comm, uint32_t src, int by_thread)
 {
     struct phx_stream *stream = &comm->mail->streams[src];
     struct phx_remote *remote = stream->remote;
@@ -270,6 +298,11 @@ int phx_remote_move_arrivals(phx_comm *comm, uint32_t src)
         } else if (remote->blocked) {
             break;
         }
+        if (stream->arriving && is_bulk(stream->arriving) && !by_thread && remote->in >= 0) {
+            if (!remote->in_watched)
+                watch_in(comm->mail, src);
+            break;
+        }
         if (!pull(remote, stream->arriving))
             break;
         moved = 1;
@@ -277,16 +310,9 @@ int phx_remote_move_arrivals(phx_comm *comm, uint32_t src)
     return moved;
 }
 
-/* Have ready.c look after what comes. Its thread is woken for a good part of a large message, and not for each packet. */
-static void watch_in(struct phx_mail *mail, uint32_t rank)
+int phx_remote_move_arrivals(phx_comm *comm, uint32_t src)
 {
-    struct phx_remote *remote = mail->streams[rank].remote;
-    const phx_message *message = mail->streams[rank].arriving;
-    const uint64_t rest = message ? message->end.nbytes - message->moved : 1;
-    const int enough = rest < GOOD_PART ? 1 : GOOD_PART;
-    if (enough != remote->enough && !setsockopt(remote->in, SOL_SOCKET, SO_RCVLOWAT, &enough, sizeof enough))
-        remote->enough = enough;
-    phx_ready_watch(mail, remote->in, rank, 1, remote->in_watched = 1);
+    return move_arrivals(comm, src, 0);
 }
 
 /* -- both -------------------------------------------------------------------------------------------------------- */
@@ -314,7 +340,7 @@ void phx_remote_ready(phx_comm *comm, uint32_t rank, int incoming, int may_write
     if (incoming) {
         remote->in_watched = 0;
         if (remote->in >= 0 && phx_mail_may_move(comm)) {
-            phx_remote_move_arrivals(comm, rank);
+            move_arrivals(comm, rank, 1);
             /* After a message the threads that have slept look themselves, and sleep again if they have to. */
             if (remote->in >= 0 && !remote->blocked && mail->finished == finished)
                 watch_in(mail, rank);
@@ -323,7 +349,7 @@ void phx_remote_ready(phx_comm *comm, uint32_t rank, int incoming, int may_write
         if (!may_write)
             end_out(remote);
         else if (phx_mail_may_move(comm))
-            phx_remote_move_sends(comm, rank);
+            move_sends(comm, rank, 1);
         remote->out_watched = mail->streams[rank].sends.first && phx_mail_may_move(comm);
         if (remote->out >= 0)
             phx_ready_watch(mail, remote->out, rank, 0, remote->out_watched);
@@ -382,9 +408,10 @@ void phx_messages_refused(phx_comm *comm, uint32_t rank, int left)
 int phx_messages_met(phx_comm *comm, uint32_t rank)
 {
     struct phx_mail *mail = comm->mail;
+    if (rank >= mail->size || mail->streams[rank].place != PHX_NOBODY)
+        return rank < mail->size;
     pthread_mutex_lock(&mail->lock);
-    const struct phx_stream *stream = rank < mail->size ? &mail->streams[rank] : NULL;
-    const int met = stream && (stream->place != PHX_NOBODY || (stream->remote && stream->remote->met));
+    const int met = mail->streams[rank].remote && mail->streams[rank].remote->met;
     pthread_mutex_unlock(&mail->lock);
     return met;
 }
