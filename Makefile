@@ -7,7 +7,7 @@ FRAMEWORKS := .venv-frameworks
 TORCHES ?= .venv-torch
 RANKS ?= 2
 ARGS ?=
-SOURCES := pyproject.toml setup.py $(wildcard src/phalanx/native/csrc/* src/phalanx/native/csrc_entry/*)
+SOURCES := pyproject.toml setup.py $(wildcard src/phalanx/native/csrc/*.h src/phalanx/native/csrc/*/* src/phalanx/native/csrc_entry/*)
 # How many tests run side by side: one more than there are cores, since many only wait.
 JOBS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 20

@@ -46,8 +46,8 @@ setup(
     ext_modules=[
         Extension(
             CORE,
-            sources=sorted(str(path) for path in CSRC.glob("*.c")),
-            depends=sorted(str(path) for path in CSRC.glob("*.h")),
+            sources=sorted(str(path) for path in CSRC.rglob("*.c")),
+            depends=sorted(str(path) for path in CSRC.rglob("*.h")),
             include_dirs=[str(CSRC)],
             # -ffp-contract=off: a fused multiply-add would round differently from CPU to CPU, and the
             # core promises the same bits everywhere. -march is absent on purpose: dispatch is at run time.

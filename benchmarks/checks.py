@@ -72,7 +72,7 @@ def build_switched(folder: Path) -> None:
     shutil.copytree(PACKAGE, folder / "phalanx", ignore=shutil.ignore_patterns("__pycache__"))
     native = folder / "phalanx" / "native"
     flags = "-std=gnu11 -O3 -ffp-contract=off -fvisibility=hidden -pthread -fPIC -shared -DPHX_SWITCHED"
-    sources = sorted(str(path) for path in (native / "csrc").glob("*.c"))
+    sources = [f"-I{native / 'csrc'}", *sorted(str(path) for path in (native / "csrc").rglob("*.c"))]
     (native / "libphalanx.so").unlink(missing_ok=True)
     subprocess.run(
         [*os.environ.get("CC", "cc").split(), *flags.split(), *sources, "-o", native / "libphalanx.so"], check=True

@@ -45,12 +45,12 @@ export all core && export -f cc
 qemu="$all/tools/usr/bin/qemu-aarch64-static -L $all/root"
 
 rm -rf site/phalanx built && cp -r "$here/src/phalanx" site/ && rm -f site/phalanx/native/*.so && mkdir built
-ls "$core"/*.c | xargs -P 2 -I{} bash -c 'cc -fvisibility=hidden -c {} -o built/$(basename {} .c).o'
+ls "$core"/*/*.c | xargs -P 2 -I{} bash -c 'cc -fvisibility=hidden -c {} -o built/$(basename {} .c).o'
 cc -shared built/*.o -o site/phalanx/native/libphalanx.so
 cc -shared -fvisibility=hidden -DPy_LIMITED_API=0x030A0000 -I"$entry" -Iroot/usr/include -Iroot/usr/include/python3.11 \
     "$entry"/*.c -o site/phalanx/native/entry.abi3.so
 
-sed 's/->start_time = start_time;/->start_time = 1;/' "$core/process.c" >built/process.c && cc -c built/process.c -o built/process.o
+sed 's/->start_time = start_time;/->start_time = 1;/' "$core/system/process.c" >built/process.c && cc -c built/process.c -o built/process.o
 for program in breaks "stress 3 100 1 512" "stress 2 400 1 4096" "stress 5 200 1 4096" \
     "stress 8 100 1 1024" "rpc_stress 3 40" "rpc_stress 2 60" "rpc_damage 1 10"; do
     name=${program%% *}

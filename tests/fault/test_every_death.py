@@ -18,7 +18,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = tmp_path_factory.mktemp("deaths") / "deaths"
     native = ROOT / "tests/native"
     flags = ["-std=gnu11", "-O1", "-g", "-ffp-contract=off", "-pthread", "-include", str(native / "deaths.h")]
-    sources = [str(native / "deaths.c"), *map(str, sorted(CORE.glob("*.c")))]
+    sources = [str(native / "deaths.c"), *map(str, sorted(CORE.rglob("*.c")))]
     subprocess.run(["cc", *flags, f"-I{CORE}", *sources, "-o", str(built)], check=True)
     return built
 

@@ -14,8 +14,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "comm.h"
-#include "life.h"
+#include "segment/comm.h"
+#include "segment/life.h"
 
 #define REQUIRE(condition)                                                                                       \
     do {                                                                                                         \

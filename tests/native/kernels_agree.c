@@ -5,7 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "kernels.c"
+#include "collectives/kernels.c"
 
 phx_tracer_fn phx_tracer; /* the core's is in segment.c */
 

@@ -13,7 +13,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "rpc_hub.h"
+#include "rpc/hub.h"
 
 #define SLAB (1u << 19)
 #define THREADS 3

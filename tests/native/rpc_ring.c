@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "rpc_ring.h"
+#include "rpc/ring.h"
 
 #define RECORDS 8000u
 

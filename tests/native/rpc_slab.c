@@ -10,8 +10,8 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "futex.h"
-#include "rpc_slab.h"
+#include "system/futex.h"
+#include "rpc/slab.h"
 
 #define BYTES (8u << 20)
 #define LATER 11000000000ull

@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "rpc.h"
+#include "rpc/rpc.h"
 
 #define MOST 5
 #define SERVERS 20 /* more than a worker is ever asked at once, so that one is always free to receive */

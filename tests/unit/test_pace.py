@@ -32,7 +32,7 @@ class Operation:
 
 
 class Recorder:
-    """A recorder's memory, written by the letters of native/csrc/record.h."""
+    """A recorder's memory, written by the letters of native/csrc/recorder/record.h."""
 
     def __init__(self) -> None:
         self.file = os.memfd_create("test")

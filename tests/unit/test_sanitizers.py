@@ -34,7 +34,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     def make(sanitizer: str, source: str) -> Path:
         if sanitizer not in folders:
             folder = tmp_path_factory.mktemp("core")
-            for each in sorted(CORE.glob("*.c")):
+            for each in sorted(CORE.rglob("*.c")):
                 compile_c(f"-fsanitize={sanitizer}", "-c", each, "-o", folder / f"{each.stem}.o")
             folders[sanitizer] = folder
         program = folders[sanitizer] / source.replace(".c", ".test")
@@ -81,7 +81,7 @@ def test_core_is_clean_under_sanitizers(
 @pytest.mark.long
 def test_core_in_states_that_are_too_short_lived_to_be_met(tmp_path: Path) -> None:
     program = tmp_path / "breaks"
-    compile_c("-Wall", "-Wextra", ROOT / "tests/native/breaks.c", *sorted(CORE.glob("*.c")), "-o", program)
+    compile_c("-Wall", "-Wextra", ROOT / "tests/native/breaks.c", *sorted(CORE.rglob("*.c")), "-o", program)
     run(program)
 
 

@@ -4,7 +4,7 @@ A process takes seconds to end once torch is loaded, so others are told earlier:
 
 - an exception that nobody caught, from the exception hook: by the core to ranks that share memory, and by the groups of
   :func:`tell_of_failure` to those of other hosts;
-- an exit, by the core (``native/csrc/life.c``), and earlier by the launcher (:func:`tell_of_exit`);
+- an exit, by the core (``native/csrc/segment/life.c``), and earlier by the launcher (:func:`tell_of_exit`);
 - an exception on whose way a group is closed, as by ``with``, by that group (:func:`cause_of_going`).
 
 How another process has ended only its parent knows, which is the launcher: it answers :func:`how_ended`.

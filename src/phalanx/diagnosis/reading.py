@@ -34,7 +34,7 @@ from phalanx.system.files import beside, jobs_folder
 from phalanx.system.foreign_values import read_json
 
 _OPS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")  # enum phx_op
-# native/csrc/record.h; of the header the magic number, version, world size, pid, rank, dtypes, step and label.
+# native/csrc/recorder/record.h; of the header the magic number, version, world size, pid, rank, dtypes, step and label.
 _HEADER, _NEXT_AT, _RECORD_BYTES = "=QIIIiIiI", 64, 64
 _Error = TypeVar("_Error", bound=BaseException)
 

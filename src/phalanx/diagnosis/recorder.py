@@ -1,7 +1,7 @@
 """The flight recorder of this process: its last 4,096 operations, in memory that outlives it.
 
-The core writes the records (``native/csrc/record.h`` has their protocol). This module opens the memory, with the
-process's first group, and keeps its texts: names of groups, and lines from which operations are called. The memory
+The core writes the records (``native/csrc/recorder/record.h`` has their protocol). This module opens the memory, with
+the process's first group, and keeps its texts: names of groups, and lines from which operations are called. The memory
 belongs to the launcher, if there is one (:func:`keep_in`); else it is a file of this process (``reading.py``).
 """
 

@@ -2,8 +2,9 @@
 
 A thread that gets a signal writes its stack by ``faulthandler``, in C. But if the signal comes while the interpreter
 links in the frame of a call (Python 3.11 and later), ``faulthandler`` may end the process, or not end itself. So a copy
-of the process writes the stack (``native/csrc/stacks.c``), unless the thread is outside the interpreter's own code: a
-copy costs some 40 ms for each GiB of memory. If the copy could not, who has asked asks again (:func:`was_changed`).
+of the process writes the stack (``native/csrc/system/stacks.c``), unless the thread is outside the interpreter's own
+code: a copy costs some 40 ms for each GiB of memory. If the copy could not, who has asked asks again
+(:func:`was_changed`).
 
 A process that others of its user may look at has one file in memory for that (:func:`be_seen`). Only its handler writes
 there, behind what is there. Others find the file through /proc, ask by a signal, and take the first whole stack that

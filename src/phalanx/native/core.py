@@ -260,7 +260,7 @@ def library() -> ctypes.CDLL:
 
 @cache
 def rpc(*, holding: bool = False) -> ctypes.CDLL:
-    """Load the core's functions for RPC (``native/csrc/rpc.h``).
+    """Load the core's functions for RPC (``native/csrc/rpc/rpc.h``).
 
     With ``holding``, calls keep the interpreter's lock: a function that never waits is spared two hand-overs, each of
     which may take 5 ms beside a busy thread.

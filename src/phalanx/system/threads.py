@@ -58,7 +58,7 @@ class AwakeClock:
     """Seconds since it was made in which the process ran. Any thread may read it.
 
     A whole job may be stopped for longer than any timeout (SIGSTOP, docker pause, a batch system's suspend). The core's
-    waits count alike (``native/csrc/futex.h``).
+    waits count alike (``native/csrc/system/futex.h``).
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Two ranks of a group that have called two lines in different orders: a mistake that equal calls hide.
 
-The core notices it (``native/csrc/line_pairs.h`` has the rule). What is left to decide is whether the two lines are two
-arms of one branch, which ranks may well take in turns; and whether the user wants a warning or an error.
+The core notices it (``native/csrc/collectives/line_pairs.h`` has the rule). What is left to decide is whether the two
+lines are two arms of one branch, which ranks may well take in turns; and whether the user wants a warning or an error.
 """
 
 from __future__ import annotations

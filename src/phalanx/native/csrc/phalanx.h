@@ -7,6 +7,15 @@
  * rank at a time. It returns when this rank's part is done: PHX_OK; PHX_BAD_ARGUMENT without having done anything; or,
  * from PHX_MISMATCH on, the reason why the group is broken. All data is contiguous.
  *
+ * Folders, each of which includes only those before it:
+ *   system       what the core asks of Linux: futexes, processes, a heartbeat, copies of a process for its stacks
+ *   recorder     the flight recorder: records of operations in memory that outlives the process
+ *   segment      the shared memory of a group, and its state: who is there, why it broke, which calls match
+ *   collectives  chunks, waits, the kernels that combine numbers, and a file for each collective
+ *   messages     rings between two ranks, and the mail that goes through them
+ *   rpc          links between two workers, over shared memory or a TCP connection
+ *   mpi          the collectives of `--mpi`, by calls of MPI
+ *
  * Nothing here knows Python or torch. Of Python's files only native/core.py knows these signatures; it compares PHX_ABI
  * when it loads the library.
  */
@@ -195,7 +204,7 @@ PHX_API void phx_describe(phx_comm *comm, const char *text);
 /* Copy the description of `rank` into `out` (PHX_TEXT bytes). Returns 0 if there is none yet. */
 PHX_API int phx_description(const phx_comm *comm, uint32_t rank, char *out);
 
-/* -- the order of lines (lines.h) ----------------------------------------------------------------------------------- */
+/* -- the order of lines (line_order.h) ----------------------------------------------------------------------------------- */
 
 /* Two lines of the program that this rank and another have both called, but not in the same calls. */
 struct phx_crossing {

@@ -1,4 +1,4 @@
-"""One end of a TCP connection in the core (``native/csrc/rpc_socket.c``): a small message is one call there each way.
+"""One end of a TCP connection in the core (``native/csrc/rpc/socket.c``): a small message is one call there each way.
 
 A thread that waits sleeps at once, other than with shared memory, where it watches for a short time first. Watching a
 connection was tried. It made an empty call 10 to 20 us quicker while other programs left the cores alone, and many

@@ -1,4 +1,4 @@
-"""A message as one piece of memory, as it goes through shared memory (``native/csrc/rpc.h``).
+"""A message as one piece of memory, as it goes through shared memory (``native/csrc/rpc/rpc.h``).
 
 It begins with a header that the core reads, followed by the sizes of the buffers, the service's name, the head, and the
 buffers, each at a multiple of ``ALIGN`` bytes.

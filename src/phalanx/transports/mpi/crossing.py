@@ -1,6 +1,6 @@
 """Lines that ranks of an MPI group have called in different orders.
 
-Whether all ranks call from one line comes with the comparison of the calls (``native/csrc/mpi_lines.h``). If they do
+Whether all ranks call from one line comes with the comparison of the calls (``native/csrc/mpi/lines.h``). If they do
 not, and the same lines have not just met, the ranks confer: each tells all others its line, and compares its own with
 those of the lower ranks. What one rank finds, all must know, since an error of one rank is an error of all.
 """

@@ -1,6 +1,6 @@
 """The fingerprints that the ranks of an MPI group compare before each collective, and their reduction.
 
-Where it is possible, the C core makes the calls of MPI itself (``native/csrc/mpi_meet.c``), and the usual all_reduce
+Where it is possible, the C core makes the calls of MPI itself (``native/csrc/mpi/meet.c``), and the usual all_reduce
 after them: through mpi4py they would take more time in Python than in MPI. The figures of docs/mpi.md for small
 all_reduces rest on that. Elsewhere mpi4py makes the calls.
 """
@@ -33,11 +33,11 @@ class FingerprintCheck:
     Args:
         runtime, comm: MPI under way, and the group's communicator.
         spins: how often to test for the others before :meth:`compare` returns.
-        lines: whether to compare the lines from which the ranks call as well (``native/csrc/mpi_lines.h``); equal on
+        lines: whether to compare the lines from which the ranks call as well (``native/csrc/mpi/lines.h``); equal on
             all ranks.
 
     Attributes:
-        direct: True if the C core calls MPI itself (``native/csrc/mpi_meet.c``); False if mpi4py does. :meth:`prepare`
+        direct: True if the C core calls MPI itself (``native/csrc/mpi/meet.c``); False if mpi4py does. :meth:`prepare`
             may be called only if it is True.
         test: a function that returns whether the reduction under way is done.
         free: a function that gives back the persistent request, if there is one.

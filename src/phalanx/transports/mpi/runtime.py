@@ -222,7 +222,7 @@ class Runtime:
             )
 
     def _end_with_the_process(self) -> None:
-        """Have MPI ended by the exit code, which is known only when Python has finalised (``mpi_end.c``)."""
+        """Have MPI ended by the exit code, known only when Python has finalised (``native/csrc/mpi/end.c``)."""
         mpi, core, symbols = self.mpi, self._core, self.symbols
         at_exit = _on_exit()
         if symbols is None or at_exit is None:

@@ -38,7 +38,7 @@ _Unheard = tuple[CallSite | None, Callable[..., str], tuple[Any, ...]]
 
 
 class SharedMemoryCommunicator(Communicator):
-    """Collectives through one shared segment (see ``native/csrc/segment.h`` for its protocol).
+    """Collectives through one shared segment (see ``native/csrc/segment/segment.h`` for its protocol).
 
     Every rank of the group constructs it, at the same point of its program.
 

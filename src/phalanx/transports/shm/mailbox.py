@@ -1,4 +1,4 @@
-"""The messages of one group over shared memory, through the rings of its segment (``native/csrc/p2p.c``)."""
+"""The messages of one group over shared memory, through the rings of its segment (``native/csrc/messages/p2p.c``)."""
 
 from __future__ import annotations
 

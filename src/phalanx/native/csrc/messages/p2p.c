@@ -1,0 +1,212 @@
+/* The calls about messages: start one, test it, wait for it, give it back.
+ *
+ * mail.c moves the bytes; here is what a waiting thread does between its attempts: spin, yield, sleep on the bell of
+ * its place, and after each slice check whether the message can still come. Cost of a message: n bytes in, n bytes out,
+ * one ring of the bell for every piece of 64 KiB. */
+#include <sched.h>
+#include <stdlib.h>
+
+#include "segment/call.h"
+#include "segment/breaking.h"
+#include "segment/cores.h"
+#include "system/futex.h"
+#include "segment/life.h"
+#include "messages/mail.h"
+
+static phx_message *new_message(void *data, const struct phx_end *end, uint32_t peer, uint32_t tag)
+{
+    phx_message *message = malloc(sizeof *message);
+    if (message)
+        *message = (phx_message){.data = data, .end = *end, .peer = peer, .tag = tag};
+    return message;
+}
+
+phx_message *phx_send(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag)
+{
+    const int known = dst < comm->size && !phx_lacks_memory(data, sent->nbytes);
+    phx_message *message = known ? new_message((void *)data, sent, dst, tag) : NULL;
+    if (message)
+        phx_mail_send(comm, message);
+    return message;
+}
+
+int phx_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag)
+{
+    return dst < comm->size && !phx_lacks_memory(data, sent->nbytes) && phx_mail_send_now(comm, data, sent, dst, tag);
+}
+
+phx_message *phx_recv(phx_comm *comm, void *data, const struct phx_end *expected, uint32_t src, uint32_t tag)
+{
+    const int known = src < comm->size || src == PHX_ANY_SOURCE;
+    phx_message *message = known && !phx_lacks_memory(data, expected->nbytes) ? new_message(data, expected, src, tag) : NULL;
+    if (!message)
+        return NULL;
+    message->receiving = 1;
+    phx_mail_receive(comm, message);
+    return message;
+}
+
+static int is_done(const phx_message *message)
+{
+    return atomic_load_explicit(&message->done, memory_order_acquire);
+}
+
+static uint32_t peer_of(const phx_message *message)
+{
+    return atomic_load_explicit(&message->peer, memory_order_relaxed);
+}
+
+/* How the message's peer went; of one from any rank, how the first that went otherwise than in order did, or PHX_LEFT if
+ * all others have left. */
+static enum phx_going find_gone_peer(const phx_comm *comm, const phx_message *message, uint32_t *gone)
+{
+    const uint32_t peer = peer_of(message);
+    uint32_t here = 0;
+    if (peer != PHX_ANY_SOURCE)
+        return peer == comm->rank ? PHX_HERE : phx_peer_life(comm, *gone = peer);
+    for (uint32_t p = 0; p < comm->size; p++) {
+        const enum phx_going how = p == comm->rank ? PHX_LEFT : phx_peer_life(comm, p);
+        here += how == PHX_HERE;
+        if (how > PHX_LEFT) {
+            *gone = p;
+            return how;
+        }
+    }
+    return here ? PHX_HERE : PHX_LEFT;
+}
+
+/* Whether the messages' timeout counts for this one and has passed since bytes of it moved. */
+static int overdue(phx_comm *comm, phx_message *message, uint64_t elapsed_ns)
+{
+    if (!message->expected)
+        return 0;
+    const uint64_t progress = phx_mail_progress(comm, message);
+    message->waited = progress == message->progress ? message->waited + phx_waited_ns(elapsed_ns) : 0;
+    message->progress = progress;
+    return message->waited > comm->message_timeout_ns;
+}
+
+/* Once a slice, by the clock: if the message will not come, fail it if its peer has left in order, else break the
+ * group. A peer may send and then go, so messages are moved once more after it was found gone. */
+static int check(phx_comm *comm, phx_message *message, uint64_t now)
+{
+    uint32_t gone = PHX_NOBODY;
+    if (!message->checked)
+        message->checked = now;
+    const uint64_t elapsed_ns = now - message->checked;
+    if (elapsed_ns < PHX_SLICE_NS)
+        return PHX_OK;
+    message->checked = now;
+    const enum phx_going how = find_gone_peer(comm, message, &gone);
+    if (how != PHX_HERE) {
+        phx_mail_move(comm);
+        if (how == PHX_LEFT && !phx_broken(comm)) /* in a broken group every rank leaves sooner or later */
+            phx_mail_fail(comm, message, PHX_PEER_LEFT);
+        return is_done(message) ? PHX_OK : phx_break_gone(comm, gone, how);
+    }
+    if (overdue(comm, message, elapsed_ns) && !is_done(message))
+        return phx_break(comm, PHX_TIMEOUT, peer_of(message) == PHX_ANY_SOURCE ? comm->rank : peer_of(message));
+    return PHX_OK;
+}
+
+int phx_message_test(phx_comm *comm, phx_message *message, int watch)
+{
+    if (is_done(message))
+        return 1;
+    phx_mail_move(comm);
+    if (!is_done(message) && !phx_broken(comm) && watch)
+        check(comm, message, phx_now_ns());
+    return is_done(message) || phx_broken(comm);
+}
+
+void phx_message_expect(phx_comm *comm, phx_message *message)
+{
+    (void)comm;
+    message->expected = 1;
+}
+
+int phx_message_wait(phx_comm *comm, phx_message *message, uint64_t timeout_ns)
+{
+    struct phx_place *place = &comm->places[comm->rank];
+    uint64_t start = 0, looked = 0, waited = 0;
+    for (uint32_t idle = 0;; idle++) {
+        const uint32_t bell = atomic_load_explicit(&place->bell, memory_order_acquire);
+        const struct phx_movement movement = phx_mail_move(comm);
+        if (is_done(message))
+            return message->status;
+        if (movement.moved)
+            idle = 0;
+        if (movement.ended)
+            return PHX_UNDER_WAY;
+        if (idle < comm->spin / 4) {
+            phx_relax();
+            continue;
+        }
+        if (!start) {
+            start = looked = phx_now_ns();
+            if (!timeout_ns)
+                phx_message_expect(comm, message);
+            if (peer_of(message) != PHX_ANY_SOURCE)
+                phx_move_apart(comm, peer_of(message));
+        }
+        if (phx_broken(comm)) {
+            struct phx_breakage why;
+            return phx_breakage(comm, &why);
+        }
+        if (phx_now_ns() - start < PHX_YIELD_NS) {
+            sched_yield();
+            continue;
+        }
+        const enum phx_sleep slept = phx_sleep(&place->bell, bell, &place->listening);
+        if (slept != PHX_WOKEN && comm->poll && comm->poll())
+            return phx_break(comm, PHX_INTERRUPTED, comm->rank);
+        const uint64_t now = phx_now_ns();
+        waited += phx_waited_ns(now - looked);
+        looked = now;
+        const int status = check(comm, message, now);
+        if (status)
+            return status;
+        if (timeout_ns && waited > timeout_ns && !is_done(message))
+            return PHX_UNDER_WAY;
+    }
+}
+
+uint64_t phx_messages_rest(phx_comm *comm, uint64_t finished)
+{
+    struct phx_place *place = &comm->places[comm->rank];
+    const uint64_t start = phx_now_ns();
+    uint64_t moved_at = 0;
+    for (;;) {
+        const uint32_t bell = atomic_load_explicit(&place->bell, memory_order_acquire);
+        const struct phx_movement movement = phx_mail_move(comm);
+        const uint64_t now = phx_now_ns();
+        if (movement.ended || phx_broken(comm) || movement.finished != finished || now - start > PHX_SLICE_NS)
+            return movement.finished;
+        if (movement.moved)
+            moved_at = now;
+        if (now - moved_at < PHX_YIELD_NS)
+            sched_yield();
+        else
+            phx_sleep(&place->bell, bell, &place->listening);
+    }
+}
+
+int phx_message_withdraw(phx_comm *comm, phx_message *message)
+{
+    return phx_mail_withdraw(comm, message);
+}
+
+void phx_messages_end(phx_comm *comm)
+{
+    phx_mail_end(comm);
+}
+
+uint32_t phx_message_source(const phx_message *message)
+{
+    return peer_of(message);
+}
+
+void phx_message_free(phx_comm *comm, phx_message *message)
+{
+    phx_mail_release(comm, message);
+}

@@ -1,0 +1,72 @@
+/* How MPI ends with its process: in order after success, by MPI_Abort after a failure.
+ *
+ * The exit code decides, because MPI_Finalize of a rank that failed would wait for ranks that wait for it. Python has
+ * no hook that gets the code of a `sys.exit(3)`; glibc's on_exit calls phx_mpi_end() with it, after Python has
+ * finalised. MPI's functions come as pointers, so that this file needs no MPI to be built; a communicator is an int or
+ * a pointer, depending on the library, and either fits into an intptr_t.
+ *
+ * Only the thread that starts and ends MPI writes these variables, except `hopeless`: any thread that gives up an
+ * operation sets it.
+ */
+#include "mpi/contract.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+static struct {
+    pid_t pid; /* 0: there is nothing to end. In a child that was forked, the parent's */
+    int (*abort)(intptr_t comm, int code); /* NULL: no other rank waits */
+    int (*finalized)(int *flag);
+    int (*finalize)(void); /* NULL: not ours to call */
+    intptr_t comm;
+    int hopeless; /* MPI_Finalize would wait for ever */
+    char *paths;  /* of files to remove before MPI_Abort, each with its NUL; NULL: none */
+    uint64_t nbytes;
+} mpi;
+
+PHX_API void phx_mpi_begin(void *abort_, void *finalized, void *finalize, intptr_t comm)
+{
+    mpi.abort = (int (*)(intptr_t, int))abort_;
+    mpi.finalized = (int (*)(int *))finalized;
+    mpi.finalize = (int (*)(void))finalize;
+    mpi.comm = comm;
+    mpi.hopeless = 0;
+    mpi.pid = getpid();
+}
+
+PHX_API void phx_mpi_hopeless(void)
+{
+    mpi.hopeless = 1;
+}
+
+PHX_API void phx_mpi_remove_at_abort(const char *paths, uint64_t nbytes)
+{
+    free(mpi.paths);
+    mpi.paths = malloc(nbytes + 1); /* of 0 bytes malloc may return NULL */
+    mpi.nbytes = mpi.paths ? nbytes : 0;
+    if (mpi.paths)
+        memcpy(mpi.paths, paths, nbytes);
+}
+
+PHX_API void phx_mpi_ended(void)
+{
+    mpi.pid = 0;
+}
+
+PHX_API void phx_mpi_end(int code, void *unused)
+{
+    (void)unused;
+    int done = 0;
+    if (mpi.pid != getpid() || mpi.finalized(&done) || done)
+        return;
+    mpi.pid = 0;
+    if (mpi.abort && (code || mpi.hopeless)) {
+        for (uint64_t at = 0; at < mpi.nbytes; at += strlen(mpi.paths + at) + 1)
+            unlink(mpi.paths + at);
+        mpi.abort(mpi.comm, code ? code : 1);
+    } else if (mpi.finalize) {
+        mpi.finalize();
+    }
+}

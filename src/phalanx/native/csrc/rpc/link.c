@@ -1,0 +1,312 @@
+/* A link's channel: made by one process, found by the other through /proc, and given back when nobody needs it. */
+#define _GNU_SOURCE
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "rpc/hub.h"
+
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434
+#endif
+
+_Static_assert(sizeof(struct phx_rpc_place) <= PHX_RPC_PAGE, "a place is one page");
+_Static_assert(sizeof(struct phx_rpc_image) == 32 && sizeof(struct phx_rpc_box) == 64, "as links/shared.py reads them");
+_Static_assert(sizeof(struct phx_rpc_record) == 16, "records keep what follows them aligned");
+_Static_assert(2 * (PHX_RPC_SMALL + sizeof(struct phx_rpc_record)) <= PHX_RPC_SMALL_RING &&
+                   2 * (PHX_RPC_PIECE + sizeof(struct phx_rpc_record)) <= PHX_RPC_BULK_RING,
+               "every record finds room at any place of an empty ring");
+
+static int is_slab(uint64_t bytes)
+{
+    return bytes && bytes % PHX_RPC_PAGE == 0 && bytes <= PHX_RPC_LARGEST_SLAB;
+}
+
+static uint64_t channel_bytes(uint64_t slab_bytes)
+{
+    return phx_rpc_slabs_at() + 2 * slab_bytes;
+}
+
+/* Open descriptor `number` of the process if it is the place, or the channel, of this cookie. */
+static int reach(uint32_t pid, int number, const uint8_t *cookie, int is_place, uint64_t *slab_bytes)
+{
+    struct phx_rpc_channel head; /* the beginning of a place is the same */
+    struct stat file;
+    const int fd = phx_rpc_open_file(pid, number);
+    if (fd < 0)
+        return -1;
+    /* The descriptor's number may belong to another file by now, so nothing is mapped before this check. */
+    const size_t start = offsetof(struct phx_rpc_channel, sides);
+    if (pread(fd, &head, start, 0) == (ssize_t)start && head.magic == PHX_RPC_MAGIC && head.abi == PHX_ABI &&
+        memcmp(head.cookie, cookie, sizeof head.cookie) == 0 && fstat(fd, &file) == 0 && is_slab(head.slab_bytes) &&
+        (uint64_t)file.st_size ==
+            (is_place ? PHX_RPC_SHARED_AT + head.slab_bytes : channel_bytes(head.slab_bytes))) {
+        *slab_bytes = head.slab_bytes;
+        return fd;
+    }
+    close(fd);
+    errno = EPROTO;
+    return -1;
+}
+
+static struct phx_rpc_end_of_ring end_of(phx_rpc_link *link, struct phx_rpc_side *side, uint32_t lane)
+{
+    const uint64_t number = (uint64_t)(side - link->channel->sides);
+    const uint64_t at = lane == PHX_RPC_SMALL_LANE ? number * PHX_RPC_SMALL_RING
+                                                   : 2 * PHX_RPC_SMALL_RING + number * PHX_RPC_BULK_RING;
+    return (struct phx_rpc_end_of_ring){.ring = &side->rings[lane],
+                                        .data = link->map + phx_rpc_rings_at() + at,
+                                        .bytes = lane == PHX_RPC_SMALL_LANE ? PHX_RPC_SMALL_RING : PHX_RPC_BULK_RING};
+}
+
+/* This process's view of a channel, as its side 0 or 1. */
+static phx_rpc_link *view(phx_rpc_hub *hub, int fd, uint64_t slab_bytes, uint32_t side)
+{
+    phx_rpc_link *link = calloc(1, sizeof *link);
+    if (!link)
+        return NULL;
+    link->bytes = channel_bytes(slab_bytes);
+    void *map = mmap(NULL, link->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    if (map == MAP_FAILED || !phx_rpc_back(map, sizeof(struct phx_rpc_channel))) {
+        if (map != MAP_FAILED) {
+            munmap(map, link->bytes);
+            errno = ENOMEM;
+        }
+        free(link);
+        return NULL;
+    }
+    link->hub = hub;
+    link->map = map;
+    link->channel = map;
+    link->own = &link->channel->sides[side];
+    link->other = &link->channel->sides[!side];
+    link->pidfd = -1;
+    link->slab_bytes = slab_bytes;
+    link->their_slab = link->map + phx_rpc_slabs_at() + !side * slab_bytes;
+    for (uint32_t lane = 0; lane < PHX_RPC_LANES; lane++) {
+        link->out[lane] = end_of(link, link->own, lane);
+        link->inboxes[lane].in = end_of(link, link->other, lane);
+        link->inboxes[lane].last = &link->inboxes[lane].first;
+    }
+    link->slab.data = link->map + phx_rpc_slabs_at() + side * slab_bytes;
+    link->slab.bytes = slab_bytes;
+    link->slab.released = link->own->released;
+    pthread_mutex_init(&link->slab.lock, NULL);
+    pthread_mutex_init(&link->sending, NULL);
+    atomic_store(&link->refs, 1);
+    atomic_fetch_add(&hub->refs, 1);
+    return link;
+}
+
+static void say_who(phx_rpc_link *link)
+{
+    struct phx_process self = {0};
+    link->own->pid = phx_own_pid();
+    phx_process_read(link->own->pid, &self);
+    link->own->start_time = self.start_time;
+    link->own->image = self.image;
+    link->own->fd = link->hub->fd;
+    memcpy(link->own->place_cookie, link->hub->place->cookie, sizeof link->own->place_cookie);
+}
+
+/* Map the other process's place, and look at the process. */
+static int meet(phx_rpc_link *link, uint32_t pid, int place_fd, const uint8_t *place_cookie)
+{
+    const int fd = reach(pid, place_fd, place_cookie, 1, &link->borrowed_bytes);
+    if (fd < 0)
+        return -1;
+    void *page = mmap(NULL, PHX_RPC_PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    void *slab = mmap(NULL, link->borrowed_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd,
+                      PHX_RPC_SHARED_AT);
+    close(fd);
+    if (slab != MAP_FAILED)
+        link->borrowed = slab;
+    if (page == MAP_FAILED)
+        return -1;
+    link->peer = page;
+    if (link->borrowed)
+        atomic_store_explicit(&link->own->borrows, 1, memory_order_release);
+    link->pid = pid;
+    if (phx_own_pid() == (uint32_t)getpid()) /* else pids mean others here than in this process's /proc */
+        link->pidfd = (int)syscall(SYS_pidfd_open, pid, 0);
+    if (phx_process_read(pid, &link->process) == PHX_RUNNING && link->process.start_time == link->other->start_time)
+        return 0;
+    errno = ESRCH;
+    return -1;
+}
+
+void phx_rpc_unlist(phx_rpc_link *link)
+{
+    phx_rpc_hub *hub = link->hub;
+    for (uint32_t i = 0; i < hub->count; i++)
+        if (hub->links[i] == link) {
+            hub->links[i] = hub->links[--hub->count];
+            link->listed = 0;
+            phx_rpc_drop(link); /* never the last one: who calls has one */
+            return;
+        }
+}
+
+int phx_rpc_begin(phx_rpc_link *link)
+{
+    phx_rpc_hub *hub = link->hub;
+    if (!phx_rpc_mine(hub))
+        return PHX_PEER_LOST;
+    pthread_mutex_lock(&hub->lock);
+    const int room =
+        link->peer && hub->count < PHX_RPC_LINKS && !atomic_load(&hub->shut) && !link->listed && !link->told;
+    if (room) {
+        hub->links[hub->count++] = link;
+        link->listed = 1;
+        phx_rpc_hold(link);
+    }
+    pthread_mutex_unlock(&hub->lock);
+    phx_rpc_call_up(hub, PHX_RPC_SERVERS);
+    errno = EMFILE;
+    return room ? PHX_OK : PHX_SYSTEM;
+}
+
+phx_rpc_link *phx_rpc_offer(phx_rpc_hub *hub, const uint8_t *cookie, uint64_t slab_bytes, int *fd)
+{
+    if (!phx_rpc_mine(hub) || atomic_load(&hub->shut) || !is_slab(slab_bytes)) {
+        errno = EINVAL;
+        return NULL;
+    }
+    *fd = phx_rpc_make_file(channel_bytes(slab_bytes));
+    phx_rpc_link *link = *fd >= 0 ? view(hub, *fd, slab_bytes, 0) : NULL;
+    if (link) {
+        link->channel->magic = PHX_RPC_MAGIC;
+        link->channel->abi = PHX_ABI;
+        link->channel->slab_bytes = slab_bytes;
+        memcpy(link->channel->cookie, cookie, sizeof link->channel->cookie);
+        say_who(link);
+        return link;
+    }
+    const int reason = errno;
+    if (*fd >= 0)
+        close(*fd);
+    errno = reason;
+    return NULL;
+}
+
+phx_rpc_link *phx_rpc_accept(phx_rpc_hub *hub, uint32_t pid, int number, const uint8_t *cookie, int place_fd,
+                             const uint8_t *place_cookie)
+{
+    uint64_t slab_bytes = 0;
+    const int fd = phx_rpc_mine(hub) ? reach(pid, number, cookie, 0, &slab_bytes) : -1;
+    if (fd < 0)
+        return NULL;
+    phx_rpc_link *link = view(hub, fd, slab_bytes, 1);
+    int reason = errno;
+    close(fd);
+    errno = reason;
+    if (!link)
+        return NULL;
+    say_who(link);
+    if (meet(link, pid, place_fd, place_cookie) == 0)
+        return link;
+    reason = errno;
+    phx_rpc_drop(link);
+    errno = reason;
+    return NULL;
+}
+
+int phx_rpc_confirm(phx_rpc_link *link)
+{
+    uint8_t cookie[sizeof link->other->place_cookie];
+    if (!phx_rpc_mine(link->hub) || link->peer) {
+        errno = EINVAL;
+        return PHX_SYSTEM;
+    }
+    memcpy(cookie, link->other->place_cookie, sizeof cookie);
+    return meet(link, link->other->pid, link->other->fd, cookie) == 0 ? PHX_OK : PHX_SYSTEM;
+}
+
+static void empty(struct phx_rpc_inbox *inbox)
+{
+    while (inbox->first) {
+        struct phx_rpc_item *item = inbox->first;
+        inbox->first = item->next;
+        if (item->box.block == PHX_RPC_OWN)
+            munmap((void *)(uintptr_t)item->box.where, item->box.nbytes);
+        free(item);
+    }
+    if (inbox->assembly)
+        munmap(inbox->assembly, inbox->whole);
+}
+
+void phx_rpc_drop(phx_rpc_link *link)
+{
+    phx_rpc_hub *hub = link->hub;
+    if (!phx_rpc_mine(hub) || atomic_fetch_sub_explicit(&link->refs, 1, memory_order_acq_rel) != 1)
+        return;
+    for (uint32_t lane = 0; lane < PHX_RPC_LANES; lane++)
+        empty(&link->inboxes[lane]);
+    if (link->pidfd >= 0)
+        close(link->pidfd);
+    if (link->peer)
+        munmap(link->peer, PHX_RPC_PAGE);
+    if (link->borrowed)
+        munmap(link->borrowed, link->borrowed_bytes);
+    munmap(link->map, link->bytes);
+    pthread_mutex_destroy(&link->slab.lock);
+    pthread_mutex_destroy(&link->sending);
+    free(link);
+    phx_rpc_unref(hub);
+}
+
+void phx_rpc_end(phx_rpc_link *link)
+{
+    phx_rpc_hub *hub = link->hub;
+    if (!phx_rpc_mine(hub))
+        return;
+    phx_rpc_ends(link, PHX_RPC_HERE);
+    phx_rpc_hold(link);
+    pthread_mutex_lock(&hub->lock);
+    link->told = 1;
+    phx_rpc_unlist(link);
+    pthread_mutex_unlock(&hub->lock);
+    phx_rpc_drop(link);
+}
+
+void phx_rpc_release(phx_rpc_link *link, uint32_t block, uint32_t sequence, uint64_t where, uint64_t nbytes)
+{
+    if (!phx_rpc_mine(link->hub))
+        return; /* a forked child; its parent still has the image */
+    if (block == PHX_RPC_OWN)
+        munmap((void *)(uintptr_t)where, nbytes);
+    else if ((block ^ PHX_RPC_LOAN) < PHX_RPC_LOANS) {
+        /* The pages that were changed here are copies. They must go before the memory gets another content. */
+        if (!phx_rpc_changed(link->hub->pagemap, where, nbytes) ||
+            madvise((void *)(uintptr_t)where, nbytes, MADV_DONTNEED) == 0)
+            atomic_store_explicit(&link->other->returned[block ^ PHX_RPC_LOAN], sequence, memory_order_release);
+    }
+    else if (block < PHX_RPC_BLOCKS)
+        atomic_store_explicit(&link->other->released[block], sequence, memory_order_release);
+    phx_rpc_drop(link);
+}
+
+uint32_t phx_rpc_facts(phx_rpc_link *link, uint64_t *alive_ns, uint64_t *python_ns)
+{
+    const uint64_t now = phx_now_ns();
+    const uint64_t alive = atomic_load_explicit(&link->peer->alive_ns, memory_order_relaxed);
+    const uint64_t python = atomic_load_explicit(&link->peer->python_ns, memory_order_relaxed);
+    *alive_ns = now > alive ? now - alive : 0;
+    *python_ns = now > python ? now - python : 0;
+    return link->pid;
+}
+
+uint32_t phx_rpc_why(phx_rpc_link *link)
+{
+    return atomic_load(&link->ended);
+}
+
+uint32_t phx_rpc_pid(void)
+{
+    return phx_own_pid();
+}

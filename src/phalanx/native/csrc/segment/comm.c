@@ -1,0 +1,133 @@
+/* Opening and closing one rank's view of a segment. */
+#define _GNU_SOURCE
+#include "segment/comm.h"
+
+#include <errno.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "segment/life.h"
+#include "messages/mail.h"
+#include "recorder/record.h"
+#include "recorder/recordings.h"
+
+/* Free all that a view owns besides the mapping. Of a view that could not be completed, some pointers are NULL. */
+static void free_view(phx_comm *comm)
+{
+    if (comm->mail)
+        phx_mail_close(comm->mail, comm->size);
+    free(comm->seen);
+    free(comm->compared);
+    free(comm->inputs);
+    for (uint32_t p = 0; comm->recorders && p < comm->size; p++)
+        phx_recording_release(comm->recorders[p]);
+    free(comm->recorders);
+    free(comm->met);
+    free(comm->names);
+    free(comm->lines);
+    free(comm);
+}
+
+static phx_comm *new_view(uint32_t size)
+{
+    phx_comm *comm = calloc(1, sizeof *comm);
+    if (!comm)
+        return NULL;
+    comm->size = size;
+    comm->seen = calloc(size, sizeof *comm->seen);
+    comm->compared = calloc(size, sizeof *comm->compared);
+    comm->inputs = calloc(size, sizeof *comm->inputs);
+    comm->met = calloc(size, sizeof *comm->met);
+    comm->recorders = calloc(size, sizeof *comm->recorders);
+    comm->mail = phx_mail_open(size);
+    if (comm->seen && comm->compared && comm->inputs && comm->met && comm->recorders && comm->mail)
+        return comm;
+    free_view(comm);
+    return NULL;
+}
+
+static uint32_t usable_cores(void)
+{
+    cpu_set_t cores;
+    return sched_getaffinity(0, sizeof cores, &cores) ? 1 : (uint32_t)CPU_COUNT(&cores);
+}
+
+phx_comm *phx_open(int fd, uint32_t rank, const uint8_t *cookie, uint32_t spin, phx_poll poll)
+{
+    struct phx_header header;
+    if (phx_segment_read(fd, cookie, &header) != 0)
+        return NULL;
+    if (rank >= header.size) {
+        errno = EPROTO;
+        return NULL;
+    }
+    phx_comm *comm = new_view(header.size);
+    if (!comm)
+        return NULL;
+    const struct phx_layout at = phx_layout_of(header.size, header.chunk_bytes);
+    char *base = mmap(NULL, at.end, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (base == MAP_FAILED) {
+        const int reason = errno;
+        free_view(comm);
+        errno = reason;
+        return NULL;
+    }
+    comm->rank = rank;
+    comm->spin = spin;
+    comm->cores = usable_cores();
+    comm->chunk_bytes = header.chunk_bytes;
+    comm->small_bytes = header.small_bytes;
+    comm->stream_bytes = header.stream_bytes;
+    comm->timeout_ns = comm->message_timeout_ns = UINT64_MAX;
+    comm->poll = poll;
+    comm->mapped_bytes = at.end;
+    comm->header = (struct phx_header *)base;
+    comm->flags = (struct phx_flags *)(base + at.flags);
+    comm->places = (struct phx_place *)(base + at.places);
+    comm->slots = base + at.slots;
+    comm->rings = (struct phx_ring *)(base + at.rings);
+    comm->ring_data = base + at.ring_data;
+    /* A rank that gave up waiting for the others, and so told that it had left, may come again before they have met. */
+    atomic_store_explicit(&comm->places[rank].going, PHX_HERE, memory_order_relaxed);
+    comm->places[rank].pid = phx_own_pid();
+    comm->places[rank].fd = fd;
+    comm->places[rank].recorder = phx_recorder_file();
+    phx_remember(comm);
+    return comm;
+}
+
+void phx_close(phx_comm *comm)
+{
+    phx_forget(comm);
+    phx_tell(comm, PHX_LEFT);
+    munmap((void *)comm->header, comm->mapped_bytes);
+    free_view(comm);
+}
+
+int phx_name_ranks(phx_comm *comm, const int32_t *names)
+{
+    comm->names = calloc(comm->size, sizeof *names);
+    if (!comm->names)
+        return PHX_SYSTEM;
+    memcpy(comm->names, names, comm->size * sizeof *names);
+    return PHX_OK;
+}
+
+const char *phx_recorder_of(const phx_comm *comm, uint32_t rank)
+{
+    return rank < comm->size ? comm->recorders[rank] : NULL;
+}
+
+void phx_set_rests(phx_comm *comm, int rests)
+{
+    comm->rests = rests != 0;
+}
+
+void phx_set_timeout(phx_comm *comm, uint64_t timeout_ns, uint64_t message_timeout_ns)
+{
+    comm->timeout_ns = timeout_ns;
+    comm->message_timeout_ns = message_timeout_ns;
+}
