@@ -15,8 +15,6 @@ from tests.support.stores import tcp_store
 from tests.support.waiting import soon
 from torch._C._distributed_c10d import Store
 
-from phalanx import settings
-
 GROUPS = 3
 TIMEOUT = timedelta(seconds=120)
 STORES: dict[str, Callable[[Member], Store]] = {"tcp": tcp_store, "file": Member.store}
@@ -74,30 +72,3 @@ def test_groups_leave_no_keys(hosts: int, kind: str) -> None:
         return found
 
     assert on_ranks(body, 3) == [{"use": 0, "with_gloo": 0, "never": 0}] * 3
-
-
-def test_wait_about_which_another_host_was_asked_leaves_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(settings.WARN_AFTER, "0.3")
-
-    def body(member: Member) -> tuple[set[str], set[str]]:
-        store = tcp_store(member)
-        pretend_host(member.rank % 2)
-        dist.init_process_group("phalanx", store=store, rank=member.rank, world_size=3, timeout=TIMEOUT)
-
-        def asked_and_answered() -> set[str]:
-            return {key for key in store.list_keys() if key.endswith("/asked") or "/seen/" in key}
-
-        if member.rank == 2:
-            assert soon(lambda: len(asked_and_answered()) >= 2)
-        dist.all_reduce(torch.ones(2))
-        between = asked_and_answered()
-        dist.destroy_process_group()
-        member.meet("left")
-        soon(lambda: not asked_and_answered())
-        after = asked_and_answered()
-        member.meet("looked")  # the store goes with rank 0
-        return between, after
-
-    for between, after in on_ranks(body, 3):
-        assert len(between) >= 2
-        assert after == set()

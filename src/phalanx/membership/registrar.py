@@ -60,6 +60,7 @@ _LEFT_S = 0.02  # ranks that leave at about the same time are told together
 # to come to it.
 POSITIONS_S, _LATER_CALLS_S = 1.0, 0.3
 _FINISH_S = 0.5
+_MOST_STRANGERS = 512
 
 
 def end_of(rank: int, host: str, pid: int) -> Departed:
@@ -126,7 +127,8 @@ class Registrar:
         listener = listen(outward_address(), 0)
         self._name = secrets.token_hex(8)
         self.address = (*listener.getsockname()[:2], self._name, pid)
-        self._door = Door(listener, job_key(), ROLE, KEEP_ALIVE, loop.selector, self._admit)
+        most = max(_MOST_STRANGERS, 2 * len(hosts))  # all ranks may dial at the same time
+        self._door = Door(listener, job_key(), ROLE, KEEP_ALIVE, loop.selector, self._admit, most=most)
         loop.tend = self._door.tend
 
     def close(self) -> None:
