@@ -1,8 +1,8 @@
 """Who is in the job: how ranks find each other, which of them have left or ended, and why a group over hosts broke.
 
-**Meeting.** ``rendezvous.py`` is where to begin: rank 0 opens a store (``server.py``), the others find and join it
-(``client.py``). ``registration.py`` watches the ranks until the world is made, and ``rendezvous_store.py`` is what new
-groups meet in. The launcher serves the same store by another door (``torch_door.py``).
+**Meeting.** Begin with ``rendezvous.py``: rank 0 opens a store (``server.py``, ``proven_door.py``), the others find it
+and join (``client.py``). ``registration.py`` watches the ranks until the world is made; new groups meet in a
+``rendezvous_store.py``. The launcher's store has the same table and loop, and another door (``torch_door.py``).
 
 **Watching.** ``liveness.py`` is a rank's session to the registrar (``registrar.py``), which is in rank 0's process.
 ``abort.py`` is one rank's side of one group: its first cause of failure, and where its ranks are. ``protocol.py`` has

@@ -83,7 +83,7 @@ class Registration:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         whole = underlying(store)
         self._job_store = whole if isinstance(whole, JobStore) else None
-        self._common, self._store = store, PrefixStore("registration", store)
+        self._store = PrefixStore("registration", store)
         self._rank, self._size = rank, size
         self._own = _Entry(**asdict(own_process(rank)), size=size, nonce=secrets.token_hex(8))
         self._text = json.dumps(asdict(self._own))
@@ -265,10 +265,11 @@ class Registration:
 
     def _tell_stopped(self) -> None:
         now_s = self._clock.now()
-        stopped = {rank: process for rank, process in self._known.items() if process.stopped_state()}
+        known = list(self._known.items())  # Gloo's threads call this, too, while they wait in rank 0's store
+        stopped = {rank: process for rank, process in known if process.stopped_state()}
         self._stopped_since_s = {rank: self._stopped_since_s.get(rank, now_s) for rank in stopped}
-        for rank, since_s in self._stopped_since_s.items():
-            if now_s - since_s >= _STOPPED_S and rank not in self._told:
+        for rank, since_s in list(self._stopped_since_s.items()):
+            if rank in stopped and now_s - since_s >= _STOPPED_S and rank not in self._told:
                 self._told[rank] = name = _bound_name(stopped[rank])
                 if name is not None and (error := self.find_stopped()) is not None:
                     tell(str(error))

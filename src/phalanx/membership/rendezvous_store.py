@@ -104,12 +104,8 @@ class RendezvousStore(PrefixStore):
     def part(self, name: str) -> RendezvousStore:
         """A part of this part."""
         made = RendezvousStore(name, self, self._ranks, self._world, self._rank)
-        made._name, made._whole, made._path, made._written = (
-            self._name,
-            self._whole,
-            f"{self._path}{name}/",
-            self._written,
-        )
+        made._name, made._whole, made._written = self._name, self._whole, self._written
+        made._path = f"{self._path}{name}/"
         return made
 
     def set(self, key: str, value: str) -> None:
