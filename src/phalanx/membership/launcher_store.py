@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx import settings
 from phalanx.errors import InitializationError
-from phalanx.topology.place import Place
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+    from phalanx.topology.place import Place
 
 __all__ = ["ENDED", "ended_writers", "is_launchers", "kept_store", "open_other_stores", "writer_of"]
 

@@ -4,7 +4,7 @@ So two processes of one rank, different world sizes, and a rank that has ended o
 store: rank 0's, torchrun's, one that a script opens, a file. The first cause wins: it is published under one key, and
 every rank that waits raises it. Under ``phalanx run`` nobody registers, because the launcher says all of this.
 
-All keys are in a part of the store that worlds of all sizes have in common.
+All keys but the counter are in a part of the store that worlds of all sizes have in common.
 
 ============  ==============================================  ==================================  ==================
 key           value                                           writer                              if the writer dies
@@ -56,6 +56,7 @@ _MOMENT_S = 0.5
 _PAUSE_S = 0.02
 # Of the errors of Phalanx and of torch those that are not about other ranks.
 _OWN_FAULTS = (BackendError, DeviceError, LauncherEnvironmentError)
+_COMINGS = "phalanx/comings"
 _REMEDY = "Look at that rank's own output for the cause"
 _LONGEST_TEXT = 200  # characters of an exception
 
@@ -81,7 +82,7 @@ class Registration:
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        whole = underlying(store)
+        self._whole = whole = underlying(store)
         self._job_store = whole if isinstance(whole, JobStore) else None
         self._store = PrefixStore("registration", store)
         self._rank, self._size = rank, size
@@ -104,7 +105,7 @@ class Registration:
             self._job_store.connections.watch = self._tell_stopped
         try:
             if self._job_store is None:
-                self._number = self._store.add("comings", 1)
+                self._number = self._whole.add(_COMINGS, 1)
                 self._come()
             else:  # it is of this world alone, and has admitted one process of each rank
                 self._store.set(f"rank/{self._rank}", self._text)
@@ -244,7 +245,7 @@ class Registration:
             return error  # the store may be in its process
         found = peek(self._store, "failed") or b""
         if _decoded_failure(found)[0] <= self._number:
-            own = _encoded(self._store.add("comings", 1), error)
+            own = _encoded(self._whole.add(_COMINGS, 1), error)
             found = self._store.compare_set("failed", found.decode(errors="replace"), own)
         return _decoded_failure(found)[1] or error
 
