@@ -132,7 +132,7 @@ def test_interrupt_leaves_the_room_of_a_message_free() -> None:
 def test_offers_that_lead_nowhere_are_refused_and_leave_nothing() -> None:
     def rank(member: Member) -> None:
         holdings = Holdings.now()
-        receiver: Any = SimpleNamespace(deliver=None, ended=lambda link, why: None)
+        receiver: Any = SimpleNamespace(deliver=None, ended=lambda link, why, left: None)
         offering, accepting = (SharedHub(receiver, slab_bytes=SLAB) for _ in range(2))
         good = json.loads(offering.offer())
         place = good["place"]
