@@ -216,13 +216,12 @@ class SharedMemoryMessage(Message):
     def _poll(self, watch: bool) -> None:
         mailbox, handle = self._mailbox, self._handle
         with mailbox as comm:
-            if not comm:
-                self._heed(comm, Status.UNDER_WAY)
-            elif mailbox.core.phx_message_test(comm, handle, watch):
+            found = mailbox.core.phx_message_test(comm, handle, watch) if comm else 0
+            if found > 0:
                 self._heed(comm, mailbox.core.phx_message_wait(comm, handle, 1))
-            elif mailbox.ended:
+            elif mailbox.ended or not comm:
                 self._heed(comm, Status.UNDER_WAY)
-            elif watch and mailbox.elsewhere is not None:
+            elif found and mailbox.elsewhere is not None:  # UNMET
                 mailbox.elsewhere.look_for(self._peer, if_gone=True)
 
     def _await(self, timeout_s: float | None) -> None:
