@@ -330,9 +330,9 @@ PHX_API phx_message *phx_recv(phx_comm *comm, void *data, const struct phx_end *
  * no message to wait for; 0 if nothing was done. Enough for most short messages, and the cheapest way. */
 PHX_API int phx_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag);
 
-/* Returns whether the message is done or the group broken, after moving what can be moved now. Never blocks. With
+/* Returns 1 if the message is done or the group broken, after moving what can be moved now, else 0. Never blocks. With
  * `watch` it also checks, once a slice, that the peer lives and that the message's timeout has not passed, and else
- * breaks the group. */
+ * breaks the group; then it returns PHX_UNMET for a receive that no connection could bring. */
 PHX_API int phx_message_test(phx_comm *comm, phx_message *message, int watch);
 
 /* Start the group's timeout for this message, as if a thread waited for it. */

@@ -66,7 +66,7 @@ class HierarchicalMessages:
         group: GroupAbort,
         timeout: timedelta,
     ) -> None:
-        self._layout, self._rank = layout, rank
+        self._layout, self._rank, self._group = layout, rank, group
         self._core = library()
         self._size = sum(map(len, layout.hosts))
         self._is_alone = not isinstance(local, SharedMemoryCommunicator)
@@ -130,9 +130,9 @@ class HierarchicalMessages:
         except BackendError as error:
             raise self._break_group(error, f"send to rank {peer}") from None
 
-    def look_for(self, peer: int | None) -> None:
+    def look_for(self, peer: int | None, *, if_gone: bool = False) -> None:
         for each in [peer] if peer is not None else [*self.undialled]:
-            if each in self.undialled:
+            if each in self.undialled and (not if_gone or self._group.is_gone(each)):
                 self.undialled.discard(each)
                 self._connections.dial(each, must=False)
 

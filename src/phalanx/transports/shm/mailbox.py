@@ -45,8 +45,12 @@ class Elsewhere(Protocol):
         """Connect to a rank in the background, as there is a message for it. BackendError if no thread can do so."""
         ...
 
-    def look_for(self, peer: int | None) -> None:
-        """Find out whether a rank that a message does not come from, or any, is there: it is dialled, too."""
+    def look_for(self, peer: int | None, *, if_gone: bool = False) -> None:
+        """Find out whether a rank that a message does not come from, or any, is there: it is dialled, too.
+
+        Args:
+            if_gone: only if it is known to have gone, so that the message ends.
+        """
         ...
 
     def error(self, status: int, peer: int | None, words: str, ends: tuple[End, str, End] | None) -> PhalanxError:
@@ -212,12 +216,13 @@ class SharedMemoryMessage(Message):
     def _poll(self, watch: bool) -> None:
         mailbox, handle = self._mailbox, self._handle
         with mailbox as comm:
-            if not comm:
-                self._heed(comm, Status.UNDER_WAY)
-            elif mailbox.core.phx_message_test(comm, handle, watch):
+            found = mailbox.core.phx_message_test(comm, handle, watch) if comm else 0
+            if found > 0:
                 self._heed(comm, mailbox.core.phx_message_wait(comm, handle, 1))
-            elif mailbox.ended:
+            elif mailbox.ended or not comm:
                 self._heed(comm, Status.UNDER_WAY)
+            elif found and mailbox.elsewhere is not None:  # UNMET
+                mailbox.elsewhere.look_for(self._peer, if_gone=True)
 
     def _await(self, timeout_s: float | None) -> None:
         if not self._lock.acquire(timeout=timeout_s or -1):

@@ -130,9 +130,12 @@ int phx_message_test(phx_comm *comm, phx_message *message, int watch)
     if (is_done(message))
         return 1;
     phx_mail_move(comm);
+    const uint64_t checked = message->checked;
     if (!is_done(message) && !phx_broken(comm) && watch)
         check(comm, message, phx_now_ns());
-    return is_done(message) || phx_broken(comm);
+    if (is_done(message) || phx_broken(comm))
+        return 1;
+    return message->checked != checked && phx_mail_is_unmet(comm, message) ? PHX_UNMET : 0;
 }
 
 void phx_message_expect(phx_comm *comm, phx_message *message)

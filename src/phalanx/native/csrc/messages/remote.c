@@ -8,6 +8,8 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <linux/sock_diag.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -23,6 +25,7 @@
 #define LEFT 'L'
 #define AHEAD 16384u    /* bytes that are read ahead: headers, and small messages as a whole */
 #define GOOD_PART 524288 /* bytes of a large message for which a thread is woken */
+#define UNSENT 2097152   /* bytes that the kernel takes although it cannot send them yet */
 #define TURN 1048576u   /* bytes that are moved before others get the lock */
 
 struct header {
@@ -180,7 +183,7 @@ int phx_remote_send_now(phx_comm *comm, const void *data, const struct phx_end *
         return 0;
     if (front_is_sent(remote) && moved == sent->nbytes)
         return 1;
-    /* The kernel lacks memory in spite of what it said: the rest is sent from a copy, which nobody waits for. */
+    /* The kernel takes less than it said: the rest is sent from a copy, which nobody waits for. */
     phx_message *rest = malloc(sizeof *rest + sent->nbytes);
     if (!rest) {
         end_out(remote); /* a message of which a part has been sent cannot be taken back */
@@ -387,6 +390,7 @@ int phx_messages_connect(phx_comm *comm, uint32_t rank, int socket, int incoming
         remote->in = socket;
     } else if (taken) {
         remote->out = socket;
+        setsockopt(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &(int){UNSENT}, sizeof(int));
         phx_ready_watch(mail, socket, rank, 0, 0); /* for its end */
         phx_remote_move_sends(comm, rank);
     }
