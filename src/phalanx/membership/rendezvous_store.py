@@ -25,8 +25,9 @@ from phalanx.diagnosis.recorder import is_kept
 from phalanx.errors import InitializationError
 from phalanx.membership.client import JobStore, WaitTimeout, underlying
 from phalanx.membership.departures import WAYS, gone_ranks, has_witness
-from phalanx.membership.launcher_store import ended_writers
+from phalanx.membership.launcher_store import ended_ranks
 from phalanx.membership.registration import registered
+from phalanx.system.host import this_host
 from phalanx.system.threads import AwakeClock, ended_early
 from phalanx.words import format_named, tell
 
@@ -38,6 +39,8 @@ _LOOK_S_IN_WORLD = 0.1
 _LOOK_S_PER_RANK = 0.002
 # How long after the store its rank may show as gone: a process takes seconds to end once torch is loaded.
 _ENDING_S = 10.0
+# How long after what follows from the end of a rank it may take until this one knows which rank has ended.
+_NAMING = timedelta(seconds=5)
 _PAUSE_S = 0.02
 _SHORTEST_WAIT_S = 0.1
 # How much longer than all steps together may take a rank waits in the last one: those that time out first say why.
@@ -180,15 +183,13 @@ class RendezvousStore(PrefixStore):
         except InitializationError:
             raise
         except RuntimeError:
-            ended: dict[int, str] = {}
-            if self._world and ended_early(began, total_s):
+            found = None
+            if ended_early(began, total_s):
                 with contextlib.suppress(RuntimeError):  # the store has gone
-                    absent = [f"{self._name}/{self._path}{key}" for key in keys if not self.check([key])]
-                    ended = ended_writers(underlying(self), absent)
-            if not ended:
+                    found = self.find_gone()
+            if found is None:
                 raise
-            call = "phalanx.init()" if _deadline is not None else "init_process_group()"
-            raise InitializationError.ranks_ended(ended, call) from None
+            raise found from None
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
@@ -221,7 +222,38 @@ class RendezvousStore(PrefixStore):
         if not self._world:
             return self._of_gone_ranks()
         registration = registered()
-        return None if registration is None else registration.look()
+        return self._known_to_launcher() if registration is None else registration.look()
+
+    def _known_to_launcher(self) -> InitializationError | None:
+        ended = [each for each in ended_ranks(underlying(self)) if each.rank in self._ranks]
+        if not ended:
+            return None
+        first = ended[0]
+        if first.how:
+            host = first.host or this_host().name
+            return InitializationError.rank_gone(
+                first.rank,
+                first.pid,
+                host,
+                f"has {first.how}",
+                "Look at that rank's own output for the cause",
+                self._group,
+            )
+        call = "phalanx.init()" if _deadline is not None else "init_process_group()"
+        return InitializationError.ranks_ended({each.rank: each.host for each in ended if not each.how}, call)
+
+    def await_gone(self, otherwise: str) -> InitializationError:
+        """Return the error that names the rank that has gone: what this process has found is a consequence of that.
+
+        It may take seconds until that is known; ``otherwise`` is the text if it is not known then.
+        """
+        try:
+            self.wait(["never"], _NAMING)
+        except InitializationError as error:
+            return error
+        except RuntimeError:
+            pass  # the time is over, or the store has gone
+        return InitializationError(otherwise)
 
     def _of_gone_ranks(self) -> InitializationError | None:
         gone = {} if self._world else gone_ranks(self._ranks)
@@ -320,12 +352,14 @@ def error_of(store: Store, otherwise: str, *, late: bool = False) -> Initializat
         otherwise: the text if it is not known.
         late: they may not have gone, but have not come in time; so one that is stopped is named as well.
     """
+    if not isinstance(store, RendezvousStore):
+        return InitializationError(otherwise)
+    if not late:
+        return store.await_gone(otherwise)
     found = None
-    if isinstance(store, RendezvousStore):
-        with contextlib.suppress(DistError):  # the store has gone
-            found = store.find_gone()
-        found = found or (store.find_stopped() if late else None)
-    return found or InitializationError(otherwise)
+    with contextlib.suppress(DistError):  # the store has gone
+        found = store.find_gone()
+    return found or store.find_stopped() or InitializationError(otherwise)
 
 
 def part_of(store: Store, name: str) -> Store:
