@@ -79,6 +79,7 @@ from phalanx.launch.protocol import (
     WantsInput,
     decode_event,
 )
+from phalanx.launch.rank.trace import ending_of
 from phalanx.launch.roster import AgentState, Links
 from phalanx.launch.running.jobs import Description
 from phalanx.launch.running.server import LookServer
@@ -579,11 +580,10 @@ class Supervisor:
             stream.close()
         if rank.number == self.reader and not self.job.is_local:
             self.input.release()
-        how = describe_status(end.status)
-        self.logs.note_end(rank.number, how, rank.report)
+        self.logs.note_end(rank.number, describe_status(end.status), rank.report)
         if self.store is not None:
             host = self.rows[rank.number].host if len(set(self._hosts())) > 1 else ""
-            self.store.ended(rank.number, rank.pid, host, how if end.status else "")
+            self.store.ended(rank.number, rank.pid, host, ending_of(end.status).text if end.status else "")
         if end.status != 0:
             self._settle()
 

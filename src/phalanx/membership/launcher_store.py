@@ -33,7 +33,10 @@ _OF_MEETING = re.compile(r"(?:.*/)?phalanx/.+/of (\d+)/(?!.*phalanx/)", re.DOTAL
 
 
 class EndedRank(NamedTuple):
-    """A rank that the launcher knows to have ended; ``host`` is empty if there is one, ``how`` if it ended in order."""
+    """A rank that the launcher knows to have ended.
+
+    ``host`` is empty if the job has one; ``how`` is as ``by signal 9 (SIGKILL)``, and empty if the rank ended in order.
+    """
 
     rank: int
     pid: int
@@ -52,7 +55,7 @@ def kept_store(place: Place, timeout_s: float) -> Store:
     address, port = str(place.master_addr), int(place.master_port or 0)
     try:
         return TCPStore(address, port, place.world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
-    except (ValueError, RuntimeError) as error:
+    except RuntimeError as error:
         raise InitializationError(
             f"rank {place.rank} could not reach the store that {place.launcher} keeps at {address}:{port} "
             f"(MASTER_ADDR, MASTER_PORT): {error}"

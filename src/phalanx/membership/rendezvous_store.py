@@ -24,7 +24,7 @@ from phalanx.diagnosis.own_waits import AGAIN, warn_after_s
 from phalanx.diagnosis.recorder import is_kept
 from phalanx.errors import InitializationError
 from phalanx.membership.client import JobStore, WaitTimeout, underlying
-from phalanx.membership.departures import WAYS, gone_ranks, has_witness
+from phalanx.membership.departures import ENDED, WAYS, Gone, gone_ranks, has_witness
 from phalanx.membership.launcher_store import ended_ranks
 from phalanx.membership.registration import registered
 from phalanx.system.host import this_host
@@ -102,12 +102,12 @@ class RendezvousStore(PrefixStore):
         self._job_store = whole if isinstance(whole := underlying(store), JobStore) else None
         # The keys that this process has written and not deleted, by their names in the whole meeting, which all its
         # parts note in the same place. Written by the thread that meets, and by others once the group is watched.
-        self._name, self._whole, self._path, self._written = name, PrefixStore(name, store), "", dict[str, None]()
+        self._whole, self._path, self._written = PrefixStore(name, store), "", dict[str, None]()
 
     def part(self, name: str) -> RendezvousStore:
         """A part of this part."""
         made = RendezvousStore(name, self, self._ranks, self._world, self._rank)
-        made._name, made._whole, made._written = self._name, self._whole, self._written
+        made._whole, made._written = self._whole, self._written
         made._path = f"{self._path}{name}/"
         return made
 
@@ -230,15 +230,7 @@ class RendezvousStore(PrefixStore):
             return None
         first = ended[0]
         if first.how:
-            host = first.host or this_host().name
-            return InitializationError.rank_gone(
-                first.rank,
-                first.pid,
-                host,
-                f"has {first.how}",
-                "Look at that rank's own output for the cause",
-                self._group,
-            )
+            return self._error_of(first.rank, Gone(first.pid, first.host or this_host().name, ENDED, first.how))
         call = "phalanx.init()" if _deadline is not None else "init_process_group()"
         return InitializationError.ranks_ended({each.rank: each.host for each in ended if not each.how}, call)
 
@@ -260,6 +252,9 @@ class RendezvousStore(PrefixStore):
         if not gone:
             return None
         rank, who = min(gone.items(), key=lambda each: (WAYS.index(each[1].way), each[0]))
+        return self._error_of(rank, who)
+
+    def _error_of(self, rank: int, who: Gone) -> InitializationError:
         return InitializationError.rank_gone(rank, who.pid, who.host, who.words, who.remedy, self._group)
 
     def find_stopped(self) -> InitializationError | None:
