@@ -250,7 +250,9 @@ def init(
             contextlib.nullcontext() if alone else register_rank(store, place.rank, place.world_size),
         ):
             with joining("", settings.BACKEND, range(place.world_size), place.rank):
-                reports = RendezvousStore("topology", store, range(place.world_size), True, place.rank)
+                reports = RendezvousStore(
+                    f"phalanx/topology/of {place.world_size}", store, range(place.world_size), True, place.rank
+                )
                 topology = gather(reports, place, this_host(), time_left(timeout).total_seconds())
             neighbours = topology.node_of(place.rank).ranks
             chosen = devices.choose_device(

@@ -19,7 +19,7 @@ from tests.support.waiting import soon
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from phalanx.membership.client import JobStore
-from phalanx.membership.launcher_store import writer_of
+from phalanx.membership.launcher_store import size_of_meeting
 from phalanx.membership.store_protocol import Code, pack
 from phalanx.membership.table import Table
 
@@ -242,18 +242,18 @@ def test_last_will_of_a_rank_is_set_when_its_connections_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "rank"),
+    ("key", "size"),
     [
-        ("default_pg/0//phalanx/a/of 3/shm/offer", 0),
-        ("default_pg/0//phalanx/a/of 3/shm/q/answer/2", 2),
-        ("phalanx/0/world/1/topology/report/1", 1),
-        ("phalanx/0/world/1/default_pg/0//phalanx/a/0,2/shm/q/answer/1", -1),
-        ("of the script/1", -1),
+        ("default_pg/0//phalanx/a/of 3/shm/q/answer/2", 3),
+        ("phalanx/0/world/1/phalanx/topology/of 4/report/1", 4),
+        ("phalanx/0/world/1/default_pg/0//phalanx/a/0,2/shm/q/answer/1", 0),
+        ("default_pg/0//phalanx/a/of 3/phalanx/b/0,2/shm/offer", 0),
+        ("of the script/1", 0),
     ],
 )
-def test_writer_of_a_first_key_is_known(key: str, rank: int) -> None:
-    """In the launcher's store nobody waits for it once that rank has ended."""
-    assert writer_of(key) == rank
+def test_keys_of_a_meeting_are_known(key: str, size: int) -> None:
+    """In the launcher's store nobody waits for them once a rank of the world has ended."""
+    assert size_of_meeting(key) == size
 
 
 def test_rank_0_answers_until_the_others_have_left() -> None:

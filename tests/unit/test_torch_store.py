@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistStoreError
 
 from phalanx.membership import torch_door
-from phalanx.membership.launcher_store import ended_writers
+from phalanx.membership.launcher_store import EndedRank, ended_ranks
 from phalanx.membership.table import Table
 from phalanx.membership.torch_door import MOST_COMPLAINTS, SupervisorLine, TorchConversation, TorchStoreServer
 from phalanx.system import interfaces
@@ -91,8 +91,8 @@ class ServedWithEnds(Served):
         super().__init__(supervisor=SupervisorLine(there, refers=False))
         there.close()
 
-    def tell(self, rank: int, host: str) -> None:
-        self._here.send(json.dumps([rank, host]).encode())
+    def tell(self, ended: EndedRank) -> None:
+        self._here.send(json.dumps(ended).encode())
 
     def __exit__(self, *arguments: object) -> None:
         super().__exit__(*arguments)
@@ -115,21 +115,20 @@ def failing_wait(store: Store, key: str) -> tuple[threading.Thread, list[str]]:
 
 
 @pytest.mark.parametrize("ends_first", [True, False])
-def test_wait_for_a_rank_to_come_ends_when_it_has_ended(ends_first: bool) -> None:
-    served = ServedWithEnds()
+def test_wait_of_a_meeting_ends_when_a_rank_has_ended(ends_first: bool) -> None:
+    served, ended = ServedWithEnds(), EndedRank(2, 77, "h1", "ended by signal 9 (SIGKILL)")
     with served:
         client = served.client()
         world = PrefixStore("phalanx/0/world/1", served.client())
         if ends_first:
-            served.tell(2, "h1")
-        waiting, errors = failing_wait(PrefixStore("topology", world), "report/2")
+            served.tell(ended)
+        waiting, errors = failing_wait(PrefixStore("phalanx/topology/of 3", world), "reports")
         if not ends_first:
             time.sleep(0.05)
-            served.tell(2, "h1")
+            served.tell(ended)
         waiting.join(20)
         assert len(errors) == 1
-        assert ended_writers(client, ["topology/report/2"]) == {2: "h1"}
-        assert ended_writers(client, ["topology/report/1"]) == {}
+        assert ended_ranks(client) == [ended]
         client.set("after", "it goes on")
         assert client.get("after") == b"it goes on"
 

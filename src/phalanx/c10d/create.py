@@ -11,7 +11,6 @@ from typing import cast
 
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
-from torch.distributed import DistError
 
 from phalanx import settings
 from phalanx.c10d.hooked import group_class
@@ -40,10 +39,6 @@ from phalanx.transports.solo import SoloCommunicator
 __all__ = ["create_process_group"]
 
 
-# How long after a rank's session, or its registrar, its rank may show as gone: a process takes a while to end.
-_ENDING = timedelta(seconds=5)
-
-
 @contextlib.contextmanager
 def _naming_who_has_gone(meeting: RendezvousStore) -> Iterator[None]:
     """If the membership finds that a rank has gone, raise what the meeting knows of that."""
@@ -51,8 +46,7 @@ def _naming_who_has_gone(meeting: RendezvousStore) -> Iterator[None]:
         yield
     except InitializationError as error:
         if error.rank < 0:
-            with contextlib.suppress(DistError):
-                meeting.wait(["never"], _ENDING)
+            raise meeting.await_gone(str(error)) from error
         raise
 
 

@@ -95,10 +95,10 @@ class StoreOnDemand:
         with contextlib.suppress(OSError):  # the process that asked has ended, or does not keep up
             self._asked.send(str(number).encode(), socket.MSG_DONTWAIT)
 
-    def ended(self, rank: int, host: str) -> None:
-        """Tell it that a rank has ended in order on a host; nobody should wait for what it would have written."""
+    def ended(self, rank: int, pid: int, host: str, how: str) -> None:
+        """Tell it that a rank has ended (``launcher_store.EndedRank``), so that nobody waits to meet it."""
         with contextlib.suppress(OSError):  # the process has ended, or nobody has used the store
-            self._asked.send(json.dumps([rank, host]).encode(), socket.MSG_DONTWAIT)
+            self._asked.send(json.dumps([rank, pid, host, how]).encode(), socket.MSG_DONTWAIT)
 
     def _start(self) -> None:
         self._selector.unregister(self._listener)

@@ -79,6 +79,7 @@ from phalanx.launch.protocol import (
     WantsInput,
     decode_event,
 )
+from phalanx.launch.rank.trace import ending_of
 from phalanx.launch.roster import AgentState, Links
 from phalanx.launch.running.jobs import Description
 from phalanx.launch.running.server import LookServer
@@ -561,8 +562,6 @@ class Supervisor:
         rank.stage, rank.asked, rank.stack, rank.calls = event.stage, event.asked, event.stack, event.calls
         rank.recording = received_recording(event.recording, agent.later)
         several = len(set(self._hosts())) > 1
-        if event.status == 0 and self.store is not None:
-            self.store.ended(rank.number, self.rows[rank.number].host if several else "")
         if event.status != 0 and not self.ending and several and agent.here is not None:
             # The ranks of other hosts cannot see how it has ended.
             known = {"host": agent.here.name, "pid": rank.pid, "status": event.status}
@@ -582,6 +581,9 @@ class Supervisor:
         if rank.number == self.reader and not self.job.is_local:
             self.input.release()
         self.logs.note_end(rank.number, describe_status(end.status), rank.report)
+        if self.store is not None:
+            host = self.rows[rank.number].host if len(set(self._hosts())) > 1 else ""
+            self.store.ended(rank.number, rank.pid, host, ending_of(end.status).text if end.status else "")
         if end.status != 0:
             self._settle()
 

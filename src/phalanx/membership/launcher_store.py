@@ -12,9 +12,9 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx import settings
 from phalanx.errors import InitializationError
@@ -24,15 +24,24 @@ if TYPE_CHECKING:
 
     from phalanx.topology.place import Place
 
-__all__ = ["ENDED", "ended_writers", "is_launchers", "kept_store", "open_other_stores", "writer_of"]
+__all__ = ["ENDED", "EndedRank", "ended_ranks", "is_launchers", "kept_store", "open_other_stores", "size_of_meeting"]
 
-#: Under this key the store of ``phalanx run`` has the ranks that have ended in order, each with its host, as JSON.
+#: Under this key the store of ``phalanx run`` has the ranks that have ended, in that order, as JSON.
 ENDED = "phalanx/ended"
-# The first keys that each rank of a new world writes (topology/topology.py, shm/segment.py, hierarchical/islands.py).
-_FIRST_KEYS = re.compile(
-    r"(?:.*/)?(?:topology/report|of \d+/shm/[^/]+/answer|of \d+/[^/]+/hosts/\w+)/(\d+)|(?:.*/)?of \d+/shm/offer",
-    re.DOTALL,
-)
+# The keys in which a world of so many ranks meets (world.py, c10d/create.py), and not those of a group that it splits.
+_OF_MEETING = re.compile(r"(?:.*/)?phalanx/.+/of (\d+)/(?!.*phalanx/)", re.DOTALL)
+
+
+class EndedRank(NamedTuple):
+    """A rank that the launcher knows to have ended.
+
+    ``host`` is empty if the job has one; ``how`` is as ``by signal 9 (SIGKILL)``, and empty if the rank ended in order.
+    """
+
+    rank: int
+    pid: int
+    host: str
+    how: str
 
 
 def kept_store(place: Place, timeout_s: float) -> Store:
@@ -46,7 +55,7 @@ def kept_store(place: Place, timeout_s: float) -> Store:
     address, port = str(place.master_addr), int(place.master_port or 0)
     try:
         return TCPStore(address, port, place.world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
-    except (ValueError, RuntimeError) as error:
+    except RuntimeError as error:
         raise InitializationError(
             f"rank {place.rank} could not reach the store that {place.launcher} keeps at {address}:{port} "
             f"(MASTER_ADDR, MASTER_PORT): {error}"
@@ -84,24 +93,15 @@ def open_other_stores() -> None:
     rendezvous._torchelastic_use_agent_store = use_agent_store
 
 
-# -- ranks that have ended in order, which end no job while others wait for them -----------------------
+# -- ranks that have ended, for which nobody should wait -----------------------------------------------
 
 
-def writer_of(key: str) -> int:
-    """Return which rank of a new world writes this key as it comes; -1 for any other key."""
-    found = _FIRST_KEYS.fullmatch(key)
-    return -1 if found is None else int(found[1] or 0)
+def size_of_meeting(key: str) -> int:
+    """Return how many ranks meet as a world by this key; 0 for any other key."""
+    found = _OF_MEETING.match(key)
+    return 0 if found is None else int(found[1])
 
 
-def ended_writers(store: Store, keys: Iterable[str]) -> dict[int, str]:
-    """Return the ranks that have ended and should have written these keys, each with its host.
-
-    Args:
-        store: the launcher's, or one that knows of no ends.
-        keys: without what torch and the world put before them.
-    """
-    if not store.check([ENDED]):
-        return {}
-    ended: dict[str, str] = json.loads(store.get(ENDED))
-    writers = {writer_of(key) for key in keys}
-    return {int(rank): host for rank, host in ended.items() if int(rank) in writers}
+def ended_ranks(store: Store) -> list[EndedRank]:
+    """Return the ranks that have ended, in that order, if this is the store of ``phalanx run``."""
+    return [EndedRank(*each) for each in json.loads(store.get(ENDED))] if store.check([ENDED]) else []

@@ -24,9 +24,10 @@ from phalanx.diagnosis.own_waits import AGAIN, warn_after_s
 from phalanx.diagnosis.recorder import is_kept
 from phalanx.errors import InitializationError
 from phalanx.membership.client import JobStore, WaitTimeout, underlying
-from phalanx.membership.departures import WAYS, gone_ranks, has_witness
-from phalanx.membership.launcher_store import ended_writers
+from phalanx.membership.departures import ENDED, WAYS, Gone, gone_ranks, has_witness
+from phalanx.membership.launcher_store import ended_ranks
 from phalanx.membership.registration import registered
+from phalanx.system.host import this_host
 from phalanx.system.threads import AwakeClock, ended_early
 from phalanx.words import format_named, tell
 
@@ -38,6 +39,8 @@ _LOOK_S_IN_WORLD = 0.1
 _LOOK_S_PER_RANK = 0.002
 # How long after the store its rank may show as gone: a process takes seconds to end once torch is loaded.
 _ENDING_S = 10.0
+# How long after what follows from the end of a rank it may take until this one knows which rank has ended.
+_NAMING = timedelta(seconds=5)
 _PAUSE_S = 0.02
 _SHORTEST_WAIT_S = 0.1
 # How much longer than all steps together may take a rank waits in the last one: those that time out first say why.
@@ -99,12 +102,12 @@ class RendezvousStore(PrefixStore):
         self._job_store = whole if isinstance(whole := underlying(store), JobStore) else None
         # The keys that this process has written and not deleted, by their names in the whole meeting, which all its
         # parts note in the same place. Written by the thread that meets, and by others once the group is watched.
-        self._name, self._whole, self._path, self._written = name, PrefixStore(name, store), "", dict[str, None]()
+        self._whole, self._path, self._written = PrefixStore(name, store), "", dict[str, None]()
 
     def part(self, name: str) -> RendezvousStore:
         """A part of this part."""
         made = RendezvousStore(name, self, self._ranks, self._world, self._rank)
-        made._name, made._whole, made._written = self._name, self._whole, self._written
+        made._whole, made._written = self._whole, self._written
         made._path = f"{self._path}{name}/"
         return made
 
@@ -180,15 +183,13 @@ class RendezvousStore(PrefixStore):
         except InitializationError:
             raise
         except RuntimeError:
-            ended: dict[int, str] = {}
-            if self._world and ended_early(began, total_s):
+            found = None
+            if ended_early(began, total_s):
                 with contextlib.suppress(RuntimeError):  # the store has gone
-                    absent = [f"{self._name}/{self._path}{key}" for key in keys if not self.check([key])]
-                    ended = ended_writers(underlying(self), absent)
-            if not ended:
+                    found = self.find_gone()
+            if found is None:
                 raise
-            call = "phalanx.init()" if _deadline is not None else "init_process_group()"
-            raise InitializationError.ranks_ended(ended, call) from None
+            raise found from None
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
@@ -221,13 +222,39 @@ class RendezvousStore(PrefixStore):
         if not self._world:
             return self._of_gone_ranks()
         registration = registered()
-        return None if registration is None else registration.look()
+        return self._known_to_launcher() if registration is None else registration.look()
+
+    def _known_to_launcher(self) -> InitializationError | None:
+        ended = [each for each in ended_ranks(underlying(self)) if each.rank in self._ranks]
+        if not ended:
+            return None
+        first = ended[0]
+        if first.how:
+            return self._error_of(first.rank, Gone(first.pid, first.host or this_host().name, ENDED, first.how))
+        call = "phalanx.init()" if _deadline is not None else "init_process_group()"
+        return InitializationError.ranks_ended({each.rank: each.host for each in ended if not each.how}, call)
+
+    def await_gone(self, otherwise: str) -> InitializationError:
+        """Return the error that names the rank that has gone: what this process has found is a consequence of that.
+
+        It may take seconds until that is known; ``otherwise`` is the text if it is not known then.
+        """
+        try:
+            self.wait(["never"], _NAMING)
+        except InitializationError as error:
+            return error
+        except RuntimeError:
+            pass  # the time is over, or the store has gone
+        return InitializationError(otherwise)
 
     def _of_gone_ranks(self) -> InitializationError | None:
         gone = {} if self._world else gone_ranks(self._ranks)
         if not gone:
             return None
         rank, who = min(gone.items(), key=lambda each: (WAYS.index(each[1].way), each[0]))
+        return self._error_of(rank, who)
+
+    def _error_of(self, rank: int, who: Gone) -> InitializationError:
         return InitializationError.rank_gone(rank, who.pid, who.host, who.words, who.remedy, self._group)
 
     def find_stopped(self) -> InitializationError | None:
@@ -320,12 +347,14 @@ def error_of(store: Store, otherwise: str, *, late: bool = False) -> Initializat
         otherwise: the text if it is not known.
         late: they may not have gone, but have not come in time; so one that is stopped is named as well.
     """
+    if not isinstance(store, RendezvousStore):
+        return InitializationError(otherwise)
+    if not late:
+        return store.await_gone(otherwise)
     found = None
-    if isinstance(store, RendezvousStore):
-        with contextlib.suppress(DistError):  # the store has gone
-            found = store.find_gone()
-        found = found or (store.find_stopped() if late else None)
-    return found or InitializationError(otherwise)
+    with contextlib.suppress(DistError):  # the store has gone
+        found = store.find_gone()
+    return found or store.find_stopped() or InitializationError(otherwise)
 
 
 def part_of(store: Store, name: str) -> Store:

@@ -21,7 +21,7 @@ import struct
 import time
 from collections.abc import Callable, Collection
 
-from phalanx.membership.launcher_store import ENDED, writer_of
+from phalanx.membership.launcher_store import ENDED, EndedRank, size_of_meeting
 from phalanx.membership.server import Connection, Server
 from phalanx.membership.table import Table, Wait
 from phalanx.system.interfaces import Address, owner_of
@@ -59,7 +59,7 @@ class SupervisorLine:
     """The store's line to the supervisor, which tells of ranks that have ended, and of connections from other hosts.
 
     Each message is JSON. A question is a list of a number and the two ends of a connection. What comes is the number of
-    one that is the job's (a stranger's is not answered), or a list of a rank that has ended in order, and its host.
+    one that is the job's (a stranger's is not answered), or an :class:`EndedRank`.
 
     Args:
         sock: a SOCK_SEQPACKET socket.
@@ -79,14 +79,14 @@ class SupervisorLine:
         with contextlib.suppress(OSError):  # a supervisor that does not keep up with strangers has not been asked
             self.sock.send(json.dumps([self._count, peer, here]).encode())
 
-    def hear(self) -> tuple[list[tuple[socket.socket, str]], dict[int, str]]:
-        """Return connections that are the job's, with their addresses, and ranks that have ended, with their hosts."""
-        found, ended = [], dict[int, str]()
+    def hear(self) -> tuple[list[tuple[socket.socket, str]], list[EndedRank]]:
+        """Return connections that are the job's, with their addresses, and ranks that have ended."""
+        found, ended = [], list[EndedRank]()
         with contextlib.suppress(OSError):
             while data := self.sock.recv(4096):
                 said = json.loads(data)
                 if isinstance(said, list):
-                    ended[said[0]] = said[1]
+                    ended.append(EndedRank(*said))
                 elif (entry := self._waiting.pop(said, None)) is not None:
                     found.append(entry[1:])
         return found, ended
@@ -110,7 +110,7 @@ class TorchStoreServer(Server):
     Args:
         listener: the bound, listening socket.
         is_welcome: whether a connection may use the store, by the addresses and ports of its two ends.
-        supervisor: the line to it; waits for the first keys of ranks that have ended fail.
+        supervisor: the line to it; waits of a world that meets fail when one of its ranks has ended.
         say: takes a line for the user.
     """
 
@@ -125,7 +125,7 @@ class TorchStoreServer(Server):
         self._listener, self._is_welcome, self._supervisor = listener, is_welcome, supervisor
         self._say, self._complaints = say, 0
         self._deaf_until = math.inf
-        self._ended: dict[int, str] = {}
+        self._ended: list[EndedRank] = []
         listener.setblocking(False)
         self.selector.register(listener, selectors.EVENT_READ, self._accept)
         self.tasks.append(self._tend)
@@ -143,10 +143,11 @@ class TorchStoreServer(Server):
         self._listener.close()
 
     def is_vain(self, keys: Collection[bytes]) -> bool:
-        """Return whether one of these keys will never come, because its rank has ended."""
-        return bool(self._ended) and any(
-            writer_of(key.decode(errors="replace").removeprefix("/")) in self._ended for key in keys
-        )
+        """Return whether these keys are of a world that cannot meet, because one of its ranks has ended."""
+        if not self._ended:
+            return False
+        first = min(each.rank for each in self._ended)
+        return any(first < size_of_meeting(key.decode(errors="replace").removeprefix("/")) for key in keys)
 
     def _accept(self) -> None:
         for _ in range(_AT_ONCE):
@@ -186,9 +187,9 @@ class TorchStoreServer(Server):
         for sock, peer in found:
             self._admit(sock, peer)
         if ended:
-            self._ended |= ended
+            self._ended += ended
             self.table.set(_SLASH + ENDED.encode(), json.dumps(self._ended).encode())
-            self.table.fail("its rank has ended", lambda key: self.is_vain([key]))
+            self.table.fail("a rank has ended", lambda key: self.is_vain([key]))
 
     def _admit(self, sock: socket.socket, peer: str) -> None:
         with contextlib.suppress(OSError):  # it may have gone already, which is noticed when receiving
@@ -303,7 +304,7 @@ class TorchConversation:
         self._wait = self._table.wait(keys, self._finish, anew=anew)
         if self._wait.missing and self._is_vain(self._wait.missing):
             self.end()
-            self._finish("its rank has ended")
+            self._finish("a rank has ended")
 
     def _finish(self, why: str) -> None:
         # torch's client takes the answer to a cancelled wait for an error.

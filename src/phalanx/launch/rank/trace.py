@@ -50,6 +50,7 @@ __all__ = [
     "Stage",
     "Trace",
     "advance",
+    "ending_of",
     "how_ended",
     "how_ended_elsewhere",
     "note_asked",
@@ -149,7 +150,7 @@ def how_ended(pid: int) -> Ending | None:
         for begin in range(0, os.fstat(own.descriptor).st_size, _PART):
             if os.pread(own.descriptor, 4, begin + _END_AT) == wanted:
                 status = os.pread(own.descriptor, 4, begin + _END_AT + 4)
-                return _ending(int.from_bytes(status, "little", signed=True))
+                return ending_of(int.from_bytes(status, "little", signed=True))
     return None
 
 
@@ -159,12 +160,13 @@ def how_ended_elsewhere(host: str, pid: int) -> dict[str, Any] | None:
     lines = os.pread(own.descriptor, _LONGEST_ELSEWHERE, _ELSEWHERE).split(b"\n")[:-1] if own is not None else []
     for known in map(json.loads, lines):
         if (known.pop("host"), known.pop("pid")) == (host, pid):
-            ending = _ending(known.pop("status"))
+            ending = ending_of(known.pop("status"))
             return {**known, "how": ending.text, "signal": ending.signal}
     return None
 
 
-def _ending(status: int) -> Ending:
+def ending_of(status: int) -> Ending:
+    """Return how a process ended with this exit code, or minus the number of a signal."""
     if status < 0:
         return Ending(f"by signal {-status} ({signal_name(-status)})", -status)
     return Ending(f"with exit code {status}")
