@@ -234,20 +234,7 @@ static const phx_reduce_fn KERNEL(table)[PHX_OPS][PHX_DTYPES] = {
     [PHX_BXOR] = {WRAPPING_OF(bxor), [PHX_BOOL] = KERNEL(bxor_u8)},
 };
 
-#undef SAME_TYPE
-#undef NOTHING
-#undef DIVIDE
-#undef ADD
-#undef MULTIPLY
-#undef SMALLER
-#undef LARGER
-#undef BIT_AND
-#undef BIT_OR
-#undef BIT_XOR
-#undef FLOAT
-#undef UNSIGNED
-#undef SIGNED
-#undef WIDENED
+/* The other macros are the same in every set. */
 #undef VECTORS_OF_F16
 #undef VECTORS_OF_BF16
 #undef VECTOR
@@ -256,16 +243,5 @@ static const phx_reduce_fn KERNEL(table)[PHX_OPS][PHX_DTYPES] = {
 #undef V_MIN
 #undef V_MAX
 #undef V_DIVIDE
-#undef V_SMALLER
-#undef V_LARGER
-#undef V_NOTHING
 #undef LOAD_F16
 #undef STORE_F16
-#undef NOTHING1
-#undef DIVIDE1
-#undef HALF
-#undef FLOATS_OF
-#undef UNSIGNED_OF
-#undef WRAPPING_OF
-#undef ORDERED_OF
-#undef BLOCK
