@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 #include "messages/mail.h"
-#include "segment/trace.h"
+#include "segment/copy.h"
 
 phx_tracer_fn phx_tracer;
 
