@@ -105,10 +105,11 @@ int entry_unchanged(const struct entry_tensors *tensors, PyObject *object, const
            now.copied == read->copied;
 }
 
-PyObject *entry_dtype_of(const struct entry_tensors *tensors, PyObject *object)
+PyObject *entry_dtype_of(PyObject *module, PyObject *object)
 {
     struct dl_tensor tensor;
-    if (tensors->exchange->tensor_from_object(object, &tensor))
+    (void)module;
+    if (entry_process.tensors.exchange->tensor_from_object(object, &tensor))
         return NULL;
     return Py_BuildValue("(iii)", tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes);
 }
@@ -142,9 +143,10 @@ int entry_usual(const struct entry_options *options, PyObject *object, int *op, 
     return 1;
 }
 
-PyObject *entry_bytes_of(PyObject *object)
+PyObject *entry_bytes_of(PyObject *module, PyObject *object)
 {
     const char *value = value_of(object);
+    (void)module;
     if (!value)
         return PyBytes_FromStringAndSize(NULL, 0);
     const size_t size = malloc_usable_size((void *)value);

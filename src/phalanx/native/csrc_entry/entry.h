@@ -79,8 +79,9 @@ int entry_read(const struct entry_tensors *tensors, PyObject *object, struct ent
  * thread runs meanwhile, so the answer holds until the interpreter's lock is given up. */
 int entry_unchanged(const struct entry_tensors *tensors, PyObject *object, const struct entry_tensor *tensor);
 
-/* Returns a new tuple (code, bits, lanes) of a tensor's dtype, or NULL with an exception. */
-PyObject *entry_dtype_of(const struct entry_tensors *tensors, PyObject *object);
+/* Functions of the module: a tensor's dtype as (code, bits, lanes); and the bytes of an object of pybind11's. */
+PyObject *entry_dtype_of(PyObject *module, PyObject *tensor);
+PyObject *entry_bytes_of(PyObject *module, PyObject *options);
 
 #define ENTRY_MOST_OPTIONS 192 /* bytes that are looked at */
 
@@ -98,10 +99,6 @@ struct entry_options {
 /* Returns 1 if `object` is such options of a synchronous call without a timeout of its own, and gets its operation (-1
  * if it has none) and root (likewise); else 0. */
 int entry_usual(const struct entry_options *options, PyObject *object, int *op, int64_t *root);
-
-/* Returns the bytes of an object of pybind11's as a new object, or NULL with an exception. */
-PyObject *entry_bytes_of(PyObject *object);
-
 /* -- site.c ------------------------------------------------------------------------------------------------------- */
 
 #define ENTRY_CODES 1024
@@ -277,8 +274,8 @@ uint64_t entry_record(entry *self, uint32_t what, uint64_t nbytes, uint32_t site
  * with 1 the caller gets a reference of its own. */
 int entry_read_only_one(PyObject *list, PyObject **object, struct entry_tensor *out);
 
-/* What objects that can be called have in common: their beginning, and how they are called the slow way (tp_call).
- * Python 3.10's limited API has neither Py_TPFLAGS_HAVE_VECTORCALL nor PyVectorcall_NARGS. */
+/* The beginning of objects that can be called. The limited API has what follows from Python 3.12 on; 3.10 and 3.11 have the
+ * same in their full API. */
 typedef PyObject *(*entry_vectorcall)(PyObject *, PyObject *const *, size_t, PyObject *);
 struct entry_callable {
     PyObject ob_base;
@@ -286,7 +283,7 @@ struct entry_callable {
 };
 #define ENTRY_HAVE_VECTORCALL (1UL << 11)
 #define ENTRY_NARGS(n) ((Py_ssize_t)((n) & ~((size_t)1 << (8 * sizeof(size_t) - 1))))
-PyObject *entry_call(PyObject *object, PyObject *args, PyObject *keywords);
+PyObject *PyVectorcall_Call(PyObject *object, PyObject *args, PyObject *keywords);
 extern PyMemberDef entry_callable_members[];
 
 /* The quick calls: each returns a new reference; NULL with an exception; or ENTRY_NOT_ME. */

@@ -1,6 +1,5 @@
 /* A group's methods: each does the usual call in C and hands all others to the class's own method. */
 #include <stddef.h>
-#include <stdlib.h>
 
 #include "entry.h"
 
@@ -76,30 +75,6 @@ static PyObject *method_vectorcall(PyObject *object, PyObject *const *args, size
     return result == ENTRY_NOT_ME ? call_python(self, args, nargs, names) : result;
 }
 
-PyObject *entry_call(PyObject *object, PyObject *args, PyObject *keywords)
-{
-    const Py_ssize_t nargs = PyTuple_Size(args), named = keywords ? PyDict_Size(keywords) : 0;
-    PyObject **all = malloc((size_t)(nargs + named + 1) * sizeof *all), *names = named ? PyTuple_New(named) : NULL;
-    PyObject *result = NULL, *name, *value;
-    Py_ssize_t at = 0, i = 0;
-    if (!all || (named && !names)) {
-        PyErr_NoMemory();
-        goto done;
-    }
-    for (Py_ssize_t n = 0; n < nargs; n++)
-        all[n] = PyTuple_GetItem(args, n);
-    while (named && PyDict_Next(keywords, &at, &name, &value)) {
-        Py_INCREF(name);
-        PyTuple_SetItem(names, i, name);
-        all[nargs + i++] = value;
-    }
-    result = ((struct entry_callable *)object)->vectorcall(object, all, (size_t)nargs, names);
-done:
-    free(all);
-    Py_XDECREF(names);
-    return result;
-}
-
 void entry_free_object(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
@@ -131,7 +106,7 @@ PyMemberDef entry_callable_members[] = {
 static PyType_Slot method_slots[] = {
     {Py_tp_dealloc, method_dealloc},
     {Py_tp_traverse, method_traverse}, /* a queued call may hold the group, and is held by its queue */
-    {Py_tp_call, entry_call},
+    {Py_tp_call, PyVectorcall_Call},
     {Py_tp_members, entry_callable_members},
     {Py_tp_doc, "A method of one process group that does the usual call in C and hands all others to the class's."},
     {0, NULL},
