@@ -14,7 +14,7 @@
  *   collectives  chunks, waits, the kernels that combine numbers, and a file for each collective
  *   messages     rings between two ranks, and the mail that goes through them
  *   rpc          links between two workers, over shared memory or a TCP connection
- *   mpi          the collectives of `--mpi`, by calls of MPI
+ *   mpi          the end of MPI with its process
  *
  * Nothing here knows Python or torch. Of Python's files only native/core.py knows these signatures; it compares PHX_ABI
  * when it loads the library.

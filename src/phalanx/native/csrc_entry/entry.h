@@ -286,17 +286,13 @@ struct entry_callable {
 PyObject *PyVectorcall_Call(PyObject *object, PyObject *args, PyObject *keywords);
 extern PyMemberDef entry_callable_members[];
 
-/* The quick calls: each returns a new reference; NULL with an exception; or ENTRY_NOT_ME. */
-PyObject *entry_sum(entry *self, PyObject *const *args, Py_ssize_t nargs);
-PyObject *entry_all_reduce(entry *self, PyObject *const *args, Py_ssize_t nargs);
-PyObject *entry_reduce(entry *self, PyObject *const *args, Py_ssize_t nargs);
-PyObject *entry_broadcast(entry *self, PyObject *const *args, Py_ssize_t nargs);
-PyObject *entry_all_gather(entry *self, PyObject *const *args, Py_ssize_t nargs);
-PyObject *entry_reduce_scatter(entry *self, PyObject *const *args, Py_ssize_t nargs);
-PyObject *entry_barrier(entry *self, PyObject *const *args, Py_ssize_t nargs);
-PyObject *entry_send_now(entry *self, PyObject *const *args, Py_ssize_t nargs);
-PyObject *entry_recv_now(entry *self, PyObject *const *args, Py_ssize_t nargs);
-PyObject *entry_send(entry *self, PyObject *const *args, Py_ssize_t nargs);
-PyObject *entry_recv(entry *self, PyObject *const *args, Py_ssize_t nargs);
+/* The quick calls of an enum phx_kind: each returns a new reference; NULL with an exception; or ENTRY_NOT_ME. */
+typedef PyObject *(*entry_quick_call)(entry *self, uint32_t kind, PyObject *const *args, Py_ssize_t nargs);
+PyObject *entry_sum(entry *self, uint32_t kind, PyObject *const *args, Py_ssize_t nargs);
+PyObject *entry_call_with_one(entry *self, uint32_t kind, PyObject *const *args, Py_ssize_t nargs);
+PyObject *entry_call_with_both(entry *self, uint32_t kind, PyObject *const *args, Py_ssize_t nargs);
+PyObject *entry_barrier(entry *self, uint32_t kind, PyObject *const *args, Py_ssize_t nargs);
+PyObject *entry_move_now(entry *self, uint32_t kind, PyObject *const *args, Py_ssize_t nargs);
+PyObject *entry_move_listed(entry *self, uint32_t kind, PyObject *const *args, Py_ssize_t nargs);
 
 #endif

@@ -28,9 +28,7 @@ int phx_rpc_make_file(uint64_t nbytes)
         return -1;
     if (ftruncate(fd, (off_t)nbytes) == 0 && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0)
         return fd;
-    const int reason = errno;
-    close(fd);
-    errno = reason;
+    close(fd); /* on Linux what succeeds leaves errno */
     return -1;
 }
 
