@@ -1,6 +1,6 @@
 """Make a real call as a rank of the small job that ``phalanx explain`` runs, and note what that moves.
 
-The core tells of every copy into, out of and inside the shared memory (``native/csrc/segment/trace.h``), and the engine
+The core tells of every copy into, out of and inside the shared memory (``native/csrc/segment/copy.h``), and the engine
 of what it carries between hosts. Every element says where it comes from: rank r gives ``(i + 2**22 << 20) + (1 << r)``
 as its element i. So a value, a sum too, shows which element it is and which ranks have contributed to it.
 """

@@ -9,8 +9,7 @@
 #include <unistd.h>
 
 #include "messages/mail.h"
-#include "messages/ready.h"
-#include "segment/trace.h"
+#include "segment/copy.h"
 
 phx_tracer_fn phx_tracer;
 
@@ -139,11 +138,6 @@ int phx_name_ranks(phx_comm *comm, const int32_t *names)
 const char *phx_recorder_of(const phx_comm *comm, uint32_t rank)
 {
     return rank < comm->size ? comm->recorders[rank] : NULL;
-}
-
-void phx_set_rests(phx_comm *comm, int rests)
-{
-    comm->rests = rests != 0;
 }
 
 void phx_set_timeout(phx_comm *comm, uint64_t timeout_ns, uint64_t message_timeout_ns)

@@ -14,7 +14,7 @@
  *   collectives  chunks, waits, the kernels that combine numbers, and a file for each collective
  *   messages     rings between two ranks, and the mail that goes through them
  *   rpc          links between two workers, over shared memory or a TCP connection
- *   mpi          the collectives of `--mpi`, by calls of MPI
+ *   mpi          the end of MPI with its process
  *
  * Nothing here knows Python or torch. Of Python's files only native/core.py knows these signatures; it compares PHX_ABI
  * when it loads the library.
@@ -120,7 +120,6 @@ PHX_API uint32_t phx_abi(void);
 /* -- the group --------------------------------------------------------------------------------------------------- */
 
 /* Make an empty file a segment. Called by one rank, before the others open it.
- *   fd            the file
  *   size          how many ranks the group has, at most 1024
  *   chunk_bytes   size of a slot: a multiple of 64, and at least 64 per rank
  *   small_bytes   reductions whose inputs add up to at most so many bytes take one synchronisation (all_reduce.c)
@@ -130,38 +129,31 @@ PHX_API uint32_t phx_abi(void);
 PHX_API int phx_segment_format(int fd, uint32_t size, uint64_t chunk_bytes, uint64_t small_bytes,
                                uint64_t stream_bytes, const uint8_t *cookie);
 
-/* Map a formatted segment. Called once by every rank, before the ranks meet.
- *   fd      the file; it must stay open until phx_all_seen() has returned PHX_OK
- *   rank    this rank, below the size of the group; no other may open the same
- *   cookie  what the segment must have been formatted with
- *   spin    how often a wait checks for its peer before it yields the core
- *   poll    may be NULL
- * Returns NULL with errno set on failure: EPROTO if the file is not that segment. */
+/* Map a formatted segment as one rank, once. `fd` must stay open until phx_all_seen() has returned PHX_OK. A wait checks
+ * `spin` times for its peer before it yields the core; `poll` may be NULL. Returns NULL with errno set: EPROTO if the file
+ * is not the segment of this cookie. */
 PHX_API phx_comm *phx_open(int fd, uint32_t rank, const uint8_t *cookie, uint32_t spin, phx_poll poll);
 
-/* Look at the processes of all other ranks, and publish whether each is the one that it says. Called once by every rank,
- * when all ranks have opened the segment; `fd` is this rank's descriptor of it. */
+/* Look at the processes of all other ranks, and publish whether each is the one that it says: once, when all ranks have
+ * opened the segment. */
 PHX_API void phx_look(phx_comm *comm, int fd);
 
 /* Returns PHX_OK when every rank has looked: then `whom` is PHX_NOBODY if all see all, or the rank that `by` does not
  * see, the same on every rank. Returns PHX_UNDER_WAY while rank `by` has not looked yet, PHX_PEER_LOST if it is gone. */
 PHX_API int phx_all_seen(const phx_comm *comm, uint32_t *by, uint32_t *whom);
 
-/* Returns whether phx_look() has found the process of `rank`. */
+/* Whether phx_look() has found the process of `rank`. */
 PHX_API int phx_sees(const phx_comm *comm, uint32_t rank);
 
-/* Returns how `rank` stands to the group (enum phx_going), also once the group is broken, and its pid. It writes nothing.
- * Any thread may call it. */
+/* How `rank` stands to the group (enum phx_going), also once it is broken, and its pid. By any thread. */
 PHX_API int phx_going(const phx_comm *comm, uint32_t rank, uint32_t *pid);
 
-/* Compare this rank's last calls with those of the others, which no later call of this rank will. Called by all ranks
- * before they close the group, by a thread that is alone in it. Waits at most `patience_ns` for ranks that are behind.
- * Returns PHX_OK, also if some have ended before; PHX_UNDER_WAY if some have not come that are there; PHX_MISMATCH; or
- * PHX_PEER_LOST if a rank has left without that call. */
+/* Compare this rank's last calls with those of the others, which no later call will: before a rank closes the group, by a
+ * thread that is alone in it. Waits at most `patience_ns`. Returns PHX_OK, also if some have ended before; PHX_UNDER_WAY if
+ * some are behind; PHX_MISMATCH; or PHX_PEER_LOST if a rank has left without that call. */
 PHX_API int phx_compare_rest(phx_comm *comm, uint64_t patience_ns);
 
-/* The calls from now on, up to the next time, are parts of one call of a larger group, of which `call` is equal on all
- * ranks that make the same one. They match only where that does. */
+/* The calls from now on are parts of one call of a larger group, and match only where `call` is equal. */
 PHX_API void phx_begin_parts(phx_comm *comm, uint64_t call);
 
 /* Returns where a chunk is: -1 before this rank's last call (with parts, the whole one), 0 in it, 1 after it, which a
@@ -169,28 +161,22 @@ PHX_API void phx_begin_parts(phx_comm *comm, uint64_t call);
 PHX_API int phx_beside_last_call(const phx_comm *comm, uint64_t chunk);
 
 /* Tell the ranks of all groups that this process goes: its exit handlers are running, or an exception, in words, has
- * ended its script. Any thread may call it. A process that exits otherwise tells by itself, from its exit code. */
+ * ended its script. A process that exits otherwise tells by itself, from its exit code. */
 PHX_API void phx_process_leaves(void);
 PHX_API void phx_process_fails(const char *text);
 
 /* Tell the other ranks of one group that this rank is about to close it because of an exception, in words. */
 PHX_API void phx_group_fails(phx_comm *comm, const char *text);
 
-/* Tell the others that this rank leaves, if it has not told anything, unmap the segment and free this rank's messages
- * that are not done. No other thread of the rank may be in a call. */
+/* Tell the others that this rank leaves, unless it has told otherwise, and free all. No other thread may be in a call. */
 PHX_API void phx_close(phx_comm *comm);
 
-/* Break the group: calls under way on any rank end with PHX_INTERRUPTED. Any thread may call it. */
+/* Break the group, from any thread: calls under way on any rank end with PHX_INTERRUPTED. */
 PHX_API void phx_abort(phx_comm *comm);
 
-/* Set how long this rank waits for another in a collective, and in a message, in nanoseconds, before it breaks the
- * group. At first there is no limit. */
+/* Set how long this rank waits for another in a collective, and in a message, before it breaks the group. At first there is
+ * no limit. */
 PHX_API void phx_set_timeout(phx_comm *comm, uint64_t timeout_ns, uint64_t message_timeout_ns);
-
-/* Set whether a wait of this rank's in a collective sleeps at once. That leaves the core to those that are waited for, and
- * costs a wake-up, so it is right where the wait is known to be long. At first it yields the core for a while before. The
- * thread that makes the collectives calls it, between two of them. */
-PHX_API void phx_set_rests(phx_comm *comm, int rests);
 
 /* Get the reason why the group broke; returns its status, or PHX_OK if the group is whole. May take 100 ms. */
 PHX_API int phx_breakage(const phx_comm *comm, struct phx_breakage *out);
@@ -198,8 +184,7 @@ PHX_API int phx_breakage(const phx_comm *comm, struct phx_breakage *out);
 /* Returns the chunk with which this rank's last call began. A mismatch at an earlier chunk concerns an earlier call. */
 PHX_API uint64_t phx_call_chunk(const phx_comm *comm);
 
-/* Publish what this rank was doing when the group broke, for the others' errors: a text of at most PHX_TEXT - 1 bytes.
- * Only the first text of a rank counts. */
+/* Publish what this rank was doing when the group broke, for the others' errors. Only a rank's first text counts. */
 #define PHX_TEXT 376
 PHX_API void phx_describe(phx_comm *comm, const char *text);
 
@@ -216,9 +201,9 @@ struct phx_crossing {
     uint32_t theirs[2]; /* and on the peer */
 };
 
-/* Have the lines compared from which the ranks make the calls of this group, as far as they are recorded. Called before
- * the first collective. After `most_crossings` times PHX_CROSSED nothing is compared any more: a program that takes turns
- * between more lines than there is room for finds the same ones again and again, and to judge them takes time. */
+/* Have the lines compared from which the ranks make the calls of this group: before the first collective. Nothing is
+ * compared after `most_crossings` times PHX_CROSSED: a program that takes turns between more lines than there is room for
+ * finds the same ones again and again. */
 PHX_API void phx_compare_lines(phx_comm *comm, uint32_t most_crossings);
 
 /* Get what made a collective return PHX_CROSSED. By the thread that called it, before the group's next call. */
@@ -230,19 +215,17 @@ PHX_API int phx_tells_crossing(phx_comm *comm);
 /* Break the group with PHX_MISMATCH at the call that this rank has made last, because of what phx_crossing() said. */
 PHX_API void phx_break_crossed(phx_comm *comm);
 
-/* The same for two ranks that share no memory and tell each other their lines. This is private to one rank: it holds the
- * lines of that rank and of one other that have met. Only one thread at a time may use it. phx_pairs_open() returns NULL
- * if there is no memory for it. */
+/* The same for a rank that shares no memory with one other, and is told its lines: those that have met. For one thread at a
+ * time. phx_pairs_open() returns NULL if there is no memory. */
 typedef struct phx_line_pairs phx_line_pairs;
 PHX_API phx_line_pairs *phx_pairs_open(void);
 PHX_API void phx_pairs_close(phx_line_pairs *pairs);
 
-/* From which line the collective was called that this thread is in, in 16 bits that every process of this program counts
- * alike; 0 if that is not known. */
+/* The line from which this thread's collective was called, in 16 bits, alike in every process; 0 if it is not known. */
 PHX_API uint32_t phx_line_now(void);
 
-/* Note that this thread's collective has met one of the other rank, from these lines; neither is 0. Returns PHX_CROSSED
- * if two lines are crossed now, and says in `out` which, but for the peer; else PHX_OK. */
+/* Note that this thread's collective has met one of the other rank, from these lines; neither is 0. Returns PHX_OK, or
+ * PHX_CROSSED if two lines are crossed now, with all of `out` but the peer. */
 PHX_API int phx_pairs_meet(phx_line_pairs *pairs, uint32_t mine, uint32_t theirs, struct phx_crossing *out);
 
 /* Whether calls from equal lines need not be noted. */
@@ -281,8 +264,8 @@ PHX_API int phx_reduce(phx_comm *comm, const void *in, void *out, uint64_t count
 PHX_API int phx_reduce_scatter(phx_comm *comm, const void *const *ins, void *out, uint64_t count, uint32_t dtype,
                                uint32_t op, uint64_t shape);
 
-/* Let all_reduce take tensors in this memory where they lie, without a copy. Every rank has mapped the same memory,
- * calls this at the same point of its program, and keeps it mapped until phx_close(). Returns PHX_OK or PHX_SYSTEM. */
+/* Let all_reduce take tensors in this memory where they lie, without a copy. Every rank has mapped the same memory, calls
+ * this at the same point, and keeps it mapped until phx_close(). */
 PHX_API int phx_share_memory(phx_comm *comm, const void *base, uint64_t nbytes);
 
 /* Copy `data` of the root into `data` of every other rank. The root does not wait for them. Copies n bytes. */
@@ -319,15 +302,14 @@ PHX_API int phx_barrier(phx_comm *comm);
 #define PHX_ANY_SOURCE UINT32_MAX
 typedef struct phx_message phx_message;
 
-/* Start to send to the group rank `dst`, or to receive from `src` (or PHX_ANY_SOURCE); the end says how much, and is read
- * in the call only. If the ends do not agree, but for their sites, the group breaks with PHX_MISMATCH. The data must stay
- * where it is until the message is done. A rank may be its own peer. Returns NULL if there is no memory or no such
- * rank, or if the data is at NULL. */
+/* Start to send to the group rank `dst`, or to receive from `src` (or PHX_ANY_SOURCE). If the ends do not agree, but for
+ * their sites, the group breaks with PHX_MISMATCH. The data must stay where it is until the message is done. A rank may be
+ * its own peer. Returns NULL if there is no memory or no such rank, or if the data is at NULL. */
 PHX_API phx_message *phx_send(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag);
 PHX_API phx_message *phx_recv(phx_comm *comm, void *data, const struct phx_end *expected, uint32_t src, uint32_t tag);
 
-/* Send at once if nothing waits to be sent to `dst` and the ring has room for all of it. Returns 1 if so, and there is
- * no message to wait for; 0 if nothing was done. Enough for most short messages, and the cheapest way. */
+/* Send at once if nothing waits to be sent to `dst` and there is room for all of it: 1, and there is no message to wait
+ * for. Else do nothing: 0. */
 PHX_API int phx_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag);
 
 /* Returns 1 if the message is done or the group broken, after moving what can be moved now, else 0. Never blocks. With
@@ -338,20 +320,19 @@ PHX_API int phx_message_test(phx_comm *comm, phx_message *message, int watch);
 /* Start the group's timeout for this message, as if a thread waited for it. */
 PHX_API void phx_message_expect(phx_comm *comm, phx_message *message);
 
-/* Wait until the message is done; returns its status. If `timeout_ns` is not 0, it returns PHX_UNDER_WAY after that
- * long, and the group stays whole. If it is 0, the group's own timeout, counted from the last byte that moved, breaks
- * the group. */
+/* Wait until the message is done; returns its status. After `timeout_ns`, unless it is 0, it returns PHX_UNDER_WAY. With 0
+ * the group's own timeout, counted from the last byte that moved, breaks the group. */
 PHX_API int phx_message_wait(phx_comm *comm, phx_message *message, uint64_t timeout_ns);
 
-/* Move messages until one is done, for a slice at most. `finished` is what the last call returned, at first 0: a
- * message that was done since then ends the call at once. Returns how many have been done so far. */
+/* Move messages until one is done, for a slice at most. Returns how many have been done so far; `finished` is what the last
+ * call returned, at first 0. */
 PHX_API uint64_t phx_messages_rest(phx_comm *comm, uint64_t finished);
 
-/* Let no message move any more, and end every wait for one with PHX_UNDER_WAY. phx_close() may follow when all threads
- * have returned. With `in_order` the ranks of other hosts are told that this one has left. */
+/* Let no message move any more, and end every wait for one with PHX_UNDER_WAY. With `in_order` the ranks of other hosts are
+ * told that this one has left. */
 PHX_API void phx_messages_end(phx_comm *comm, int in_order);
 
-/* Returns the group rank that sent what was received. */
+/* The group rank that sent what was received. */
 PHX_API uint32_t phx_message_source(const phx_message *message);
 
 /* Give the handle back. A message that is not done goes on as long as any thread of the rank calls into the group. */
@@ -362,13 +343,12 @@ PHX_API void phx_message_free(phx_comm *comm, phx_message *message);
 
 #define PHX_LINE_BYTES 256u /* of the line of a program, with its end */
 
-/* Make this the mail of a group of `size` ranks, whose ranks on this host are `here`. From now on messages have its
- * numbers. Called before the first message. */
+/* Have messages number ranks as a group of `size` ranks does, whose ranks on this host are `here`. Before the first one. */
 PHX_API int phx_messages_join(phx_comm *comm, uint32_t size, const int32_t *here);
 
-/* Use a connected socket for messages from a rank (`incoming`), or to it. It is closed in the end, unless this returns
- * PHX_BAD_ARGUMENT, as the messages have been ended, or PHX_SYSTEM. phx_messages_refused(): there can be none to it, and
- * whether that is because the rank has left. */
+/* Use a connected socket for messages from a rank (`incoming`), or to it. With PHX_OK the core closes it in the end; it is
+ * refused with PHX_BAD_ARGUMENT when messages have been ended. phx_messages_refused(): there can be no socket to the rank,
+ * and whether that is because it has left. */
 PHX_API int phx_messages_connect(phx_comm *comm, uint32_t rank, int socket, int incoming);
 PHX_API void phx_messages_refused(phx_comm *comm, uint32_t rank, int left);
 
@@ -415,8 +395,8 @@ struct phx_record_seen {
     uint32_t shape; /* a text; 0: not recorded */
 };
 
-/* Map PHX_RECORDER_BYTES of `fd` from `offset` on and record this process's operations there. Returns the memory, which
- * stays mapped; NULL with errno if it cannot be mapped. A forked child records nothing. `rank` is -1 if it is not known. */
+/* Map PHX_RECORDER_BYTES of `fd` from `offset` on and record this process's operations there; a forked child records
+ * nothing. Returns the memory, which stays mapped, or NULL with errno. `rank` is -1 if it is not known. */
 PHX_API void *phx_recorder_open(int fd, uint64_t offset, uint32_t pid, int32_t rank, uint32_t size);
 
 /* Note where the text with the dtypes' names is, and this process's rank, once they are known. */
@@ -426,18 +406,17 @@ PHX_API void phx_recorder_names(uint32_t dtypes, int32_t rank, uint32_t size);
 PHX_API void phx_recorder_mark(int32_t step, uint32_t label);
 
 /* Record that an operation begins. `what` is an enum phx_kind, plus a dtype << 8, plus an enum phx_op << 16. The bits of
- * `nbytes` from PHX_NBYTES_BITS on are the number of a text, the shape of the tensor; 0 if it is not recorded. Returns a
- * ticket for phx_record_end(), which may be called by any thread; 0 if nothing is recorded, which it takes too. */
+ * `nbytes` from PHX_NBYTES_BITS on are the tensor's shape, a text, or 0. Returns a ticket for phx_record_end(), which any
+ * thread may call; 0 if nothing is recorded, which that takes too. */
 #define PHX_NBYTES_BITS 44
 PHX_API uint64_t phx_record_begin(struct phx_record_group *group, uint32_t what, uint64_t nbytes, uint32_t site,
                                   int32_t peer);
-/* The same for a collective that has begun before, at `entered_ns` of CLOCK_MONOTONIC. It is not counted: it gets the
- * number of the group's next one. With PHX_FOUND_LATE in `what`, another rank may be in the same collective without a
- * record. */
+/* The same for a collective that has begun before. It is not counted: it gets the number of the group's next one. With
+ * PHX_FOUND_LATE in `what`, another rank may be in the same collective without a record. */
 #define PHX_FOUND_LATE (1u << 24)
 PHX_API uint64_t phx_record_begin_at(struct phx_record_group *group, uint32_t what, uint64_t nbytes, uint32_t site,
                                      int32_t peer, uint64_t entered_ns);
-/* Take back the record of an operation, on the thread that began it: it is as if it had not been recorded. */
+/* Take back a record, on the thread that began it. */
 PHX_API void phx_record_drop(uint64_t ticket);
 PHX_API void phx_record_end(uint64_t ticket, int failed);
 
@@ -448,26 +427,35 @@ PHX_API int phx_name_ranks(phx_comm *comm, const int32_t *names);
 PHX_API void phx_record_awaits(int32_t rank);
 PHX_API void phx_record_piece(uint64_t done, uint64_t of);
 
-/* The flight recorder of another rank of this group, which may be gone; NULL if it cannot be read. Good until phx_close(). */
+/* The recorder of another rank, which may be gone; NULL if it cannot be read. Good until phx_close(). */
 PHX_API const char *phx_recorder_of(const phx_comm *comm, uint32_t rank);
 
-/* Copy the records of a recorder's memory, of this process or another one, to `out`, which has room for PHX_RECORDS, in no
- * order: those of operation `first` and later ones. Returns how many there are, and in `next` how many operations have
- * begun. */
+/* Copy those records of a recorder's memory that are of operation `first` or a later one to `out`, which has room for
+ * PHX_RECORDS, in no order. Returns how many there are, and in `next` how many operations have begun. */
 PHX_API uint32_t phx_records_read(const char *memory, uint64_t first, struct phx_record_seen *out, uint64_t *next);
 
-/* Stacks on demand (stacks.py). */
+/* -- stacks on demand (stacks.py) ---------------------------------------------------------------------------------- */
 
 /* What stands behind the beginning of a stack that could not be written, as a rule because it was being changed. */
 #define PHX_STACK_CHANGED "  (it was being changed)"
 
-/* Have the handler that this signal has write the stack of whichever thread gets the signal, as before, but in a copy of
- * the process, where it may fault, if that thread is in the interpreter. That costs a fork().
- *
- * `fd` is where it writes, `in_interpreter` any function of the interpreter. Returns PHX_OK, PHX_BAD_ARGUMENT if there is
- * no such handler, or PHX_SYSTEM.
- */
+/* Have this signal's handler, which writes to `fd` the stack of the thread that gets the signal, do so in a copy of the
+ * process if that thread is in the interpreter, of which `in_interpreter` is any function. That costs a fork(). Returns
+ * PHX_BAD_ARGUMENT if there is no such handler. */
 PHX_API int phx_stacks_in_copy(int number, int fd, void *in_interpreter);
+
+/* -- the end of MPI with its process: MPI's functions come as pointers, since the core is built without MPI ------------ */
+
+/* Have MPI ended by these functions of MPI when the process exits; once in a process. `abort` is NULL if no other rank
+ * waits, `finalize` if the script ends MPI itself; `comm` is the communicator of the whole job. */
+PHX_API void phx_mpi_begin(void *abort, void *finalized, void *finalize, intptr_t comm);
+
+/* Say what is known before the exit code is. With `must_abort` MPI is aborted even after success, because it cannot be
+ * finalised. `paths` has `nbytes`, a NUL after each path: files to remove before MPI is aborted, which leaves them. */
+PHX_API void phx_mpi_prepare(int must_abort, const char *paths, uint64_t nbytes);
+
+/* End MPI by the process's exit code, unless it has been finalised. glibc calls it, by on_exit(). */
+PHX_API void phx_mpi_end(int code, void *unused);
 
 /* -- tracing ------------------------------------------------------------------------------------------------------ */
 

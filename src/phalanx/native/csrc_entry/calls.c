@@ -1,6 +1,6 @@
 /* The quick calls: the usual form of each collective, and nothing else.
  *
- * A call is of the usual form if its tensors are plain (arguments.h), it is synchronous, has no timeout of its own,
+ * A call is of the usual form if its tensors are plain (arguments.c), it is synchronous, has no timeout of its own,
  * and may be made here and now (entry_enter). Everything else is ENTRY_NOT_ME, and errors of arguments are too: Python
  * finds them again and words them. So what this file does is a subset of c10d/process_group.py, call for call. */
 #include "entry.h"
@@ -141,6 +141,16 @@ static int enter_with(entry *self, PyObject *object, const struct entry_tensor *
     return entered;
 }
 
+/* Whether the options of a call are the usual ones (entry_usual()). */
+static int is_usual(uint32_t kind, PyObject *options, int *op, int64_t *root)
+{
+    static const enum entry_option_class CLASSES[] = {
+        [PHX_ALL_REDUCE] = ENTRY_ALL_REDUCE_OPTIONS, [PHX_REDUCE] = ENTRY_REDUCE_OPTIONS,
+        [PHX_BROADCAST] = ENTRY_BROADCAST_OPTIONS,   [PHX_REDUCE_SCATTER] = ENTRY_REDUCE_SCATTER_OPTIONS,
+        [PHX_ALL_GATHER] = ENTRY_ALL_GATHER_OPTIONS, [PHX_BARRIER] = ENTRY_BARRIER_OPTIONS};
+    return entry_usual(&entry_process.options[CLASSES[kind]], options, op, root);
+}
+
 static int call_core(entry *self, uint32_t kind, const struct entry_tensor *tensor, uint32_t op, uint32_t root)
 {
     switch (kind) {
@@ -156,8 +166,8 @@ static int call_core(entry *self, uint32_t kind, const struct entry_tensor *tens
 }
 
 /* A call with one tensor, which the caller holds. `op` is -1 without an operation, `root` without a root. */
-static PyObject *call_with_one(entry *self, uint32_t kind, PyObject *object, const struct entry_tensor *tensor, int op,
-                               int64_t root)
+static PyObject *call_with(entry *self, uint32_t kind, PyObject *object, const struct entry_tensor *tensor, int op,
+                           int64_t root)
 {
     static const char *const NAMES[] = {
         [PHX_ALL_REDUCE] = "all_reduce", [PHX_REDUCE] = "reduce", [PHX_BROADCAST] = "broadcast"};
@@ -179,52 +189,36 @@ static PyObject *call_with_one(entry *self, uint32_t kind, PyObject *object, con
     return finish(self, status, NAMES[kind], object, op, root);
 }
 
-/* The same with torch's arguments: a list with the tensor, and options. */
-static PyObject *call_as_torch(entry *self, uint32_t kind, enum entry_option_class options, PyObject *const *args,
-                               Py_ssize_t nargs)
+/* allreduce, reduce and broadcast: a list with the tensor, and options. */
+PyObject *entry_call_with_one(entry *self, uint32_t kind, PyObject *const *args, Py_ssize_t nargs)
 {
     struct entry_tensor tensor;
     PyObject *object;
     int op;
     int64_t root;
-    if (nargs != 2 || !entry_usual(&entry_process.options[options], args[1], &op, &root))
+    if (nargs != 2 || !is_usual(kind, args[1], &op, &root))
         return ENTRY_NOT_ME;
     const int plain = entry_read_only_one(args[0], &object, &tensor);
     if (plain <= 0)
         return ENTRY_NOT_ENTERED(plain);
-    PyObject *result = call_with_one(self, kind, object, &tensor, op, root);
+    PyObject *result = call_with(self, kind, object, &tensor, op, root);
     Py_DECREF(object);
     return result;
 }
 
-PyObject *entry_sum(entry *self, PyObject *const *args, Py_ssize_t nargs)
+/* sum_in_place: a tensor. */
+PyObject *entry_sum(entry *self, uint32_t kind, PyObject *const *args, Py_ssize_t nargs)
 {
     struct entry_tensor tensor;
     const int seen = entry_is_seen_by_functions();
     if (seen)
         return seen < 0 ? NULL : PyBool_FromLong(0);
     const int plain = nargs == 1 ? entry_read(&entry_process.tensors, args[0], &tensor) : 0;
-    PyObject *result =
-        plain <= 0 ? ENTRY_NOT_ENTERED(plain) : call_with_one(self, PHX_ALL_REDUCE, args[0], &tensor, 0, -1);
+    PyObject *result = plain <= 0 ? ENTRY_NOT_ENTERED(plain) : call_with(self, kind, args[0], &tensor, 0, -1);
     if (result != Py_None)
         return result;
     Py_DECREF(result);
     return PyBool_FromLong(1); /* the method in Python tells whether it did anything */
-}
-
-PyObject *entry_all_reduce(entry *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    return call_as_torch(self, PHX_ALL_REDUCE, ENTRY_ALL_REDUCE_OPTIONS, args, nargs);
-}
-
-PyObject *entry_reduce(entry *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    return call_as_torch(self, PHX_REDUCE, ENTRY_REDUCE_OPTIONS, args, nargs);
-}
-
-PyObject *entry_broadcast(entry *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    return call_as_torch(self, PHX_BROADCAST, ENTRY_BROADCAST_OPTIONS, args, nargs);
 }
 
 /* One tensor with a part for each rank, and one that is a part: 1, 0 or -1 as entry_read(). */
@@ -257,14 +251,13 @@ static int enter_with_both(entry *self, PyObject *whole, PyObject *part, const s
 }
 
 /* all_gather(whole, part, options) and reduce_scatter(part, whole, options). */
-static PyObject *call_with_both(entry *self, uint32_t kind, enum entry_option_class options, PyObject *const *args,
-                                Py_ssize_t nargs)
+PyObject *entry_call_with_both(entry *self, uint32_t kind, PyObject *const *args, Py_ssize_t nargs)
 {
     struct entry_tensor of_whole, of_part;
     int op, status;
     int64_t root;
     uint32_t site;
-    if (nargs != 3 || !entry_usual(&entry_process.options[options], args[2], &op, &root))
+    if (nargs != 3 || !is_usual(kind, args[2], &op, &root))
         return ENTRY_NOT_ME;
     const int gathers = kind == PHX_ALL_GATHER;
     PyObject *whole = args[gathers ? 0 : 1], *part = args[gathers ? 1 : 0];
@@ -285,26 +278,16 @@ static PyObject *call_with_both(entry *self, uint32_t kind, enum entry_option_cl
     return finish(self, status, gathers ? "all_gather" : "reduce_scatter", part, op, -1);
 }
 
-PyObject *entry_all_gather(entry *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    return call_with_both(self, PHX_ALL_GATHER, ENTRY_ALL_GATHER_OPTIONS, args, nargs);
-}
-
-PyObject *entry_reduce_scatter(entry *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    return call_with_both(self, PHX_REDUCE_SCATTER, ENTRY_REDUCE_SCATTER_OPTIONS, args, nargs);
-}
-
-PyObject *entry_barrier(entry *self, PyObject *const *args, Py_ssize_t nargs)
+PyObject *entry_barrier(entry *self, uint32_t kind, PyObject *const *args, Py_ssize_t nargs)
 {
     int op, status;
     int64_t root;
     uint32_t site;
-    if (nargs != 1 || !entry_usual(&entry_process.options[ENTRY_BARRIER_OPTIONS], args[0], &op, &root))
+    if (nargs != 1 || !is_usual(kind, args[0], &op, &root))
         return ENTRY_NOT_ME;
     const int entered = entry_enter(self, &site);
     if (entered <= 0)
         return ENTRY_NOT_ENTERED(entered);
-    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_BARRIER, 0, 0), 0, site, -1, phx_barrier(self->comm));
+    ENTRY_RECORDED(self, status, ENTRY_WHAT(kind, 0, 0), 0, site, -1, phx_barrier(self->comm));
     return finish(self, status, "barrier", Py_None, -1, -1);
 }

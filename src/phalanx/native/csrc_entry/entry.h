@@ -1,6 +1,6 @@
 /* The module phalanx.native.entry: the usual calls of a process group in C. This is what its files share.
  *
- *   arguments  tensors and options, read without torch's Python or C++
+ *   arguments  tensors and options, read without torch's Python or C++, to which the module is not linked
  *   site       the line of the user's program that calls
  *   calls      the collectives; entering and leaving a group
  *   messages   send and recv
@@ -12,11 +12,134 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdint.h>
 #include <structmember.h>
 
-#include "arguments.h"
 #include "phalanx.h"
-#include "site.h"
+
+/* -- arguments.c -------------------------------------------------------------------------------------------------- */
+
+struct dl_dtype {
+    uint8_t code, bits;
+    uint16_t lanes;
+};
+
+struct dl_tensor {
+    char *data;
+    struct {
+        int32_t type, index;
+    } device;
+    int32_t ndim;
+    struct dl_dtype dtype;
+    int64_t *shape, *strides; /* the tensor's own; valid as long as nobody resizes it */
+    uint64_t byte_offset;
+};
+
+struct dl_exchange {
+    struct {
+        uint32_t major, minor;
+    } version;
+    void *previous, *allocate, *managed_from_object, *managed_to_object;
+    int (*tensor_from_object)(void *object, struct dl_tensor *out);
+    void *work_stream;
+};
+
+#define ENTRY_DTYPES 64
+
+/* A dtype that the entry serves, by its numbers in the core. */
+struct entry_dtype {
+    struct dl_dtype dl;
+    uint32_t reduced, copied; /* for reductions (0: there are none) and for copies */
+    uint32_t ops;             /* a bit for each operation of torch's that reduces it */
+};
+
+/* What there is to know about tensors for one process; filled in once, by the thread that imports the module. */
+struct entry_tensors {
+    const struct dl_exchange *exchange;
+    PyObject *kinds[2]; /* torch.Tensor and torch.nn.Parameter */
+    PyObject *is_neg;   /* the method */
+    PyObject *shape; /* interned names */
+    struct entry_dtype dtypes[ENTRY_DTYPES];
+    int ndtypes;
+};
+
+/* A plain tensor: on the CPU, contiguous, of a type of torch's own, without a bit that changes the meaning of its
+ * data. */
+struct entry_tensor {
+    char *data;
+    uint64_t count, nbytes, shape_word;
+    uint32_t reduced, copied, ops; /* as in struct entry_dtype */
+};
+
+/* Returns 1 if `object` is a plain tensor, which `out` then describes; 0 if it is anything else; -1 with an exception.
+ * Other threads may run meanwhile. */
+int entry_read(const struct entry_tensors *tensors, PyObject *object, struct entry_tensor *out);
+
+/* Whether the tensor still has the memory and the shape that were read, and no other thread has resized it. No other
+ * thread runs meanwhile, so the answer holds until the interpreter's lock is given up. */
+int entry_unchanged(const struct entry_tensors *tensors, PyObject *object, const struct entry_tensor *tensor);
+
+/* Functions of the module: a tensor's dtype as (code, bits, lanes); and the bytes of an object of pybind11's. */
+PyObject *entry_dtype_of(PyObject *module, PyObject *tensor);
+PyObject *entry_bytes_of(PyObject *module, PyObject *options);
+
+#define ENTRY_MOST_OPTIONS 192 /* bytes that are looked at */
+
+/* One class of options: which it is, and where its properties lie, in bytes; -1 for one that it has not. */
+struct entry_options {
+    PyObject *kind;
+    int32_t asynchronous; /* uint8_t: asyncOp */
+    int32_t timeout;      /* int64_t */
+    int32_t op;           /* uint8_t: reduceOp */
+    int32_t root;         /* int64_t: rootRank */
+    int32_t part;         /* int64_t: rootTensor, which must be 0 */
+    int64_t no_timeout;   /* the timeout of options that were given none */
+};
+
+/* Returns 1 if `object` is such options of a synchronous call without a timeout of its own, and gets its operation (-1
+ * if it has none) and root (likewise); else 0. */
+int entry_usual(const struct entry_options *options, PyObject *object, int *op, int64_t *root);
+/* -- site.c ------------------------------------------------------------------------------------------------------- */
+
+#define ENTRY_CODES 1024
+#define ENTRY_SITES 256
+
+/* What was learned about code, for one process. The interpreter's lock guards it. */
+struct entry_codes {
+    PyObject *is_inside;            /* asks diagnosis/call_site.py about a frame */
+    struct {
+        PyObject *code;             /* held; NULL: free */
+        int inside;                 /* it is torch's or ours, and passed over */
+    } known[ENTRY_CODES];
+    size_t count;
+    /* PyFrame_GetBack and PyFrame_GetLasti, which the limited API lacks. NULL in Python 3.10: frames have attributes.
+     */
+    PyObject *(*back_of)(PyObject *frame);
+    int (*lasti_of)(PyObject *frame);
+    PyObject *f_back, *f_lasti;     /* interned names */
+    PyObject *number_of;            /* gives the number of a place (recorder.py) */
+    struct {
+        PyObject *code;             /* held */
+        long instruction;
+        uint32_t number;
+    } sites[ENTRY_SITES];           /* numbers that were asked for before */
+};
+
+/* Find those functions; once, before any call here. Returns -1 with an exception. */
+int entry_find_frames(struct entry_codes *codes);
+
+/* The frame that called `frame`, a new reference, or NULL; with an exception if there is one. */
+PyObject *entry_caller_of(struct entry_codes *codes, PyObject *frame);
+
+/* The recorder's number of a place, whose code the caller holds; 0 if there is none. Returns -1 with an exception,
+ * which may be a signal handler's: a new place is looked up in Python, where handlers run. So the place is found
+ * before anything of the call is begun. */
+int entry_number_of(struct entry_codes *codes, PyObject *code, long instruction, uint32_t *number);
+
+/* The same for the place where this thread's call comes from; 0 if it is not known. */
+int entry_site_number(struct entry_codes *codes, uint32_t *number);
+
+/* -- a process, and its groups ------------------------------------------------------------------------------------- */
 
 enum entry_option_class {
     ENTRY_ALL_REDUCE_OPTIONS,
@@ -151,8 +274,8 @@ uint64_t entry_record(entry *self, uint32_t what, uint64_t nbytes, uint32_t site
  * with 1 the caller gets a reference of its own. */
 int entry_read_only_one(PyObject *list, PyObject **object, struct entry_tensor *out);
 
-/* What objects that can be called have in common: their beginning, and how they are called the slow way (tp_call).
- * Python 3.10's limited API has neither Py_TPFLAGS_HAVE_VECTORCALL nor PyVectorcall_NARGS. */
+/* The beginning of objects that can be called. The limited API has what follows from Python 3.12 on; 3.10 and 3.11 have the
+ * same in their full API. */
 typedef PyObject *(*entry_vectorcall)(PyObject *, PyObject *const *, size_t, PyObject *);
 struct entry_callable {
     PyObject ob_base;
@@ -160,20 +283,16 @@ struct entry_callable {
 };
 #define ENTRY_HAVE_VECTORCALL (1UL << 11)
 #define ENTRY_NARGS(n) ((Py_ssize_t)((n) & ~((size_t)1 << (8 * sizeof(size_t) - 1))))
-PyObject *entry_call(PyObject *object, PyObject *args, PyObject *keywords);
+PyObject *PyVectorcall_Call(PyObject *object, PyObject *args, PyObject *keywords);
 extern PyMemberDef entry_callable_members[];
 
-/* The quick calls: each returns a new reference; NULL with an exception; or ENTRY_NOT_ME. */
-PyObject *entry_sum(entry *self, PyObject *const *args, Py_ssize_t nargs);
-PyObject *entry_all_reduce(entry *self, PyObject *const *args, Py_ssize_t nargs);
-PyObject *entry_reduce(entry *self, PyObject *const *args, Py_ssize_t nargs);
-PyObject *entry_broadcast(entry *self, PyObject *const *args, Py_ssize_t nargs);
-PyObject *entry_all_gather(entry *self, PyObject *const *args, Py_ssize_t nargs);
-PyObject *entry_reduce_scatter(entry *self, PyObject *const *args, Py_ssize_t nargs);
-PyObject *entry_barrier(entry *self, PyObject *const *args, Py_ssize_t nargs);
-PyObject *entry_send_now(entry *self, PyObject *const *args, Py_ssize_t nargs);
-PyObject *entry_recv_now(entry *self, PyObject *const *args, Py_ssize_t nargs);
-PyObject *entry_send(entry *self, PyObject *const *args, Py_ssize_t nargs);
-PyObject *entry_recv(entry *self, PyObject *const *args, Py_ssize_t nargs);
+/* The quick calls of an enum phx_kind: each returns a new reference; NULL with an exception; or ENTRY_NOT_ME. */
+typedef PyObject *(*entry_quick_call)(entry *self, uint32_t kind, PyObject *const *args, Py_ssize_t nargs);
+PyObject *entry_sum(entry *self, uint32_t kind, PyObject *const *args, Py_ssize_t nargs);
+PyObject *entry_call_with_one(entry *self, uint32_t kind, PyObject *const *args, Py_ssize_t nargs);
+PyObject *entry_call_with_both(entry *self, uint32_t kind, PyObject *const *args, Py_ssize_t nargs);
+PyObject *entry_barrier(entry *self, uint32_t kind, PyObject *const *args, Py_ssize_t nargs);
+PyObject *entry_move_now(entry *self, uint32_t kind, PyObject *const *args, Py_ssize_t nargs);
+PyObject *entry_move_listed(entry *self, uint32_t kind, PyObject *const *args, Py_ssize_t nargs);
 
 #endif

@@ -147,27 +147,15 @@ static int read_message(entry *self, PyObject *const *args, Py_ssize_t nargs, st
     return seen ? (seen < 0 ? -1 : 0) : entry_read(&entry_process.tensors, args[0], tensor);
 }
 
-typedef int (*mover)(entry *, PyObject *, const struct entry_tensor *, const struct ends *);
-
 /* send_now(tensor, dst, tag) and recv_now(tensor, src, tag): whether it has been moved. */
-static PyObject *move_now(entry *self, PyObject *const *args, Py_ssize_t nargs, mover move)
+PyObject *entry_move_now(entry *self, uint32_t kind, PyObject *const *args, Py_ssize_t nargs)
 {
     struct entry_tensor tensor;
     struct ends ends;
     int done = read_message(self, args, nargs, &tensor, &ends);
     if (done == 1)
-        done = move(self, args[0], &tensor, &ends);
+        done = (kind == PHX_SEND ? send_now : receive)(self, args[0], &tensor, &ends);
     return done == 1 ? PyBool_FromLong(1) : ENTRY_NOT_ENTERED(done);
-}
-
-PyObject *entry_send_now(entry *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    return move_now(self, args, nargs, send_now);
-}
-
-PyObject *entry_recv_now(entry *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    return move_now(self, args, nargs, receive);
 }
 
 /* Whether the caller's caller is `waits`, which is torch's function that waits for the message that its helper starts.
@@ -188,20 +176,20 @@ static int is_called_by(PyObject *waits)
 
 /* The group's send([tensor], dst, tag) and recv([tensor], src, tag); the latter only if torch's recv() is what calls
  * it, since then nothing can happen before the wait. */
-static PyObject *move_listed(entry *self, PyObject *const *args, Py_ssize_t nargs, mover move, PyObject *waits)
+PyObject *entry_move_listed(entry *self, uint32_t kind, PyObject *const *args, Py_ssize_t nargs)
 {
     struct entry_tensor tensor;
     PyObject *object;
     struct ends ends;
     if (nargs != 3 || !read_ends(args + 1, &ends) || !may_move(self, &ends))
         return ENTRY_NOT_ME;
-    const int waited = is_called_by(waits);
-    if (!waited && move == receive)
+    const int waited = is_called_by(kind == PHX_SEND ? entry_process.send_code : entry_process.recv_code);
+    if (!waited && kind == PHX_RECV)
         return ENTRY_NOT_ME;
     int done = entry_read_only_one(args[0], &object, &tensor);
     if (done != 1)
         return ENTRY_NOT_ENTERED(done);
-    done = move(self, object, &tensor, &ends);
+    done = (kind == PHX_SEND ? send_now : receive)(self, object, &tensor, &ends);
     Py_DECREF(object);
     if (done != 1)
         return ENTRY_NOT_ENTERED(done);
@@ -209,14 +197,4 @@ static PyObject *move_listed(entry *self, PyObject *const *args, Py_ssize_t narg
         return PyObject_CallFunctionObjArgs(entry_process.done_work, args[0], NULL);
     Py_INCREF(entry_process.done);
     return entry_process.done;
-}
-
-PyObject *entry_send(entry *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    return move_listed(self, args, nargs, send_now, entry_process.send_code);
-}
-
-PyObject *entry_recv(entry *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    return move_listed(self, args, nargs, receive, entry_process.recv_code);
 }

@@ -1,37 +1,36 @@
 /* A group's methods: each does the usual call in C and hands all others to the class's own method. */
 #include <stddef.h>
-#include <stdlib.h>
 
 #include "entry.h"
-
-typedef PyObject *(*quick_call)(entry *, PyObject *const *, Py_ssize_t);
 
 /* An object of its own and not a built-in function: pybind11 takes a built-in for its own method, and would call the
  * C++ one in its place where C++ asks for the group's. */
 typedef struct {
     struct entry_callable base;
     entry *entry;
-    quick_call quick;
+    entry_quick_call quick;
+    uint32_t kind;
     PyObject *name; /* also that of the method in Python, which does all that the quick one does not */
 } method;
 
 static const struct {
     const char *name;
-    quick_call quick;
+    entry_quick_call quick;
+    uint32_t kind;
 } METHODS[] = {
-    {"sum_in_place", entry_sum},
-    {"allreduce", entry_all_reduce},
-    {"reduce", entry_reduce},
-    {"broadcast", entry_broadcast},
-    {"_allgather_base", entry_all_gather},
-    {"all_gather_single", entry_all_gather},
-    {"_reduce_scatter_base", entry_reduce_scatter},
-    {"reduce_scatter_single", entry_reduce_scatter},
-    {"barrier", entry_barrier},
-    {"send_now", entry_send_now},
-    {"recv_now", entry_recv_now},
-    {"send", entry_send},
-    {"recv", entry_recv},
+    {"sum_in_place", entry_sum, PHX_ALL_REDUCE},
+    {"allreduce", entry_call_with_one, PHX_ALL_REDUCE},
+    {"reduce", entry_call_with_one, PHX_REDUCE},
+    {"broadcast", entry_call_with_one, PHX_BROADCAST},
+    {"_allgather_base", entry_call_with_both, PHX_ALL_GATHER},
+    {"all_gather_single", entry_call_with_both, PHX_ALL_GATHER},
+    {"_reduce_scatter_base", entry_call_with_both, PHX_REDUCE_SCATTER},
+    {"reduce_scatter_single", entry_call_with_both, PHX_REDUCE_SCATTER},
+    {"barrier", entry_barrier, PHX_BARRIER},
+    {"send_now", entry_move_now, PHX_SEND},
+    {"recv_now", entry_move_now, PHX_RECV},
+    {"send", entry_move_listed, PHX_SEND},
+    {"recv", entry_move_listed, PHX_RECV},
 };
 
 /* Call the class's own method. */
@@ -72,32 +71,8 @@ static PyObject *method_vectorcall(PyObject *object, PyObject *const *args, size
     const Py_ssize_t nargs = ENTRY_NARGS(flagged), named = names ? PyTuple_Size(names) : 0;
     /* torch.distributed gives the options by position, except for a barrier's. */
     const int usual = !named || (named == 1 && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(names, 0), "opts") == 0);
-    PyObject *result = usual ? self->quick(self->entry, args, nargs + named) : ENTRY_NOT_ME;
+    PyObject *result = usual ? self->quick(self->entry, self->kind, args, nargs + named) : ENTRY_NOT_ME;
     return result == ENTRY_NOT_ME ? call_python(self, args, nargs, names) : result;
-}
-
-PyObject *entry_call(PyObject *object, PyObject *args, PyObject *keywords)
-{
-    const Py_ssize_t nargs = PyTuple_Size(args), named = keywords ? PyDict_Size(keywords) : 0;
-    PyObject **all = malloc((size_t)(nargs + named + 1) * sizeof *all), *names = named ? PyTuple_New(named) : NULL;
-    PyObject *result = NULL, *name, *value;
-    Py_ssize_t at = 0, i = 0;
-    if (!all || (named && !names)) {
-        PyErr_NoMemory();
-        goto done;
-    }
-    for (Py_ssize_t n = 0; n < nargs; n++)
-        all[n] = PyTuple_GetItem(args, n);
-    while (named && PyDict_Next(keywords, &at, &name, &value)) {
-        Py_INCREF(name);
-        PyTuple_SetItem(names, i, name);
-        all[nargs + i++] = value;
-    }
-    result = ((struct entry_callable *)object)->vectorcall(object, all, (size_t)nargs, names);
-done:
-    free(all);
-    Py_XDECREF(names);
-    return result;
 }
 
 void entry_free_object(PyObject *self)
@@ -131,7 +106,7 @@ PyMemberDef entry_callable_members[] = {
 static PyType_Slot method_slots[] = {
     {Py_tp_dealloc, method_dealloc},
     {Py_tp_traverse, method_traverse}, /* a queued call may hold the group, and is held by its queue */
-    {Py_tp_call, entry_call},
+    {Py_tp_call, PyVectorcall_Call},
     {Py_tp_members, entry_callable_members},
     {Py_tp_doc, "A method of one process group that does the usual call in C and hands all others to the class's."},
     {0, NULL},
@@ -161,6 +136,7 @@ PyObject *entry_methods(PyObject *object, PyObject *ignored)
             made->base.vectorcall = method_vectorcall;
             made->entry = (entry *)object;
             made->quick = METHODS[i].quick;
+            made->kind = METHODS[i].kind;
             made->name = PyUnicode_InternFromString(METHODS[i].name);
         }
         if (!made || !made->name || PyDict_SetItemString(all, METHODS[i].name, (PyObject *)made))

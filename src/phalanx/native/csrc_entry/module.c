@@ -4,14 +4,11 @@
  * bytes. This module does the usual calls in C and leaves all others to Python. It is built for Python's limited API
  * of 3.10, so that one file serves every later Python, and is not linked to torch, so that it serves every torch that
  * gives the functions of DLPack's exchange. Only c10d/quick.py uses it. */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "entry.h"
+
 #include <pthread.h>
 #include <stddef.h>
 #include <stdlib.h>
-#include <string.h>
-
-#include "entry.h"
 
 static PyTypeObject *entry_type;
 
@@ -200,18 +197,6 @@ static PyObject *set_options(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *dtype_of(PyObject *module, PyObject *tensor)
-{
-    (void)module;
-    return entry_dtype_of(&entry_process.tensors, tensor);
-}
-
-static PyObject *bytes_of(PyObject *module, PyObject *options)
-{
-    (void)module;
-    return entry_bytes_of(options);
-}
-
 static PyObject *set_recorder(PyObject *module, PyObject *args)
 {
     PyObject *is_inside, *number_of;
@@ -268,8 +253,8 @@ static PyMethodDef functions[] = {
     {"set_exchange", set_exchange, METH_O, "set_exchange(capsule): torch's functions that describe tensors."},
     {"set_up", set_up, METH_VARARGS, "set_up(dtypes, ops, Tensor, ...): see c10d/quick.py"},
     {"set_options", set_options, METH_VARARGS, "set_options(which, class, asyncOp, timeout, op, root, part, no timeout)"},
-    {"dtype_of", dtype_of, METH_O, "dtype_of(tensor): its dtype as DLPack's (code, bits, lanes)."},
-    {"bytes_of", bytes_of, METH_O, "bytes_of(options): the C++ object behind one of pybind11's, as bytes."},
+    {"dtype_of", entry_dtype_of, METH_O, "dtype_of(tensor): its dtype as DLPack's (code, bits, lanes)."},
+    {"bytes_of", entry_bytes_of, METH_O, "bytes_of(options): the C++ object behind one of pybind11's, as bytes."},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef definition = {

@@ -142,7 +142,7 @@ static PyType_Slot slots[] = {
     {Py_tp_new, new_recorded},
     {Py_tp_dealloc, dealloc},
     {Py_tp_traverse, traverse},
-    {Py_tp_call, entry_call},
+    {Py_tp_call, PyVectorcall_Call},
     {Py_tp_members, entry_callable_members},
     {Py_tp_doc, "Recorded(body, group, keeper, kind, tensor, op, root, dtypes, ops, running): see c10d/recording.py"},
     {0, NULL},

@@ -1,6 +1,9 @@
-/* Walking the frames of a call up to the user's program. */
+/* Noting which line of the user's program makes a call, so cheaply that every call can: the code and the place in it.
+ *
+ * The line follows from these two, and is looked up once for each place (call_site.py, which also says which frames
+ * are passed over). */
 #define _GNU_SOURCE
-#include "site.h"
+#include "entry.h"
 
 #include <dlfcn.h>
 

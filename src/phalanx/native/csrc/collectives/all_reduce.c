@@ -11,14 +11,8 @@
  * A tensor in shared memory (phx_share_memory()) stays where it is: the others read it there instead of in its rank's slots, and
  * its rank leaves slice r in it. Each rank decides that for its own tensor, and `tensor` in its place tells the others.
  * Such a call has one more synchronisation at its end, since others may still be reading. */
-#include <string.h>
-
-#include "segment/call.h"
-#include "collectives/chunks.h"
 #include "collectives/kernels.h"
 #include "collectives/pipeline.h"
-#include "segment/trace.h"
-#include "collectives/wait.h"
 
 #define BLOCK 8192u /* bytes reduced before they are copied to the output: still in the first-level cache */
 
@@ -36,8 +30,7 @@ static void put_whole(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
 {
     const struct reduction *call = job;
     (void)i;
-    memcpy(phx_slot(comm, comm->rank, chunk), call->in, call->nbytes);
-    phx_moved(comm, PHX_PUT, phx_slot(comm, comm->rank, chunk), call->nbytes);
+    phx_copy_in(comm, phx_slot(comm, comm->rank, chunk), call->in, call->nbytes);
 }
 
 static int reduce_whole(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
@@ -128,10 +121,8 @@ static void put_others_slices(phx_comm *comm, void *job, uint64_t i, uint64_t ch
         publish_tensor(comm, call, chunk);
     if (comm->tensors[comm->rank])
         return;
-    memcpy(slot, call->in + at, mine.first);
-    memcpy(slot + mine.last, call->in + at + mine.last, length - mine.last);
-    phx_moved(comm, PHX_PUT, slot, mine.first);
-    phx_moved(comm, PHX_PUT, slot + mine.last, length - mine.last);
+    phx_copy_in(comm, slot, call->in + at, mine.first);
+    phx_copy_in(comm, slot + mine.last, call->in + at + mine.last, length - mine.last);
 }
 
 static int reduce_own_slice(phx_comm *comm, const struct reduction *call, uint64_t at, uint64_t length, uint64_t chunk)

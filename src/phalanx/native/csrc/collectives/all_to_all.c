@@ -4,14 +4,7 @@
  * into the slot after the row, the data itself. After it every rank knows all sizes, has checked that what it expects
  * of each is what that one sends, and knows how many more chunks there are. In those, each rank's slot holds a share
  * for every other rank. One synchronisation per chunk; each rank copies what it sends in and what it receives out. */
-#include <string.h>
-
-#include "segment/comm.h"
-#include "segment/call.h"
-#include "collectives/chunks.h"
-#include "segment/copy.h"
 #include "collectives/pipeline.h"
-#include "collectives/wait.h"
 
 struct exchange {
     const void *const *ins;
@@ -58,10 +51,8 @@ static void put_row(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
     for (uint32_t p = 0; p < comm->size; p++)
         row[p] = p == comm->rank ? 0 : call->in_bytes[p]; /* what a rank sends itself crosses no slot */
     if (fits(comm, row))
-        for (uint32_t p = 0; p < comm->size; p++) {
-            memcpy(slot + offset_in(comm, row, p), call->ins[p], row[p]);
-            phx_moved(comm, PHX_PUT, slot + offset_in(comm, row, p), row[p]);
-        }
+        for (uint32_t p = 0; p < comm->size; p++)
+            phx_copy_in(comm, slot + offset_in(comm, row, p), call->ins[p], row[p]);
 }
 
 static int take_rows(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
@@ -99,11 +90,9 @@ static void put_shares(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
     if (!is_late(call, comm->rank))
         return;
     for (uint32_t p = 0; p < comm->size; p++)
-        if (p != comm->rank) {
-            const uint64_t length = phx_piece(call->in_bytes[p], at, step);
-            memcpy(phx_share_at(comm, comm->rank, p, chunk), (const char *)call->ins[p] + at, length);
-            phx_moved(comm, PHX_PUT, phx_share_at(comm, comm->rank, p, chunk), length);
-        }
+        if (p != comm->rank)
+            phx_copy_in(comm, phx_share_at(comm, comm->rank, p, chunk), (const char *)call->ins[p] + at,
+                        phx_piece(call->in_bytes[p], at, step));
 }
 
 static int take_shares(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)

@@ -1,9 +1,6 @@
 /* Barrier: one chunk without data. Each rank raises its counter and reads those of the p - 1 others; one
  * synchronisation. */
-#include "segment/call.h"
 #include "collectives/pipeline.h"
-#include "segment/trace.h"
-#include "collectives/wait.h"
 
 static void put_nothing(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
 {

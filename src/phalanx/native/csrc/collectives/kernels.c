@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "phalanx.h"
-#include "segment/trace.h"
+#include "segment/copy.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

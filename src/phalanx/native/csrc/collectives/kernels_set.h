@@ -83,11 +83,7 @@ SIGNED(i64, int64_t)
  * many bf16 at a time and the rest one by one; both ways give the same bits. */
 #if LANES == 8
 #define VECTOR __m256
-#define V_ADD(a, b) _mm256_add_ps(a, b)
-#define V_MULTIPLY(a, b) _mm256_mul_ps(a, b)
-#define V_MIN(a, b) _mm256_min_ps(a, b)
-#define V_MAX(a, b) _mm256_max_ps(a, b)
-#define V_DIVIDE(a, n) _mm256_div_ps(a, _mm256_set1_ps((float)n))
+#define V(operation) _mm256_##operation##_ps
 #define LOAD_F16(from) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from)))
 #define STORE_F16(to, value) _mm_storeu_si128((__m128i *)(to), _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT))
 
@@ -115,11 +111,7 @@ TARGET static inline void KERNEL(store_bf16)(uint16_t *to, __m256 low, __m256 hi
 }
 #elif LANES == 16
 #define VECTOR __m512
-#define V_ADD(a, b) _mm512_add_ps(a, b)
-#define V_MULTIPLY(a, b) _mm512_mul_ps(a, b)
-#define V_MIN(a, b) _mm512_min_ps(a, b)
-#define V_MAX(a, b) _mm512_max_ps(a, b)
-#define V_DIVIDE(a, n) _mm512_div_ps(a, _mm512_set1_ps((float)n))
+#define V(operation) _mm512_##operation##_ps
 #define LOAD_F16(from) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from)))
 #define STORE_F16(to, value) _mm256_storeu_si256((__m256i *)(to), _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT))
 
@@ -169,9 +161,12 @@ TARGET static inline void KERNEL(store_bf16)(uint16_t *to, __m512 low, __m512 hi
 #define VECTORS_OF_F16(V_COMBINE, V_FINISH)
 #define VECTORS_OF_BF16(V_COMBINE, V_FINISH)
 #endif
+#define V_ADD(a, b) V(add)(a, b)
+#define V_MULTIPLY(a, b) V(mul)(a, b)
+#define V_DIVIDE(a, n) V(div)(a, V(set1)((float)n))
 /* minps and maxps give their second operand when one is a NaN, as SMALLER(a, b) and LARGER(a, b) give a. */
-#define V_SMALLER(a, b) V_MIN(b, a)
-#define V_LARGER(a, b) V_MAX(b, a)
+#define V_SMALLER(a, b) V(min)(b, a)
+#define V_LARGER(a, b) V(max)(b, a)
 #define V_NOTHING(a, n) a
 #define NOTHING1(a, n) a
 #define DIVIDE1(a, n) (a / (float)n)
@@ -234,38 +229,10 @@ static const phx_reduce_fn KERNEL(table)[PHX_OPS][PHX_DTYPES] = {
     [PHX_BXOR] = {WRAPPING_OF(bxor), [PHX_BOOL] = KERNEL(bxor_u8)},
 };
 
-#undef SAME_TYPE
-#undef NOTHING
-#undef DIVIDE
-#undef ADD
-#undef MULTIPLY
-#undef SMALLER
-#undef LARGER
-#undef BIT_AND
-#undef BIT_OR
-#undef BIT_XOR
-#undef FLOAT
-#undef UNSIGNED
-#undef SIGNED
-#undef WIDENED
+/* The other macros are the same in every set. */
 #undef VECTORS_OF_F16
 #undef VECTORS_OF_BF16
 #undef VECTOR
-#undef V_ADD
-#undef V_MULTIPLY
-#undef V_MIN
-#undef V_MAX
-#undef V_DIVIDE
-#undef V_SMALLER
-#undef V_LARGER
-#undef V_NOTHING
+#undef V
 #undef LOAD_F16
 #undef STORE_F16
-#undef NOTHING1
-#undef DIVIDE1
-#undef HALF
-#undef FLOATS_OF
-#undef UNSIGNED_OF
-#undef WRAPPING_OF
-#undef ORDERED_OF
-#undef BLOCK

@@ -1,14 +1,8 @@
 /* Reduce-scatter: every rank puts the blocks of the others into its slot, a share each, and reduces its own block from
  * its input and the others' slots, in rank order. One synchronisation per piece; each rank copies (p-1) * n bytes in
  * and reads p * n while reducing. */
-#include <string.h>
-
-#include "segment/call.h"
-#include "collectives/chunks.h"
 #include "collectives/kernels.h"
 #include "collectives/pipeline.h"
-#include "segment/trace.h"
-#include "collectives/wait.h"
 
 #define BLOCK 8192u /* bytes reduced before they are copied to the output: still in the first-level cache */
 
@@ -25,10 +19,8 @@ static void put_others_blocks(phx_comm *comm, void *job, uint64_t i, uint64_t ch
     const struct reduction *call = job;
     const uint64_t step = phx_share(comm), at = i * step, length = phx_piece(call->nbytes, at, step);
     for (uint32_t p = 0; p < comm->size; p++)
-        if (p != comm->rank) {
-            memcpy(phx_share_at(comm, comm->rank, p, chunk), (const char *)call->ins[p] + at, length);
-            phx_moved(comm, PHX_PUT, phx_share_at(comm, comm->rank, p, chunk), length);
-        }
+        if (p != comm->rank)
+            phx_copy_in(comm, phx_share_at(comm, comm->rank, p, chunk), (const char *)call->ins[p] + at, length);
 }
 
 static int reduce_own_block(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)

@@ -1,8 +1,7 @@
 /* Chunks from one rank's side: entering one, publishing that one's part is in, waiting for the others' parts.
  *
- * This folder has a file for each collective. Each cuts its data (chunks.h) and passes the pieces through chunks
- * (pipeline.h), which is made of what is here; kernels.h combines numbers, and line_order.h compares the lines that
- * call. */
+ * Beside this: pipeline.h cuts a collective's data and passes the pieces through chunks, kernels.h combines numbers, and
+ * line_order.h compares the lines that call. */
 #ifndef PHALANX_WAIT_H
 #define PHALANX_WAIT_H
 

@@ -6,13 +6,11 @@
  * message whose receive has not been posted stays in its ring, so a sender that is ahead is held up and no rank's
  * memory fills. It is set aside, in memory of its own, only when a receive with another tag waits for what comes after
  * it. */
-#include "messages/mail_parts.h"
+#include "messages/mail.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-#include "segment/comm.h"
-#include "messages/ready.h"
 #include "messages/rings.h"
 
 #define PIECE PHX_PIECE /* bytes copied before the other side is notified, so that both copy at the same time */
@@ -433,16 +431,6 @@ struct phx_movement phx_mail_move(phx_comm *comm)
     return movement;
 }
 
-uint32_t phx_mail_size(const phx_comm *comm)
-{
-    return comm->mail->size;
-}
-
-uint32_t phx_mail_place(const phx_comm *comm, uint32_t rank)
-{
-    return comm->mail->streams[rank].place;
-}
-
 uint64_t phx_mail_progress(phx_comm *comm, const phx_message *message)
 {
     struct phx_mail *mail = comm->mail;
@@ -522,7 +510,7 @@ int phx_mail_is_unmet(phx_comm *comm, const phx_message *message)
                                                                   : !phx_messages_met(comm, message->peer));
 }
 
-void phx_mail_end(phx_comm *comm, int in_order)
+void phx_messages_end(phx_comm *comm, int in_order)
 {
     struct phx_place *place = &comm->places[comm->rank];
     pthread_mutex_lock(&comm->mail->lock);
@@ -534,7 +522,7 @@ void phx_mail_end(phx_comm *comm, int in_order)
     phx_wake(&place->bell);
 }
 
-void phx_mail_release(phx_comm *comm, phx_message *message)
+void phx_message_free(phx_comm *comm, phx_message *message)
 {
     pthread_mutex_lock(&comm->mail->lock);
     if (atomic_load_explicit(&message->done, memory_order_relaxed))

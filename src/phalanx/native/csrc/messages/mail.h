@@ -1,13 +1,28 @@
-/* A rank's messages: those that it sends, receives, or has set aside, and what moves them through the rings (rings.h). p2p.c
- * has the calls, and what a thread does that waits for one.
+/* A rank's messages. mail.c matches them with receives and moves them through the rings inside the host (rings.h); remote.c
+ * moves them through connections to ranks of other hosts, and ready.c is the thread that does so while others sleep; p2p.c
+ * has the calls, and what a thread does that waits.
  *
- * All of it is private to the rank and under one lock, which these functions take. A thread in a call about a message
- * reads without it `done`, acquire, then `status`, which no longer changes; and `peer`, relaxed, which changes once, from
- * PHX_ANY_SOURCE to the sender's rank. */
+ * A mail numbers ranks as the group does. A *place* is a rank's number in the segment of its host, PHX_NOBODY on another
+ * host. All is private to the rank and under the mail's lock, but for these:
+ *
+ * field             writer                            readers
+ * message->done     who finishes it, release; once    the thread that waits, acquire, then `status`, which stays
+ * message->peer     the match, relaxed; once, from    the thread that waits, relaxed
+ *                   PHX_ANY_SOURCE to a rank
+ * message->expected, the thread that waits            the same; `expected` also who asks (phx_messages_waiting())
+ * asked .. progress
+ * mail->size, place phx_messages_join()               all, later
+ * mail->nreached    remote.c, under the lock          a thread before it sleeps
+ * mail->number,     ready.c, under its own lock       the same
+ * next */
 #ifndef PHALANX_MAIL_H
 #define PHALANX_MAIL_H
 
+#include <pthread.h>
+
 #include "segment/comm.h"
+
+#define PHX_PIECE 65536u /* a message of at most so many bytes may be sent at once, without one to wait for */
 
 struct phx_message {
     char *data;
@@ -18,16 +33,46 @@ struct phx_message {
     int receiving, started, status;
     int abandoned; /* nobody has its handle any more; it is freed when it is done */
     _Atomic int done;
-    /* Of the one thread that waits for the message: whether the group's timeout counts; when it last checked on the
-     * peer; how long it has waited since bytes moved, and phx_mail_progress() at that time. */
-    _Atomic int expected;
-    int asked;  /* it has been said once that no connection brings it (PHX_UNMET) */
-    uint64_t checked, waited, progress;
+    _Atomic int expected; /* the group's timeout counts */
+    int asked;            /* it has been said once that no connection brings it (PHX_UNMET) */
+    uint64_t checked;     /* when the peer was last checked on */
+    uint64_t waited;      /* since bytes moved */
+    uint64_t progress;    /* phx_mail_progress() at that time */
     struct phx_message *claimed_by; /* of a message set aside: the receive that waits for its rest */
     struct phx_end sent;            /* with PHX_DIFFERS: the end of the rank that sent */
     char *line;                     /* and its line; also of a message set aside that came from another host; or NULL */
     struct phx_message *next;
 };
+
+struct phx_list {
+    phx_message *first, *last;
+};
+
+/* The messages of one rank to this one and back. */
+struct phx_stream {
+    uint32_t place;
+    struct phx_list sends;     /* what waits to be sent there, in the order of the calls */
+    phx_message *arriving;     /* where the bytes that come next belong */
+    struct phx_remote *remote; /* the connections with a rank of another host; NULL until there is one */
+};
+
+struct phx_mail {
+    pthread_mutex_t lock;
+    phx_comm *comm;
+    uint32_t size;          /* of the group */
+    uint32_t *ranks;        /* by place: the group's rank */
+    int ended;              /* nothing moves any more: the owners of the data may free it */
+    uint64_t finished;      /* how many messages have been done */
+    struct phx_list posted; /* receives without a message yet, in the order of the calls */
+    struct phx_list aside;  /* messages without a receive, in the order of their arrival */
+    struct phx_stream *streams;
+    uint32_t *reached;          /* the ranks of other hosts that have a `remote` */
+    _Atomic uint32_t nreached;  /* how many */
+    uint32_t number;            /* among the mails that ready.c knows; 0: it knows it not */
+    struct phx_mail *next;      /* in its list */
+};
+
+/* -- mail.c: these take the lock --------------------------------------------------------------------------------- */
 
 struct phx_mail *phx_mail_open(phx_comm *comm);
 /* Free the mail and every message that is not done. */
@@ -43,7 +88,7 @@ int phx_mail_send_now(phx_comm *comm, const void *data, const struct phx_end *se
 /* Move all messages of this rank as far as they can be moved now. */
 struct phx_movement {
     int moved;         /* whether any bytes have moved */
-    int ended;         /* whether phx_mail_end() has been called */
+    int ended;         /* whether phx_messages_end() has been called */
     uint64_t finished; /* how many messages have been done so far */
 };
 struct phx_movement phx_mail_move(phx_comm *comm);
@@ -54,12 +99,6 @@ uint64_t phx_mail_progress(phx_comm *comm, const phx_message *message);
 /* Finish a message with this status, unless it is done: its peer has left, and what it sent before was moved. */
 void phx_mail_fail(phx_comm *comm, phx_message *message, int status);
 
-/* How many ranks the group has. */
-uint32_t phx_mail_size(const phx_comm *comm);
-
-/* A rank's number in the segment; PHX_NOBODY if it is on another host. */
-uint32_t phx_mail_place(const phx_comm *comm, uint32_t rank);
-
 /* Fail a message of which a rank of another host is a part, or may be, if that one has left or its connection has ended.
  * Returns how many of these ranks are still there. */
 uint32_t phx_mail_check_elsewhere(phx_comm *comm, phx_message *message);
@@ -67,13 +106,68 @@ uint32_t phx_mail_check_elsewhere(phx_comm *comm, phx_message *message);
 /* Whether this is a receive, and a rank of another host that could send it has not been connected. */
 int phx_mail_is_unmet(phx_comm *comm, const phx_message *message);
 
+/* -- mail.c: these expect the lock to be held --------------------------------------------------------------------- */
+
+void phx_list_append(struct phx_list *list, phx_message *message);
+void phx_list_take_out(struct phx_list *list, phx_message *message);
+
+/* Whether messages may move. In a broken group their owners have an error for them, and may have freed the data. */
+static inline int phx_mail_may_move(const phx_comm *comm)
+{
+    return !phx_broken(comm) && !comm->mail->ended;
+}
+
+/* The message is done. It may be freed by this. */
+void phx_mail_finish(phx_comm *comm, phx_message *message, int status);
+
+/* The receive that a message is for. If there is none, but another receive waits for a later message of this stream, a new
+ * message in which this one is set aside; else NULL. `line` is the sender's, if it is not to be found by its number. */
+phx_message *phx_mail_claim(struct phx_mail *mail, uint32_t src, const struct phx_end *sent, uint32_t tag, const char *line);
+
+/* Finish a receive with PHX_DIFFERS unless its end agrees with the sender's, which is then returned as 0. */
+int phx_mail_agrees(phx_comm *comm, phx_message *receive, const struct phx_end *sent, const char *line);
+
+/* All bytes of the message are there. */
+void phx_mail_arrived(phx_comm *comm, phx_message *message);
+
+/* -- remote.c: these expect the lock, too, but for phx_mail_watch() and phx_remote_ready() ------------------------- */
+
+/* Move what can be moved to or from a rank of another host; whether any bytes have. */
+int phx_remote_move_sends(phx_comm *comm, uint32_t dst);
+int phx_remote_move_arrivals(phx_comm *comm, uint32_t src);
+
+/* Send a small message at once, or the beginning and keep a copy of the rest: 1. Else do nothing: 0. */
+int phx_remote_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag);
+
+/* PHX_OK while messages from a rank of another host, or to it, may come or go; else PHX_PEER_LEFT or PHX_CUT. */
+int phx_remote_state(const struct phx_mail *mail, uint32_t rank, int receiving);
+
+/* How many bytes have been moved to or from the rank. */
+uint64_t phx_remote_progress(const struct phx_mail *mail, uint32_t rank, int receiving);
+
+/* End all connections; with `in_order` the other ranks are told that this one has left. */
+void phx_remote_end(phx_comm *comm, int in_order);
+
 /* Have the connections to other hosts looked after, as this thread is about to sleep on its bell. */
 void phx_mail_watch(phx_comm *comm);
 
-/* Let no message move any more, and wake the threads that wait for one. With `in_order` other hosts are told. */
-void phx_mail_end(phx_comm *comm, int in_order);
+/* A connection with the rank is ready, says ready.c. */
+void phx_remote_ready(phx_comm *comm, uint32_t rank, int incoming, int may_write);
 
-/* Free the message as soon as it is done. */
-void phx_mail_release(phx_comm *comm, phx_message *message);
+/* In a forked child: close what belongs to the parent. */
+void phx_remote_let_go(struct phx_mail *mail);
+void phx_remote_free(struct phx_mail *mail);
+
+/* -- ready.c ------------------------------------------------------------------------------------------------------ */
+
+/* Have the thread know a mail; starts it with the first one. PHX_SYSTEM if the system refuses. Not under the mail's lock. */
+int phx_ready_enter(struct phx_mail *mail);
+/* When this has returned, the thread does nothing for the mail any more. Not under the mail's lock. */
+void phx_ready_leave(struct phx_mail *mail);
+
+/* Have phx_remote_ready() called once the connection can be read, or with `writes` written. */
+void phx_ready_watch(const struct phx_mail *mail, int socket, uint32_t rank, int incoming, int writes);
+/* End that, before the socket is closed. */
+void phx_ready_forget(int socket);
 
 #endif

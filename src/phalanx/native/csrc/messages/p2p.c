@@ -7,9 +7,8 @@
 #include <stdlib.h>
 
 #include "segment/call.h"
-#include "segment/comm.h"
-#include "system/futex.h"
 #include "messages/mail.h"
+#include "system/futex.h"
 
 #define UNMET_NS 500000000ull /* how long a receive waits until its sender is dialled, to know whether it is there */
 
@@ -23,7 +22,7 @@ static phx_message *new_message(void *data, const struct phx_end *end, uint32_t 
 
 phx_message *phx_send(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag)
 {
-    const int known = dst < phx_mail_size(comm) && !phx_lacks_memory(data, sent->nbytes);
+    const int known = dst < comm->mail->size && !phx_lacks_memory(data, sent->nbytes);
     phx_message *message = known ? new_message((void *)data, sent, dst, tag) : NULL;
     if (message)
         phx_mail_send(comm, message);
@@ -32,12 +31,12 @@ phx_message *phx_send(phx_comm *comm, const void *data, const struct phx_end *se
 
 int phx_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag)
 {
-    return dst < phx_mail_size(comm) && !phx_lacks_memory(data, sent->nbytes) && phx_mail_send_now(comm, data, sent, dst, tag);
+    return dst < comm->mail->size && !phx_lacks_memory(data, sent->nbytes) && phx_mail_send_now(comm, data, sent, dst, tag);
 }
 
 phx_message *phx_recv(phx_comm *comm, void *data, const struct phx_end *expected, uint32_t src, uint32_t tag)
 {
-    const int known = src < phx_mail_size(comm) || src == PHX_ANY_SOURCE;
+    const int known = src < comm->mail->size || src == PHX_ANY_SOURCE;
     phx_message *message = known && !phx_lacks_memory(data, expected->nbytes) ? new_message(data, expected, src, tag) : NULL;
     if (!message)
         return NULL;
@@ -60,7 +59,7 @@ static uint32_t peer_of(const phx_message *message)
 static uint32_t place_of(const phx_comm *comm, const phx_message *message)
 {
     const uint32_t peer = peer_of(message);
-    return peer == PHX_ANY_SOURCE ? PHX_NOBODY : phx_mail_place(comm, peer);
+    return peer == PHX_ANY_SOURCE ? PHX_NOBODY : comm->mail->streams[peer].place;
 }
 
 /* How the message's peer went, with its place; of one from any rank, how the first of this host that went otherwise than
@@ -105,7 +104,7 @@ static int check(phx_comm *comm, phx_message *message, uint64_t now)
     if (elapsed_ns < PHX_SLICE_NS)
         return PHX_OK;
     message->checked = now;
-    const int elsewhere = phx_mail_size(comm) > comm->size && place_of(comm, message) == PHX_NOBODY;
+    const int elsewhere = comm->mail->size > comm->size && place_of(comm, message) == PHX_NOBODY;
     const uint32_t left = elsewhere ? phx_mail_check_elsewhere(comm, message) : 0;
     if (is_done(message))
         return PHX_OK;
@@ -217,11 +216,6 @@ uint64_t phx_messages_rest(phx_comm *comm, uint64_t finished)
     }
 }
 
-void phx_messages_end(phx_comm *comm, int in_order)
-{
-    phx_mail_end(comm, in_order);
-}
-
 const char *phx_message_ends(const phx_message *message, struct phx_end *sent, struct phx_end *expected)
 {
     *sent = message->sent;
@@ -232,9 +226,4 @@ const char *phx_message_ends(const phx_message *message, struct phx_end *sent, s
 uint32_t phx_message_source(const phx_message *message)
 {
     return peer_of(message);
-}
-
-void phx_message_free(phx_comm *comm, phx_message *message)
-{
-    phx_mail_release(comm, message);
 }

@@ -1,8 +1,12 @@
+/* The one thread of the process that moves messages of other hosts while the threads that wait for them sleep.
+ *
+ * It sleeps in epoll_wait() on the connections of all mails. A connection is watched until it is ready once. Two locks, of
+ * which the first is taken first: that of the list of mails, which the thread holds while it serves one, so that none is
+ * freed meanwhile; and the mail's own. */
 #define _GNU_SOURCE
-#include "messages/ready.h"
+#include "messages/mail.h"
 
 #include <errno.h>
-#include <signal.h>
 #include <sys/epoll.h>
 #include <unistd.h>
 
@@ -56,16 +60,11 @@ static int start(void)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_t thread;
-    sigset_t all, before; /* signals are for Python's threads */
     pthread_once(&once, note_forks);
     const int made = epoll_create1(EPOLL_CLOEXEC);
     if (made < 0)
         return PHX_SYSTEM;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    const int failed = pthread_create(&thread, NULL, run, (void *)(intptr_t)made);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (failed) {
+    if (phx_start_thread(&thread, run, (void *)(intptr_t)made)) {
         close(made);
         return PHX_SYSTEM;
     }

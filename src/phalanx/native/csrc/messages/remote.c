@@ -17,8 +17,7 @@
 #include <unistd.h>
 
 #include "system/futex.h"
-#include "messages/mail_parts.h"
-#include "messages/ready.h"
+#include "messages/mail.h"
 #include "recorder/record.h"
 #include "messages/rings.h"
 

@@ -7,7 +7,7 @@
  * The thread that starts MPI, and later the one that ends the process, write these variables; nobody else reads them.
  */
 #define _DEFAULT_SOURCE /* on_exit() */
-#include "mpi/end.h"
+#include "phalanx.h"
 
 #include <stdlib.h>
 #include <string.h>

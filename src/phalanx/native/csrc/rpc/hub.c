@@ -64,9 +64,10 @@ void phx_rpc_call_up(phx_rpc_hub *hub, uint32_t bits)
 
 void phx_rpc_ends(phx_rpc_link *link, uint32_t why)
 {
-    uint32_t not_yet = 0;
-    if (!atomic_compare_exchange_strong(&link->ended, &not_yet, why))
-        return;
+    uint32_t before = 0;
+    while (!atomic_compare_exchange_strong(&link->ended, &before, why))
+        if (why < PHX_RPC_DAMAGED || before >= PHX_RPC_DAMAGED)
+            return; /* else what has come cannot be taken, and the link's end would wait for it for ever */
     atomic_store_explicit(&link->own->closed, why, memory_order_release);
     if (link->peer)
         phx_rpc_ring(link->peer, PHX_RPC_SERVERS, 0);
@@ -272,10 +273,8 @@ phx_rpc_link *phx_rpc_offer(phx_rpc_hub *hub, const uint8_t *cookie, uint64_t sl
         say_who(link);
         return link;
     }
-    const int reason = errno;
     if (*fd >= 0)
         close(*fd);
-    errno = reason;
     return NULL;
 }
 
@@ -287,15 +286,13 @@ phx_rpc_link *phx_rpc_accept(phx_rpc_hub *hub, uint32_t pid, int number, const u
     if (fd < 0)
         return NULL;
     phx_rpc_link *link = view(hub, fd, slab_bytes, 1);
-    int reason = errno;
     close(fd);
-    errno = reason;
     if (!link)
         return NULL;
     say_who(link);
     if (meet(link, pid, place_fd, place_cookie) == 0)
         return link;
-    reason = errno;
+    const int reason = errno;
     phx_rpc_drop(link);
     errno = reason;
     return NULL;
@@ -512,11 +509,11 @@ static int make_place(phx_rpc_hub *hub, const uint8_t *cookie)
         memcpy(hub->place->cookie, cookie, sizeof hub->place->cookie);
         return 0;
     }
-    const int reason = map != MAP_FAILED ? ENOMEM : errno;
-    if (map != MAP_FAILED)
+    if (map != MAP_FAILED) {
         munmap(map, place_bytes(hub));
+        errno = ENOMEM;
+    }
     close(hub->fd);
-    errno = reason;
     return -1;
 }
 

@@ -11,8 +11,7 @@
  * truncates would raise SIGBUS. Returns its descriptor, or -1 with errno set. */
 int phx_rpc_make_file(uint64_t nbytes);
 
-/* Open descriptor `number` of a process if it is a file that phx_rpc_make_file() made, or -1 with errno set. Nothing
- * else is opened, since opening a FIFO may wait, and opening a device may do anything. */
+/* Open descriptor `number` of a process if it is a file that phx_rpc_make_file() made, or -1 with errno set. */
 int phx_rpc_open_file(uint32_t pid, int number);
 
 /* Have the system provide the memory of `nbytes` at `data`, which begins at a page. Returns 0 if there is none left;

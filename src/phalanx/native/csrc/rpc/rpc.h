@@ -1,14 +1,11 @@
-/* The functions of the core for RPC between processes of one host: the contract with native/core.py, like phalanx.h.
- * rpc/links/shared.py calls them. In this folder channel.h is the shared memory, on which stand memory.h and ring.h;
- * on these hub.h, the private side; on that send.c and receive.c. socket.c is the other kind of link, a TCP
- * connection.
+/* The functions of the core for RPC between processes of one host, called by rpc/links/shared.py. In this folder channel.h
+ * is the shared memory, on which stand memory.h and ring.h; on these hub.h, the private side; on that send.c and receive.c.
+ * socket.c is the other kind of link, a TCP connection.
  *
- * A *hub* is a process's end of all its *links*; a link goes to one other process. A message is an *image*: one piece
- * of memory that begins with a phx_rpc_image, followed by the sizes of its buffers, the service's name, the head, and
- * the buffers. The core reads only the phx_rpc_image.
- *
- * Images up to PHX_RPC_SMALL go through the small lane, larger ones through the bulk lane. Each lane keeps its order,
- * and a small message overtakes large ones.
+ * A *hub* is a process's end of all its *links*; a link goes to one other process. A message is an *image*: one piece of
+ * memory that begins with a phx_rpc_image, which is all that the core reads (rpc/links/image.py has the rest). Images up to
+ * PHX_RPC_SMALL go through the small lane, larger ones through the bulk lane. Each lane keeps its order, and a small message
+ * overtakes large ones.
  *
  * No call sleeps longer than about PHX_RPC_NAP_NS, so that Python can handle signals between two calls: a function
  * that waits returns PHX_UNDER_WAY if there is nothing yet, and its caller calls it again. In a forked child, every
@@ -71,7 +68,7 @@ typedef struct phx_rpc_link phx_rpc_link;
 /* Make this process's hub. `cookie` is 16 random bytes; `shared_bytes` is the size of the slab for phx_rpc_share().
  * Returns NULL with errno set if it cannot be made. */
 PHX_API phx_rpc_hub *phx_rpc_open(const uint8_t *cookie, uint64_t shared_bytes);
-/* Return the descriptor under which other processes find the hub's place. */
+/* The descriptor under which other processes find the hub's place. */
 PHX_API int phx_rpc_descriptor(phx_rpc_hub *hub);
 /* End every link, and have every call that waits return PHX_PEER_LOST. The handle stays valid. */
 PHX_API void phx_rpc_shut(phx_rpc_hub *hub);
@@ -94,46 +91,39 @@ PHX_API int phx_rpc_begin(phx_rpc_link *link);
 PHX_API void phx_rpc_end(phx_rpc_link *link);
 /* Give the handle back. */
 PHX_API void phx_rpc_drop(phx_rpc_link *link);
-/* Return why a link has ended (enum phx_rpc_end). */
+/* Why a link has ended (enum phx_rpc_end). */
 PHX_API uint32_t phx_rpc_why(phx_rpc_link *link);
-/* Return this process's pid, by which those that accept its offers find it in /proc. */
+/* This process's pid, by which those that accept its offers find it in /proc. */
 PHX_API uint32_t phx_rpc_pid(void);
-/* Return the other process's pid. The arguments receive how long ago its hub, and its interpreter, last ran. */
+/* The other process's pid. The arguments receive how long ago its hub, and its interpreter, last ran. */
 PHX_API uint32_t phx_rpc_facts(phx_rpc_link *link, uint64_t *alive_ns, uint64_t *python_ns);
 
 /* Send a small image without waiting. Returns PHX_OK; PHX_UNDER_WAY if the lane is full, so that the caller tries again
  * after phx_rpc_wait_room(); PHX_PEER_LOST if the link has ended. */
 PHX_API int phx_rpc_send(phx_rpc_link *link, const void *image, uint64_t nbytes);
-/* Copy a large image, given in pieces, into the slab. `placed` receives a handle for phx_rpc_post(), or 0 if the slab
- * has no room; then phx_rpc_stream() can send it. A result could be lost: in Python a signal's handler may raise as
- * soon as the call has returned. */
+/* Copy a large image, given in pieces, into the slab. `placed` receives a handle for phx_rpc_post(), or 0 if the slab has no
+ * room: then phx_rpc_stream() sends it. (A result could be lost: a signal's handler may raise as soon as Python has it.) */
 PHX_API void phx_rpc_put(phx_rpc_link *link, uint32_t pieces, const void *const *data, const uint64_t *sizes,
                          uint64_t *placed);
-/* Send what phx_rpc_put() has copied; returns what phx_rpc_send() does. Of phx_rpc_post(), phx_rpc_stream() and
- * phx_rpc_lend(), only one at a time may run for a link. After PHX_UNDER_WAY the caller tries again, or takes the
- * image back. */
+/* Send what phx_rpc_put() has copied; returns what phx_rpc_send() does. After PHX_UNDER_WAY the caller tries again, or takes
+ * the image back. Of this, phx_rpc_stream() and phx_rpc_lend() only one at a time may run for a link. */
 PHX_API int phx_rpc_post(phx_rpc_link *link, uint64_t handle);
-/* Give back the room of an image that was put and not posted; of one that was posted, the receiver does, and this does
- * nothing. */
+/* Give back the room of an image that was put, unless it was posted: then its receiver does. */
 PHX_API void phx_rpc_take_back(phx_rpc_link *link, uint64_t handle);
-/* Send a large image from byte `*done` on, as far as there is room for it, and add what was sent to `*done`. Returns
- * PHX_OK when all of it has been sent, else what phx_rpc_send() returns. */
+/* Send a large image from byte `*done` on, as far as there is room, and add what was sent to `*done`. PHX_OK: all of it. */
 PHX_API int phx_rpc_stream(phx_rpc_link *link, uint32_t pieces, const void *const *data, const uint64_t *sizes,
                            uint64_t *done);
-/* Copy a large image that goes over several links, given in pieces, to memory that all their receivers can read.
- * `shared` receives a handle, or 0 if that memory is full. The caller then calls phx_rpc_lend() for each link, with
- * the number of that link's own call, and phx_rpc_unshare() after the last one, which takes the handle and leaves 0.
+/* Copy a large image for several links to memory that all their receivers can read. `shared` receives a handle, or 0 if that
+ * is full. Then come phx_rpc_lend() for each link, with the number of its own call, and phx_rpc_unshare(), which leaves 0.
  * The memory is free when all receivers have released the image. */
 PHX_API void phx_rpc_share(phx_rpc_hub *hub, uint32_t pieces, const void *const *data, const uint64_t *sizes,
                            uint64_t *shared);
 PHX_API void phx_rpc_unshare(phx_rpc_hub *hub, uint64_t *shared);
-/* Send what was shared; as phx_rpc_post(). PHX_BAD_ARGUMENT: this link cannot borrow it, and phx_rpc_put() can send
- * it. */
+/* Send what was shared; as phx_rpc_post(). PHX_BAD_ARGUMENT: this link cannot borrow it, but phx_rpc_put() can send it. */
 PHX_API int phx_rpc_lend(phx_rpc_link *link, uint64_t handle, uint64_t call);
-/* Return how many bytes the other process has taken from the lane since the channel was made. */
+/* How many bytes the other process has taken from the lane since the channel was made. */
 PHX_API uint64_t phx_rpc_taken(phx_rpc_link *link, uint32_t lane);
-/* Sleep until the other process has taken more than `taken`, which the caller read before it found no room; 50 ms at
- * most. */
+/* Sleep until the other process has taken more than `taken`, read before no room was found; 50 ms at most. */
 PHX_API void phx_rpc_wait_room(phx_rpc_link *link, uint32_t lane, uint64_t taken);
 
 /* Wait for a message or a piece of news. Returns PHX_OK if one is in the box, PHX_UNDER_WAY if there is none yet, and
@@ -172,7 +162,7 @@ struct phx_rpc_endpoint {
 
 #define PHX_RPC_WHOLE (1ll << 32)
 
-/* Set the keys of the frames' digests. `key` has at most 64 bytes, each person at most 16, and ends with 0. */
+/* Set the keys of the frames' digests: at most 64 bytes, and each person's at most 16 and a 0. */
 PHX_API void phx_rpc_endpoint_key(struct phx_rpc_endpoint *endpoint, const uint8_t *key, uint32_t key_bytes,
                                   const char *outgoing, const char *incoming);
 /* Send a frame, which is message `number` of the session, with its digest behind it, as far as the kernel takes it at

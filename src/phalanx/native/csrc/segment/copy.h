@@ -1,4 +1,6 @@
-/* Copying out of the segment into a tensor.
+/* Copying between tensors and the segment, and telling `phalanx explain` what moves, which draws an algorithm from it.
+ *
+ * In every job `phx_tracer` is NULL, and to tell costs one branch for a piece, which the processor predicts.
  *
  * A store to a line that is in no cache first reads the line from memory. An output larger than the caches gains
  * nothing from that, so it is written with streaming stores, which spare the read, a third of the traffic (64 MiB out
@@ -10,7 +12,23 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "segment/trace.h"
+#include "segment/comm.h"
+
+extern phx_tracer_fn phx_tracer;
+
+/* This rank has put, taken or added so many bytes; `place` is where they lie in a slot. */
+static inline void phx_moved(const phx_comm *comm, enum phx_traced what, const void *place, uint64_t nbytes)
+{
+    if (__builtin_expect(phx_tracer != NULL, 0) && nbytes)
+        phx_tracer(what, (uint64_t)((const char *)place - comm->slots), place, nbytes);
+}
+
+/* This rank has raised a counter of its own, or has seen that of `rank` raised. */
+static inline void phx_met(enum phx_traced what, uint32_t rank)
+{
+    if (__builtin_expect(phx_tracer != NULL, 0))
+        phx_tracer(what, rank, NULL, 0);
+}
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
@@ -47,6 +65,12 @@ static inline void phx_stream(char *dst, const char *src, uint64_t nbytes)
     memcpy(dst, src, nbytes);
 }
 #endif
+
+static inline void phx_copy_in(const phx_comm *comm, char *slot, const void *from, uint64_t nbytes)
+{
+    memcpy(slot, from, nbytes);
+    phx_moved(comm, PHX_PUT, slot, nbytes);
+}
 
 /* Copy a piece of an output that has `total` bytes as a whole; the two do not overlap. */
 static inline void phx_copy_out(const phx_comm *comm, void *dst, const void *src, uint64_t nbytes, uint64_t total)

@@ -1,7 +1,7 @@
 /* Sleeping on a shared word and waking its sleepers; the clock, and the times that all waits have in common.
  *
  * This folder is what the core asks of Linux; nothing in it knows groups. Beside this: processes and threads
- * (process.h), the heartbeat (beat.c), and a copy of the process that writes its stack (stacks.c). */
+ * (process.h), and a copy of the process that writes its stack (stacks.c). */
 #ifndef PHALANX_FUTEX_H
 #define PHALANX_FUTEX_H
 

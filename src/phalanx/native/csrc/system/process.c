@@ -93,16 +93,8 @@ int phx_process_holds(uint32_t pid, int theirs, int fd)
 
 uint32_t phx_usable_cores(void)
 {
-    /* The kernel refuses a set that has fewer bits than the machine may have cores. */
-    for (int bits = CPU_SETSIZE; bits <= 1 << 20; bits *= 2) {
-        cpu_set_t *set = CPU_ALLOC((size_t)bits);
-        const size_t bytes = CPU_ALLOC_SIZE((size_t)bits);
-        const int found = set && sched_getaffinity(0, bytes, set) == 0 ? CPU_COUNT_S(bytes, set) : 0;
-        CPU_FREE(set);
-        if (found)
-            return (uint32_t)found;
-    }
-    return 1;
+    cpu_set_t sets[8]; /* 8192 cores: the kernel refuses a set with fewer bits than the machine may have cores */
+    return sched_getaffinity(0, sizeof sets, sets) ? 1 : (uint32_t)CPU_COUNT_S(sizeof sets, sets);
 }
 
 int phx_start_thread(pthread_t *thread, void *(*body)(void *), void *argument)
