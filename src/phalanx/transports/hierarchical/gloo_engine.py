@@ -337,10 +337,6 @@ class GlooEngine:
         if self._gloo.made is not None:  # so nobody is making it, for which this would wait
             self._gloo.release()
 
-    def forget(self, rank: int) -> None:
-        """Delete what a rank has written into the store for this engine; no rank connects any more."""
-        self._gloo.forget(rank)
-
 
 class _Waiter:
     """A thread that waits in Gloo, one wait after the other, in place of threads that may have to stop waiting."""
