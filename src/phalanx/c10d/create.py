@@ -28,8 +28,7 @@ from phalanx.membership.rendezvous_store import RendezvousStore, time_left
 from phalanx.system.threads import renew_engine
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
-from phalanx.transports.hierarchical.gloo import AttachedGloo, GlooOnDemand, lazy_gloo
-from phalanx.transports.hierarchical.gloo_engine import GlooEngine
+from phalanx.transports.hierarchical.gloo import AttachedGloo, GlooEngine, GlooOnDemand, lazy_gloo
 from phalanx.transports.hierarchical.inquiry import Inquiry
 from phalanx.transports.hierarchical.layout import find_hosts, said_by_all
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator

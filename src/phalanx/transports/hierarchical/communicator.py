@@ -25,11 +25,10 @@ from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.hierarchical.copies import Copies
 from phalanx.transports.hierarchical.exchanges import Exchanges, Parts
 from phalanx.transports.hierarchical.frames import Frames
-from phalanx.transports.hierarchical.gloo_engine import GlooEngine
+from phalanx.transports.hierarchical.gloo import GlooEngine
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.messages import HierarchicalMessages
-from phalanx.transports.hierarchical.present_call import PresentCall
-from phalanx.transports.hierarchical.reason import Reason
+from phalanx.transports.hierarchical.reason import PresentCall, Reason
 from phalanx.transports.hierarchical.reductions import Reductions
 from phalanx.transports.hierarchical.sizes import Sizes
 from phalanx.transports.reductions import AVG, SUM, reducible
@@ -83,7 +82,7 @@ class HierarchicalCommunicator(Communicator):
             reason.history = self._call
             self.messages.begin(reason, self._call.error_of_message)
             reason.attend(self.messages)
-            engine.first_contact = reason
+            engine.first_contact = reason.meet
             if isinstance(local, SharedMemoryCommunicator):
                 local.part_of = self._call.text
                 local.outer_error = self.messages.explain

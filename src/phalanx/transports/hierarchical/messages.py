@@ -25,11 +25,10 @@ from phalanx.membership.abort import GroupAbort
 from phalanx.native.core import End, SeenMessage, Status, library
 from phalanx.native.signals import SignalPoll
 from phalanx.transports.contract import Communicator, Message
-from phalanx.transports.hierarchical.calls import EndsDiffer
 from phalanx.transports.hierarchical.connections import Connections
-from phalanx.transports.hierarchical.gloo_engine import TransferFailed
+from phalanx.transports.hierarchical.gloo import TransferFailed
 from phalanx.transports.hierarchical.layout import Layout
-from phalanx.transports.hierarchical.reason import Reason
+from phalanx.transports.hierarchical.reason import EndsDiffer, Reason
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.explanation import MessageEnd
 from phalanx.transports.shm.mailbox import Mailbox
