@@ -26,11 +26,10 @@ from phalanx.transports.hierarchical.copies import Copies
 from phalanx.transports.hierarchical.exchanges import Exchanges, Parts
 from phalanx.transports.hierarchical.frames import Frames
 from phalanx.transports.hierarchical.gloo import GlooEngine
-from phalanx.transports.hierarchical.layout import Layout
+from phalanx.transports.hierarchical.layout import Layout, Sizes
 from phalanx.transports.hierarchical.messages import HierarchicalMessages
 from phalanx.transports.hierarchical.reason import PresentCall, Reason
 from phalanx.transports.hierarchical.reductions import Reductions
-from phalanx.transports.hierarchical.sizes import Sizes
 from phalanx.transports.reductions import AVG, SUM, reducible
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 

@@ -33,8 +33,7 @@ import torch
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.frames import Data, Frames
 from phalanx.transports.hierarchical.gloo import GlooEngine
-from phalanx.transports.hierarchical.layout import Layout
-from phalanx.transports.hierarchical.sizes import Scratch, Sizes
+from phalanx.transports.hierarchical.layout import Layout, Scratch, Sizes
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import share_memory
 

@@ -5,7 +5,7 @@ It neither authenticates nor encrypts. ``lazy_gloo`` makes a group, ``GlooOnDema
 
 What Gloo does, and what follows:
 
-- It writes the address of a rank into the store when the group is made. Another rank reads it there when they first have
+- It writes the address of a rank into the store when the group is made. Another rank reads it when they first have
   something to exchange. So a rank may delete its own address when it ends its side. Who wants to connect then waits for
   the address, as for a rank that has not come.
 - It ends the process when a rank is sent more than the memory holds that waits there. So sizes are compared first.
