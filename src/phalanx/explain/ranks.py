@@ -30,7 +30,7 @@ from phalanx.transports.hierarchical import exchanges
 from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
 from phalanx.transports.hierarchical.gloo import GlooEngine, GlooOnDemand, Transfer, lazy_gloo
 from phalanx.transports.hierarchical.layout import Layout
-from phalanx.transports.reductions import SUM
+from phalanx.transports.operands import SUM
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.solo import SoloCommunicator
 

@@ -30,7 +30,7 @@ from phalanx.transports.hierarchical.layout import Layout, Sizes
 from phalanx.transports.hierarchical.messages import HierarchicalMessages
 from phalanx.transports.hierarchical.reason import PresentCall, Reason
 from phalanx.transports.hierarchical.reductions import Reductions
-from phalanx.transports.reductions import AVG, SUM, reducible
+from phalanx.transports.operands import AVG, SUM, reducible
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 
 __all__ = ["HierarchicalCommunicator"]

@@ -22,8 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from phalanx.native.core import Crossing, Status, library
+from phalanx.transports.call_check import Judgements, Wish, crossed_lines
 from phalanx.transports.contract import Communicator
-from phalanx.transports.crossing import Judgements, Wish, crossed_lines
 from phalanx.transports.hierarchical.gloo import SHORT_BYTES, GlooEngine, Transfer
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.reason import CallsDiffer, Crossed

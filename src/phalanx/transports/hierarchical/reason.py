@@ -27,8 +27,8 @@ from phalanx.membership.departures import Gone
 from phalanx.membership.protocol import Departed, Differs, Fact, Late, Lost, Position, Way, needs_positions
 from phalanx.native.core import TEXT_BYTES
 from phalanx.system import processes
+from phalanx.transports.call_check import fingerprint
 from phalanx.transports.contract import Communicator
-from phalanx.transports.fingerprints import fingerprint
 from phalanx.transports.hierarchical.gloo import PeerAbsent, TransferFailed, TransferLate
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.wording import Found, Wording
