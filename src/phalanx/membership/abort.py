@@ -162,7 +162,7 @@ class GroupAbort:
 
     def is_gone(self, rank: int) -> bool:
         """Whether a rank does nothing for this one any more."""
-        return self.departed(rank) is not None or rank in self._left
+        return self.departed(rank) is not None or self.has_left(rank)
 
     def lost(self, rank: int) -> Lost | None:
         """The fact that a rank is lost, or has left; None if it is there as far as is known."""
@@ -242,7 +242,7 @@ class GroupAbort:
     # -- leaving -----------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Say that this rank has left in order, and answers no message any more."""
+        """Say that this rank has left in order."""
         self.membership.send(Leave(self.name))
 
     def close(self) -> None:

@@ -129,7 +129,7 @@ class Leave(_Struct, frozen=True):
 
 
 class Left(_Struct, frozen=True):
-    """Ranks have left groups, each after the group's name."""
+    """Ranks have left groups, each with the group's name."""
 
     ranks: list[tuple[str, int]]
 

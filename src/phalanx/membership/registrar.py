@@ -176,7 +176,7 @@ class Registrar:
                 self._push([rank], each.departed)
         for group in self._groups.values():
             if rank in group.ranks:
-                self._push([rank], Left([(group.name, left) for left in group.left]))
+                self._push([rank], Left([(group.name, own) for own in group.left]))
                 if group.fact is not None:
                     self._push([rank], Broken(group.name, group.fact))
 

@@ -169,7 +169,7 @@ class Reason:
         return self._group.pids[rank]
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank has left the group in order, and takes no message any more."""
+        """Whether a rank has left the group in order."""
         return self._group.has_left(rank)
 
     def meet(self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool]) -> None:

@@ -1,11 +1,13 @@
-/* One rank's private view of a segment, which no other rank reads.
+/* One rank's private view of a segment, which no other rank reads. Fields that are not named here do not change.
  *
- * The thread that is in a collective, one at a time, alone uses `chunk`, `begun`, `whole`, `whole_chunk`, `seen`,
- * `compared`, `inputs`, `shared`, `nshared`, `tensors`, `lines` and what follows it, and writes `call_chunk`. `met` is
- * written by the one thread that meets the others, before any other call. Another thread of the rank reads
- * `call_chunk` when it breaks the group or explains why it broke; a value that is one call old does no harm there. Any
- * thread may write the timeouts; a wait under way then has the old limit or the new one. `mail` has a lock of its own.
- * The other fields do not change. */
+ * field                            writer                          readers
+ * chunk .. whole_chunk,            the thread that is in a         the same; another thread reads `call_chunk`, maybe one
+ * seen .. crossed                  collective, one at a time       call old, to break the group or to explain why it broke
+ * met, recorders                   the thread that meets the       all, later
+ *                                  others, before any other call
+ * timeout_ns, message_timeout_ns   any thread                      waits under way go on with the old limit or the new one
+ * mail                             any thread, under its own lock  the same
+ */
 #ifndef PHALANX_COMM_H
 #define PHALANX_COMM_H
 
