@@ -28,7 +28,7 @@ from phalanx.transports.hierarchical.frames import Frames
 from phalanx.transports.hierarchical.gloo import GlooEngine
 from phalanx.transports.hierarchical.layout import Layout, Sizes
 from phalanx.transports.hierarchical.messages import HierarchicalMessages
-from phalanx.transports.hierarchical.reason import PresentCall, Reason
+from phalanx.transports.hierarchical.reason import Reason
 from phalanx.transports.hierarchical.reductions import Reductions
 from phalanx.transports.operands import AVG, SUM, reducible
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
@@ -74,11 +74,9 @@ class HierarchicalCommunicator(Communicator):
         self._copies = Copies(layout, local, engine, self._frames, sizes)
         self.exchanges = Exchanges(layout, rank, local, engine, self._frames, sizes)
         self.messages = HierarchicalMessages(layout, rank, local, group, timeout)
-        is_aborted = lambda: isinstance(local, SharedMemoryCommunicator) and local.aborted  # noqa: E731
-        self._reason = reason = Reason(group, layout, local, abort=self._wake, aborted=is_aborted)
+        self._reason = reason = Reason(group, layout, local, timeout, abort=self._wake)
+        self._call = reason.call
         try:
-            self._call = PresentCall(reason, timeout, local)
-            reason.history = self._call
             self.messages.begin(reason, self._call.error_of_message)
             reason.attend(self.messages)
             engine.first_contact = reason.meet

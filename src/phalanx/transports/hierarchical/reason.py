@@ -96,30 +96,24 @@ class Reason:
         group: what this rank knows of the group.
         layout: where the ranks are.
         local: the communicator of this host's ranks.
+        timeout: of the group at first.
         abort: wakes the ranks that wait for this one, and this one's waits for others; a method, kept weakly as well.
-        aborted: whether a rank of this host has done so.
 
     Attributes:
-        history: this rank's last collectives; set once, before :meth:`join`.
+        call: the collective that this rank is in, or was in last.
         fails: an exception that nobody caught ends this rank's script.
         calls: how many collectives it has begun.
         inside: it is in one.
     """
 
-    history: PresentCall
-
     def __init__(
-        self,
-        group: GroupAbort,
-        layout: Layout,
-        local: Communicator,
-        abort: Callable[[], None],
-        aborted: Callable[[], bool],
+        self, group: GroupAbort, layout: Layout, local: Communicator, timeout: timedelta, abort: Callable[[], None]
     ) -> None:
         self._group, self._layout, self._rank, self._size = group, layout, group.rank, len(group.ranks)
         self._local = local if isinstance(local, SharedMemoryCommunicator) else None
-        self._wake, self._aborted = weakref.WeakMethod(abort), aborted
+        self._wake = weakref.WeakMethod(abort)
         self._messages: Callable[[], Messages | None] = lambda: None
+        self.call = PresentCall(self, timeout, self._local)
         self.fails = self.inside = False
         self.calls, self._since = 0, 0.0
         self._awaited_since: dict[int, float] = {}
@@ -254,7 +248,7 @@ class Reason:
         if ends is not None:
             return Differs(by=own, ends=tuple(tuple(end) for end in ends))  # type: ignore[misc]
         if isinstance(error, (CallsDiffer, Crossed, CollectiveMismatch)):
-            return Differs(by=own, at=-1 if of_message else self.calls - self.history.is_late())
+            return Differs(by=own, at=-1 if of_message else self.calls - self.call.is_late())
         if isinstance(error, LeftOut):
             return Lost(own, Way.LEFT, error.group_rank, at=self.calls)
         if isinstance(error, CollectiveTimeout) and of_message:
@@ -331,7 +325,7 @@ class Reason:
         return found
 
     def _position(self, kind: str, text: str) -> Position:
-        before = self.history.last_but(1 if kind == "call" else 0)
+        before = self.call.last_but(1 if kind == "call" else 0)
         return Position(self._rank, kind, self.calls, text, before, self._group.name)
 
     def position(self, fact: Fact) -> Position:
@@ -340,7 +334,7 @@ class Reason:
         if self._said is not None:
             own = self._said
         elif self.inside:
-            own = self._position("call", self.history.text())
+            own = self._position("call", self.call.text())
         elif messages is not None and (message := messages.doing([fact.by, getattr(fact, "rank", -1)])):
             own = self._position("message", message)
         else:
@@ -369,6 +363,10 @@ class Reason:
                 self._local.abort_because(_short(fact))
         finally:
             self._abort()
+
+    def _aborted(self) -> bool:
+        """Whether a rank of this host has woken the others."""
+        return self._local is not None and self._local.aborted
 
     def _abort(self) -> None:
         if (wake := self._wake()) is not None:
@@ -409,9 +407,8 @@ class PresentCall:
             leader had compared those beside it before it sent its frame. Set by the collective, at its end.
     """
 
-    def __init__(self, reason: Reason, timeout: timedelta, local: Communicator) -> None:
-        self._reason = reason
-        self._local = local if isinstance(local, SharedMemoryCommunicator) else None
+    def __init__(self, reason: Reason, timeout: timedelta, local: SharedMemoryCommunicator | None) -> None:
+        self._reason, self._local = reason, local
         self.timeout_s = timeout.total_seconds()
         self._present: _Words | None = None
         self._before: _Words | None = None
