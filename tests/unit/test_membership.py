@@ -82,7 +82,7 @@ def test_session_that_ends_is_dialled_again_and_nobody_is_lost(ranks: list[Rank]
     ranks[1].cut(again=True)
     assert soon(lambda: ranks[1].membership._channel not in (None, before))
     ranks[2].group.leave()
-    assert soon(lambda: ranks[0].group.has_left(2) and ranks[1].group.has_left(2))
+    assert soon(lambda: ranks[1].group.has_left(2) and ranks[0].group.has_left(2))
     assert not any(each.membership.departed for each in ranks)
 
 

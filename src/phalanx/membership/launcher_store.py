@@ -28,7 +28,7 @@ __all__ = ["ENDED", "ended_writers", "is_launchers", "kept_store", "open_other_s
 
 #: Under this key the store of ``phalanx run`` has the ranks that have ended in order, each with its host, as JSON.
 ENDED = "phalanx/ended"
-# The first keys that each rank of a new world writes (topology/topology.py, shm/segment.py, hierarchical/islands.py).
+# The first keys that each rank of a new world writes (topology/topology.py, shm/segment.py, hierarchical/layout.py).
 _FIRST_KEYS = re.compile(
     r"(?:.*/)?(?:topology/report|of \d+/shm/[^/]+/answer|of \d+/[^/]+/hosts/\w+)/(\d+)|(?:.*/)?of \d+/shm/offer",
     re.DOTALL,
