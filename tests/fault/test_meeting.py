@@ -23,7 +23,7 @@ from phalanx.c10d import create
 from phalanx.c10d.create import create_process_group
 from phalanx.errors import InitializationError
 from phalanx.membership.abort import GroupAbort
-from phalanx.transports.hierarchical.gloo_engine import GlooEngine
+from phalanx.transports.hierarchical.gloo import GlooEngine
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 

@@ -18,7 +18,7 @@ from tests.support.islands import pretend_host
 from tests.support.ranks import Member, on_ranks
 from tests.support.waiting import soon, stop
 
-from phalanx.transports.hierarchical import inquiry
+from phalanx.membership import liveness
 
 PATIENCE_S = 240.0
 
@@ -126,7 +126,7 @@ def test_a_rank_of_another_host_is_named_and_the_next_rank_there_answers() -> No
 
 def test_a_host_of_which_nobody_answers_is_named_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its only rank holds the interpreter's lock in C code. The time in which it could answer counts as waited."""
-    monkeypatch.setattr(inquiry, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(liveness, "_ANSWER_S", 0.5)
     silent = "rank 1 on h1 is out of sight: the host does not answer; rank 0 waits"
 
     def watch(seen: Watcher) -> None:

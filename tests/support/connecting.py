@@ -11,10 +11,8 @@ from phalanx.membership.abort import GroupAbort
 from phalanx.membership.liveness import Membership
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
-from phalanx.transports.hierarchical.gloo import GlooOnDemand, lazy_gloo
-from phalanx.transports.hierarchical.gloo_engine import GlooEngine
-from phalanx.transports.hierarchical.layout import Layout
-from phalanx.transports.hierarchical.sizes import Sizes
+from phalanx.transports.hierarchical.gloo import GlooEngine, GlooOnDemand, lazy_gloo
+from phalanx.transports.hierarchical.layout import Layout, Sizes
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.tuning import Tuning
 from phalanx.transports.solo import SoloCommunicator

@@ -37,7 +37,7 @@ from phalanx.diagnosis.diagnose import HangDiagnosis, diagnose
 from phalanx.diagnosis.reading import read_recording
 from phalanx.diagnosis.render import report_page, report_text
 from phalanx.diagnosis.report import HangReport, read_report, write_report
-from phalanx.diagnosis.snapshot import Group, RankSnapshot, Record, Recording
+from phalanx.diagnosis.snapshot import Group, RankSnapshot, Record, Recording, snapshots_from
 from phalanx.diagnosis.stacks import frames_of
 from phalanx.errors import EncodingError, LaunchError
 from phalanx.launch.job.config_file import read_config
@@ -61,7 +61,6 @@ from phalanx.rpc.message import Kind, Message
 from phalanx.rpc.network import answer_of
 from phalanx.rpc.typed import decode_call, encode_call
 from phalanx.system.foreign_values import checked, is_number, read_json
-from phalanx.transports.hierarchical.inquiry import snapshots_from
 from phalanx.transports.shm import tuning
 from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
@@ -194,7 +193,7 @@ def of_ranks() -> Iterator[Parser]:
         return decode(data)
 
     fact = Lost(by=1, rank=2, way="ended", how="by signal 9 (SIGKILL)")
-    messages: list[Told] = [Broken(group="0", fact=fact), Left(ranks=[("0", 1, [2])]), Position(rank=1, group="0")]
+    messages: list[Told] = [Broken(group="0", fact=fact), Left(ranks=[("0", 1)]), Position(rank=1, group="0")]
     yield Parser("a message of a registrar", [*map(encode, messages)], said, (Malformed,))
 
     seen = [RankSnapshot(rank, Recording(42, rank, 3, 3, "", 4, (RECORD,)), "S", place="train.py:7") for rank in (1, 2)]

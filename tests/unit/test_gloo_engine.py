@@ -16,12 +16,10 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from phalanx.errors import CollectiveMismatch
-from phalanx.transports.hierarchical import gloo_engine
-from phalanx.transports.hierarchical.calls import Differs
 from phalanx.transports.hierarchical.frames import Frames
-from phalanx.transports.hierarchical.gloo import GlooOnDemand, lazy_gloo
-from phalanx.transports.hierarchical.gloo_engine import GlooEngine, TransferFailed, TransferLate
+from phalanx.transports.hierarchical.gloo import GlooEngine, GlooOnDemand, TransferFailed, TransferLate, lazy_gloo
 from phalanx.transports.hierarchical.layout import Layout
+from phalanx.transports.hierarchical.reason import CallsDiffer
 from phalanx.transports.solo import SoloCommunicator
 
 LIMIT = timedelta(seconds=60)
@@ -78,7 +76,7 @@ def in_thread(task: Callable[[], object]) -> threading.Thread:
 def test_connection_that_is_being_made_at_an_abort_is_closed(
     patience_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gloo_engine, "_CONNECTING_S", patience_s)
+    monkeypatch.setattr("phalanx.transports.hierarchical.gloo._CONNECTING_S", patience_s)
     gloo: Any = Gloo()
     engine = GlooEngine(gloo, LIMIT)
 
@@ -156,6 +154,6 @@ def test_leader_hears_the_others_while_its_own_frame_is_on_its_way() -> None:
     engine = Mock()
     engine.recv.side_effect = lambda memory, *_: Mock(wait=memory.zero_, tensor=memory)
     frames = Frames(Layout([0, 1], 0), 0, SoloCommunicator(), engine, 64)
-    with pytest.raises(Differs):
+    with pytest.raises(CallsDiffer):
         frames.meet(7)
     assert not engine.send.return_value.method_calls

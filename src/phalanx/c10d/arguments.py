@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from phalanx.errors import ArgumentError, DeviceMismatch, RankError, UnsupportedTensor
 from phalanx.transports.contract import Communicator
-from phalanx.transports.layout import same_size
+from phalanx.transports.operands import same_size
 
 __all__ = [
     "SUM",

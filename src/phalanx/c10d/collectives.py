@@ -36,7 +36,7 @@ from phalanx.diagnosis.call_site import call_site
 from phalanx.errors import ArgumentError, PhalanxError
 from phalanx.transports.contract import Communicator, Message, message_text
 from phalanx.transports.hierarchical.gloo import GlooOnDemand
-from phalanx.transports.layout import split_counts
+from phalanx.transports.operands import split_counts
 
 __all__ = ["Collectives"]
 

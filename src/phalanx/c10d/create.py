@@ -27,9 +27,7 @@ from phalanx.membership.rendezvous_store import RendezvousStore, time_left
 from phalanx.system.threads import renew_engine
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
-from phalanx.transports.hierarchical.gloo import AttachedGloo, GlooOnDemand, lazy_gloo
-from phalanx.transports.hierarchical.gloo_engine import GlooEngine
-from phalanx.transports.hierarchical.inquiry import Inquiry
+from phalanx.transports.hierarchical.gloo import AttachedGloo, GlooEngine, GlooOnDemand, lazy_gloo
 from phalanx.transports.hierarchical.layout import find_hosts, said_by_all
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.explanation import process_ids
@@ -164,7 +162,7 @@ def create_process_group(
             set_world(membership)
             handle = cast(SharedMemoryCommunicator, local).handle if local.size > 1 else None
             here = process_ids(handle, local.size) if handle is not None else [os.getpid()]
-            group.watch_waits(dict(zip(layout.here, here, strict=True)), Inquiry(membership, layout))
+            group.watch_waits(dict(zip(layout.here, here, strict=True)), membership)
         return group
 
     renew_engine()  # functions of the program may run in the group's threads

@@ -39,7 +39,7 @@ from phalanx.errors import ArgumentError, BackendError, ClosedError, PhalanxErro
 from phalanx.native.core import RecordedGroup
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.gloo import GlooOnDemand
-from phalanx.transports.layout import DTYPES
+from phalanx.transports.operands import DTYPES
 
 __all__ = ["PhalanxProcessGroup", "serve_operations"]
 

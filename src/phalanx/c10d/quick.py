@@ -26,7 +26,7 @@ from phalanx.c10d.work import DoneWork
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.call_site import inside
 from phalanx.native.core import quick_entry
-from phalanx.transports.reductions import OP_NAMES, reducible
+from phalanx.transports.operands import OP_NAMES, reducible
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.explanation import text_of_call
 from phalanx.transports.shm.mailbox import Mailbox

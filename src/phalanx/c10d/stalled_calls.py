@@ -26,7 +26,7 @@ from phalanx.diagnosis import recorder
 from phalanx.diagnosis.snapshot import KINDS
 from phalanx.diagnosis.stacks import Frame
 from phalanx.native.core import FOUND_LATE, RecordedGroup
-from phalanx.transports.reductions import REDUCIBLE
+from phalanx.transports.operands import REDUCIBLE
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS
 
 __all__ = ["StalledCalls"]

@@ -5,7 +5,7 @@ has lasted for long, it reads the recorders of the world's other ranks on this h
 Of the ranks of a host that wait the first says it, and ever more seldom.
 
 If it depends on a rank of another host, that host is asked, where it can be, and one of its ranks answers for all
-(``transports/hierarchical/inquiry.py``); ranks beside that rank which wait too say it themselves. Where nobody can be
+(``membership/liveness.py``); ranks beside that rank which wait too say it themselves. Where nobody can be
 asked, as over MPI, nothing is said, and the group's timeout names the rank.
 """
 
@@ -41,10 +41,13 @@ _GONE = ("", "Z", "X")  # states of a process
 
 
 class OtherHosts(Protocol):
-    """The ranks of other hosts."""
+    """The ranks of other hosts.
 
-    def answer_by(self, seen: Callable[[], Sequence[RankSnapshot]]) -> None:
-        """Have them told, whenever they ask, what ``seen`` finds on this host; nothing if that is empty."""
+    Attributes:
+        answer: tells them, whenever they ask, what the ranks of this host do; nothing if it is empty.
+    """
+
+    answer: Callable[[], Sequence[RankSnapshot]]
 
     def ask(self, over: Callable[[], bool]) -> list[RankSnapshot]:
         """Ask what they do, for seconds; empty if nobody can be asked. ``over`` says that nobody wants to know."""
@@ -87,7 +90,7 @@ class OwnWaits:
             start(thread)
             self._thread = thread
         if others is not None:
-            others.answer_by(self._answer)
+            others.answer = self._answer
 
     def close(self) -> None:
         """Look no more. It may be called again."""

@@ -212,6 +212,14 @@ class RankSnapshot(msgspec.Struct, frozen=True):
 _SAID = ("rank", "state", "ended", "place", "asked", "host", "silent")
 
 
+def snapshots_from(answer: Sequence[Any]) -> list[RankSnapshot]:
+    """The snapshots of which another process has sent this; raise ValueError if it has sent something else."""
+    try:
+        return [RankSnapshot.from_json(each) for each in answer]
+    except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise ValueError(f"it is not an answer: {error}") from None
+
+
 def spans(ranks: Sequence[int]) -> list[list[int]]:
     """Ranks as ``[first, how many, step]``: a large world must not need a long text."""
     spans: list[list[int]] = []

@@ -28,10 +28,9 @@ from phalanx.native.core import Traced, Tracer, library
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical import exchanges
 from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
-from phalanx.transports.hierarchical.gloo import GlooOnDemand, lazy_gloo
-from phalanx.transports.hierarchical.gloo_engine import GlooEngine, Transfer
+from phalanx.transports.hierarchical.gloo import GlooEngine, GlooOnDemand, Transfer, lazy_gloo
 from phalanx.transports.hierarchical.layout import Layout
-from phalanx.transports.reductions import SUM
+from phalanx.transports.operands import SUM
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.solo import SoloCommunicator
 

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import msgspec
 from torch._C._distributed_c10d import Store
 
+from phalanx.diagnosis.snapshot import RankSnapshot, snapshots_from
 from phalanx.errors import InitializationError
 from phalanx.membership.loop import Channel, Loop
 from phalanx.membership.protocol import (
@@ -56,6 +57,8 @@ _GONE = (ConnectionRefusedError, ConnectionResetError, NoProof, WrongKey)
 _ENDS_FOR_S = 0.5
 _ENDING_LOOKS = 12  # how often a rank looks whether a process beside it ends, whose session has ended
 _CLOSING_S = 2.0
+_ANSWER_S = 3.0  # how long another host may take to say what its ranks do: it may have to ask them
+_RECORDS = 32  # of each rank, beside those that show which collectives it has come to
 
 
 class Subscriber(Protocol):
@@ -91,7 +94,7 @@ class Membership:
         silent: the ranks whose hosts acknowledge nothing, and since when.
         connected: the registrar can be reached, as far as this one knows.
         how_ended: asks this host how the process of a rank beside this one ended; None while it has not. Set once.
-        snapshots: tells what the ranks of this host do, as JSON values; empty if another rank here does. Set once.
+        answer: tells other hosts what the ranks of this one do; empty if another rank here does. Set once.
     """
 
     def __init__(self, rank: int, hosts: Sequence[int], names: Sequence[str]) -> None:
@@ -102,7 +105,7 @@ class Membership:
         self.silent: dict[int, float] = {}
         self.connected = True
         self.how_ended: Callable[[int], Departed | None] | None = None
-        self.snapshots: Callable[[], list[Any]] = list
+        self.answer: Callable[[], Sequence[RankSnapshot]] = list
         self._groups: dict[str, Subscriber] = {}
         self._users, self._closed = 1, False
         self._answers: list[list[list[Any]]] = []  # to each question
@@ -185,18 +188,37 @@ class Membership:
         with self.changed:
             return self.changed.wait_for(condition, timeout_s)
 
-    def ask(self, hosts: int, timeout_s: float, over: Callable[[], bool]) -> list[list[Any]]:
-        """Ask what the ranks of so many other hosts do; return what came in time, for each host that answered."""
+    def ask(self, over: Callable[[], bool]) -> list[RankSnapshot]:
+        """Ask what the ranks of other hosts do, for some seconds at most, unless that is ``over``.
+
+        One rank of each host answers for all ranks there: the first that is not stopped. If none of them does, the
+        host is silent: its ranks are stopped, or something holds their interpreters.
+
+        Returns:
+            Each with the name of its host. Empty if the registrar cannot be asked.
+        """
         answers: list[list[Any]] = []
         with self.changed:
             self._answers.append(answers)
             number = len(self._answers) - 1
         self.send(Ask(number))
-        until = time.monotonic() + timeout_s
+        others = [rank for rank, host in enumerate(self._hosts) if host != self._hosts[self.rank]]
+        hosts = len({self._hosts[rank] for rank in others})
+        until = time.monotonic() + _ANSWER_S
         while time.monotonic() < until and not over() and self.connected:
             if self.wait_for(lambda: len(answers) >= hosts, 0.1):
                 break
-        return [*answers]
+        if not self.connected:
+            return []
+        found = {rank: RankSnapshot(rank, silent=True) for rank in others}
+        for answer in [*answers]:
+            with contextlib.suppress(ValueError):
+                found.update({each.rank: each for each in snapshots_from(answer) if each.rank in found})
+        return [self.named(each) for each in found.values()]
+
+    def named(self, seen: RankSnapshot) -> RankSnapshot:
+        """The same with the name of its host."""
+        return msgspec.structs.replace(seen, host=self._names[seen.rank])
 
     def end(self) -> None:
         """Say that this rank leaves, and end the thread and the session."""
@@ -257,8 +279,8 @@ class Membership:
         elif isinstance(message, WhoKnows):
             self._look_for_end(message.rank, _ENDING_LOOKS)
         elif isinstance(message, Ask):
-            if snapshots := self.snapshots():
-                self._send(Answer(message.number, message.asker, snapshots))
+            if snapshots := self.answer():
+                self._send(Answer(message.number, message.asker, [each.to_json(_RECORDS) for each in snapshots]))
         elif isinstance(message, Answer):
             self._answers[message.number].append(message.snapshots)
         elif isinstance(message, (Left, OfGroup)):

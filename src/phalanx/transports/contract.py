@@ -22,7 +22,7 @@ import torch.distributed as dist
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.call_site import dtype_name
 from phalanx.errors import ClosedError
-from phalanx.transports.layout import even_pieces, pieces
+from phalanx.transports.operands import even_pieces, pieces
 
 __all__ = ["COLLECTIVES", "GLANCE_S", "SENT", "Communicator", "Message", "message_text"]
 

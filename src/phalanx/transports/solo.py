@@ -8,7 +8,7 @@ import torch
 
 from phalanx.errors import RankError
 from phalanx.transports.contract import Communicator, Message
-from phalanx.transports.reductions import reducible
+from phalanx.transports.operands import reducible
 
 __all__ = ["SoloCommunicator"]
 

@@ -25,14 +25,12 @@ from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.hierarchical.copies import Copies
 from phalanx.transports.hierarchical.exchanges import Exchanges, Parts
 from phalanx.transports.hierarchical.frames import Frames
-from phalanx.transports.hierarchical.gloo_engine import GlooEngine
-from phalanx.transports.hierarchical.layout import Layout
+from phalanx.transports.hierarchical.gloo import GlooEngine
+from phalanx.transports.hierarchical.layout import Layout, Sizes
 from phalanx.transports.hierarchical.messages import HierarchicalMessages
-from phalanx.transports.hierarchical.present_call import PresentCall
 from phalanx.transports.hierarchical.reason import Reason
 from phalanx.transports.hierarchical.reductions import Reductions
-from phalanx.transports.hierarchical.sizes import Sizes
-from phalanx.transports.reductions import AVG, SUM, reducible
+from phalanx.transports.operands import AVG, SUM, reducible
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 
 __all__ = ["HierarchicalCommunicator"]
@@ -76,14 +74,12 @@ class HierarchicalCommunicator(Communicator):
         self._copies = Copies(layout, local, engine, self._frames, sizes)
         self.exchanges = Exchanges(layout, rank, local, engine, self._frames, sizes)
         self.messages = HierarchicalMessages(layout, rank, local, group, timeout)
-        is_aborted = lambda: isinstance(local, SharedMemoryCommunicator) and local.aborted  # noqa: E731
-        self._reason = reason = Reason(group, layout, local, abort=self._wake, aborted=is_aborted)
+        self._reason = reason = Reason(group, layout, local, timeout, abort=self._wake)
+        self._call = reason.call
         try:
-            self._call = PresentCall(reason, timeout, local)
-            reason.history = self._call
             self.messages.begin(reason, self._call.error_of_message)
             reason.attend(self.messages)
-            engine.first_contact = reason
+            engine.first_contact = reason.meet
             if isinstance(local, SharedMemoryCommunicator):
                 local.part_of = self._call.text
                 local.outer_error = self.messages.explain

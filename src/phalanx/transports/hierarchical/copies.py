@@ -14,9 +14,8 @@ import torch
 
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.frames import NOTHING, Frames
-from phalanx.transports.hierarchical.gloo_engine import GlooEngine, Transfer
-from phalanx.transports.hierarchical.layout import Layout
-from phalanx.transports.hierarchical.sizes import Scratch, Sizes, in_chunks
+from phalanx.transports.hierarchical.gloo import GlooEngine, Transfer
+from phalanx.transports.hierarchical.layout import Layout, Scratch, Sizes, in_chunks
 
 __all__ = ["Copies"]
 

@@ -32,9 +32,8 @@ import torch
 
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.frames import Data, Frames
-from phalanx.transports.hierarchical.gloo_engine import GlooEngine
-from phalanx.transports.hierarchical.layout import Layout
-from phalanx.transports.hierarchical.sizes import Scratch, Sizes
+from phalanx.transports.hierarchical.gloo import GlooEngine
+from phalanx.transports.hierarchical.layout import Layout, Scratch, Sizes
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import share_memory
 
@@ -123,8 +122,8 @@ class Exchanges:
             True: the calls of all ranks have been compared before any rank returns.
 
         Raises:
-            Differs, CollectiveMismatch: another rank makes another call, or sends another number of bytes than its peer
-                expects.
+            CallsDiffer, CollectiveMismatch: another rank makes another call, or sends another number of bytes than
+                its peer expects.
         """
         given, expected = inputs.nbytes, outputs.nbytes
         sources = [rank for rank in self._others if expected[rank] > self._led_bytes]

@@ -22,11 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from phalanx.native.core import Crossing, Status, library
+from phalanx.transports.call_check import Judgements, Wish, crossed_lines
 from phalanx.transports.contract import Communicator
-from phalanx.transports.crossing import Judgements, Wish, crossed_lines
-from phalanx.transports.hierarchical.calls import Crossed, Differs
-from phalanx.transports.hierarchical.gloo_engine import SHORT_BYTES, GlooEngine, Transfer
+from phalanx.transports.hierarchical.gloo import SHORT_BYTES, GlooEngine, Transfer
 from phalanx.transports.hierarchical.layout import Layout
+from phalanx.transports.hierarchical.reason import CallsDiffer, Crossed
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 
 __all__ = ["HEAD_BYTES", "NOTHING", "Data", "Frames", "Make"]
@@ -78,7 +78,7 @@ class Frames:
             Where that much lies, until the next call.
 
         Raises:
-            Differs: another rank makes another call, or the data does not fit together.
+            CallsDiffer: another rank makes another call, or the data does not fit together.
             Crossed: the calls are equal, and their lines show that they do not belong together.
         """
         if self._news.numel() < HEAD_BYTES + nbytes:
@@ -91,7 +91,7 @@ class Frames:
             verdict.value = call if right else ~call
         self._local.broadcast(self._news[: HEAD_BYTES + nbytes], 0)
         if verdict.value != call:
-            raise Differs
+            raise CallsDiffer
         return address + HEAD_BYTES
 
     def flush(self) -> None:

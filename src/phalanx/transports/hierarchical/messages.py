@@ -25,11 +25,10 @@ from phalanx.membership.abort import GroupAbort
 from phalanx.native.core import End, SeenMessage, Status, library
 from phalanx.native.signals import SignalPoll
 from phalanx.transports.contract import Communicator, Message
-from phalanx.transports.hierarchical.calls import EndsDiffer
 from phalanx.transports.hierarchical.connections import Connections
-from phalanx.transports.hierarchical.gloo_engine import TransferFailed
+from phalanx.transports.hierarchical.gloo import TransferFailed
 from phalanx.transports.hierarchical.layout import Layout
-from phalanx.transports.hierarchical.reason import Reason
+from phalanx.transports.hierarchical.reason import EndsDiffer, Reason
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.explanation import MessageEnd
 from phalanx.transports.shm.mailbox import Mailbox
@@ -164,7 +163,7 @@ class HierarchicalMessages:
         return self.explain(TransferFailed(-1, "the group is broken"), f"{message} at {site}" if site else message)
 
     def _has_left(self, peer: int) -> bool:
-        return bool(self._reason.left([peer]))
+        return self._reason.has_left(peer)
 
     def _late(self, peer: int | None, words: str) -> CollectiveTimeout:
         limit_s = self._timeout_s

@@ -1,7 +1,7 @@
 """What a rank of a group over several hosts raises when the group breaks, the same on every rank.
 
-An error of this rank becomes a fact, the group's ranks agree which fact was first (``membership/abort.py``), and the
-first one becomes this rank's error (``wording.py``).
+A rank is in a collective (:class:`PresentCall`) or a message. An error there becomes a fact. The group's ranks agree
+which fact was first (``membership/abort.py``), and that one becomes this rank's error (``wording.py``).
 """
 
 from __future__ import annotations
@@ -11,35 +11,62 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import timedelta
+from functools import cache
 from typing import Any, Protocol
 
 import msgspec
+import torch
 
-from phalanx.diagnosis.call_site import running_at, shown
+from phalanx.diagnosis.call_site import CallSite, call_site, capture, exchange_text, running_at, shown
 from phalanx.diagnosis.ends import cause_of_going, who_left
 from phalanx.diagnosis.reading import with_own_wait
-from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
+from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.membership.abort import GroupAbort
 from phalanx.membership.departures import Gone
 from phalanx.membership.protocol import Departed, Differs, Fact, Late, Lost, Position, Way, needs_positions
 from phalanx.native.core import TEXT_BYTES
 from phalanx.system import processes
+from phalanx.transports.call_check import fingerprint
 from phalanx.transports.contract import Communicator
-from phalanx.transports.hierarchical import calls
-from phalanx.transports.hierarchical.calls import Crossed
-from phalanx.transports.hierarchical.gloo_engine import PeerAbsent, TransferFailed, TransferLate
+from phalanx.transports.hierarchical.gloo import PeerAbsent, TransferFailed, TransferLate
 from phalanx.transports.hierarchical.layout import Layout
-from phalanx.transports.hierarchical.wording import Found, awaited_elsewhere, late, late_message, lost
+from phalanx.transports.hierarchical.wording import Found, Wording
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
-from phalanx.transports.shm.explanation import MessageEnd, ends_of, unequal_ends
+from phalanx.transports.shm.explanation import MessageEnd, ends_of, text_of_call, unequal_ends
 
-__all__ = ["Messages", "Reason"]
+__all__ = ["CallsDiffer", "Crossed", "EndsDiffer", "Messages", "PresentCall", "Reason"]
 
 # How long to wait for what another rank has found: where a transfer has failed, and where one of this host has said so.
 PATIENCE_S, PROMPT_S = 2.0, 0.5
 _LONGEST_TEXT = 2000
 # A process that is stopped says nothing, so those of its host do.
 _STOPPED = {"T": "stopped (state T)", "t": "held by a debugger (state t)"}
+_Words = tuple[Callable[..., str], tuple[Any, ...], CallSite | None]  # what writes the text of a call, and its line
+
+
+class Crossed(Exception):
+    """Two ranks have called two lines in different orders, and the user wants that to be an error; says which."""
+
+
+class CallsDiffer(Exception):
+    """The ranks' calls do not match."""
+
+
+class EndsDiffer(CallsDiffer):
+    """A message is not of the size or the dtype of the tensor that it is received into; ``ends`` are both."""
+
+    def __init__(self, sent: MessageEnd, received: MessageEnd) -> None:
+        super().__init__("the two ends of a message differ")
+        self.ends = sent, received
+
+
+class LeftOut(Exception):
+    """The rank ``group_rank`` has left the group in order, without the last call that this one has made."""
+
+    def __init__(self, group_rank: int) -> None:
+        super().__init__(f"rank {group_rank} has left without the last call")
+        self.group_rank = group_rank
 
 
 class Messages(Protocol):
@@ -69,30 +96,24 @@ class Reason:
         group: what this rank knows of the group.
         layout: where the ranks are.
         local: the communicator of this host's ranks.
+        timeout: of the group at first.
         abort: wakes the ranks that wait for this one, and this one's waits for others; a method, kept weakly as well.
-        aborted: whether a rank of this host has done so.
 
     Attributes:
-        history: this rank's last collectives; set once, before :meth:`join`.
+        call: the collective that this rank is in, or was in last.
         fails: an exception that nobody caught ends this rank's script.
         calls: how many collectives it has begun.
         inside: it is in one.
     """
 
-    history: calls.History
-
     def __init__(
-        self,
-        group: GroupAbort,
-        layout: Layout,
-        local: Communicator,
-        abort: Callable[[], None],
-        aborted: Callable[[], bool],
+        self, group: GroupAbort, layout: Layout, local: Communicator, timeout: timedelta, abort: Callable[[], None]
     ) -> None:
         self._group, self._layout, self._rank, self._size = group, layout, group.rank, len(group.ranks)
         self._local = local if isinstance(local, SharedMemoryCommunicator) else None
-        self._wake, self._aborted = weakref.WeakMethod(abort), aborted
+        self._wake = weakref.WeakMethod(abort)
         self._messages: Callable[[], Messages | None] = lambda: None
+        self.call = PresentCall(self, timeout, self._local)
         self.fails = self.inside = False
         self.calls, self._since = 0, 0.0
         self._awaited_since: dict[int, float] = {}
@@ -141,17 +162,11 @@ class Reason:
         """The process id of a rank."""
         return self._group.pids[rank]
 
-    def left(self, ranks: Collection[int]) -> list[int]:
-        """Those of these ranks that have left in order, and whose messages for this one have come."""
-        return self._group.left(ranks)
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has left the group in order."""
+        return self._group.has_left(rank)
 
-    def unwanting(self, ranks: Collection[int]) -> list[int]:
-        """Those of these ranks that take no message any more, as they have left, or the group is broken."""
-        return [rank for rank in ranks if self.is_told() or self._group.departed(rank) or self._group.has_left(rank)]
-
-    def meet(
-        self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool], of_messages: bool = False
-    ) -> None:
+    def meet(self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool]) -> None:
         """Return when a rank has come to connect with this one as well.
 
         Raises:
@@ -159,7 +174,7 @@ class Reason:
             TransferLate: it has not come in time.
             TransferFailed: it has ended, the group is broken, or ``over``.
         """
-        if self._group.meet(peer, timeout_s, over, of_messages):
+        if self._group.meet(peer, timeout_s, over):
             return
         if self.is_told() or over():
             raise TransferFailed(peer, "the group is broken")
@@ -192,14 +207,10 @@ class Reason:
         fact = Lost(self._rank, Way.FAILED, self._rank, cause[:_LONGEST_TEXT])
         self._group.publish(self._found_at_end or fact, departs=self._is_first)
 
-    def tell_left(self, but_for: Collection[int] = ()) -> None:
-        """This rank has left in order, and answers no message any more; nothing is told of one whose script failed.
-
-        Args:
-            but_for: ranks for which messages of this one may still be on their way.
-        """
+    def tell_left(self) -> None:
+        """This rank has left in order, and answers no message any more; nothing is told of one whose script failed."""
         if not self.fails:
-            self._group.leave(but_for)
+            self._group.leave()
 
     # -- what it raises ----------------------------------------------------------------------------
 
@@ -233,12 +244,12 @@ class Reason:
     def _found(self, error: BaseException, of_message: bool) -> Fact | None:
         """The reason that an error of this rank is; None if it may be a consequence of what another has found."""
         own = self._rank
-        ends = error.ends if isinstance(error, calls.EndsDiffer) else ends_of(error)
+        ends = error.ends if isinstance(error, EndsDiffer) else ends_of(error)
         if ends is not None:
             return Differs(by=own, ends=tuple(tuple(end) for end in ends))  # type: ignore[misc]
-        if isinstance(error, (calls.Differs, Crossed, CollectiveMismatch)):
-            return Differs(by=own, at=-1 if of_message else self.calls - self.history.is_late())
-        if isinstance(error, calls.LeftOut):
+        if isinstance(error, (CallsDiffer, Crossed, CollectiveMismatch)):
+            return Differs(by=own, at=-1 if of_message else self.calls - self.call.is_late())
+        if isinstance(error, LeftOut):
             return Lost(own, Way.LEFT, error.group_rank, at=self.calls)
         if isinstance(error, CollectiveTimeout) and of_message:
             # A rank of this host whose own time is over says which operation it was in, and how long it has waited.
@@ -277,15 +288,15 @@ class Reason:
 
     def _raised(self, fact: Fact, error: BaseException, call: str, timeout_s: float, of_message: bool) -> BaseException:
         """What this rank raises for a reason."""
-        who = (self._layout, self._group.pids, self._rank)
+        words = Wording(self._layout, self._group.pids, self._rank, call)
         if not isinstance(error, Exception):
             return error
         if isinstance(fact, Lost):
             is_own = fact.by == fact.rank == self._rank and not isinstance(error, TransferFailed)
-            return error if is_own else lost(fact, *who, call)
+            return error if is_own else words.lost(fact)
         if isinstance(fact, Late) and fact.text:
             is_own = fact.by == self._rank and isinstance(error, CollectiveTimeout)
-            return error if is_own else late_message(fact, self._rank, call)
+            return error if is_own else words.late_message(fact)
         if isinstance(fact, Differs) and fact.ends:
             return unequal_ends(*(MessageEnd(*end) for end in fact.ends))
         told = self._group.positions()
@@ -295,8 +306,8 @@ class Reason:
         if isinstance(fact, Differs):
             return found.mismatch(fact.at)
         if of_message:
-            return awaited_elsewhere(fact, found, *who, call, timeout_s)
-        return late(found.behind(self.calls), found.stopped, *who, call, timeout_s)
+            return words.awaited_elsewhere(fact, found, timeout_s)
+        return words.late(found, self.calls, timeout_s)
 
     # -- where ranks are ---------------------------------------------------------------------------
 
@@ -314,7 +325,7 @@ class Reason:
         return found
 
     def _position(self, kind: str, text: str) -> Position:
-        before = self.history.last_but(1 if kind == "call" else 0)
+        before = self.call.last_but(1 if kind == "call" else 0)
         return Position(self._rank, kind, self.calls, text, before, self._group.name)
 
     def position(self, fact: Fact) -> Position:
@@ -323,7 +334,7 @@ class Reason:
         if self._said is not None:
             own = self._said
         elif self.inside:
-            own = self._position("call", self.history.text())
+            own = self._position("call", self.call.text())
         elif messages is not None and (message := messages.doing([fact.by, getattr(fact, "rank", -1)])):
             own = self._position("message", message)
         else:
@@ -353,6 +364,10 @@ class Reason:
         finally:
             self._abort()
 
+    def _aborted(self) -> bool:
+        """Whether a rank of this host has woken the others."""
+        return self._local is not None and self._local.aborted
+
     def _abort(self) -> None:
         if (wake := self._wake()) is not None:
             wake()
@@ -379,6 +394,138 @@ class Reason:
             known = {name: ended[name] for name in Departed.__struct_fields__ if name in ended and name != "rank"}
             known["text"] = ended["how"]
         return Departed(rank=self._group.ranks[rank], way=gone.way, **known)
+
+
+class PresentCall:
+    """The collective that this rank is in, for errors. Used in a ``with``: what is raised there breaks the group.
+
+    It is written by the thread that makes the call, of which there is one at a time. The call before is kept as well:
+    inside a host, a rank that need not wait for another one learns in the next call that their calls differ.
+
+    Attributes:
+        is_compared: whether the last call has returned only after the calls of all ranks had been compared: each host's
+            leader had compared those beside it before it sent its frame. Set by the collective, at its end.
+    """
+
+    def __init__(self, reason: Reason, timeout: timedelta, local: SharedMemoryCommunicator | None) -> None:
+        self._reason, self._local = reason, local
+        self.timeout_s = timeout.total_seconds()
+        self._present: _Words | None = None
+        self._before: _Words | None = None
+        self._number = 0  # of the present call, equal for equal calls
+        self.is_compared = False
+        self._error: BaseException | None = None
+        self._has_told = False  # whether a message has reported the break; any thread sets it, and close() reads it
+
+    def named(
+        self, name: str, tensor: torch.Tensor | None, op: int | None = None, root: int | None = None
+    ) -> PresentCall:
+        """The call of a collective."""
+        dtype, shape = (None, ()) if tensor is None else (tensor.dtype, tensor.shape)
+        self._number = fingerprint(name, tensor, -1 if op is None else op, -1 if root is None else root)
+        return self._next(text_of_call, (name, dtype, shape, op, root))
+
+    def exchanging(self, dtype: torch.dtype, given: Sequence[int], expected: Sequence[int]) -> PresentCall:
+        """The call of an all_to_all, by the bytes of its parts."""
+        self._number = _fingerprint_of_exchange(dtype)
+        return self._next(_exchange_text, (dtype, given, expected))
+
+    def _next(self, make: Callable[..., str], arguments: tuple[Any, ...]) -> PresentCall:
+        self._before, self._present = self._present, (make, arguments, capture(3))
+        return self
+
+    def text(self) -> str:
+        """The call, with its line, and which lines this rank's host has found crossed."""
+        return self._with(self._local.crossed if self._local is not None else "")
+
+    def _with(self, crossed: str) -> str:
+        text = _in_words(self._present)
+        return f"{text} ({crossed})" if crossed else text
+
+    def last_but(self, calls: int) -> str:
+        """The last call, or the last but one, with its line; empty if there was none."""
+        return _in_words(self._before if calls else self._present)
+
+    def is_late(self) -> bool:
+        """Whether the calls that are found to differ are those before this one."""
+        return self._local is not None and self._local.differs_late and self._before is not None
+
+    def error_of_message(self, error: BaseException, message: str) -> PhalanxError:
+        """What a message raises, given what was found, and the message with its line; it breaks the group.
+
+        Any thread may call it.
+        """
+        self._has_told = True
+        found = self._reason.error(error, message, self.timeout_s, of_message=True)
+        return found if isinstance(found, PhalanxError) else PeerLost(str(found))
+
+    def compare_last(self, patience_s: float) -> None:
+        """Compare the last calls of the ranks, which no later call will, before this one leaves the group.
+
+        The leaders of the hosts compare every call before it is done, so only what the ranks beside them called can be
+        unknown then. A host's ranks compare that through the memory that they share.
+        """
+        if self._error is not None or self._has_told or not self._reason.calls:
+            return
+        found = self._difference(patience_s)
+        if found is not None:
+            self._error = self._reason.error(found, self.text(), self.timeout_s)
+            raise self._error from None
+
+    def _difference(self, patience_s: float) -> Exception | None:
+        """What is wrong with the last calls, and new to this rank; none of its own has failed here."""
+        known = self._reason.told()
+        if known is not None:
+            is_of_last = not isinstance(known, Late) and known.at == self._reason.calls
+            return TransferFailed(-1, "another rank has found what is wrong with the last call") if is_of_last else None
+        if self._local is not None and not self.is_compared:
+            try:
+                self._local.compare_rest(patience_s)
+            except CollectiveMismatch as error:
+                return error
+            except PeerLost as error:
+                return LeftOut(error.group_rank)
+        return None
+
+    def __enter__(self) -> int:
+        """Begin it; return its number."""
+        if self._error is not None:
+            raise self._error
+        if self._local is not None:
+            self._local.begin_parts(self._number)
+        self.is_compared = False
+        self._reason.begin()
+        return self._number
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or error is self._error:
+            self._reason.end()
+            return
+        text = self._with(str(error)) if isinstance(error, Crossed) else self.text()
+        self._error = self._reason.error(error, text, self.timeout_s)
+        self._reason.end()
+        if self._error is not error:
+            # What Phalanx found itself is in the words of the error. An error among the ranks of this host would name
+            # their part of the call, such as the reduce in an all_reduce.
+            inner = isinstance(error, (Crossed, CallsDiffer, TransferFailed, PhalanxError))
+            raise self._error from (None if inner else error)
+
+
+@cache
+def _fingerprint_of_exchange(dtype: torch.dtype) -> int:
+    return fingerprint("all_to_all", torch.empty(0, dtype=dtype), -1, -1)
+
+
+def _exchange_text(dtype: torch.dtype, *nbytes: Sequence[int]) -> str:
+    return exchange_text(dtype, *([each // dtype.itemsize for each in parts] for parts in nbytes))
+
+
+def _in_words(call: _Words | None) -> str:
+    if call is None:
+        return ""
+    make, arguments, place = call
+    site = call_site(place)
+    return f"{make(*arguments)} at {site}" if site else make(*arguments)
 
 
 def _short(fact: Fact) -> str:

@@ -20,9 +20,8 @@ from phalanx.errors import BackendError
 from phalanx.native.core import library
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.frames import NOTHING, Frames
-from phalanx.transports.hierarchical.gloo_engine import GlooEngine, Transfer
-from phalanx.transports.hierarchical.layout import Layout
-from phalanx.transports.hierarchical.sizes import Scratch, Sizes, in_chunks
+from phalanx.transports.hierarchical.gloo import GlooEngine, Transfer
+from phalanx.transports.hierarchical.layout import Layout, Scratch, Sizes, in_chunks
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
 
 __all__ = ["Reductions"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from phalanx.membership.protocol import KEEP_ALIVE, Late, Lost, Position, Way
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.words import format_list
 
-__all__ = ["Found", "awaited_elsewhere", "late", "late_message", "lost"]
+__all__ = ["Found", "Wording"]
 
 
 @dataclass(frozen=True)
@@ -64,141 +64,120 @@ class Found:
         return missing
 
 
-def _who(ranks: Sequence[int], layout: Layout, pids: Sequence[int]) -> str:
-    """Ranks of a group with their processes: ``rank 2 of the group (pid 70 on h1)``, joined by ``and``."""
-    return format_list([rank_of_group(rank, pids[rank], layout.name(rank)) for rank in ranks])
+@dataclass(frozen=True)
+class Wording:
+    """The errors of one rank.
 
-
-def lost(fact: Lost, layout: Layout, pids: Sequence[int], own: int, call: str) -> PeerLost:
-    """The error for a rank or a host that went.
-
-    Args:
-        fact: why the group broke.
+    Attributes:
         layout: where the ranks are.
         pids: their process ids.
         own, call: this rank, and what it was doing.
     """
-    what, remedy = _what(fact, layout, pids)
-    text = f"{what}. Rank {own} was in {call}{f'. {remedy}' if remedy else ''}"
-    if fact.rank < 0:
-        return PeerLost(text)
-    known = {name: getattr(fact, name) for name in ("signal", "last_operation", "last_line")}
-    return PeerLost(text, group_rank=fact.rank, pid=pids[fact.rank], host=layout.name(fact.rank), **known)
 
+    layout: Layout
+    pids: Sequence[int]
+    own: int
+    call: str
 
-def _what(fact: Lost, layout: Layout, pids: Sequence[int]) -> tuple[str, str]:
-    """What has happened, and the next step, if one is known."""
-    own_output = "Look at that rank's own output for the cause"
-    who = _who([fact.rank], layout, pids) if fact.rank >= 0 else "a rank of the group"
-    if fact.way == Way.SILENT:
-        host = layout.name(fact.rank)
-        return (
-            f"Nothing comes from {host}, for {KEEP_ALIVE.unacknowledged_s:g} s not even acknowledgements: it is down, "
-            f"or the network between it and {layout.name(fact.by)} is cut. "
-            f"On {host}: {_who(layout.ranks_beside(fact.rank), layout, pids)}",
-            f"Look at the console of {host} and its links",
-        )
-    if fact.way == Way.ENDED:
-        how = f" {fact.how}" if fact.how else ""
-        return f"{who} has ended{how}{did_last(fact.last_operation, within=fact.was_in_it)}", own_output
-    if fact.way == Way.FAILED:
-        return f"{who} has failed{f' ({fact.text})' if fact.text else ''}", own_output
-    if fact.way == Way.LEFT:
-        return (
-            f"{who} has left the group in order (it destroyed the group, or its script has come to its end)",
-            "Every rank must make the same calls before it leaves",
-        )
-    if fact.way == Way.REPLACED:
-        return f"{who} has replaced itself by another program (exec)", "Let it start the program as a child process"
-    if fact.way == Way.INTERRUPTED:
-        return f"{who} was interrupted ({fact.text})", ""
-    if fact.text:
-        return fact.text, ""
-    if fact.rank < 0:
-        return "a rank of the group gave up, and did not say why in time", ""
-    return f"a transfer to or from {who} failed: it has ended, or the way to it is cut", own_output
+    def who(self, ranks: Sequence[int]) -> str:
+        """Ranks of a group with their processes: ``rank 2 of the group (pid 70 on h1)``, joined by ``and``."""
+        return format_list([rank_of_group(rank, self.pids[rank], self.layout.name(rank)) for rank in ranks])
 
+    def lost(self, fact: Lost) -> PeerLost:
+        """The error for a rank or a host that went."""
+        what, remedy = self._what(fact)
+        text = f"{what}. Rank {self.own} was in {self.call}{f'. {remedy}' if remedy else ''}"
+        if fact.rank < 0:
+            return PeerLost(text)
+        known = {name: getattr(fact, name) for name in ("signal", "last_operation", "last_line")}
+        host = self.layout.name(fact.rank)
+        return PeerLost(text, group_rank=fact.rank, pid=self.pids[fact.rank], host=host, **known)
 
-def late_message(fact: Late, own: int, call: str) -> CollectiveTimeout:
-    """The error for a message of another rank that was not done in time; see :func:`lost`."""
-    return CollectiveTimeout(f"{fact.text}. Rank {own} was in {call}", group_rank=fact.rank)
+    def _what(self, fact: Lost) -> tuple[str, str]:
+        """What has happened, and the next step, if one is known."""
+        own_output = "Look at that rank's own output for the cause"
+        who = self.who([fact.rank]) if fact.rank >= 0 else "a rank of the group"
+        if fact.way == Way.SILENT:
+            host = self.layout.name(fact.rank)
+            return (
+                f"Nothing comes from {host}, for {KEEP_ALIVE.unacknowledged_s:g} s not even acknowledgements: it is "
+                f"down, or the network between it and {self.layout.name(fact.by)} is cut. "
+                f"On {host}: {self.who(self.layout.ranks_beside(fact.rank))}",
+                f"Look at the console of {host} and its links",
+            )
+        if fact.way == Way.ENDED:
+            how = f" {fact.how}" if fact.how else ""
+            return f"{who} has ended{how}{did_last(fact.last_operation, within=fact.was_in_it)}", own_output
+        if fact.way == Way.FAILED:
+            return f"{who} has failed{f' ({fact.text})' if fact.text else ''}", own_output
+        if fact.way == Way.LEFT:
+            return (
+                f"{who} has left the group in order (it destroyed the group, or its script has come to its end)",
+                "Every rank must make the same calls before it leaves",
+            )
+        if fact.way == Way.REPLACED:
+            return f"{who} has replaced itself by another program (exec)", "Let it start the program as a child process"
+        if fact.way == Way.INTERRUPTED:
+            return f"{who} was interrupted ({fact.text})", ""
+        if fact.text:
+            return fact.text, ""
+        if fact.rank < 0:
+            return "a rank of the group gave up, and did not say why in time", ""
+        return f"a transfer to or from {who} failed: it has ended, or the way to it is cut", own_output
 
+    def late_message(self, fact: Late) -> CollectiveTimeout:
+        """The error for a message of another rank that was not done in time."""
+        return CollectiveTimeout(f"{fact.text}. Rank {self.own} was in {self.call}", group_rank=fact.rank)
 
-def awaited_elsewhere(
-    fact: Late, found: Found, layout: Layout, pids: Sequence[int], own: int, call: str, timeout_s: float
-) -> CollectiveTimeout:
-    """The error of a message whose group broke because the ranks did not all come to a collective.
-
-    Args:
-        fact: why the group broke.
-        found: where the ranks are.
-        layout, pids, own, call: see :func:`lost`.
-        timeout_s: the group's timeout.
-    """
-    theirs = found.call_of(fact.by)
-    places = {} if theirs is None else found.behind(theirs.number)
-    places.pop(own, None)
-    came = f"{_all_of(places, layout, pids)} did not come" if places else "not all ranks came"
-    blamed: dict[str, Any] = {"group_rank": fact.rank}
-    advice = CollectiveTimeout.remedy()
-    if places:
-        first = _first_missing(places)
-        advice = let_continue(pids[first]) if first in found.stopped else advice
-        blamed = {"group_rank": first, "pid": pids[first], "host": layout.name(first)}
-    what = "a collective" if theirs is None else theirs.text
-    return CollectiveTimeout(
-        f"rank {fact.by} of the group was in {what}, and {came} within {timeout_s:g} s. Rank {own} was in {call}. "
-        f"{advice}",
-        elapsed_s=timeout_s,
-        **blamed,
-    )
-
-
-def late(
-    places: Mapping[int, str],
-    stopped: Collection[int],
-    layout: Layout,
-    pids: Sequence[int],
-    own: int,
-    call: str,
-    timeout_s: float,
-) -> CollectiveTimeout:
-    """The error for ranks that did not come in time.
-
-    Args:
-        places: the ranks that are missing, each with where it is instead, as far as that is known.
-        stopped: those whose processes are known to be stopped.
-        layout, pids, own, call: see :func:`lost`.
-        timeout_s: the group's timeout.
-    """
-    waiting = f"rank {own} was in {call}"
-    if not places:
+    def awaited_elsewhere(self, fact: Late, found: Found, timeout_s: float) -> CollectiveTimeout:
+        """The error of a message whose group broke because the ranks did not all come to a collective."""
+        theirs = found.call_of(fact.by)
+        places = {} if theirs is None else found.behind(theirs.number)
+        places.pop(self.own, None)
+        came = f"{self._all_of(places)} did not come" if places else "not all ranks came"
+        blamed: dict[str, Any] = {"group_rank": fact.rank}
+        advice = CollectiveTimeout.remedy()
+        if places:
+            first = _first_missing(places)
+            advice = let_continue(self.pids[first]) if first in found.stopped else advice
+            blamed = {"group_rank": first, "pid": self.pids[first], "host": self.layout.name(first)}
+        what = "a collective" if theirs is None else theirs.text
         return CollectiveTimeout(
-            f"a transfer between hosts did not end within {timeout_s:g} s while {waiting}, although every rank has "
-            f"made the call. Is the link between the hosts too slow for it? {CollectiveTimeout.remedy()}",
+            f"rank {fact.by} of the group was in {what}, and {came} within {timeout_s:g} s. Rank {self.own} was in "
+            f"{self.call}. {advice}",
             elapsed_s=timeout_s,
+            **blamed,
         )
-    first = _first_missing(places)
-    return CollectiveTimeout.did_not_come(
-        _all_of(places, layout, pids),
-        waiting,
-        timeout_s,
-        group_rank=first,
-        elapsed_s=timeout_s,
-        several=len(places) > 1,
-        stopped_pid=pids[first] if first in stopped else 0,
-        pid=pids[first],
-        host=layout.name(first),
-    )
+
+    def late(self, found: Found, count: int, timeout_s: float) -> CollectiveTimeout:
+        """The error for ranks that did not come in time to the call that is this rank's ``count``-th."""
+        waiting, places = f"rank {self.own} was in {self.call}", found.behind(count)
+        if not places:
+            return CollectiveTimeout(
+                f"a transfer between hosts did not end within {timeout_s:g} s while {waiting}, although every rank has "
+                "made the call. Is the link between the hosts too slow for it? " + CollectiveTimeout.remedy(),
+                elapsed_s=timeout_s,
+            )
+        first = _first_missing(places)
+        return CollectiveTimeout.did_not_come(
+            self._all_of(places),
+            waiting,
+            timeout_s,
+            group_rank=first,
+            elapsed_s=timeout_s,
+            several=len(places) > 1,
+            stopped_pid=self.pids[first] if first in found.stopped else 0,
+            pid=self.pids[first],
+            host=self.layout.name(first),
+        )
+
+    def _all_of(self, places: Mapping[int, str]) -> str:
+        return format_list([f"{self.who([rank])}{_where(places[rank])}" for rank in sorted(places)])
 
 
 def _first_missing(places: Mapping[int, str]) -> int:
     # One that says where it is, is missing perhaps only because it waits for one of its host that does not.
     return min(places, key=lambda rank: (places[rank].startswith(("at ", "in ")), rank))
-
-
-def _all_of(places: Mapping[int, str], layout: Layout, pids: Sequence[int]) -> str:
-    return format_list([f"{_who([rank], layout, pids)}{_where(places[rank])}" for rank in sorted(places)])
 
 
 def _where(place: str) -> str:

@@ -31,9 +31,8 @@ from phalanx.diagnosis.call_site import call_site, call_text, exchange_text, lis
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.native.core import Crossing, Status, library
+from phalanx.transports.call_check import CrossedLines, Judgements, Wish, crossed_lines, fingerprint, weight
 from phalanx.transports.contract import COLLECTIVES
-from phalanx.transports.crossing import CrossedLines, Judgements, Wish, crossed_lines
-from phalanx.transports.fingerprints import fingerprint, weight
 from phalanx.transports.mpi.peers import Notice
 from phalanx.transports.mpi.runtime import Runtime
 from phalanx.words import format_list, format_named

@@ -27,7 +27,7 @@ from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.mpi.agreement import Agreement
 from phalanx.transports.mpi.messages import Mail
 from phalanx.transports.mpi.runtime import Runtime
-from phalanx.transports.reductions import AVG, reducible
+from phalanx.transports.operands import AVG, reducible
 
 __all__ = ["MpiCommunicator"]
 

@@ -19,9 +19,9 @@ from phalanx.errors import BackendError, ClosedError, PhalanxError
 from phalanx.membership.departures import Gone
 from phalanx.native.core import BROKEN_FROM, TEXT_BYTES, Breakage, Crossing, Going, Status, library
 from phalanx.native.signals import SignalPoll
+from phalanx.transports.call_check import MOST_JUDGED, Wish, crossed_lines
 from phalanx.transports.contract import Communicator, Message
-from phalanx.transports.crossing import MOST_JUDGED, Wish, crossed_lines
-from phalanx.transports.reductions import reducible
+from phalanx.transports.operands import reducible
 from phalanx.transports.shm.explanation import departed, ended, exchanged, explain, left_text, text_of_call
 from phalanx.transports.shm.mailbox import Mailbox
 from phalanx.transports.shm.numbers import DTYPES, OP_NUMBERS, REDUCED, Pointers, fill, fill_evenly, fill_unevenly

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from phalanx.transports.reductions import OP_NAMES, REDUCIBLE
+from phalanx.transports.operands import OP_NAMES, REDUCIBLE
 
 __all__ = ["DTYPES", "DTYPE_NUMBERS", "OP_NUMBERS", "REDUCED", "Pointers", "fill", "fill_evenly", "fill_unevenly"]
 

@@ -1,7 +1,9 @@
-"""Two ranks of a group that have called two lines in different orders: a mistake that equal calls hide.
+"""Whether the ranks of a group make the same calls in the same order.
 
-The core notices it (``native/csrc/collectives/line_order.h`` has the rule). What is left to decide is whether the two
-lines are two arms of one branch, which ranks may well take in turns; and whether the user wants a warning or an error.
+A call is one number, which is equal on all ranks that make the same call. Two lines that ranks have called in different
+orders are a mistake that equal calls hide. The core notices it (``native/csrc/collectives/line_order.h`` has the rule).
+What is left to decide here is whether the two lines are two arms of one branch, which ranks may well take in turns; and
+whether the user wants a warning or an error.
 """
 
 from __future__ import annotations
@@ -9,20 +11,51 @@ from __future__ import annotations
 import linecache
 import os
 from dataclasses import dataclass
+from functools import cache
+
+import torch
 
 from phalanx import settings
-from phalanx.diagnosis.call_site import shown
+from phalanx.diagnosis.call_site import shape_word, shown
 from phalanx.diagnosis.divergence import are_alternatives
 from phalanx.diagnosis.recorder import place_of
 from phalanx.errors import CollectiveMismatch, InitializationError
 from phalanx.native.core import Crossing
+from phalanx.transports.contract import COLLECTIVES
+from phalanx.transports.operands import DTYPES
 from phalanx.words import tell
 
-__all__ = ["MOST_JUDGED", "CrossedLines", "Judgements", "Wish", "crossed_lines"]
+__all__ = ["MOST_JUDGED", "CrossedLines", "Judgements", "Wish", "crossed_lines", "fingerprint", "weight"]
 
 # Crossed lines of a group that turn out to be arms of one branch: how many are judged where a warning is all that could
 # come of it.
 MOST_JUDGED = 64
+_NUMBERS = {name: number for number, name in enumerate(COLLECTIVES, start=1)}
+_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(sorted(DTYPES, key=str), start=1)}
+
+
+def fingerprint(name: str, tensor: torch.Tensor | None, op: int, root: int) -> int:
+    """The number that the ranks compare: the same on all ranks that make the same call.
+
+    Only numbers go into it, since Python gives a text another hash in each process.
+
+    Args:
+        name: one of ``COLLECTIVES``.
+        tensor: the one whose dtype and shape must agree, if any.
+        op, root: -1 where there is none.
+    """
+    if tensor is None:
+        return hash((_NUMBERS[name], op, root))
+    return hash((_NUMBERS[name], _DTYPE_NUMBERS[tensor.dtype], op, root, tensor.numel(), shape_word(tensor.shape)))
+
+
+@cache
+def weight(pair: int) -> int:
+    """A random number that all ranks compute alike: splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    word = (pair + 1) * 0x9E3779B97F4A7C15 % 2**64
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ word >> 27) * 0x94D049BB133111EB % 2**64
+    return word ^ word >> 31
 
 
 class Wish:
