@@ -17,7 +17,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -46,7 +47,17 @@ from phalanx.wire.dial import Line, NoAnswer, dial
 from phalanx.wire.key import job_key
 from phalanx.wire.proof import NoProof, WrongKey
 
-__all__ = ["Membership", "Subscriber", "set_world", "world_membership"]
+__all__ = [
+    "Gone",
+    "Membership",
+    "Subscriber",
+    "Witness",
+    "call_witness",
+    "gone_ranks",
+    "has_witness",
+    "set_world",
+    "world_membership",
+]
 
 _KEY = "registrar"  # in the part of the store in which the ranks meet
 # A rank that has lost the registrar dials as often; a kernel whose host is back answers at once.
@@ -56,6 +67,44 @@ _GONE = (ConnectionRefusedError, ConnectionResetError, NoProof, WrongKey)
 _ENDS_FOR_S = 0.5
 _ENDING_LOOKS = 12  # how often a rank looks whether a process beside it ends, whose session has ended
 _CLOSING_S = 2.0
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A rank that has gone.
+
+    Attributes:
+        pid: its process id.
+        host: the name of its host.
+        way: ``ended``: its process is gone; ``replaced``: that runs another program; ``failed``: an exception, or an
+            exit with a code other than 0, ended its script; ``left``: it closed its groups, or its script is over.
+        text: what else is known: of one that has ended, how, as ``by signal 9 (SIGKILL)``; of one that failed, why.
+    """
+
+    pid: int
+    host: str
+    way: str
+    text: str = ""
+
+    @property
+    def words(self) -> str:
+        """What it has done, for people."""
+        if self.way == Way.LEFT:
+            return "has left in order (it destroyed its groups, or its script has come to its end)"
+        if self.way == Way.REPLACED:
+            return "has replaced itself by another program (exec)"
+        if self.way == Way.FAILED:
+            return f"has failed ({self.text})" if self.text else "has failed"
+        return f"has ended {self.text}" if self.text else "has ended"
+
+    @property
+    def remedy(self) -> str:
+        """The next step."""
+        if self.way == Way.LEFT:
+            return "Every rank must make the same groups before it leaves"
+        if self.way == Way.REPLACED:
+            return "Let it start the program as a child process"
+        return "Look at that rank's own output for the cause"
 
 
 class Subscriber(Protocol):
@@ -383,6 +432,41 @@ def world_membership() -> Membership | None:
     """Return that of the world, for one more group; None if the world has none."""
     world = None if _world is None else _world()
     return None if world is None else world.retain()
+
+
+# -- further groups: which ranks of the world have gone ------------------------------------------------
+#
+# A store cannot know that a rank will never write a key. But a process that makes a further group has the world's,
+# which looks after its ranks, whichever store they met in.
+
+
+class Witness(Protocol):
+    """The communicator of the world, which knows of its ranks' ends."""
+
+    def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
+        """Those of these ranks that have gone; none if this rank has closed it. It may take a second."""
+        ...
+
+
+# The world's communicator, as long as it exists: one reference, which the thread that makes the world replaces whole.
+_witness: weakref.ref[Witness] | None = None
+
+
+def call_witness(world: Witness) -> None:
+    """Ask this one from now on. A group of some ranks knows less: one that has left it may be there for another."""
+    global _witness
+    _witness = weakref.ref(world)
+
+
+def has_witness() -> bool:
+    """Whether this process has a world that could know."""
+    return _witness is not None and _witness() is not None
+
+
+def gone_ranks(ranks: Collection[int]) -> dict[int, Gone]:
+    """Those of these ranks of the world that have gone, as far as its group knows."""
+    world = None if _witness is None else _witness()
+    return {} if world is None else world.gone(ranks)
 
 
 def _at_exit() -> None:

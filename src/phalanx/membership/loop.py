@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 from phalanx.membership.protocol import Message, decode, encode
 from phalanx.system.threads import start
-from phalanx.wire.framing import PREFIX_BYTES, Malformed, end_of_frame, frame
-from phalanx.wire.session import TAG_BYTES, Session
+from phalanx.wire.framing import Malformed, frame
+from phalanx.wire.session import Session
 
 __all__ = ["Channel", "Loop"]
 
@@ -194,12 +194,7 @@ class Channel:
             self._ended(self._peer, self, is_silent)
 
     def _messages(self) -> list[Message]:
-        found: list[Message] = []
-        while (end := end_of_frame(self._in)) is not None and len(self._in) >= end + TAG_BYTES:
-            self._session.check(self._in, end)
-            found.append(decode(bytes(self._in[PREFIX_BYTES:end])))
-            del self._in[: end + TAG_BYTES]
-        return found
+        return [decode(message) for message in self._session.take_messages(self._in)]
 
     def _flush(self) -> None:
         if self._sock.fileno() < 0:

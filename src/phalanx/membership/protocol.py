@@ -20,9 +20,12 @@ KEEP_ALIVE = KeepAlive(idle_s=1, interval_s=1, probes=3, unacknowledged_s=3)
 
 
 class Way:
-    """How a rank is lost; the first four are those of ``departures.py``."""
+    """How a rank is lost. Of several ranks the one whose way is first here tells the cause.
 
-    ENDED, REPLACED, FAILED, LEFT = "ended", "replaced", "failed", "left"
+    One whose script fails often does so for another one that has ended, and one that leaves for one that has failed.
+    """
+
+    ENDED, REPLACED, FAILED, LEFT = DEPARTED = "ended", "replaced", "failed", "left"
     INTERRUPTED = "interrupted"  # by a signal, in a call of this group
     SILENT = "silent"  # its host acknowledges nothing
     UNKNOWN = "unknown"  # a transfer failed, and nobody says why

@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from phalanx.membership.server import Connection, Server
-from phalanx.membership.store_protocol import KEEP_ALIVE, ROLE, Claim, Code, Verdict, length_of, pack, unpack
+from phalanx.membership.store_protocol import KEEP_ALIVE, ROLE, Claim, Code, Verdict, pack, unpack
 from phalanx.membership.table import Wait
 from phalanx.system.exit_order import Stage, at_exit
 from phalanx.system.threads import start
@@ -36,7 +36,7 @@ from phalanx.wire.door import Arrival, Displaced, Door, Silent
 from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
 from phalanx.wire.proof import Address, NoProof, PassedOn, WrongKey
-from phalanx.wire.session import TAG_BYTES, Session
+from phalanx.wire.session import Session
 from phalanx.words import format_named, format_spans, tell
 
 __all__ = ["Seats", "StoreServer"]
@@ -135,17 +135,11 @@ class _Conversation:
     def hear(self, data: bytes) -> None:
         """Carry out the requests that are whole; raise Malformed if there are others."""
         self._data += data
-        while self._data:
+        for message in self._session.take_messages(self._data):
             if self._waits:
                 raise Malformed("a request came before the last one was answered")
-            length = length_of(self._data)
-            if length is None or len(self._data) < length + TAG_BYTES:
-                return
-            self._session.check(self._data, length)
-            code, number, fields = unpack(self._data, length)
-            del self._data[: length + TAG_BYTES]
             try:
-                self._carry_out(code, number, fields)
+                self._carry_out(*unpack(message))
             except (ValueError, IndexError) as error:
                 self.reply(Code.FAILED, 0, [str(error).encode()])
 

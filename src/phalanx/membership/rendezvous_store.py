@@ -24,8 +24,9 @@ from phalanx.diagnosis.own_waits import AGAIN, warn_after_s
 from phalanx.diagnosis.recorder import is_kept
 from phalanx.errors import InitializationError
 from phalanx.membership.client import JobStore, WaitTimeout, underlying
-from phalanx.membership.departures import WAYS, gone_ranks, has_witness
 from phalanx.membership.launcher_store import ended_writers
+from phalanx.membership.liveness import gone_ranks, has_witness
+from phalanx.membership.protocol import Way
 from phalanx.membership.registration import registered
 from phalanx.system.threads import AwakeClock, ended_early
 from phalanx.words import format_named, tell
@@ -227,7 +228,7 @@ class RendezvousStore(PrefixStore):
         gone = {} if self._world else gone_ranks(self._ranks)
         if not gone:
             return None
-        rank, who = min(gone.items(), key=lambda each: (WAYS.index(each[1].way), each[0]))
+        rank, who = min(gone.items(), key=lambda each: (Way.DEPARTED.index(each[1].way), each[0]))
         return InitializationError.rank_gone(rank, who.pid, who.host, who.words, who.remedy, self._group)
 
     def find_stopped(self) -> InitializationError | None:
