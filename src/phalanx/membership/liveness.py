@@ -268,8 +268,6 @@ class Membership:
         """In a forked child: close the parent's files; nothing is known any more."""
         if self._registrar is not None:
             self._registrar.let_go()
-        if self._channel is not None:
-            self._channel.let_go()
         self._loop.let_go()
         self.changed = threading.Condition(threading.RLock())
         self.connected, self._closed = False, True
@@ -289,7 +287,7 @@ class Membership:
         if self._registrar is not None:
             self._registrar.take(0, message)
         elif self._channel is not None:
-            self._channel.send(message)
+            self._channel.say(message)
         elif self.connected or self.silent:
             self._unsent.append(message)
 
@@ -368,7 +366,7 @@ class Membership:
         self._note_silent(self._ranks_beside_registrar(), is_silent=False)
         unsent, self._unsent = self._unsent, []
         for message in unsent:
-            self._channel.send(message)
+            self._channel.say(message)
 
     def _lose(self, peer: int, channel: Channel, is_silent: bool) -> None:
         """The session has ended."""

@@ -135,17 +135,13 @@ class Registrar:
         """End all sessions, when everything is sent."""
         self._push_left()
         self._door.close()
-        for channel in self._channels():
-            channel.finish(_FINISH_S)
+        for member in self._members:
+            if member.channel is not None:
+                member.channel.finish(_FINISH_S)
 
     def let_go(self) -> None:
         """In a forked child: close the parent's files."""
         self._door.let_go()
-        for channel in self._channels():
-            channel.let_go()
-
-    def _channels(self) -> list[Channel]:
-        return [member.channel for member in self._members if member.channel is not None]
 
     # -- sessions ----------------------------------------------------------------------------------
 
@@ -164,7 +160,7 @@ class Registrar:
         channel = Channel(self._loop, arrival.sock, session, arrival.rest, rank, self.take, self._lose)
         if member.channel is not None:
             member.channel.close()
-        member.pid, member.channel, member.send = hello.pid, channel, channel.send
+        member.pid, member.channel, member.send = hello.pid, channel, channel.say
         if member.lost:
             self._catch_up(rank)
         self._set_silent(rank, is_silent=False)
