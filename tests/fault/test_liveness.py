@@ -290,7 +290,7 @@ def test_rank_whose_connection_has_ended_is_dialled_again_and_not_lost() -> None
 def test_rank_that_a_signal_ended_is_told_in_one_way_on_both_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank beside it knows the signal, as under ``phalanx run``."""
     ending = SimpleNamespace(text="by signal 9 (SIGKILL)", signal=9)
-    monkeypatch.setattr(explanation, "how_ended", lambda _: ending)
+    monkeypatch.setattr(explanation, "how_ended", lambda *_: ending)
 
     def body(member: Member) -> str:
         pretend_host(min(member.rank, 1))

@@ -1,4 +1,4 @@
-"""Who is in the job: how ranks find each other, which of them have left or ended, and why a group over hosts broke.
+"""Membership of the job: how ranks find each other, which have left or ended, and why a group over hosts broke.
 
 **Meeting.** Begin with ``rendezvous.py``: rank 0 opens a store (``proven_door.py``), the others find it and join
 (``client.py``). ``registration.py`` watches the ranks until the world is made; new groups meet in a

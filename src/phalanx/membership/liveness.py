@@ -1,4 +1,4 @@
-"""Know which ranks of a job over several hosts are there: one rank's side.
+"""Liveness of the ranks of a job over several hosts: one rank's side.
 
 A membership is a star. Rank 0's process has the registrar (``registrar.py``), every other rank one session to it. The
 session is the only sign of life: the kernel ends it with the process, and within some 4 s if the other host
@@ -88,7 +88,7 @@ class Gone:
 
     @property
     def words(self) -> str:
-        """What it has done, for people."""
+        """The way it has gone, for people."""
         if self.way == Way.LEFT:
             return "has left in order (it destroyed its groups, or its script has come to its end)"
         if self.way == Way.REPLACED:
@@ -204,7 +204,7 @@ class Membership:
             return None if self._closed else self
 
     def release(self) -> None:
-        """A group needs it no longer; with the last one it ends."""
+        """Need it for one group less; with the last one it ends."""
         with self.changed:
             self._users -= 1
             is_last = not self._users
@@ -315,7 +315,7 @@ class Membership:
         self._tell()
 
     def _tell(self) -> None:
-        """Something has been learned."""
+        """Tell all who wait that something has been learned."""
         with self.changed:
             self.changed.notify_all()
         self._look()
@@ -369,7 +369,7 @@ class Membership:
             self._channel.say(message)
 
     def _lose(self, peer: int, channel: Channel, is_silent: bool) -> None:
-        """The session has ended."""
+        """Dial again: the session has ended."""
         self._channel = None
         if not self.connected:
             return  # rank 0 has said that it leaves
@@ -394,13 +394,13 @@ class Membership:
             self._loop.later(_PAUSE_S, lambda: self._dial_again(since))
 
     def _lose_host(self) -> None:
-        """Rank 0's host acknowledges nothing."""
+        """Note that rank 0's host acknowledges nothing."""
         self._note_silent(self._ranks_beside_registrar(), is_silent=True)
         self.connected = False
         self._tell()
 
     def _lose_process(self, since: float) -> None:
-        """Rank 0's process has ended: look how, for a limited time."""
+        """Look how rank 0's process has ended, for a limited time."""
         host, pid = self._names[0], self._address[-1]
         is_beside = self._hosts[0] == self._hosts[self.rank]
         found = self.how_ended(0) if is_beside and self.how_ended is not None else None
@@ -442,7 +442,7 @@ class Witness(Protocol):
     """The communicator of the world, which knows of its ranks' ends."""
 
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
-        """Those of these ranks that have gone; none if this rank has closed it. It may take a second."""
+        """Return those of these ranks that have gone; none if this rank has closed it. It may take a second."""
         ...
 
 
@@ -457,12 +457,12 @@ def call_witness(world: Witness) -> None:
 
 
 def has_witness() -> bool:
-    """Whether this process has a world that could know."""
+    """Return whether this process has a world that could know."""
     return _witness is not None and _witness() is not None
 
 
 def gone_ranks(ranks: Collection[int]) -> dict[int, Gone]:
-    """Those of these ranks of the world that have gone, as far as its group knows."""
+    """Return those of these ranks of the world that have gone, as far as its group knows."""
     world = None if _witness is None else _witness()
     return {} if world is None else world.gone(ranks)
 

@@ -55,7 +55,7 @@ class Seats:
 
     @property
     def complete(self) -> bool:
-        """Whether all have come."""
+        """Return whether all have come."""
         return len(self._taken) == self.own.world_size
 
     def describe_missing(self) -> str:

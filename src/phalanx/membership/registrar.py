@@ -71,7 +71,7 @@ def end_of(rank: int, host: str, pid: int) -> Departed:
 
 
 def may_be_told(host: str, pid: int, since: float) -> bool:
-    """Whether the launcher may still say how a process has ended whose end was noticed then."""
+    """Return whether the launcher may still say how a process has ended whose end was noticed then."""
     return ended_elsewhere(host, pid) == {} and time.monotonic() - since < LAUNCHER_S
 
 
@@ -191,7 +191,7 @@ class Registrar:
             self._loop.later(REDIAL_S, lambda: self._conclude(rank, lost, now))
 
     def _conclude(self, rank: int, lost: int, since: float) -> None:
-        """A rank has not dialled again in time: it has ended."""
+        """Note that a rank has ended, which has not dialled again in time."""
         member = self._members[rank]
         if member.channel is not None or member.lost != lost or member.departed is not None:
             return

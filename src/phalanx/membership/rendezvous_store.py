@@ -77,7 +77,7 @@ def _left_s() -> float:
 
 
 def time_left(timeout: timedelta) -> timedelta:
-    """How long the next step of making the world may take: what is left for all, if a step alone may take longer."""
+    """Return how long the next step of making the world may take: what is left for all, if that is less."""
     return timedelta(seconds=min(timeout.total_seconds(), _left_s()))
 
 
@@ -269,7 +269,7 @@ class RendezvousStore(PrefixStore):
 
     @property
     def _is_watched(self) -> bool:
-        """Whether anybody could know that a rank of the group has gone."""
+        """Return whether anybody could know that a rank of the group has gone."""
         return registered() is not None if self._world else has_witness()
 
     @property
@@ -278,7 +278,7 @@ class RendezvousStore(PrefixStore):
 
 
 class _Watch:
-    """What a rank does while it waits for keys: look for ranks that have gone, and say for whom it waits."""
+    """A wait for keys, as its rank spends it: look for ranks that have gone, and say for whom it waits."""
 
     def __init__(self, store: RendezvousStore, keys: Sequence[str]) -> None:
         self._store, self._keys = store, keys

@@ -1,4 +1,4 @@
-"""What a rank and rank 0's store say to each other: the claim with which it joins, the verdict, then requests.
+"""Protocol of rank 0's store: the claim with which a rank joins, the verdict, then requests.
 
 Claim and verdict are JSON in the handshake (``wire/proof.py``), which hands them out after the key was proven. Requests
 and answers are frames (``wire/framing.py``), in msgpack, of a code, a number and fields of bytes. Nothing is ever
@@ -59,7 +59,7 @@ class RankProcess:
 
     @property
     def is_seen(self) -> bool:
-        """Whether this process can look at it."""
+        """Return whether this process can look at it."""
         return bool(self.sight) and self.sight == own_sight()
 
     def has_ended(self) -> bool:
