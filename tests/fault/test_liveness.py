@@ -278,7 +278,7 @@ def test_rank_whose_connection_has_ended_is_dialled_again_and_not_lost() -> None
         if member.rank == 1:
             before = here._channel
             assert before is not None
-            before._sock.shutdown(socket.SHUT_RDWR)  # as the network may
+            before.sock.shutdown(socket.SHUT_RDWR)  # as the network may
             assert soon(lambda: here._channel not in (None, before), 20)
         member.meet("connected again")
         dist.barrier()

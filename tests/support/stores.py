@@ -70,7 +70,7 @@ class Job:
         for store in reversed(list(self.ranks.values())):
             store.end()
         self.server.stop()
-        self.server._thread.join(20)
+        self.server.loop.thread.join(20)
 
     def knock(self, who: Claim, key: Key | None = None) -> Verdict:
         """The verdict of rank 0 on ``who``, whose connection is closed then."""

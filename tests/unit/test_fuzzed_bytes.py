@@ -47,7 +47,7 @@ from phalanx.membership import registration
 from phalanx.membership.protocol import Broken, Left, Lost, Position, decode, encode
 from phalanx.membership.protocol import Message as Told
 from phalanx.membership.proven_door import Seats, _Conversation
-from phalanx.membership.store_protocol import Claim, Code, Verdict, length_of, unpack
+from phalanx.membership.store_protocol import Claim, Code, Verdict, unpack
 from phalanx.membership.store_protocol import pack as pack_request
 from phalanx.membership.table import Table
 from phalanx.membership.torch_door import TorchConversation
@@ -62,7 +62,7 @@ from phalanx.rpc.network import answer_of
 from phalanx.rpc.typed import decode_call, encode_call
 from phalanx.system.foreign_values import checked, is_number, read_json
 from phalanx.transports.shm import tuning
-from phalanx.wire.framing import Malformed
+from phalanx.wire.framing import PREFIX_BYTES, Malformed
 from phalanx.wire.key import Key
 from phalanx.wire.proof import Challenge, NoProof, PassedOn, Response, WrongKey
 from phalanx.wire.session import Session
@@ -162,15 +162,13 @@ def of_the_store() -> Iterator[Parser]:
     yield Parser("the verdict on a claim", verdicts, Verdict.decode, (NoProof,))
 
     def request(data: bytes) -> object:
-        length = length_of(data)
-        if length is None or length > len(data):
-            return None
-        code, number, fields = unpack(data, length)
-        assert pack_request(code, number, fields) == data[:length]
+        code, number, fields = unpack(data)
+        assert unpack(pack_request(code, number, fields)[PREFIX_BYTES:]) == (code, number, fields)
         assert len(answers_to(Table(), [(code, number, fields)])[0]) == 1 or code in WAITING
         return True
 
-    asked = [pack_request(code, 5, [b"a", b"b", b"c"][:count]) for code in range(1, 15) for count in range(4)]
+    texts = [b"a", b"b", b"c"]
+    asked = [pack_request(code, 5, texts[:count])[PREFIX_BYTES:] for code in range(1, 15) for count in range(4)]
     yield Parser("a request to the store", asked, request, (Malformed,))
 
     def torch_request(data: bytes) -> bool:

@@ -46,7 +46,7 @@ class Rank:
             vars(self.membership)["_dial"] = refuse
         channel = self.membership._channel
         assert channel is not None
-        channel._sock.shutdown(socket.SHUT_RDWR)
+        channel.sock.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.fixture

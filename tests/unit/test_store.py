@@ -237,7 +237,7 @@ def test_last_will_of_a_rank_is_set_when_its_connections_end() -> None:
         job.ranks.pop(2).end()
         assert stores[0].get("p/failed") == b"rank 2"
         job.ranks.pop(1).end()
-        assert soon(lambda: len(job.server.connections) == 1)
+        assert soon(lambda: len(job.server.loop.connections) == 1)
         assert stores[0].get("p/failed") == b"rank 2"
 
 
@@ -268,14 +268,14 @@ def test_rank_0_answers_until_the_others_have_left() -> None:
         with pytest.raises(dist.DistStoreError, match="the store was closed"):
             stores[1].get("a")
         stores[2].end()
-        assert soon(lambda: not job.server._thread.is_alive())
+        assert soon(lambda: not job.server.loop.thread.is_alive())
 
 
 def test_host_that_vanishes_is_lost_after_40_s() -> None:
     options = [socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT]
     with Job(2) as job:
         (line,) = job.join(1).connections._idle
-        assert soon(lambda: len(job.server.connections) == 2)
-        for sock in [line.sock, *(connection.sock for connection in list(job.server.connections))]:
+        assert soon(lambda: len(job.server.loop.connections) == 2)
+        for sock in [line.sock, *(connection.sock for connection in list(job.server.loop.connections))]:
             idle, interval, probes, unacknowledged_ms = (sock.getsockopt(socket.IPPROTO_TCP, one) for one in options)
             assert (idle + interval * probes, unacknowledged_ms) == (40, 40_000)

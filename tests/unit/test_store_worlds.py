@@ -38,7 +38,7 @@ def test_forked_child_has_connections_of_its_own() -> None:
         store.wait(["done 0", "done 1"])
         leave(store)
         if member.rank == 0:
-            store._server._thread.join(20)  # type: ignore[union-attr] # this process ends without its exit handlers
+            store._server.loop.thread.join(20)  # type: ignore[union-attr] # this process ends without its exit handlers
 
     with held_port() as port:
         on_ranks(body, 2)

@@ -20,8 +20,7 @@ from phalanx.diagnosis.ends import tell_of_failure
 from phalanx.diagnosis.recorder import open_recorder
 from phalanx.errors import InitializationError
 from phalanx.membership.abort import GroupAbort
-from phalanx.membership.departures import call_witness
-from phalanx.membership.liveness import Membership, set_world, world_membership
+from phalanx.membership.liveness import Membership, call_witness, set_world, world_membership
 from phalanx.membership.registration import register_rank
 from phalanx.membership.rendezvous_store import RendezvousStore, time_left
 from phalanx.system.threads import renew_engine

@@ -55,18 +55,18 @@ _LOOK_S = 0.1
 
 
 class Member(Protocol):
-    """What a group's end needs to know of this rank. Any thread may ask, and nothing waits."""
+    """This rank, as the end of its group needs to know it. Any thread may ask, and nothing waits."""
 
     def awaited(self) -> Mapping[int, float]:
-        """The ranks of other hosts that this one waits for, each with since when, by ``time.monotonic()``."""
+        """Return the ranks of other hosts that this one waits for, each with since when, by ``time.monotonic()``."""
         ...
 
     def position(self, fact: Fact) -> Position:
-        """Where this rank is, and which ranks of its host are stopped."""
+        """Say where this rank is, and which ranks of its host are stopped."""
         ...
 
     def end_waits(self, fact: Fact) -> None:
-        """The group is broken: wake the ranks of this host, and this one's waits for others."""
+        """Wake the ranks of this host, and end this one's waits for others: the group is broken."""
         ...
 
 
@@ -129,20 +129,20 @@ class GroupAbort:
                 raise InitializationError(f"a group over several hosts could not be made: {why}")
 
     def publish_address(self, name: str, address: bytes) -> None:
-        """Tell the others an address of this rank, with :meth:`join`."""
+        """Tell the others an address of this rank by :meth:`join`."""
         self._addresses[name] = address
 
     def address_of(self, name: str, rank: int) -> bytes:
-        """The address that a rank has published, after :meth:`join`."""
+        """Return the address that a rank has published, after :meth:`join`."""
         return self._others_addresses[name, rank]
 
     def address_store(self, name: str) -> Store:
-        """A store in this process for the addresses of a group of Gloo's: those of the others come by the registrar."""
+        """Make a store for a group of Gloo's in this process; the others' addresses come there by the registrar."""
         self._stores[name] = made = HashStore()
         return made
 
     def say_address(self, name: str) -> None:
-        """Gloo has written this rank's address into that store: tell the others, with :meth:`join` or after it."""
+        """Tell the others this rank's address, which Gloo has written into that store; by :meth:`join` or after it."""
         address = self._stores[name].get(_address_key(self.rank))
         if self.pids:
             self.membership.send(Address(self.name, self.rank, name, address))
@@ -152,27 +152,27 @@ class GroupAbort:
     # -- what is known of ranks, from any thread ---------------------------------------------------
 
     def departed(self, rank: int) -> Departed | None:
-        """How a rank has gone from the job, if it has."""
+        """Return how a rank has gone from the job, if it has."""
         return self.membership.departed.get(self.ranks[rank], (None, 0.0))[0]
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank has left the group in order, and takes no message any more."""
+        """Return whether a rank has left the group in order, and takes no message any more."""
         gone = self.departed(rank)
         return rank in self._left or (gone is not None and gone.way == Way.LEFT)
 
     def is_gone(self, rank: int) -> bool:
-        """Whether a rank does nothing for this one any more."""
+        """Return whether a rank does nothing for this one any more."""
         return self.departed(rank) is not None or self.has_left(rank)
 
     def lost(self, rank: int) -> Lost | None:
-        """The fact that a rank is lost, or has left; None if it is there as far as is known."""
+        """Return the fact that a rank is lost, or has left; None if it is there as far as is known."""
         gone = self.departed(rank)
         if gone is None or gone.way == Way.LEFT:
             return Lost(self.rank, Way.LEFT, rank) if self.has_left(rank) else None
         return self.fact_of(gone, rank)
 
     def fact_of(self, gone: Departed, rank: int) -> Lost:
-        """The fact that a rank of the group has gone in this way."""
+        """Return the fact that a rank of the group has gone in this way."""
         ended = gone.way == Way.ENDED
         return Lost(
             by=self.rank,
@@ -221,7 +221,7 @@ class GroupAbort:
         return self.fact
 
     def know(self, fact: Fact) -> Fact:
-        """This rank has learned why the group broke; return what it learned first."""
+        """Note why the group broke; return what this rank has learned first."""
         with self.membership.changed:
             if self.fact is None:
                 self.fact = fact
@@ -233,7 +233,7 @@ class GroupAbort:
         return self.fact
 
     def positions(self) -> list[Position] | None:
-        """Where the ranks are, in a moment; None if the registrar does not say."""
+        """Return where the ranks are, in a moment; None if the registrar does not say."""
         patience_s = POSITIONS_S + ANSWER_S
         membership = self.membership
         membership.wait_for(lambda: self._positions is not None or not membership.connected, patience_s)
@@ -246,7 +246,7 @@ class GroupAbort:
         self.membership.send(Leave(self.name))
 
     def close(self) -> None:
-        """Know nothing more of the group."""
+        """Stop taking messages about the group."""
         if not self._closed:
             self._closed = True
             self.membership.unsubscribe(self.name)

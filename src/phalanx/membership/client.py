@@ -26,17 +26,16 @@ from torch.distributed import DistStoreError
 
 from phalanx.errors import InitializationError
 from phalanx.membership.proven_door import StoreServer
-from phalanx.membership.store_protocol import KEEP_ALIVE, ROLE, SHORTEST, Claim, Code, Verdict, length_of, pack, unpack
+from phalanx.membership.store_protocol import KEEP_ALIVE, ROLE, Claim, Code, Verdict, pack, unpack
 from phalanx.system.processes import state_text
 from phalanx.system.threads import wait_awake
 from phalanx.wire.dial import Line, dial
 from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
 from phalanx.wire.proof import NoProof, WrongKey
-from phalanx.wire.session import TAG_BYTES
 from phalanx.words import format_named
 
-__all__ = ["Connections", "JobStore", "WaitTimeout", "connect", "end_calls", "peek", "underlying"]
+__all__ = ["Connections", "JobStore", "WaitTimeout", "connect", "peek", "underlying"]
 
 # How long rank 0 may take, at least, for an answer that it gives at once; and to let another connection in.
 _ANSWER_S = 30.0
@@ -102,7 +101,6 @@ class Connections:
         self._idle = [first]
         self._lock = threading.Lock()  # guards the list above and the flag below
         self._ended = False
-        self._in_use: dict[int, Line] = {}  # by id: each call adds and removes its own, in one step of Python's
         _all.add(self)
 
     def call(
@@ -126,7 +124,6 @@ class Connections:
         """
         message = pack(code, number, fields)
         line = self._take(_ANSWER_S if timeout_s is None else min(timeout_s, _ANSWER_S))
-        self._in_use[id(line)] = line
         try:
             line.sock.settimeout(None if timeout_s is None else max(timeout_s, _ANSWER_S))
             with contextlib.suppress(ConnectionError):  # what rank 0 has said before it went can still be read
@@ -143,8 +140,6 @@ class Connections:
         except BaseException:
             line.close()  # an answer may still be on its way
             raise
-        finally:
-            self._in_use.pop(id(line), None)
         with self._lock:
             keeps = not self._ended
             if keeps:
@@ -224,32 +219,15 @@ class Connections:
         for line in idle:
             line.close()
 
-    def cut(self) -> None:
-        """:meth:`end`, and end the requests that are under way, too: they raise that rank 0 is lost."""
-        self.end()
-        for line in list(self._in_use.values()):
-            with contextlib.suppress(OSError):  # its request has ended meanwhile
-                line.sock.shutdown(socket.SHUT_RDWR)
-
     def let_go(self) -> None:
         """In a forked child: close the parent's connections, which it still uses. The child makes its own on demand."""
         self._lock = threading.Lock()
-        self._in_use = {}
         idle, self._idle = self._idle, []
         for line in idle:
             line.close()
 
 
 _all: weakref.WeakSet[Connections] = weakref.WeakSet()
-
-
-def end_calls() -> None:
-    """End every request to rank 0's store of this process, which is about to end, and take no more.
-
-    One whose connection has been taken in this very moment is not ended, and waits for its answer.
-    """
-    for connections in list(_all):
-        connections.cut()
 
 
 def _after_fork() -> None:
@@ -261,16 +239,13 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _receive(line: Line) -> tuple[int, int, list[bytes]]:
+    """Return the answer to the only request that is under way on a connection."""
     data = bytearray()
-    while (length := length_of(data)) is None or len(data) < length + TAG_BYTES:
-        # No more than this message: another one may follow it.
-        end = SHORTEST if length is None else length
-        part = line.sock.recv(min(end + TAG_BYTES - len(data), 1 << 22))
-        if not part:
-            raise ConnectionResetError("the connection was closed")
+    while part := line.sock.recv(1 << 16):
         data += part
-    line.session.check(data, length)
-    return unpack(data, length)
+        for message in line.session.take_messages(data):
+            return unpack(message)
+    raise ConnectionResetError("the connection was closed")
 
 
 def _readable(sock: socket.socket, patience_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""Know which ranks of a job over several hosts are there: one rank's side.
+"""Liveness of the ranks of a job over several hosts: one rank's side.
 
 A membership is a star. Rank 0's process has the registrar (``registrar.py``), every other rank one session to it. The
 session is the only sign of life: the kernel ends it with the process, and within some 4 s if the other host
@@ -17,7 +17,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -47,7 +48,17 @@ from phalanx.wire.dial import Line, NoAnswer, dial
 from phalanx.wire.key import job_key
 from phalanx.wire.proof import NoProof, WrongKey
 
-__all__ = ["Membership", "Subscriber", "set_world", "world_membership"]
+__all__ = [
+    "Gone",
+    "Membership",
+    "Subscriber",
+    "Witness",
+    "call_witness",
+    "gone_ranks",
+    "has_witness",
+    "set_world",
+    "world_membership",
+]
 
 _KEY = "registrar"  # in the part of the store in which the ranks meet
 # A rank that has lost the registrar dials as often; a kernel whose host is back answers at once.
@@ -59,6 +70,44 @@ _ENDING_LOOKS = 12  # how often a rank looks whether a process beside it ends, w
 _CLOSING_S = 2.0
 _ANSWER_S = 3.0  # how long another host may take to say what its ranks do: it may have to ask them
 _RECORDS = 32  # of each rank, beside those that show which collectives it has come to
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A rank that has gone.
+
+    Attributes:
+        pid: its process id.
+        host: the name of its host.
+        way: ``ended``: its process is gone; ``replaced``: that runs another program; ``failed``: an exception, or an
+            exit with a code other than 0, ended its script; ``left``: it closed its groups, or its script is over.
+        text: what else is known: of one that has ended, how, as ``by signal 9 (SIGKILL)``; of one that failed, why.
+    """
+
+    pid: int
+    host: str
+    way: str
+    text: str = ""
+
+    @property
+    def words(self) -> str:
+        """The way it has gone, for people."""
+        if self.way == Way.LEFT:
+            return "has left in order (it destroyed its groups, or its script has come to its end)"
+        if self.way == Way.REPLACED:
+            return "has replaced itself by another program (exec)"
+        if self.way == Way.FAILED:
+            return f"has failed ({self.text})" if self.text else "has failed"
+        return f"has ended {self.text}" if self.text else "has ended"
+
+    @property
+    def remedy(self) -> str:
+        """The next step."""
+        if self.way == Way.LEFT:
+            return "Every rank must make the same groups before it leaves"
+        if self.way == Way.REPLACED:
+            return "Let it start the program as a child process"
+        return "Look at that rank's own output for the cause"
 
 
 class Subscriber(Protocol):
@@ -158,7 +207,7 @@ class Membership:
             return None if self._closed else self
 
     def release(self) -> None:
-        """A group needs it no longer; with the last one it ends."""
+        """Need it for one group less; with the last one it ends."""
         with self.changed:
             self._users -= 1
             is_last = not self._users
@@ -241,8 +290,6 @@ class Membership:
         """In a forked child: close the parent's files; nothing is known any more."""
         if self._registrar is not None:
             self._registrar.let_go()
-        if self._channel is not None:
-            self._channel.let_go()
         self._loop.let_go()
         self.changed = threading.Condition(threading.RLock())
         self.connected, self._closed = False, True
@@ -262,7 +309,7 @@ class Membership:
         if self._registrar is not None:
             self._registrar.take(0, message)
         elif self._channel is not None:
-            self._channel.send(message)
+            self._channel.say(message)
         elif self.connected or self.silent:
             self._unsent.append(message)
 
@@ -290,7 +337,7 @@ class Membership:
         self._tell()
 
     def _tell(self) -> None:
-        """Something has been learned."""
+        """Tell all who wait that something has been learned."""
         with self.changed:
             self.changed.notify_all()
         self._look()
@@ -341,10 +388,10 @@ class Membership:
         self._note_silent(self._ranks_beside_registrar(), is_silent=False)
         unsent, self._unsent = self._unsent, []
         for message in unsent:
-            self._channel.send(message)
+            self._channel.say(message)
 
     def _lose(self, peer: int, channel: Channel, is_silent: bool) -> None:
-        """The session has ended."""
+        """Dial again: the session has ended."""
         self._channel = None
         if not self.connected:
             return  # rank 0 has said that it leaves
@@ -369,13 +416,13 @@ class Membership:
             self._loop.later(_PAUSE_S, lambda: self._dial_again(since))
 
     def _lose_host(self) -> None:
-        """Rank 0's host acknowledges nothing."""
+        """Note that rank 0's host acknowledges nothing."""
         self._note_silent(self._ranks_beside_registrar(), is_silent=True)
         self.connected = False
         self._tell()
 
     def _lose_process(self, since: float) -> None:
-        """Rank 0's process has ended: look how, for a limited time."""
+        """Look how rank 0's process has ended, for a limited time."""
         host, pid = self._names[0], self._address[-1]
         is_beside = self._hosts[0] == self._hosts[self.rank]
         found = self.how_ended(0) if is_beside and self.how_ended is not None else None
@@ -405,6 +452,41 @@ def world_membership() -> Membership | None:
     """Return that of the world, for one more group; None if the world has none."""
     world = None if _world is None else _world()
     return None if world is None else world.retain()
+
+
+# -- further groups: which ranks of the world have gone ------------------------------------------------
+#
+# A store cannot know that a rank will never write a key. But a process that makes a further group has the world's,
+# which looks after its ranks, whichever store they met in.
+
+
+class Witness(Protocol):
+    """The communicator of the world, which knows of its ranks' ends."""
+
+    def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
+        """Return those of these ranks that have gone; none if this rank has closed it. It may take a second."""
+        ...
+
+
+# The world's communicator, as long as it exists: one reference, which the thread that makes the world replaces whole.
+_witness: weakref.ref[Witness] | None = None
+
+
+def call_witness(world: Witness) -> None:
+    """Ask this one from now on. A group of some ranks knows less: one that has left it may be there for another."""
+    global _witness
+    _witness = weakref.ref(world)
+
+
+def has_witness() -> bool:
+    """Return whether this process has a world that could know."""
+    return _witness is not None and _witness() is not None
+
+
+def gone_ranks(ranks: Collection[int]) -> dict[int, Gone]:
+    """Return those of these ranks of the world that have gone, as far as its group knows."""
+    world = None if _witness is None else _witness()
+    return {} if world is None else world.gone(ranks)
 
 
 def _at_exit() -> None:

@@ -1,4 +1,4 @@
-"""One thread with a selector, and connections that carry messages on it."""
+"""One selector loop for whoever serves many connections: the registrar, its ranks, and both stores."""
 
 from __future__ import annotations
 
@@ -17,35 +17,42 @@ from collections.abc import Callable
 
 from phalanx.membership.protocol import Message, decode, encode
 from phalanx.system.threads import start
-from phalanx.wire.framing import PREFIX_BYTES, Malformed, end_of_frame, frame
-from phalanx.wire.session import TAG_BYTES, Session
+from phalanx.wire.framing import Malformed, frame
+from phalanx.wire.session import Session
 
-__all__ = ["Channel", "Loop"]
+__all__ = ["Channel", "Connection", "Loop"]
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+_BLOCK = 1 << 16
+# Whoever reads each answer before asking again has never asked for more than this.
+_MOST_UNREAD = 1 << 28
 # What the kernel says of a connection whose other host acknowledges nothing any more.
 _SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 
 
 class Loop:
-    """Run tasks, timers and whatever is ready on one thread.
+    """Run tasks, timers and whatever is ready: on a thread of its own, or on the caller's by :meth:`turn`.
 
-    ============  =====================  =========  =============
-    field         writer                 reader     guard
-    ============  =====================  =========  =============
-    ``_tasks``    any thread             the loop   ``_lock``
-    ``_open``     the loop, a fork       any thread ``_lock``
-    ``_timers``   the loop               the loop
-    ============  =====================  =========  =============
+    ================  =====================  ==========  =========
+    field             writer                 reader      guard
+    ================  =====================  ==========  =========
+    ``_tasks``        any thread             the loop    ``_lock``
+    ``_open``         the loop, a fork       any thread  ``_lock``
+    ``_timers``       the loop               the loop
+    ``connections``   the loop               the loop
+    ================  =====================  ==========  =========
 
     Attributes:
         selector: the data of a registration is a function to call when its file is ready.
         tend: called before each wait with the time; returns when to call it again.
+        connections: those that are open.
+        thread: that of :meth:`start`.
     """
 
     def __init__(self, name: str) -> None:
         self.selector = selectors.DefaultSelector()
         self.tend: Callable[[float], float] = lambda now: now + 3600.0
+        self.connections: set[Connection] = set()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.selector.register(self._bell, _READ, self._on_bell)
         self._tasks: deque[Callable[[], object]] = deque()
@@ -77,46 +84,143 @@ class Loop:
         with self._lock:
             self._open = False
         if self.thread.ident is None:
-            self._close()
+            self.close()
 
     def let_go(self) -> None:
         """In a forked child: close what belongs to the parent."""
-        self._lock, self._open = threading.RLock(), False
-        self._close()
+        was_open, self._lock, self._open = self._open, threading.RLock(), False
+        for connection in self.connections:  # without the selector, which the parent shares
+            connection.sock.close()
+        if was_open:
+            self.close()
+
+    def turn(self, timeout_s: float = 3600.0) -> None:
+        """Wait until something can be done, for a limited time, and do it."""
+        now = time.monotonic()
+        until = min(self.tend(now), self._timers[0][0] if self._timers else now + timeout_s, now + timeout_s)
+        for key, _ in self.selector.select(max(0.0, until - now)):
+            if key.fd in self.selector.get_map():  # else one that came before has closed it
+                self._do(key.data)
+        while self._tasks and self._open:
+            self._do(self._tasks.popleft())
+        while self._timers and self._timers[0][0] <= time.monotonic() and self._open:
+            self._do(heapq.heappop(self._timers)[2])
+
+    def close(self) -> None:
+        """Close the loop's own files; its thread does so at its end."""
+        self.selector.close()
+        os.close(self._bell)
+
+    def _run(self) -> None:
+        while self._open:
+            self.turn()
+        self.close()
 
     def _on_bell(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
 
-    def _run(self) -> None:
-        while self._open:
-            now = time.monotonic()
-            until = min(self.tend(now), self._timers[0][0] if self._timers else now + 3600.0)
-            for key, _ in self.selector.select(max(0.0, until - now)):
-                if key.fd in self.selector.get_map():  # else one that came before has closed it
-                    self._do(key.data)
-            while self._tasks and self._open:
-                self._do(self._tasks.popleft())
-            while self._timers and self._timers[0][0] <= time.monotonic() and self._open:
-                self._do(heapq.heappop(self._timers)[2])
-        self._close()
-
-    def _close(self) -> None:
-        self.selector.close()
-        os.close(self._bell)
-
     def _do(self, task: Callable[[], object]) -> None:
         try:
             task()
-        except Exception:  # the other groups of this process go on
+        except Exception:  # the other connections of this loop go on
             if not self._printed:
                 self._printed = True
                 with contextlib.suppress(Exception):  # nobody may read what is printed
-                    threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), self.thread)))
+                    threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
 
 
-class Channel:
-    """A proven connection on a loop's thread, which alone uses it.
+class Connection:
+    """A connection on a loop's thread, which alone uses it. Bytes that the network does not take yet stay with it.
+
+    Args:
+        loop: whose thread that is.
+        sock: the connected socket.
+
+    Attributes:
+        hear: called with the bytes that have come; raises Malformed if they are nonsense.
+        ended: called when the other side has ended it, or has sent nonsense, with the reason if it was an exception.
+    """
+
+    def __init__(self, loop: Loop, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.hear: Callable[[bytes], object] = lambda data: None
+        self.ended: Callable[[Exception | None], object] = lambda why: None
+        self._loop, self._out = loop, bytearray()
+        loop.selector.register(sock, _READ, self._ready)
+        loop.connections.add(self)
+
+    def take(self, data: bytes | bytearray) -> None:
+        """Have bytes heard, and end the connection if they are nonsense."""
+        try:
+            self.hear(bytes(data))
+        except Malformed as error:
+            self._end(error)
+
+    def send(self, data: bytes) -> None:
+        """Send bytes, now or when the network takes them."""
+        if self._out:
+            self._out += data
+            if len(self._out) > _MOST_UNREAD:
+                self._end(None)
+        elif self.sock.fileno() >= 0:
+            sent = 0
+            with contextlib.suppress(OSError):  # a peer that has gone is noticed when receiving
+                sent = self.sock.send(data)
+            if sent < len(data):
+                self._out += data[sent:]
+                self._loop.selector.modify(self.sock, _READ | _WRITE, self._ready)
+
+    def finish(self, timeout_s: float) -> None:
+        """Send what waits, for a limited time, and close."""
+        if self.sock.fileno() >= 0:
+            with contextlib.suppress(OSError):
+                self.sock.settimeout(timeout_s)
+                self.sock.sendall(self._out)
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; nothing more is heard."""
+        if self.sock.fileno() >= 0:
+            self._out.clear()
+            self._loop.selector.unregister(self.sock)
+            self._loop.connections.discard(self)
+            self.sock.close()
+
+    def _end(self, why: Exception | None) -> None:
+        if self.sock.fileno() >= 0:
+            self.close()
+            self.ended(why)
+
+    def _ready(self) -> None:
+        if self._out:
+            self._push()
+        try:
+            data = self.sock.recv(_BLOCK)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._end(error)
+            return
+        if data:
+            self.take(data)
+        else:
+            self._end(None)
+
+    def _push(self) -> None:
+        try:
+            del self._out[: self.sock.send(self._out)]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._out.clear()
+        if not self._out:
+            self._loop.selector.modify(self.sock, _READ, self._ready)
+
+
+class Channel(Connection):
+    """A proven connection that carries messages.
 
     Args:
         loop: whose thread that is.
@@ -138,75 +242,19 @@ class Channel:
         take: Callable[[int, Message], object],
         ended: Callable[[int, Channel, bool], object],
     ) -> None:
-        sock.setblocking(False)
-        self._loop, self._sock, self._session = loop, sock, session
-        self._peer, self._take, self._ended = peer, take, ended
-        self._in, self._out = bytearray(rest), bytearray()
-        loop.selector.register(sock, _READ, self._ready)
-        loop.call(self._ready)  # for the rest
+        super().__init__(loop, sock)
+        data = bytearray()
 
-    def send(self, message: Message) -> None:
-        """Send a message, now or when the network takes it."""
-        self._out += self._session.seal(frame(encode(message)))
-        self._flush()
+        def hear(more: bytes) -> None:
+            data.extend(more)
+            for message in session.take_messages(data):
+                take(peer, decode(message))
 
-    def finish(self, timeout_s: float) -> None:
-        """Send what waits, for a limited time, and close."""
-        if self._sock.fileno() >= 0:
-            with contextlib.suppress(OSError):
-                self._sock.settimeout(timeout_s)
-                self._sock.sendall(self._out)
-        self.close()
+        self._session, self.hear = session, hear
+        self.ended = lambda why: ended(peer, self, isinstance(why, OSError) and why.errno in _SILENT)
+        if rest:
+            loop.call(lambda: self.take(rest))
 
-    def close(self) -> None:
-        """Close the connection; nothing more is taken."""
-        if self._sock.fileno() >= 0:
-            with contextlib.suppress(KeyError, ValueError):
-                self._loop.selector.unregister(self._sock)
-            self._sock.close()
-
-    def let_go(self) -> None:
-        """In a forked child: close the parent's connection, whose end must show when the parent ends."""
-        self._sock.close()
-
-    def _ready(self) -> None:
-        if self._sock.fileno() < 0:
-            return
-        self._flush()
-        over, is_silent = False, False
-        try:
-            while data := self._sock.recv(1 << 16):
-                self._in += data
-            over = True
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            over, is_silent = True, error.errno in _SILENT
-        try:
-            messages = self._messages()
-        except Malformed:
-            over, messages = True, []
-        if over:
-            self.close()
-        for message in messages:
-            self._take(self._peer, message)
-        if over:
-            self._ended(self._peer, self, is_silent)
-
-    def _messages(self) -> list[Message]:
-        found: list[Message] = []
-        while (end := end_of_frame(self._in)) is not None and len(self._in) >= end + TAG_BYTES:
-            self._session.check(self._in, end)
-            found.append(decode(bytes(self._in[PREFIX_BYTES:end])))
-            del self._in[: end + TAG_BYTES]
-        return found
-
-    def _flush(self) -> None:
-        if self._sock.fileno() < 0:
-            return
-        waited = bool(self._loop.selector.get_key(self._sock).events & _WRITE)
-        with contextlib.suppress(OSError):  # an end is noticed when receiving
-            while self._out:
-                del self._out[: self._sock.send(self._out)]
-        if bool(self._out) != waited:
-            self._loop.selector.modify(self._sock, _READ | (_WRITE if self._out else 0), self._ready)
+    def say(self, message: Message) -> None:
+        """Send a message."""
+        self.send(self._session.seal(frame(encode(message))))

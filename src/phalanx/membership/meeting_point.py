@@ -1,4 +1,4 @@
-"""Where the ranks meet: the addresses of rank 0's host, and the ports to try there.
+"""Meeting point of the ranks: the addresses of rank 0's host, and the ports to try there.
 
 A launcher may give an address and a port, or only a list of nodes, or nothing. Where it gives no port, ports are
 derived from a text that only this job has. So all ranks try the same ports in the same order, and need not communicate
@@ -42,7 +42,7 @@ _STAT_NAME_LENGTH = 15  # the kernel cuts names of processes to this
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Where rank 0 listens.
+    """The address and ports at which rank 0 listens.
 
     Attributes:
         address: rank 0's host, by name or number.
@@ -178,7 +178,7 @@ def source_address(target: str) -> str:
 
 
 def _misleading(place: Place, point: MeetingPoint, found: list[str]) -> bool:
-    """Whether the name of rank 0's host means loopback here, and may mean another address on other hosts."""
+    """Return whether the name of rank 0's host means loopback here, and may mean another address on other hosts."""
     if place.on_one_host or not all(map(is_loopback, found)) or point.address == "localhost":
         return False
     with contextlib.suppress(ValueError):

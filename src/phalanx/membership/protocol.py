@@ -20,9 +20,12 @@ KEEP_ALIVE = KeepAlive(idle_s=1, interval_s=1, probes=3, unacknowledged_s=3)
 
 
 class Way:
-    """How a rank is lost; the first four are those of ``departures.py``."""
+    """Ways to lose a rank. Of several ranks the one whose way is first here tells the cause.
 
-    ENDED, REPLACED, FAILED, LEFT = "ended", "replaced", "failed", "left"
+    One whose script fails often does so for another one that has ended, and one that leaves for one that has failed.
+    """
+
+    ENDED, REPLACED, FAILED, LEFT = DEPARTED = "ended", "replaced", "failed", "left"
     INTERRUPTED = "interrupted"  # by a signal, in a call of this group
     SILENT = "silent"  # its host acknowledges nothing
     UNKNOWN = "unknown"  # a transfer failed, and nobody says why
@@ -107,7 +110,7 @@ class Joined(_Struct, frozen=True):
 
 
 class Address(_Struct, frozen=True):
-    """Where Gloo can reach a rank in a group of Gloo's that was made later; handed on to all."""
+    """The address of a rank in a group of Gloo's that was made later; handed on to all."""
 
     group: str
     rank: int
@@ -135,7 +138,7 @@ class Left(_Struct, frozen=True):
 
 
 class Broken(_Struct, frozen=True):
-    """Why a group broke: as the sender has found it, and from the registrar what was found first.
+    """The reason why a group broke: as the sender has found it, and from the registrar what was found first.
 
     ``departs``: the sender's script fails with that.
     """
@@ -146,7 +149,7 @@ class Broken(_Struct, frozen=True):
 
 
 class Position(_Struct, frozen=True):
-    """Where a rank is when its group breaks.
+    """The position of a rank when its group breaks.
 
     ``kind`` is ``call``, ``message``, ``place`` outside both, or ``stopped``, and ``text`` what it is. It has begun
     ``number`` collectives; ``before`` is the one before the call, or the last one. ``stopped`` has the process states
@@ -163,7 +166,7 @@ class Position(_Struct, frozen=True):
 
 
 class Positions(_Struct, frozen=True):
-    """Where the ranks of a broken group are, those that have said so."""
+    """The positions of those ranks of a broken group that have said so."""
 
     group: str
     ranks: list[Position]
@@ -206,7 +209,7 @@ class Ask(_Struct, frozen=True):
 
 
 class Answer(_Struct, frozen=True):
-    """What the ranks of a host do, as values of ``RankSnapshot``, handed on to the rank that asked."""
+    """The ranks of a host, as values of ``RankSnapshot``, handed on to the rank that asked."""
 
     number: int
     asker: int

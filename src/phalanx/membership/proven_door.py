@@ -5,38 +5,29 @@ refused if its rank has joined already, its world has another size or its attemp
 process and printed here. Only the bytes of a process that was not refused are read as requests. Rank 0 itself is a
 client like all others.
 
-====================  =====================  ==================  =========================
-field                 writer                 readers             guard
-====================  =====================  ==================  =========================
-table, seats, wills   the thread             the thread          none
-_retired, _over       any thread             the thread          _lock, then a byte to _wake
-the door's listener   the thread, retire()   the thread          _lock
-====================  =====================  ==================  =========================
+The thread alone uses the table, the seats and the door. Other threads give it tasks (``loop.py``).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
-import selectors
 import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 
-from phalanx.membership.server import Connection, Server
-from phalanx.membership.store_protocol import KEEP_ALIVE, ROLE, Claim, Code, Verdict, length_of, pack, unpack
-from phalanx.membership.table import Wait
+from phalanx.membership.loop import Connection, Loop
+from phalanx.membership.store_protocol import KEEP_ALIVE, ROLE, Claim, Code, Verdict, pack, unpack
+from phalanx.membership.table import Table, Wait
 from phalanx.system.exit_order import Stage, at_exit
-from phalanx.system.threads import start
 from phalanx.wire import door as doors
 from phalanx.wire.door import Arrival, Displaced, Door, Silent
 from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
 from phalanx.wire.proof import Address, NoProof, PassedOn, WrongKey
-from phalanx.wire.session import TAG_BYTES, Session
+from phalanx.wire.session import Session
 from phalanx.words import format_named, format_spans, tell
 
 __all__ = ["Seats", "StoreServer"]
@@ -64,7 +55,7 @@ class Seats:
 
     @property
     def complete(self) -> bool:
-        """Whether all have come."""
+        """Return whether all have come."""
         return len(self._taken) == self.own.world_size
 
     def describe_missing(self) -> str:
@@ -135,17 +126,11 @@ class _Conversation:
     def hear(self, data: bytes) -> None:
         """Carry out the requests that are whole; raise Malformed if there are others."""
         self._data += data
-        while self._data:
+        for message in self._session.take_messages(self._data):
             if self._waits:
                 raise Malformed("a request came before the last one was answered")
-            length = length_of(self._data)
-            if length is None or len(self._data) < length + TAG_BYTES:
-                return
-            self._session.check(self._data, length)
-            code, number, fields = unpack(self._data, length)
-            del self._data[: length + TAG_BYTES]
             try:
-                self._carry_out(code, number, fields)
+                self._carry_out(*unpack(message))
             except (ValueError, IndexError) as error:
                 self.reply(Code.FAILED, 0, [str(error).encode()])
 
@@ -221,7 +206,7 @@ def _exactly(fields: list[bytes], count: int) -> list[bytes]:
     return fields
 
 
-class StoreServer(Server):
+class StoreServer:
     """The store of one world, served until :meth:`retire` or :meth:`stop`.
 
     Args:
@@ -240,28 +225,23 @@ class StoreServer(Server):
         say: Callable[[str], None] = tell,
         announced: Sequence[Address] = (),
     ) -> None:
-        super().__init__(lambda peer, error: self._complain(peer, f"sent bytes that are not a request ({error})"))
         self.seats, self.key = seats, key
+        self.table, self.loop = Table(), Loop("phalanx-store")
         self.wills: dict[int, list[bytes]] = {}
         self.where: Address = listener.getsockname()[:2]
         self._say, self._complaints = say, 0
         self._retired, self._over = False, ""
-        self._lock = threading.RLock()  # no thread waits while holding it
         self._conversations: set[_Conversation] = set()
         self._awaiting_everybody: list[_Conversation] = []
         self._door = Door(
-            listener, key, ROLE, KEEP_ALIVE, self.selector, self._admit, self._on_refused, announced=announced
+            listener, key, ROLE, KEEP_ALIVE, self.loop.selector, self._admit, self._on_refused, announced=announced
         )
-        self.tasks.append(self._door.tend)
-        self._wake, self._waking = socket.socketpair()
-        for sock in (self._wake, self._waking):
-            sock.setblocking(False)
-        self.selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
-        self._thread = threading.Thread(target=self._serve, name="phalanx-store", daemon=True)
+        self.loop.tend = self._door.tend
         try:
-            start(self._thread)
+            self.loop.start()
         except RuntimeError:
-            self._release()
+            self._door.close()
+            self.loop.stop()
             raise
         _servers.add(self)
 
@@ -269,66 +249,49 @@ class StoreServer(Server):
 
     def retire(self) -> None:
         """Accept no further connection, and stop when the last one has ended; the port is free at once."""
-        with self._lock:
+        done = threading.Event()
+
+        def retire() -> None:
             self._retired = True
             self._door.stop_listening()
-        self._call_thread()
+            done.set()
+            self._stop_if_unused()
+
+        if self.loop.call(retire) and threading.current_thread() is not self.loop.thread:
+            done.wait(LINGER_S)
 
     def stop(self, why: str = "rank 0 has left") -> None:
         """Answer every waiting request with ``why``, close all connections, and end the thread."""
-        with self._lock:
-            self._over = self._over or why
-            self._door.stop_listening()
-        self._call_thread()
-        self._thread.join(LINGER_S)
+        self.loop.call(lambda: self._stop(why))
+        self.loop.thread.join(LINGER_S)
 
     def linger(self, until: float) -> None:
         """Serve the ranks that are still connected, until that time, then stop."""
         self.retire()
-        self._thread.join(max(0.0, until - time.monotonic()))
+        self.loop.thread.join(max(0.0, until - time.monotonic()))
         self.stop()
 
     def let_go(self) -> None:
         """In a forked child: close what belongs to the parent, whose thread is not here."""
-        # Closed without the selector, which the parent shares.
         self._door.let_go()
-        for connection in self.connections:
-            connection.sock.close()
-        self._wake.close()
-        self._waking.close()
-        self.selector.close()
+        self.loop.let_go()
         _servers.discard(self)
-
-    def _call_thread(self) -> None:
-        with contextlib.suppress(OSError):
-            self._waking.send(b"!")
 
     # -- the thread ------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        try:
-            while not self._over and not (self._retired and not self.connections):
-                ready = self.wait()
-                with self._lock:
-                    if not self._over:
-                        self.attend(ready)
-        finally:
-            with self._lock:
-                self._over = self._over or "rank 0 has left"
-                self.table.fail(self._over)
-                for conversation in self._awaiting_everybody:
-                    conversation.finish(self._over)
-                self._release()
-
-    def _release(self) -> None:
+    def _stop(self, why: str) -> None:
+        self._over = why
+        self.table.fail(why)
+        for conversation in self._awaiting_everybody:
+            conversation.finish(why)
         self._door.close()
-        self.close()
-        self._wake.close()
-        self._waking.close()
+        for connection in list(self.loop.connections):
+            connection.close()
+        self.loop.stop()
 
-    def _on_wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._wake.recv(4096)
+    def _stop_if_unused(self) -> None:
+        if self._retired and not self._over and not self.loop.connections:
+            self._stop("rank 0 has left")
 
     def await_everybody(self, conversation: _Conversation) -> None:
         """Answer when every rank has joined."""
@@ -347,6 +310,7 @@ class StoreServer(Server):
         claim = conversation.claim
         if conversation in self._awaiting_everybody:
             self._awaiting_everybody.remove(conversation)
+        self._stop_if_unused()
         if self._over or any(other.claim.rank == claim.rank for other in self._conversations):
             return
         if not self.seats.complete and claim.rank:
@@ -370,12 +334,18 @@ class StoreServer(Server):
             if verdict.kind == "refused":
                 self._say(f"refused a process: {verdict.reason}")
             return
-        connection = Connection(self, arrival.sock, arrival.peer)
+        connection = Connection(self.loop, arrival.sock)
         conversation = _Conversation(self, connection, claim, arrival.proven.session())
-        connection.conversation = conversation
+
+        def ended(why: Exception | None) -> None:
+            if isinstance(why, Malformed):
+                self._complain(arrival.peer, f"sent bytes that are not a request ({why})")
+            conversation.end()
+
+        connection.hear, connection.ended = conversation.hear, ended
         self._conversations.add(conversation)
         self._answer_if_complete()
-        connection.hear(bytes(arrival.rest))
+        connection.take(arrival.rest)
 
     def _on_refused(self, peer: str, why: Exception) -> None:
         if isinstance(why, WrongKey):

@@ -71,7 +71,7 @@ def end_of(rank: int, host: str, pid: int) -> Departed:
 
 
 def may_be_told(host: str, pid: int, since: float) -> bool:
-    """Whether the launcher may still say how a process has ended whose end was noticed then."""
+    """Return whether the launcher may still say how a process has ended whose end was noticed then."""
     return ended_elsewhere(host, pid) == {} and time.monotonic() - since < LAUNCHER_S
 
 
@@ -135,17 +135,13 @@ class Registrar:
         """End all sessions, when everything is sent."""
         self._push_left()
         self._door.close()
-        for channel in self._channels():
-            channel.finish(_FINISH_S)
+        for member in self._members:
+            if member.channel is not None:
+                member.channel.finish(_FINISH_S)
 
     def let_go(self) -> None:
         """In a forked child: close the parent's files."""
         self._door.let_go()
-        for channel in self._channels():
-            channel.let_go()
-
-    def _channels(self) -> list[Channel]:
-        return [member.channel for member in self._members if member.channel is not None]
 
     # -- sessions ----------------------------------------------------------------------------------
 
@@ -164,7 +160,7 @@ class Registrar:
         channel = Channel(self._loop, arrival.sock, session, arrival.rest, rank, self.take, self._lose)
         if member.channel is not None:
             member.channel.close()
-        member.pid, member.channel, member.send = hello.pid, channel, channel.send
+        member.pid, member.channel, member.send = hello.pid, channel, channel.say
         if member.lost:
             self._catch_up(rank)
         self._set_silent(rank, is_silent=False)
@@ -195,7 +191,7 @@ class Registrar:
             self._loop.later(REDIAL_S, lambda: self._conclude(rank, lost, now))
 
     def _conclude(self, rank: int, lost: int, since: float) -> None:
-        """A rank has not dialled again in time: it has ended."""
+        """Note that a rank has ended, which has not dialled again in time."""
         member = self._members[rank]
         if member.channel is not None or member.lost != lost or member.departed is not None:
             return

@@ -15,6 +15,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 from torch._C._distributed_c10d import HashStore, Store
@@ -68,6 +69,34 @@ _PAUSE_S = 0.2
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.25
 
 
+@dataclass(frozen=True)
+class _Process:
+    """This process, as it meets the others: who it is, and how much of the time is over."""
+
+    place: Place
+    key: Key
+    claim: Claim
+    timeout_s: float
+    clock: AwakeClock
+    quiet: bool
+
+    @property
+    def left_s(self) -> float:
+        """The time that is left for it, in seconds."""
+        return self.timeout_s - self.clock.now()
+
+    def knock(self, where: Address, patience_s: float) -> tuple[Line, Verdict]:
+        """Ask what listens there to let this process in (``client.py``)."""
+        source = source_address(where[0]) if self.place.rank else ""
+        return connect(where, self.key, self.claim, patience_s, source)
+
+    def store(self, line: Line, verdict: Verdict, where: Address, server: StoreServer | None = None) -> JobStore:
+        """Return the store that has let this process in."""
+        source = source_address(where[0]) if self.place.rank else ""
+        connections = Connections(line, verdict, where, self.key, self.claim, source)
+        return JobStore(connections, timedelta(seconds=self.timeout_s), server)
+
+
 def meet(
     place: Place, timeout_s: float, opening: int, broadcast: Broadcast | None = None, quiet: bool = False
 ) -> Store:
@@ -101,18 +130,17 @@ def meet(
     key = job_key()
     # The job's id may be long and is only compared, so a digest of it is sent.
     job = hashlib.sha256(os.fsencode(point.job)).hexdigest() if point is not None and point.job else ""
-    claim = own_claim(place, job, opening)
+    own = _Process(place, key, own_claim(place, job, opening), timeout_s, clock, quiet)
     if place.rank == 0:
         if point is None:
             listener, announced = _announce(place, broadcast), list[Address]()
         else:
-            listener = _listen(place, point, key, claim, timeout_s, clock, quiet=quiet)
+            listener = _listen(own, point)
             announced = _dialled(point, listener)
-        return _serve(listener, place, key, claim, timeout_s, clock, quiet=quiet, announced=announced)
+        return _serve(own, listener, announced)
     if point is None:
         point = _announced(broadcast)
-    line, verdict, where = _find(place, point, key, claim, timeout_s, clock)
-    return _join(line, verdict, where, place, key, claim, timeout_s, clock)
+    return _join(own, *_find(own, point))
 
 
 def leave(store: Store) -> None:
@@ -134,30 +162,21 @@ def _nowhere(place: Place) -> str:
 # -- rank 0 --------------------------------------------------------------------------------------------
 
 
-def _serve(
-    listener: socket.socket,
-    place: Place,
-    key: Key,
-    claim: Claim,
-    timeout_s: float,
-    clock: AwakeClock,
-    *,
-    quiet: bool,
-    announced: Sequence[Address],
-) -> JobStore:
+def _serve(own: _Process, listener: socket.socket, announced: Sequence[Address]) -> JobStore:
     """Serve the store, join it, wait until all ranks have, and print the missing ones every 5 seconds.
 
     Raises:
         InitializationError: some did not come in time; the ranks that wait get the same error.
     """
     address, port = where = listener.getsockname()[:2]
-    if key.is_open and not quiet and not is_loopback(address):
+    if own.key.is_open and not own.quiet and not is_loopback(address):
         tell(
             f"note: the join is open: every process that reaches {address} port {port} can join this job. To keep "
             f"others out, set {settings.KEY_FILE} for all ranks to a file that only you can read, with a key in it"
         )
-    server = StoreServer(listener, key, Seats(claim, place.hosts, place.num_nodes), announced=announced)
-    began_s = clock.now()
+    seats = Seats(own.claim, own.place.hosts, own.place.num_nodes)
+    server = StoreServer(listener, own.key, seats, announced=announced)
+    clock, began_s = own.clock, own.clock.now()
     remind_s = began_s + REMIND_S
 
     def look() -> None:
@@ -167,11 +186,10 @@ def _serve(
             tell(f"waiting for {store.describe_missing()}, {clock.now() - began_s:.0f} s so far")
 
     try:
-        line, verdict = connect(where, key, claim, ANSWER_S * 10)
-        store = JobStore(Connections(line, verdict, where, key, claim), timedelta(seconds=timeout_s), server)
-        if not store.wait_for_all(max(0.001, timeout_s - began_s), look):
+        store = own.store(*own.knock(where, ANSWER_S * 10), where, server)
+        if not store.wait_for_all(max(0.001, own.timeout_s - began_s), look):
             missing = store.describe_missing()
-            raise InitializationError.ranks_missing(missing, timeout_s, at=f"rank 0 on {this_host().name}")
+            raise InitializationError.ranks_missing(missing, own.timeout_s, at=f"rank 0 on {this_host().name}")
     except BaseException as error:
         server.stop(str(error) or f"rank 0 gave up ({type(error).__name__})")
         raise
@@ -200,14 +218,12 @@ def _announce(place: Place, broadcast: Broadcast | None) -> socket.socket:
     return listener
 
 
-def _listen(
-    place: Place, point: MeetingPoint, key: Key, claim: Claim, timeout_s: float, clock: AwakeClock, *, quiet: bool
-) -> socket.socket:
+def _listen(own: _Process, point: MeetingPoint) -> socket.socket:
     """Listen on the first port that is free, on the first address that is this host's."""
-    addresses, note = listening_addresses(place, point)
-    if note and not quiet:
+    addresses, note = listening_addresses(own.place, point)
+    if note and not own.quiet:
         tell(f"note: {note}")
-    remind_s = REMIND_S
+    clock, remind_s = own.clock, REMIND_S
     ends_at = clock.now() + ENDING_S
     while True:
         trouble, ending = "", False
@@ -218,7 +234,7 @@ def _listen(
                 except OSError as error:
                     if error.errno == errno.EADDRINUSE:
                         try:
-                            trouble = _ask_holder(point, address, port, key, claim) or trouble
+                            trouble = _ask_holder(own, point, (address, port)) or trouble
                         except ConnectionError:
                             ending = True
                         break
@@ -227,7 +243,7 @@ def _listen(
             else:
                 raise InitializationError(_not_here(point, addresses))
         if trouble or not ending or clock.now() >= ends_at:
-            if not trouble or clock.now() >= timeout_s:
+            if not trouble or own.left_s <= 0:
                 raise InitializationError(_taken(point, addresses[0], trouble))
             if clock.now() >= remind_s:
                 remind_s += REMIND_S
@@ -235,7 +251,7 @@ def _listen(
         time.sleep(_PAUSE_S)
 
 
-def _ask_holder(point: MeetingPoint, address: str, port: int, key: Key, claim: Claim) -> str:
+def _ask_holder(own: _Process, point: MeetingPoint, where: Address) -> str:
     """Ask the process that holds rank 0's port whether it is an earlier attempt of this job, which will end.
 
     Returns:
@@ -246,7 +262,7 @@ def _ask_holder(point: MeetingPoint, address: str, port: int, key: Key, claim: C
         ConnectionError: it has ended meanwhile, or it does not listen.
     """
     try:
-        line, verdict = connect((address, port), key, claim, ANSWER_S if point.fixed else FIRST_ANSWER_S)
+        line, verdict = own.knock(where, ANSWER_S if point.fixed else FIRST_ANSWER_S)
     except ConnectionError:
         raise
     except (OSError, NoProof, WrongKey):
@@ -296,23 +312,13 @@ def _announced(broadcast: Broadcast | None) -> MeetingPoint:
     return MeetingPoint(announced["address"], (announced["port"],), "", True, "which rank 0 announced by MPI")
 
 
-def _join(
-    line: Line,
-    verdict: Verdict,
-    where: Address,
-    place: Place,
-    key: Key,
-    claim: Claim,
-    timeout_s: float,
-    clock: AwakeClock,
-) -> JobStore:
+def _join(own: _Process, line: Line, verdict: Verdict, where: Address) -> JobStore:
     """Wait until every rank has joined the store that this one has found."""
-    before, at = f"rank {place.rank} had joined, but", f"rank 0 at {where[0]} port {where[1]}"
-    connections = Connections(line, verdict, where, key, claim, source_address(where[0]))
-    store = JobStore(connections, timedelta(seconds=timeout_s))
+    before, at = f"rank {own.place.rank} had joined, but", f"rank 0 at {where[0]} port {where[1]}"
+    store = own.store(line, verdict, where)
     try:
-        if not store.wait_for_all(max(0.001, timeout_s - clock.now())):
-            raise InitializationError.ranks_missing(store.describe_missing(), timeout_s, at=at, before=before)
+        if not store.wait_for_all(max(0.001, own.left_s)):
+            raise InitializationError.ranks_missing(store.describe_missing(), own.timeout_s, at=at, before=before)
     except BaseException as error:
         store.end()
         if isinstance(error, InitializationError) or not isinstance(error, RuntimeError):
@@ -321,15 +327,13 @@ def _join(
     return store
 
 
-def _find(
-    place: Place, point: MeetingPoint, key: Key, claim: Claim, timeout_s: float, clock: AwakeClock
-) -> tuple[Line, Verdict, Address]:
+def _find(own: _Process, point: MeetingPoint) -> tuple[Line, Verdict, Address]:
     """Search for rank 0 until it has let this process in.
 
     Raises:
         InitializationError: rank 0 refuses this process, proves another key, or was not found in time.
     """
-    remind_s = REMIND_S
+    place, clock, remind_s = own.place, own.clock, REMIND_S
     while True:
         trouble, addresses = "nothing listens there", [point.address]
         try:
@@ -341,9 +345,9 @@ def _find(
         patience_s = ANSWER_S if point.fixed else min(ANSWER_S, FIRST_ANSWER_S + clock.now() / 8)
         for port in point.ports:
             for address in addresses:
-                limit_s = min(patience_s, max(0.05, timeout_s - clock.now()))
                 try:
-                    return *_try(place, point, (address, port), key, claim, limit_s), (address, port)
+                    limit_s = min(patience_s, max(0.05, own.left_s))
+                    return *_try(own, point, (address, port), limit_s), (address, port)
                 except ConnectionRefusedError:
                     continue
                 except TimeoutError:
@@ -353,44 +357,42 @@ def _find(
                 except _NotHere as error:
                     trouble = str(error)
         now = clock.now()
-        if now >= timeout_s:
+        if now >= own.timeout_s:
             raise InitializationError(
-                f"rank {place.rank} on {claim.host} waited {format_limit(timeout_s)} for rank 0 at "
+                f"rank {place.rank} on {own.claim.host} waited {format_limit(own.timeout_s)} for rank 0 at "
                 f"{_where(point, addresses)}: {trouble}. {_advice(addresses)}"
             )
         if now >= remind_s:
             remind_s += REMIND_S
             hint = _advice(addresses) if addresses and all(map(is_loopback, addresses)) else ""
             tell(
-                f"rank {place.rank} on {claim.host} searches for rank 0 at {_where(point, addresses)} "
+                f"rank {place.rank} on {own.claim.host} searches for rank 0 at {_where(point, addresses)} "
                 f"({point.source}): {trouble}; {now:.0f} s so far{f'. {hint}' if hint else ''}"
             )
         time.sleep(min(max(_SHORTEST_PAUSE_S, now / 8), _LONGEST_PAUSE_S))
 
 
-def _try(
-    place: Place, point: MeetingPoint, where: Address, key: Key, claim: Claim, limit_s: float
-) -> tuple[Line, Verdict]:
+def _try(own: _Process, point: MeetingPoint, where: Address, limit_s: float) -> tuple[Line, Verdict]:
     """Try to join at one port.
 
     Raises:
         OSError, _NotHere: rank 0 does not listen there, but may at another port, or later.
         InitializationError: this process cannot join the listener, and need not search further.
     """
-    at = f"{where[0]} port {where[1]}"
+    rank, key, at = own.place.rank, own.key, f"{where[0]} port {where[1]}"
     try:
-        line, verdict = connect(where, key, claim, limit_s, source_address(where[0]))
+        line, verdict = own.knock(where, limit_s)
     except NoProof:
         if point.fixed:
             raise InitializationError(
-                f"rank {place.rank}: what listens on {at} ({point.source}) is not rank 0 of Phalanx. Set "
+                f"rank {rank}: what listens on {at} ({point.source}) is not rank 0 of Phalanx. Set "
                 f"MASTER_PORT to a port that is free on rank 0's host, for all ranks"
             ) from None
         raise _NotHere(f"something else listens on port {where[1]}") from None
     except WrongKey:
         if point.fixed:
             raise InitializationError(
-                f"rank {place.rank} was refused: rank 0 at {at} proves another key than this process has "
+                f"rank {rank} was refused: rank 0 at {at} proves another key than this process has "
                 f"({key.source or 'none'}). Give every rank the same {settings.KEY_FILE}, or none"
             ) from None
         raise _NotHere(f"what listens on port {where[1]} proves another key ({key.source or 'none here'})") from None
@@ -398,7 +400,7 @@ def _try(
         return line, verdict
     line.close()
     if verdict.kind == "refused":
-        raise InitializationError.rank_refused(place.rank, verdict.reason)
+        raise InitializationError.rank_refused(rank, verdict.reason)
     raise _NotHere(verdict.reason or f"another job's rank 0 listens on port {where[1]}")
 
 

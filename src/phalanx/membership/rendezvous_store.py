@@ -24,8 +24,9 @@ from phalanx.diagnosis.own_waits import AGAIN, warn_after_s
 from phalanx.diagnosis.recorder import is_kept
 from phalanx.errors import InitializationError
 from phalanx.membership.client import JobStore, WaitTimeout, underlying
-from phalanx.membership.departures import ENDED, WAYS, Gone, gone_ranks, has_witness
 from phalanx.membership.launcher_store import ended_ranks
+from phalanx.membership.liveness import Gone, gone_ranks, has_witness
+from phalanx.membership.protocol import Way
 from phalanx.membership.registration import registered
 from phalanx.system.host import this_host
 from phalanx.system.threads import AwakeClock, ended_early
@@ -79,7 +80,7 @@ def _left_s() -> float:
 
 
 def time_left(timeout: timedelta) -> timedelta:
-    """How long the next step of making the world may take: what is left for all, if a step alone may take longer."""
+    """Return how long the next step of making the world may take: what is left for all, if that is less."""
     return timedelta(seconds=min(timeout.total_seconds(), _left_s()))
 
 
@@ -230,7 +231,7 @@ class RendezvousStore(PrefixStore):
             return None
         first = ended[0]
         if first.how:
-            return self._error_of(first.rank, Gone(first.pid, first.host or this_host().name, ENDED, first.how))
+            return self._error_of(first.rank, Gone(first.pid, first.host or this_host().name, Way.ENDED, first.how))
         call = "phalanx.init()" if _deadline is not None else "init_process_group()"
         return InitializationError.ranks_ended({each.rank: each.host for each in ended if not each.how}, call)
 
@@ -251,7 +252,7 @@ class RendezvousStore(PrefixStore):
         gone = {} if self._world else gone_ranks(self._ranks)
         if not gone:
             return None
-        rank, who = min(gone.items(), key=lambda each: (WAYS.index(each[1].way), each[0]))
+        rank, who = min(gone.items(), key=lambda each: (Way.DEPARTED.index(each[1].way), each[0]))
         return self._error_of(rank, who)
 
     def _error_of(self, rank: int, who: Gone) -> InitializationError:
@@ -295,7 +296,7 @@ class RendezvousStore(PrefixStore):
 
     @property
     def _is_watched(self) -> bool:
-        """Whether anybody could know that a rank of the group has gone."""
+        """Return whether anybody could know that a rank of the group has gone."""
         return registered() is not None if self._world else has_witness()
 
     @property
@@ -304,7 +305,7 @@ class RendezvousStore(PrefixStore):
 
 
 class _Watch:
-    """What a rank does while it waits for keys: look for ranks that have gone, and say for whom it waits."""
+    """A wait for keys, as its rank spends it: look for ranks that have gone, and say for whom it waits."""
 
     def __init__(self, store: RendezvousStore, keys: Sequence[str]) -> None:
         self._store, self._keys = store, keys

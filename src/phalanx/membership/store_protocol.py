@@ -1,8 +1,8 @@
-"""What a rank and rank 0's store say to each other: the claim with which it joins, the verdict, then requests.
+"""Protocol of rank 0's store: the claim with which a rank joins, the verdict, then requests.
 
 Claim and verdict are JSON in the handshake (``wire/proof.py``), which hands them out after the key was proven. Requests
-and answers are frames (``wire/framing.py``) of a code, a number and fields of bytes. Nothing is ever unpickled. If the
-join is open, any process can prove the key, so every value is checked before it is used.
+and answers are frames (``wire/framing.py``), in msgpack, of a code, a number and fields of bytes. Nothing is ever
+unpickled. If the join is open, any process can prove the key, so every value is checked before it is used.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
+
+import msgspec
 
 from phalanx.system.foreign_values import checked, read_json
 from phalanx.system.host import this_host
 from phalanx.system.processes import has_ended, own_sight, start_of, state_if_stopped
 from phalanx.topology.place import Place
-from phalanx.wire.framing import PREFIX_BYTES, Malformed, end_of_frame, frame
+from phalanx.wire.framing import Malformed, frame
 from phalanx.wire.proof import NoProof
 from phalanx.wire.sockets import KeepAlive
 
-__all__ = ["KEEP_ALIVE", "ROLE", "Claim", "Code", "RankProcess", "Verdict", "length_of", "own_claim", "pack", "unpack"]
+__all__ = ["KEEP_ALIVE", "ROLE", "Claim", "Code", "RankProcess", "Verdict", "own_claim", "pack", "unpack"]
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ class RankProcess:
 
     @property
     def is_seen(self) -> bool:
-        """Whether this process can look at it."""
+        """Return whether this process can look at it."""
         return bool(self.sight) and self.sight == own_sight()
 
     def has_ended(self) -> bool:
@@ -203,38 +204,17 @@ class Code:
     DONE, FAILED = 0, 1
 
 
-_LENGTH = struct.Struct("!I")
-_HEAD = struct.Struct("!BqI")
-SHORTEST = PREFIX_BYTES + _HEAD.size
+_decode_request = msgspec.msgpack.Decoder(tuple[int, int, list[bytes]]).decode
 
 
 def pack(code: int, number: int = 0, fields: Sequence[bytes] = ()) -> bytes:
     """Return a message, ready to be sealed; raise ValueError if it is too long."""
-    parts = [_HEAD.pack(code, number, len(fields))]
-    for field in fields:
-        parts += (_LENGTH.pack(len(field)), field)
-    return frame(*parts)
+    return frame(msgspec.msgpack.encode((code, number, fields)))
 
 
-def length_of(data: bytes | bytearray) -> int | None:
-    """Return how long the message is that ``data`` begins with; None while too few bytes have come to know that."""
-    return end_of_frame(data, shortest=_HEAD.size)
-
-
-def unpack(data: bytes | bytearray, length: int) -> tuple[int, int, list[bytes]]:
-    """Return code, number and fields of the message in the first ``length`` bytes.
-
-    Raises:
-        Malformed: the fields do not fill the message exactly.
-    """
-    code, number, count = _HEAD.unpack_from(data, PREFIX_BYTES)
-    at, fields = PREFIX_BYTES + _HEAD.size, []
-    for _ in range(count):
-        end = at + _LENGTH.size
-        if end > length or end + (nbytes := _LENGTH.unpack_from(data, at)[0]) > length:
-            raise Malformed("a field is cut off")
-        fields.append(bytes(data[end : end + nbytes]))
-        at = end + nbytes
-    if at != length:
-        raise Malformed("bytes are left over")
-    return code, number, fields
+def unpack(message: bytes) -> tuple[int, int, list[bytes]]:
+    """Return code, number and fields of a message, which is without its frame; raise Malformed if it is none."""
+    try:
+        return _decode_request(message)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise Malformed(str(error)) from None

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Collection
 
 from phalanx.membership.launcher_store import ENDED, EndedRank, size_of_meeting
-from phalanx.membership.server import Connection, Server
+from phalanx.membership.loop import Connection, Loop
 from phalanx.membership.table import Table, Wait
 from phalanx.system.interfaces import Address, owner_of
 from phalanx.wire.framing import LONGEST, Malformed
@@ -104,7 +104,7 @@ class SupervisorLine:
         return next(iter(self._waiting.values()))[0] if self._waiting else math.inf
 
 
-class TorchStoreServer(Server):
+class TorchStoreServer(Loop):
     """The launcher's store.
 
     Args:
@@ -121,14 +121,15 @@ class TorchStoreServer(Server):
         supervisor: SupervisorLine | None = None,
         say: Callable[[str], None] = tell,
     ) -> None:
-        super().__init__(lambda peer, error: self._complain(f"closed a connection to the job's store: {error}"))
+        super().__init__("phalanx-store")
+        self.table = Table()
         self._listener, self._is_welcome, self._supervisor = listener, is_welcome, supervisor
         self._say, self._complaints = say, 0
         self._deaf_until = math.inf
         self._ended: list[EndedRank] = []
         listener.setblocking(False)
         self.selector.register(listener, selectors.EVENT_READ, self._accept)
-        self.tasks.append(self._tend)
+        self.tend = self._tend
         if supervisor is not None:
             self.selector.register(supervisor.sock, selectors.EVENT_READ, self._hear_supervisor)
 
@@ -139,6 +140,8 @@ class TorchStoreServer(Server):
 
     def close(self) -> None:
         """Close the listening socket and all connections."""
+        for connection in list(self.connections):
+            connection.close()
         super().close()
         self._listener.close()
 
@@ -194,8 +197,15 @@ class TorchStoreServer(Server):
     def _admit(self, sock: socket.socket, peer: str) -> None:
         with contextlib.suppress(OSError):  # it may have gone already, which is noticed when receiving
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = Connection(self, sock, peer)
-        connection.conversation = TorchConversation(self.table, connection.send, self.is_vain)
+        connection = Connection(self, sock)
+        conversation = TorchConversation(self.table, connection.send, self.is_vain)
+
+        def ended(why: Exception | None) -> None:
+            if isinstance(why, Malformed):
+                self._complain(f"closed a connection to the job's store: {why}")
+            conversation.end()
+
+        connection.hear, connection.ended = conversation.hear, ended
 
     def _refuse(self, sock: socket.socket, peer: str) -> None:
         sock.close()

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
 from hashlib import blake2b
 
-from phalanx.wire.framing import Malformed
+from phalanx.wire.framing import PREFIX_BYTES, Malformed, end_of_frame
 
 TAG_BYTES = 16
 
@@ -69,6 +69,15 @@ class Session:
         """Compare the digest behind the next message, which is the first ``length`` bytes of ``data``."""
         with memoryview(data) as view, view[:length] as message:
             self.check_parts(data[length : length + TAG_BYTES], message)
+
+    def take_messages(self, data: bytearray) -> Iterator[bytes]:
+        """Take the messages that have come whole, each in a frame, off the front of ``data``; raise Malformed."""
+        while (end := end_of_frame(data)) is not None and len(data) >= end + TAG_BYTES:
+            self.check(data, end)
+            with memoryview(data) as view:
+                message = bytes(view[PREFIX_BYTES:end])
+            del data[: end + TAG_BYTES]
+            yield message
 
     def sealed(
         self, parts: Sequence[bytes | memoryview], clear_nbytes: int, *, sha: bool = False

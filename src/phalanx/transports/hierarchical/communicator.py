@@ -20,7 +20,7 @@ import torch
 
 from phalanx.diagnosis.ends import tell_of_failure
 from phalanx.membership.abort import GroupAbort
-from phalanx.membership.departures import Gone
+from phalanx.membership.liveness import Gone
 from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.hierarchical.copies import Copies
 from phalanx.transports.hierarchical.exchanges import Exchanges, Parts
@@ -176,7 +176,7 @@ class HierarchicalCommunicator(Communicator):
         return True
 
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
-        """Find those of these ranks that have gone (``membership/departures.py``)."""
+        """Find those of these ranks that have gone (``membership/liveness.py``)."""
         found = self._reason.gone([rank for rank in ranks if rank not in self._layout.here])
         if isinstance(self._local, SharedMemoryCommunicator):
             places = [place for place, rank in enumerate(self._layout.here) if rank in ranks]

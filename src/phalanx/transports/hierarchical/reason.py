@@ -23,7 +23,7 @@ from phalanx.diagnosis.ends import cause_of_going, who_left
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.membership.abort import GroupAbort
-from phalanx.membership.departures import Gone
+from phalanx.membership.liveness import Gone
 from phalanx.membership.protocol import Departed, Differs, Fact, Late, Lost, Position, Way, needs_positions
 from phalanx.native.core import TEXT_BYTES
 from phalanx.system import processes

@@ -16,7 +16,7 @@ from phalanx.diagnosis.ends import tell_how_the_script_ends, who_left
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.diagnosis.stacks import be_seen
 from phalanx.errors import BackendError, ClosedError, PhalanxError
-from phalanx.membership.departures import Gone
+from phalanx.membership.liveness import Gone
 from phalanx.native.core import BROKEN_FROM, TEXT_BYTES, Breakage, Crossing, Going, Status, library
 from phalanx.native.signals import SignalPoll
 from phalanx.transports.call_check import MOST_JUDGED, Wish, crossed_lines
@@ -171,7 +171,7 @@ class SharedMemoryCommunicator(Communicator):
         """Do nothing: the core has told the others (``diagnosis/ends.py``)."""
 
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
-        """Find those of these ranks that have gone (``membership/departures.py``)."""
+        """Find those of these ranks that have gone (``membership/liveness.py``)."""
         return departed(self._mailbox, ranks)
 
     def ended(self, rank: int, pid: int) -> dict[str, Any]:

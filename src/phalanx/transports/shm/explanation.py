@@ -19,7 +19,8 @@ from phalanx.diagnosis.snapshot import Recording
 from phalanx.diagnosis.stacks import place_of_main
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.lost import rank_of_group
-from phalanx.membership.departures import ENDED, FAILED, LEFT, REPLACED, Gone
+from phalanx.membership.liveness import Gone
+from phalanx.membership.protocol import Way
 from phalanx.native.core import NOBODY, TEXT_BYTES, Breakage, Going, Status, library
 from phalanx.system import processes
 from phalanx.system.host import machine_name
@@ -49,7 +50,7 @@ PATIENCE_S = 0.3
 NOTICED_PATIENCE_S = 2.0
 _MOST_READ = 16  # recorders, of which each takes some milliseconds
 _DTYPES = {number: dtype for dtype, (_, number) in DTYPE_NUMBERS.items()}
-_WAYS = {Going.LEFT: LEFT, Going.FAILED: FAILED, Going.ENDED: ENDED, Going.REPLACED: REPLACED}
+_WAYS = {Going.LEFT: Way.LEFT, Going.FAILED: Way.FAILED, Going.ENDED: Way.ENDED, Going.REPLACED: Way.REPLACED}
 
 # -- calls in words -----------------------------------------------------------------------------
 
