@@ -194,7 +194,7 @@ def of_ranks() -> Iterator[Parser]:
         return decode(data)
 
     fact = Lost(by=1, rank=2, way="ended", how="by signal 9 (SIGKILL)")
-    messages: list[Told] = [Broken(group="0", fact=fact), Left(ranks=[("0", 1, [2])]), Position(rank=1, group="0")]
+    messages: list[Told] = [Broken(group="0", fact=fact), Left(ranks=[("0", 1)]), Position(rank=1, group="0")]
     yield Parser("a message of a registrar", [*map(encode, messages)], said, (Malformed,))
 
     seen = [RankSnapshot(rank, Recording(42, rank, 3, 3, "", 4, (RECORD,)), "S", place="train.py:7") for rank in (1, 2)]

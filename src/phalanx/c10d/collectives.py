@@ -329,14 +329,6 @@ class Collectives:
         write_back = [] if buffer is tensor else [tensor, buffer]
         return self._begin(self._calls.recv, "recv from", buffer, src, tag, tensors, write_back)
 
-    def send_now(self, tensor: torch.Tensor, dst: int, tag: int) -> bool:
-        """Send it and return True, or do nothing; for ``Group.send``. The quick methods (``quick.py``) do it."""
-        return False
-
-    def recv_now(self, tensor: torch.Tensor, src: int, tag: int) -> bool:
-        """Receive it and return True, or do nothing; for ``Group.recv``, likewise."""
-        return False
-
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
         return Collectives.recv(self, tensors, None, tag)
 

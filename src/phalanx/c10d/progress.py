@@ -52,7 +52,7 @@ import torch
 from phalanx.c10d.leaving import end_before_the_interpreter
 from phalanx.diagnosis import call_site
 from phalanx.errors import BackendError, ClosedError, PhalanxError, ReentryError
-from phalanx.system.threads import AwakeClock, TimedQueue, start, wait_awake
+from phalanx.system.threads import TimedQueue, start, wait_awake
 
 __all__ = ["Operation", "Progress", "around"]
 
@@ -152,15 +152,15 @@ class Operation:
         if self.error is not None and not isinstance(self.error, Exception):
             raise self.error
 
-    def wait_done(self, timeout_s: float | None, clock: AwakeClock | None = None) -> bool:
-        """Block until the operation has run; False when the timeout came first. A ``clock`` of the caller goes on."""
+    def wait_done(self, timeout_s: float | None) -> bool:
+        """Block until the operation has run; False when the timeout came first."""
         with self._lock:
             if self.done:
                 return True
             if self._done_event is None:
                 self._done_event = threading.Event()
         # Without a limit no time is counted, so the wait need not wake up to count it.
-        return self._done_event.wait() if timeout_s is None else wait_awake(self._done_event.wait, timeout_s, clock)
+        return self._done_event.wait() if timeout_s is None else wait_awake(self._done_event.wait, timeout_s)
 
     def future(self) -> torch.futures.Future[Any]:
         """A future of the result tensors, or of the error.

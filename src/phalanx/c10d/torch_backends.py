@@ -39,7 +39,7 @@ from phalanx.c10d.collectives import Collectives
 from phalanx.c10d.shared_device import note_device, refused_by_nccl, tell_if_shared
 from phalanx.c10d.stalled_calls import StalledCalls
 from phalanx.diagnosis import recorder
-from phalanx.diagnosis.snapshot import KINDS
+from phalanx.diagnosis.snapshot import KIND_NUMBERS
 from phalanx.errors import DeviceError
 from phalanx.native.core import RecordedGroup
 from phalanx.system.threads import start
@@ -48,7 +48,6 @@ from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
 __all__ = ["record_methods"]
 
 _LOOK_S = 0.5
-_NUMBER_OF_KIND = {name: number for number, name in KINDS.items()}
 # The methods of torch's groups by their kind, and which of the arguments has this rank's tensors (-1: none).
 _METHODS = {
     "all_reduce": (0, "allreduce allreduce_coalesced"),
@@ -69,10 +68,10 @@ _METHODS = {
     "all_to_all": (1, "alltoall alltoall_base all_to_all_single"),
     "barrier": (-1, "barrier monitored_barrier"),
 }
-_REDUCING = frozenset(_NUMBER_OF_KIND[name] for name in ("all_reduce", "reduce", "reduce_scatter"))
-_ROOTED = frozenset(_NUMBER_OF_KIND[name] for name in ("broadcast", "reduce", "gather", "scatter"))
+_REDUCING = frozenset(KIND_NUMBERS[name] for name in ("all_reduce", "reduce", "reduce_scatter"))
+_ROOTED = frozenset(KIND_NUMBERS[name] for name in ("broadcast", "reduce", "gather", "scatter"))
 # In these torch and Phalanx want the tensors of all ranks alike; in an all_to_all they may have any shapes.
-_SHAPED = frozenset(_NUMBER_OF_KIND[name] for name in _METHODS if name not in ("all_to_all", "barrier"))
+_SHAPED = frozenset(KIND_NUMBERS[name] for name in _METHODS if name not in ("all_to_all", "barrier"))
 _MESSAGES = {"send": "send", "recv": "recv", "recv_anysource": "recv"}
 
 
@@ -135,10 +134,10 @@ def record_methods() -> None:
         for name in names.split():
             own = getattr(dist.ProcessGroup, name, None)  # torch 2.13 has not all of them
             if own is not None:
-                _replace(name, _collective(own, _NUMBER_OF_KIND[kind], tensors_at))
+                _replace(name, _collective(own, KIND_NUMBERS[kind], tensors_at))
     for name, kind in _MESSAGES.items():
         own = getattr(dist.ProcessGroup, name)
-        _replace(name, _message(own, _NUMBER_OF_KIND[kind], has_peer=name != "recv_anysource"))
+        _replace(name, _message(own, KIND_NUMBERS[kind], has_peer=name != "recv_anysource"))
     setattr(dist.Work, "wait", _waiting(dist.Work.wait))  # noqa: B010
     _look_after_them()
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch._C._distributed_c10d import HashStore, Store
@@ -103,7 +103,7 @@ class GroupAbort:
         self._addresses: dict[str, bytes] = {}
         self._stores: dict[str, Store] = {}
         self._others_addresses: dict[tuple[str, int], bytes] = {}
-        self._left: dict[int, list[int]] = {}
+        self._left: set[int] = set()
         self._met: set[tuple[int, bool]] = set()
         self._positions: list[Position] | None = None
         self._ended = self._closed = False
@@ -155,10 +155,6 @@ class GroupAbort:
         """How a rank has gone from the job, if it has."""
         return self.membership.departed.get(self.ranks[rank], (None, 0.0))[0]
 
-    def left(self, ranks: Collection[int]) -> list[int]:
-        """Those of these ranks that have left the group in order, and whose messages for this one have come."""
-        return [rank for rank in ranks if self.has_left(rank) and self.rank not in self._left.get(rank, ())]
-
     def has_left(self, rank: int) -> bool:
         """Whether a rank has left the group in order, and takes no message any more."""
         gone = self.departed(rank)
@@ -166,7 +162,7 @@ class GroupAbort:
 
     def is_gone(self, rank: int) -> bool:
         """Whether a rank does nothing for this one any more."""
-        return self.departed(rank) is not None or bool(self.left([rank]))
+        return self.departed(rank) is not None or self.has_left(rank)
 
     def lost(self, rank: int) -> Lost | None:
         """The fact that a rank is lost, or has left; None if it is there as far as is known."""
@@ -245,9 +241,9 @@ class GroupAbort:
 
     # -- leaving -----------------------------------------------------------------------------------
 
-    def leave(self, but_for: Collection[int] = ()) -> None:
-        """Say that this rank has left in order, but that messages for these ranks may be under way."""
-        self.membership.send(Leave(self.name, [*but_for]))
+    def leave(self) -> None:
+        """Say that this rank has left in order."""
+        self.membership.send(Leave(self.name))
 
     def close(self) -> None:
         """Know nothing more of the group."""
@@ -267,7 +263,7 @@ class GroupAbort:
         elif isinstance(message, Address):
             self._note_address(message.name, message.rank, message.address)
         elif isinstance(message, Left):
-            self._left.update({rank: but_for for name, rank, but_for in message.ranks if name == self.name})
+            self._left.update(rank for name, rank in message.ranks if name == self.name)
         elif isinstance(message, Meet):
             self._met.add((message.peer, message.of_messages))
         elif isinstance(message, Positions):

@@ -124,16 +124,15 @@ class Meet(_Struct, frozen=True):
 
 
 class Leave(_Struct, frozen=True):
-    """The sender has left a group in order. Messages of it may still be under way to some ranks."""
+    """The sender has left a group in order."""
 
     group: str
-    but_for: list[int] = []
 
 
 class Left(_Struct, frozen=True):
-    """Ranks have left groups, each with the group's name, and for whom messages of it may still be under way."""
+    """Ranks have left groups, each with the group's name."""
 
-    ranks: list[tuple[str, int, list[int]]]
+    ranks: list[tuple[str, int]]
 
 
 class Broken(_Struct, frozen=True):

@@ -96,7 +96,7 @@ class _Group:
     name: str
     ranks: list[int]
     joined: dict[int, Join] = field(default_factory=dict)
-    left: dict[int, list[int]] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)
     fact: Fact | None = None
     positions: dict[int, Position] = field(default_factory=dict)
     gathered: bool = False
@@ -123,7 +123,7 @@ class Registrar:
         self._members = [_Member(host, name) for host, name in zip(hosts, names, strict=True)]
         self._members[0].pid, self._members[0].send = pid, own
         self._groups: dict[str, _Group] = {}
-        self._left: list[tuple[str, int, list[int]]] = []
+        self._left: list[tuple[str, int]] = []
         listener = listen(outward_address(), 0)
         self._name = secrets.token_hex(8)
         self.address = (*listener.getsockname()[:2], self._name, pid)
@@ -176,7 +176,7 @@ class Registrar:
                 self._push([rank], each.departed)
         for group in self._groups.values():
             if rank in group.ranks:
-                self._push([rank], Left([(group.name, *left) for left in group.left.items()]))
+                self._push([rank], Left([(group.name, own) for own in group.left]))
                 if group.fact is not None:
                     self._push([rank], Broken(group.name, group.fact))
 
@@ -252,10 +252,10 @@ class Registrar:
 
     def _take_of_group(self, group: _Group, rank: int, own: int, message: OfGroup) -> None:
         if isinstance(message, Leave):
-            group.left[own] = message.but_for
+            group.left.add(own)
             if not self._left:
                 self._loop.later(_LEFT_S, self._push_left)
-            self._left.append((group.name, own, message.but_for))
+            self._left.append((group.name, own))
             self._gather(group)
         elif isinstance(message, Address):
             self._push(group.ranks, message)
@@ -287,7 +287,7 @@ class Registrar:
         """Push where the ranks of a broken group are, soon, if all have said so."""
         if group.fact is None or group.gathered or not needs_positions(group.fact):
             return
-        awaited = set(range(len(group.ranks))) - self._departed_in(group) - group.left.keys()
+        awaited = set(range(len(group.ranks))) - self._departed_in(group) - group.left
         if awaited <= group.positions.keys():
             are_in_calls = all(group.positions[own].kind in ("call", "message") for own in awaited)
             self._loop.later(0.0 if are_in_calls else _LATER_CALLS_S, lambda: self._push_positions(group))
@@ -305,8 +305,7 @@ class Registrar:
                 self._push([rank], Left(theirs))
         for name in {each[0] for each in left}:
             group = self._groups[name]
-            over = {own for own, but_for in group.left.items() if not but_for} | self._departed_in(group)
-            if len(over) == len(group.ranks):
+            if len(group.left | self._departed_in(group)) == len(group.ranks):
                 del self._groups[name]
 
     def _departed_in(self, group: _Group) -> set[int]:

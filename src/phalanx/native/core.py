@@ -170,7 +170,6 @@ def library() -> ctypes.CDLL:
         ("phx_group_fails", None, [comm, c_char_p]),
         ("phx_abort", None, [comm]),
         ("phx_set_timeout", None, [comm, c_uint64, c_uint64]),
-        ("phx_set_rests", None, [comm, c_int]),
         ("phx_breakage", c_int, [comm, POINTER(Breakage)]),
         ("phx_call_chunk", c_uint64, [comm]),
         ("phx_describe", None, [comm, c_char_p]),

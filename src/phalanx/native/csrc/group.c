@@ -141,11 +141,6 @@ const char *phx_recorder_of(const phx_comm *comm, uint32_t rank)
     return rank < comm->size ? comm->recorders[rank] : NULL;
 }
 
-void phx_set_rests(phx_comm *comm, int rests)
-{
-    comm->rests = rests != 0;
-}
-
 void phx_set_timeout(phx_comm *comm, uint64_t timeout_ns, uint64_t message_timeout_ns)
 {
     comm->timeout_ns = timeout_ns;

@@ -187,11 +187,6 @@ PHX_API void phx_abort(phx_comm *comm);
  * group. At first there is no limit. */
 PHX_API void phx_set_timeout(phx_comm *comm, uint64_t timeout_ns, uint64_t message_timeout_ns);
 
-/* Set whether a wait of this rank's in a collective sleeps at once. That leaves the core to those that are waited for, and
- * costs a wake-up, so it is right where the wait is known to be long. At first it yields the core for a while before. The
- * thread that makes the collectives calls it, between two of them. */
-PHX_API void phx_set_rests(phx_comm *comm, int rests);
-
 /* Get the reason why the group broke; returns its status, or PHX_OK if the group is whole. May take 100 ms. */
 PHX_API int phx_breakage(const phx_comm *comm, struct phx_breakage *out);
 

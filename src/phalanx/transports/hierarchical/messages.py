@@ -164,7 +164,7 @@ class HierarchicalMessages:
         return self.explain(TransferFailed(-1, "the group is broken"), f"{message} at {site}" if site else message)
 
     def _has_left(self, peer: int) -> bool:
-        return bool(self._reason.left([peer]))
+        return self._reason.has_left(peer)
 
     def _late(self, peer: int | None, words: str) -> CollectiveTimeout:
         limit_s = self._timeout_s

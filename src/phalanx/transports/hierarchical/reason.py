@@ -141,13 +141,9 @@ class Reason:
         """The process id of a rank."""
         return self._group.pids[rank]
 
-    def left(self, ranks: Collection[int]) -> list[int]:
-        """Those of these ranks that have left in order, and whose messages for this one have come."""
-        return self._group.left(ranks)
-
-    def unwanting(self, ranks: Collection[int]) -> list[int]:
-        """Those of these ranks that take no message any more, as they have left, or the group is broken."""
-        return [rank for rank in ranks if self.is_told() or self._group.departed(rank) or self._group.has_left(rank)]
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has left the group in order."""
+        return self._group.has_left(rank)
 
     def meet(
         self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool], of_messages: bool = False
@@ -192,14 +188,10 @@ class Reason:
         fact = Lost(self._rank, Way.FAILED, self._rank, cause[:_LONGEST_TEXT])
         self._group.publish(self._found_at_end or fact, departs=self._is_first)
 
-    def tell_left(self, but_for: Collection[int] = ()) -> None:
-        """This rank has left in order, and answers no message any more; nothing is told of one whose script failed.
-
-        Args:
-            but_for: ranks for which messages of this one may still be on their way.
-        """
+    def tell_left(self) -> None:
+        """This rank has left in order, and answers no message any more; nothing is told of one whose script failed."""
         if not self.fails:
-            self._group.leave(but_for)
+            self._group.leave()
 
     # -- what it raises ----------------------------------------------------------------------------
 

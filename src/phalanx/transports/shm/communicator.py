@@ -323,11 +323,6 @@ class SharedMemoryCommunicator(Communicator):
             if comm:
                 self._core.phx_set_timeout(comm, int(self._timeout_s * 1e9), int(self._message_timeout_s * 1e9))
 
-    def set_rests(self, rests: bool) -> None:
-        """Say whether long waits are ahead, which leave the processor to those that they wait for."""
-        if self._comm:
-            self._core.phx_set_rests(self._comm, rests)
-
     def begin_parts(self, call: int) -> None:
         """The calls from now on are parts of a call of a larger group, which has this number on each rank."""
         if self._comm:

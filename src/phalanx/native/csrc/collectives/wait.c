@@ -31,7 +31,7 @@ static int wait_slowly(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, ui
     const uint64_t start = phx_now_ns();
     struct phx_breakage why;
     phx_move_apart(comm, peer);
-    for (uint32_t i = 1; !comm->rests; i++) {
+    for (uint32_t i = 1;; i++) {
         sched_yield();
         if (reached(word, target))
             return PHX_OK;

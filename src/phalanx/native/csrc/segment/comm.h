@@ -1,7 +1,7 @@
 /* One rank's private view of a segment, which no other rank reads.
  *
  * The thread that is in a collective, one at a time, alone uses `chunk`, `begun`, `whole`, `whole_chunk`, `seen`,
- * `compared`, `inputs`, `shared`, `nshared`, `tensors`, `rests`, `lines` and what follows it, and writes `call_chunk`. `met` is written by the one
+ * `compared`, `inputs`, `shared`, `nshared`, `tensors`, `lines` and what follows it, and writes `call_chunk`. `met` is written by the one
  * thread that meets the others, before any other call. Another thread of the rank reads `call_chunk` when it breaks
  * the group or explains why it broke; a value that is one call old does no harm there. Any thread may write the
  * timeouts; a wait under way then has the old limit or the new one. `mail` has a lock of its own. The other fields do
@@ -29,7 +29,6 @@ struct phx_comm {
     uint64_t whole_chunk; /* the first chunk of that call */
     uint64_t chunk_bytes, small_bytes, stream_bytes;
     _Atomic uint64_t timeout_ns, message_timeout_ns; /* of a collective, and of a message */
-    uint32_t rests;      /* a wait in a collective sleeps before it has yielded the core for a while */
     phx_poll poll;
     int32_t *names;      /* what the recorder calls the ranks, if that is not their number here; else NULL */
     struct phx_header *header;
