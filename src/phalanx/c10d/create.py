@@ -105,9 +105,9 @@ def create_process_group(
         if kind is not None or not torch.accelerator.is_available():
             group = (kind or group_class())(*arguments)
         else:
-            from phalanx.c10d.vendor import Membership, MixedProcessGroup
+            from phalanx.c10d.vendor import GroupFacts, MixedProcessGroup
 
-            member = Membership(own, rank, size, timeout, group_name, ranks)
+            member = GroupFacts(own, rank, size, timeout, group_name, ranks)
             group = MixedProcessGroup(member, *arguments)
         group.record(recorded or ranks)
         return group

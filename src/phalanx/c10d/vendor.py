@@ -23,11 +23,11 @@ from phalanx.c10d.shared_device import tell_if_shared
 from phalanx.errors import ArgumentError, DeviceMismatch
 from phalanx.transports.hierarchical.gloo import lazy_gloo
 
-__all__ = ["Membership", "MixedProcessGroup"]
+__all__ = ["GroupFacts", "MixedProcessGroup"]
 
 
 @dataclass(frozen=True)
-class Membership:
+class GroupFacts:
     """The facts about a group that a backend is made with; ``ranks`` are the members' in the world."""
 
     store: Store
@@ -46,7 +46,7 @@ class MixedProcessGroup(PhalanxProcessGroup):
         arguments: those of :class:`PhalanxProcessGroup`.
     """
 
-    def __init__(self, member: Membership, *arguments: Any) -> None:
+    def __init__(self, member: GroupFacts, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._member = member
         self._vendors: dict[str, Any] = {}
@@ -157,7 +157,7 @@ def _device(arguments: Sequence[Any]) -> torch.device | None:
     return None
 
 
-def _name(group: dist.ProcessGroup, device: torch.device, member: Membership) -> str:
+def _name(group: dist.ProcessGroup, device: torch.device, member: GroupFacts) -> str:
     names = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
     name = names.get(device.type)
     if device.type == "cuda" and replaces("gloo") and name in (None, names.get("cpu")):
@@ -172,7 +172,7 @@ def _name(group: dist.ProcessGroup, device: torch.device, member: Membership) ->
     return name
 
 
-def _make(name: str, store: Store, member: Membership) -> tuple[Any, Any]:
+def _make(name: str, store: Store, member: GroupFacts) -> tuple[Any, Any]:
     c10d: Any = dist.distributed_c10d
     kinds = dist.ProcessGroup.BackendType
     place = (store, member.rank, member.size)
