@@ -26,7 +26,6 @@ from phalanx.c10d.arguments import (
     disjoint,
     in_place,
     moving,
-    separate,
 )
 from phalanx.c10d.messages import Messages
 from phalanx.c10d.progress import Progress
@@ -285,7 +284,7 @@ class Collectives:
         sent = split_counts("all_to_all_single input", tensor, input_splits, size)
         expected = split_counts("all_to_all_single output", output, output_splits, size)
         self._check.own_part("all_to_all_single", sent, expected)
-        if all_dense((output, tensor)) and separate(output, tensor):
+        if all_dense((output, tensor)) and apart_from_whole(output, tensor, None):
             return self._plain(opts, [output], body, output, tensor, expected, sent)
         move = moving([output], [tensor], lambda to, given: body(to[0], given[0], expected, sent), None)
         return self._start(opts.asyncOp, [output], move)

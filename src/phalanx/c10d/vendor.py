@@ -20,6 +20,7 @@ from phalanx.c10d.collectives import Collectives
 from phalanx.c10d.process_group import PhalanxProcessGroup, serve_operations
 from phalanx.c10d.register import replaces
 from phalanx.c10d.shared_device import tell_if_shared
+from phalanx.c10d.torch_versions import OLDER_METHODS
 from phalanx.errors import ArgumentError, DeviceMismatch
 from phalanx.transports.hierarchical.gloo import lazy_gloo
 
@@ -101,12 +102,9 @@ class MixedProcessGroup(PhalanxProcessGroup):
 
 # Operations whose methods have other names in the backends of vendors; the coalesced ones take one tensor there.
 _OTHER_NAMES = {
-    "all_to_all_single": "alltoall_base",
+    **OLDER_METHODS,
     "all_gather_single_coalesced": "_allgather_base",
     "reduce_scatter_single_coalesced": "_reduce_scatter_base",
-    # the methods under torch's newer names, which no backend has
-    "all_gather_single": "_allgather_base",
-    "reduce_scatter_single": "_reduce_scatter_base",
 }
 _ONE_BY_ONE = ("all_gather_single_coalesced", "reduce_scatter_single_coalesced")
 
