@@ -1,4 +1,4 @@
-"""From a store and a rank to a process group: choosing the transport for where the ranks are."""
+"""Make a process group from a store and a rank: choose the transport for where the ranks are."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _ENDING = timedelta(seconds=5)
 
 @contextlib.contextmanager
 def _naming_who_has_gone(meeting: RendezvousStore) -> Iterator[None]:
-    """If the membership finds that a rank has gone, raise what the meeting knows of that."""
+    """Raise what the meeting knows of a rank that has gone, in place of what the membership finds."""
     try:
         yield
     except InitializationError as error:

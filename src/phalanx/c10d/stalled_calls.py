@@ -135,12 +135,12 @@ class _Ring:
     counts_json: Callable[..., bytes]
 
     def counts(self) -> dict[str, Any]:
-        """How far each group has come, by torch's number of it."""
+        """The counts of each group, by torch's number of it."""
         found: dict[str, Any] = json.loads(self.counts_json(includeCollectives=False, onlyActive=True))["pg_status"]
         return found
 
     def entries(self, *, with_stacks: bool) -> list[dict[str, Any]]:
-        """What has not ended."""
+        """The operations that have not ended."""
         found = pickle.loads(self.dump(includeCollectives=True, includeStackTraces=with_stacks, onlyActive=True))
         entries: list[dict[str, Any]] = found["entries"]
         return entries
