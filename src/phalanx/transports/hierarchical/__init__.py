@@ -2,5 +2,5 @@
 
 Collectives: ``reductions.py``, ``copies.py`` and ``exchanges.py`` are their schedules, which read from top to bottom.
 ``frames.py`` compares the calls and carries small tensors, ``gloo_engine.py`` moves bytes, ``layout.py`` knows hosts.
-Messages: ``messages.py``. Why a group breaks: ``breaking.py``.
+Messages: ``messages.py``. Why a group breaks: ``reason.py``.
 """

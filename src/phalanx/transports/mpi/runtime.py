@@ -171,7 +171,7 @@ class Runtime:
         self._core.phx_mpi_prepare(self._given_up is not None, paths, len(paths))
 
     def _end_with_the_process(self) -> None:
-        """Have MPI ended by the exit code, which is known only when Python has finalised (``mpi_end.c``)."""
+        """Have MPI ended by the exit code, which is known only when Python has finalised (``csrc/mpi/end.c``)."""
         mpi = self.mpi
         try:
             symbols = ctypes.CDLL(mpi.__file__)  # mpi4py's extension module is linked to the library
