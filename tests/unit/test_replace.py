@@ -62,7 +62,7 @@ def test_tensors_of_a_gpu_stay_with_gloo(
 ) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     monkeypatch.setenv(settings.REPLACE, replaced)
-    member = vendor.Membership(HashStore(), 0, 1, timedelta(seconds=1), "group", [0])
+    member = vendor.GroupFacts(HashStore(), 0, 1, timedelta(seconds=1), "group", [0])
     group: Any = None
     if serves is not None:
         assert vendor._name(group, torch.device("cuda"), member) == serves

@@ -2,5 +2,5 @@
 
 Begin with ``process_group.py`` (what torch holds) and ``collectives.py`` (what each call does). A call passes
 ``dispatcher.py``, or ``quick.py`` has it done in C; ``progress.py`` keeps the order, ``work.py`` has the handles.
-``create.py`` makes a group. What belongs to a release of torch is in ``torch_versions.py``.
+``create.py`` makes a group; ``leaving.py`` ends the open ones at an exit; ``torch_versions.py`` knows releases.
 """

@@ -27,7 +27,6 @@ __all__ = [
     "disjoint",
     "in_place",
     "moving",
-    "separate",
 ]
 
 SUM = dist.ReduceOp.SUM.value
@@ -238,16 +237,10 @@ def apart(tensor: torch.Tensor, parts: Sequence[torch.Tensor], own: int) -> bool
     return True
 
 
-def apart_from_whole(tensor: torch.Tensor, whole: torch.Tensor, own: int) -> bool:
-    """The same where the parts are those of one contiguous tensor."""
+def apart_from_whole(tensor: torch.Tensor, whole: torch.Tensor, own: int | None) -> bool:
+    """The same where the parts are those of one contiguous tensor; without ``own`` they share no memory at all."""
     at, start, nbytes = tensor.data_ptr(), whole.data_ptr(), tensor.nbytes
-    return at >= start + whole.nbytes or at + nbytes <= start or at == start + own * nbytes
-
-
-def separate(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contiguous tensors share no memory."""
-    at, other_at = one.data_ptr(), other.data_ptr()
-    return at >= other_at + other.nbytes or other_at >= at + one.nbytes
+    return at >= start + whole.nbytes or at + nbytes <= start or (own is not None and at == start + own * nbytes)
 
 
 def disjoint(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
@@ -310,7 +303,5 @@ def _are_apart(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor], own
         ones, others = others, ones
     if len(others) != 1:
         return disjoint(ones, others) if own is None else apart(ones[0], others, own)
-    one, other = ones[0], others[0]
-    if own is None:
-        return separate(one, other)
-    return apart_from_whole(one, other, own) if one.nbytes <= other.nbytes else apart_from_whole(other, one, own)
+    smaller, larger = sorted((ones[0], others[0]), key=lambda tensor: tensor.nbytes)
+    return apart_from_whole(smaller, larger, own)

@@ -26,7 +26,6 @@ from phalanx.c10d.arguments import (
     disjoint,
     in_place,
     moving,
-    separate,
 )
 from phalanx.c10d.messages import Messages
 from phalanx.c10d.progress import Progress
@@ -285,7 +284,7 @@ class Collectives:
         sent = split_counts("all_to_all_single input", tensor, input_splits, size)
         expected = split_counts("all_to_all_single output", output, output_splits, size)
         self._check.own_part("all_to_all_single", sent, expected)
-        if all_dense((output, tensor)) and separate(output, tensor):
+        if all_dense((output, tensor)) and apart_from_whole(output, tensor, None):
             return self._plain(opts, [output], body, output, tensor, expected, sent)
         move = moving([output], [tensor], lambda to, given: body(to[0], given[0], expected, sent), None)
         return self._start(opts.asyncOp, [output], move)
@@ -328,14 +327,6 @@ class Collectives:
         buffer = tensor if as_it_is(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
         write_back = [] if buffer is tensor else [tensor, buffer]
         return self._begin(self._calls.recv, "recv from", buffer, src, tag, tensors, write_back)
-
-    def send_now(self, tensor: torch.Tensor, dst: int, tag: int) -> bool:
-        """Send it and return True, or do nothing; for ``Group.send``. The quick methods (``quick.py``) do it."""
-        return False
-
-    def recv_now(self, tensor: torch.Tensor, src: int, tag: int) -> bool:
-        """Receive it and return True, or do nothing; for ``Group.recv``, likewise."""
-        return False
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
         return Collectives.recv(self, tensors, None, tag)

@@ -1,4 +1,4 @@
-"""From a store and a rank to a process group: choosing the transport for where the ranks are."""
+"""Make a process group from a store and a rank: choose the transport for where the ranks are."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = ["create_process_group"]
 
 @contextlib.contextmanager
 def _naming_who_has_gone(meeting: RendezvousStore) -> Iterator[None]:
-    """If the membership finds that a rank has gone, raise what the meeting knows of that."""
+    """Raise what the meeting knows of a rank that has gone, in place of what the membership finds."""
     try:
         yield
     except InitializationError as error:
@@ -96,9 +96,9 @@ def create_process_group(
         if kind is not None or not torch.accelerator.is_available():
             group = (kind or group_class())(*arguments)
         else:
-            from phalanx.c10d.vendor import Membership, MixedProcessGroup
+            from phalanx.c10d.vendor import GroupFacts, MixedProcessGroup
 
-            member = Membership(own, rank, size, timeout, group_name, ranks)
+            member = GroupFacts(own, rank, size, timeout, group_name, ranks)
             group = MixedProcessGroup(member, *arguments)
         group.record(recorded or ranks)
         return group

@@ -1,4 +1,4 @@
-"""What ``DistributedDataParallel`` needs beyond a backend's calls.
+"""Support for ``DistributedDataParallel`` beyond a backend's calls.
 
 - Operations of a backward pass have run when it returns, and their errors are raised with their own types.
 - Parameters that took no part in a backward pass are named.

@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -243,43 +243,33 @@ def _reduce_op(arguments: Sequence[Any]) -> Any:
     return dist.ReduceOp(dist.ReduceOp.SUM)
 
 
-class _Kernels:
-    """The kernels that are registered.
-
-    ``_library`` and ``_watched`` are written under ``_lock``; ``complete`` is set last, and read without it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._library = torch.library.Library("c10d", "IMPL")
-        self._watched: set[str] = set()
-        self.complete = False
-
-    def register(self, operations: Iterable[str]) -> None:
-        with self._lock:
-            for operation in operations:
-                if operation not in self._watched and hasattr(torch.ops.c10d, operation):
-                    self._watched.add(operation)
-                    self._library.impl(operation, _kernel(operation), "BackendSelect", with_keyset=True)
-
-
-_kernels = _Kernels()
+_library = torch.library.Library("c10d", "IMPL")
+_watched: set[str] = set()  # the operations that have a kernel; written under the lock
+_registering = threading.Lock()
 _names: dict[str, str] = {}  # the first method of each operation
 for _name, _known in OPERATIONS.items():
-    _names.setdefault(_known.operation, _name)
-_names.pop("")
+    if _known.operation:
+        _names.setdefault(_known.operation, _name)
 
 
+def _register(operations: Iterable[str]) -> None:
+    with _registering:
+        for operation in operations:
+            if operation not in _watched and hasattr(torch.ops.c10d, operation):
+                _watched.add(operation)
+                _library.impl(operation, _kernel(operation), "BackendSelect", with_keyset=True)
+
+
+@cache
 def watch_calls_of_cpp() -> None:
     """Register the kernels of the operations that C++ may begin for a group of ours without calling its methods."""
-    _kernels.register(CPP)
+    _register(CPP)
 
 
+@cache
 def watch_all() -> None:
     """Register the kernels of all operations."""
-    if not _kernels.complete:
-        _kernels.register((*_names, *CPP))
-        _kernels.complete = True
+    _register((*_names, *CPP))
 
 
 def _kernel(operation: str) -> Callable[..., Any]:

@@ -58,7 +58,7 @@ class PythonBackend(Backend):
 
 
 class _Backend(PythonBackend):
-    """What torch's dispatcher calls after the hooks: the group's methods as they are without hooks."""
+    """The group's methods as they are without hooks, for torch's dispatcher, which has called the hooks."""
 
     def __init__(self, group: HookedProcessGroup) -> None:
         super().__init__(group._rank, group._size)

@@ -12,11 +12,9 @@ import os
 import queue
 import threading
 import time
-import weakref
 
 import torch
 
-from phalanx.c10d.leaving import end_before_the_interpreter
 from phalanx.c10d.work import MessageWork
 from phalanx.errors import BackendError, ClosedError
 from phalanx.system.threads import start
@@ -53,8 +51,6 @@ class Messages:
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._leaving = self.closed = self._inherited = self._has_warned = False
-        _groups.add(self)
-        end_before_the_interpreter(self)
 
     def look_after(self, work: MessageWork) -> None:
         """Make sure that ``work`` gets done, and its tensors live until then, even if it is dropped."""
@@ -139,14 +135,3 @@ class Messages:
                 if work is not None:  # a wake-up
                     self._pending.append(work)
         return len(self._pending) > before
-
-
-_groups: weakref.WeakSet[Messages] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for group in list(_groups):
-        group.inherit()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -26,7 +26,7 @@ from phalanx.c10d.arguments import SUM, Checks
 from phalanx.c10d.collectives import Collectives
 from phalanx.c10d.ddp import BackwardPasses, current_pass, name_parameters
 from phalanx.c10d.dispatcher import OPERATIONS, front, is_watched, watch_all, watch_calls_of_cpp
-from phalanx.c10d.leaving import LAST_CALLS_S, compare_at_exit, end_before_the_interpreter
+from phalanx.c10d.leaving import LAST_CALLS_S, track_group
 from phalanx.c10d.messages import Messages
 from phalanx.c10d.progress import Progress, around
 from phalanx.c10d.recording import RecordedCalls
@@ -93,7 +93,7 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         self._hold_name()
         self._set_default_backend(dist.ProcessGroup.BackendType.UNDEFINED)
         self._set_group_name(group_name)  # type: ignore[arg-type]  # GroupName, which torch 2.9 lacks
-        compare_at_exit(self)
+        track_group(self)
         name_parameters(PhalanxProcessGroup)
         watch_calls_of_cpp()
 
@@ -119,7 +119,6 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         waits = watch_own_waits(self._rank, pids, others)
         if waits is not None:
             self._waits = waits
-            end_before_the_interpreter(waits)
             weakref.finalize(self, waits.close).atexit = False
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
@@ -365,6 +364,20 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         finally:
             running.release()
         return None
+
+    def leave(self) -> list[threading.Thread]:
+        """Ask the group's threads to end, whatever is under way, and return them; the process exits."""
+        waiting = [] if self._waits is None else self._waits.leave()
+        return [*self._progress.leave(), *self._messages.leave(), *waiting]
+
+    def give_back(self) -> None:
+        """Give back what would disturb the interpreter's end, when the threads have ended."""
+        self._messages.give_back()
+
+    def inherit(self) -> None:
+        """Count as closed in a child of the group's process."""
+        self._progress.inherit()
+        self._messages.inherit()
 
     def abort(self) -> None:
         """End operations under way on every rank with an error; the group cannot be used afterwards.

@@ -42,17 +42,15 @@ import contextlib
 import os
 import queue
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from phalanx.c10d.leaving import end_before_the_interpreter
 from phalanx.diagnosis import call_site
 from phalanx.errors import BackendError, ClosedError, PhalanxError, ReentryError
-from phalanx.system.threads import AwakeClock, TimedQueue, start, wait_awake
+from phalanx.system.threads import TimedQueue, start, wait_awake
 
 __all__ = ["Operation", "Progress", "around"]
 
@@ -62,7 +60,7 @@ _DRAIN, _NAP, _END = "drain", "nap", "end"
 
 
 class Around(threading.local):
-    """What this thread's present call wants done around its operation, whichever thread runs that.
+    """Wrappers around the operation of this thread's present call, whichever thread runs that.
 
     Attributes:
         wraps: each takes the operation's body and returns a new one.
@@ -152,15 +150,15 @@ class Operation:
         if self.error is not None and not isinstance(self.error, Exception):
             raise self.error
 
-    def wait_done(self, timeout_s: float | None, clock: AwakeClock | None = None) -> bool:
-        """Block until the operation has run; False when the timeout came first. A ``clock`` of the caller goes on."""
+    def wait_done(self, timeout_s: float | None) -> bool:
+        """Block until the operation has run; False when the timeout came first."""
         with self._lock:
             if self.done:
                 return True
             if self._done_event is None:
                 self._done_event = threading.Event()
         # Without a limit no time is counted, so the wait need not wake up to count it.
-        return self._done_event.wait() if timeout_s is None else wait_awake(self._done_event.wait, timeout_s, clock)
+        return self._done_event.wait() if timeout_s is None else wait_awake(self._done_event.wait, timeout_s)
 
     def future(self) -> torch.futures.Future[Any]:
         """A future of the result tensors, or of the error.
@@ -203,8 +201,6 @@ class Progress:
         self._wanted: Operation | None = None
         self._draining = self._napping = self._in_callbacks = 0
         self._counting = threading.Lock()
-        _groups[id(self)] = self
-        end_before_the_interpreter(self)
 
     @property
     def busy(self) -> bool:
@@ -322,8 +318,16 @@ class Progress:
             self._calls.put(_END)
         return list(self._threads)
 
-    def give_back(self) -> None:
-        """There is nothing."""
+    def inherit(self) -> None:
+        """Close the queue in a child of the group's process.
+
+        Its threads are not here but may hold its locks, and only the parent may run what is queued, in memory that it
+        shares with the other ranks.
+        """
+        self.inherited = self._closed = True
+        self.running, self.busy = threading.RLock(), False
+        self.queue = deque([None])
+        self._threads = []
 
     def _end_threads(self) -> None:
         while self._threads:  # a thread that is about to end may still have started another
@@ -453,27 +457,6 @@ class Progress:
             self._in_callbacks += in_callbacks
             self._draining += draining
             self._napping += napping
-
-
-# By identity: unlike a WeakSet it can be listed in one step, while other threads make groups.
-_groups: weakref.WeakValueDictionary[int, Progress] = weakref.WeakValueDictionary()
-
-
-def _after_fork_in_child() -> None:
-    """Close the groups of the parent in the child: their threads are not here but may hold their locks, and only the
-    parent may run what is queued, in memory that it shares with the other ranks.
-    """
-    for reference in _groups.valuerefs():
-        group = reference()
-        if group is None:
-            continue
-        group.inherited = group._closed = True
-        group.running, group.busy = threading.RLock(), False
-        group.queue = deque([None])
-        group._threads = []
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _nothing() -> None:

@@ -80,7 +80,7 @@ def _entry(group: Any, handle: int, owner: Any) -> Any:
 
 
 def missing() -> str:
-    """Why there are no quick methods in this process; empty if there are."""
+    """The reason why this process has no quick methods; empty if it has them."""
     found = _module()
     return found if isinstance(found, str) else ""
 
@@ -148,7 +148,7 @@ def _dtypes(module: Any) -> list[tuple[int, ...]]:
 
 
 def _layout(module: Any, kind: Any, has_op: bool, has_root: bool) -> tuple[int, int, int, int, int, int] | None:
-    """Where the properties of a class of options lie in memory, and its default timeout there; None if that is unclear.
+    """Find where the options of a class lie in memory, and the default timeout there; None if that is unclear.
 
     Each property is set to several values, and exactly its bytes must change, to exactly these values.
     """

@@ -102,7 +102,7 @@ def digest(handles: Sequence[str]) -> str:
 
 
 class _Backend(PythonBackend):
-    """What torch's dispatcher and programs that ask for the group's backend call: the group itself.
+    """The group itself, as torch's dispatcher and programs that ask for the group's backend call it.
 
     torch keeps the backends of a group for good, and so each constellation's own cannot be given to it.
     """
@@ -198,7 +198,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
     # -- the ranks ---------------------------------------------------------------------------------
 
     def get_reconfigure_handle(self) -> str:
-        """What names this process to the others. It stays the same until the group is destroyed."""
+        """The name of this process for the others. It stays the same until the group is destroyed."""
         return self._handle
 
     def reconfigure(self, opts: Any) -> Any:

@@ -15,14 +15,13 @@ import torch
 
 from phalanx.diagnosis import call_site, recorder
 from phalanx.diagnosis.call_site import dtype_name
-from phalanx.diagnosis.snapshot import KINDS
+from phalanx.diagnosis.snapshot import KIND_NUMBERS
 from phalanx.native.core import RecordedGroup, quick_entry
 from phalanx.transports.contract import SENT, Communicator, Message
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
 
 __all__ = ["RecordedCalls"]
 
-_NUMBER_OF_KIND = {name: number for number, name in KINDS.items()}
 _DTYPES = {dtype: numbers[1] << 8 for dtype, numbers in DTYPE_NUMBERS.items()}
 # Each method of the contract: its kind, and which of its arguments is this rank's tensor, the operation, the root (-1:
 # it has none).
@@ -51,10 +50,10 @@ class RecordedCalls:
     def __init__(self, communicator: Communicator, recorded: RecordedGroup) -> None:
         self._recorded = recorded  # the core counts in it
         for name, (kind, *places) in _METHODS.items():
-            setattr(self, name, _collective(getattr(communicator, name), recorded, _NUMBER_OF_KIND[kind], *places))
+            setattr(self, name, _collective(getattr(communicator, name), recorded, KIND_NUMBERS[kind], *places))
         group = addressof(recorded)
-        self.send = _message(communicator.send, group, _NUMBER_OF_KIND["send"])
-        self.recv = _message(communicator.recv, group, _NUMBER_OF_KIND["recv"])
+        self.send = _message(communicator.send, group, KIND_NUMBERS["send"])
+        self.recv = _message(communicator.recv, group, KIND_NUMBERS["recv"])
 
 
 def _collective(
@@ -67,7 +66,6 @@ def _collective(
             body, addressof(recorded), recorded, kind, tensor_at, op_at, root_at, _DTYPES, OP_NUMBERS, running
         )
         return made
-    begin, end, here = recorder.writers()
     group = addressof(recorded)
 
     def call(*arguments: Any) -> None:
@@ -82,13 +80,13 @@ def _collective(
             what |= _DTYPES[tensor.dtype]
         if op_at >= 0:
             what |= OP_NUMBERS.get(arguments[op_at], 0) << 16
-        ticket = begin(group, what, nbytes, here(), arguments[root_at] if root_at >= 0 else -1)
+        ticket = recorder.begin(group, what, nbytes, arguments[root_at] if root_at >= 0 else -1)
         try:
             body(*arguments)
         except BaseException:
-            end(ticket, True)
+            recorder.end(ticket, True)
             raise
-        end(ticket, False)
+        recorder.end(ticket, False)
 
     return call
 

@@ -229,7 +229,7 @@ def record_other_backends() -> None:
 
 
 def _joining(arguments: tuple[Any, ...]) -> contextlib.AbstractContextManager[None]:
-    """What lets the launcher see that a group is being made, from the arguments of ``_new_process_group_helper``."""
+    """Show the launcher that a group is being made, from the arguments of ``_new_process_group_helper``."""
     with contextlib.suppress(Exception):
         from phalanx.diagnosis.recorder import joining
 

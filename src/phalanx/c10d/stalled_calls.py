@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import pickle
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from phalanx.diagnosis import recorder
-from phalanx.diagnosis.snapshot import KINDS
+from phalanx.diagnosis.snapshot import KIND_NUMBERS
 from phalanx.diagnosis.stacks import Frame
 from phalanx.native.core import FOUND_LATE, RecordedGroup
 from phalanx.transports.operands import REDUCIBLE
@@ -37,31 +38,29 @@ _PAUSE = 50
 _NUMBERS = (*REDUCIBLE, torch.complex64, torch.complex128)
 # By torch's names in C++, which are those of its types of tensors: "Float".
 _SCALAR_TYPES = {torch.empty(0, dtype=dtype).type()[len("torch.") : -len("Tensor")]: dtype for dtype in _NUMBERS}
-# The longest first: "all_reduce_barrier" is a barrier, and "_reduce_scatter_base" no reduce.
-_NUMBER_OF_KIND = sorted(((name, number) for number, name in KINDS.items()), key=lambda kind: -len(kind[0]))
+# "all_reduce_barrier" is a barrier, and "_reduce_scatter_base" no reduce.
+_LONGEST_FIRST = sorted(KIND_NUMBERS.items(), key=lambda kind: -len(kind[0]))
 
 
 @dataclass
-class _Counts:
-    """How far a group has come, by torch's own count.
+class _Group:
+    """A group in one of torch's rings, by torch's own counts.
 
     Attributes:
-        ended: which collective has ended last.
+        ended: which collective has ended last; None before the first look.
         since: when that was first seen, by ``time.monotonic``.
         was_read: whether the ring has been read since.
+        name: torch's name of the group; empty until the ring has been read.
+        ticket: the record of the collective that lasts; 0 if there is none.
+        stalled: torch's number of that collective.
     """
 
-    ended: int
-    since: float
+    ended: int | None = None
+    since: float = 0.0
     was_read: bool = False
-
-
-@dataclass
-class _Stalled:
-    """A collective that is recorded because it lasts: torch's number of it, and its record."""
-
-    number: int
-    ticket: int
+    name: str = ""
+    ticket: int = 0
+    stalled: int = 0
 
 
 class StalledCalls:
@@ -73,11 +72,9 @@ class StalledCalls:
     """
 
     def __init__(self, group: Callable[[str], RecordedGroup | None], is_seen: Callable[[str], bool]) -> None:
-        self._group = group
+        self._recorded = group
         self._is_seen = is_seen
-        self._counts: dict[tuple[int, str], _Counts] = {}
-        self._names: dict[tuple[int, str], str] = {}
-        self._stalled: dict[tuple[int, str], _Stalled] = {}
+        self._groups: dict[tuple[int, str], _Group] = {}
         self._not_before = 0.0
         self._rings = _rings()
 
@@ -88,67 +85,62 @@ class StalledCalls:
             Exception: torch's recorder answers otherwise than this expects.
         """
         for which, ring in enumerate(self._rings):
-            found: dict[str, Any] = json.loads(ring.counts())["pg_status"]
-            for identity, status in found.items():
-                key = which, identity
+            for identity, status in ring.counts().items():
+                group = self._groups.setdefault((which, identity), _Group())
                 called, ended = int(status["last_enqueued_collective"]), int(status["last_completed_collective"])
-                self._drop_if_over(key, ended)
-                if self._is_stalled(key, called, ended):
-                    self._read(key, ring, ended)
+                if group.ticket and ended >= group.stalled:
+                    recorder.drop(group.ticket)
+                    group.ticket = 0
+                if called <= ended or group.ended != ended:
+                    group.ended, group.since, group.was_read = ended, time.monotonic(), False
+                elif self._is_due(group):
+                    self._read(group, identity, ring, ended)
 
-    def _drop_if_over(self, key: tuple[int, str], ended: int) -> None:
-        stalled = self._stalled.get(key)
-        if stalled is not None and ended >= stalled.number:
-            del self._stalled[key]
-            recorder.drop(stalled.ticket)
+    def _is_due(self, group: _Group) -> bool:
+        now = time.monotonic()
+        has_stalled = not group.was_read and now - group.since >= _STALLS_S and now >= self._not_before
+        return has_stalled and not (group.name and self._is_seen(group.name))
 
-    def _is_stalled(self, key: tuple[int, str], called: int, ended: int) -> bool:
-        now, counts = time.monotonic(), self._counts.get(key)
-        if called <= ended or counts is None or counts.ended != ended:
-            self._counts[key] = _Counts(ended, now)
-            return False
-        name = self._names.get(key)
-        return (
-            not counts.was_read
-            and now - counts.since >= _STALLS_S
-            and now >= self._not_before
-            and not (name is not None and self._is_seen(name))
-        )
-
-    def _read(self, key: tuple[int, str], ring: _Ring, ended: int) -> None:
-        self._counts[key].was_read = True
+    def _read(self, group: _Group, identity: str, ring: _Ring, ended: int) -> None:
+        group.was_read = True
         began = time.monotonic()
         try:
-            entry = _first_after(ended, key[1], ring.entries(with_stacks=False))
+            entry = _first_after(ended, identity, ring.entries(with_stacks=False))
             if entry is None:
                 return
-            name = self._names[key] = entry["process_group"][0]
-            kind = next((number for text, number in _NUMBER_OF_KIND if text in entry["profiling_name"]), 0)
-            group = None if self._is_seen(name) else self._group(name)
-            if not kind or group is None:
+            group.name = entry["process_group"][0]
+            kind = next((number for text, number in _LONGEST_FIRST if text in entry["profiling_name"]), 0)
+            recorded = None if self._is_seen(group.name) else self._recorded(group.name)
+            if not kind or recorded is None:
                 return
             # To look up stacks torch imports its compiler, which takes seconds: C++ that calls a collective comes of
             # DDP or of functional collectives, which have imported it, but most programs have no need of it.
-            entry = _first_after(ended, key[1], ring.entries(with_stacks=True)) or entry
+            entry = _first_after(ended, identity, ring.entries(with_stacks=True)) or entry
         finally:
             now = time.monotonic()
             self._not_before = now + _PAUSE * (now - began)
         dtype, nbytes = _data(entry)
         entered_ns = time.monotonic_ns() - max(0, time.time_ns() - int(entry["time_created_ns"]))
         what = FOUND_LATE | kind | (DTYPE_NUMBERS[dtype][1] << 8 if dtype in DTYPE_NUMBERS else 0)
-        ticket = recorder.begin_at(group, what, nbytes, line=_line(entry.get("frames", ())), entered_ns=entered_ns)
-        if ticket:
-            self._stalled[key] = _Stalled(int(entry["collective_seq_id"]), ticket)
+        line = _line(entry.get("frames", ()))
+        group.ticket = recorder.begin_at(recorded, what, nbytes, line=line, entered_ns=entered_ns)
+        group.stalled = int(entry["collective_seq_id"])
 
 
 @dataclass(frozen=True)
 class _Ring:
-    """One of torch's flight recorders: the groups' counts as JSON, and what has not ended."""
+    """One of torch's flight recorders, by its two functions."""
 
-    counts: Callable[[], bytes]
     dump: Callable[..., bytes]
+    counts_json: Callable[..., bytes]
+
+    def counts(self) -> dict[str, Any]:
+        """The counts of each group, by torch's number of it."""
+        found: dict[str, Any] = json.loads(self.counts_json(includeCollectives=False, onlyActive=True))["pg_status"]
+        return found
 
     def entries(self, *, with_stacks: bool) -> list[dict[str, Any]]:
+        """The operations that have not ended."""
         found = pickle.loads(self.dump(includeCollectives=True, includeStackTraces=with_stacks, onlyActive=True))
         entries: list[dict[str, Any]] = found["entries"]
         return entries
@@ -158,16 +150,9 @@ def _rings() -> list[_Ring]:
     """Those of this torch: one for Gloo and others, and one for NCCL."""
     from torch._C import _distributed_c10d as core
 
-    rings = []
-    for name in ("_dump_fr_trace", "_dump_nccl_trace"):
-        dump, counts = getattr(core, name, None), getattr(core, f"{name}_json", None)
-        if dump is not None and counts is not None:
-            rings.append(_Ring(_counting(counts), dump))
-    return rings
-
-
-def _counting(counts: Callable[..., bytes]) -> Callable[[], bytes]:
-    return lambda: counts(includeCollectives=False, onlyActive=True)
+    names = ("_dump_fr_trace", "_dump_nccl_trace")
+    found = [(getattr(core, name, None), getattr(core, f"{name}_json", None)) for name in names]
+    return [_Ring(dump, counts) for dump, counts in found if dump is not None and counts is not None]
 
 
 def _first_after(ended: int, identity: str, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -188,10 +173,7 @@ def _data(entry: Mapping[str, Any]) -> tuple[torch.dtype | None, int]:
     dtype, nbytes = None, 0
     for shape, name in zip(entry["input_sizes"], entry["input_dtypes"], strict=False):
         dtype = _SCALAR_TYPES.get(name)
-        elements = 1
-        for length in shape:
-            elements *= int(length)
-        nbytes += elements * (dtype.itemsize if dtype is not None else 1)
+        nbytes += math.prod(map(int, shape)) * (dtype.itemsize if dtype is not None else 1)
     return dtype, nbytes
 
 

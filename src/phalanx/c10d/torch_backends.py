@@ -39,7 +39,7 @@ from phalanx.c10d.collectives import Collectives
 from phalanx.c10d.shared_device import note_device, refused_by_nccl, tell_if_shared
 from phalanx.c10d.stalled_calls import StalledCalls
 from phalanx.diagnosis import recorder
-from phalanx.diagnosis.snapshot import KINDS
+from phalanx.diagnosis.snapshot import KIND_NUMBERS
 from phalanx.errors import DeviceError
 from phalanx.native.core import RecordedGroup
 from phalanx.system.threads import start
@@ -48,7 +48,6 @@ from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
 __all__ = ["record_methods"]
 
 _LOOK_S = 0.5
-_NUMBER_OF_KIND = {name: number for number, name in KINDS.items()}
 # The methods of torch's groups by their kind, and which of the arguments has this rank's tensors (-1: none).
 _METHODS = {
     "all_reduce": (0, "allreduce allreduce_coalesced"),
@@ -69,10 +68,10 @@ _METHODS = {
     "all_to_all": (1, "alltoall alltoall_base all_to_all_single"),
     "barrier": (-1, "barrier monitored_barrier"),
 }
-_REDUCING = frozenset(_NUMBER_OF_KIND[name] for name in ("all_reduce", "reduce", "reduce_scatter"))
-_ROOTED = frozenset(_NUMBER_OF_KIND[name] for name in ("broadcast", "reduce", "gather", "scatter"))
+_REDUCING = frozenset(KIND_NUMBERS[name] for name in ("all_reduce", "reduce", "reduce_scatter"))
+_ROOTED = frozenset(KIND_NUMBERS[name] for name in ("broadcast", "reduce", "gather", "scatter"))
 # In these torch and Phalanx want the tensors of all ranks alike; in an all_to_all they may have any shapes.
-_SHAPED = frozenset(_NUMBER_OF_KIND[name] for name in _METHODS if name not in ("all_to_all", "barrier"))
+_SHAPED = frozenset(KIND_NUMBERS[name] for name in _METHODS if name not in ("all_to_all", "barrier"))
 _MESSAGES = {"send": "send", "recv": "recv", "recv_anysource": "recv"}
 
 
@@ -122,9 +121,8 @@ class _Group:
 
 _COMPLETE = ("gloo", "mpi", "ucc")
 _groups: dict[str, _Group] = {}  # by torch's name
-_making = threading.RLock()  # a signal handler that interrupts its holder may call an operation too
-_looking = threading.Lock()
 _looker: threading.Thread | None = None
+_locked = threading.RLock()  # for both; a signal handler that interrupts its holder may call an operation too
 
 
 def record_methods() -> None:
@@ -135,10 +133,10 @@ def record_methods() -> None:
         for name in names.split():
             own = getattr(dist.ProcessGroup, name, None)  # torch 2.13 has not all of them
             if own is not None:
-                _replace(name, _collective(own, _NUMBER_OF_KIND[kind], tensors_at))
+                _replace(name, _collective(own, KIND_NUMBERS[kind], tensors_at))
     for name, kind in _MESSAGES.items():
         own = getattr(dist.ProcessGroup, name)
-        _replace(name, _message(own, _NUMBER_OF_KIND[kind], has_peer=name != "recv_anysource"))
+        _replace(name, _message(own, KIND_NUMBERS[kind], has_peer=name != "recv_anysource"))
     setattr(dist.Work, "wait", _waiting(dist.Work.wait))  # noqa: B010
     _look_after_them()
 
@@ -271,7 +269,7 @@ def _store(group: Any) -> PrefixStore:
 
 
 def _described(kind: int, tensors: Any) -> tuple[int, int, bool]:
-    """What the core records of these tensors: kind and dtype, bytes and shape; and whether they are on the CPU."""
+    """Kind and dtype, bytes and shape of these tensors, as the core records them; and whether they are on the CPU."""
     what, nbytes, on_cpu = kind, 0, True
     plain = type(tensors) is list and len(tensors) == 1 and isinstance(tensors[0], torch.Tensor)
     own = tensors if plain else list(_flat(tensors))
@@ -279,17 +277,9 @@ def _described(kind: int, tensors: Any) -> tuple[int, int, bool]:
         nbytes += tensor.nbytes
         what = kind | DTYPE_NUMBERS.get(tensor.dtype, (0, 0))[1] << 8
         on_cpu = on_cpu and tensor.is_cpu
-    if len(own) == 1 and kind in _SHAPED:
-        nbytes = _with_shape(nbytes, own[0])
+    if len(own) == 1 and kind in _SHAPED and not own[0].is_nested and own[0].dim() > 1:
+        nbytes = recorder.shaped(nbytes, own[0].shape)
     return what, nbytes, on_cpu
-
-
-def _with_shape(nbytes: int, tensor: torch.Tensor) -> int:
-    try:
-        shape = tensor.shape
-        return recorder.shaped(nbytes, shape) if len(shape) > 1 else nbytes
-    except Exception:  # a tensor that has none, such as a nested one
-        return nbytes
 
 
 def _flat(tensors: Any) -> Iterator[torch.Tensor]:
@@ -300,37 +290,25 @@ def _flat(tensors: Any) -> Iterator[torch.Tensor]:
             yield from _flat(part)
 
 
-def _known(group: Any) -> _Group | None:
-    known = _groups.get(group.group_name)
-    return known if known is not None and known.object() is group else None
-
-
 def _group(group: Any) -> _Group | None:
-    """What is known of a group; None without a recorder."""
-    found = _known(group)
-    if found is None:
-        with _making:  # the program's threads and the one that looks may be first at once
-            found = _known(group) or _made_group(group)
-    return found
-
-
-def _made_group(group: Any) -> _Group | None:
-    name = group.group_name
-    known = _groups.get(name)
-    ranks = c10d.get_process_group_ranks(group)
-    if known is not None and known.ranks == ranks:
-        # Another object for the same group: the operations count on.
-        recorded: RecordedGroup | None = known.recorded
-    elif recorder.open_recorder(*((dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ())):
-        recorded = recorder.group(name, str(c10d.get_backend(group)), ranks, group.rank())
-    else:
-        recorded = None
-    if recorded is None:
-        return None
-    completing = {device.type: group._get_backend(device).name() in _COMPLETE for device in group._device_types}
-    made = _Group(weakref.ref(group), ranks, recorded, completing.get("cpu", False), all(completing.values()))
-    _groups[name] = made
-    return made
+    """The entry of a group, made at its first call; None without a recorder."""
+    with _locked:  # the program's threads and the one that looks may be first at once
+        name = group.group_name
+        known = _groups.get(name)
+        if known is not None and known.object() is group:
+            return known
+        ranks = c10d.get_process_group_ranks(group)
+        recorded: RecordedGroup | None = None
+        if known is not None and known.ranks == ranks:
+            recorded = known.recorded  # another object for the same group: the operations count on
+        elif recorder.open_recorder(*((dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ())):
+            recorded = recorder.group(name, str(c10d.get_backend(group)), ranks, group.rank())
+        if recorded is None:
+            return None
+        completing = {device.type: group._get_backend(device).name() in _COMPLETE for device in group._device_types}
+        made = _Group(weakref.ref(group), ranks, recorded, completing.get("cpu", False), all(completing.values()))
+        _groups[name] = made
+        return made
 
 
 def _follow(work: Any, group: str, ticket: int, *, hold: bool) -> None:
@@ -360,9 +338,7 @@ def _end(identity: int, *, failed: bool) -> None:
 
 def _look_after_them() -> None:
     global _looker
-    if _looker is not None and _looker.is_alive():
-        return
-    with _looking:
+    with _locked:
         if _looker is None or not _looker.is_alive():
             looker = threading.Thread(target=_look, name="phalanx-recorder", daemon=True)
             with contextlib.suppress(RuntimeError):  # the operation itself needs no thread of Phalanx's
@@ -377,18 +353,15 @@ def _look() -> None:
         time.sleep(_LOOK_S)
         with contextlib.suppress(Exception):
             stalled.look()
-        for identity in list(_under_way):
-            with contextlib.suppress(Exception):
-                _look_at(identity)
+        _end_completed()
 
 
-def _look_at(identity: int) -> None:
-    found = _under_way.get(identity)
-    if found is None or found.begin is not None:
-        return
-    work = found.work()
-    if work is not None and work.is_completed():
-        _end(identity, failed=False)
+def _end_completed() -> None:
+    for identity, found in list(_under_way.items()):
+        with contextlib.suppress(Exception):
+            work = found.work() if found.begin is None else None
+            if work is not None and work.is_completed():
+                _end(identity, failed=False)
 
 
 def _group_of_name(name: str) -> RecordedGroup | None:

@@ -1,4 +1,4 @@
-"""What belongs to a release of torch: those that the tests have run on, names that differ, and private functions.
+"""Differences between releases of torch: those that the tests have run on, names that differ, and private functions.
 
 docs/compatibility.md has the results. The functions import torch, and this module does not: ``phalanx doctor`` reads it
 where there may be none.

@@ -20,14 +20,15 @@ from phalanx.c10d.collectives import Collectives
 from phalanx.c10d.process_group import PhalanxProcessGroup, serve_operations
 from phalanx.c10d.register import replaces
 from phalanx.c10d.shared_device import tell_if_shared
+from phalanx.c10d.torch_versions import OLDER_METHODS
 from phalanx.errors import ArgumentError, DeviceMismatch
 from phalanx.transports.hierarchical.gloo import lazy_gloo
 
-__all__ = ["Membership", "MixedProcessGroup"]
+__all__ = ["GroupFacts", "MixedProcessGroup"]
 
 
 @dataclass(frozen=True)
-class Membership:
+class GroupFacts:
     """The facts about a group that a backend is made with; ``ranks`` are the members' in the world."""
 
     store: Store
@@ -46,7 +47,7 @@ class MixedProcessGroup(PhalanxProcessGroup):
         arguments: those of :class:`PhalanxProcessGroup`.
     """
 
-    def __init__(self, member: Membership, *arguments: Any) -> None:
+    def __init__(self, member: GroupFacts, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._member = member
         self._vendors: dict[str, Any] = {}
@@ -101,12 +102,9 @@ class MixedProcessGroup(PhalanxProcessGroup):
 
 # Operations whose methods have other names in the backends of vendors; the coalesced ones take one tensor there.
 _OTHER_NAMES = {
-    "all_to_all_single": "alltoall_base",
+    **OLDER_METHODS,
     "all_gather_single_coalesced": "_allgather_base",
     "reduce_scatter_single_coalesced": "_reduce_scatter_base",
-    # the methods under torch's newer names, which no backend has
-    "all_gather_single": "_allgather_base",
-    "reduce_scatter_single": "_reduce_scatter_base",
 }
 _ONE_BY_ONE = ("all_gather_single_coalesced", "reduce_scatter_single_coalesced")
 
@@ -157,7 +155,7 @@ def _device(arguments: Sequence[Any]) -> torch.device | None:
     return None
 
 
-def _name(group: dist.ProcessGroup, device: torch.device, member: Membership) -> str:
+def _name(group: dist.ProcessGroup, device: torch.device, member: GroupFacts) -> str:
     names = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
     name = names.get(device.type)
     if device.type == "cuda" and replaces("gloo") and name in (None, names.get("cpu")):
@@ -172,7 +170,7 @@ def _name(group: dist.ProcessGroup, device: torch.device, member: Membership) ->
     return name
 
 
-def _make(name: str, store: Store, member: Membership) -> tuple[Any, Any]:
+def _make(name: str, store: Store, member: GroupFacts) -> tuple[Any, Any]:
     c10d: Any = dist.distributed_c10d
     kinds = dist.ProcessGroup.BackendType
     place = (store, member.rank, member.size)

@@ -20,12 +20,33 @@ __all__ = ["DoneWork", "MessageWork", "PhalanxWork"]
 
 
 @uncompiled
-class DoneWork(dist.Work):
-    """The handle of a send that was done when it was called, as most small ones are."""
+class _Handle(dist.Work):
+    """The handle of an operation or a message on ``tensors``; a subclass waits for it."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
         self._tensors = tensors
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+
+def _under_way(what: str, seconds: float) -> CollectiveTimeout:
+    return CollectiveTimeout(
+        f"the {what} is still under way after {seconds:.3f} s; it goes on, and can be waited for again",
+        elapsed_s=seconds,
+    )
+
+
+@uncompiled
+class DoneWork(_Handle):
+    """The handle of a send that was done when it was called, as most small ones are."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
@@ -33,17 +54,8 @@ class DoneWork(dist.Work):
     def is_completed(self) -> bool:
         return True
 
-    def is_success(self) -> bool:
-        return True
-
     def exception(self) -> BaseException | None:
         return None
-
-    def synchronize(self) -> None:
-        pass
-
-    def result(self) -> list[torch.Tensor]:
-        return self._tensors
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
@@ -52,11 +64,11 @@ class DoneWork(dist.Work):
 
 
 @uncompiled
-class PhalanxWork(dist.Work):
+class PhalanxWork(_Handle):
     """The handle of one asynchronous operation, as torch documents it for CPU backends."""
 
     def __init__(self, progress: Progress, operation: Operation) -> None:
-        super().__init__()
+        super().__init__(operation.result)
         self._progress = progress
         self.operation = operation
 
@@ -71,16 +83,12 @@ class PhalanxWork(dist.Work):
             PhalanxError: the operation failed; this is its error.
         """
         operation = self.operation
-        limited = timeout is not None and timeout.total_seconds() > 0
+        seconds = timeout.total_seconds() if timeout is not None else 0.0
         if not operation.done:
-            if not limited:
+            if seconds <= 0:
                 self._progress.help(operation)
-            seconds = timeout.total_seconds() if limited and timeout is not None else None
-            if not operation.wait_done(seconds):
-                raise CollectiveTimeout(
-                    f"the operation is still under way after {seconds:.3f} s; it goes on, and can be waited for again",
-                    elapsed_s=seconds or 0.0,
-                )
+            if not operation.wait_done(seconds if seconds > 0 else None):
+                raise _under_way("operation", seconds)
         if operation.waited is not None:
             operation.waited()
         if operation.error is not None:
@@ -91,27 +99,18 @@ class PhalanxWork(dist.Work):
     def is_completed(self) -> bool:
         return self.operation.done
 
-    def is_success(self) -> bool:
-        return self.operation.done and self.operation.error is None
-
     def exception(self) -> BaseException | None:
         return self.operation.error
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[torch.Tensor]:
-        return self.operation.result
 
     def get_future(self) -> torch.futures.Future[Any]:
         if not self.operation.done:
             self._progress.hurry()
         future = self.operation.future()
-        return ddp.typed(future, self.operation.result) if ddp.wants_typed_futures else future
+        return ddp.typed(future, self._tensors) if ddp.wants_typed_futures else future
 
 
 @uncompiled
-class MessageWork(dist.Work):
+class MessageWork(_Handle):
     """The handle of one send or receive, for the script's threads and the thread of :class:`Messages`.
 
     ``_base``, ``_completed`` and ``_write_back`` are written under ``_lock``, and also read without it: each changes at
@@ -119,9 +118,8 @@ class MessageWork(dist.Work):
     """
 
     def __init__(self, message: Message, tensors: list[torch.Tensor], write_back: list[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__(tensors)
         self._message = message
-        self._tensors = tensors
         self._write_back = write_back
         self._lock = threading.Lock()
         self._base: torch.futures.Future[Any] | None = None
@@ -144,28 +142,15 @@ class MessageWork(dist.Work):
             self._settle(False)
             raise
         if not done:
-            raise CollectiveTimeout(
-                f"the message is still under way after {seconds:.3f} s; it goes on, and can be waited for again",
-                elapsed_s=seconds,
-            )
+            raise _under_way("message", seconds)
         self._settle(True)
         return True
 
     def is_completed(self) -> bool:
         return self._ask()[0]
 
-    def is_success(self) -> bool:
-        done, error = self._ask()
-        return done and error is None
-
     def exception(self) -> BaseException | None:
         return self._ask()[1]
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[torch.Tensor]:
-        return self._tensors
 
     def source_rank(self) -> int:
         return self._message.source

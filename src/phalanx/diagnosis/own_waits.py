@@ -103,9 +103,6 @@ class OwnWaits:
         self._over.set()
         return [] if self._thread is None else [self._thread]
 
-    def give_back(self) -> None:
-        """Nothing is left that would disturb the interpreter's end."""
-
     def _run(self) -> None:
         while not self._over.wait(self._look_s):
             try:

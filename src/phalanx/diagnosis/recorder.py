@@ -21,7 +21,7 @@ from typing import Any
 from phalanx.diagnosis import call_site
 from phalanx.diagnosis.call_site import CallSite, lengths_that_count
 from phalanx.diagnosis.divergence import identity
-from phalanx.diagnosis.snapshot import KINDS, spans
+from phalanx.diagnosis.snapshot import KIND_NUMBERS, spans
 from phalanx.errors import BackendError
 from phalanx.native.core import NBYTES_BITS, RECORDER_BYTES, STRINGS_AT, RecordedGroup, library, quick_entry
 
@@ -30,7 +30,6 @@ _LONGEST_TEXT = 2048
 # Up to which share of the room there may be labels, and shapes: a script may make new ones for each batch.
 _LABELS, _SHAPES = 0.5, 0.25
 _GROUP = ctypes.POINTER(RecordedGroup)
-_JOIN = next(number for number, kind in KINDS.items() if kind == "init")
 
 _keeper: tuple[int, Callable[[], tuple[int, int]]] | None = None  # whose memory it is, and what makes it
 _state: _Recorder | None = None
@@ -166,15 +165,6 @@ def group(name: str, backend: str, ranks: Sequence[int], own: int) -> RecordedGr
     return None if state is None else RecordedGroup(name=state.text(text))
 
 
-def writers() -> tuple[Callable[[int, int, int, int, int], int], Callable[[int, bool], None], Callable[[], int]]:
-    """The parts of :func:`begin` and :func:`end` for callers that are called often: begin, end, and the site's number.
-
-    A forked child may call them, and records nothing.
-    """
-    assert _state is not None, "a group is recorded only in a process with a recorder"
-    return _state.begin, _state.end, _state.here
-
-
 def own_memory() -> int:
     """Return the address of this process's recorder; 0 if it has none."""
     state = _own()
@@ -275,7 +265,7 @@ def joining(name: str, backend: str, ranks: Sequence[int], own: int) -> Iterator
             made = group(name, backend, ranks, own) if open_recorder() else None
             if made is not None:
                 line = call_site.text_of(call_site.capture(3))
-                ticket = begin_at(made, _JOIN, 0, line=line, entered_ns=time.monotonic_ns())
+                ticket = begin_at(made, KIND_NUMBERS["init"], 0, line=line, entered_ns=time.monotonic_ns())
     try:
         yield
     except BaseException:

@@ -18,6 +18,7 @@ from phalanx.words import format_bytes
 # The core's numbers (enum phx_kind).
 _COLLECTIVES = "all_reduce broadcast all_gather barrier reduce reduce_scatter gather scatter all_to_all"
 KINDS = dict(enumerate((*_COLLECTIVES.split(), "send", "recv", "init"), 1))
+KIND_NUMBERS = {kind: number for number, kind in KINDS.items()}
 _ROOTS = {"reduce": "dst", "gather": "dst", "broadcast": "src", "scatter": "src"}
 _MOST_RANKS = 1 << 20
 _MOST_EACH = 64

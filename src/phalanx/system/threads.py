@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import queue
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -106,7 +104,7 @@ def within(timeout_s: float, task: Callable[[], T]) -> T:
 
     Raises:
         TimeoutError: it has not returned in time.
-        RuntimeError: no thread can be started, and none was kept.
+        RuntimeError: no thread can be started.
     """
     outcome: list[T] = []
     errors: list[BaseException] = []
@@ -119,10 +117,7 @@ def within(timeout_s: float, task: Callable[[], T]) -> T:
             errors.append(error)
         done.set()
 
-    try:
-        start(threading.Thread(target=run, name="phalanx-bounded", daemon=True))
-    except RuntimeError:
-        on_spare_thread(run)
+    start(threading.Thread(target=run, name="phalanx-bounded", daemon=True))
     left_s = timeout_s
     while left_s > 0 and not done.wait(min(left_s, _STEP_S)):
         left_s -= _STEP_S
@@ -132,55 +127,6 @@ def within(timeout_s: float, task: Callable[[], T]) -> T:
         raise TimeoutError(f"not done within {timeout_s:g} s")
     return outcome[0]
 
-
-class SpareThread:
-    """A thread for when no other can be started: from Python 3.12 on, when the interpreter ends.
-
-    It is there as long as somebody holds this object.
-    """
-
-    def __init__(self) -> None:
-        self.tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        start(threading.Thread(target=_work, args=(self.tasks,), name="phalanx-spare", daemon=True))
-        weakref.finalize(self, self.tasks.put, None).atexit = False
-
-
-_spare: weakref.ref[SpareThread] | None = None
-_making = threading.RLock()  # a signal handler may take it again
-
-
-def spare_thread() -> SpareThread:
-    """Return this process's spare thread; make it if there is none."""
-    global _spare
-    with _making:
-        spare = None if _spare is None else _spare()
-        if spare is None:
-            spare = SpareThread()
-            _spare = weakref.ref(spare)
-        return spare
-
-
-def on_spare_thread(task: Callable[[], object]) -> None:
-    """Have the spare thread do something, after what it was given before; raise RuntimeError if there is none."""
-    spare = None if _spare is None else _spare()
-    if spare is None:
-        raise RuntimeError("no thread can be started any more, and none was kept for that")
-    spare.tasks.put(task)
-
-
-def _work(tasks: queue.SimpleQueue[Callable[[], object] | None]) -> None:
-    while (task := tasks.get()) is not None:
-        with contextlib.suppress(Exception):  # what comes next has nobody else to do it
-            task()
-        del task
-
-
-def _after_fork() -> None:
-    global _spare, _making
-    _spare, _making = None, threading.RLock()  # the thread is the parent's
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 # -- a queue -------------------------------------------------------------------------------------------
 
