@@ -72,12 +72,12 @@ def trains_and_shards(member: Member) -> None:
 
 @every_rank(size=[1, 3], joins=False)
 def test_no_rank_listens(member: Member) -> None:
-    before = len(os.listdir("/proc/self/task"))
+    before, inherited = len(os.listdir("/proc/self/task")), ports()  # another test's store may listen in this process
     member.join()
     assert len(os.listdir("/proc/self/task")) == before
     for program in (sums, every_call, trains_and_shards):
         program(member)
-        assert ports() == [], program.__name__
+        assert ports() == inherited, program.__name__
 
 
 def sparse(member: Member) -> bool:

@@ -59,5 +59,6 @@ def test_buckets_are_shared_and_their_memory_is_given_back(member: Member) -> No
     dist.barrier()
     held = resident_bytes()
     assert held >= 2 * sum(p.nbytes for p in model.parameters())  # of both ranks
+    dist.barrier()  # both have looked
     del replica, each
     assert soon(lambda: resident_bytes() < held / 10, 30)
