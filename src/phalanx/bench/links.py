@@ -25,7 +25,7 @@ _COUNTERS = Path("/proc/net/dev")  # of this process's network; /sys may be that
 
 @dataclass(frozen=True)
 class LinkBytes:
-    """What one host's link carries, in bytes of tensors; packets have headers besides.
+    """Bytes of tensors on one host's link; packets have headers besides.
 
     Attributes:
         sent: to other hosts.

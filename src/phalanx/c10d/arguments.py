@@ -193,7 +193,7 @@ class Checks:
 
 
 def as_it_is(tensor: torch.Tensor) -> bool:
-    """Whether the bytes in the tensor's memory are its elements, in order.
+    """Return whether the bytes in the tensor's memory are its elements, in order.
 
     They are not if the tensor has gaps, or is a view that torch negates or conjugates when it reads it.
     """
@@ -218,7 +218,7 @@ def dense(tensor: torch.Tensor, factor: float | None = None) -> torch.Tensor:
 
 
 def all_dense(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a communicator can take them as they are: it reads and writes memory, and knows no gradients."""
+    """Return whether a communicator can take them as they are: it reads and writes memory, and knows no gradients."""
     for tensor in tensors:  # noqa: SIM110 - a generator costs more than this loop
         if not as_it_is(tensor):
             return False
@@ -226,8 +226,9 @@ def all_dense(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def apart(tensor: torch.Tensor, parts: Sequence[torch.Tensor], own: int) -> bool:
-    """Whether ``tensor`` may be read while ``parts`` are written, in any order: it is ``parts[own]`` itself, or it
-    overlaps none of them. All are contiguous and of the same size.
+    """Return whether ``tensor`` may be read while ``parts`` are written, in any order.
+
+    It may if it is ``parts[own]`` itself or overlaps none of them. All are contiguous and of the same size.
     """
     start, nbytes = tensor.data_ptr(), tensor.nbytes
     for index, part in enumerate(parts):
@@ -244,7 +245,7 @@ def apart_from_whole(tensor: torch.Tensor, whole: torch.Tensor, own: int | None)
 
 
 def disjoint(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Whether no tensor of one list shares memory with one of the other. All are contiguous."""
+    """Return whether no tensor of one list shares memory with one of the other. All are contiguous."""
     spans = [[(at := t.data_ptr(), at + t.nbytes) for t in tensors if t.numel()] for tensors in (ones, others)]
     if not all(spans):
         return True

@@ -122,7 +122,7 @@ CPP = frozenset(
 
 
 def is_watched() -> bool:
-    """Whether a profiler or one of torch's dispatch modes must see this thread's calls. Every call pays for it."""
+    """Return whether a profiler or a dispatch mode of torch must see this thread's calls. Every call pays for it."""
     return profiler._is_profiler_enabled or _number_of_modes() > 0
 
 

@@ -177,7 +177,7 @@ def names_to_replace(text: str, *, source: str = settings.REPLACE) -> tuple[str,
 
 
 def replaces(name: str, environment: Mapping[str, str] | None = None) -> bool:
-    """Whether PHALANX_REPLACE lists this backend. Other entries, which may be wrong, are not checked here.
+    """Return whether PHALANX_REPLACE lists this backend. Other entries, which may be wrong, are not checked here.
 
     Args:
         name: a backend's, in lower case.

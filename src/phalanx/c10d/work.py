@@ -183,7 +183,7 @@ class MessageWork(_Handle):
             call_site.running.site = None
 
     def _ask(self, watch: bool = True) -> tuple[bool, PhalanxError | None]:
-        """Whether it is done, and with what error."""
+        """Return whether it is done, and with what error."""
         try:
             done = self._message.test(watch)
         except PhalanxError as error:

@@ -154,7 +154,7 @@ class OwnWaits:
         return bool(diagnosis.awaited) and {host.get(rank) for rank in diagnosis.awaited} <= waits
 
     def _answer(self) -> list[RankSnapshot]:
-        """What the ranks of this host do, if this one is the first that is not stopped. Called on another thread."""
+        """Tell what the ranks of this host do, if this is the first that is not stopped. Called on another thread."""
         before = [pid for rank, pid in self._pids.items() if rank < self._rank]
         if self._over.is_set() or any(state_of(pid) not in (*_GONE, "T", "t") for pid in before):
             return []

@@ -1,4 +1,4 @@
-"""What a group's methods rely on, objects between its ranks, and turns: rank 0 goes first, or alone.
+"""Base of a group's methods: objects between its ranks, and turns, in which rank 0 goes first, or alone.
 
 The ranks must trust each other, since a pickled object can run code where it is read: every rank can run code in every
 other. Between hosts objects go over Gloo, and whoever can change its packets can do the same.

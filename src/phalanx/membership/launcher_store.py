@@ -63,7 +63,7 @@ def kept_store(place: Place, timeout_s: float) -> Store:
 
 
 def is_launchers(port: int, environment: Mapping[str, str]) -> bool:
-    """Whether the launcher's store is at this port, as far as the launcher says where it is."""
+    """Return whether the launcher's store is at this port, as far as the launcher says where it is."""
     own = environment.get(settings.STORE_PORT)
     return own is None or own == str(port)
 

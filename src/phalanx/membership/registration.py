@@ -173,7 +173,7 @@ class Registration:
 
     @property
     def sees_rank_0(self) -> bool:
-        """Whether this process can see how rank 0 ends."""
+        """Return whether this process can see how rank 0 ends."""
         return 0 in self._known
 
     def read_near(self, ranks: list[int] | None = None) -> None:

@@ -48,7 +48,7 @@ _SLASH = b"/"  # what torch's client puts before each key
 
 
 def is_own(peer: Address, here: Address) -> bool:
-    """Whether the socket at ``peer``, connected to ``here``, belongs to this user or to root, on this host."""
+    """Return whether the socket at ``peer``, connected to ``here``, belongs to this user or to root, on this host."""
     try:
         return owner_of(peer, here) in (os.geteuid(), 0)
     except OSError:
@@ -100,7 +100,7 @@ class SupervisorLine:
 
     @property
     def due_at(self) -> float:
-        """When :meth:`expired` has something to return."""
+        """Return when :meth:`expired` has something to return."""
         return next(iter(self._waiting.values()))[0] if self._waiting else math.inf
 
 

@@ -34,7 +34,7 @@ class SignalPoll:
 
     @property
     def pending(self) -> BaseException | None:
-        """What a handler raised during the main thread's last wait, which has not been raised yet."""
+        """Return what a handler raised during the main thread's last wait, which has not been raised yet."""
         return self._raised[0] if self._raised else None
 
     def raise_pending(self) -> None:

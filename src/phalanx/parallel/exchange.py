@@ -1,4 +1,4 @@
-"""How ranks take the mean of flat tensors: unchanged, in a narrower dtype, or in whichever way is the quickest here.
+"""Means of flat tensors over ranks: unchanged, in a narrower dtype, or in whichever way is the quickest here.
 
 Exchanges of fewer bits are in modules of their own: ``integers.py``, ``low_rank.py``.
 """
@@ -103,7 +103,7 @@ _ENOUGH_S = 0.15  # an exchange as long as this is measured well enough
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and why; the same on every rank.
+    """The choice, and its reason; the same on every rank.
 
     Attributes:
         name: of the exchange.

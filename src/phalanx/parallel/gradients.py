@@ -1,4 +1,4 @@
-"""How DDP hands gradients to an exchange: bucket by bucket during backward, or all at its end, as flat tensors."""
+"""Hand gradients of DDP to an exchange: bucket by bucket during backward, or all at its end, as flat tensors."""
 
 from __future__ import annotations
 

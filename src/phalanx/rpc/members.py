@@ -46,7 +46,7 @@ _KINDS: dict[str, type] = {
 
 
 class Departure(NamedTuple):
-    """How a worker went.
+    """End of a worker.
 
     Attributes:
         left: it said so itself, as in ``rpc.shutdown()``; otherwise it is lost.
@@ -196,7 +196,7 @@ class Members:
         self._store.close()
 
     def gone(self, member: Member) -> Departure | None:
-        """How this incarnation went; None if it is not known to be gone."""
+        """Return how this incarnation went; None if it is not known to be gone."""
         with self._lock:
             known = self._gone.get(member.incarnation)
         if known is not None:

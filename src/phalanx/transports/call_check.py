@@ -1,4 +1,4 @@
-"""Whether the ranks of a group make the same calls in the same order.
+"""Check that the ranks of a group make the same calls in the same order.
 
 A call is one number, which is equal on all ranks that make the same call. Two lines that ranks have called in different
 orders are a mistake that equal calls hide. The core notices it (``native/csrc/collectives/line_order.h`` has the rule).

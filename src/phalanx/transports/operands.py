@@ -1,4 +1,4 @@
-"""What collectives take: tensors cut into one piece per rank, dtypes, and which reductions are defined.
+"""Operands of collectives: tensors cut into one piece per rank, dtypes, and which reductions are defined.
 
 Operations go by number. ``REDUCIBLE`` stands in the order of the core's ``phx_dtype``.
 """
@@ -53,7 +53,7 @@ _FLOATS = frozenset(FLOATS)
 
 
 def reducible(dtype: torch.dtype, op: int) -> bool:
-    """Whether ``op`` (a ``ReduceOp``'s value) of ``dtype`` is defined: no bits of floats, no averages of integers."""
+    """Return whether ``op``, a ``ReduceOp``'s value, suits ``dtype``: no bits of floats, no averages of integers."""
     if dtype in _FLOATS:
         return op in OP_NAMES and op not in _BITWISE
     return dtype in _KNOWN and op in OP_NAMES and op != AVG

@@ -235,7 +235,7 @@ class SocketLink(Link):
             self._armed.arm_both()
 
     def _try_to_send(self, parts: Sequence[memoryview]) -> int:
-        """How many bytes of these the kernel takes."""
+        """Return how many bytes of these the kernel takes."""
         if self.over:
             raise LinkEnded(self.over)
         try:
@@ -280,7 +280,7 @@ class SocketLink(Link):
             self._stop_reading()
 
     def _reads(self) -> bool:
-        """Whether this thread reads. It may have done so and do it no more, because it had to send in between."""
+        """Return whether this thread still reads. A thread stops reading when it has to send."""
         return self._reader == threading.get_ident()
 
     def wait(self, done: Callable[[], bool], call: int, timeout_s: float) -> None:
@@ -490,7 +490,7 @@ class SocketLink(Link):
 
 
 def _behind(nbytes: int, parts: Sequence[bytes | memoryview]) -> list[memoryview]:
-    """What is behind the first ``nbytes`` of these."""
+    """Return what is behind the first ``nbytes`` of these."""
     rest = []
     for part in parts:
         if nbytes >= len(part):

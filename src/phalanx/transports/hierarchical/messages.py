@@ -113,7 +113,7 @@ class HierarchicalMessages:
         return self.mailbox.recv(tensor, DTYPES[tensor.dtype], peer, tag)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long messages wait from now on; ``local`` is told by its owner."""
+        """Set how long messages wait from now on; ``local`` is told by its owner."""
         self._timeout_s = timeout.total_seconds()
         if self._is_alone:
             with self.mailbox as comm:

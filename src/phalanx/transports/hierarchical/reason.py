@@ -1,4 +1,4 @@
-"""What a rank of a group over several hosts raises when the group breaks, the same on every rank.
+"""Errors of a group over several hosts that breaks, the same on every rank.
 
 A rank is in a collective (:class:`PresentCall`) or a message. An error there becomes a fact. The group's ranks agree
 which fact was first (``membership/abort.py``), and that one becomes this rank's error (``wording.py``).
@@ -150,11 +150,11 @@ class Reason:
     # -- what is known of other ranks, from any thread ---------------------------------------------
 
     def is_told(self) -> bool:
-        """Whether a rank has broken the group, as far as this one knows."""
+        """Return whether a rank has broken the group, as far as this one knows."""
         return self._group.fact is not None
 
     def told(self) -> Fact | None:
-        """Why a rank has broken the group, as far as this one knows."""
+        """Return why a rank has broken the group, as far as this one knows."""
         self._read_segment()
         return self._group.fact
 
@@ -163,7 +163,7 @@ class Reason:
         return self._group.pids[rank]
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank has left the group in order."""
+        """Return whether a rank has left the group in order."""
         return self._group.has_left(rank)
 
     def meet(self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool]) -> None:
@@ -215,7 +215,7 @@ class Reason:
     # -- what it raises ----------------------------------------------------------------------------
 
     def error(self, error: BaseException, call: str, timeout_s: float, of_message: bool = False) -> BaseException:
-        """What this rank raises.
+        """Return what this rank raises.
 
         Args:
             error: what it has found.
@@ -287,7 +287,7 @@ class Reason:
         return f"On {self._layout.name(self._rank)}: {error}"[:_LONGEST_TEXT]
 
     def _raised(self, fact: Fact, error: BaseException, call: str, timeout_s: float, of_message: bool) -> BaseException:
-        """What this rank raises for a reason."""
+        """Return what this rank raises for a reason."""
         words = Wording(self._layout, self._group.pids, self._rank, call)
         if not isinstance(error, Exception):
             return error
@@ -312,7 +312,7 @@ class Reason:
     # -- where ranks are ---------------------------------------------------------------------------
 
     def _positions(self, told: Sequence[Position] | None, call: str, of_message: bool) -> Mapping[int, Position]:
-        """Where the ranks are, as the registrar has told, or else as far as this rank knows."""
+        """Return where the ranks are, as the registrar has told, or else as far as this rank knows."""
         if told is None:  # the registrar is stopped or held, or cannot be reached: of the others nothing is known
             registrar = self._group.ranks.index(0) if 0 in self._group.ranks else -1
             others = [rank for rank in range(self._size) if rank != registrar]
@@ -365,7 +365,7 @@ class Reason:
             self._abort()
 
     def _aborted(self) -> bool:
-        """Whether a rank of this host has woken the others."""
+        """Return whether a rank of this host has woken the others."""
         return self._local is not None and self._local.aborted
 
     def _abort(self) -> None:
@@ -379,12 +379,12 @@ class Reason:
             self._group.know(msgspec.json.decode(said, type=Fact))
 
     def _how_ended(self, rank: int) -> Departed | None:
-        """How the process of a rank of this host has ended; None while it has not. The group is of all ranks."""
+        """Return how the process of a rank of this host has ended; None while it has not. The group is of all ranks."""
         own = self._group.ranks.index(rank)
         return self._how_gone(own) if processes.state_of(self.pid_of(own)) in ("", "Z", "X") else None
 
     def _how_gone(self, rank: int) -> Departed | None:
-        """How a rank of this host has gone from it; None if it has not, or nothing is known."""
+        """Return how a rank of this host has gone from it; None if it has not, or nothing is known."""
         host, place = self._layout.place(rank) if rank >= 0 else (-1, 0)
         if host != self._layout.host or self._local is None or (gone := self._local.gone([place]).get(place)) is None:
             return None
@@ -447,11 +447,11 @@ class PresentCall:
         return _in_words(self._before if calls else self._present)
 
     def is_late(self) -> bool:
-        """Whether the calls that are found to differ are those before this one."""
+        """Return whether the calls that are found to differ are those before this one."""
         return self._local is not None and self._local.differs_late and self._before is not None
 
     def error_of_message(self, error: BaseException, message: str) -> PhalanxError:
-        """What a message raises, given what was found, and the message with its line; it breaks the group.
+        """Return what a message raises, given what was found, and the message with its line; it breaks the group.
 
         Any thread may call it.
         """
@@ -473,7 +473,7 @@ class PresentCall:
             raise self._error from None
 
     def _difference(self, patience_s: float) -> Exception | None:
-        """What is wrong with the last calls, and new to this rank; none of its own has failed here."""
+        """Return what is wrong with the last calls, and new to this rank; none of its own has failed here."""
         known = self._reason.told()
         if known is not None:
             is_of_last = not isinstance(known, Late) and known.at == self._reason.calls

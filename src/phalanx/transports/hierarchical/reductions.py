@@ -11,6 +11,7 @@ Costs are for H hosts and S bytes, as bytes that leave, or arrive at, one host.
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -124,7 +125,7 @@ class Reductions:
                 work[turn - 2 * _AHEAD].spread()
 
 
-class _Chunk:
+class _Chunk(ABC):
     """One chunk of a reduction on its way through the steps.
 
     Args:
@@ -152,9 +153,9 @@ class _Chunk:
                 self._parts[host] = self._scratch.take(("part", self._slot, host), self._sum)
                 self._coming.append(self._engine.recv(self._parts[host], rank, _TAG))
 
+    @abstractmethod
     def reduce_inside(self) -> None:
         """Add the tensors of this host's ranks, and begin to send parts to the ranks that add them."""
-        raise NotImplementedError
 
     def add_between(self) -> None:
         """Add the parts of the hosts."""

@@ -1,4 +1,4 @@
-"""Why a group over several hosts broke, in words. Every rank puts the same facts into words itself."""
+"""Words for why a group over several hosts broke. Every rank puts the same facts into words itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Found", "Wording"]
 
 @dataclass(frozen=True)
 class Found:
-    """Where the ranks of a group of this size were when it broke, as far as they say."""
+    """Return where the ranks of a group of this size were when it broke, as far as they say."""
 
     size: int
     positions: Mapping[int, Position]
@@ -94,7 +94,7 @@ class Wording:
         return PeerLost(text, group_rank=fact.rank, pid=self.pids[fact.rank], host=host, **known)
 
     def _what(self, fact: Lost) -> tuple[str, str]:
-        """What has happened, and the next step, if one is known."""
+        """Return what has happened, and the next step, if one is known."""
         own_output = "Look at that rank's own output for the cause"
         who = self.who([fact.rank]) if fact.rank >= 0 else "a rank of the group"
         if fact.way == Way.SILENT:

@@ -287,7 +287,7 @@ class Agreement:
 
     @property
     def in_step(self) -> bool:
-        """Whether no operation of the group is left unanswered."""
+        """Return whether no operation of the group is left unanswered."""
         return not self.aborted and (self.broken is None or isinstance(self.broken, CollectiveMismatch))
 
     def close(self) -> None:

@@ -303,7 +303,7 @@ def _reductions(mpi: Any) -> dict[tuple[torch.dtype, int], tuple[Any, Any, bool]
 
 
 def _span(tensors: Sequence[torch.Tensor]) -> int | None:
-    """Where the tensors begin, if they are contiguous, in order and without gaps; else None."""
+    """Return where the tensors begin, if they are contiguous, in order and without gaps; else None."""
     first = at = tensors[0].data_ptr()
     for tensor in tensors:
         if tensor.data_ptr() != at:

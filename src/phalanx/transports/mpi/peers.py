@@ -1,4 +1,4 @@
-"""What the ranks of an MPI job know of each other: their processes, and who has given up an operation or has left.
+"""Facts that the ranks of an MPI job know of each other: processes, and who has given up an operation or has left.
 
 The ranks tell each other once, when MPI starts, where their processes and their flight recorders are. Nothing is read
 there before an error needs it. Later they send notices: small messages on a communicator of their own.
@@ -67,7 +67,7 @@ class Peers:
         be_seen()
 
     def one_host(self, members: Sequence[int]) -> bool:
-        """Whether these ranks of the world are on one host, so far as MPI can tell."""
+        """Return whether these ranks of the world are on one host, so far as MPI can tell."""
         return len({self._hosts[rank] for rank in members}) == 1
 
     def visible(self) -> dict[int, int]:
@@ -187,7 +187,7 @@ class Notices:
             time.sleep(0.001)
 
     def has_arrived(self) -> bool:
-        """Whether there may be a notice about a group. Takes less than a microsecond."""
+        """Return whether there may be a notice about a group. Takes less than a microsecond."""
         probe, source = self._probe, self._any
         return bool(probe(source, _TAG) or (self._probes_twice and probe(source, _TAG)) or self._given_up)
 
