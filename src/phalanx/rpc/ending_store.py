@@ -2,11 +2,13 @@
 
 A store of torch's gives the interpreter's lock up while it waits. If the interpreter has ended when a thread wants it
 back, Python ends that thread, and with it, because it is inside C++, the process: ``terminate called without an active
-exception``. So the agent waits for such requests before it is closed, and there are none after that.
+exception``. So such requests are waited for before the agent is closed, and before a process ends that has not closed
+it; there are none after that.
 """
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -27,12 +29,14 @@ class EndingStore:
         self._changed = threading.Condition()
         self._under_way = 0
         self._closed = False
+        atexit.register(self.close)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *arguments: self._ask(getattr(self._store, name), *arguments)
 
     def close(self) -> None:
         """Refuse requests from now on, and wait for those that are under way."""
+        atexit.unregister(self.close)
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._under_way, _WAIT_S)
