@@ -22,7 +22,7 @@ __all__ = ["launcher"]
 
 ERROR = "Abort(745090447) on node 0 (rank 0 in comm 496): Fatal error in internal_Allreduce_c: Other MPI error"
 RANKS = """
-    import contextlib, os, signal, sys, time
+    import atexit, contextlib, os, signal, sys, time
     from pathlib import Path
 
     folder, rank = Path(os.environ["FOLDER"]), int(os.environ["RANK"])
@@ -74,7 +74,8 @@ ENDS_WELL = "sys.exit(0)"
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "ended by signal 9 (SIGKILL)\n", "kills"),
         pytest.param("os._exit(3)", 3, "phalanx: rank 1 of 3 failed\n", "waits", marks=pytest.mark.long),
         pytest.param(
-            "raise ValueError('bad thing')",
+            # Its interpreter takes no time to end, for the next ping of the launcher continues the agent, which reports.
+            "atexit.register(os._exit, 1); raise ValueError('bad thing')",
             1,
             "phalanx: rank 1 of 3 failed: ValueError: bad thing\n",
             "kills",
