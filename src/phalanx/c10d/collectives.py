@@ -30,10 +30,8 @@ from phalanx.c10d.arguments import (
 from phalanx.c10d.messages import Messages
 from phalanx.c10d.progress import Progress
 from phalanx.c10d.torch_versions import uncompiled
-from phalanx.c10d.work import DoneWork, MessageWork
-from phalanx.diagnosis.call_site import call_site
-from phalanx.errors import ArgumentError, PhalanxError
-from phalanx.transports.contract import Communicator, Message, message_text
+from phalanx.errors import ArgumentError
+from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.gloo import GlooOnDemand
 from phalanx.transports.operands import split_counts
 
@@ -316,7 +314,7 @@ class Collectives:
         self._check.on_cpu(tensors)
         self._messages.refuse_if_closed()
         self._check.peer(dst)
-        return self._begin(self._calls.send, "send to", dense(tensor), dst, tag, tensors, [])
+        return self._messages.begin(self._calls.send, "send to", dense(tensor), dst, tag, tensors, [])
 
     def recv(self, tensors: list[torch.Tensor], src: int | None, tag: int = 0) -> Any:
         (tensor,) = self._check.one("recv", tensors)
@@ -326,39 +324,10 @@ class Collectives:
         self._check.can_be_written("recv", tensor)
         buffer = tensor if as_it_is(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
         write_back = [] if buffer is tensor else [tensor, buffer]
-        return self._begin(self._calls.recv, "recv from", buffer, src, tag, tensors, write_back)
+        return self._messages.begin(self._calls.recv, "recv from", buffer, src, tag, tensors, write_back)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
         return Collectives.recv(self, tensors, None, tag)
-
-    def _begin(
-        self,
-        start: Callable[[torch.Tensor, int | None, int], Message],
-        verb: str,
-        tensor: torch.Tensor,
-        peer: int | None,
-        tag: int,
-        tensors: list[torch.Tensor],
-        write_back: list[torch.Tensor],
-    ) -> dist.Work:
-        """Start a message, and have it looked after from then on."""
-        try:
-            message = start(tensor, peer, tag)
-            if message.done:
-                return DoneWork(tensors)
-            work = MessageWork(message, tensors, write_back)
-            self._messages.look_after(work)
-            return work
-        except PhalanxError:  # it was refused, and not begun
-            raise
-        except BaseException:
-            # What a signal's handler has raised may have come between the transport, which has the message, and
-            # look_after(). Nobody knows of that message, and it would take the place of the next one.
-            self._messages.hold(tensor)
-            site = call_site()
-            words = message_text(verb, str(peer) if peer is not None else "", tensor)
-            self._communicator.give_up(tensor, f"{words} at {site}" if site else words)
-            raise
 
 
 def _in_turn(moves: Sequence[Callable[[], None]]) -> Callable[[], None]:

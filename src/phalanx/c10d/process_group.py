@@ -28,7 +28,7 @@ from phalanx.c10d.ddp import BackwardPasses, current_pass, name_parameters
 from phalanx.c10d.dispatcher import OPERATIONS, front, is_watched, watch_all, watch_calls_of_cpp
 from phalanx.c10d.leaving import LAST_CALLS_S, track_group
 from phalanx.c10d.messages import Messages
-from phalanx.c10d.progress import Progress, around
+from phalanx.c10d.progress import Progress, around, nothing
 from phalanx.c10d.recording import RecordedCalls
 from phalanx.c10d.torch_versions import adopt_older_names, uncompiled
 from phalanx.c10d.work import PhalanxWork
@@ -312,7 +312,7 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         """Nothing to do: the operations of a group run one after the other in any case."""
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        return self._start(True, [], _nothing)
+        return self._start(True, [], nothing)
 
     def shutdown(self) -> None:
         """Finish what is queued and give back the communicator. ``destroy_process_group`` calls it.
@@ -450,7 +450,3 @@ def _retire(name: str, progress: Progress, messages: Messages, communicator: Com
         each.callback(progress.close)
         each.callback(progress.give_up, ClosedError.given_up(name), abort)
         each.callback(messages.close)  # the first to be called: messages need not learn of the abort
-
-
-def _nothing() -> None:
-    pass
