@@ -1,10 +1,9 @@
 """Collectives that C++ calls on torch's own backends: recorded while they stall, from torch's own flight recorder.
 
-The reducer of DDP, functional collectives and compiled programs call a backend without Python, so no function of ours
-sees them. torch notes every operation of Gloo and NCCL in a ring of its own. To read its counts of a group (which
-collective was called last, which has ended last) takes microseconds; to read the ring takes a tenth of a second. So the
-counts are looked at often, and the ring only when a group has stood still for a while. The collective in which it
-stands is then recorded as if it had been seen: its kind, its bytes, when it was called, and by which line.
+torch notes every operation of Gloo and NCCL in a ring of its own. To read its counts of a group (which collective was
+called last, which has ended last) takes microseconds; to read the ring takes a tenth of a second. So the counts are
+looked at often, and the ring once when a group has stood still for two seconds. The collective in which it stands is
+then recorded as if it had been seen: its kind, its bytes, when it was called, and by which line.
 
 It has the number of the group's next collective, and when it is over its record is taken back. Ranks that went through
 theirs without a stall have counted none: by its number they would be behind, or the others ahead.
@@ -17,11 +16,12 @@ import json
 import math
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C import _distributed_c10d as core
 
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.snapshot import KIND_NUMBERS
@@ -33,13 +33,17 @@ from phalanx.transports.shm.numbers import DTYPE_NUMBERS
 __all__ = ["StalledCalls"]
 
 _STALLS_S = 2.0
-# The ring is read so seldom that this takes at most 1/50 of the time.
-_PAUSE = 50
 _NUMBERS = (*REDUCIBLE, torch.complex64, torch.complex128)
 # By torch's names in C++, which are those of its types of tensors: "Float".
 _SCALAR_TYPES = {torch.empty(0, dtype=dtype).type()[len("torch.") : -len("Tensor")]: dtype for dtype in _NUMBERS}
 # "all_reduce_barrier" is a barrier, and "_reduce_scatter_base" no reduce.
 _LONGEST_FIRST = sorted(KIND_NUMBERS.items(), key=lambda kind: -len(kind[0]))
+# torch's flight recorders, one for Gloo and others, one for NCCL: the functions that give the operations, and counts.
+_RINGS = [
+    (getattr(core, name), getattr(core, f"{name}_json"))
+    for name in ("_dump_fr_trace", "_dump_nccl_trace")
+    if hasattr(core, name) and hasattr(core, f"{name}_json")
+]
 
 
 @dataclass
@@ -50,7 +54,6 @@ class _Group:
         ended: which collective has ended last; None before the first look.
         since: when that was first seen, by ``time.monotonic``.
         was_read: whether the ring has been read since.
-        name: torch's name of the group; empty until the ring has been read.
         ticket: the record of the collective that lasts; 0 if there is none.
         stalled: torch's number of that collective.
     """
@@ -58,7 +61,6 @@ class _Group:
     ended: int | None = None
     since: float = 0.0
     was_read: bool = False
-    name: str = ""
     ticket: int = 0
     stalled: int = 0
 
@@ -75,8 +77,6 @@ class StalledCalls:
         self._recorded = group
         self._is_seen = is_seen
         self._groups: dict[tuple[int, str], _Group] = {}
-        self._not_before = 0.0
-        self._rings = _rings()
 
     def look(self) -> None:
         """Record what has stalled since the last look, and take back the records of what is over or has failed.
@@ -84,8 +84,9 @@ class StalledCalls:
         Raises:
             Exception: torch's recorder answers otherwise than this expects.
         """
-        for which, ring in enumerate(self._rings):
-            for identity, status in ring.counts().items():
+        for which, (dump, dump_json) in enumerate(_RINGS):
+            counts = json.loads(dump_json(includeCollectives=False, onlyActive=True))["pg_status"]
+            for identity, status in counts.items():
                 group = self._groups.setdefault((which, identity), _Group())
                 called, ended = int(status["last_enqueued_collective"]), int(status["last_completed_collective"])
                 if group.ticket and ended >= group.stalled:
@@ -93,91 +94,47 @@ class StalledCalls:
                     group.ticket = 0
                 if called <= ended or group.ended != ended:
                     group.ended, group.since, group.was_read = ended, time.monotonic(), False
-                elif self._is_due(group):
-                    self._read(group, identity, ring, ended)
+                elif not group.was_read and time.monotonic() - group.since >= _STALLS_S:
+                    group.was_read = True
+                    self._record(group, identity, dump)
 
-    def _is_due(self, group: _Group) -> bool:
-        now = time.monotonic()
-        has_stalled = not group.was_read and now - group.since >= _STALLS_S and now >= self._not_before
-        return has_stalled and not (group.name and self._is_seen(group.name))
-
-    def _read(self, group: _Group, identity: str, ring: _Ring, ended: int) -> None:
-        group.was_read = True
-        began = time.monotonic()
-        try:
-            entry = _first_after(ended, identity, ring.entries(with_stacks=False))
-            if entry is None:
-                return
-            group.name = entry["process_group"][0]
-            kind = next((number for text, number in _LONGEST_FIRST if text in entry["profiling_name"]), 0)
-            recorded = None if self._is_seen(group.name) else self._recorded(group.name)
-            if not kind or recorded is None:
-                return
-            # To look up stacks torch imports its compiler, which takes seconds: C++ that calls a collective comes of
-            # DDP or of functional collectives, which have imported it, but most programs have no need of it.
-            entry = _first_after(ended, identity, ring.entries(with_stacks=True)) or entry
-        finally:
-            now = time.monotonic()
-            self._not_before = now + _PAUSE * (now - began)
-        dtype, nbytes = _data(entry)
-        entered_ns = time.monotonic_ns() - max(0, time.time_ns() - int(entry["time_created_ns"]))
+    def _record(self, group: _Group, identity: str, dump: Callable[..., bytes]) -> None:
+        entry = _first_after(group.ended or 0, identity, dump, with_stack=False)
+        if entry is None or self._is_seen(name := entry["process_group"][0]):
+            return
+        recorded = self._recorded(name)
+        kind = next((number for text, number in _LONGEST_FIRST if text in entry["profiling_name"]), 0)
+        if not kind or recorded is None:
+            return
+        # To look up stacks torch imports its compiler, which takes seconds: C++ that calls a collective comes of DDP or
+        # of functional collectives, which have imported it, but most programs have no need of it.
+        entry = _first_after(group.ended or 0, identity, dump, with_stack=True) or entry
+        dtype, nbytes = None, 0
+        for shape, type_name in zip(entry["input_sizes"], entry["input_dtypes"], strict=False):
+            dtype = _SCALAR_TYPES.get(type_name)
+            nbytes += math.prod(map(int, shape)) * (dtype.itemsize if dtype is not None else 1)
         what = FOUND_LATE | kind | (DTYPE_NUMBERS[dtype][1] << 8 if dtype in DTYPE_NUMBERS else 0)
-        line = _line(entry.get("frames", ()))
+        entered_ns = time.monotonic_ns() - max(0, time.time_ns() - int(entry["time_created_ns"]))
+        line = _users_line(entry.get("frames", ()))
         group.ticket = recorder.begin_at(recorded, what, nbytes, line=line, entered_ns=entered_ns)
         group.stalled = int(entry["collective_seq_id"])
 
 
-@dataclass(frozen=True)
-class _Ring:
-    """One of torch's flight recorders, by its two functions."""
-
-    dump: Callable[..., bytes]
-    counts_json: Callable[..., bytes]
-
-    def counts(self) -> dict[str, Any]:
-        """The counts of each group, by torch's number of it."""
-        found: dict[str, Any] = json.loads(self.counts_json(includeCollectives=False, onlyActive=True))["pg_status"]
-        return found
-
-    def entries(self, *, with_stacks: bool) -> list[dict[str, Any]]:
-        """The operations that have not ended."""
-        found = pickle.loads(self.dump(includeCollectives=True, includeStackTraces=with_stacks, onlyActive=True))
-        entries: list[dict[str, Any]] = found["entries"]
-        return entries
-
-
-def _rings() -> list[_Ring]:
-    """Those of this torch: one for Gloo and others, and one for NCCL."""
-    from torch._C import _distributed_c10d as core
-
-    names = ("_dump_fr_trace", "_dump_nccl_trace")
-    found = [(getattr(core, name, None), getattr(core, f"{name}_json", None)) for name in names]
-    return [_Ring(dump, counts) for dump, counts in found if dump is not None and counts is not None]
-
-
-def _first_after(ended: int, identity: str, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _first_after(ended: int, identity: str, dump: Callable[..., bytes], *, with_stack: bool) -> dict[str, Any] | None:
     """The first collective of a group after that with the number ``ended``; None if the ring has lost it."""
-    later = [
+    found = pickle.loads(dump(includeCollectives=True, includeStackTraces=with_stack, onlyActive=True))
+    entries: list[dict[str, Any]] = [
         entry
-        for entry in entries
+        for entry in found["entries"]
         if str(entry["pg_id"]) == identity
         and not entry["is_p2p"]
         and not entry["retired"]
         and entry["collective_seq_id"] > ended
     ]
-    return min(later, key=lambda entry: int(entry["collective_seq_id"]), default=None)
+    return min(entries, key=lambda entry: int(entry["collective_seq_id"]), default=None)
 
 
-def _data(entry: Mapping[str, Any]) -> tuple[torch.dtype | None, int]:
-    """The dtype of a collective's input, and its bytes."""
-    dtype, nbytes = None, 0
-    for shape, name in zip(entry["input_sizes"], entry["input_dtypes"], strict=False):
-        dtype = _SCALAR_TYPES.get(name)
-        nbytes += math.prod(map(int, shape)) * (dtype.itemsize if dtype is not None else 1)
-    return dtype, nbytes
-
-
-def _line(frames: Any) -> str:
+def _users_line(frames: Any) -> str:
     """The innermost line of the user's program in a stack of torch's; empty if there is none."""
     with contextlib.suppress(Exception):
         for found in frames:

@@ -1,27 +1,25 @@
 """The operations of torch's own backends, such as Gloo and NCCL, in the flight recorder of a rank of ``phalanx run``.
 
 These backends are C++. Their groups are called from Python by the methods of ``ProcessGroup``, which are replaced by
-functions that note the call and make it. The methods are replaced when the first such group is made; a program that
-makes none keeps torch's. A call that C++ makes (the reducer of DDP, functional collectives, what is compiled) does not
-come by them; one that lasts is found where torch keeps it (``stalled_calls.py``).
+functions that note the call and make it, when the first such group is made. A call that C++ makes (the reducer of DDP,
+functional collectives, what is compiled) does not come by them; one that lasts is found where torch keeps it
+(``stalled_calls.py``).
 
-- A *collective* begins with its call, so that ranks count them alike. It ends when ``wait`` returns, or when a thread
-  that looks twice a second finds it completed. The thread runs in Python: while a rank holds the interpreter's lock in
-  C, an operation that nobody waits for ends late.
+- A *collective* begins with its call, so that ranks count them alike. It ends when ``wait`` returns, when its handle is
+  dropped, or when a thread that looks twice a second finds it completed. The thread runs in Python: while a rank holds
+  the interpreter's lock in C, an operation that nobody waits for ends late.
 - A *message* begins when it is waited for: nobody but Gloo knows how far one is that was only started.
-- The second call on a device asks, once, whether several ranks use the same one (``shared_device.py``). Where NCCL
-  refuses the first because they do, the error says so.
 - On a device an operation ends when the program may go on, which is before the device has done it.
 
-Recording must not change what a program does. So the result of each call is passed on as it is; a ``Work`` is held no
-longer than until it is completed if it is a collective's on the CPU, whose engine holds it that long as well, and
-not at all otherwise; and an error in here is swallowed, since the call has to be made in any case.
+Recording must not change what a program does. So the result of each call is passed on as it is, no ``Work`` is held,
+and an error in here is swallowed, since the call has to be made in any case.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import threading
 import time
 import weakref
@@ -36,16 +34,18 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx.c10d.collectives import Collectives
-from phalanx.c10d.shared_device import note_device, refused_by_nccl, tell_if_shared
 from phalanx.c10d.stalled_calls import StalledCalls
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.snapshot import KIND_NUMBERS
 from phalanx.errors import DeviceError
 from phalanx.native.core import RecordedGroup
+from phalanx.system.host import this_host
 from phalanx.system.threads import start
+from phalanx.topology.device import find_accelerator, physical_device
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
+from phalanx.words import format_named
 
-__all__ = ["record_methods"]
+__all__ = ["note_device", "record_methods", "refused_by_nccl"]
 
 _LOOK_S = 0.5
 # The methods of torch's groups by their kind, and which of the arguments has this rank's tensors (-1: none).
@@ -86,43 +86,32 @@ class _UnderWay:
         begin: for a message, begins the record, and gives the ticket.
     """
 
-    work: Callable[[], Any]
+    work: weakref.ref[Any]
     group: str
     ticket: int
     begin: Callable[[], int] | None = None
 
 
-# By the identity of the Work. An entry holds it, or goes when it does; so no identity stands for two of them.
+# By the identity of the Work. An entry goes when the Work does, so no identity stands for two of them.
 _under_way: dict[int, _UnderWay] = {}
 
 
 @dataclass
 class _Group:
-    """A group of torch's.
-
-    Attributes:
-        object: gives torch's object; None if that is gone.
-        ranks: its members.
-        recorded: what the core counts in.
-        completes: on the CPU its engine completes each Work. One that is never completed would be held for ever.
-        completes_all: so do those of its other devices.
-        device: of the first tensor that was not on the CPU.
-        compared: this rank has asked whether others use the same one.
-    """
+    """A group of torch's: its object, the members' ranks in the world, and what the core counts in."""
 
     object: weakref.ref[Any]
     ranks: list[int]
     recorded: RecordedGroup
-    completes: bool
-    completes_all: bool
-    device: torch.device | None = None
-    compared: bool = False
+    device: torch.device | None = None  # of the first tensor that was not on the CPU
 
 
-_COMPLETE = ("gloo", "mpi", "ucc")
 _groups: dict[str, _Group] = {}  # by torch's name
 _looker: threading.Thread | None = None
 _locked = threading.RLock()  # for both; a signal handler that interrupts its holder may call an operation too
+
+
+# -- the methods that are replaced -----------------------------------------------------------------
 
 
 def record_methods() -> None:
@@ -153,9 +142,9 @@ def _collective(own: Callable[..., Any], kind: int, tensors_at: int) -> Callable
     def call(group: Any, *arguments: Any, **named: Any) -> Any:
         if isinstance(group, Collectives):
             return own(group, *arguments, **named)
-        ticket, hold = 0, False
+        ticket = 0
         with contextlib.suppress(Exception):
-            ticket, hold = _begin(group, kind, tensors_at, arguments, named)
+            ticket = _begin(group, kind, tensors_at, arguments, named)
         try:
             work = own(group, *arguments, **named)
         except BaseException as error:
@@ -167,7 +156,10 @@ def _collective(own: Callable[..., Any], kind: int, tensors_at: int) -> Callable
                 raise DeviceError(shared) from error
             raise
         with contextlib.suppress(Exception):
-            _follow(work, group.group_name, ticket, hold=hold)
+            if ticket and work is None:
+                recorder.end(ticket, False)  # the call has waited for it
+            elif ticket:
+                _note(work, group.group_name, ticket)
         return work
 
     return call
@@ -181,12 +173,12 @@ def _message(own: Callable[..., Any], kind: int, *, has_peer: bool) -> Callable[
             return work
         with contextlib.suppress(Exception):
             peer = int(arguments[0] if arguments else next(iter(named.values()))) if has_peer else -1
-            what, nbytes, _ = _described(kind, tensors)
+            what, nbytes = _described(kind, tensors)
             known = _group(group)
             if known is not None:
                 recorded = known.recorded  # which the function keeps
                 begin = lambda: recorder.begin(addressof(recorded), what, nbytes, peer)  # noqa: E731
-                _note(work, _UnderWay(weakref.ref(work, _forgetting(id(work))), group.group_name, 0, begin))
+                _note(work, group.group_name, 0, begin)
         return work
 
     return call
@@ -213,73 +205,40 @@ def _waiting(own: Callable[..., Any]) -> Callable[..., Any]:
     return wait
 
 
-def _begin(
-    group: Any, kind: int, tensors_at: int, arguments: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[int, bool]:
-    """Begin the record of a collective: the ticket, and whether its Work may be held until it is completed."""
+# -- records ---------------------------------------------------------------------------------------
+
+
+def _begin(group: Any, kind: int, tensors_at: int, arguments: tuple[Any, ...], named: dict[str, Any]) -> int:
+    """Begin the record of a collective."""
     known = _group(group)
     if known is None:
-        return 0, False
-    what, nbytes, hold = kind, 0, known.completes_all
+        return 0
+    what, nbytes = kind, 0
     if tensors_at >= 0:
         tensors = arguments[tensors_at] if len(arguments) > tensors_at else list(named.values())
-        what, nbytes, on_cpu = _described(kind, tensors)
-        hold = on_cpu and known.completes
-        if not on_cpu and not known.compared:
-            _compare_device(known, group, tensors)
+        what, nbytes = _described(kind, tensors)
+        if known.device is None:
+            _note_first_device(known, group, tensors)
     options: Any = arguments[-1] if arguments else None
     root = -1
     if kind in _REDUCING and hasattr(options, "reduceOp"):
         what |= OP_NUMBERS.get(options.reduceOp.op.value, 0) << 16
     if kind in _ROOTED and hasattr(options, "rootRank"):
         root = options.rootRank
-    return recorder.begin(addressof(known.recorded), what, nbytes, root), hold
+    return recorder.begin(addressof(known.recorded), what, nbytes, root)
 
 
-def _compare_device(known: _Group, group: Any, tensors: Any) -> None:
-    """At the second call on a device: warn if other ranks of the job use it in a group of all ranks.
-
-    In the first call NCCL's ranks find each other through the store, where some may wait for others. It only notes the
-    device there.
-    """
-    whole = len(known.ranks) == dist.get_world_size()
-    if known.device is None:
-        known.device = next(tensor.device for tensor in _flat(tensors) if not tensor.is_cpu)
-        if whole:
-            with contextlib.suppress(Exception):
-                note_device(_store(group), group.rank(), known.device)
-        return
-    known.compared = True
-    if whole:
-        with contextlib.suppress(Exception):
-            tell_if_shared(_store(group), group.rank(), group.size(), known.device)
-
-
-def _why_refused(group: Any, error: BaseException) -> str:
-    """Say why NCCL has refused the group's first call on a device, if ranks share it; else nothing."""
-    known = _group(group)
-    if known is None or known.device is None or known.compared or not isinstance(error, dist.DistBackendError):
-        return ""
-    is_nccl = group._get_backend(known.device).name() == "nccl"
-    return refused_by_nccl(_store(group), group.rank(), group.size(), known.device) if is_nccl else ""
-
-
-def _store(group: Any) -> PrefixStore:
-    return PrefixStore("phalanx", c10d._world.pg_map[group][1])
-
-
-def _described(kind: int, tensors: Any) -> tuple[int, int, bool]:
-    """Kind and dtype, bytes and shape of these tensors, as the core records them; and whether they are on the CPU."""
-    what, nbytes, on_cpu = kind, 0, True
+def _described(kind: int, tensors: Any) -> tuple[int, int]:
+    """Kind and dtype, bytes and shape of these tensors, as the core records them."""
+    what, nbytes = kind, 0
     plain = type(tensors) is list and len(tensors) == 1 and isinstance(tensors[0], torch.Tensor)
     own = tensors if plain else list(_flat(tensors))
     for tensor in own:
         nbytes += tensor.nbytes
         what = kind | DTYPE_NUMBERS.get(tensor.dtype, (0, 0))[1] << 8
-        on_cpu = on_cpu and tensor.is_cpu
     if len(own) == 1 and kind in _SHAPED and not own[0].is_nested and own[0].dim() > 1:
         nbytes = recorder.shaped(nbytes, own[0].shape)
-    return what, nbytes, on_cpu
+    return what, nbytes
 
 
 def _flat(tensors: Any) -> Iterator[torch.Tensor]:
@@ -305,35 +264,25 @@ def _group(group: Any) -> _Group | None:
             recorded = recorder.group(name, str(c10d.get_backend(group)), ranks, group.rank())
         if recorded is None:
             return None
-        completing = {device.type: group._get_backend(device).name() in _COMPLETE for device in group._device_types}
-        made = _Group(weakref.ref(group), ranks, recorded, completing.get("cpu", False), all(completing.values()))
-        _groups[name] = made
+        made = _groups[name] = _Group(weakref.ref(group), ranks, recorded)
         return made
 
 
-def _follow(work: Any, group: str, ticket: int, *, hold: bool) -> None:
-    """End the record of a collective when that has ended."""
-    if ticket and work is None:
-        recorder.end(ticket, False)  # the call has waited for it
-    elif ticket:
-        held: Callable[[], Any] = (lambda: work) if hold else weakref.ref(work, _forgetting(id(work)))
-        _note(work, _UnderWay(held, group, ticket))
-
-
-def _note(work: Any, found: _UnderWay) -> None:
-    _under_way[id(work)] = found
+def _note(work: Any, group: str, ticket: int, begin: Callable[[], int] | None = None) -> None:
+    """End the record of an operation when that has ended, or its handle is gone."""
+    identity = id(work)
+    gone = weakref.ref(work, lambda _: _end(identity, failed=False))
+    _under_way[identity] = _UnderWay(gone, group, ticket, begin)
     _look_after_them()
-
-
-def _forgetting(identity: int) -> Callable[[Any], None]:
-    """For a Work that is not held: its record ends with it."""
-    return lambda _: _end(identity, failed=False)
 
 
 def _end(identity: int, *, failed: bool) -> None:
     found = _under_way.pop(identity, None)
     if found is not None and found.ticket:
         recorder.end(found.ticket, failed)
+
+
+# -- the thread that looks -------------------------------------------------------------------------
 
 
 def _look_after_them() -> None:
@@ -353,15 +302,13 @@ def _look() -> None:
         time.sleep(_LOOK_S)
         with contextlib.suppress(Exception):
             stalled.look()
-        _end_completed()
-
-
-def _end_completed() -> None:
-    for identity, found in list(_under_way.items()):
-        with contextlib.suppress(Exception):
-            work = found.work() if found.begin is None else None
-            if work is not None and work.is_completed():
-                _end(identity, failed=False)
+        for identity, found in list(_under_way.items()):
+            with contextlib.suppress(Exception):
+                work = found.work() if found.begin is None else None
+                if work is not None and work.is_completed():
+                    _end(identity, failed=False)
+            del found
+            work = None
 
 
 def _group_of_name(name: str) -> RecordedGroup | None:
@@ -373,3 +320,49 @@ def _group_of_name(name: str) -> RecordedGroup | None:
 
 def _is_under_way(name: str) -> bool:
     return any(found.group == name and found.ticket for found in list(_under_way.values()))
+
+
+# -- several ranks on one device, which NCCL refuses -----------------------------------------------
+
+
+def note_device(store: Any, rank: int, device: torch.device) -> None:
+    """Note in the group's store where a rank computes, for :func:`refused_by_nccl`."""
+    store.set(f"device/{rank}", _place(device))
+
+
+def refused_by_nccl(store: Any, rank: int, size: int, device: torch.device) -> str:
+    """Say why NCCL has refused a group's first call, if known; each rank has called :func:`note_device` before."""
+    own = _place(device)
+    noted = [other for other in range(size) if other == rank or store.check([f"device/{other}"])]
+    sharing = [other for other in noted if store.get(f"device/{other}").decode() == own]
+    if len(sharing) < 2:
+        return ""
+    return (
+        f"{format_named('rank', sharing)} compute on the same device ({json.loads(own)[1]}), which NCCL refuses. Give "
+        f"each rank its own: torch.accelerator.set_device_index(local_rank), or phalanx.init(). To share the device, "
+        f"send its tensors over Gloo: init_process_group('cpu:gloo,cuda:gloo')"
+    )
+
+
+def _place(device: torch.device) -> str:
+    host = this_host()
+    return json.dumps([f"{host.name} {host.boot_id}", physical_device(device, find_accelerator())])
+
+
+def _note_first_device(known: _Group, group: Any, tensors: Any) -> None:
+    known.device = next((tensor.device for tensor in _flat(tensors) if not tensor.is_cpu), None)
+    if known.device is not None and len(known.ranks) == dist.get_world_size():
+        with contextlib.suppress(Exception):
+            note_device(_store(group), group.rank(), known.device)
+
+
+def _why_refused(group: Any, error: BaseException) -> str:
+    known = _group(group)
+    if known is None or known.device is None or not isinstance(error, dist.DistBackendError):
+        return ""
+    is_nccl = group._get_backend(known.device).name() == "nccl"
+    return refused_by_nccl(_store(group), group.rank(), group.size(), known.device) if is_nccl else ""
+
+
+def _store(group: Any) -> PrefixStore:
+    return PrefixStore("phalanx", c10d._world.pg_map[group][1])

@@ -19,7 +19,6 @@ from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOp
 from phalanx.c10d.collectives import Collectives
 from phalanx.c10d.process_group import PhalanxProcessGroup, serve_operations
 from phalanx.c10d.register import replaces
-from phalanx.c10d.shared_device import tell_if_shared
 from phalanx.c10d.torch_versions import OLDER_METHODS
 from phalanx.errors import ArgumentError, DeviceMismatch
 from phalanx.transports.hierarchical.gloo import lazy_gloo
@@ -65,8 +64,6 @@ class MixedProcessGroup(PhalanxProcessGroup):
             found, kind = _make(name, PrefixStore(f"vendor/{device.type}", member.store), member)
             self.serve(torch.device(device.type), kind, found)
             self._vendors[device.type] = found
-            if not member.ranks:  # the world's group
-                tell_if_shared(member.store, member.rank, member.size, device)
         return found
 
     def _limited(self, body: Callable[..., Any], *arguments: Any) -> Any:
