@@ -28,7 +28,7 @@ from phalanx.c10d.arguments import (
     moving,
 )
 from phalanx.c10d.messages import Messages
-from phalanx.c10d.progress import Progress
+from phalanx.c10d.progress import Progress, around
 from phalanx.c10d.torch_versions import uncompiled
 from phalanx.errors import ArgumentError
 from phalanx.transports.contract import Communicator
@@ -62,9 +62,9 @@ class Collectives:
 
     def _plain(self, opts: Any, result: list[torch.Tensor], body: Callable[..., None], *arguments: Any) -> Any:
         """Run ``body`` on tensors that a communicator can take as they are, now or queued."""
-        if not opts.asyncOp:
-            return self._progress.run(body, *arguments)
-        return self._start(True, result, partial(body, *arguments))
+        if opts.asyncOp or around.wraps:
+            return self._start(opts.asyncOp, result, partial(body, *arguments))
+        return self._progress.run(body, *arguments)
 
     # -- reductions --------------------------------------------------------------------------------
 
@@ -72,9 +72,9 @@ class Collectives:
         reduce_op = opts.reduceOp
         # The usual case comes first, in as few steps as possible: each of them is paid in every call.
         if reduce_op == dist.ReduceOp.SUM and len(tensors) == 1 and self._summable(tensors[0]):
-            if not opts.asyncOp:
-                return self._sum_now(tensors[0])
-            return self._start(True, tensors, partial(self._calls.all_reduce, tensors[0], SUM))
+            if opts.asyncOp or around.wraps:
+                return self._start(opts.asyncOp, tensors, partial(self._calls.all_reduce, tensors[0], SUM))
+            return self._sum_now(tensors[0])
         if any(tensor.is_sparse for tensor in tensors):
             return self._start(
                 opts.asyncOp, tensors, lambda: self._gloo.get().allreduce(tensors, opts).wait(), urgent=True

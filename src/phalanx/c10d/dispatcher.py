@@ -301,16 +301,9 @@ def _kernel(operation: str) -> Callable[..., Any]:
         given = [values[argument] for argument in known.arguments]
         arguments, filled = _unwrap_nested(known.arguments, given)
         opts = None if known.options is None else _options(known.options, values, dispatched.reduce_op)
-        before = around.wraps
-        if filled:
-            around.wraps = (*before, lambda body: _followed(body, partial(_write_back, filled)))
-        try:
-            body = getattr(type(dispatched.group), name).__wrapped__
+        body = getattr(type(dispatched.group), name).__wrapped__
+        with around.more(*([partial(_followed_by_copies, filled)] if filled else [])):
             work = dispatched.run(lambda: begin(dispatched.group, name, body, arguments, opts), given)
-        finally:
-            around.wraps = before
-        if not values.get("async_op"):
-            _write_back(filled)
         boxed = work.boxed()
         return (given[0], boxed) if len(schema.returns) == 2 else boxed
 
@@ -379,15 +372,11 @@ def _unwrap_nested(names: Sequence[str], arguments: Sequence[Any]) -> tuple[list
     return list(map(unwrapped, names, arguments)), filled
 
 
-def _write_back(filled: Filled) -> None:
-    for tensor, stand_in in filled:
-        tensor.detach().copy_(stand_in)
-
-
-def _followed(body: Callable[[], None], then: Callable[[], None]) -> Callable[[], None]:
+def _followed_by_copies(filled: Filled, body: Callable[[], None]) -> Callable[[], None]:
     def run() -> None:
         body()
-        then()
+        for tensor, stand_in in filled:
+            tensor.detach().copy_(stand_in)
 
     return run
 
@@ -412,24 +401,17 @@ def begin(group: Any, name: str, body: Callable[..., Any], arguments: Sequence[A
 def _profiled(name: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any], asynchronous: bool) -> Any:
     """``call()``, shown by the profiler as an event with the tensors' shapes and bytes.
 
-    Args:
-        name: of the event.
-        tensors: those that are moved.
-        call: starts the operation, or runs it.
-        asynchronous: whether the operation goes on after ``call``; then the event ends when the operation has run, or
-            if another thread has run it, when this one has waited for it. A profiler belongs to a thread: what ends on
-            another one has no end there, and is shown as if it had ended with what was under way when it began.
+    The event of an asynchronous operation ends when that has run, or if another thread has run it, when this one has
+    waited for it. A profiler belongs to a thread: what ends on another one has no end there, and is shown as if it had
+    ended with what was under way when it began.
     """
     nbytes = sum(t.numel() * t.element_size() for t in tensors if t.layout == torch.strided)
     event = torch._C._profiler._RecordFunctionFast(name, list(tensors), {"nbytes": nbytes})
-    event.__enter__()
-    ended, caller = False, threading.get_ident()
+    caller, ends = threading.get_ident(), [event.__exit__]
 
     def end() -> None:
-        nonlocal ended
-        if not ended and threading.get_ident() == caller:
-            ended = True
-            event.__exit__(None, None, None)
+        if ends and threading.get_ident() == caller:
+            ends.pop()(None, None, None)
 
     def ending(body: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
@@ -440,17 +422,16 @@ def _profiled(name: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any
 
         return run
 
-    before, going = around.wraps, False
-    if asynchronous:
-        around.wraps = (*before, ending)
+    event.__enter__()
     try:
-        result = call()
-        operation = getattr(result, "operation", None) if asynchronous else None
-        if operation is not None:
-            operation.waited = end
-        going = asynchronous
-        return result
-    finally:
-        around.wraps = before
-        if not going:
-            end()
+        with around.more(ending):
+            result = call()
+    except BaseException:
+        end()
+        raise
+    operation = getattr(result, "operation", None)
+    if not asynchronous:
+        end()
+    elif operation is not None:
+        operation.waited = end
+    return result

@@ -248,10 +248,10 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
 
         A thread begins an urgent one at once. By default those on large tensors are urgent.
         """
-        if not asynchronous:
-            return self._progress.run(body)
         for wrap in around.wraps:
             body = wrap(body)
+        if not asynchronous:
+            return self._progress.run(body)
         if urgent is None:
             urgent = sum(tensor.nbytes for tensor in result) > SMALL_BYTES
         work = PhalanxWork(self._progress, self._progress.submit(body, result, urgent))
@@ -261,17 +261,8 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
 
     def _limited(self, body: Callable[..., Any], *arguments: Any) -> Any:
         """A call of the collective ``body`` whose options, the last argument, have a timeout of their own."""
-        opts = arguments[-1]
-        before, asynchronous = around.wraps, opts.asyncOp
-        around.wraps, opts.asyncOp = (*before, partial(self._within, opts.timeout)), True
-        try:
-            work = body(self, *arguments)
-        finally:
-            around.wraps, opts.asyncOp = before, asynchronous
-        if asynchronous:
-            return work
-        work.wait()
-        return None
+        with around.more(partial(self._within, arguments[-1].timeout)):
+            return body(self, *arguments)
 
     def _within(self, timeout: timedelta, body: Callable[[], None]) -> Callable[[], None]:
         """``body`` with another timeout than the group's, which counts from when the operation begins to run.

@@ -33,7 +33,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -49,6 +49,9 @@ NAP_S = 0.001
 _NOW, _NAP, _END = "run the queue", "nap first", "end"
 
 
+Body = Callable[[], None]
+
+
 class Around(threading.local):
     """Wrappers around the operation of this thread's present call, whichever thread runs that.
 
@@ -56,7 +59,17 @@ class Around(threading.local):
         wraps: each takes the operation's body and returns a new one.
     """
 
-    wraps: tuple[Callable[[Callable[[], None]], Callable[[], None]], ...] = ()
+    wraps: tuple[Callable[[Body], Body], ...] = ()
+
+    @contextlib.contextmanager
+    def more(self, *wraps: Callable[[Body], Body]) -> Iterator[None]:
+        """Have these around the operations that are called in a ``with``, too."""
+        before = self.wraps
+        self.wraps = (*before, *wraps)
+        try:
+            yield
+        finally:
+            self.wraps = before
 
 
 around = Around()
