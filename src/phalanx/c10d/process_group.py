@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, FakeProcessGroup, Store
+from torch._C._distributed_c10d import Backend, Store
 
 from phalanx import settings
 from phalanx.c10d.arguments import SUM, Checks
@@ -30,7 +30,7 @@ from phalanx.c10d.leaving import LAST_CALLS_S, track_group
 from phalanx.c10d.messages import Messages
 from phalanx.c10d.progress import Progress, around, nothing
 from phalanx.c10d.recording import RecordedCalls
-from phalanx.c10d.torch_versions import adopt_older_names, uncompiled
+from phalanx.c10d.torch_versions import adopt_older_names, name_holder, uncompiled
 from phalanx.c10d.work import PhalanxWork
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.ends import cause_of_going
@@ -90,8 +90,9 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         self._waits: OwnWaits | None = None
         self._dropped: weakref.finalize[[], PhalanxProcessGroup] | None = None  # gives it back, once it is aborted
         self._attached = False
-        self._hold_name()
-        self._set_default_backend(dist.ProcessGroup.BackendType.UNDEFINED)
+        undefined = dist.ProcessGroup.BackendType.UNDEFINED
+        self._register_backend(torch.device("cpu"), undefined, name_holder(self._rank, self._size))
+        self._set_default_backend(undefined)
         self._set_group_name(group_name)  # type: ignore[arg-type]  # GroupName, which torch 2.9 lacks
         track_group(self)
         name_parameters(PhalanxProcessGroup)
@@ -155,20 +156,6 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
             self.serve(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo.get())
             self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
             self._attached = True
-
-    def _hold_name(self) -> None:
-        """Give torch a backend for the group's name, which it keeps in its backends. Each collective of it raises.
-
-        torch 2.15 asks for a backend of each device when a group is made.
-        """
-        fake: Any = FakeProcessGroup
-        if hasattr(fake, "_create_internal"):  # not before torch 2.10, where they do nothing
-            options = fake.Options()
-            options.error_on_collective = True
-            holder = fake._create_internal(self._rank, self._size, options)
-        else:
-            holder = fake(self._rank, self._size)
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.UNDEFINED, holder)
 
     def serve(self, device: torch.device, kind: dist.ProcessGroup.BackendType, backend: Backend) -> None:
         """Give torch a backend for ``device``; it has the group's name and description afterwards, as all have."""
@@ -428,13 +415,9 @@ def _retire(name: str, progress: Progress, messages: Messages, communicator: Com
     """
     if progress.inherited:
         return
-    abort = partial(communicator.abort, "reconfigure(), which ended this group")
     if progress.interrupted():
-        # A signal handler is the caller: the operation that it has interrupted must leave the group before.
-        abort()
-        again = partial(_retire, name, progress, messages, communicator, gloo)
-        threading.Thread(target=again, name="phalanx-closing").start()
-        return
+        progress.run(nothing)  # raises ReentryError: a handler has interrupted what uses the communicator
+    abort = partial(communicator.abort, "reconfigure(), which ended this group")
     with contextlib.ExitStack() as each:  # what fails must not keep the others from it
         each.callback(gloo.release)
         each.callback(communicator.close)

@@ -25,6 +25,7 @@ __all__ = [
     "function",
     "group_among",
     "method_name",
+    "name_holder",
     "new_group",
     "note_if_newer",
     "refuse_if_older",
@@ -90,6 +91,21 @@ def adopt_older_names(kind: type) -> None:
     for name, older in OLDER_METHODS.items():
         if method_name(name) == older and name in vars(kind):
             setattr(kind, older, vars(kind)[name])
+
+
+def name_holder(rank: int, size: int) -> Any:
+    """A backend that holds a group's name, as torch keeps it in the backends; each collective of it raises.
+
+    torch 2.15 asks for a backend of each device when a group is made. Before 2.10 its collectives do nothing.
+    """
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    fake: Any = FakeProcessGroup
+    if not hasattr(fake, "_create_internal"):
+        return fake(rank, size)
+    options = fake.Options()
+    options.error_on_collective = True
+    return fake._create_internal(rank, size, options)
 
 
 def function(name: str) -> Callable[..., Any]:
