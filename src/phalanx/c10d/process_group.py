@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Backend, Store
 from phalanx import settings
 from phalanx.c10d.arguments import SUM, Checks
 from phalanx.c10d.collectives import Collectives
-from phalanx.c10d.ddp import BackwardPasses, current_pass, name_parameters
+from phalanx.c10d.ddp import BackwardPasses, current_pass, serve_reducers
 from phalanx.c10d.dispatcher import OPERATIONS, front, is_watched, watch_all, watch_calls_of_cpp
 from phalanx.c10d.leaving import LAST_CALLS_S, track_group
 from phalanx.c10d.messages import Messages
@@ -95,7 +95,7 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         self._set_default_backend(undefined)
         self._set_group_name(group_name)  # type: ignore[arg-type]  # GroupName, which torch 2.9 lacks
         track_group(self)
-        name_parameters(PhalanxProcessGroup)
+        serve_reducers(PhalanxProcessGroup)
         watch_calls_of_cpp()
 
     def record(self, ranks: Sequence[int]) -> None:

@@ -30,6 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx import settings
 from phalanx.c10d.create import create_process_group
+from phalanx.c10d.ddp import serve_reducers
 from phalanx.c10d.dispatcher import OPERATIONS
 from phalanx.c10d.hooked import PythonBackend
 from phalanx.c10d.process_group import PhalanxProcessGroup
@@ -141,6 +142,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, self._backend)
         self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         self._set_group_name(group_name)  # type: ignore[arg-type]  # GroupName, which torch 2.9 lacks
+        serve_reducers(ReconfigurableProcessGroup)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return settings.BACKEND if self._backend_name == "gloo" else self._backend_name

@@ -79,8 +79,6 @@ def register() -> None:
         from phalanx.membership.launcher_store import open_other_stores
 
         open_other_stores()
-    with contextlib.suppress(Exception):
-        _serve_builtin_hooks()
     recorder = sys.modules.get("phalanx.diagnosis.recorder")
     if recorder is not None and recorder.is_kept():
         record_other_backends()
@@ -216,13 +214,13 @@ def record_other_backends() -> None:
             with contextlib.suppress(Exception):
                 group = made[0] if isinstance(made, tuple) else made
                 if isinstance(group, c10d.ProcessGroup) and not type(group).__module__.startswith("phalanx."):
-                    from phalanx.c10d.ddp import name_parameters
+                    from phalanx.c10d.ddp import serve_reducers
                     from phalanx.c10d.torch_backends import record_methods
 
                     if c10d._new_process_group_helper is new_group:  # nobody else has wrapped it since
                         setattr(c10d, "_new_process_group_helper", own)  # noqa: B010
                     record_methods()
-                    name_parameters(c10d.ProcessGroup)
+                    serve_reducers(c10d.ProcessGroup)
             return made
 
         setattr(c10d, "_new_process_group_helper", new_group)  # noqa: B010
@@ -280,18 +278,3 @@ def _create(options: Any, backend_options: Any, backend: str = settings.BACKEND)
         options.global_ranks_in_group,
         backend,
     )
-
-
-def _serve_builtin_hooks() -> None:
-    """Let DDP's built-in hooks have the futures that they need: DDP calls this function by its name in torch."""
-    import torch.distributed as dist
-
-    own: Any = dist._register_builtin_comm_hook
-
-    def register_builtin_comm_hook(*arguments: Any) -> None:
-        from phalanx.c10d import ddp
-
-        ddp.wants_typed_futures = True
-        own(*arguments)
-
-    dist._register_builtin_comm_hook = register_builtin_comm_hook

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.c10d import ddp
 from phalanx.c10d.progress import Operation, Progress
 from phalanx.c10d.torch_versions import uncompiled
 from phalanx.errors import CollectiveTimeout
@@ -94,8 +93,7 @@ class PhalanxWork(Handle):
     def get_future(self) -> torch.futures.Future[Any]:
         if not self.operation.done:
             self._progress.hurry()
-        future = self.operation.future()
-        return ddp.typed(future, self._tensors) if ddp.wants_typed_futures else future
+        return self.operation.future()
 
 
 def seconds_of(timeout: timedelta | None) -> float | None:
