@@ -37,7 +37,10 @@ _OP_NAMES = {op.value: name for name, op in dist.ReduceOp.RedOpType.__members__.
 
 
 class Checks:
-    """The checks of one process group.
+    """The checks of one process group. Each raises before any other rank learns of the call.
+
+    ArgumentError: a list, size, dtype or operation does not fit. DeviceMismatch: a tensor is on another device.
+    UnsupportedTensor: its elements do not lie one by one in memory. RankError: the group has no such rank.
 
     Args:
         name: the backend's name, for the errors.
@@ -49,11 +52,7 @@ class Checks:
         self._rank, self._size = communicator.rank, communicator.size
 
     def can_be_written(self, call: str, tensor: torch.Tensor) -> None:
-        """Refuse to receive into a tensor of which several elements are at one place in memory.
-
-        Raises:
-            UnsupportedTensor: it is such a tensor.
-        """
+        """Refuse to receive into a tensor of which several elements are at one place in memory."""
         if tensor.is_contiguous() or all(tensor.stride(i) or tensor.size(i) < 2 for i in range(tensor.dim())):
             return
         raise UnsupportedTensor(
@@ -63,12 +62,7 @@ class Checks:
         )
 
     def on_cpu(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Refuse tensors whose elements do not lie one by one in the memory of this process.
-
-        Raises:
-            DeviceMismatch: a tensor is on another device than the CPU.
-            UnsupportedTensor: a tensor is sparse, compressed or quantized.
-        """
+        """Refuse tensors whose elements do not lie one by one in the memory of this process."""
         for tensor in tensors:
             if tensor.is_cpu and tensor.layout is _STRIDED and not (tensor.is_quantized or tensor.is_nested):
                 continue
@@ -89,11 +83,7 @@ class Checks:
             )
 
     def one(self, name: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The list, if it holds one tensor: c10d's lists are for several devices of one rank.
-
-        Raises:
-            ArgumentError: it holds another number.
-        """
+        """The list, if it holds one tensor: c10d's lists are for several devices of one rank."""
         if len(tensors) != 1:
             raise ArgumentError(f"{name}: takes one tensor per rank on the CPU; got {len(tensors)}")
         return tensors
@@ -103,10 +93,6 @@ class Checks:
 
         Returns:
             Whether the memory of all of them is in order, so that a communicator can take the list as it is.
-
-        Raises:
-            ArgumentError: the list is too long or short, or a tensor does not fit ``like``.
-            DeviceMismatch, UnsupportedTensor: as :meth:`on_cpu`.
         """
         dtype, count, fits, contiguous = like.dtype, like.numel(), len(tensors) == self._size, True
         for tensor in tensors:
@@ -119,11 +105,7 @@ class Checks:
         return contiguous
 
     def multiple(self, name: str, whole: torch.Tensor, part: torch.Tensor) -> None:
-        """Check a tensor that holds one part for each rank.
-
-        Raises:
-            ArgumentError: it is not as large as all parts together, or of another dtype.
-        """
+        """Check a tensor that holds one part for each rank."""
         if whole.dtype != part.dtype or whole.numel() != part.numel() * self._size:
             raise ArgumentError(
                 f"{name}: {whole.dtype}{list(whole.shape)} is not {self._size} times (one for each rank) "
@@ -131,46 +113,28 @@ class Checks:
             )
 
     def exchange(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """Check the two lists of an all_to_all.
-
-        Raises:
-            ArgumentError, DeviceMismatch: they do not have one CPU tensor of one dtype for each rank, or what this rank
-                sends itself is not what it expects from itself.
-        """
+        """Check the two lists of an all_to_all."""
         self.on_cpu([*outputs, *inputs])
         for name, tensors in (("output", outputs), ("input", inputs)):
             if len(tensors) != self._size:
                 raise ArgumentError(f"all_to_all: {len(tensors)} {name} tensors, but the group has {self._size} ranks")
-            for tensor in tensors:
-                if tensor.dtype != outputs[0].dtype:
-                    raise ArgumentError("all_to_all: the tensors differ in dtype")
+            if any(tensor.dtype != outputs[0].dtype for tensor in tensors):
+                raise ArgumentError("all_to_all: the tensors differ in dtype")
         self.own_part("all_to_all", [t.numel() for t in inputs], [t.numel() for t in outputs])
 
     def own_part(self, name: str, sent: Sequence[int], expected: Sequence[int]) -> None:
-        """Check what this rank sends itself, given the elements for and from each rank.
-
-        Raises:
-            ArgumentError: that is not what it expects from itself.
-        """
+        """Check that this rank expects from itself what it sends itself, given the elements for and from each rank."""
         if sent[self._rank] != expected[self._rank]:
             raise ArgumentError(f"{name}: what this rank sends itself is not what it expects from itself")
 
     def peer(self, rank: Any) -> Any:
-        """Check the other rank of a message, or the root of a collective, and return it; None stands for any rank.
-
-        Raises:
-            RankError: the group has no such rank.
-        """
+        """Check the other rank of a message, or the root of a collective, and return it; None stands for any rank."""
         if rank is not None and not 0 <= rank < self._size:
             raise RankError.not_in_group(rank, self._size)
         return rank
 
     def reduction(self, name: str, tensors: Sequence[torch.Tensor], reduce_op: Any) -> tuple[int, float | None]:
-        """The operation's number, and the factor of a pre-multiplied sum; the transport is given real numbers.
-
-        Raises:
-            ArgumentError, DeviceMismatch, UnsupportedTensor: the transport cannot reduce a tensor by that operation.
-        """
+        """The operation's number, and the factor of a pre-multiplied sum; the transport is given real numbers."""
         op, factor = int(reduce_op.op.value), None
         if op == _PREMUL_SUM:
             op, factor = SUM, reduce_op.__getstate__()[1]
@@ -252,12 +216,11 @@ def disjoint(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bo
     (first, last), (others_first, others_last) = ((min(s)[0], max(end for _, end in s)) for s in spans)
     if last <= others_first or others_last <= first:
         return True
-    ends = [0, 0]
-    both = sorted((*span, which) for which in (0, 1) for span in spans[which])
-    for start, end, kind in both:
-        if start < ends[1 - kind]:
+    ends = [0, 0]  # where the tensors so far end, of each list
+    for start, end, one in sorted((*span, which) for which in (0, 1) for span in spans[which]):
+        if start < ends[1 - one]:
             return False
-        ends[kind] = max(ends[kind], end)
+        ends[one] = max(ends[one], end)
     return True
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import threading
 import time
 import weakref
@@ -30,22 +29,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx.c10d.collectives import Collectives
 from phalanx.c10d.stalled_calls import StalledCalls
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.snapshot import KIND_NUMBERS
-from phalanx.errors import DeviceError
 from phalanx.native.core import RecordedGroup
-from phalanx.system.host import this_host
 from phalanx.system.threads import start
-from phalanx.topology.device import find_accelerator, physical_device
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
-from phalanx.words import format_named
 
-__all__ = ["note_device", "record_methods", "refused_by_nccl"]
+__all__ = ["record_methods"]
 
 _LOOK_S = 0.5
 # The methods of torch's groups by their kind, and which of the arguments has this rank's tensors (-1: none).
@@ -103,7 +97,6 @@ class _Group:
     object: weakref.ref[Any]
     ranks: list[int]
     recorded: RecordedGroup
-    device: torch.device | None = None  # of the first tensor that was not on the CPU
 
 
 _groups: dict[str, _Group] = {}  # by torch's name
@@ -147,13 +140,8 @@ def _collective(own: Callable[..., Any], kind: int, tensors_at: int) -> Callable
             ticket = _begin(group, kind, tensors_at, arguments, named)
         try:
             work = own(group, *arguments, **named)
-        except BaseException as error:
+        except BaseException:
             recorder.end(ticket, True)
-            shared = ""
-            with contextlib.suppress(Exception):
-                shared = _why_refused(group, error)
-            if shared:
-                raise DeviceError(shared) from error
             raise
         with contextlib.suppress(Exception):
             if ticket and work is None:
@@ -217,8 +205,6 @@ def _begin(group: Any, kind: int, tensors_at: int, arguments: tuple[Any, ...], n
     if tensors_at >= 0:
         tensors = arguments[tensors_at] if len(arguments) > tensors_at else list(named.values())
         what, nbytes = _described(kind, tensors)
-        if known.device is None:
-            _note_first_device(known, group, tensors)
     options: Any = arguments[-1] if arguments else None
     root = -1
     if kind in _REDUCING and hasattr(options, "reduceOp"):
@@ -320,49 +306,3 @@ def _group_of_name(name: str) -> RecordedGroup | None:
 
 def _is_under_way(name: str) -> bool:
     return any(found.group == name and found.ticket for found in list(_under_way.values()))
-
-
-# -- several ranks on one device, which NCCL refuses -----------------------------------------------
-
-
-def note_device(store: Any, rank: int, device: torch.device) -> None:
-    """Note in the group's store where a rank computes, for :func:`refused_by_nccl`."""
-    store.set(f"device/{rank}", _place(device))
-
-
-def refused_by_nccl(store: Any, rank: int, size: int, device: torch.device) -> str:
-    """Say why NCCL has refused a group's first call, if known; each rank has called :func:`note_device` before."""
-    own = _place(device)
-    noted = [other for other in range(size) if other == rank or store.check([f"device/{other}"])]
-    sharing = [other for other in noted if store.get(f"device/{other}").decode() == own]
-    if len(sharing) < 2:
-        return ""
-    return (
-        f"{format_named('rank', sharing)} compute on the same device ({json.loads(own)[1]}), which NCCL refuses. Give "
-        f"each rank its own: torch.accelerator.set_device_index(local_rank), or phalanx.init(). To share the device, "
-        f"send its tensors over Gloo: init_process_group('cpu:gloo,cuda:gloo')"
-    )
-
-
-def _place(device: torch.device) -> str:
-    host = this_host()
-    return json.dumps([f"{host.name} {host.boot_id}", physical_device(device, find_accelerator())])
-
-
-def _note_first_device(known: _Group, group: Any, tensors: Any) -> None:
-    known.device = next((tensor.device for tensor in _flat(tensors) if not tensor.is_cpu), None)
-    if known.device is not None and len(known.ranks) == dist.get_world_size():
-        with contextlib.suppress(Exception):
-            note_device(_store(group), group.rank(), known.device)
-
-
-def _why_refused(group: Any, error: BaseException) -> str:
-    known = _group(group)
-    if known is None or known.device is None or not isinstance(error, dist.DistBackendError):
-        return ""
-    is_nccl = group._get_backend(known.device).name() == "nccl"
-    return refused_by_nccl(_store(group), group.rank(), group.size(), known.device) if is_nccl else ""
-
-
-def _store(group: Any) -> PrefixStore:
-    return PrefixStore("phalanx", c10d._world.pg_map[group][1])

@@ -1,8 +1,8 @@
 """The backend of an accelerator's vendor beside ours, for groups like ``cpu:phalanx,cuda:nccl``.
 
-torch takes a process group that is written in Python as the whole group and makes no other backend of such a list. So
+torch takes a process group that is written in Python as the whole group, and makes no other backend of such a list. So
 this group makes the others itself, when the first tensor of their device comes. It is a class of its own, so that a
-machine without accelerators pays nothing for it. Checked on torch 2.13.0.
+machine without accelerators pays nothing for it.
 """
 
 from __future__ import annotations
@@ -59,9 +59,8 @@ class MixedProcessGroup(PhalanxProcessGroup):
         """
         found = self._vendors.get(device.type)
         if found is None:
-            member = self._member
-            name = _name(self, device, member)
-            found, kind = _make(name, PrefixStore(f"vendor/{device.type}", member.store), member)
+            name = _name(self, device, self._member)
+            found, kind = _make(name, PrefixStore(f"vendor/{device.type}", self._member.store), self._member)
             self.serve(torch.device(device.type), kind, found)
             self._vendors[device.type] = found
         return found
@@ -97,18 +96,16 @@ class MixedProcessGroup(PhalanxProcessGroup):
         super().abort()
 
 
-# Operations whose methods have other names in the backends of vendors; the coalesced ones take one tensor there.
-_OTHER_NAMES = {
-    **OLDER_METHODS,
+# Methods that take many tensors here, and one in the backends of vendors.
+_ONE_BY_ONE = {
     "all_gather_single_coalesced": "_allgather_base",
     "reduce_scatter_single_coalesced": "_reduce_scatter_base",
 }
-_ONE_BY_ONE = ("all_gather_single_coalesced", "reduce_scatter_single_coalesced")
 
 
 def _routed(name: str) -> Callable[..., Any]:
     """The operation ``name``, done by the backend of its tensors' device."""
-    ours, theirs_name = getattr(Collectives, name), _OTHER_NAMES.get(name, name)
+    ours, theirs_name = getattr(Collectives, name), OLDER_METHODS.get(name, name)
 
     def call(self: MixedProcessGroup, *arguments: Any) -> Any:
         device = _device(arguments)
@@ -116,7 +113,7 @@ def _routed(name: str) -> Callable[..., Any]:
             return ours(self, *arguments)
         vendor = self._vendor(device)
         if name in _ONE_BY_ONE:
-            return _one_by_one(vendor, theirs_name, *arguments)
+            return _one_by_one(vendor, _ONE_BY_ONE[name], *arguments)
         theirs = getattr(vendor, theirs_name, None)
         if theirs is None:
             raise ArgumentError(f"{name}: backend {vendor.name()!r}, which serves {device}, has no such operation")
@@ -130,13 +127,11 @@ serve_operations(MixedProcessGroup, _routed)
 
 
 def _one_by_one(vendor: Any, name: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any) -> Any:
-    call = getattr(vendor, name)
     if vendor.supports_coalescing:
         vendor._start_coalescing()
-        for output, tensor in zip(outputs, inputs, strict=True):
-            call(output, tensor, *options)
+    works = [getattr(vendor, name)(*pair, *options) for pair in zip(outputs, inputs, strict=True)]
+    if vendor.supports_coalescing:
         return vendor._end_coalescing()
-    works = [call(output, tensor, *options) for output, tensor in zip(outputs, inputs, strict=True)]
     for work in works[:-1]:
         work.wait()
     return works[-1]
