@@ -47,9 +47,8 @@ class MpiProcessGroup(PhalanxProcessGroup):
 class MpiStore(Store):
     """A store for the few entries that the ranks of a Gloo group exchange while they make it.
 
-    Each rank writes its keys, then reads the others'. The first read of a key that is not there brings them all. That
-    is one collective, so all ranks must read others' keys, or none, and write before they read. Making a Gloo group
-    does just that: every rank publishes its address and reads everybody else's.
+    The first read of a key that is not there brings all of them by one collective. So every rank must write its keys
+    before it reads others', as making a Gloo group does.
     """
 
     def __init__(self, comm: Any) -> None:
@@ -82,8 +81,7 @@ def create_mpi_group(ranks: Sequence[int], group_name: str, timeout: timedelta) 
         timeout: for every collective and message of the group.
 
     Raises:
-        InitializationError: MPI cannot be started, and the message says what to install; or ranks have not come to the
-            world in time, where the launcher keeps a store in which they can be missed.
+        InitializationError: MPI cannot be started, or ranks have not come to the world in time.
     """
     if ranks:
         return _create(ranks, group_name, timeout, running())
@@ -96,12 +94,7 @@ def create_mpi_group(ranks: Sequence[int], group_name: str, timeout: timedelta) 
 def _await_all(timeout: timedelta) -> Store | None:
     """Wait until all ranks of the job are about to start MPI, in which they wait for each other without a timeout.
 
-    Only the store of a launcher that keeps one is there before MPI is. Each rank writes there that it has come, then
-    waits for all. A rank that dies before it has written is missed by the others; after it, they wait in MPI until the
-    launcher ends them for that death.
-
-    Returns:
-        The store, if there is one.
+    That is seen in the launcher's store, which is returned; None where no launcher keeps one.
 
     Raises:
         InitializationError: ranks did not come in time.
@@ -156,9 +149,8 @@ def _create(ranks: Sequence[int], group_name: str, timeout: timedelta, runtime: 
     gloo.on_timeout = communicator.set_timeout
     group = MpiProcessGroup(NAME, communicator, gloo, group_name)
     group.store = store
-    if not ranks:
-        group.runtime = runtime
     group.record(ranks)
     if not ranks:
+        group.runtime = runtime
         group.watch_waits(runtime.peers.visible())
     return group

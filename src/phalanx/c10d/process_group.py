@@ -54,9 +54,8 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         communicator: moves the bytes.
         gloo: the attached Gloo group, which serves the rest; shut down with this group.
         group_name: torch's name for the group.
-        store: where its ranks met, for ``get_group_store``.
-        split: makes this rank's side of a group of some of its ranks, given their group ranks, the timeout and the
-            group's name.
+        store: where its ranks met.
+        split: makes a group of some of its ranks, given their group ranks, the timeout and a name.
     """
 
     allreduce: Any  # as the others: behind its front it takes every form of arguments that torch's takes
@@ -99,11 +98,7 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         watch_calls_of_cpp()
 
     def record(self, ranks: Sequence[int]) -> None:
-        """Have the flight recorder see the operations from now on, if this process has one.
-
-        Args:
-            ranks: the members' ranks in the world; torch gives none for the world itself.
-        """
+        """Have the flight recorder see the operations of these ranks of the world (none: all), if there is one."""
         members = ranks or range(self._size)
         if recorder.open_recorder(*((self._rank, self._size) if not ranks else ())):
             self.recorded = recorder.group(self._group_name, self._backend_name, members, self._rank)
@@ -114,8 +109,8 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         """Without ``phalanx run``: have a thread say for whom this rank of the world waits, until the group's end.
 
         Args:
-            pids: the process ids of the ranks on this host, by rank.
-            others: asks the ranks of other hosts, if there are any that can be asked.
+            pids: of the ranks on this host, by rank.
+            others: asks the ranks of other hosts.
         """
         waits = watch_own_waits(self._rank, pids, others)
         if waits is not None:
@@ -148,10 +143,7 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         self._communicator.set_timeout(timeout)
 
     def attach(self) -> None:
-        """Give torch the attached Gloo group, for calls that reach no method of this one; it is made now, and listens.
-
-        Two threads may do so at once: torch keeps what it is given twice.
-        """
+        """Give torch the attached Gloo group, for calls that reach no method of this one; it is made now."""
         if not self._attached:
             self.serve(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo.get())
             self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -207,12 +199,8 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
     ) -> dist.ProcessGroup | None:
         """A group of some of this group's ranks, given as group ranks; None on a rank that is not in it.
 
-        Every rank of this group calls it. torch's own would crash. The options of other backends and the devices are
-        ignored: the new group serves those of this one.
-
-        Raises:
-            RankError: this group has no such rank.
-            BackendError: the backend cannot split a group; ``torch.distributed.new_group`` makes one.
+        Every rank of this group calls it; torch's own would crash. The new group serves the devices of this one,
+        whatever ``opts``, ``devices`` and ``device_types`` say.
         """
         for rank in ranks:
             self._check.peer(rank)
@@ -233,7 +221,7 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         """Run an operation here and now, or queue it and return its ``Work``; ``result`` has its tensors.
 
-        A thread begins an urgent one at once. By default those on large tensors are urgent.
+        A thread begins an urgent one at once; by default those on large tensors.
         """
         for wrap in around.wraps:
             body = wrap(body)
@@ -252,10 +240,7 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
             return body(self, *arguments)
 
     def _within(self, timeout: timedelta, body: Callable[[], None]) -> Callable[[], None]:
-        """``body`` with another timeout than the group's, which counts from when the operation begins to run.
-
-        The group's operations run one at a time, and its messages, which other threads wait for, keep their own.
-        """
+        """``body`` with a timeout of its own, which counts from when it begins to run; messages keep the group's."""
 
         def run() -> None:
             self._communicator.set_timeout(timeout, of_messages=self._gloo.timeout)
@@ -267,22 +252,17 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         return run
 
     def sum_in_place(self, tensor: torch.Tensor) -> bool:
-        """All-reduce one tensor here and now, if it is of the usual kind and nobody watches: True. Else do nothing.
-
-        ``Group.all_reduce`` calls it without torch's own checks; a mode for torch's functions must see the call.
-        """
+        """All-reduce a tensor of the usual kind and return True, or do nothing; ``Group.all_reduce`` calls it first."""
         if is_watched() or torch._C._len_torch_function_stack() or not self._summable(tensor):
             return False
         self._sum_now(tensor)
         return True
 
-    def send_now(self, tensor: torch.Tensor, dst: int, tag: int) -> bool:
+    def send_now(self, tensor: torch.Tensor, peer: int, tag: int) -> bool:
         """Send it and return True, or do nothing; for ``Group.send``. The quick methods (``quick.py``) do it."""
         return False
 
-    def recv_now(self, tensor: torch.Tensor, src: int, tag: int) -> bool:
-        """Receive it and return True, or do nothing; for ``Group.recv``, likewise."""
-        return False
+    recv_now = send_now
 
     # -- lifetime ----------------------------------------------------------------------------------
 
@@ -296,12 +276,11 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         """Finish what is queued and give back the communicator. ``destroy_process_group`` calls it.
 
         Called by a signal handler that has interrupted an operation of this group, it ends that operation with an
-        error. In a process that was forked from the group's own it does nothing.
+        error. In a process that was forked from the group's own it does nothing. While an exception is on its way out
+        nothing is compared, and ranks that wait for this one are told that exception.
 
         Raises:
-            CollectiveMismatch, PeerLost: the ranks' last calls differ, which no call before could find. The group is
-                given back all the same. While another exception is on its way out nothing is compared, and ranks that
-                wait for this one are told that exception.
+            CollectiveMismatch, PeerLost: the ranks' last calls differ. The group is given back all the same.
         """
         if self._progress.inherited:
             # Gloo's destructor would wait for threads that are not in this process.
@@ -360,8 +339,8 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
     def abort(self) -> None:
         """End operations under way on every rank with an error; the group cannot be used afterwards.
 
-        Its memory, connections and threads are given back by :meth:`shutdown`, or when nobody holds the group any more:
-        programs that survive the loss of ranks only drop it.
+        What it holds is given back by :meth:`shutdown`, or when nobody holds the group any more: programs that survive
+        the loss of ranks only drop it.
         """
         if self._progress.inherited:
             return  # it is the parent's
@@ -376,11 +355,7 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
     # -- what else torch asks for ------------------------------------------------------------------
 
     def get_reconfigure_handle(self) -> str:
-        """Refused.
-
-        Raises:
-            ArgumentError: the ranks of this group stay as they are.
-        """
+        """Refused: the ranks of this group stay as they are."""
         raise ArgumentError(
             f"the ranks of process group {self.group_name!r} stay as they are: give init_process_group "
             "enable_reconfigure=True for one whose ranks can change"
@@ -411,7 +386,6 @@ def _retire(name: str, progress: Progress, messages: Messages, communicator: Com
     """Give back what a group holds, now and without waiting for its other ranks, which may be gone for good.
 
     An operation under way ends with an error, here and on the other ranks; if there is none, this rank leaves in order.
-    In a process that was forked from the group's own nothing is done.
     """
     if progress.inherited:
         return
