@@ -4,9 +4,9 @@ The plain form is local SGD (Stich 2018, arXiv:1805.09767). With ``outer="diloco
 changed is taken as a gradient, by which an outer optimizer moves the parameters that all ranks had before: SGD with
 Nesterov momentum 0.9 and learning rate 0.7 (Douillard et al. 2023, arXiv:2311.08105, section 2 and figure 6).
 
-Steps are counted by a hook that torch calls after each step of any optimizer of the process, so a training loop and its
-optimizer need not know of this. torch's own averager is not used: it averages after the first step instead of the K-th,
-leaves out parameters that have no gradient at that moment, and puts other memory under the parameters.
+Steps are counted by a hook that torch calls after each step of any optimizer of the process. torch's own averager is
+not used: it averages after the first step instead of the K-th, leaves out parameters that have no gradient at that
+moment, and puts other memory under the parameters.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """PowerSGD (Vogels et al. 2019, arXiv:1905.13727): matrices travel as products of two thin ones, by torch's own hook.
 
-torch's hook keeps its memory (what an approximation has left out, and the last factors) by the number of DDP's bucket.
-DDP divides the gradients into other buckets after the first step, also after the first step of a resumed run, and then
-that memory would belong to other parameters. So the hook is given one bucket here, which always has all gradients in
-the order of the parameters.
+torch's hook keeps its memory (what an approximation has left out, and the last factors) by the number of DDP's bucket,
+and DDP divides the gradients into other buckets after the first step. So the hook is given one bucket here, which
+always has all gradients in the order of the parameters.
 
-Tall tensors, such as a table of 262,144 rows and one column, are no smaller as such a product, and torch's hook sends
-them whole. Cut into a square they are of no low rank either: every row of the table would get a share of the others'
-gradients at each step, which Adam then makes as large as their own. They travel as integers of three bits
-(``integers.py``). Small tensors, such as biases, travel whole.
+Tall tensors, such as a table of 262,144 rows and one column, are no smaller as such a product, and cut into a square of
+no low rank either. They travel as integers of three bits (``integers.py``). Small tensors travel whole.
 """
 
 from __future__ import annotations

@@ -96,9 +96,8 @@ class Replica(DistributedDataParallel):
     def synchronize(self) -> None:
         """Make the replicas the same now: give each the mean of all parameters and buffers. Every rank must call it.
 
-        Call it before the replicas are evaluated, and at the end of training. With ``sync_every`` of 1, or right after
-        an average, it changes nothing. The period of K steps goes on: no outer step is made. ``world.save`` does the
-        same and more (:meth:`prepare_checkpoint`), so nothing need be called before it.
+        Call it before the replicas are evaluated, and at the end of training; ``world.save`` does it by itself. The
+        period of K steps goes on. With ``sync_every`` of 1, or right after an average, it changes nothing.
         """
         if self._local_steps is not None:
             self._local_steps.synchronize()
@@ -106,10 +105,9 @@ class Replica(DistributedDataParallel):
     def prepare_checkpoint(self, optimizers: Iterable[torch.optim.Optimizer] = ()) -> dict[str, Any]:
         """Make everything the same on all ranks that a resumed run needs; ``world.save`` calls it. All ranks must.
 
-        One replica, one optimizer's state, and what this returns are then a whole checkpoint, for any number of ranks,
-        and the run goes on from the same values as a run that loads them. Parameters and buffers are averaged; so are,
-        with ``sync_every``, the tensors in the optimizers' states; and of what rounding has left out every rank gets an
-        equal part.
+        One replica, one optimizer's state, and what this returns are then a whole checkpoint, for any number of ranks.
+        Parameters and buffers are averaged, with ``sync_every`` the tensors in the optimizers' states too, and of what
+        rounding has left out every rank gets an equal part.
 
         Args:
             optimizers: those of this model.
