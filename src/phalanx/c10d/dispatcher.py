@@ -1,18 +1,16 @@
 """The front of every call: straight to its body if it is a plain one, else through torch's dispatcher.
 
-torch calls a process group that is written in Python directly. What its dispatcher does for others would be missing:
-it lets modes (CommDebugMode, make_fx, execution traces) and profilers see the call, asks wrapper subclasses of tensors
-(AsyncCollectiveTensor, TwoTensor, FakeTensor) to unwrap themselves or to refuse, and torch's own method before it
-understands every form of the arguments. So a call that needs any of that goes on to torch's own method, which
-dispatches an operation ``c10d::…``, and below all modes and subclasses, at the key BackendSelect, a kernel of this
-module takes the operation back to the group that began it. A plain call never comes here: it takes 20 µs.
+torch calls a process group that is written in Python directly, past its dispatcher. That lets modes (CommDebugMode,
+make_fx, execution traces) and profilers see the call, and asks wrapper subclasses of tensors (AsyncCollectiveTensor,
+TwoTensor, FakeTensor) to unwrap themselves or to refuse. So a call that needs any of that goes on to torch's own
+method, which also understands every form of the arguments. It dispatches an operation ``c10d::…``, and below all modes
+and subclasses, at the key BackendSelect, a kernel of this module takes the operation back to the group that began it,
+on the same thread. That takes 20 µs. Ranks may go different ways: both end in the same operation.
 
-- The kernels take back what a group of ours has sent on this way, on the same thread. Whatever else comes goes on to
-  the backend that torch has chosen. Where that is the Gloo of one of our groups, it is made now: C++ has called a
-  method that Python cannot override, or a program an operation of ``torch.ops.c10d``.
+- What else comes to a kernel goes on to the backend that torch has chosen. Where that is the Gloo of one of our groups,
+  it is made now: C++ has called a method that Python cannot override, or a program an operation of ``torch.ops.c10d``.
 - A kernel makes the calls of other backends' groups slower, too, so kernels are registered late: those of the
   operations that C++ may begin (``CPP``) with the first group, the others when a call needs them or a group is boxed.
-- Which way a call goes may differ from rank to rank (often one alone runs a profiler): both end in the same operation.
 """
 
 from __future__ import annotations
@@ -104,18 +102,9 @@ OPERATIONS: dict[str, OperationInfo] = {
 }
 
 # The operations behind those virtual methods of torch's ProcessGroup that a Python class cannot override.
-CPP = frozenset(
-    (
-        "_allgather_base_",
-        "_reduce_scatter_base_",
-        "allgather_coalesced_",
-        "alltoall_",
-        "gather_",
-        "monitored_barrier_",
-        "recv_any_source_",
-        "reduce_",
-        "scatter_",
-    )
+CPP = (
+    *("_allgather_base_", "_reduce_scatter_base_", "allgather_coalesced_", "alltoall_", "gather_"),
+    *("monitored_barrier_", "recv_any_source_", "reduce_", "scatter_"),
 )
 
 # -- the front -------------------------------------------------------------------------------------
@@ -148,8 +137,11 @@ def front(name: str, body: Callable[..., Any], *, hooked: bool = False) -> Calla
                 own = given[-1].timeout != _UNSET
                 work = self._limited(body, *given) if own else body(self, *given)
                 return _done if work is None and from_cpp else work
-        if torchs is None:
-            return _without_torch(self, name, body, *given, **named)
+        if torchs is None:  # torch does not have the method yet, and so cannot dispatch it
+            *tensors, opts = *given, *named.values()
+            if not _plain([tensor for tensor in tensors if tensor is not None]):
+                raise ArgumentError(f"{known.title}: takes tensors of torch's own types; unwrap subclasses first")
+            return begin(self, name, body, tensors, opts)
         if nested := [tensor for tensor in _tensors((*given, *named.values())) if tensor.is_nested]:
             self._check.on_cpu(nested)  # which refuses them: torch would speak of keys of its dispatcher
         with DispatchedCall(self, name, given, named) as dispatched:
@@ -175,14 +167,6 @@ def _plain(things: Sequence[Any]) -> bool:
         elif kind not in _PLAIN:
             return False
     return True
-
-
-def _without_torch(group: Any, name: str, body: Callable[..., Any], *arguments: Any) -> Any:
-    """A call of a method that this torch does not have yet, and so cannot dispatch."""
-    known, (*tensors, opts) = OPERATIONS[name], arguments
-    if not _plain([tensor for tensor in tensors if tensor is not None]):
-        raise ArgumentError(f"{known.title}: takes tensors of torch's own types, not of subclasses; unwrap them first")
-    return begin(group, name, body, tensors, opts)
 
 
 # -- through torch's dispatcher --------------------------------------------------------------------
@@ -269,7 +253,7 @@ def watch_calls_of_cpp() -> None:
 @cache
 def watch_all() -> None:
     """Register the kernels of all operations."""
-    _register((*_names, *CPP))
+    _register(_names)
 
 
 def _kernel(operation: str) -> Callable[..., Any]:
@@ -341,12 +325,8 @@ Filled = list[tuple[torch.Tensor, torch.Tensor]]  # wrappers, and what stands in
 def _unwrap_nested(names: Sequence[str], arguments: Sequence[Any]) -> tuple[list[Any], Filled]:
     """The arguments with plain tensors in the place of wrappers in lists of lists, where torch does not look for them.
 
-    Args:
-        names: of the arguments; one that begins with "output" is to be filled, by copying, as Gloo does.
-        arguments: of the collective, the options left out.
-
-    Raises:
-        UnsupportedTensor: an input is a wrapper of which nobody here knows what it holds.
+    An argument whose name begins with "output" is to be filled, by copying, as Gloo does. A wrapped input is refused,
+    unless it says what it stands for.
     """
     filled: Filled = []
 

@@ -1,12 +1,9 @@
 """Process groups under torch's hooks on collectives: its flight recorder, its check for NaN.
 
-From torch 2.14 on, hooks belong to a process group and are called by torch's dispatcher, in C++. Our groups are called
-past the dispatcher, which takes half of the time (docs/design/transports.md, "Not a backend"). A hooked group has every
-call go through it (``dispatcher.front``): torch calls the hooks, and then the group's backend, which is written in
-Python, too (torch lets one be from 2.14 on), and does what an unhooked group would have done at once.
-
-A group is hooked if the environment asks for hooks when it is made: the flight recorder with a size, or the check for
-NaN. torch's recorder is on by default, and would be paid by every small call; ours is always on and costs nothing.
+From torch 2.14 on, hooks belong to a process group and are called by torch's dispatcher, past which our groups are
+called (docs/design/transports.md). A hooked group has every call go through it (``dispatcher.front``): torch calls the
+hooks, and then the group's backend, which does what an unhooked group would have done at once. A group is hooked if the
+environment asks for hooks when it is made: torch's recorder is on by default, and would be paid by every small call.
 """
 
 from __future__ import annotations

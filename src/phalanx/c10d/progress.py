@@ -8,11 +8,8 @@ backward computes.
 A thread of the group waits for a request, *attends* to the queue, or is in the callbacks of an operation. One that
 attends runs the queue at once for an urgent operation. For a small one, which takes less time than waking a thread, it
 naps first, and runs what is queued after a nap in which nobody ran an operation. A callback may wait for a further
-operation, as PowerSGD's do, so another thread is started when all are in callbacks.
-
-- While an operation is queued, a thread attends, or ``_requests`` holds one and a thread is free to take it: a caller
-  appends and then reads the count, a thread changes the count and then reads the queue.
-- Only the holder of ``running`` runs an operation, and it takes the queue's head.
+operation, as PowerSGD's do, so another thread is started when all are in callbacks. No operation is forgotten: a caller
+appends and then reads the count of those that attend, a thread changes the count and then reads the queue.
 
 | field | writer | readers | guard |
 |---|---|---|---|
@@ -53,11 +50,7 @@ Body = Callable[[], None]
 
 
 class Around(threading.local):
-    """Wrappers around the operation of this thread's present call, whichever thread runs that.
-
-    Attributes:
-        wraps: each takes the operation's body and returns a new one.
-    """
+    """Wrappers around the operation of this thread's present call, whichever thread runs that."""
 
     wraps: tuple[Callable[[Body], Body], ...] = ()
 
@@ -85,20 +78,6 @@ class Operation:
     | ``told``: a wait has raised the error | who waits | only ever set |
     | ``waited``: called by every thread that has waited | the caller, before it hands out the operation | |
     """
-
-    __slots__ = (
-        "_body",
-        "_completed",
-        "_done_event",
-        "_future",
-        "_lock",
-        "_site",
-        "done",
-        "error",
-        "result",
-        "told",
-        "waited",
-    )
 
     def __init__(self, body: Callable[[], None], result: list[torch.Tensor]) -> None:
         self._body = body
@@ -234,13 +213,7 @@ class Progress:
             self.running.release()
 
     def submit(self, body: Callable[[], None], result: list[torch.Tensor], urgent: bool) -> Operation:
-        """Queue ``body``; returns at once.
-
-        Args:
-            body: what to run.
-            result: what the operation's future holds.
-            urgent: start it now; else it may take ``NAP_S`` until it begins, unless a thread waits for it.
-        """
+        """Queue ``body``, whose future has ``result``. Unless it is urgent, it begins within ``NAP_S`` or a wait."""
         operation = Operation(body, result)
         if not self._closed:
             if len(self._threads) <= self._in_callbacks:
@@ -283,12 +256,7 @@ class Progress:
                     thread.join()
 
     def give_up(self, error: BaseException, abort: Callable[[], None]) -> None:
-        """End what is queued, and the operation under way, with ``error``.
-
-        Args:
-            error: what they raise.
-            abort: ends the operation under way; not called if there is none, and nothing is queued.
-        """
+        """End what is queued, and the operation under way, with ``error``; ``abort`` is called if there is any."""
         if self.running.acquire(blocking=False):
             idle = not (self.busy or self.queue)
             self.running.release()
@@ -307,11 +275,7 @@ class Progress:
         return list(self._threads)
 
     def inherit(self) -> None:
-        """Close the queue in a child of the group's process.
-
-        Its threads are not here but may hold its locks, and only the parent may run what is queued, in memory that it
-        shares with the other ranks.
-        """
+        """Close the queue in a child of the group's process: its threads are not here, but may hold its locks."""
         self.inherited = self._closed = True
         self.running, self.state[0] = threading.RLock(), False
         self.queue = deque([None])
@@ -377,9 +341,7 @@ class Progress:
             self._count(attending=-1)
             if request is not _END:
                 request = _NAP if self._waits() and not self._leaving else self._requests.get()
-        # Pass the request on to the next thread. With one request for each thread, a thread that is started while the
-        # group closes would take another's, and that one would never end.
-        self._requests.put(_END)
+        self._requests.put(_END)  # for the next thread
 
     def _nap(self) -> str:
         """Nap for as long as other threads run what is queued; returns the request to follow next."""

@@ -1,13 +1,14 @@
 """The usual calls of a group in C (``native/csrc_entry``), where this torch and this Python allow it.
 
-A call of a few bytes takes less time than ctypes needs to pass its arguments, so groups over shared memory get methods
+A call of a few bytes takes less time than ctypes needs to pass its arguments. So groups over shared memory get methods
 that do the usual form of each collective in C: plain tensors, synchronous, no timeout of its own, nothing queued, no
-profiler or mode of torch's that wants to see the call. These methods hand every other call to those of the class, so
-nothing depends on them but the time: both ways make the same calls of the core, and ranks may differ in which they use.
+profiler or mode of torch's. They hand every other call to the methods of the class, which make the same calls of the
+core; ranks may differ in which they use.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from ctypes import addressof
 from datetime import timedelta
@@ -137,13 +138,11 @@ def _dtypes(module: Any) -> list[tuple[int, ...]]:
         # DLPack passes on neither that complex numbers are conjugated nor that an integer has less than 8 bits.
         if not (reduced or dtype.is_floating_point) or dtype in (torch.int8, torch.uint8):
             continue
-        try:
-            code = module.dtype_of(torch.empty(0, dtype=dtype))
-        except (RuntimeError, NotImplementedError, BufferError):
-            continue
         bits = sum(1 << op for op in OP_NAMES if reduced and reducible(dtype, op))
-        if code[1] % 8 == 0 and code[2] == 1:
-            found.append((*code, reduced, copied, bits))
+        with contextlib.suppress(RuntimeError, BufferError):  # DLPack has no such dtype
+            code = module.dtype_of(torch.empty(0, dtype=dtype))
+            if code[1] % 8 == 0 and code[2] == 1:
+                found.append((*code, reduced, copied, bits))
     return found
 
 
@@ -156,12 +155,6 @@ def _layout(module: Any, kind: Any, has_op: bool, has_root: bool) -> tuple[int, 
 
     def number(value: int) -> bytes:
         return value.to_bytes(_SIGNED_64, "little", signed=True)
-
-    def milliseconds(value: timedelta) -> bytes:
-        return number(value // timedelta(milliseconds=1))
-
-    def op_byte(value: Any) -> bytes:
-        return bytes([value.value])
 
     def find(name: str, values: Sequence[Any], written: Callable[[Any], bytes]) -> int | None:
         options = kind()
@@ -177,9 +170,10 @@ def _layout(module: Any, kind: Any, has_op: bool, has_root: bool) -> tuple[int, 
         return None
 
     many = [0x0102030405060708, 3, 0x1122334455667788]
+    times, ops = (timedelta(milliseconds=ms) for ms in (1, 0x010203040506, 77)), map(dist.ReduceOp.RedOpType, plain_ops)
     asynchronous = find("asyncOp", [True, False, True], lambda value: bytes([value]))
-    timeout = find("timeout", [timedelta(milliseconds=ms) for ms in (1, 0x010203040506, 77)], milliseconds)
-    op = find("reduceOp", [dist.ReduceOp.RedOpType(value) for value in plain_ops], op_byte) if has_op else -1
+    timeout = find("timeout", [*times], lambda value: number(value // timedelta(milliseconds=1)))
+    op = find("reduceOp", [*ops], lambda value: bytes([value.value])) if has_op else -1
     root = find("rootRank", many, number) if has_root else -1
     part = find("rootTensor", many, number) if has_root else -1
     if asynchronous is None or timeout is None or op is None or root is None or part is None:
