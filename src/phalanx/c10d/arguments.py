@@ -19,12 +19,10 @@ __all__ = [
     "SUM",
     "Checks",
     "all_dense",
-    "apart",
-    "apart_from_whole",
+    "are_apart",
     "as_it_is",
     "as_real",
     "dense",
-    "disjoint",
     "in_place",
     "moving",
 ]
@@ -88,21 +86,15 @@ class Checks:
             raise ArgumentError(f"{name}: takes one tensor per rank on the CPU; got {len(tensors)}")
         return tensors
 
-    def one_per_rank(self, name: str, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> bool:
-        """Check a list with one tensor per rank, in one pass, because every call of a list form pays for it.
-
-        Returns:
-            Whether the memory of all of them is in order, so that a communicator can take the list as it is.
-        """
-        dtype, count, fits, contiguous = like.dtype, like.numel(), len(tensors) == self._size, True
+    def one_per_rank(self, name: str, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> None:
+        """Check a list with one tensor per rank, in one pass, because every call of a list form pays for it."""
+        dtype, count, fits = like.dtype, like.numel(), len(tensors) == self._size
         for tensor in tensors:
             if not tensor.is_cpu or tensor.layout is not _STRIDED:
                 self.on_cpu(tensors)
             fits &= tensor.dtype == dtype and tensor.numel() == count
-            contiguous &= as_it_is(tensor)
         if not fits:
             same_size(name, tensors, like, self._size)
-        return contiguous
 
     def multiple(self, name: str, whole: torch.Tensor, part: torch.Tensor) -> None:
         """Check a tensor that holds one part for each rank."""
@@ -189,7 +181,7 @@ def all_dense(tensors: Sequence[torch.Tensor]) -> bool:
     return True
 
 
-def apart(tensor: torch.Tensor, parts: Sequence[torch.Tensor], own: int) -> bool:
+def _apart(tensor: torch.Tensor, parts: Sequence[torch.Tensor], own: int) -> bool:
     """Return whether ``tensor`` may be read while ``parts`` are written, in any order.
 
     It may if it is ``parts[own]`` itself or overlaps none of them. All are contiguous and of the same size.
@@ -202,13 +194,13 @@ def apart(tensor: torch.Tensor, parts: Sequence[torch.Tensor], own: int) -> bool
     return True
 
 
-def apart_from_whole(tensor: torch.Tensor, whole: torch.Tensor, own: int | None) -> bool:
+def _apart_from_whole(tensor: torch.Tensor, whole: torch.Tensor, own: int | None) -> bool:
     """The same where the parts are those of one contiguous tensor; without ``own`` they share no memory at all."""
     at, start, nbytes = tensor.data_ptr(), whole.data_ptr(), tensor.nbytes
     return at >= start + whole.nbytes or at + nbytes <= start or (own is not None and at == start + own * nbytes)
 
 
-def disjoint(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+def _disjoint(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     """Return whether no tensor of one list shares memory with one of the other. All are contiguous."""
     spans = [[(at := t.data_ptr(), at + t.nbytes) for t in tensors if t.numel()] for tensors in (ones, others)]
     if not all(spans):
@@ -254,7 +246,7 @@ def moving(
     def move() -> None:
         given = [dense(tensor, factor) for tensor in inputs]
         buffers = [output if as_it_is(output) else torch.empty(output.shape, dtype=output.dtype) for output in outputs]
-        body(buffers, given if _are_apart(buffers, given, own) else [tensor.clone() for tensor in given])
+        body(buffers, given if are_apart(buffers, given, own) else [tensor.clone() for tensor in given])
         for output, buffer in zip(outputs, buffers, strict=True):
             if buffer is not output:
                 output.detach().copy_(buffer)
@@ -262,10 +254,15 @@ def moving(
     return move
 
 
-def _are_apart(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor], own: int | None) -> bool:
+def are_apart(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor], own: int | None) -> bool:
+    """Return whether the tensors of one list may be written while those of the other are read; all are contiguous.
+
+    One of them may have one tensor for all ranks. ``own`` is the part of the larger side that may be the same memory as
+    the smaller side; None if none may.
+    """
     if len(ones) != 1:
         ones, others = others, ones
     if len(others) != 1:
-        return disjoint(ones, others) if own is None else apart(ones[0], others, own)
-    smaller, larger = sorted((ones[0], others[0]), key=lambda tensor: tensor.nbytes)
-    return apart_from_whole(smaller, larger, own)
+        return _disjoint(ones, others) if own is None else _apart(ones[0], others, own)
+    one, other = ones[0], others[0]
+    return _apart_from_whole(one, other, own) if one.nbytes <= other.nbytes else _apart_from_whole(other, one, own)

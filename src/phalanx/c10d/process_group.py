@@ -255,7 +255,7 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         """All-reduce a tensor of the usual kind and return True, or do nothing; ``Group.all_reduce`` calls it first."""
         if is_watched() or torch._C._len_torch_function_stack() or not self._summable(tensor):
             return False
-        self._sum_now(tensor)
+        self._progress.run(self._calls.all_reduce, tensor, SUM)
         return True
 
     def send_now(self, tensor: torch.Tensor, peer: int, tag: int) -> bool:
