@@ -27,18 +27,13 @@ _openings = count(1)  # of worlds in this process, which are as many on every ra
 
 
 class MpiProcessGroup(PhalanxProcessGroup):
-    """A process group over MPI. When the world's is shut down, MPI ends.
+    """A process group over MPI. When the world's is shut down, MPI ends."""
 
-    Attributes:
-        runtime: MPI under way, in the world's group only.
-        store: kept alive, because Gloo reads it when it connects and a Store's Python methods end with the object.
-    """
-
-    runtime: Runtime | None = None
-    store: Store | None = None
+    runtime: Runtime | None = None  # in the world's group only
+    store: Store | None = None  # kept alive: Gloo reads it when it connects
 
     def shutdown(self) -> None:
-        """Give back the group. ``destroy_process_group`` calls it, for the world's after all others."""
+        """Give back the group. ``destroy_process_group`` does so with the world's after all others."""
         super().shutdown()
         if self.runtime is not None and not self._progress.inherited:
             self.runtime.finish()

@@ -43,21 +43,13 @@ _number_of_modes = torch._C._len_torch_dispatch_stack
 
 
 class OperationInfo(NamedTuple):
-    """One method of a process group, as torch's dispatcher knows it.
+    """One method of a process group, as torch's dispatcher knows it."""
 
-    Attributes:
-        title: its name for people, as ``torch.distributed`` calls it.
-        operation: its name in torch's library ``c10d``; empty if it is not there.
-        arguments: the names that the operation has for the method's arguments before the options.
-        options: the class of its options; None if it takes none.
-        from_cpp: whether C++ calls it for a method with an older name, and needs a handle whatever the options say.
-    """
-
-    title: str
-    operation: str
-    arguments: tuple[str, ...]
-    options: type | None
-    from_cpp: bool = False
+    title: str  # its name for people, as torch.distributed calls it
+    operation: str  # its name in torch's library c10d; empty if it is not there
+    arguments: tuple[str, ...]  # the operation's names of the method's arguments before the options
+    options: type | None  # their class; None if it takes none
+    from_cpp: bool = False  # C++ calls it for a method with an older name, and needs a handle whatever the options say
 
 
 _LISTS = ("output_tensors", "input_tensors")
@@ -142,9 +134,10 @@ def front(name: str, body: Callable[..., Any], *, hooked: bool = False) -> Calla
             if not _plain([tensor for tensor in tensors if tensor is not None]):
                 raise ArgumentError(f"{known.title}: takes tensors of torch's own types; unwrap subclasses first")
             return begin(self, name, body, tensors, opts)
-        if nested := [tensor for tensor in _tensors((*given, *named.values())) if tensor.is_nested]:
+        everything = (*given, *named.values())
+        if nested := [tensor for tensor in _tensors(everything) if tensor.is_nested]:
             self._check.on_cpu(nested)  # which refuses them: torch would speak of keys of its dispatcher
-        with DispatchedCall(self, name, given, named) as dispatched:
+        with DispatchedCall(self, everything) as dispatched:
             # torch's method finds this frame by its name and its first argument, and then does not call it again.
             answer = torchs(self, *given, **named)
         # The last handle, since a group's operations end in their order.
@@ -182,17 +175,12 @@ here = _Here()
 
 
 class DispatchedCall:
-    """A call on its way through the dispatcher, from a group's method to the kernel that takes it back.
+    """A call on its way through the dispatcher, from a group's method to the kernel that takes it back."""
 
-    Attributes:
-        works: its handles, held until torch's method has returned: C++ alone would keep only their C++ half.
-    """
-
-    def __init__(self, group: Any, name: str, given: Sequence[Any], named: dict[str, Any]) -> None:
-        self.group, self._name = group, name
-        # The dispatcher carries the reduction as an object that Python cannot read.
-        self.reduce_op = _reduce_op((*given, *named.values()))
-        self.works: list[Any] = []
+    def __init__(self, group: Any, arguments: Sequence[Any]) -> None:
+        self.group = group
+        self.reduce_op = _reduce_op(arguments)  # the dispatcher carries it as an object that Python cannot read
+        self.works: list[Any] = []  # held until torch's method has returned: C++ alone would keep their C++ half
         self._before: DispatchedCall | None = None
 
     def __enter__(self) -> DispatchedCall:

@@ -38,7 +38,7 @@ class MessageWork(Handle):
     """The handle of one send or receive, for the script's threads and the thread of :class:`Messages`.
 
     ``_base``, ``_completed`` and ``_write_back`` are written under ``_lock``, and also read without it: each changes at
-    most once, ``_write_back`` only when the tensor has its data.
+    most once.
     """
 
     def __init__(self, message: Message, tensors: list[torch.Tensor], write_back: list[torch.Tensor]) -> None:
@@ -53,12 +53,7 @@ class MessageWork(Handle):
         self._site = call_site.capture(2)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the message is done; True.
-
-        Raises:
-            CollectiveTimeout: it is still under way after ``timeout``. It goes on; wait again.
-            PhalanxError: the message failed; this is its error.
-        """
+        """Block until the message is done, as :meth:`PhalanxWork.wait`."""
         limit_s = seconds_of(timeout)
         try:
             done = self._message.wait(limit_s)
@@ -148,9 +143,7 @@ class Messages:
     | ``_pending`` | the thread; ``close`` once it has ended | the same | |
     | ``_leaving`` | who ends the process | the thread | one assignment |
 
-    In a forked child all of it counts as closed: the messages are the parent's, in memory that it shares with the other
-    ranks. Where a signal handler raises while the thread is being started there may be none: then a message moves on
-    only while it is waited for.
+    Where no thread could be started a message moves on only while it is waited for.
     """
 
     def __init__(self, name: str, communicator: Communicator) -> None:
@@ -176,9 +169,8 @@ class Messages:
         """Start a message, and make sure that it gets done and its tensors live until then, if its handle is dropped.
 
         Args:
-            start: the communicator's method.
+            start: the communicator's method, of ``tensor``, ``peer`` and ``tag``.
             verb: for errors.
-            tensor, peer, tag: what ``start`` is given.
             tensors: the user's, for the handle.
             write_back: the user's tensor and the one in its place, if the data is to be copied when it is there.
         """

@@ -150,7 +150,7 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
             self._attached = True
 
     def serve(self, device: torch.device, kind: dist.ProcessGroup.BackendType, backend: Backend) -> None:
-        """Give torch a backend for ``device``; it has the group's name and description afterwards, as all have."""
+        """Give torch a backend for ``device``, with the group's name and description."""
         name, description = self.group_name, self.group_desc
         self._register_backend(device, kind, backend)
         self._set_group_name(name)
@@ -182,7 +182,7 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         return self._attached and super()._has_hooks()
 
     def get_group_store(self) -> Store:
-        """The store in which the group's ranks met; groups of MPI have none. torch's constructor takes none of ours."""
+        """The store in which the group's ranks met; groups of MPI have none."""
         if self._store is None:
             raise BackendError(f"a group of backend {self._backend_name!r} has no store: its ranks met without one")
         return self._store

@@ -117,14 +117,8 @@ class _Backend(PythonBackend):
 class ReconfigurableProcessGroup(dist.ProcessGroup):
     """A process group whose ranks :meth:`reconfigure` sets. Made by ``init_process_group``, not by hand.
 
-    Args:
-        store: the group's part of the job's store. All processes that may belong to the group reach it, and it must
-            outlive them: a store in one of them is lost with that one.
-        rank: this process's rank until the first :meth:`reconfigure`, by which others are ordered and recorded.
-        size: the number of ranks until then.
-        timeout: for the meeting of the ranks, and for every operation.
-        group_name: torch's name for the group.
-        backend: what the group says its backend is.
+    ``rank`` and ``size`` count until then. All processes that may belong to the group reach the store, which must
+    outlive them.
     """
 
     supports_reconfigure = True
@@ -178,8 +172,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
 
         Args:
             opts: torch's ``ReconfigureOptions``. ``handles``: see :func:`ordered`. ``uuid``: a number that this group
-                has not used yet, equal on all. ``timeout``: how long to wait for the others, by default the group's
-                own, which operations keep. ``hints``: ignored.
+                has not used yet, equal on all. ``timeout``: how long to wait for the others.
 
         Raises:
             ArgumentError: the handles cannot be right, this process's own is not among them, or the number was used.
@@ -211,8 +204,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
             before.retire()
             del before
             if over_hosts:
-                # Receives that were posted ahead hold Gloo's connections and threads, in a circle of references.
-                gc.collect()
+                gc.collect()  # receives that were posted ahead hold Gloo's connections, in a circle of references
         return DoneWork([])
 
     def _meet(self, members: list[str], uuid: int, timeout: timedelta) -> PhalanxProcessGroup:

@@ -1,15 +1,17 @@
 """The operations of torch's own backends, such as Gloo and NCCL, in the flight recorder of a rank of ``phalanx run``.
 
-These backends are C++. Their groups are called from Python by the methods of ``ProcessGroup``, which are replaced by
-functions that note the call and make it, when the first such group is made. A call that C++ makes (the reducer of DDP,
-functional collectives, what is compiled) does not come by them; one that lasts is found where torch keeps it
-(``stalled_calls.py``).
+These backends are C++. When the first such group is made, the methods of ``ProcessGroup`` are replaced by functions
+that note the call and make it.
 
 - A *collective* begins with its call, so that ranks count them alike. It ends when ``wait`` returns, when its handle is
-  dropped, or when a thread that looks twice a second finds it completed. The thread runs in Python: while a rank holds
-  the interpreter's lock in C, an operation that nobody waits for ends late.
+  dropped, or when a thread that looks twice a second finds it completed. On a device that is when the program may go
+  on, which is before the device has done it.
 - A *message* begins when it is waited for: nobody but Gloo knows how far one is that was only started.
-- On a device an operation ends when the program may go on, which is before the device has done it.
+- A collective that *C++ calls* (the reducer of DDP, functional collectives, what is compiled) is found when it stalls,
+  in torch's own flight recorder, a ring of all operations. Its counts of a group (which collective was called last,
+  which has ended last) are read at each look. The ring, which takes a tenth of a second, is read once when a group has
+  stood still for two seconds. The collective in which it stands gets the number of the group's next one, and its record
+  is taken back when it is over: ranks that went through theirs without a stall have counted none.
 
 Recording must not change what a program does. So the result of each call is passed on as it is, no ``Work`` is held,
 and an error in here is swallowed, since the call has to be made in any case.
@@ -19,6 +21,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import math
+import pickle
 import threading
 import time
 import weakref
@@ -29,14 +34,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as core
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx.c10d.collectives import Collectives
-from phalanx.c10d.stalled_calls import StalledCalls
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.snapshot import KIND_NUMBERS
-from phalanx.native.core import RecordedGroup
+from phalanx.diagnosis.stacks import Frame
+from phalanx.native.core import FOUND_LATE, RecordedGroup
 from phalanx.system.threads import start
+from phalanx.transports.operands import REDUCIBLE
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
 
 __all__ = ["record_methods"]
@@ -71,19 +78,12 @@ _MESSAGES = {"send": "send", "recv": "recv", "recv_anysource": "recv"}
 
 @dataclass
 class _UnderWay:
-    """A collective that has begun, or a message that nobody has waited for.
-
-    Attributes:
-        work: gives its ``Work``; None if that is gone.
-        group: torch's name of the group.
-        ticket: the record's; 0 for a message, which has none so far.
-        begin: for a message, begins the record, and gives the ticket.
-    """
+    """A collective that has begun, or a message that nobody has waited for."""
 
     work: weakref.ref[Any]
-    group: str
-    ticket: int
-    begin: Callable[[], int] | None = None
+    group: str  # torch's name
+    ticket: int  # the record's; 0 for a message, which has none so far
+    begin: Callable[[], int] | None = None  # for a message: begins the record, and gives the ticket
 
 
 # By the identity of the Work. An entry goes when the Work does, so no identity stands for two of them.
@@ -282,27 +282,108 @@ def _look_after_them() -> None:
 
 
 def _look() -> None:
-    """End the records of collectives that are completed, though nobody waits for them; find those of C++ that stall."""
-    stalled = StalledCalls(_group_of_name, _is_under_way)
+    stalls: dict[tuple[Any, str], _Stall] = {}
     while True:
         time.sleep(_LOOK_S)
         with contextlib.suppress(Exception):
-            stalled.look()
+            _look_for_stalls(stalls)
         for identity, found in list(_under_way.items()):
             with contextlib.suppress(Exception):
                 work = found.work() if found.begin is None else None
                 if work is not None and work.is_completed():
                     _end(identity, failed=False)
             del found
-            work = None
+            work = None  # not to be kept until the next look
 
 
-def _group_of_name(name: str) -> RecordedGroup | None:
-    """The recorded group of torch's name; None if it is Phalanx's, which records by itself, or gone."""
+# -- collectives that C++ calls, which torch's own recorder has ------------------------------------
+
+_STALLS_S = 2.0
+_NUMBERS = (*REDUCIBLE, torch.complex64, torch.complex128)
+# By torch's names in C++, which are those of its types of tensors: "Float".
+_SCALAR_TYPES = {torch.empty(0, dtype=dtype).type()[len("torch.") : -len("Tensor")]: dtype for dtype in _NUMBERS}
+# "all_reduce_barrier" is a barrier, and "_reduce_scatter_base" no reduce.
+_LONGEST_FIRST = sorted(KIND_NUMBERS.items(), key=lambda kind: -len(kind[0]))
+# One ring for Gloo and others, one for NCCL: the functions that give the operations, and counts.
+_RINGS = [
+    (getattr(core, name), getattr(core, f"{name}_json"))
+    for name in ("_dump_fr_trace", "_dump_nccl_trace")
+    if hasattr(core, name) and hasattr(core, f"{name}_json")
+]
+
+
+@dataclass
+class _Stall:
+    """A group in a ring: which collective ended last, since when, and the one that is recorded since it lasts."""
+
+    ended: int | None = None
+    since: float = 0.0
+    was_read: bool = False
+    ticket: int = 0
+    number: int = 0
+
+
+def _look_for_stalls(stalls: dict[tuple[Any, str], _Stall]) -> None:
+    """Record what has stalled since the last look, and take back the records of what is over or has failed."""
+    for dump, dump_json in _RINGS:
+        counts = json.loads(dump_json(includeCollectives=False, onlyActive=True))["pg_status"]
+        for identity, status in counts.items():
+            stall = stalls.setdefault((dump, identity), _Stall())
+            called, ended = int(status["last_enqueued_collective"]), int(status["last_completed_collective"])
+            if stall.ticket and ended >= stall.number:
+                recorder.drop(stall.ticket)
+                stall.ticket = 0
+            if called <= ended or stall.ended != ended:
+                stall.ended, stall.since, stall.was_read = ended, time.monotonic(), False
+            elif not stall.was_read and time.monotonic() - stall.since >= _STALLS_S:
+                stall.was_read = True
+                _record_stall(stall, identity, dump)
+
+
+def _record_stall(stall: _Stall, identity: str, dump: Callable[..., bytes]) -> None:
+    entry = _first_after(stall.ended or 0, identity, dump, with_stack=False)
+    if entry is None:
+        return
+    name = entry["process_group"][0]
+    kind = next((number for text, number in _LONGEST_FIRST if text in entry["profiling_name"]), 0)
     group = next((group for group, own in c10d._world.pg_names.items() if own == name), None)
-    known = None if group is None or isinstance(group, Collectives) else _group(group)
-    return None if known is None else known.recorded
+    is_seen = any(found.group == name and found.ticket for found in list(_under_way.values()))
+    known = None if is_seen or group is None or isinstance(group, Collectives) else _group(group)
+    if not kind or known is None:
+        return
+    # To look up stacks torch imports its compiler, which takes seconds: C++ that calls a collective comes of DDP or of
+    # functional collectives, which have imported it, but most programs have no need of it.
+    entry = _first_after(stall.ended or 0, identity, dump, with_stack=True) or entry
+    dtype, nbytes = None, 0
+    for shape, type_name in zip(entry["input_sizes"], entry["input_dtypes"], strict=False):
+        dtype = _SCALAR_TYPES.get(type_name)
+        nbytes += math.prod(map(int, shape)) * (dtype.itemsize if dtype is not None else 1)
+    what = FOUND_LATE | kind | (DTYPE_NUMBERS[dtype][1] << 8 if dtype in DTYPE_NUMBERS else 0)
+    entered_ns = time.monotonic_ns() - max(0, time.time_ns() - int(entry["time_created_ns"]))
+    line = _users_line(entry.get("frames", ()))
+    stall.ticket = recorder.begin_at(known.recorded, what, nbytes, line=line, entered_ns=entered_ns)
+    stall.number = int(entry["collective_seq_id"])
 
 
-def _is_under_way(name: str) -> bool:
-    return any(found.group == name and found.ticket for found in list(_under_way.values()))
+def _first_after(ended: int, identity: str, dump: Callable[..., bytes], *, with_stack: bool) -> dict[str, Any] | None:
+    """The first collective of a group after that with the number ``ended``; None if the ring has lost it."""
+    found = pickle.loads(dump(includeCollectives=True, includeStackTraces=with_stack, onlyActive=True))
+    entries: list[dict[str, Any]] = [
+        entry
+        for entry in found["entries"]
+        if str(entry["pg_id"]) == identity
+        and not entry["is_p2p"]
+        and not entry["retired"]
+        and entry["collective_seq_id"] > ended
+    ]
+    return min(entries, key=lambda entry: int(entry["collective_seq_id"]), default=None)
+
+
+def _users_line(frames: Any) -> str:
+    """The innermost line of the user's program in a stack of torch's; empty if there is none."""
+    with contextlib.suppress(Exception):
+        for found in frames:
+            frame = Frame(found["filename"], int(found["line"]), found["name"])
+            if not frame.is_librarys:
+                return f"{frame.file}:{frame.line}"
+    return ""

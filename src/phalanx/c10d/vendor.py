@@ -39,12 +39,7 @@ class GroupFacts:
 
 
 class MixedProcessGroup(PhalanxProcessGroup):
-    """Our group for CPU tensors, and the vendor's backend for those of the accelerator.
-
-    Args:
-        member: the facts that the vendor's backend will need.
-        arguments: those of :class:`PhalanxProcessGroup`.
-    """
+    """Our group for CPU tensors, and the vendor's backend, made of ``member``, for those of the accelerator."""
 
     def __init__(self, member: GroupFacts, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -52,11 +47,7 @@ class MixedProcessGroup(PhalanxProcessGroup):
         self._vendors: dict[str, Any] = {}
 
     def _vendor(self, device: torch.device) -> Any:
-        """The backend that the group's backend list names for ``device``, made when it is first asked for.
-
-        Raises:
-            DeviceMismatch: the list names none.
-        """
+        """The backend that the group's backend list names for ``device``, made when it is first asked for."""
         found = self._vendors.get(device.type)
         if found is None:
             name = _name(self, device, self._member)
