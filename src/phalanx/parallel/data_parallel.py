@@ -97,7 +97,7 @@ def data_parallel(
         if comm_hook not in COMM_HOOKS:
             raise ArgumentError(f"comm_hook={comm_hook!r} is not known; names are {', '.join(sorted(COMM_HOOKS))}")
         comm_hook = COMM_HOOKS[comm_hook]
-    _refuse(module, comm_hook=comm_hook, compress=compress, sync_every=sync_every, outer=outer, options=options)
+    _refuse(module, compress, sync_every, outer, {"comm_hook": comm_hook, **options})
     require(torch.nn.parallel.DistributedDataParallel, module, **options)
     if device.type != "cpu":
         options.setdefault("device_ids", [device.index])
@@ -147,30 +147,19 @@ def _chosen(model: Replica, compress: str, lanes: Callable[[], Lanes]) -> Exchan
 
 _WITH_COMPRESS = {
     "comm_hook": "comm_hook and {} are two ways to send the same gradients; leave one out",
-    "mixed_precision": "DDP's mixed_precision sends gradients by a hook of its own, and {} by another; use "
-    "torch.autocast, which works with compress",
-    "delay_all_reduce_named_params": "DDP sends delay_all_reduce_named_params beside its buckets, so {} would not be "
-    "used",
+    "mixed_precision": "DDP's mixed_precision and {} are two ways to send the same gradients; use torch.autocast",
+    "delay_all_reduce_named_params": "delay_all_reduce_named_params travel beside the buckets, which {} is about",
 }
-_BUFFERS = "{} is about sending buffers in every forward; with sync_every they are averaged with the parameters, so "
-_GRADIENTS = "{} is about how DDP sends gradients, and with sync_every it sends none"
+_BUFFERS = "with sync_every buffers are averaged with the parameters, and no forward sends them; leave {} out"
+_GRADIENTS = "with sync_every no gradients are sent, so {} would never be called; leave it out"
 _WITH_LOCAL_STEPS = {
-    "comm_hook": "with sync_every no gradients are sent, so a comm_hook would never be called; leave it out",
-    "broadcast_buffers": _BUFFERS + "leave it out",
-    "forward_sync_buffers": _BUFFERS + "leave it out",
-    "delay_all_reduce_named_params": _GRADIENTS,
-    "mixed_precision": _GRADIENTS,
+    **dict.fromkeys(("comm_hook", "delay_all_reduce_named_params", "mixed_precision"), _GRADIENTS),
+    **dict.fromkeys(("broadcast_buffers", "forward_sync_buffers"), _BUFFERS),
 }
 
 
 def _refuse(
-    module: torch.nn.Module,
-    *,
-    comm_hook: object,
-    compress: str | None,
-    sync_every: int,
-    outer: str | None,
-    options: Mapping[str, Any],
+    module: torch.nn.Module, compress: str | None, sync_every: int, outer: str | None, options: Mapping[str, Any]
 ) -> None:
     """Raise ArgumentError, with the reason and what to do, if these options could only be wrong or surprising."""
     if compress is not None and compress not in COMPRESS:
@@ -184,7 +173,7 @@ def _refuse(
             f"outer={outer!r} moves the parameters by what several local steps have changed; give sync_every=K with it "
             f"(DiLoCo's authors use 500; 16 to 100 are usual on fewer steps)"
         )
-    given = {name for name, value in {"comm_hook": comm_hook, **options}.items() if value is not None}
+    given = {name for name, value in options.items() if value is not None}
     if compress is not None:
         for name in given & _WITH_COMPRESS.keys():
             raise ArgumentError(_WITH_COMPRESS[name].format(f"compress={compress!r}"))

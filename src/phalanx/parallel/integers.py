@@ -32,23 +32,14 @@ _SMALLEST = torch.finfo(torch.float32).tiny  # below it the inverse of a scale c
 
 @dataclass(frozen=True)
 class Lanes:
-    """Which ranks add up unrounded, and which exchange integers.
-
-    Attributes:
-        everyone: all ranks.
-        inside: the ranks of this host; None if this rank has the host for itself, or counts as a host.
-        across: the ranks of this rank's lane, one on each host; None if this rank has no lane.
-        hosts: how many hosts there are.
-        count: how many lanes there are, at most as many as ranks on the smallest host.
-        own: the number of this rank's lane; for a rank without one any.
-    """
+    """Which ranks add up unrounded, and which exchange integers."""
 
     everyone: dist.ProcessGroup
-    inside: dist.ProcessGroup | None
-    across: dist.ProcessGroup | None
+    inside: dist.ProcessGroup | None  # the ranks of this host; None if this rank has it for itself, or counts as a host
+    across: dist.ProcessGroup | None  # those of this rank's lane, one on each host; None if it has no lane
     hosts: int
-    count: int
-    own: int
+    count: int  # of the lanes, at most as many as ranks on the smallest host
+    own: int  # the number of this rank's lane; for a rank without one any
 
     @classmethod
     def flat(cls, group: dist.ProcessGroup) -> Lanes:
