@@ -19,7 +19,6 @@ from phalanx.c10d.messages import Messages
 from phalanx.c10d.progress import Progress, around
 from phalanx.c10d.torch_versions import uncompiled
 from phalanx.errors import ArgumentError
-from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.gloo import GlooOnDemand
 from phalanx.transports.operands import split_counts
 
@@ -31,24 +30,17 @@ Body = Callable[[Tensors, Tensors], None]
 
 @uncompiled
 class Collectives:
-    """The operations of a process group, behind the fronts of ``dispatcher.py``.
-
-    Attributes:
-        _calls: the communicator, or what records its calls.
-        _summed: the dtypes that it sums.
-        _start: runs an operation, or queues it and returns its ``Work`` (``process_group.py``).
-    """
+    """The operations of a process group, behind the fronts of ``dispatcher.py``."""
 
     _rank: int
     _size: int
-    _communicator: Communicator
-    _calls: Any
+    _calls: Any  # the communicator, or what records its calls
     _check: Checks
     _gloo: GlooOnDemand
     _messages: Messages
     _progress: Progress
-    _start: Callable[..., Any]
-    _summed: frozenset[torch.dtype]
+    _start: Callable[..., Any]  # runs an operation, or queues it and returns its Work (process_group.py)
+    _summed: frozenset[torch.dtype]  # the dtypes that the communicator sums
     _within: Callable[..., Any]
 
     def _plain(self, opts: Any, result: Tensors, body: Callable[..., None], *arguments: Any) -> Any:
@@ -260,21 +252,11 @@ class Collectives:
         return self._plain(opts, [], self._calls.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier with a timeout of its own, under Gloo's name for it; every barrier here names the missing rank.
+        """A barrier with a timeout of its own, under Gloo's name for it. It names the first missing rank in any case.
 
         torch's own method, in C++, would ask the attached Gloo, which waits without end for a rank that does not come.
-
-        Args:
-            timeout: for this barrier alone; the group's by default.
-            wait_all_ranks: has no effect: the first missing rank is named, on every rank that has come.
-
-        Raises:
-            CollectiveTimeout: a rank did not come in time. The group cannot be used afterwards.
         """
-        if timeout is None or timeout == self._gloo.timeout:
-            self._progress.run(self._calls.barrier)
-        else:
-            self._progress.run(self._within(timeout, self._calls.barrier))
+        self._progress.run(self._within(timeout or self._gloo.timeout, self._calls.barrier))
 
     # -- point to point ----------------------------------------------------------------------------
 

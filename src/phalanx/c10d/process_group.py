@@ -50,7 +50,7 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
     """A process group over a communicator. Made by ``init_process_group`` and ``new_group``, not by hand.
 
     Args:
-        name: the backend's name, for ``dist.get_backend`` and messages.
+        name: the backend's, for ``dist.get_backend`` and messages.
         communicator: moves the bytes.
         gloo: the attached Gloo group, which serves the rest; shut down with this group.
         group_name: torch's name for the group.

@@ -13,14 +13,13 @@ appends and then reads the count of those that attend, a thread changes the coun
 
 | field | writer | readers | guard |
 |---|---|---|---|
-| ``busy``, ``_served``, ``_closed`` | holder of ``running`` | all | ``running`` to write |
+| ``state`` (busy), ``_served``, ``_closed`` | holder of ``running`` | all | ``running`` to write |
 | ``queue`` | callers append, the holder of ``running`` pops; None at its head for ever: closed | all | atomic deque |
 | ``_attending``, ``_in_callbacks`` | own threads | all | ``_counting`` to write: no caller takes it |
 | ``given_up`` | ``give_up``, once | who runs an operation | one assignment |
 
 While the core waits, the main thread runs signal handlers, and a handler may call the group. So ``running`` is
-reentrant, and its holder sets ``busy`` while an operation runs. A caller that gets the lock and finds ``busy`` set is a
-handler inside an operation that it interrupted.
+reentrant, and a caller that gets the lock and finds the group busy is a handler inside what it has interrupted.
 """
 
 from __future__ import annotations
@@ -140,10 +139,9 @@ class Operation:
         return self._done_event.wait() if timeout_s is None else wait_awake(self._done_event.wait, timeout_s)
 
     def future(self) -> torch.futures.Future[Any]:
-        """A future of the result tensors, or of the error.
+        """A future of the result tensors, or of the error, which is raised in a callback.
 
-        An error is raised in a callback of the future that is completed, not set on it: torch stores an exception that
-        is set from Python as a value, which C++ callers (DDP) then take for tensors.
+        torch would store an exception that is set from Python as a value, which C++ callers (DDP) take for tensors.
         """
         base: torch.futures.Future[Any] = torch.futures.Future()
         with self._lock:
@@ -168,7 +166,7 @@ class Progress:
     def __init__(self, name: str) -> None:
         self._name = name
         self.running = threading.RLock()
-        self.state = bytearray(1)  # ``busy``, where native/csrc_entry reads and writes it as well
+        self.state = bytearray(1)  # whether an operation runs; native/csrc_entry reads and writes it as well
         self.queue: deque[Operation | None] = deque()
         self.inherited = False  # whether it is a parent process's: then this one may neither use it nor close it
         self._closed = self._leaving = False

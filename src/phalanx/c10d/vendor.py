@@ -145,10 +145,10 @@ def _name(group: dist.ProcessGroup, device: torch.device, member: GroupFacts) ->
         return "gloo"  # the script asked for it, and Phalanx stands in for it on the CPU only
     if name is None or name == names.get("cpu"):
         own = dist.Backend.default_device_backend_map.get(device.type, "BACKEND")
+        ours = names.get("cpu")
         raise DeviceMismatch(
-            f"the group's backend {names.get('cpu')!r} moves CPU tensors; rank {member.rank} gave one on {device}. "
-            f"Move it with .cpu(), or make the group with the device's own backend beside it: "
-            f"cpu:{names.get('cpu')},{device.type}:{own}"
+            f"the group's backend {ours!r} moves CPU tensors; rank {member.rank} gave one on {device}. Move it with "
+            f".cpu(), or make the group with the device's own backend beside it: cpu:{ours},{device.type}:{own}"
         )
     return name
 
