@@ -41,36 +41,24 @@ def data_parallel(
 ) -> Replica:
     """Wrap ``module`` so that every backward averages its gradients over the group, or exchanges less than that.
 
-    Below, P is the number of parameters that require a gradient, N that of the ranks. A link carries "b bytes a
-    parameter" if in each step a rank sends b·P·2(N-1)/N bytes, as an all_reduce of float32 does with b = 4.
-    docs/slow_links.md says what to take when.
+    docs/slow_links.md says what each way costs in bytes, precision and memory, and when to take it.
 
     ``compress`` says how the gradients travel. Everything else about DDP stays: accumulation (the sum is what travels),
     unused parameters, static graphs, ``join``. Each way gives every rank the same bits (``powersgd`` where processors
     are of one kind), and gradients of a dtype that is as narrow already travel as they are.
 
-    - ``"bf16"``: 2 bytes. The 8 bits of a bfloat16 keep float32's range, so nothing overflows; a mean is off by 0.4 %
-      of the shares at most. Buckets travel while backward computes. The first to try.
-    - ``"fp16"``: 2 bytes, a relative error of 0.05 % for values from 6e-5 to 32768. Smaller ones lose digits, and are 0
-      below 3e-8·N; larger ones become 32768; infinities and NaN stay, so a ``GradScaler`` sees them.
-    - ``"int8"``: 1.02 bytes: eight bits each, and a scale for each 256. What rounding leaves out is added to the next
-      gradient. Costs 8·P bytes of memory, and two collectives at the end of backward. Between hosts of several ranks,
-      those of a host add up first, unrounded.
-    - ``"powersgd"``: matrices travel as a product of two of rank 3: 12·(rows + columns) bytes; tall tables, of which
-      that is no less, with 3 bits an element; tensors below 4096 elements unchanged. What is left out is added to the
-      next gradient. The first 10 steps are not compressed. Changes what is learned most; costs 16·P bytes of memory and
-      five small collectives at the end of backward. Needs numpy.
-    - ``"auto"``: the quickest of none, bf16 and int8, measured here with this model's size for about two seconds. All
-      ranks agree, and what is not clearly quicker than none is not taken; rank 0 says what and why in a line on stderr.
-      As times differ from run to run, so may the choice: name it where runs must be repeatable.
+    - ``"bf16"``, ``"fp16"``: buckets travel, half as wide, while backward computes.
+    - ``"int8"``: what rounding leaves out is added to the next gradient. Two collectives at the end of backward.
+    - ``"powersgd"``: matrices travel as a product of two of rank 3, after 10 steps that are not compressed. Five
+      collectives at the end of backward. Needs numpy.
+    - ``"auto"``: the quickest of none, bf16 and int8, measured here for about two seconds; rank 0 says which and why.
+      As times differ from run to run, so may the choice.
 
     ``sync_every=K`` exchanges no gradients. Each rank takes K steps of its own optimizer on its own batches, then the
-    parameters and buffers are averaged: 4/K bytes. Steps are counted by a hook on all optimizers of the process, so the
-    loop stays as it is. An optimizer's state stays on its rank. Replicas differ between two averages, so call
-    ``model.synchronize()`` before evaluating and at the end. With ``compress``, what travels is the change since the
-    last average, rounded. ``outer="diloco"`` moves the parameters by the mean change with SGD of Nesterov momentum 0.9
-    and learning rate 0.7 (Douillard et al. 2023, arXiv:2311.08105), which bears a K of hundreds; 8·P bytes of memory
-    more.
+    parameters and buffers are averaged. Steps are counted by a hook on all optimizers of the process. Replicas differ
+    between two averages, so call ``model.synchronize()`` before evaluating and at the end. With ``compress``, what
+    travels is the change since the last average. ``outer="diloco"`` moves the parameters by the mean change with SGD of
+    Nesterov momentum 0.9 and learning rate 0.7 (Douillard et al. 2023, arXiv:2311.08105), which bears a K of hundreds.
 
     A checkpoint by ``world.save`` has what all of these keep, once for all ranks, and a run that is resumed ends with
     the bits of the run that went on. What could only be wrong or surprising together is refused with the reason.
