@@ -7,15 +7,17 @@ backward computes.
 
 A thread of the group waits for a request, *attends* to the queue, or is in the callbacks of an operation. One that
 attends runs the queue at once for an urgent operation. For a small one, which takes less time than waking a thread, it
-naps first, and runs what is queued after a nap in which nobody ran an operation. A callback may wait for a further
-operation, as PowerSGD's do, so another thread is started when all are in callbacks. No operation is forgotten: a caller
-appends and then reads the count of those that attend, a thread changes the count and then reads the queue.
+naps first, and runs what is queued after a nap in which nobody ran an operation. While a thread waits for an operation
+it runs the queue up to that one, and the group's threads nap. A callback may wait for a further operation, as
+PowerSGD's do, so another thread is started when all are in callbacks. No operation is forgotten: a caller appends and
+then reads the count of those that attend, a thread changes the count and then reads the queue.
 
 | field | writer | readers | guard |
 |---|---|---|---|
 | ``state`` (busy), ``_served``, ``_closed`` | holder of ``running`` | all | ``running`` to write |
 | ``queue`` | callers append, the holder of ``running`` pops; None at its head for ever: closed | all | atomic deque |
 | ``_attending``, ``_in_callbacks`` | own threads | all | ``_counting`` to write: no caller takes it |
+| ``_wanted``: what a thread waits for last | who waits | the group's threads | a hint, replaced whole |
 | ``given_up`` | ``give_up``, once | who runs an operation | one assignment |
 
 While the core waits, the main thread runs signal handlers, and a handler may call the group. So ``running`` is
@@ -174,6 +176,7 @@ class Progress:
         self._requests: TimedQueue[str] = TimedQueue()
         self._threads: list[threading.Thread] = []
         self._served = 0  # how many operations of the queue have run
+        self._wanted: Operation | None = None
         self._attending = self._in_callbacks = 0
         self._counting = threading.Lock()
 
@@ -198,7 +201,9 @@ class Progress:
                     finally:
                         state[0] = False
                     return
+                self._wanted = self.queue[-1]
                 operation = self._run_next()
+            self._wanted = None
             operation.finish()
 
     def interrupted(self) -> bool:
@@ -229,15 +234,20 @@ class Progress:
 
     def help(self, operation: Operation) -> None:
         """Run what is queued up to ``operation`` on this thread, unless another thread runs it."""
-        while not operation.done:
-            # `with`, though it waits for the other thread: between a call of acquire() and a `try` a signal handler may
-            # raise, and the lock would stay held.
-            with self.running:
-                self._require_idle()  # a handler would wait for ever for what it has interrupted
-                if operation.done or not self.queue:
-                    return
-                done = self._run_next()
-            done.finish()
+        try:
+            while not operation.done:
+                self._wanted = operation
+                # `with`, though it waits for the other thread: between a call of acquire() and a `try` a signal handler
+                # may raise, and the lock would stay held.
+                with self.running:
+                    self._require_idle()  # a handler would wait for ever for what it has interrupted
+                    if operation.done or not self.queue:
+                        return
+                    done = self._run_next()
+                self._wanted = None  # a callback may wait for a further operation, which another thread is to run
+                done.finish()
+        finally:
+            self._wanted = None  # else it would keep the operation's tensors
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -349,17 +359,22 @@ class Progress:
                 request = self._requests.get(NAP_S)
             except queue.Empty:
                 if served == self._served:
+                    self._wanted = None  # its wait was interrupted, or is in a long operation
                     return _NOW
             else:
                 if request is not _NAP:
                     return request
 
     def _run_queue(self) -> None:
-        while not self._leaving and (operation := self._run_one()) is not None:
+        while not (self._leaving or self._is_helped()) and (operation := self._run_one()) is not None:
             future = operation.settle()
             if future is not None:
                 self._call_back(future)
             del operation, future  # this thread is not to keep tensors while it waits
+
+    def _is_helped(self) -> bool:
+        wanted = self._wanted
+        return wanted is not None and not wanted.done
 
     def _run_one(self) -> Operation | None:
         """Run one operation; None if there was none."""

@@ -48,9 +48,8 @@ __all__ = [
 has_met = False
 
 BACKENDS = ("gloo", "mpi")
-# What is not a backend: the module whose import stands in for it. By name, because RPC is built on this room.
-OTHERS = {"rpc": "phalanx.rpc.torch_api"}
-REPLACEABLE = (*BACKENDS, *OTHERS)
+RPC = "rpc"
+REPLACEABLE = (*BACKENDS, RPC)
 _VENDORS = ("nccl", "xccl", "hccl", "ucc", "rccl", "cncl", "mccl")
 # What torch makes in place of each backend, and the other way round.
 _SERVED = {name: f"{settings.BACKEND}-as-{name}" for name in BACKENDS}
@@ -87,9 +86,8 @@ def replace_as_asked() -> None:
     if os.environ.get(settings.REPLACE):
         with contextlib.suppress(Exception):
             _replace_backends(os.environ[settings.REPLACE])
-            for name, module in OTHERS.items():
-                if replaces(name):
-                    _stand_in(name, module)
+            if replaces(RPC):
+                _stand_in_for_rpc()
 
 
 def _replace_backends(wanted: str) -> None:
@@ -136,13 +134,13 @@ def _replace_backends(wanted: str) -> None:
     c10d.get_backend = dist.get_backend = get_backend
 
 
-def _stand_in(name: str, module: str) -> None:
+def _stand_in_for_rpc() -> None:
     try:
-        importlib.import_module(module)
+        importlib.import_module("phalanx.rpc.torch_api")  # by name, because RPC is built on this room
     except Exception as error:
         from phalanx.words import tell
 
-        tell(f"warning: {settings.REPLACE}={name} has no effect, torch's own {name} is used: {error}")
+        tell(f"warning: {settings.REPLACE}={RPC} has no effect, torch's own {RPC} is used: {error}")
 
 
 def names_to_replace(text: str, *, source: str = settings.REPLACE) -> tuple[str, ...]:
@@ -162,7 +160,7 @@ def names_to_replace(text: str, *, source: str = settings.REPLACE) -> tuple[str,
         if name not in REPLACEABLE:
             raise ArgumentError(
                 f"{source} {text}: {name!r} is not something that Phalanx stands in for; choose "
-                f"{', '.join(BACKENDS)} or {' or '.join(OTHERS)}"
+                f"{', '.join(BACKENDS)} or {RPC}"
             )
     return names
 

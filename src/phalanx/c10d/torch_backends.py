@@ -24,6 +24,7 @@ import functools
 import json
 import math
 import pickle
+import re
 import threading
 import time
 import weakref
@@ -38,6 +39,8 @@ from torch._C import _distributed_c10d as core
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx.c10d.collectives import Collectives
+from phalanx.c10d.dispatcher import OPERATIONS
+from phalanx.c10d.torch_versions import OLDER_METHODS
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.snapshot import KIND_NUMBERS
 from phalanx.diagnosis.stacks import Frame
@@ -49,31 +52,18 @@ from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
 __all__ = ["record_methods"]
 
 _LOOK_S = 0.5
-# The methods of torch's groups by their kind, and which of the arguments has this rank's tensors (-1: none).
-_METHODS = {
-    "all_reduce": (0, "allreduce allreduce_coalesced"),
-    "broadcast": (0, "broadcast"),
-    "reduce": (0, "reduce"),
-    "all_gather": (
-        1,
-        "allgather allgather_coalesced allgather_into_tensor_coalesced _allgather_base all_gather_single "
-        "all_gather_single_coalesced",
-    ),
-    "gather": (1, "gather"),
-    "scatter": (0, "scatter"),
-    "reduce_scatter": (
-        0,
-        "reduce_scatter reduce_scatter_tensor_coalesced _reduce_scatter_base reduce_scatter_single "
-        "reduce_scatter_single_coalesced",
-    ),
-    "all_to_all": (1, "alltoall alltoall_base all_to_all_single"),
-    "barrier": (-1, "barrier monitored_barrier"),
-}
+# The kinds of the methods of torch's groups, under their present and older names.
+_KINDS = {
+    method: re.sub("_single|_coalesced", "", known.title)
+    for name, known in OPERATIONS.items()
+    for method in (name, OLDER_METHODS.get(name, name))
+} | {"monitored_barrier": "barrier"}
+# Which argument has this rank's tensors, if it is not the first.
+_OWN_AT = {"all_gather": 1, "gather": 1, "all_to_all": 1, "barrier": -1}
 _REDUCING = frozenset(KIND_NUMBERS[name] for name in ("all_reduce", "reduce", "reduce_scatter"))
 _ROOTED = frozenset(KIND_NUMBERS[name] for name in ("broadcast", "reduce", "gather", "scatter"))
 # In these torch and Phalanx want the tensors of all ranks alike; in an all_to_all they may have any shapes.
-_SHAPED = frozenset(KIND_NUMBERS[name] for name in _METHODS if name not in ("all_to_all", "barrier"))
-_MESSAGES = {"send": "send", "recv": "recv", "recv_anysource": "recv"}
+_SHAPED = _REDUCING | _ROOTED | {KIND_NUMBERS["all_gather"]}
 
 
 @dataclass
@@ -111,14 +101,12 @@ def record_methods() -> None:
     """Record the operations of all groups that are not Phalanx's from now on, in this process. Once is enough."""
     if getattr(dist.Work.wait, "__module__", "") == __name__:
         return
-    for kind, (tensors_at, names) in _METHODS.items():
-        for name in names.split():
-            own = getattr(dist.ProcessGroup, name, None)  # torch 2.13 has not all of them
-            if own is not None:
-                _replace(name, _collective(own, KIND_NUMBERS[kind], tensors_at))
-    for name, kind in _MESSAGES.items():
-        own = getattr(dist.ProcessGroup, name)
-        _replace(name, _message(own, KIND_NUMBERS[kind], has_peer=name != "recv_anysource"))
+    for name, kind in _KINDS.items():
+        own = getattr(dist.ProcessGroup, name, None)  # no torch has all of them
+        if own is not None and kind in ("send", "recv"):
+            _replace(name, _message(own, KIND_NUMBERS[kind], has_peer=name != "recv_anysource"))
+        elif own is not None:
+            _replace(name, _collective(own, KIND_NUMBERS[kind], _OWN_AT.get(kind, 0)))
     setattr(dist.Work, "wait", _waiting(dist.Work.wait))  # noqa: B010
     _look_after_them()
 
