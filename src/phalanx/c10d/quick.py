@@ -33,7 +33,7 @@ from phalanx.transports.shm.explanation import text_of_call
 from phalanx.transports.shm.mailbox import Mailbox
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
 
-__all__ = ["missing", "quicken", "quicken_messages"]
+__all__ = ["prepared_module", "quicken", "quicken_messages"]
 
 # In the order of enum entry_option_class (native/csrc_entry/entry.h). Then: has it an operation, has it a root.
 _OPTIONS = (
@@ -71,37 +71,28 @@ def quicken_messages(group: Any, mailbox: Mailbox) -> None:
 
 def _entry(group: Any, handle: int, owner: Any) -> Any:
     """The core's side of the quick methods; None if there can be none, or torch's hooks are to see every call."""
-    entry_module = _module()
-    if isinstance(entry_module, str) or group.hooked:
+    module = prepared_module()
+    if module is None or group.hooked:
         return None
-    entry = entry_module.Entry(group, handle, group.rank(), group.size(), group._progress, owner)
+    entry = module.Entry(group, handle, group.rank(), group.size(), group._progress, owner)
     if group.recorded is not None:
         entry.set_recorded(addressof(group.recorded), group.recorded)
     return entry
 
 
-def missing() -> str:
-    """The reason why this process has no quick methods; empty if it has them."""
-    found = _module()
-    return found if isinstance(found, str) else ""
-
-
 @cache
-def _module() -> ModuleType | str:
-    """The module in C, set up for this torch; or why it cannot be used."""
+def prepared_module() -> ModuleType | None:
+    """The module in C, set up for this torch; None if there is none, or this torch lacks what it reads."""
     module = quick_entry()
-    if isinstance(module, str):
-        return module
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    if capsule is None:
-        return f"torch {torch.__version__} does not give the functions of DLPack's exchange"
-    for place, flag in ((profiler, "_is_profiler_enabled"), (_python_dispatch, "_is_in_torch_dispatch_mode")):
-        if not isinstance(getattr(place, flag, None), bool):
-            return f"torch {torch.__version__} does not say in {place.__name__}.{flag} whether calls are watched"
+    flags = ((profiler, "_is_profiler_enabled"), (_python_dispatch, "_is_in_torch_dispatch_mode"))
+    says_who_watches = all(isinstance(getattr(place, flag, None), bool) for place, flag in flags)
+    if isinstance(module, str) or capsule is None or not says_who_watches:
+        return None
     try:
         module.set_exchange(capsule)
-    except ValueError as error:
-        return str(error)
+    except ValueError:  # another version of the functions of DLPack's exchange
+        return None
     numbers = [OP_NUMBERS.get(op, 0) for op in range(max(OP_NAMES) + 1)]
     module.set_up(
         _dtypes(module),
