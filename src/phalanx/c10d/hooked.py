@@ -9,7 +9,7 @@ environment asks for hooks when it is made: torch's recorder is on by default, a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,16 +29,11 @@ RECORDER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the
 NAN_CHECK = "TORCH_DIST_NAN_CHECK"
 
 
-def hooks_are_asked_for(environment: Mapping[str, str]) -> bool:
-    """Whether a user has asked for one of torch's hooks, by its own variables."""
-    size = next((environment[name] for name in RECORDER_SIZES if environment.get(name)), "0")
-    return environment.get(NAN_CHECK) == "1" or (size.isdigit() and int(size) > 0)
-
-
 def group_class() -> type[PhalanxProcessGroup]:
-    """The class of a group that is made now."""
-    has_hooks = hasattr(c10d, "FlightRecorderHook")
-    return HookedProcessGroup if has_hooks and hooks_are_asked_for(os.environ) else PhalanxProcessGroup
+    """The class of a group that is made now: a hooked one if torch's own variables ask for its hooks."""
+    size = next((os.environ[name] for name in RECORDER_SIZES if os.environ.get(name)), "0")
+    are_asked_for = os.environ.get(NAN_CHECK) == "1" or (size.isdigit() and int(size) > 0)
+    return HookedProcessGroup if are_asked_for and hasattr(c10d, "FlightRecorderHook") else PhalanxProcessGroup
 
 
 class PythonBackend(Backend):
