@@ -21,13 +21,9 @@ FP16_LIMIT = 32768.0
 
 
 class Exchange(ABC):
-    """One way to take the mean over the ranks of a group.
+    """One way to take the mean over the ranks of a group."""
 
-    Attributes:
-        name: what ``compress=`` calls it.
-    """
-
-    name = "none"
+    name = "none"  # what ``compress=`` calls it
 
     @abstractmethod
     def mean_(self, flats: Sequence[torch.Tensor], shapes: Sequence[Sequence[torch.Size]]) -> None:

@@ -54,10 +54,9 @@ class SharedBuckets(TorchDispatchMode):  # type: ignore[no-untyped-call]
     model is wrapped, and once more when it knows in which order gradients come.
 
     Args:
-        allocate: gives so many bytes that the ranks of the group share. All ranks make this object at the same time;
-            what they allocate after that may differ.
+        allocate: gives so many bytes that the ranks of the group share; all of them make this object at the same time.
         nbytes: of all gradients.
-        buckets: how many buckets there can be.
+        buckets: how many there can be.
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor], nbytes: int, buckets: int) -> None:
