@@ -110,8 +110,9 @@ class Checks:
         for name, tensors in (("output", outputs), ("input", inputs)):
             if len(tensors) != self._size:
                 raise ArgumentError(f"all_to_all: {len(tensors)} {name} tensors, but the group has {self._size} ranks")
-            if any(tensor.dtype != outputs[0].dtype for tensor in tensors):
-                raise ArgumentError("all_to_all: the tensors differ in dtype")
+            for tensor in tensors:
+                if tensor.dtype != outputs[0].dtype:
+                    raise ArgumentError("all_to_all: the tensors differ in dtype")
         self.own_part("all_to_all", [t.numel() for t in inputs], [t.numel() for t in outputs])
 
     def own_part(self, name: str, sent: Sequence[int], expected: Sequence[int]) -> None:
@@ -175,8 +176,8 @@ def dense(tensor: torch.Tensor, factor: float | None = None) -> torch.Tensor:
 
 def all_dense(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether a communicator can take them as they are: it reads and writes memory, and knows no gradients."""
-    for tensor in tensors:  # noqa: SIM110 - a generator costs more than this loop
-        if not as_it_is(tensor):
+    for tensor in tensors:  # noqa: SIM110 - as_it_is() of each, in a form that costs less
+        if not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
             return False
     return True
 

@@ -58,9 +58,11 @@ class Collectives:
             body: the collective.
             own: the part of the larger side that may be the same memory as the smaller side; None if none may.
         """
-        if all_dense(outputs) and all_dense(inputs) and are_apart(outputs, inputs, own):
-            return self._plain(opts, outputs, body, outputs, inputs)
-        return self._start(opts.asyncOp, outputs, moving(outputs, inputs, body, own))
+        if not (all_dense((*outputs, *inputs)) and are_apart(outputs, inputs, own)):
+            return self._start(opts.asyncOp, outputs, moving(outputs, inputs, body, own))
+        if opts.asyncOp or around.wraps:
+            return self._start(opts.asyncOp, outputs, partial(body, outputs, inputs))
+        return self._progress.run(body, outputs, inputs)
 
     def _move_each(
         self, opts: Any, pairs: Sequence[tuple[Tensors, Tensors]], body: Body, factor: float | None = None
