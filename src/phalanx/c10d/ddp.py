@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
 
 from phalanx.c10d.progress import Operation, Progress
+from phalanx.c10d.work import PhalanxWork
 from phalanx.errors import UnusedParameters
 
 __all__ = ["BackwardPasses", "current_pass", "serve_reducers"]
@@ -29,13 +30,11 @@ class BackwardPasses:
     """The operations of one group that began in backward passes under way, ended when their pass returns.
 
     Only those whose handle is gone are waited for: a handle that exists is its owner's to wait for. DDP's reducer drops
-    its handles and waits in C++ for futures, of whose errors torch keeps only the text; the callback here comes first,
-    because it is queued first. ``delay_all_reduce_named_params`` drops them too, and nobody waits before the optimizer
-    reads the gradients. An error that a communication hook has had from its own wait is not raised again: a hook that
-    keeps it, as torchft's does, lets the pass end.
+    its handles and waits in C++ for futures, of whose errors torch keeps only the text; the callback here is queued
+    first. ``delay_all_reduce_named_params`` drops them too, and nobody waits before the optimizer reads the gradients.
+    An error that a wait has raised already, in a communication hook, say, is not raised again.
 
-    ``_begun`` is added to by the threads that run a pass's hooks, and taken from by the one that ends the pass, when no
-    hook of it runs any more. Passes may run side by side, each with a key of its own.
+    ``_begun`` has a key for each pass. The threads that run a pass's hooks add to it, the one that ends it takes it.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -53,15 +52,8 @@ class BackwardPasses:
 
     def _end(self, number: int) -> None:
         for handle, operation in self._begun.pop(number, ()):
-            if handle() is not None or operation.told:
-                continue
-            if not operation.done:
-                self._progress.help(operation)
-                operation.wait_done(None)
-            if operation.waited is not None:
-                operation.waited()
-            if operation.error is not None:
-                raise operation.error
+            if handle() is None and not operation.told:
+                PhalanxWork(self._progress, operation).wait()
 
 
 # -- torch's reducer of one replica ----------------------------------------------------------------
