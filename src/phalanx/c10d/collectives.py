@@ -1,7 +1,8 @@
-"""The collectives and messages of c10d over a communicator.
+"""The collectives and messages of c10d over a communicator: the front of each call, and its body.
 
-Each method unpacks torch's options and tensor lists, makes buffers contiguous, and hands a blocking call to a
-``Communicator``. It takes all arguments by position, plain tensors, and no timeout: ``dispatcher.py`` sees to that.
+The front goes straight to the body if the call is a plain one, else through torch's dispatcher, which comes back to the
+body (``dispatcher.py``). The body takes all arguments by position, plain tensors, and no timeout. It unpacks torch's
+options and tensor lists, makes buffers contiguous, and hands a blocking call to a ``Communicator``.
 """
 
 from __future__ import annotations
@@ -13,24 +14,97 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
 
 from phalanx.c10d.arguments import SUM, Checks, all_dense, are_apart, as_it_is, as_real, dense, in_place, moving
+from phalanx.c10d.dispatcher import OPERATIONS, UNSET, DispatchedCall, begin, tensors_in
 from phalanx.c10d.messages import Messages
 from phalanx.c10d.progress import Progress, around
-from phalanx.c10d.torch_versions import uncompiled
+from phalanx.c10d.torch_versions import method_name, uncompiled
+from phalanx.c10d.work import DoneWork
 from phalanx.errors import ArgumentError
 from phalanx.transports.hierarchical.gloo import GlooOnDemand
 from phalanx.transports.operands import split_counts
 
-__all__ = ["Collectives"]
+__all__ = ["Collectives", "front", "is_watched"]
 
 Tensors = list[torch.Tensor]
 Body = Callable[[Tensors, Tensors], None]
 
 
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, int))
+_done = DoneWork([])
+_number_of_modes = torch._C._len_torch_dispatch_stack
+
+# -- the front -------------------------------------------------------------------------------------
+
+
+def is_watched() -> bool:
+    """Return whether a profiler or a dispatch mode of torch must see this thread's calls. Every call pays for it."""
+    return profiler._is_profiler_enabled or _number_of_modes() > 0
+
+
+def front(name: str, body: Callable[..., Any], *, hooked: bool = False) -> Callable[..., Any]:
+    """The method ``name`` of a process group: ``body``, or torch's dispatcher, which comes back to ``body``.
+
+    Args:
+        name: of the method, one of ``OPERATIONS``.
+        body: the method that does it for plain tensors, given all arguments by position, the options last.
+        hooked: torch's hooks are to see every call (``hooked.py``).
+    """
+    known = OPERATIONS[name]
+    options, from_cpp = known.options, known.from_cpp
+    count = -1 if hooked else len(known.arguments) + (options is not None)
+    torchs = getattr(dist.ProcessGroup, method_name(name), None) if known.operation else None
+
+    def call(self: Any, *given: Any, **named: Any) -> Any:
+        if len(given) == count and not named and not is_watched():
+            if options is None:
+                if _plain(given):
+                    return body(self, *given)
+            elif type(given[-1]) is options and _plain(given[:-1]):
+                own = given[-1].timeout != UNSET
+                work = self._limited(body, *given) if own else body(self, *given)
+                return _done if work is None and from_cpp else work
+        if torchs is None:  # torch does not have the method yet, and so cannot dispatch it
+            *tensors, opts = *given, *named.values()
+            if not _plain([tensor for tensor in tensors if tensor is not None]):
+                raise ArgumentError(f"{known.title}: takes tensors of torch's own types; unwrap subclasses first")
+            return begin(self, name, body, tensors, opts)
+        everything = (*given, *named.values())
+        if nested := [tensor for tensor in tensors_in(everything) if tensor.is_nested]:
+            self._check.on_cpu(nested)  # which refuses them: torch would speak of keys of its dispatcher
+        with DispatchedCall(self, everything) as dispatched:
+            # torch's method finds this frame by its name and its first argument, and then does not call it again.
+            answer = torchs(self, *given, **named)
+        # The last handle, since a group's operations end in their order.
+        return dispatched.works[-1] if dispatched.works else answer
+
+    call.__code__ = call.__code__.replace(co_name=method_name(name))
+    call.__name__ = name
+    call.__doc__ = body.__doc__
+    call.__wrapped__ = body
+    return call
+
+
+def _plain(things: Sequence[Any]) -> bool:
+    """Whether all tensors in it are torch's own."""
+    for thing in things:
+        kind = type(thing)
+        if kind is list or kind is tuple:
+            if not _plain(thing):
+                return False
+        elif kind not in _PLAIN:
+            return False
+    return True
+
+
+# -- the bodies ------------------------------------------------------------------------------------
+
+
 @uncompiled
 class Collectives:
-    """The operations of a process group, behind the fronts of ``dispatcher.py``."""
+    """The operations of a process group, behind their fronts."""
 
     _rank: int
     _size: int

@@ -1,11 +1,12 @@
-"""The front of every call: straight to its body if it is a plain one, else through torch's dispatcher.
+"""Calls through torch's dispatcher, for what wants to see them; and what it knows of each operation.
 
 torch calls a process group that is written in Python directly, past its dispatcher. That lets modes (CommDebugMode,
 make_fx, execution traces) and profilers see the call, and asks wrapper subclasses of tensors (AsyncCollectiveTensor,
-TwoTensor, FakeTensor) to unwrap themselves or to refuse. So a call that needs any of that goes on to torch's own
-method, which also understands every form of the arguments. It dispatches an operation ``c10d::…``, and below all modes
-and subclasses, at the key BackendSelect, a kernel of this module takes the operation back to the group that began it,
-on the same thread. That takes 20 µs. Ranks may go different ways: both end in the same operation.
+TwoTensor, FakeTensor) to unwrap themselves or to refuse. So the front of a call (``collectives.py``) hands one that
+needs any of that to torch's own method, which also understands every form of the arguments. It dispatches an operation
+``c10d::…``, and below all modes and subclasses, at the key BackendSelect, a kernel of this module takes the operation
+back to the group that began it, on the same thread. That takes 20 µs. Ranks may go different ways: both end in the same
+operation.
 
 - What else comes to a kernel goes on to the backend that torch has chosen. Where that is the Gloo of one of our groups,
   it is made now: C++ has called a method that Python cannot override, or a program an operation of ``torch.ops.c10d``.
@@ -26,20 +27,15 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as types
 from torch.autograd import profiler
 
-from phalanx.c10d.collectives import Collectives
 from phalanx.c10d.progress import around
-from phalanx.c10d.torch_versions import method_name
 from phalanx.c10d.work import DoneWork
-from phalanx.errors import ArgumentError, UnsupportedTensor
+from phalanx.errors import UnsupportedTensor
 
-__all__ = ["OPERATIONS", "begin", "front", "here", "is_watched", "watch_all", "watch_calls_of_cpp"]
+__all__ = ["OPERATIONS", "UNSET", "DispatchedCall", "begin", "here", "tensors_in", "watch_all", "watch_calls_of_cpp"]
 
-_UNSET: timedelta = types.AllreduceOptions().timeout  # the timeout in options that nobody has given one
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, int))
-_done = DoneWork([])
+UNSET: timedelta = types.AllreduceOptions().timeout  # the timeout in options that nobody has given one
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 _PYTHON = torch._C.DispatchKey.Python
-_number_of_modes = torch._C._len_torch_dispatch_stack
 
 
 class OperationInfo(NamedTuple):
@@ -99,69 +95,6 @@ CPP = (
     *("monitored_barrier_", "recv_any_source_", "reduce_", "scatter_"),
 )
 
-# -- the front -------------------------------------------------------------------------------------
-
-
-def is_watched() -> bool:
-    """Return whether a profiler or a dispatch mode of torch must see this thread's calls. Every call pays for it."""
-    return profiler._is_profiler_enabled or _number_of_modes() > 0
-
-
-def front(name: str, body: Callable[..., Any], *, hooked: bool = False) -> Callable[..., Any]:
-    """The method ``name`` of a process group: ``body``, or torch's dispatcher, which comes back to ``body``.
-
-    Args:
-        name: of the method, one of ``OPERATIONS``.
-        body: the method that does it for plain tensors, given all arguments by position, the options last.
-        hooked: torch's hooks are to see every call (``hooked.py``).
-    """
-    known = OPERATIONS[name]
-    options, from_cpp = known.options, known.from_cpp
-    count = -1 if hooked else len(known.arguments) + (options is not None)
-    torchs = getattr(dist.ProcessGroup, method_name(name), None) if known.operation else None
-
-    def call(self: Any, *given: Any, **named: Any) -> Any:
-        if len(given) == count and not named and not is_watched():
-            if options is None:
-                if _plain(given):
-                    return body(self, *given)
-            elif type(given[-1]) is options and _plain(given[:-1]):
-                own = given[-1].timeout != _UNSET
-                work = self._limited(body, *given) if own else body(self, *given)
-                return _done if work is None and from_cpp else work
-        if torchs is None:  # torch does not have the method yet, and so cannot dispatch it
-            *tensors, opts = *given, *named.values()
-            if not _plain([tensor for tensor in tensors if tensor is not None]):
-                raise ArgumentError(f"{known.title}: takes tensors of torch's own types; unwrap subclasses first")
-            return begin(self, name, body, tensors, opts)
-        everything = (*given, *named.values())
-        if nested := [tensor for tensor in _tensors(everything) if tensor.is_nested]:
-            self._check.on_cpu(nested)  # which refuses them: torch would speak of keys of its dispatcher
-        with DispatchedCall(self, everything) as dispatched:
-            # torch's method finds this frame by its name and its first argument, and then does not call it again.
-            answer = torchs(self, *given, **named)
-        # The last handle, since a group's operations end in their order.
-        return dispatched.works[-1] if dispatched.works else answer
-
-    call.__code__ = call.__code__.replace(co_name=method_name(name))
-    call.__name__ = name
-    call.__doc__ = body.__doc__
-    call.__wrapped__ = body
-    return call
-
-
-def _plain(things: Sequence[Any]) -> bool:
-    """Whether all tensors in it are torch's own."""
-    for thing in things:
-        kind = type(thing)
-        if kind is list or kind is tuple:
-            if not _plain(thing):
-                return False
-        elif kind not in _PLAIN:
-            return False
-    return True
-
-
 # -- through torch's dispatcher --------------------------------------------------------------------
 
 
@@ -198,7 +131,7 @@ class DispatchedCall:
             work = start()
         finally:
             here.call = self
-        work = DoneWork(_tensors(tensors)) if work is None else work
+        work = DoneWork(tensors_in(tensors)) if work is None else work
         self.works.append(work)
         return work
 
@@ -254,11 +187,11 @@ def _kernel(operation: str) -> Callable[..., Any]:
 
     def kernel(keyset: Any, *given: Any, **named: Any) -> Any:
         group: Any = dist.ProcessGroup.unbox(given[position] if position < len(given) else named["process_group"])
-        if not isinstance(group, Collectives):
+        if not hasattr(group, "hooked"):  # it is none of ours
             return overload.redispatch(keyset & _BELOW, *given, **named)
         dispatched = here.call
         # A tensor without data, meta or fake, is none of ours: torch knows what comes of it.
-        tensors = _tensors((*given, *named.values()))
+        tensors = tensors_in((*given, *named.values()))
         has_data = not any(tensor.is_meta for tensor in tensors)
         # torch has no kernel for sparse tensors that would call a backend written in Python.
         to_hooks = group.hooked and all(tensor.layout is torch.strided for tensor in tensors)
@@ -294,14 +227,14 @@ def _options(kind: Callable[[], Any], values: dict[str, Any], reduce_op: Any) ->
     return opts
 
 
-def _tensors(things: Sequence[Any]) -> list[torch.Tensor]:
+def tensors_in(things: Sequence[Any]) -> list[torch.Tensor]:
     """The tensors among the arguments, in lists or not."""
     found: list[torch.Tensor] = []
     for thing in things:
         if isinstance(thing, torch.Tensor):
             found.append(thing)
         elif isinstance(thing, (list, tuple)):
-            found.extend(_tensors(thing))
+            found.extend(tensors_in(thing))
     return found
 
 
@@ -356,14 +289,14 @@ def begin(group: Any, name: str, body: Callable[..., Any], arguments: Sequence[A
     """Do what ``name`` stands for, with the timeout of its options, shown to a profiler that is on."""
     if opts is None:
         start = partial(body, group, *arguments)
-    elif opts.timeout == _UNSET:
+    elif opts.timeout == UNSET:
         start = partial(body, group, *arguments, opts)
     else:
         start = partial(group._limited, body, *arguments, opts)
     if not profiler._is_profiler_enabled:
         return start()
     title = f"{group.name()}:{OPERATIONS[name].title}"
-    return _profiled(title, _tensors(arguments), start, opts is not None and opts.asyncOp)
+    return _profiled(title, tensors_in(arguments), start, opts is not None and opts.asyncOp)
 
 
 def _profiled(name: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any], asynchronous: bool) -> Any:

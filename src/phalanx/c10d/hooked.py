@@ -1,7 +1,7 @@
 """Process groups under torch's hooks on collectives: its flight recorder, its check for NaN.
 
 From torch 2.14 on, hooks belong to a process group and are called by torch's dispatcher, past which our groups are
-called (docs/design/transports.md). A hooked group has every call go through it (``dispatcher.front``): torch calls the
+called (docs/design/transports.md). A hooked group has every call go through it (``collectives.front``): torch calls the
 hooks, and then the group's backend, which does what an unhooked group would have done at once. A group is hooked if the
 environment asks for hooks when it is made: torch's recorder is on by default, and would be paid by every small call.
 """

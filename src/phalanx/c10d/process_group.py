@@ -1,7 +1,7 @@
 """The process group that torch calls: its name, its backends, its timeouts, and its end.
 
 It is a Python subclass of ``ProcessGroup``, which costs less per call than a backend behind torch's dispatcher
-(docs/design/transports.md). What it does is in ``collectives.py``, behind the fronts of ``dispatcher.py``. An attached
+(docs/design/transports.md). What it does is in ``collectives.py``, behind a front for each. An attached
 Gloo group serves sparse tensors, and the C++ virtuals that cannot be overridden from Python.
 """
 
@@ -23,9 +23,9 @@ from torch._C._distributed_c10d import Backend, Store
 
 from phalanx import settings
 from phalanx.c10d.arguments import SUM, Checks
-from phalanx.c10d.collectives import Collectives
+from phalanx.c10d.collectives import Collectives, front, is_watched
 from phalanx.c10d.ddp import BackwardPasses, current_pass, serve_reducers
-from phalanx.c10d.dispatcher import OPERATIONS, front, is_watched, watch_all, watch_calls_of_cpp
+from phalanx.c10d.dispatcher import OPERATIONS, watch_all, watch_calls_of_cpp
 from phalanx.c10d.leaving import LAST_CALLS_S, track_group
 from phalanx.c10d.messages import Messages
 from phalanx.c10d.progress import Progress, around, nothing

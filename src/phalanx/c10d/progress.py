@@ -323,7 +323,7 @@ class Progress:
 
     def _ask(self, request: str) -> None:
         """Have a thread attend to the queue. Called after the queue has been added to."""
-        if request is _NAP and self._attending:
+        if self._attending and (request is _NAP or self._requests.qsize()):
             return
         if len(self._threads) <= self._in_callbacks:
             with contextlib.suppress(BackendError):  # a callback that waits without a limit runs it itself
