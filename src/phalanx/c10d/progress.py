@@ -91,7 +91,7 @@ class Operation:
         self._done_event: threading.Event | None = None
         self._future: torch.futures.Future[Any] | None = None
 
-    def run(self, given_up: Callable[[], BaseException | None]) -> None:
+    def run(self, owner: Progress) -> None:
         """Run the body and wake the threads that wait. Called once, by the holder of the group's lock.
 
         Once the queue is given up the body is not run, and an error of ours that it raises has come of that.
@@ -99,11 +99,11 @@ class Operation:
         body, self._body = self._body, nothing  # the tensors that the body refers to must not outlive it
         call_site.running.site = self._site
         try:
-            if (error := given_up()) is not None:
-                raise error
+            if owner.given_up is not None:
+                raise owner.given_up
             body()
         except PhalanxError as error:
-            self.error = given_up() or error
+            self.error = owner.given_up or error
         except BaseException as error:
             self.error = error
         finally:
@@ -301,7 +301,7 @@ class Progress:
                 raise self._closed_error()
             self.queue.popleft()
             self._served += 1
-            operation.run(lambda: self.given_up)
+            operation.run(self)
             return operation
         finally:
             self.state[0] = False
