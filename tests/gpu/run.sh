@@ -36,8 +36,7 @@ mapfile -t files < <(grep -rl --include='test_*.py' '^@pytest.mark.gpu' tests)
 check "tests marked gpu" 0 " passed" "$python" -m pytest -q --noconftest -m gpu "${files[@]}"
 phalanx "rank table: cuda:0 ${model:=MODEL}" 0 "cuda:0 $model" run -n 1 $here/share_device.py
 phalanx "two ranks share cuda:0, CPU tensors over phalanx" 0 "all right" run -n 2 --device cuda:0 $here/share_device.py
-phalanx "two ranks on one GPU over NCCL: both are named" 1 \
-    "DeviceError: ranks 0-1 compute on the same device" run -n 2 $here/nccl_calls.py
+phalanx "two ranks on one GPU over NCCL: refused" 1 "Duplicate GPU detected" run -n 2 $here/nccl_calls.py
 phalanx "NCCL with a world of one" 0 "all right" run -n 1 $here/nccl_calls.py
 phalanx "DDP of two ranks on cuda:0" 0 "all right" run -n 2 --device cuda:0 $here/ddp_steps.py
 phalanx "RPC with CUDA tensors" 0 "all right" run -n 2 --device cuda:0 $here/rpc_tensors.py

@@ -19,12 +19,10 @@ __all__ = [
     "SUM",
     "Checks",
     "all_dense",
-    "apart",
-    "apart_from_whole",
+    "are_apart",
     "as_it_is",
     "as_real",
     "dense",
-    "disjoint",
     "in_place",
     "moving",
 ]
@@ -37,7 +35,10 @@ _OP_NAMES = {op.value: name for name, op in dist.ReduceOp.RedOpType.__members__.
 
 
 class Checks:
-    """The checks of one process group.
+    """The checks of one process group. Each raises before any other rank learns of the call.
+
+    ArgumentError: a list, size, dtype or operation does not fit. DeviceMismatch: a tensor is on another device.
+    UnsupportedTensor: its elements do not lie one by one in memory. RankError: the group has no such rank.
 
     Args:
         name: the backend's name, for the errors.
@@ -49,11 +50,7 @@ class Checks:
         self._rank, self._size = communicator.rank, communicator.size
 
     def can_be_written(self, call: str, tensor: torch.Tensor) -> None:
-        """Refuse to receive into a tensor of which several elements are at one place in memory.
-
-        Raises:
-            UnsupportedTensor: it is such a tensor.
-        """
+        """Refuse to receive into a tensor of which several elements are at one place in memory."""
         if tensor.is_contiguous() or all(tensor.stride(i) or tensor.size(i) < 2 for i in range(tensor.dim())):
             return
         raise UnsupportedTensor(
@@ -63,12 +60,7 @@ class Checks:
         )
 
     def on_cpu(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Refuse tensors whose elements do not lie one by one in the memory of this process.
-
-        Raises:
-            DeviceMismatch: a tensor is on another device than the CPU.
-            UnsupportedTensor: a tensor is sparse, compressed or quantized.
-        """
+        """Refuse tensors whose elements do not lie one by one in the memory of this process."""
         for tensor in tensors:
             if tensor.is_cpu and tensor.layout is _STRIDED and not (tensor.is_quantized or tensor.is_nested):
                 continue
@@ -89,41 +81,23 @@ class Checks:
             )
 
     def one(self, name: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The list, if it holds one tensor: c10d's lists are for several devices of one rank.
-
-        Raises:
-            ArgumentError: it holds another number.
-        """
+        """The list, if it holds one tensor: c10d's lists are for several devices of one rank."""
         if len(tensors) != 1:
             raise ArgumentError(f"{name}: takes one tensor per rank on the CPU; got {len(tensors)}")
         return tensors
 
-    def one_per_rank(self, name: str, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> bool:
-        """Check a list with one tensor per rank, in one pass, because every call of a list form pays for it.
-
-        Returns:
-            Whether the memory of all of them is in order, so that a communicator can take the list as it is.
-
-        Raises:
-            ArgumentError: the list is too long or short, or a tensor does not fit ``like``.
-            DeviceMismatch, UnsupportedTensor: as :meth:`on_cpu`.
-        """
-        dtype, count, fits, contiguous = like.dtype, like.numel(), len(tensors) == self._size, True
+    def one_per_rank(self, name: str, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> None:
+        """Check a list with one tensor per rank, in one pass, because every call of a list form pays for it."""
+        dtype, count, fits = like.dtype, like.numel(), len(tensors) == self._size
         for tensor in tensors:
             if not tensor.is_cpu or tensor.layout is not _STRIDED:
                 self.on_cpu(tensors)
             fits &= tensor.dtype == dtype and tensor.numel() == count
-            contiguous &= as_it_is(tensor)
         if not fits:
             same_size(name, tensors, like, self._size)
-        return contiguous
 
     def multiple(self, name: str, whole: torch.Tensor, part: torch.Tensor) -> None:
-        """Check a tensor that holds one part for each rank.
-
-        Raises:
-            ArgumentError: it is not as large as all parts together, or of another dtype.
-        """
+        """Check a tensor that holds one part for each rank."""
         if whole.dtype != part.dtype or whole.numel() != part.numel() * self._size:
             raise ArgumentError(
                 f"{name}: {whole.dtype}{list(whole.shape)} is not {self._size} times (one for each rank) "
@@ -131,12 +105,7 @@ class Checks:
             )
 
     def exchange(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """Check the two lists of an all_to_all.
-
-        Raises:
-            ArgumentError, DeviceMismatch: they do not have one CPU tensor of one dtype for each rank, or what this rank
-                sends itself is not what it expects from itself.
-        """
+        """Check the two lists of an all_to_all."""
         self.on_cpu([*outputs, *inputs])
         for name, tensors in (("output", outputs), ("input", inputs)):
             if len(tensors) != self._size:
@@ -147,30 +116,18 @@ class Checks:
         self.own_part("all_to_all", [t.numel() for t in inputs], [t.numel() for t in outputs])
 
     def own_part(self, name: str, sent: Sequence[int], expected: Sequence[int]) -> None:
-        """Check what this rank sends itself, given the elements for and from each rank.
-
-        Raises:
-            ArgumentError: that is not what it expects from itself.
-        """
+        """Check that this rank expects from itself what it sends itself, given the elements for and from each rank."""
         if sent[self._rank] != expected[self._rank]:
             raise ArgumentError(f"{name}: what this rank sends itself is not what it expects from itself")
 
     def peer(self, rank: Any) -> Any:
-        """Check the other rank of a message, or the root of a collective, and return it; None stands for any rank.
-
-        Raises:
-            RankError: the group has no such rank.
-        """
+        """Check the other rank of a message, or the root of a collective, and return it; None stands for any rank."""
         if rank is not None and not 0 <= rank < self._size:
             raise RankError.not_in_group(rank, self._size)
         return rank
 
     def reduction(self, name: str, tensors: Sequence[torch.Tensor], reduce_op: Any) -> tuple[int, float | None]:
-        """The operation's number, and the factor of a pre-multiplied sum; the transport is given real numbers.
-
-        Raises:
-            ArgumentError, DeviceMismatch, UnsupportedTensor: the transport cannot reduce a tensor by that operation.
-        """
+        """The operation's number, and the factor of a pre-multiplied sum; the transport is given real numbers."""
         op, factor = int(reduce_op.op.value), None
         if op == _PREMUL_SUM:
             op, factor = SUM, reduce_op.__getstate__()[1]
@@ -219,13 +176,13 @@ def dense(tensor: torch.Tensor, factor: float | None = None) -> torch.Tensor:
 
 def all_dense(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether a communicator can take them as they are: it reads and writes memory, and knows no gradients."""
-    for tensor in tensors:  # noqa: SIM110 - a generator costs more than this loop
-        if not as_it_is(tensor):
+    for tensor in tensors:  # noqa: SIM110 - as_it_is() of each, in a form that costs less
+        if not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
             return False
     return True
 
 
-def apart(tensor: torch.Tensor, parts: Sequence[torch.Tensor], own: int) -> bool:
+def _apart(tensor: torch.Tensor, parts: Sequence[torch.Tensor], own: int) -> bool:
     """Return whether ``tensor`` may be read while ``parts`` are written, in any order.
 
     It may if it is ``parts[own]`` itself or overlaps none of them. All are contiguous and of the same size.
@@ -238,13 +195,13 @@ def apart(tensor: torch.Tensor, parts: Sequence[torch.Tensor], own: int) -> bool
     return True
 
 
-def apart_from_whole(tensor: torch.Tensor, whole: torch.Tensor, own: int | None) -> bool:
+def _apart_from_whole(tensor: torch.Tensor, whole: torch.Tensor, own: int | None) -> bool:
     """The same where the parts are those of one contiguous tensor; without ``own`` they share no memory at all."""
     at, start, nbytes = tensor.data_ptr(), whole.data_ptr(), tensor.nbytes
     return at >= start + whole.nbytes or at + nbytes <= start or (own is not None and at == start + own * nbytes)
 
 
-def disjoint(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+def _disjoint(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     """Return whether no tensor of one list shares memory with one of the other. All are contiguous."""
     spans = [[(at := t.data_ptr(), at + t.nbytes) for t in tensors if t.numel()] for tensors in (ones, others)]
     if not all(spans):
@@ -252,12 +209,11 @@ def disjoint(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bo
     (first, last), (others_first, others_last) = ((min(s)[0], max(end for _, end in s)) for s in spans)
     if last <= others_first or others_last <= first:
         return True
-    ends = [0, 0]
-    both = sorted((*span, which) for which in (0, 1) for span in spans[which])
-    for start, end, kind in both:
-        if start < ends[1 - kind]:
+    ends = [0, 0]  # where the tensors so far end, of each list
+    for start, end, one in sorted((*span, which) for which in (0, 1) for span in spans[which]):
+        if start < ends[1 - one]:
             return False
-        ends[kind] = max(ends[kind], end)
+        ends[one] = max(ends[one], end)
     return True
 
 
@@ -291,7 +247,7 @@ def moving(
     def move() -> None:
         given = [dense(tensor, factor) for tensor in inputs]
         buffers = [output if as_it_is(output) else torch.empty(output.shape, dtype=output.dtype) for output in outputs]
-        body(buffers, given if _are_apart(buffers, given, own) else [tensor.clone() for tensor in given])
+        body(buffers, given if are_apart(buffers, given, own) else [tensor.clone() for tensor in given])
         for output, buffer in zip(outputs, buffers, strict=True):
             if buffer is not output:
                 output.detach().copy_(buffer)
@@ -299,10 +255,15 @@ def moving(
     return move
 
 
-def _are_apart(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor], own: int | None) -> bool:
+def are_apart(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor], own: int | None) -> bool:
+    """Return whether the tensors of one list may be written while those of the other are read; all are contiguous.
+
+    One of them may have one tensor for all ranks. ``own`` is the part of the larger side that may be the same memory as
+    the smaller side; None if none may.
+    """
     if len(ones) != 1:
         ones, others = others, ones
     if len(others) != 1:
-        return disjoint(ones, others) if own is None else apart(ones[0], others, own)
-    smaller, larger = sorted((ones[0], others[0]), key=lambda tensor: tensor.nbytes)
-    return apart_from_whole(smaller, larger, own)
+        return _disjoint(ones, others) if own is None else _apart(ones[0], others, own)
+    one, other = ones[0], others[0]
+    return _apart_from_whole(one, other, own) if one.nbytes <= other.nbytes else _apart_from_whole(other, one, own)

@@ -1,7 +1,8 @@
-"""The collectives and messages of c10d over a communicator.
+"""The collectives and messages of c10d over a communicator: the front of each call, and its body.
 
-Each method unpacks torch's options and tensor lists, makes buffers contiguous, and hands a blocking call to a
-``Communicator``. It takes all arguments by position, plain tensors, and no timeout: ``dispatcher.py`` sees to that.
+The front goes straight to the body if the call is a plain one, else through torch's dispatcher, which comes back to the
+body (``dispatcher.py``). The body takes all arguments by position, plain tensors, and no timeout. It unpacks torch's
+options and tensor lists, makes buffers contiguous, and hands a blocking call to a ``Communicator``.
 """
 
 from __future__ import annotations
@@ -13,70 +14,146 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
 
-from phalanx.c10d.arguments import (
-    SUM,
-    Checks,
-    all_dense,
-    apart,
-    apart_from_whole,
-    as_it_is,
-    as_real,
-    dense,
-    disjoint,
-    in_place,
-    moving,
-)
+from phalanx.c10d.arguments import SUM, Checks, all_dense, are_apart, as_it_is, as_real, dense, in_place, moving
+from phalanx.c10d.dispatcher import OPERATIONS, UNSET, DispatchedCall, begin, tensors_in
 from phalanx.c10d.messages import Messages
-from phalanx.c10d.progress import Progress
-from phalanx.c10d.torch_versions import uncompiled
-from phalanx.c10d.work import DoneWork, MessageWork
-from phalanx.diagnosis.call_site import call_site
-from phalanx.errors import ArgumentError, PhalanxError
-from phalanx.transports.contract import Communicator, Message, message_text
+from phalanx.c10d.progress import Progress, around
+from phalanx.c10d.torch_versions import method_name, uncompiled
+from phalanx.c10d.work import DoneWork
+from phalanx.errors import ArgumentError
 from phalanx.transports.hierarchical.gloo import GlooOnDemand
 from phalanx.transports.operands import split_counts
 
-__all__ = ["Collectives"]
+__all__ = ["Collectives", "front", "is_watched"]
+
+Tensors = list[torch.Tensor]
+Body = Callable[[Tensors, Tensors], None]
+
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, int))
+_done = DoneWork([])
+_number_of_modes = torch._C._len_torch_dispatch_stack
+
+# -- the front -------------------------------------------------------------------------------------
+
+
+def is_watched() -> bool:
+    """Return whether a profiler or a dispatch mode of torch must see this thread's calls. Every call pays for it."""
+    return profiler._is_profiler_enabled or _number_of_modes() > 0
+
+
+def front(name: str, body: Callable[..., Any], *, hooked: bool = False) -> Callable[..., Any]:
+    """The method ``name`` of a process group: ``body``, or torch's dispatcher, which comes back to ``body``.
+
+    Args:
+        name: of the method, one of ``OPERATIONS``.
+        body: the method that does it for plain tensors, given all arguments by position, the options last.
+        hooked: torch's hooks are to see every call (``hooked.py``).
+    """
+    known = OPERATIONS[name]
+    options, from_cpp = known.options, known.from_cpp
+    count = -1 if hooked else len(known.arguments) + (options is not None)
+    torchs = getattr(dist.ProcessGroup, method_name(name), None) if known.operation else None
+
+    def call(self: Any, *given: Any, **named: Any) -> Any:
+        if len(given) == count and not named and not is_watched():
+            if options is None:
+                if _plain(given):
+                    return body(self, *given)
+            elif type(given[-1]) is options and _plain(given[:-1]):
+                own = given[-1].timeout != UNSET
+                work = self._limited(body, *given) if own else body(self, *given)
+                return _done if work is None and from_cpp else work
+        if torchs is None:  # torch does not have the method yet, and so cannot dispatch it
+            *tensors, opts = *given, *named.values()
+            if not _plain([tensor for tensor in tensors if tensor is not None]):
+                raise ArgumentError(f"{known.title}: takes tensors of torch's own types; unwrap subclasses first")
+            return begin(self, name, body, tensors, opts)
+        everything = (*given, *named.values())
+        if nested := [tensor for tensor in tensors_in(everything) if tensor.is_nested]:
+            self._check.on_cpu(nested)  # which refuses them: torch would speak of keys of its dispatcher
+        with DispatchedCall(self, everything) as dispatched:
+            # torch's method finds this frame by its name and its first argument, and then does not call it again.
+            answer = torchs(self, *given, **named)
+        # The last handle, since a group's operations end in their order.
+        return dispatched.works[-1] if dispatched.works else answer
+
+    call.__code__ = call.__code__.replace(co_name=method_name(name))
+    call.__name__ = name
+    call.__doc__ = body.__doc__
+    call.__wrapped__ = body
+    return call
+
+
+def _plain(things: Sequence[Any]) -> bool:
+    """Whether all tensors in it are torch's own."""
+    for thing in things:
+        kind = type(thing)
+        if kind is list or kind is tuple:
+            if not _plain(thing):
+                return False
+        elif kind not in _PLAIN:
+            return False
+    return True
+
+
+# -- the bodies ------------------------------------------------------------------------------------
 
 
 @uncompiled
 class Collectives:
-    """The operations of a process group, behind the fronts of ``dispatcher.py``.
-
-    Attributes:
-        _calls: the communicator, or what records its calls.
-        _summed: the dtypes that it sums.
-        _start: runs an operation, or queues it and returns its ``Work`` (``process_group.py``).
-    """
+    """The operations of a process group, behind their fronts."""
 
     _rank: int
     _size: int
-    _communicator: Communicator
-    _calls: Any
+    _calls: Any  # the communicator, or what records its calls
     _check: Checks
     _gloo: GlooOnDemand
     _messages: Messages
     _progress: Progress
-    _start: Callable[..., Any]
-    _summed: frozenset[torch.dtype]
+    _start: Callable[..., Any]  # runs an operation, or queues it and returns its Work (process_group.py)
+    _summed: frozenset[torch.dtype]  # the dtypes that the communicator sums
     _within: Callable[..., Any]
 
-    def _plain(self, opts: Any, result: list[torch.Tensor], body: Callable[..., None], *arguments: Any) -> Any:
+    def _plain(self, opts: Any, result: Tensors, body: Callable[..., None], *arguments: Any) -> Any:
         """Run ``body`` on tensors that a communicator can take as they are, now or queued."""
-        if not opts.asyncOp:
-            return self._progress.run(body, *arguments)
-        return self._start(True, result, partial(body, *arguments))
+        if opts.asyncOp or around.wraps:
+            return self._start(opts.asyncOp, result, partial(body, *arguments))
+        return self._progress.run(body, *arguments)
+
+    def _move(self, opts: Any, outputs: Tensors, inputs: Tensors, body: Body, own: int | None) -> Any:
+        """Run ``body(outputs, inputs)`` now or queued, with copies of tensors that a communicator cannot take.
+
+        Args:
+            opts: torch's options.
+            outputs, inputs: either may be one tensor for each part of the other's.
+            body: the collective.
+            own: the part of the larger side that may be the same memory as the smaller side; None if none may.
+        """
+        if not (all_dense((*outputs, *inputs)) and are_apart(outputs, inputs, own)):
+            return self._start(opts.asyncOp, outputs, moving(outputs, inputs, body, own))
+        if opts.asyncOp or around.wraps:
+            return self._start(opts.asyncOp, outputs, partial(body, outputs, inputs))
+        return self._progress.run(body, outputs, inputs)
+
+    def _move_each(
+        self, opts: Any, pairs: Sequence[tuple[Tensors, Tensors]], body: Body, factor: float | None = None
+    ) -> Any:
+        """The same for several outputs and inputs, one after the other in one operation; inputs times ``factor``."""
+        moves = [moving(*pair, body, self._rank, factor) for pair in pairs]
+        return self._start(opts.asyncOp, [tensor for outputs, _ in pairs for tensor in outputs], _in_turn(moves))
 
     # -- reductions --------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+    def allreduce(self, tensors: Tensors, opts: Any) -> Any:
         reduce_op = opts.reduceOp
         # The usual case comes first, in as few steps as possible: each of them is paid in every call.
         if reduce_op == dist.ReduceOp.SUM and len(tensors) == 1 and self._summable(tensors[0]):
-            if not opts.asyncOp:
-                return self._sum_now(tensors[0])
-            return self._start(True, tensors, partial(self._calls.all_reduce, tensors[0], SUM))
+            if opts.asyncOp or around.wraps:
+                return self._start(opts.asyncOp, tensors, partial(self._calls.all_reduce, tensors[0], SUM))
+            return self._progress.run(self._calls.all_reduce, tensors[0], SUM)
         if any(tensor.is_sparse for tensor in tensors):
             return self._start(
                 opts.asyncOp, tensors, lambda: self._gloo.get().allreduce(tensors, opts).wait(), urgent=True
@@ -92,30 +169,16 @@ class Collectives:
 
         return self._start(opts.asyncOp, tensors, reduce_each)
 
-    def _sum_now(self, tensor: torch.Tensor) -> None:
-        progress = self._progress
-        state = progress.state
-        with progress.running:
-            if not state[0]:
-                state[0] = True
-                try:
-                    if not progress.queue:
-                        self._calls.all_reduce(tensor, SUM)
-                        return
-                finally:
-                    state[0] = False
-        progress.run(self._calls.all_reduce, tensor, SUM)
-
     def _summable(self, tensor: torch.Tensor) -> bool:
         """Whether the communicator can sum the tensor as it is."""
         # Others may not know whether they are contiguous.
         plain = tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
         return plain and tensor.dtype in self._summed and tensor.is_contiguous() and not tensor.is_neg()
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Any:
         return Collectives.allreduce(self, tensors, opts)
 
-    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+    def reduce(self, tensors: Tensors, opts: Any) -> Any:
         root = self._check.peer(opts.rootRank)
         if opts.reduceOp == dist.ReduceOp.SUM and len(tensors) == 1 and self._summable(tensors[0]):
             return self._plain(opts, tensors, self._calls.reduce, tensors[0], root, SUM)
@@ -131,45 +194,40 @@ class Collectives:
 
         return self._start(opts.asyncOp, tensors, reduce_one)
 
-    def reduce_scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any) -> Any:
-        (output,), inputs = self._check.one("reduce_scatter", outputs), input_lists[0]
+    def reduce_scatter(self, outputs: Tensors, input_lists: list[Tensors], opts: Any) -> Any:
+        (output,), inputs, body = self._check.one("reduce_scatter", outputs), input_lists[0], self._calls.reduce_scatter
         op, factor = self._check.reduction("reduce_scatter", outputs, opts.reduceOp)
         self._check.one_per_rank("reduce_scatter", inputs, output)
-        body = self._calls.reduce_scatter
 
-        def reduce(to: list[torch.Tensor], given: list[torch.Tensor]) -> None:
+        def reduce(to: Tensors, given: Tensors) -> None:
             body(as_real(to[0]), [as_real(part) for part in given], op)
 
-        return self._start(opts.asyncOp, outputs, moving(outputs, inputs, reduce, self._rank, factor))
+        return self._move_each(opts, [(outputs, inputs)], reduce, factor)
 
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         usual = opts.reduceOp == dist.ReduceOp.SUM and self._summable(output) and self._summable(tensor)
-        if usual and apart_from_whole(output, tensor, self._rank):
+        if usual and are_apart((output,), (tensor,), self._rank):
             self._check.multiple("reduce_scatter_single", tensor, output)
             return self._plain(opts, [output], self._calls.reduce_scatter_single, output, tensor, SUM)
         return Collectives.reduce_scatter_single_coalesced(self, [output], [tensor], opts)
 
     reduce_scatter_single = _reduce_scatter_base
 
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
-    ) -> Any:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         op, factor = self._check.reduction("reduce_scatter_single", outputs, opts.reduceOp)
         self._check.on_cpu(inputs)
-        body = self._calls.reduce_scatter_single
-
-        def reduce(to: list[torch.Tensor], given: list[torch.Tensor]) -> None:
-            body(as_real(to[0]), as_real(given[0]), op)
-
-        moves = []
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check.multiple("reduce_scatter_single", tensor, output)
-            moves.append(moving([output], [tensor], reduce, self._rank, factor))
-        return self._start(opts.asyncOp, outputs, _in_turn(moves))
+        body = self._calls.reduce_scatter_single
+
+        def reduce(to: Tensors, given: Tensors) -> None:
+            body(as_real(to[0]), as_real(given[0]), op)
+
+        return self._move_each(opts, _singly(outputs, inputs), reduce, factor)
 
     # -- copies ------------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+    def broadcast(self, tensors: Tensors, opts: Any) -> Any:
         body, root = self._calls.broadcast, self._check.peer(opts.rootRank)
         self._check.on_cpu(tensors)
         if len(tensors) == 1 and as_it_is(tensors[0]):
@@ -177,97 +235,77 @@ class Collectives:
         moves = [partial(in_place, tensor, lambda buffer: body(buffer, root)) for tensor in tensors]
         return self._start(opts.asyncOp, tensors, _in_turn(moves))
 
-    def allgather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
-        (tensor,), outputs = self._check.one("all_gather", inputs), output_lists[0]
-        self._check.on_cpu([tensor])
-        ready = self._check.one_per_rank("all_gather", outputs, tensor)
-        if ready and as_it_is(tensor) and apart(tensor, outputs, self._rank):
-            return self._plain(opts, outputs, self._calls.all_gather, outputs, tensor)
-        return self._start(opts.asyncOp, outputs, self._gathering(outputs, tensor))
+    def allgather(self, output_lists: list[Tensors], inputs: Tensors, opts: Any) -> Any:
+        (tensor,) = self._check.one("all_gather", inputs)
+        self._check.on_cpu(inputs)
+        self._check.one_per_rank("all_gather", output_lists[0], tensor)
+        return self._move(opts, output_lists[0], inputs, self._gather_all, self._rank)
 
-    def allgather_coalesced(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
-        moves = []
-        for *outputs, tensor in zip(*output_lists, inputs, strict=True):
-            self._check.on_cpu([tensor])
+    def allgather_coalesced(self, output_lists: list[Tensors], inputs: Tensors, opts: Any) -> Any:
+        self._check.on_cpu(inputs)
+        pairs = [(outputs, [tensor]) for *outputs, tensor in zip(*output_lists, inputs, strict=True)]
+        for outputs, (tensor,) in pairs:
             self._check.one_per_rank("all_gather_coalesced", outputs, tensor)
-            moves.append(self._gathering(outputs, tensor))
-        whole = [tensor for outputs in output_lists for tensor in outputs]
-        return self._start(opts.asyncOp, whole, _in_turn(moves))
+        return self._move_each(opts, pairs, self._gather_all)
 
-    def _gathering(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Callable[[], None]:
-        return moving(outputs, [tensor], lambda to, given: self._calls.all_gather(to, given[0]), self._rank)
+    def _gather_all(self, to: Tensors, given: Tensors) -> None:
+        self._calls.all_gather(to, given[0])
 
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
-        return Collectives.all_gather_single_coalesced(self, [output], [tensor], opts)
+        self._check.on_cpu((output, tensor))
+        self._check.multiple("all_gather_single", output, tensor)
+        return self._move(opts, [output], [tensor], self._gather_all_single, self._rank)
 
     all_gather_single = _allgather_base
 
-    def all_gather_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Any:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         self._check.on_cpu([*outputs, *inputs])
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check.multiple("all_gather_single", output, tensor)
-        body = self._calls.all_gather_single
-        if len(outputs) == 1 and all_dense((outputs[0], inputs[0])):
-            output, tensor = outputs[0], inputs[0]
-            if apart_from_whole(tensor, output, self._rank):
-                return self._plain(opts, outputs, body, output, tensor)
-        moves = [
-            moving([output], [tensor], lambda to, given: body(to[0], given[0]), self._rank)
-            for output, tensor in zip(outputs, inputs, strict=True)
-        ]
-        return self._start(opts.asyncOp, outputs, _in_turn(moves))
+        return self._move_each(opts, _singly(outputs, inputs), self._gather_all_single)
 
-    def gather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
+    def _gather_all_single(self, to: Tensors, given: Tensors) -> None:
+        self._calls.all_gather_single(to[0], given[0])
+
+    def gather(self, output_lists: list[Tensors], inputs: Tensors, opts: Any) -> Any:
         (tensor,), root, body = self._check.one("gather", inputs), self._check.peer(opts.rootRank), self._calls.gather
-        self._check.on_cpu([tensor])
-        outputs, ready = output_lists[0] if output_lists else [], True
+        self._check.on_cpu(inputs)
+        outputs = output_lists[0] if output_lists else []
         if self._rank == root:
-            ready = self._check.one_per_rank("gather", outputs, tensor)
+            self._check.one_per_rank("gather", outputs, tensor)
         elif output_lists:
             raise ArgumentError("gather: only the destination rank gives a list to gather into")
-        if ready and as_it_is(tensor) and apart(tensor, outputs, root):
-            return self._plain(opts, outputs, body, outputs or None, tensor, root)
-        move = moving(outputs, [tensor], lambda to, given: body(to or None, given[0], root), root)
-        return self._start(opts.asyncOp, outputs, move)
+        return self._move(opts, outputs, inputs, lambda to, given: body(to or None, given[0], root), root)
 
     def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, opts: Any) -> Any:
-        """``gather`` into one tensor, as of torch 2.15. The ``output`` of ranks other than the root is ignored."""
-        root, body, ready = self._check.peer(opts.rootRank), self._calls.gather_single, as_it_is(tensor)
-        self._check.on_cpu([tensor])
-        if self._rank != root:
-            output = None
-        elif output is None:
+        """``gather`` into one tensor, as of torch 2.14. The ``output`` of ranks other than the root is ignored."""
+        root, body = self._check.peer(opts.rootRank), self._calls.gather_single
+        outputs = [output] if self._rank == root and output is not None else []
+        self._check.on_cpu([tensor, *outputs])
+        if outputs:
+            self._check.multiple("gather_single", outputs[0], tensor)
+        elif self._rank == root:
             raise ArgumentError("gather_single: the destination rank must give a tensor to gather into")
-        else:
-            self._check.on_cpu([output])
-            self._check.multiple("gather_single", output, tensor)
-            ready = ready and as_it_is(output) and apart_from_whole(tensor, output, root)
-        outputs = [] if output is None else [output]
-        if ready:
-            return self._plain(opts, outputs, body, output, tensor, root)
-        move = moving(outputs, [tensor], lambda to, given: body(to[0] if to else None, given[0], root), root)
-        return self._start(opts.asyncOp, outputs, move)
+        return self._move(opts, outputs, [tensor], lambda to, given: body(to[0] if to else None, given[0], root), root)
 
-    def scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any) -> Any:
-        root, body = self._check.peer(opts.rootRank), self._calls.scatter
-        (output,) = self._check.one("scatter", outputs)
-        self._check.on_cpu([output])
-        inputs, ready = input_lists[0] if input_lists else [], as_it_is(output)
+    def scatter(self, outputs: Tensors, input_lists: list[Tensors], opts: Any) -> Any:
+        (output,), root, body = (
+            self._check.one("scatter", outputs),
+            self._check.peer(opts.rootRank),
+            self._calls.scatter,
+        )
+        self._check.on_cpu(outputs)
+        inputs = input_lists[0] if input_lists else []
         if self._rank == root:
-            ready &= self._check.one_per_rank("scatter", inputs, output)
+            self._check.one_per_rank("scatter", inputs, output)
         elif input_lists:
             raise ArgumentError("scatter: only the source rank gives a list to scatter")
-        if ready and apart(output, inputs, root):
-            return self._plain(opts, outputs, body, output, inputs or None, root)
-        move = moving(outputs, inputs, lambda to, given: body(to[0], given or None, root), root)
-        return self._start(opts.asyncOp, outputs, move)
+        body = self._calls.scatter
+        return self._move(opts, outputs, inputs, lambda to, given: body(to[0], given or None, root), root)
 
-    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Any:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         self._check.exchange(outputs, inputs)
-        body = self._calls.all_to_all
-        if all_dense(outputs) and all_dense(inputs) and disjoint(outputs, inputs):
-            return self._plain(opts, outputs, body, outputs, inputs)
-        return self._start(opts.asyncOp, outputs, moving(outputs, inputs, body, None))
+        return self._move(opts, outputs, inputs, self._calls.all_to_all, None)
 
     def all_to_all_single(
         self,
@@ -284,41 +322,28 @@ class Collectives:
         sent = split_counts("all_to_all_single input", tensor, input_splits, size)
         expected = split_counts("all_to_all_single output", output, output_splits, size)
         self._check.own_part("all_to_all_single", sent, expected)
-        if all_dense((output, tensor)) and apart_from_whole(output, tensor, None):
-            return self._plain(opts, [output], body, output, tensor, expected, sent)
-        move = moving([output], [tensor], lambda to, given: body(to[0], given[0], expected, sent), None)
-        return self._start(opts.asyncOp, [output], move)
+        return self._move(opts, [output], [tensor], lambda to, given: body(to[0], given[0], expected, sent), None)
 
     def barrier(self, opts: Any) -> Any:
         return self._plain(opts, [], self._calls.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier with a timeout of its own, under Gloo's name for it; every barrier here names the missing rank.
+        """A barrier with a timeout of its own, under Gloo's name for it. It names the first missing rank in any case.
 
         torch's own method, in C++, would ask the attached Gloo, which waits without end for a rank that does not come.
-
-        Args:
-            timeout: for this barrier alone; the group's by default.
-            wait_all_ranks: has no effect: the first missing rank is named, on every rank that has come.
-
-        Raises:
-            CollectiveTimeout: a rank did not come in time. The group cannot be used afterwards.
         """
-        if timeout is None or timeout == self._gloo.timeout:
-            self._progress.run(self._calls.barrier)
-        else:
-            self._progress.run(self._within(timeout, self._calls.barrier))
+        self._progress.run(self._within(timeout or self._gloo.timeout, self._calls.barrier))
 
     # -- point to point ----------------------------------------------------------------------------
 
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Any:
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Any:
         (tensor,) = self._check.one("send", tensors)
         self._check.on_cpu(tensors)
         self._messages.refuse_if_closed()
         self._check.peer(dst)
-        return self._begin(self._calls.send, "send to", dense(tensor), dst, tag, tensors, [])
+        return self._messages.begin(self._calls.send, "send to", dense(tensor), dst, tag, tensors, [])
 
-    def recv(self, tensors: list[torch.Tensor], src: int | None, tag: int = 0) -> Any:
+    def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> Any:
         (tensor,) = self._check.one("recv", tensors)
         self._check.on_cpu(tensors)
         self._messages.refuse_if_closed()
@@ -326,39 +351,14 @@ class Collectives:
         self._check.can_be_written("recv", tensor)
         buffer = tensor if as_it_is(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
         write_back = [] if buffer is tensor else [tensor, buffer]
-        return self._begin(self._calls.recv, "recv from", buffer, src, tag, tensors, write_back)
+        return self._messages.begin(self._calls.recv, "recv from", buffer, src, tag, tensors, write_back)
 
-    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
         return Collectives.recv(self, tensors, None, tag)
 
-    def _begin(
-        self,
-        start: Callable[[torch.Tensor, int | None, int], Message],
-        verb: str,
-        tensor: torch.Tensor,
-        peer: int | None,
-        tag: int,
-        tensors: list[torch.Tensor],
-        write_back: list[torch.Tensor],
-    ) -> dist.Work:
-        """Start a message, and have it looked after from then on."""
-        try:
-            message = start(tensor, peer, tag)
-            if message.done:
-                return DoneWork(tensors)
-            work = MessageWork(message, tensors, write_back)
-            self._messages.look_after(work)
-            return work
-        except PhalanxError:  # it was refused, and not begun
-            raise
-        except BaseException:
-            # What a signal's handler has raised may have come between the transport, which has the message, and
-            # look_after(). Nobody knows of that message, and it would take the place of the next one.
-            self._messages.hold(tensor)
-            site = call_site()
-            words = message_text(verb, str(peer) if peer is not None else "", tensor)
-            self._communicator.give_up(tensor, f"{words} at {site}" if site else words)
-            raise
+
+def _singly(outputs: Tensors, inputs: Tensors) -> list[tuple[Tensors, Tensors]]:
+    return [([output], [tensor]) for output, tensor in zip(outputs, inputs, strict=True)]
 
 
 def _in_turn(moves: Sequence[Callable[[], None]]) -> Callable[[], None]:

@@ -61,10 +61,12 @@ def create_process_group(
 ) -> PhalanxProcessGroup:
     """Make one rank's side of a group. Every member calls it.
 
+    Ranks that cannot all reach one shared segment (several hosts, or containers with pid namespaces of their own) have
+    shared memory among those that can, and Gloo between them.
+
     Args:
         store: the group's own part of the job's store.
-        rank: this process's rank within the group.
-        size: the number of ranks.
+        rank, size: this process's place in the group.
         timeout: for joining, and for every collective of the group.
         group_name: torch's name for the group, equal on every member.
         ranks: the members' ranks in the world; torch gives none for the world itself.
@@ -72,13 +74,8 @@ def create_process_group(
         recorded: the ranks of the job by which the flight recorder is to know the members; by default ``ranks``.
         kind: the class of the group, which serves CPU tensors alone; by default what the process asks for.
 
-    A group whose ranks cannot all reach one shared segment (several hosts, or containers with pid namespaces of their
-    own) has shared memory among those that can, and Gloo between them. If ranks of one machine share no memory, rank 0
-    says why as a warning.
-
     Raises:
-        InitializationError: a rank did not come, or has gone; the latter is known at once if the world is a group of
-            this package.
+        InitializationError: a rank did not come, or has gone.
     """
     # Worlds of different sizes meet in different places, since a collective of both would be wrong on each. Their
     # ranks register in one place, so that they hear of each other.
@@ -113,11 +110,8 @@ def create_process_group(
         local.set_timeout(timeout)
         made.callback(local.close)
         if one_machine and rank == 0:
-            who = (
-                f"{size} ranks share no memory"
-                if len(layout.hosts) == size
-                else f"not all of {size} ranks share memory"
-            )
+            none_does = len(layout.hosts) == size
+            who = f"{size} ranks share no memory" if none_does else f"not all of {size} ranks share memory"
             warnings.warn(f"backend {backend!r}: {who} ({reason}); they communicate as between hosts", stacklevel=3)
         part = met.part("membership")
         membership = world_membership() if ranks else None
@@ -173,8 +167,6 @@ def create_process_group(
         contextlib.nullcontext() if ranks else register_rank(PrefixStore(in_common, store), rank, size),
         own.explaining(),
     ):
-        # Gloo's keys carry the meeting's name, so that none is read that was left by an earlier group of this name, or
-        # by a failed attempt to make one.
         try:
             communicator = SharedMemoryCommunicator(own.part("shm"), rank, size, limit)
             communicator.set_timeout(timeout)
@@ -184,6 +176,7 @@ def create_process_group(
                 made.pop_all()
                 return group
     try:
+        # With the meeting's name, so that no key is read that an earlier group of this name has left.
         gloo = gloo_in(PrefixStore(f"gloo/{communicator.meeting}", own), own=rank)
         gloo.on_timeout = communicator.set_timeout
         group = group_of(communicator, gloo)

@@ -27,18 +27,13 @@ _openings = count(1)  # of worlds in this process, which are as many on every ra
 
 
 class MpiProcessGroup(PhalanxProcessGroup):
-    """A process group over MPI. When the world's is shut down, MPI ends.
+    """A process group over MPI. When the world's is shut down, MPI ends."""
 
-    Attributes:
-        runtime: MPI under way, in the world's group only.
-        store: kept alive, because Gloo reads it when it connects and a Store's Python methods end with the object.
-    """
-
-    runtime: Runtime | None = None
-    store: Store | None = None
+    runtime: Runtime | None = None  # in the world's group only
+    store: Store | None = None  # kept alive: Gloo reads it when it connects
 
     def shutdown(self) -> None:
-        """Give back the group. ``destroy_process_group`` calls it, for the world's after all others."""
+        """Give back the group. ``destroy_process_group`` does so with the world's after all others."""
         super().shutdown()
         if self.runtime is not None and not self._progress.inherited:
             self.runtime.finish()
@@ -47,9 +42,8 @@ class MpiProcessGroup(PhalanxProcessGroup):
 class MpiStore(Store):
     """A store for the few entries that the ranks of a Gloo group exchange while they make it.
 
-    Each rank writes its keys, then reads the others'. The first read of a key that is not there brings them all. That
-    is one collective, so all ranks must read others' keys, or none, and write before they read. Making a Gloo group
-    does just that: every rank publishes its address and reads everybody else's.
+    The first read of a key that is not there brings all of them by one collective. So every rank must write its keys
+    before it reads others', as making a Gloo group does.
     """
 
     def __init__(self, comm: Any) -> None:
@@ -82,8 +76,7 @@ def create_mpi_group(ranks: Sequence[int], group_name: str, timeout: timedelta) 
         timeout: for every collective and message of the group.
 
     Raises:
-        InitializationError: MPI cannot be started, and the message says what to install; or ranks have not come to the
-            world in time, where the launcher keeps a store in which they can be missed.
+        InitializationError: MPI cannot be started, or ranks have not come to the world in time.
     """
     if ranks:
         return _create(ranks, group_name, timeout, running())
@@ -96,12 +89,7 @@ def create_mpi_group(ranks: Sequence[int], group_name: str, timeout: timedelta) 
 def _await_all(timeout: timedelta) -> Store | None:
     """Wait until all ranks of the job are about to start MPI, in which they wait for each other without a timeout.
 
-    Only the store of a launcher that keeps one is there before MPI is. Each rank writes there that it has come, then
-    waits for all. A rank that dies before it has written is missed by the others; after it, they wait in MPI until the
-    launcher ends them for that death.
-
-    Returns:
-        The store, if there is one.
+    That is seen in the launcher's store, which is returned; None where no launcher keeps one.
 
     Raises:
         InitializationError: ranks did not come in time.
@@ -156,9 +144,8 @@ def _create(ranks: Sequence[int], group_name: str, timeout: timedelta, runtime: 
     gloo.on_timeout = communicator.set_timeout
     group = MpiProcessGroup(NAME, communicator, gloo, group_name)
     group.store = store
-    if not ranks:
-        group.runtime = runtime
     group.record(ranks)
     if not ranks:
+        group.runtime = runtime
         group.watch_waits(runtime.peers.visible())
     return group

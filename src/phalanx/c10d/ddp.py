@@ -2,26 +2,24 @@
 
 - Operations of a backward pass have run when it returns, and their errors are raised with their own types.
 - Parameters that took no part in a backward pass are named.
-- DDP's hooks in C++ get futures that C++ takes for tensors.
+- DDP's built-in hooks are torch's own in Python: those in C++ insist on futures that C++ has completed.
 """
 
 from __future__ import annotations
 
 import re
-import warnings
 import weakref
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
-from torch.futures import Future
 
 from phalanx.c10d.progress import Operation, Progress
+from phalanx.c10d.work import PhalanxWork
 from phalanx.errors import UnusedParameters
 
-__all__ = ["BackwardPasses", "current_pass", "name_parameters", "typed", "wants_typed_futures"]
+__all__ = ["BackwardPasses", "current_pass", "serve_reducers"]
 
 # -- the end of a backward pass --------------------------------------------------------------------
 
@@ -32,13 +30,11 @@ class BackwardPasses:
     """The operations of one group that began in backward passes under way, ended when their pass returns.
 
     Only those whose handle is gone are waited for: a handle that exists is its owner's to wait for. DDP's reducer drops
-    its handles and waits in C++ for futures, of whose errors torch keeps only the text; the callback here comes first,
-    because it is queued first. ``delay_all_reduce_named_params`` drops them too, and nobody waits before the optimizer
-    reads the gradients. An error that a communication hook has had from its own wait is not raised again: a hook that
-    keeps it, as torchft's does, lets the pass end.
+    its handles and waits in C++ for futures, of whose errors torch keeps only the text; the callback here is queued
+    first. ``delay_all_reduce_named_params`` drops them too, and nobody waits before the optimizer reads the gradients.
+    An error that a wait has raised already, in a communication hook, say, is not raised again.
 
-    ``_begun`` is added to by the threads that run a pass's hooks, and taken from by the one that ends the pass, when no
-    hook of it runs any more. Passes may run side by side, each with a key of its own.
+    ``_begun`` has a key for each pass. The threads that run a pass's hooks add to it, the one that ends it takes it.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -56,25 +52,19 @@ class BackwardPasses:
 
     def _end(self, number: int) -> None:
         for handle, operation in self._begun.pop(number, ()):
-            if handle() is not None or operation.told:
-                continue
-            if not operation.done:
-                self._progress.help(operation)
-                operation.wait_done(None)
-            if operation.waited is not None:
-                operation.waited()
-            if operation.error is not None:
-                raise operation.error
+            if handle() is None and not operation.told:
+                PhalanxWork(self._progress, operation).wait()
 
 
-# -- names for parameters without a gradient -------------------------------------------------------
+# -- torch's reducer of one replica ----------------------------------------------------------------
 
 _GROUP_AT, _NAMES_AT = 3, 8  # among the arguments of torch's Reducer, on torch 2.13 to 2.15
-_kinds: list[type[dist.ProcessGroup]] = []  # the groups whose reducers name them
+_kinds: list[type[dist.ProcessGroup]] = []  # the groups whose reducers name parameters
 _Reducer: Any = getattr(dist, "Reducer", object)
+_register_own: Any = getattr(dist, "_register_builtin_comm_hook", None)
 
 
-class _NamingReducer(_Reducer):  # type: ignore[misc]
+class _ServedReducer(_Reducer):  # type: ignore[misc]
     """torch's reducer of one replica, which says by their names which parameters had no gradient.
 
     DDP finds at its next forward that a gradient never came, and numbers the parameters. It names them too if torch's
@@ -83,12 +73,11 @@ class _NamingReducer(_Reducer):  # type: ignore[misc]
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        group = arguments[_GROUP_AT] if len(arguments) > _GROUP_AT else None
-        self._rank, self._names = -1, list[str]()
+        self.group = arguments[_GROUP_AT] if len(arguments) > _GROUP_AT else None
+        self._names: list[str] = []
         level = get_debug_level()
-        if isinstance(group, tuple(_kinds)) and level == DebugLevel.OFF:
+        if isinstance(self.group, tuple(_kinds)) and level == DebugLevel.OFF:
             names = arguments[_NAMES_AT] if len(arguments) > _NAMES_AT else None
-            self._rank = group.rank()
             self._names = [names[index] for index in sorted(names)] if isinstance(names, dict) else []
             set_debug_level(DebugLevel.INFO)
         try:
@@ -102,45 +91,29 @@ class _NamingReducer(_Reducer):  # type: ignore[misc]
         except RuntimeError as error:
             words = set(re.split(r"[\s,]+", str(error)))
             named = [name for name in self._names if name in words]
-            if not named:
+            if not named or self.group is None:
                 raise
-            raise UnusedParameters.without_gradient(self._rank, named, str(error)) from None
+            raise UnusedParameters.without_gradient(self.group.rank(), named, str(error)) from None
 
 
-def name_parameters(kind: type[dist.ProcessGroup]) -> None:
-    """Have DDP's reducers on groups of this class name the parameters, from now on, in this process."""
+def _register_builtin_comm_hook(reducer: Any, kind: Any) -> None:
+    """Register a built-in hook of DDP; on a group that is written in Python torch's own in Python."""
+    group = getattr(reducer, "group", None)
+    if group is None or not type(group).__module__.startswith("phalanx."):
+        _register_own(reducer, kind)
+        return
+    # Not before, because it imports torch's compiler, which DDP has done by now.
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    is_plain = kind == dist.BuiltinCommHookType.ALLREDUCE
+    hook = default_hooks.allreduce_hook if is_plain else default_hooks.fp16_compress_hook
+    dist._register_comm_hook(reducer, group, hook)
+
+
+def serve_reducers(kind: type[dist.ProcessGroup]) -> None:
+    """Have DDP's reducers on groups of this class be served as above, from now on, in this process."""
     if kind not in _kinds:
         _kinds.append(kind)
     if _Reducer is not object:
-        setattr(dist, "Reducer", _NamingReducer)  # noqa: B010
-
-
-# -- futures for hooks in C++ ----------------------------------------------------------------------
-
-wants_typed_futures = False  # set once, when the process registers the first such hook (register.py); read by all
-
-
-def typed(future: Future[Any], tensors: list[torch.Tensor]) -> Any:
-    """A future of ``tensors`` that C++ can read too; it ends when ``future`` does, with that one's error.
-
-    A future that is completed in Python holds a Python object. DDP itself takes it for tensors; its hooks in C++
-    (``FP16_COMPRESS``) insist on a list that is one for C++, which only TorchScript makes. Such a future completes a
-    switch of threads later and has its error as text, so there are none until a hook of that kind is registered.
-    """
-    return _script()(future, tensors)
-
-
-def _after(signal: Future[int], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    torch.jit.wait(signal)
-    return tensors
-
-
-def _begin(signal: Future[int], tensors: list[torch.Tensor]) -> Future[list[torch.Tensor]]:
-    return torch.jit.fork(_after, signal, tensors)  # type: ignore[no-any-return]
-
-
-@cache
-def _script() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch has nothing in TorchScript's place for this
-        return torch.jit.script(_begin)
+        setattr(dist, "Reducer", _ServedReducer)  # noqa: B010
+        setattr(dist, "_register_builtin_comm_hook", _register_builtin_comm_hook)  # noqa: B010

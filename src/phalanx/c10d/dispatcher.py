@@ -1,18 +1,17 @@
-"""The front of every call: straight to its body if it is a plain one, else through torch's dispatcher.
+"""Calls through torch's dispatcher, for what wants to see them; and what it knows of each operation.
 
-torch calls a process group that is written in Python directly. What its dispatcher does for others would be missing:
-it lets modes (CommDebugMode, make_fx, execution traces) and profilers see the call, asks wrapper subclasses of tensors
-(AsyncCollectiveTensor, TwoTensor, FakeTensor) to unwrap themselves or to refuse, and torch's own method before it
-understands every form of the arguments. So a call that needs any of that goes on to torch's own method, which
-dispatches an operation ``c10d::…``, and below all modes and subclasses, at the key BackendSelect, a kernel of this
-module takes the operation back to the group that began it. A plain call never comes here: it takes 20 µs.
+torch calls a process group that is written in Python directly, past its dispatcher. That lets modes (CommDebugMode,
+make_fx, execution traces) and profilers see the call, and asks wrapper subclasses of tensors (AsyncCollectiveTensor,
+TwoTensor, FakeTensor) to unwrap themselves or to refuse. So the front of a call (``collectives.py``) hands one that
+needs any of that to torch's own method, which also understands every form of the arguments. It dispatches an operation
+``c10d::…``, and below all modes and subclasses, at the key BackendSelect, a kernel of this module takes the operation
+back to the group that began it, on the same thread. That takes 20 µs. Ranks may go different ways: both end in the same
+operation.
 
-- The kernels take back what a group of ours has sent on this way, on the same thread. Whatever else comes goes on to
-  the backend that torch has chosen. Where that is the Gloo of one of our groups, it is made now: C++ has called a
-  method that Python cannot override, or a program an operation of ``torch.ops.c10d``.
+- What else comes to a kernel goes on to the backend that torch has chosen. Where that is the Gloo of one of our groups,
+  it is made now: C++ has called a method that Python cannot override, or a program an operation of ``torch.ops.c10d``.
 - A kernel makes the calls of other backends' groups slower, too, so kernels are registered late: those of the
   operations that C++ may begin (``CPP``) with the first group, the others when a call needs them or a group is boxed.
-- Which way a call goes may differ from rank to rank (often one alone runs a profiler): both end in the same operation.
 """
 
 from __future__ import annotations
@@ -28,38 +27,25 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as types
 from torch.autograd import profiler
 
-from phalanx.c10d.collectives import Collectives
 from phalanx.c10d.progress import around
-from phalanx.c10d.torch_versions import method_name
 from phalanx.c10d.work import DoneWork
-from phalanx.errors import ArgumentError, UnsupportedTensor
+from phalanx.errors import UnsupportedTensor
 
-__all__ = ["OPERATIONS", "begin", "front", "here", "is_watched", "watch_all", "watch_calls_of_cpp"]
+__all__ = ["OPERATIONS", "UNSET", "DispatchedCall", "begin", "here", "tensors_in", "watch_all", "watch_calls_of_cpp"]
 
-_UNSET: timedelta = types.AllreduceOptions().timeout  # the timeout in options that nobody has given one
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, int))
-_done = DoneWork([])
+UNSET: timedelta = types.AllreduceOptions().timeout  # the timeout in options that nobody has given one
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 _PYTHON = torch._C.DispatchKey.Python
-_number_of_modes = torch._C._len_torch_dispatch_stack
 
 
 class OperationInfo(NamedTuple):
-    """One method of a process group, as torch's dispatcher knows it.
+    """One method of a process group, as torch's dispatcher knows it."""
 
-    Attributes:
-        title: its name for people, as ``torch.distributed`` calls it.
-        operation: its name in torch's library ``c10d``; empty if it is not there.
-        arguments: the names that the operation has for the method's arguments before the options.
-        options: the class of its options; None if it takes none.
-        from_cpp: whether C++ calls it for a method with an older name, and needs a handle whatever the options say.
-    """
-
-    title: str
-    operation: str
-    arguments: tuple[str, ...]
-    options: type | None
-    from_cpp: bool = False
+    title: str  # its name for people, as torch.distributed calls it
+    operation: str  # its name in torch's library c10d; empty if it is not there
+    arguments: tuple[str, ...]  # the operation's names of the method's arguments before the options
+    options: type | None  # their class; None if it takes none
+    from_cpp: bool = False  # C++ calls it for a method with an older name, and needs a handle whatever the options say
 
 
 _LISTS = ("output_tensors", "input_tensors")
@@ -104,86 +90,10 @@ OPERATIONS: dict[str, OperationInfo] = {
 }
 
 # The operations behind those virtual methods of torch's ProcessGroup that a Python class cannot override.
-CPP = frozenset(
-    (
-        "_allgather_base_",
-        "_reduce_scatter_base_",
-        "allgather_coalesced_",
-        "alltoall_",
-        "gather_",
-        "monitored_barrier_",
-        "recv_any_source_",
-        "reduce_",
-        "scatter_",
-    )
+CPP = (
+    *("_allgather_base_", "_reduce_scatter_base_", "allgather_coalesced_", "alltoall_", "gather_"),
+    *("monitored_barrier_", "recv_any_source_", "reduce_", "scatter_"),
 )
-
-# -- the front -------------------------------------------------------------------------------------
-
-
-def is_watched() -> bool:
-    """Return whether a profiler or a dispatch mode of torch must see this thread's calls. Every call pays for it."""
-    return profiler._is_profiler_enabled or _number_of_modes() > 0
-
-
-def front(name: str, body: Callable[..., Any], *, hooked: bool = False) -> Callable[..., Any]:
-    """The method ``name`` of a process group: ``body``, or torch's dispatcher, which comes back to ``body``.
-
-    Args:
-        name: of the method, one of ``OPERATIONS``.
-        body: the method that does it for plain tensors, given all arguments by position, the options last.
-        hooked: torch's hooks are to see every call (``hooked.py``).
-    """
-    known = OPERATIONS[name]
-    options, from_cpp = known.options, known.from_cpp
-    count = -1 if hooked else len(known.arguments) + (options is not None)
-    torchs = getattr(dist.ProcessGroup, method_name(name), None) if known.operation else None
-
-    def call(self: Any, *given: Any, **named: Any) -> Any:
-        if len(given) == count and not named and not is_watched():
-            if options is None:
-                if _plain(given):
-                    return body(self, *given)
-            elif type(given[-1]) is options and _plain(given[:-1]):
-                own = given[-1].timeout != _UNSET
-                work = self._limited(body, *given) if own else body(self, *given)
-                return _done if work is None and from_cpp else work
-        if torchs is None:
-            return _without_torch(self, name, body, *given, **named)
-        if nested := [tensor for tensor in _tensors((*given, *named.values())) if tensor.is_nested]:
-            self._check.on_cpu(nested)  # which refuses them: torch would speak of keys of its dispatcher
-        with DispatchedCall(self, name, given, named) as dispatched:
-            # torch's method finds this frame by its name and its first argument, and then does not call it again.
-            answer = torchs(self, *given, **named)
-        # The last handle, since a group's operations end in their order.
-        return dispatched.works[-1] if dispatched.works else answer
-
-    call.__code__ = call.__code__.replace(co_name=method_name(name))
-    call.__name__ = name
-    call.__doc__ = body.__doc__
-    call.__wrapped__ = body
-    return call
-
-
-def _plain(things: Sequence[Any]) -> bool:
-    """Whether all tensors in it are torch's own."""
-    for thing in things:
-        kind = type(thing)
-        if kind is list or kind is tuple:
-            if not _plain(thing):
-                return False
-        elif kind not in _PLAIN:
-            return False
-    return True
-
-
-def _without_torch(group: Any, name: str, body: Callable[..., Any], *arguments: Any) -> Any:
-    """A call of a method that this torch does not have yet, and so cannot dispatch."""
-    known, (*tensors, opts) = OPERATIONS[name], arguments
-    if not _plain([tensor for tensor in tensors if tensor is not None]):
-        raise ArgumentError(f"{known.title}: takes tensors of torch's own types, not of subclasses; unwrap them first")
-    return begin(group, name, body, tensors, opts)
-
 
 # -- through torch's dispatcher --------------------------------------------------------------------
 
@@ -198,17 +108,12 @@ here = _Here()
 
 
 class DispatchedCall:
-    """A call on its way through the dispatcher, from a group's method to the kernel that takes it back.
+    """A call on its way through the dispatcher, from a group's method to the kernel that takes it back."""
 
-    Attributes:
-        works: its handles, held until torch's method has returned: C++ alone would keep only their C++ half.
-    """
-
-    def __init__(self, group: Any, name: str, given: Sequence[Any], named: dict[str, Any]) -> None:
-        self.group, self._name = group, name
-        # The dispatcher carries the reduction as an object that Python cannot read.
-        self.reduce_op = _reduce_op((*given, *named.values()))
-        self.works: list[Any] = []
+    def __init__(self, group: Any, arguments: Sequence[Any]) -> None:
+        self.group = group
+        self.reduce_op = _reduce_op(arguments)  # the dispatcher carries it as an object that Python cannot read
+        self.works: list[Any] = []  # held until torch's method has returned: C++ alone would keep their C++ half
         self._before: DispatchedCall | None = None
 
     def __enter__(self) -> DispatchedCall:
@@ -226,7 +131,7 @@ class DispatchedCall:
             work = start()
         finally:
             here.call = self
-        work = DoneWork(_tensors(tensors)) if work is None else work
+        work = DoneWork(tensors_in(tensors)) if work is None else work
         self.works.append(work)
         return work
 
@@ -269,7 +174,7 @@ def watch_calls_of_cpp() -> None:
 @cache
 def watch_all() -> None:
     """Register the kernels of all operations."""
-    _register((*_names, *CPP))
+    _register(_names)
 
 
 def _kernel(operation: str) -> Callable[..., Any]:
@@ -282,11 +187,11 @@ def _kernel(operation: str) -> Callable[..., Any]:
 
     def kernel(keyset: Any, *given: Any, **named: Any) -> Any:
         group: Any = dist.ProcessGroup.unbox(given[position] if position < len(given) else named["process_group"])
-        if not isinstance(group, Collectives):
+        if not hasattr(group, "hooked"):  # it is none of ours
             return overload.redispatch(keyset & _BELOW, *given, **named)
         dispatched = here.call
         # A tensor without data, meta or fake, is none of ours: torch knows what comes of it.
-        tensors = _tensors((*given, *named.values()))
+        tensors = tensors_in((*given, *named.values()))
         has_data = not any(tensor.is_meta for tensor in tensors)
         # torch has no kernel for sparse tensors that would call a backend written in Python.
         to_hooks = group.hooked and all(tensor.layout is torch.strided for tensor in tensors)
@@ -301,16 +206,9 @@ def _kernel(operation: str) -> Callable[..., Any]:
         given = [values[argument] for argument in known.arguments]
         arguments, filled = _unwrap_nested(known.arguments, given)
         opts = None if known.options is None else _options(known.options, values, dispatched.reduce_op)
-        before = around.wraps
-        if filled:
-            around.wraps = (*before, lambda body: _followed(body, partial(_write_back, filled)))
-        try:
-            body = getattr(type(dispatched.group), name).__wrapped__
+        body = getattr(type(dispatched.group), name).__wrapped__
+        with around.more(*([partial(_followed_by_copies, filled)] if filled else [])):
             work = dispatched.run(lambda: begin(dispatched.group, name, body, arguments, opts), given)
-        finally:
-            around.wraps = before
-        if not values.get("async_op"):
-            _write_back(filled)
         boxed = work.boxed()
         return (given[0], boxed) if len(schema.returns) == 2 else boxed
 
@@ -329,14 +227,14 @@ def _options(kind: Callable[[], Any], values: dict[str, Any], reduce_op: Any) ->
     return opts
 
 
-def _tensors(things: Sequence[Any]) -> list[torch.Tensor]:
+def tensors_in(things: Sequence[Any]) -> list[torch.Tensor]:
     """The tensors among the arguments, in lists or not."""
     found: list[torch.Tensor] = []
     for thing in things:
         if isinstance(thing, torch.Tensor):
             found.append(thing)
         elif isinstance(thing, (list, tuple)):
-            found.extend(_tensors(thing))
+            found.extend(tensors_in(thing))
     return found
 
 
@@ -348,12 +246,8 @@ Filled = list[tuple[torch.Tensor, torch.Tensor]]  # wrappers, and what stands in
 def _unwrap_nested(names: Sequence[str], arguments: Sequence[Any]) -> tuple[list[Any], Filled]:
     """The arguments with plain tensors in the place of wrappers in lists of lists, where torch does not look for them.
 
-    Args:
-        names: of the arguments; one that begins with "output" is to be filled, by copying, as Gloo does.
-        arguments: of the collective, the options left out.
-
-    Raises:
-        UnsupportedTensor: an input is a wrapper of which nobody here knows what it holds.
+    An argument whose name begins with "output" is to be filled, by copying, as Gloo does. A wrapped input is refused,
+    unless it says what it stands for.
     """
     filled: Filled = []
 
@@ -379,15 +273,11 @@ def _unwrap_nested(names: Sequence[str], arguments: Sequence[Any]) -> tuple[list
     return list(map(unwrapped, names, arguments)), filled
 
 
-def _write_back(filled: Filled) -> None:
-    for tensor, stand_in in filled:
-        tensor.detach().copy_(stand_in)
-
-
-def _followed(body: Callable[[], None], then: Callable[[], None]) -> Callable[[], None]:
+def _followed_by_copies(filled: Filled, body: Callable[[], None]) -> Callable[[], None]:
     def run() -> None:
         body()
-        then()
+        for tensor, stand_in in filled:
+            tensor.detach().copy_(stand_in)
 
     return run
 
@@ -399,37 +289,30 @@ def begin(group: Any, name: str, body: Callable[..., Any], arguments: Sequence[A
     """Do what ``name`` stands for, with the timeout of its options, shown to a profiler that is on."""
     if opts is None:
         start = partial(body, group, *arguments)
-    elif opts.timeout == _UNSET:
+    elif opts.timeout == UNSET:
         start = partial(body, group, *arguments, opts)
     else:
         start = partial(group._limited, body, *arguments, opts)
     if not profiler._is_profiler_enabled:
         return start()
     title = f"{group.name()}:{OPERATIONS[name].title}"
-    return _profiled(title, _tensors(arguments), start, opts is not None and opts.asyncOp)
+    return _profiled(title, tensors_in(arguments), start, opts is not None and opts.asyncOp)
 
 
 def _profiled(name: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any], asynchronous: bool) -> Any:
     """``call()``, shown by the profiler as an event with the tensors' shapes and bytes.
 
-    Args:
-        name: of the event.
-        tensors: those that are moved.
-        call: starts the operation, or runs it.
-        asynchronous: whether the operation goes on after ``call``; then the event ends when the operation has run, or
-            if another thread has run it, when this one has waited for it. A profiler belongs to a thread: what ends on
-            another one has no end there, and is shown as if it had ended with what was under way when it began.
+    The event of an asynchronous operation ends when that has run, or if another thread has run it, when this one has
+    waited for it. A profiler belongs to a thread: what ends on another one has no end there, and is shown as if it had
+    ended with what was under way when it began.
     """
     nbytes = sum(t.numel() * t.element_size() for t in tensors if t.layout == torch.strided)
     event = torch._C._profiler._RecordFunctionFast(name, list(tensors), {"nbytes": nbytes})
-    event.__enter__()
-    ended, caller = False, threading.get_ident()
+    caller, ends = threading.get_ident(), [event.__exit__]
 
     def end() -> None:
-        nonlocal ended
-        if not ended and threading.get_ident() == caller:
-            ended = True
-            event.__exit__(None, None, None)
+        if ends and threading.get_ident() == caller:
+            ends.pop()(None, None, None)
 
     def ending(body: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
@@ -440,17 +323,16 @@ def _profiled(name: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any
 
         return run
 
-    before, going = around.wraps, False
-    if asynchronous:
-        around.wraps = (*before, ending)
+    event.__enter__()
     try:
-        result = call()
-        operation = getattr(result, "operation", None) if asynchronous else None
-        if operation is not None:
-            operation.waited = end
-        going = asynchronous
-        return result
-    finally:
-        around.wraps = before
-        if not going:
-            end()
+        with around.more(ending):
+            result = call()
+    except BaseException:
+        end()
+        raise
+    operation = getattr(result, "operation", None)
+    if not asynchronous:
+        end()
+    elif operation is not None:
+        operation.waited = end
+    return result

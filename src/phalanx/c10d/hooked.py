@@ -1,18 +1,15 @@
 """Process groups under torch's hooks on collectives: its flight recorder, its check for NaN.
 
-From torch 2.14 on, hooks belong to a process group and are called by torch's dispatcher, in C++. Our groups are called
-past the dispatcher, which takes half of the time (docs/design/transports.md, "Not a backend"). A hooked group has every
-call go through it (``dispatcher.front``): torch calls the hooks, and then the group's backend, which is written in
-Python, too (torch lets one be from 2.14 on), and does what an unhooked group would have done at once.
-
-A group is hooked if the environment asks for hooks when it is made: the flight recorder with a size, or the check for
-NaN. torch's recorder is on by default, and would be paid by every small call; ours is always on and costs nothing.
+From torch 2.14 on, hooks belong to a process group and are called by torch's dispatcher, past which our groups are
+called (docs/design/transports.md). A hooked group has every call go through it (``collectives.front``): torch calls the
+hooks, and then the group's backend, which does what an unhooked group would have done at once. A group is hooked if the
+environment asks for hooks when it is made: torch's recorder is on by default, and would be paid by every small call.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,16 +29,11 @@ RECORDER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the
 NAN_CHECK = "TORCH_DIST_NAN_CHECK"
 
 
-def hooks_are_asked_for(environment: Mapping[str, str]) -> bool:
-    """Whether a user has asked for one of torch's hooks, by its own variables."""
-    size = next((environment[name] for name in RECORDER_SIZES if environment.get(name)), "0")
-    return environment.get(NAN_CHECK) == "1" or (size.isdigit() and int(size) > 0)
-
-
 def group_class() -> type[PhalanxProcessGroup]:
-    """The class of a group that is made now."""
-    has_hooks = hasattr(c10d, "FlightRecorderHook")
-    return HookedProcessGroup if has_hooks and hooks_are_asked_for(os.environ) else PhalanxProcessGroup
+    """The class of a group that is made now: a hooked one if torch's own variables ask for its hooks."""
+    size = next((os.environ[name] for name in RECORDER_SIZES if os.environ.get(name)), "0")
+    are_asked_for = os.environ.get(NAN_CHECK) == "1" or (size.isdigit() and int(size) > 0)
+    return HookedProcessGroup if are_asked_for and hasattr(c10d, "FlightRecorderHook") else PhalanxProcessGroup
 
 
 class PythonBackend(Backend):

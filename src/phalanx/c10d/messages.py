@@ -1,4 +1,4 @@
-"""The messages of one group that are under way, and the thread that moves those that no thread waits for.
+"""The messages of one group: their handles, and the thread that moves those that no thread waits for.
 
 A message moves whenever its rank calls into the group's messages. One that is neither done nor waited for after two
 milliseconds is taken over by a thread, so that a rank that computes, or waits in a collective of another group, still
@@ -12,19 +12,125 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from phalanx.c10d.work import MessageWork
-from phalanx.errors import BackendError, ClosedError
+from phalanx.c10d.torch_versions import uncompiled
+from phalanx.c10d.work import DoneWork, Handle, seconds_of, still_under_way
+from phalanx.diagnosis import call_site
+from phalanx.errors import BackendError, ClosedError, PhalanxError
 from phalanx.system.threads import start
-from phalanx.transports.contract import Communicator
+from phalanx.transports.contract import Communicator, Message, message_text
 from phalanx.words import tell
 
-__all__ = ["Messages"]
+__all__ = ["MessageWork", "Messages"]
 
 PATIENCE_S = 0.002
 LEAVING_S = 1.0  # how long a group that closes waits for threads that are in a call about a message
+
+
+@uncompiled
+class MessageWork(Handle):
+    """The handle of one send or receive, for the script's threads and the thread of :class:`Messages`.
+
+    ``_base``, ``_completed`` and ``_write_back`` are written under ``_lock``, and also read without it: each changes at
+    most once.
+    """
+
+    def __init__(self, message: Message, tensors: list[torch.Tensor], write_back: list[torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self._message = message
+        self._write_back = write_back
+        self._lock = threading.Lock()
+        self._base: torch.futures.Future[Any] | None = None
+        self._completed = False
+        # The thread of Messages may be the first to find that the message failed, and its own stack does not show the
+        # call. This costs half a microsecond, while the message is under way.
+        self._site = call_site.capture(2)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the message is done, as :meth:`PhalanxWork.wait`."""
+        limit_s = seconds_of(timeout)
+        try:
+            done = self._message.wait(limit_s)
+        except PhalanxError:
+            self._settle(False)
+            raise
+        if not done:
+            raise still_under_way("message", limit_s or 0.0)
+        self._settle(True)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._ask()[0]
+
+    def exception(self) -> BaseException | None:
+        return self._ask()[1]
+
+    def source_rank(self) -> int:
+        return self._message.source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the tensors, or of the error, which is raised in a callback: see ``Operation.future`` for why.
+
+        A caller that has a future waits, so the group's timeout counts from here.
+        """
+        with self._lock:
+            if self._base is None:
+                self._base = torch.futures.Future()
+            base = self._base
+        outcome = base.then(self._outcome)
+        if not self.is_completed():
+            self._message.expect()
+        return outcome
+
+    def attend(self) -> bool:
+        """Do what can be done now; whether nothing is left to do. Called by the thread of :class:`Messages`."""
+        call_site.running.site = self._site
+        try:
+            return self._ask(watch=self._base is not None)[0]
+        except RuntimeError:  # torch cannot write to the tensor: who waits for the message tries again, and is told
+            return True
+        finally:
+            call_site.running.site = None
+
+    def _ask(self, watch: bool = True) -> tuple[bool, PhalanxError | None]:
+        """Return whether it is done, and with what error."""
+        try:
+            done = self._message.test(watch)
+        except PhalanxError as error:
+            self._settle(False)
+            return True, error
+        if done:
+            self._settle(True)
+        return done, None
+
+    def _settle(self, success: bool) -> None:
+        """Copy the data of a message that is done into the user's tensor, and complete the future."""
+        if not self._write_back and (self._base is None or self._completed):
+            return
+        with self._lock:
+            if self._write_back:
+                if success:
+                    tensor, stand_in = self._write_back
+                    tensor.detach().copy_(stand_in)
+                self._write_back = []
+            base = None if self._completed else self._base
+            self._completed = self._base is not None
+        if base is not None:
+            base.set_result(None)
+
+    def _outcome(self, _: object) -> list[torch.Tensor]:
+        error = self.exception()
+        if error is not None:
+            raise error
+        return self._tensors
 
 
 class Messages:
@@ -37,9 +143,7 @@ class Messages:
     | ``_pending`` | the thread; ``close`` once it has ended | the same | |
     | ``_leaving`` | who ends the process | the thread | one assignment |
 
-    In a forked child all of it counts as closed: the messages are the parent's, in memory that it shares with the other
-    ranks. Where a signal handler raises while the thread is being started there may be none: then a message moves on
-    only while it is waited for.
+    Where no thread could be started a message moves on only while it is waited for.
     """
 
     def __init__(self, name: str, communicator: Communicator) -> None:
@@ -47,34 +151,50 @@ class Messages:
         self._communicator = communicator
         self._left: queue.SimpleQueue[MessageWork | None] = queue.SimpleQueue()
         self._pending: list[MessageWork] = []
-        self._held: list[torch.Tensor] = []
+        self._held: list[torch.Tensor] = []  # in use by messages that nobody looks after
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._leaving = self.closed = self._inherited = self._has_warned = False
 
-    def look_after(self, work: MessageWork) -> None:
-        """Make sure that ``work`` gets done, and its tensors live until then, even if it is dropped."""
-        self._left.put(work)
-        if self._thread is None:
-            with self._starting:
-                if self._thread is None and not self.closed:
-                    self._start_thread()
+    def begin(
+        self,
+        start: Callable[[torch.Tensor, int | None, int], Message],
+        verb: str,
+        tensor: torch.Tensor,
+        peer: int | None,
+        tag: int,
+        tensors: list[torch.Tensor],
+        write_back: list[torch.Tensor],
+    ) -> dist.Work:
+        """Start a message, and make sure that it gets done and its tensors live until then, if its handle is dropped.
 
-    def hold(self, tensor: torch.Tensor) -> None:
-        """Keep a tensor as long as the group: the transport may use it for a message that nobody looks after."""
-        self._held.append(tensor)
-
-    def _start_thread(self) -> None:
-        # Set first: a signal handler may raise while it starts, and two threads would take each other's messages.
-        self._thread = threading.Thread(target=self._serve, name=f"phalanx-mail-{self._name}", daemon=True)
+        Args:
+            start: the communicator's method, of ``tensor``, ``peer`` and ``tag``.
+            verb: for errors.
+            tensors: the user's, for the handle.
+            write_back: the user's tensor and the one in its place, if the data is to be copied when it is there.
+        """
         try:
-            start(self._thread)
-        except BackendError as error:
-            self._thread = None
-            # The message is under way already, so that to raise now would have it sent again if the call is repeated.
-            if not self._has_warned:
-                self._has_warned = True
-                tell(f"warning: {error}. Until it can have one, a message moves on only while it is waited for")
+            message = start(tensor, peer, tag)
+            if message.done:
+                return DoneWork(tensors)
+            work = MessageWork(message, tensors, write_back)
+            self._left.put(work)
+            if self._thread is None:
+                with self._starting:
+                    if self._thread is None and not self.closed:
+                        self._start_thread()
+            return work
+        except PhalanxError:  # it was refused, and not begun
+            raise
+        except BaseException:
+            # A signal's handler may have raised between the transport, which has the message, and the queue. Nobody
+            # knows of that message, and it would take the place of the next one.
+            self._held.append(tensor)
+            site = call_site.call_site()
+            words = message_text(verb, str(peer) if peer is not None else "", tensor)
+            self._communicator.give_up(tensor, f"{words} at {site}" if site else words)
+            raise
 
     def refuse_if_closed(self) -> None:
         if self._inherited:
@@ -115,6 +235,18 @@ class Messages:
         self._inherited = self.closed = True
         self._left, self._pending, self._thread = queue.SimpleQueue(), [], None
         self._starting = threading.Lock()
+
+    def _start_thread(self) -> None:
+        # Set first: a signal handler may raise while it starts, and two threads would take each other's messages.
+        self._thread = threading.Thread(target=self._serve, name=f"phalanx-mail-{self._name}", daemon=True)
+        try:
+            start(self._thread)
+        except BackendError as error:
+            self._thread = None
+            # The message is under way already, so that to raise now would have it sent again if the call is repeated.
+            if not self._has_warned:
+                self._has_warned = True
+                tell(f"warning: {error}. Until it can have one, a message moves on only while it is waited for")
 
     def _serve(self) -> None:
         while not (self.closed or self._leaving):

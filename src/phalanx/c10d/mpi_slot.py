@@ -1,9 +1,8 @@
 """``backend="mpi"`` on torch's wheels, which are built without MPI.
 
-torch 2.13 calls a class that its wheels lack, ``ProcessGroupMPI``, and gives it only the ranks; from torch 2.14 on it
+Up to 2.13 torch calls a class that its wheels lack, ``ProcessGroupMPI``, and gives it only the ranks; from 2.14 on it
 asks its table of backends, whose entry gets the group's name and timeout too. This module fills whichever of the two
-torch has. Checked on torch 2.13.0, 2.14.1 and 2.15.0. It is loaded by ``import torch``, so it imports nothing that is
-not needed there.
+torch has. It is loaded by ``import torch``, so it imports nothing that is not needed there.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ class ProcessGroupMPI:
 
     @staticmethod
     def create(ranks: list[int]) -> dist.ProcessGroup:
-        """Make this rank's side of a group of these ranks of the world; of all ranks if the list is empty.
-
-        torch 2.13 passes its MPI backend neither a name nor a timeout, so both are read from the frame of the caller.
-        """
+        """Make a group of these ranks (none: all), with the name and the timeout in the frame of the caller."""
         from torch.distributed.distributed_c10d import _get_default_timeout
 
         caller = sys._getframe(1).f_locals
@@ -59,17 +55,14 @@ def _group_of(ranks: list[int], group_name: str, timeout: timedelta) -> dist.Pro
 
 
 def fill_mpi_slot() -> None:
-    """Let ``backend="mpi"`` be ours, unless torch was built with MPI.
-
-    mpi4py is only searched for, because importing it loads MPI.
-    """
+    """Let ``backend="mpi"`` be ours, unless torch was built with MPI."""
     from torch.distributed import distributed_c10d as c10d
 
     if c10d._MPI_AVAILABLE or hasattr(c10d, "ProcessGroupMPI"):
         return  # built with its own
     import torch.distributed as dist
 
-    installed = importlib.util.find_spec("mpi4py") is not None
+    installed = importlib.util.find_spec("mpi4py") is not None  # to import it would load MPI
     c10d._MPI_AVAILABLE = installed
     from_table = hasattr(c10d, "_create_mpi_process_group")
     if from_table:
@@ -81,13 +74,9 @@ def fill_mpi_slot() -> None:
         c10d.ProcessGroupMPI = ProcessGroupMPI  # type: ignore[misc]
 
     def is_mpi_available() -> bool:
-        """Whether mpi4py is installed and this rank can be one of MPI's.
+        """Whether mpi4py is installed and this rank can be one of MPI's, since Accelerate then uses MPI on the CPU.
 
-        Frameworks choose by the answer: Accelerate uses MPI on the CPU wherever it is available, and then each rank
-        that was not started by an MPI launcher would get a world of one.
-
-        It is True for the caller in torch 2.13 that would otherwise advise the user to rebuild torch: ``create`` raises
-        a better error.
+        Up to 2.13 torch asks here before it calls ``create``, which has a better error.
         """
         if not from_table and sys._getframe(1).f_code.co_name == "_new_process_group_helper":
             return True

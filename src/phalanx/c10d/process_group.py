@@ -1,7 +1,7 @@
 """The process group that torch calls: its name, its backends, its timeouts, and its end.
 
 It is a Python subclass of ``ProcessGroup``, which costs less per call than a backend behind torch's dispatcher
-(docs/design/transports.md). What it does is in ``collectives.py``, behind the fronts of ``dispatcher.py``. An attached
+(docs/design/transports.md). What it does is in ``collectives.py``, behind a front for each. An attached
 Gloo group serves sparse tensors, and the C++ virtuals that cannot be overridden from Python.
 """
 
@@ -19,18 +19,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, FakeProcessGroup, Store
+from torch._C._distributed_c10d import Backend, Store
 
 from phalanx import settings
 from phalanx.c10d.arguments import SUM, Checks
-from phalanx.c10d.collectives import Collectives
-from phalanx.c10d.ddp import BackwardPasses, current_pass, name_parameters
-from phalanx.c10d.dispatcher import OPERATIONS, front, is_watched, watch_all, watch_calls_of_cpp
+from phalanx.c10d.collectives import Collectives, front, is_watched
+from phalanx.c10d.ddp import BackwardPasses, current_pass, serve_reducers
+from phalanx.c10d.dispatcher import OPERATIONS, watch_all, watch_calls_of_cpp
 from phalanx.c10d.leaving import LAST_CALLS_S, track_group
 from phalanx.c10d.messages import Messages
-from phalanx.c10d.progress import Progress, around
+from phalanx.c10d.progress import Progress, around, nothing
 from phalanx.c10d.recording import RecordedCalls
-from phalanx.c10d.torch_versions import adopt_older_names, uncompiled
+from phalanx.c10d.torch_versions import adopt_older_names, name_holder, uncompiled
 from phalanx.c10d.work import PhalanxWork
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.ends import cause_of_going
@@ -50,13 +50,12 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
     """A process group over a communicator. Made by ``init_process_group`` and ``new_group``, not by hand.
 
     Args:
-        name: the backend's name, for ``dist.get_backend`` and messages.
+        name: the backend's, for ``dist.get_backend`` and messages.
         communicator: moves the bytes.
         gloo: the attached Gloo group, which serves the rest; shut down with this group.
         group_name: torch's name for the group.
-        store: where its ranks met, for ``get_group_store``.
-        split: makes this rank's side of a group of some of its ranks, given their group ranks, the timeout and the
-            group's name.
+        store: where its ranks met.
+        split: makes a group of some of its ranks, given their group ranks, the timeout and a name.
     """
 
     allreduce: Any  # as the others: behind its front it takes every form of arguments that torch's takes
@@ -90,19 +89,16 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         self._waits: OwnWaits | None = None
         self._dropped: weakref.finalize[[], PhalanxProcessGroup] | None = None  # gives it back, once it is aborted
         self._attached = False
-        self._hold_name()
-        self._set_default_backend(dist.ProcessGroup.BackendType.UNDEFINED)
+        undefined = dist.ProcessGroup.BackendType.UNDEFINED
+        self._register_backend(torch.device("cpu"), undefined, name_holder(self._rank, self._size))
+        self._set_default_backend(undefined)
         self._set_group_name(group_name)  # type: ignore[arg-type]  # GroupName, which torch 2.9 lacks
         track_group(self)
-        name_parameters(PhalanxProcessGroup)
+        serve_reducers(PhalanxProcessGroup)
         watch_calls_of_cpp()
 
     def record(self, ranks: Sequence[int]) -> None:
-        """Have the flight recorder see the operations from now on, if this process has one.
-
-        Args:
-            ranks: the members' ranks in the world; torch gives none for the world itself.
-        """
+        """Have the flight recorder see the operations of these ranks of the world (none: all), if there is one."""
         members = ranks or range(self._size)
         if recorder.open_recorder(*((self._rank, self._size) if not ranks else ())):
             self.recorded = recorder.group(self._group_name, self._backend_name, members, self._rank)
@@ -113,8 +109,8 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         """Without ``phalanx run``: have a thread say for whom this rank of the world waits, until the group's end.
 
         Args:
-            pids: the process ids of the ranks on this host, by rank.
-            others: asks the ranks of other hosts, if there are any that can be asked.
+            pids: of the ranks on this host, by rank.
+            others: asks the ranks of other hosts.
         """
         waits = watch_own_waits(self._rank, pids, others)
         if waits is not None:
@@ -147,31 +143,14 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         self._communicator.set_timeout(timeout)
 
     def attach(self) -> None:
-        """Give torch the attached Gloo group, for calls that reach no method of this one; it is made now, and listens.
-
-        Two threads may do so at once: torch keeps what it is given twice.
-        """
+        """Give torch the attached Gloo group, for calls that reach no method of this one; it is made now."""
         if not self._attached:
             self.serve(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo.get())
             self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
             self._attached = True
 
-    def _hold_name(self) -> None:
-        """Give torch a backend for the group's name, which it keeps in its backends. Each collective of it raises.
-
-        torch 2.15 asks for a backend of each device when a group is made.
-        """
-        fake: Any = FakeProcessGroup
-        if hasattr(fake, "_create_internal"):  # not before torch 2.10, where they do nothing
-            options = fake.Options()
-            options.error_on_collective = True
-            holder = fake._create_internal(self._rank, self._size, options)
-        else:
-            holder = fake(self._rank, self._size)
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.UNDEFINED, holder)
-
     def serve(self, device: torch.device, kind: dist.ProcessGroup.BackendType, backend: Backend) -> None:
-        """Give torch a backend for ``device``; it has the group's name and description afterwards, as all have."""
+        """Give torch a backend for ``device``, with the group's name and description."""
         name, description = self.group_name, self.group_desc
         self._register_backend(device, kind, backend)
         self._set_group_name(name)
@@ -203,7 +182,7 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         return self._attached and super()._has_hooks()
 
     def get_group_store(self) -> Store:
-        """The store in which the group's ranks met; groups of MPI have none. torch's constructor takes none of ours."""
+        """The store in which the group's ranks met; groups of MPI have none."""
         if self._store is None:
             raise BackendError(f"a group of backend {self._backend_name!r} has no store: its ranks met without one")
         return self._store
@@ -220,12 +199,8 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
     ) -> dist.ProcessGroup | None:
         """A group of some of this group's ranks, given as group ranks; None on a rank that is not in it.
 
-        Every rank of this group calls it. torch's own would crash. The options of other backends and the devices are
-        ignored: the new group serves those of this one.
-
-        Raises:
-            RankError: this group has no such rank.
-            BackendError: the backend cannot split a group; ``torch.distributed.new_group`` makes one.
+        Every rank of this group calls it; torch's own would crash. The new group serves the devices of this one,
+        whatever ``opts``, ``devices`` and ``device_types`` say.
         """
         for rank in ranks:
             self._check.peer(rank)
@@ -246,12 +221,12 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         """Run an operation here and now, or queue it and return its ``Work``; ``result`` has its tensors.
 
-        A thread begins an urgent one at once. By default those on large tensors are urgent.
+        A thread begins an urgent one at once; by default those on large tensors.
         """
-        if not asynchronous:
-            return self._progress.run(body)
         for wrap in around.wraps:
             body = wrap(body)
+        if not asynchronous:
+            return self._progress.run(body)
         if urgent is None:
             urgent = sum(tensor.nbytes for tensor in result) > SMALL_BYTES
         work = PhalanxWork(self._progress, self._progress.submit(body, result, urgent))
@@ -261,23 +236,11 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
 
     def _limited(self, body: Callable[..., Any], *arguments: Any) -> Any:
         """A call of the collective ``body`` whose options, the last argument, have a timeout of their own."""
-        opts = arguments[-1]
-        before, asynchronous = around.wraps, opts.asyncOp
-        around.wraps, opts.asyncOp = (*before, partial(self._within, opts.timeout)), True
-        try:
-            work = body(self, *arguments)
-        finally:
-            around.wraps, opts.asyncOp = before, asynchronous
-        if asynchronous:
-            return work
-        work.wait()
-        return None
+        with around.more(partial(self._within, arguments[-1].timeout)):
+            return body(self, *arguments)
 
     def _within(self, timeout: timedelta, body: Callable[[], None]) -> Callable[[], None]:
-        """``body`` with another timeout than the group's, which counts from when the operation begins to run.
-
-        The group's operations run one at a time, and its messages, which other threads wait for, keep their own.
-        """
+        """``body`` with a timeout of its own, which counts from when it begins to run; messages keep the group's."""
 
         def run() -> None:
             self._communicator.set_timeout(timeout, of_messages=self._gloo.timeout)
@@ -289,22 +252,17 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         return run
 
     def sum_in_place(self, tensor: torch.Tensor) -> bool:
-        """All-reduce one tensor here and now, if it is of the usual kind and nobody watches: True. Else do nothing.
-
-        ``Group.all_reduce`` calls it without torch's own checks; a mode for torch's functions must see the call.
-        """
+        """All-reduce a tensor of the usual kind and return True, or do nothing; ``Group.all_reduce`` calls it first."""
         if is_watched() or torch._C._len_torch_function_stack() or not self._summable(tensor):
             return False
-        self._sum_now(tensor)
+        self._progress.run(self._calls.all_reduce, tensor, SUM)
         return True
 
-    def send_now(self, tensor: torch.Tensor, dst: int, tag: int) -> bool:
+    def send_now(self, tensor: torch.Tensor, peer: int, tag: int) -> bool:
         """Send it and return True, or do nothing; for ``Group.send``. The quick methods (``quick.py``) do it."""
         return False
 
-    def recv_now(self, tensor: torch.Tensor, src: int, tag: int) -> bool:
-        """Receive it and return True, or do nothing; for ``Group.recv``, likewise."""
-        return False
+    recv_now = send_now
 
     # -- lifetime ----------------------------------------------------------------------------------
 
@@ -312,18 +270,17 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         """Nothing to do: the operations of a group run one after the other in any case."""
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        return self._start(True, [], _nothing)
+        return self._start(True, [], nothing)
 
     def shutdown(self) -> None:
         """Finish what is queued and give back the communicator. ``destroy_process_group`` calls it.
 
         Called by a signal handler that has interrupted an operation of this group, it ends that operation with an
-        error. In a process that was forked from the group's own it does nothing.
+        error. In a process that was forked from the group's own it does nothing. While an exception is on its way out
+        nothing is compared, and ranks that wait for this one are told that exception.
 
         Raises:
-            CollectiveMismatch, PeerLost: the ranks' last calls differ, which no call before could find. The group is
-                given back all the same. While another exception is on its way out nothing is compared, and ranks that
-                wait for this one are told that exception.
+            CollectiveMismatch, PeerLost: the ranks' last calls differ. The group is given back all the same.
         """
         if self._progress.inherited:
             # Gloo's destructor would wait for threads that are not in this process.
@@ -382,8 +339,8 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
     def abort(self) -> None:
         """End operations under way on every rank with an error; the group cannot be used afterwards.
 
-        Its memory, connections and threads are given back by :meth:`shutdown`, or when nobody holds the group any more:
-        programs that survive the loss of ranks only drop it.
+        What it holds is given back by :meth:`shutdown`, or when nobody holds the group any more: programs that survive
+        the loss of ranks only drop it.
         """
         if self._progress.inherited:
             return  # it is the parent's
@@ -398,11 +355,7 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
     # -- what else torch asks for ------------------------------------------------------------------
 
     def get_reconfigure_handle(self) -> str:
-        """Refused.
-
-        Raises:
-            ArgumentError: the ranks of this group stay as they are.
-        """
+        """Refused: the ranks of this group stay as they are."""
         raise ArgumentError(
             f"the ranks of process group {self.group_name!r} stay as they are: give init_process_group "
             "enable_reconfigure=True for one whose ranks can change"
@@ -433,24 +386,15 @@ def _retire(name: str, progress: Progress, messages: Messages, communicator: Com
     """Give back what a group holds, now and without waiting for its other ranks, which may be gone for good.
 
     An operation under way ends with an error, here and on the other ranks; if there is none, this rank leaves in order.
-    In a process that was forked from the group's own nothing is done.
     """
     if progress.inherited:
         return
-    abort = partial(communicator.abort, "reconfigure(), which ended this group")
     if progress.interrupted():
-        # A signal handler is the caller: the operation that it has interrupted must leave the group before.
-        abort()
-        again = partial(_retire, name, progress, messages, communicator, gloo)
-        threading.Thread(target=again, name="phalanx-closing").start()
-        return
+        progress.run(nothing)  # raises ReentryError: a handler has interrupted what uses the communicator
+    abort = partial(communicator.abort, "reconfigure(), which ended this group")
     with contextlib.ExitStack() as each:  # what fails must not keep the others from it
         each.callback(gloo.release)
         each.callback(communicator.close)
         each.callback(progress.close)
         each.callback(progress.give_up, ClosedError.given_up(name), abort)
         each.callback(messages.close)  # the first to be called: messages need not learn of the abort
-
-
-def _nothing() -> None:
-    pass

@@ -1,13 +1,14 @@
 """The usual calls of a group in C (``native/csrc_entry``), where this torch and this Python allow it.
 
-A call of a few bytes takes less time than ctypes needs to pass its arguments, so groups over shared memory get methods
+A call of a few bytes takes less time than ctypes needs to pass its arguments. So groups over shared memory get methods
 that do the usual form of each collective in C: plain tensors, synchronous, no timeout of its own, nothing queued, no
-profiler or mode of torch's that wants to see the call. These methods hand every other call to those of the class, so
-nothing depends on them but the time: both ways make the same calls of the core, and ranks may differ in which they use.
+profiler or mode of torch's. They hand every other call to the methods of the class, which make the same calls of the
+core; ranks may differ in which they use.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from ctypes import addressof
 from datetime import timedelta
@@ -32,7 +33,7 @@ from phalanx.transports.shm.explanation import text_of_call
 from phalanx.transports.shm.mailbox import Mailbox
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
 
-__all__ = ["missing", "quicken", "quicken_messages"]
+__all__ = ["prepared_module", "quicken", "quicken_messages"]
 
 # In the order of enum entry_option_class (native/csrc_entry/entry.h). Then: has it an operation, has it a root.
 _OPTIONS = (
@@ -70,37 +71,28 @@ def quicken_messages(group: Any, mailbox: Mailbox) -> None:
 
 def _entry(group: Any, handle: int, owner: Any) -> Any:
     """The core's side of the quick methods; None if there can be none, or torch's hooks are to see every call."""
-    entry_module = _module()
-    if isinstance(entry_module, str) or group.hooked:
+    module = prepared_module()
+    if module is None or group.hooked:
         return None
-    entry = entry_module.Entry(group, handle, group.rank(), group.size(), group._progress, owner)
+    entry = module.Entry(group, handle, group.rank(), group.size(), group._progress, owner)
     if group.recorded is not None:
         entry.set_recorded(addressof(group.recorded), group.recorded)
     return entry
 
 
-def missing() -> str:
-    """The reason why this process has no quick methods; empty if it has them."""
-    found = _module()
-    return found if isinstance(found, str) else ""
-
-
 @cache
-def _module() -> ModuleType | str:
-    """The module in C, set up for this torch; or why it cannot be used."""
+def prepared_module() -> ModuleType | None:
+    """The module in C, set up for this torch; None if there is none, or this torch lacks what it reads."""
     module = quick_entry()
-    if isinstance(module, str):
-        return module
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    if capsule is None:
-        return f"torch {torch.__version__} does not give the functions of DLPack's exchange"
-    for place, flag in ((profiler, "_is_profiler_enabled"), (_python_dispatch, "_is_in_torch_dispatch_mode")):
-        if not isinstance(getattr(place, flag, None), bool):
-            return f"torch {torch.__version__} does not say in {place.__name__}.{flag} whether calls are watched"
+    flags = ((profiler, "_is_profiler_enabled"), (_python_dispatch, "_is_in_torch_dispatch_mode"))
+    says_who_watches = all(isinstance(getattr(place, flag, None), bool) for place, flag in flags)
+    if isinstance(module, str) or capsule is None or not says_who_watches:
+        return None
     try:
         module.set_exchange(capsule)
-    except ValueError as error:
-        return str(error)
+    except ValueError:  # another version of the functions of DLPack's exchange
+        return None
     numbers = [OP_NUMBERS.get(op, 0) for op in range(max(OP_NAMES) + 1)]
     module.set_up(
         _dtypes(module),
@@ -137,13 +129,11 @@ def _dtypes(module: Any) -> list[tuple[int, ...]]:
         # DLPack passes on neither that complex numbers are conjugated nor that an integer has less than 8 bits.
         if not (reduced or dtype.is_floating_point) or dtype in (torch.int8, torch.uint8):
             continue
-        try:
-            code = module.dtype_of(torch.empty(0, dtype=dtype))
-        except (RuntimeError, NotImplementedError, BufferError):
-            continue
         bits = sum(1 << op for op in OP_NAMES if reduced and reducible(dtype, op))
-        if code[1] % 8 == 0 and code[2] == 1:
-            found.append((*code, reduced, copied, bits))
+        with contextlib.suppress(RuntimeError, BufferError):  # DLPack has no such dtype
+            code = module.dtype_of(torch.empty(0, dtype=dtype))
+            if code[1] % 8 == 0 and code[2] == 1:
+                found.append((*code, reduced, copied, bits))
     return found
 
 
@@ -156,12 +146,6 @@ def _layout(module: Any, kind: Any, has_op: bool, has_root: bool) -> tuple[int, 
 
     def number(value: int) -> bytes:
         return value.to_bytes(_SIGNED_64, "little", signed=True)
-
-    def milliseconds(value: timedelta) -> bytes:
-        return number(value // timedelta(milliseconds=1))
-
-    def op_byte(value: Any) -> bytes:
-        return bytes([value.value])
 
     def find(name: str, values: Sequence[Any], written: Callable[[Any], bytes]) -> int | None:
         options = kind()
@@ -177,9 +161,10 @@ def _layout(module: Any, kind: Any, has_op: bool, has_root: bool) -> tuple[int, 
         return None
 
     many = [0x0102030405060708, 3, 0x1122334455667788]
+    times, ops = (timedelta(milliseconds=ms) for ms in (1, 0x010203040506, 77)), map(dist.ReduceOp.RedOpType, plain_ops)
     asynchronous = find("asyncOp", [True, False, True], lambda value: bytes([value]))
-    timeout = find("timeout", [timedelta(milliseconds=ms) for ms in (1, 0x010203040506, 77)], milliseconds)
-    op = find("reduceOp", [dist.ReduceOp.RedOpType(value) for value in plain_ops], op_byte) if has_op else -1
+    timeout = find("timeout", [*times], lambda value: number(value // timedelta(milliseconds=1)))
+    op = find("reduceOp", [*ops], lambda value: bytes([value.value])) if has_op else -1
     root = find("rootRank", many, number) if has_root else -1
     part = find("rootTensor", many, number) if has_root else -1
     if asynchronous is None or timeout is None or op is None or root is None or part is None:

@@ -1,28 +1,25 @@
 """A process group whose ranks change: ``torch.distributed._reconfigure``, which torch has from 2.15 on.
 
-``init_process_group(enable_reconfigure=True)`` waits for nobody. The group that it makes has no ranks yet, only the
-store in which they will meet. From then on the program (torchft, or a loop of its own) decides which processes belong
-to it: it collects a handle from each, and all of those call ``reconfigure`` with the same handles and a number that was
-not used before. They meet as the ranks of any new group do, under that number. So a rank that is lost is left out, and
-a process that has just been started comes in. Processes that are not listed are not asked, and may be gone.
+``init_process_group(enable_reconfigure=True)`` waits for nobody, and the group that it makes has no ranks yet. The
+program (torchft, or a loop of its own) collects a handle from each process that is to belong to it, and all of those
+call ``reconfigure`` with the same handles and a number that was not used before. Under that number they meet as the
+ranks of any new group do. Processes that are not listed are not asked, and may be gone.
 
-Each of these constellations is a process group of its own, a :class:`PhalanxProcessGroup`, and this one hands every
-call to the present one. The new one is made before the old one is given up: where that fails, the old one stays as it
-was, and the program may try again with another number. An operation of the old one that is still under way ends with an
-error; the old one's memory, connections and threads are given back before ``reconfigure`` returns.
-
-torch's hooks (its flight recorder, its check for NaN) do not see these groups, which serve CPU tensors alone.
+Each constellation is a :class:`PhalanxProcessGroup`, to which this one hands every call. The new one is made before the
+old one is given up: where that fails, the old one stays, and the program may try again with another number. An
+operation of the old one that is still under way ends with an error; its memory, connections and threads are given back
+before ``reconfigure`` returns. torch's hooks do not see these groups, which serve CPU tensors alone.
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
-import itertools
 import os
 import re
 import secrets
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
@@ -33,6 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx import settings
 from phalanx.c10d.create import create_process_group
+from phalanx.c10d.ddp import serve_reducers
 from phalanx.c10d.dispatcher import OPERATIONS
 from phalanx.c10d.hooked import PythonBackend
 from phalanx.c10d.process_group import PhalanxProcessGroup
@@ -51,10 +49,8 @@ _HANDED_ON = (
     "_get_sequence_number_for_group",
     "split_group",
 )
-
-
 # A handle names a process's side of a group: by the rank that it was given first, which others may have been given too,
-# and by what no other process has. A process that is started in place of a lost one has another.
+# and by what no other process has.
 _HANDLE = re.compile(r"phalanx:(0|[1-9][0-9]{0,9}):[0-9a-f]{16}", re.ASCII)
 
 
@@ -64,11 +60,7 @@ def new_handle(rank: int) -> str:
 
 
 def rank_in(handle: str) -> int:
-    """The rank in a handle of another process, as programs have passed it on in ways of their own.
-
-    Raises:
-        ArgumentError: it is none.
-    """
+    """The rank in a handle of another process; raises ArgumentError if the text is none."""
     match = _HANDLE.fullmatch(handle)
     if match is None:
         raise ArgumentError(
@@ -87,8 +79,8 @@ def ordered(handles: Collection[str]) -> list[str]:
     by_rank = sorted((rank_in(handle), handle) for handle in handles)
     if not by_rank:
         raise ArgumentError("reconfigure: a group has one rank at least; got no handle")
-    for (_, handle), (_, following) in itertools.pairwise(by_rank):
-        if handle == following:
+    for handle, count in Counter(handles).items():
+        if count > 1:
             raise ArgumentError(
                 f"reconfigure: the handle {handle} is listed twice; give that of each process once (a process that was "
                 "started anew has a new one)"
@@ -120,40 +112,13 @@ class _Backend(PythonBackend):
             raise ClosedError("the backend of a process group was used after the group was gone")
         return group
 
-    def rank(self) -> int:
-        return self.group.getRank()
-
-    def size(self) -> int:
-        return self.group.getSize()
-
-    def get_reconfigure_handle(self) -> str:
-        return self.group.get_reconfigure_handle()
-
-    def reconfigure(self, opts: Any) -> Any:
-        return self.group.reconfigure(opts)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.group.set_timeout(timeout)
-
-    def abort(self) -> None:
-        self.group.abort()
-
-    def shutdown(self) -> None:
-        self.group.shutdown()
-
 
 @uncompiled
 class ReconfigurableProcessGroup(dist.ProcessGroup):
     """A process group whose ranks :meth:`reconfigure` sets. Made by ``init_process_group``, not by hand.
 
-    Args:
-        store: the group's part of the job's store. All processes that may belong to the group reach it, and it must
-            outlive them: a store in one of them is lost with that one.
-        rank: this process's rank until the first :meth:`reconfigure`, by which others are ordered and recorded.
-        size: the number of ranks until then.
-        timeout: for the meeting of the ranks, and for every operation.
-        group_name: torch's name for the group.
-        backend: what the group says its backend is.
+    ``rank`` and ``size`` count until then. All processes that may belong to the group reach the store, which must
+    outlive them.
     """
 
     supports_reconfigure = True
@@ -171,6 +136,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, self._backend)
         self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         self._set_group_name(group_name)  # type: ignore[arg-type]  # GroupName, which torch 2.9 lacks
+        serve_reducers(ReconfigurableProcessGroup)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return settings.BACKEND if self._backend_name == "gloo" else self._backend_name
@@ -206,8 +172,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
 
         Args:
             opts: torch's ``ReconfigureOptions``. ``handles``: see :func:`ordered`. ``uuid``: a number that this group
-                has not used yet, equal on all. ``timeout``: how long to wait for the others, by default the group's
-                own, which operations keep. ``hints``: ignored.
+                has not used yet, equal on all. ``timeout``: how long to wait for the others.
 
         Raises:
             ArgumentError: the handles cannot be right, this process's own is not among them, or the number was used.
@@ -239,8 +204,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
             before.retire()
             del before
             if over_hosts:
-                # Receives that were posted ahead hold Gloo's connections and threads, in a circle of references.
-                gc.collect()
+                gc.collect()  # receives that were posted ahead hold Gloo's connections, in a circle of references
         return DoneWork([])
 
     def _meet(self, members: list[str], uuid: int, timeout: timedelta) -> PhalanxProcessGroup:
@@ -301,8 +265,8 @@ def _before_the_first(name: str) -> Callable[..., Any]:
 
 def _of_backend(name: str) -> Callable[..., Any]:
     def call(self: _Backend, *arguments: Any, **named: Any) -> Any:
-        work = getattr(self.group, name)(*arguments, **named)
-        return DoneWork([]) if work is None else work
+        answer = getattr(self.group, name)(*arguments, **named)
+        return DoneWork([]) if answer is None and name in OPERATIONS else answer
 
     call.__name__ = name
     return call
@@ -311,5 +275,5 @@ def _of_backend(name: str) -> Callable[..., Any]:
 for _name in _HANDED_ON:
     setattr(ReconfigurableProcessGroup, _name, _before_the_first(_name))
 uncompiled(ReconfigurableProcessGroup)
-for _name in OPERATIONS:
+for _name in (*OPERATIONS, "rank", "size", "get_reconfigure_handle", "reconfigure", "set_timeout", "abort", "shutdown"):
     setattr(_Backend, _name, _of_backend(_name))

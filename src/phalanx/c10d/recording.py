@@ -71,13 +71,9 @@ def _collective(
     def call(*arguments: Any) -> None:
         what, nbytes = kind, 0
         if tensor_at >= 0:
-            tensor = arguments[tensor_at]
-            if not isinstance(tensor, torch.Tensor):  # an all_to_all's
-                nbytes = sum(part.nbytes for part in tensor)
-                tensor = tensor[0]
-            else:
-                nbytes = tensor.nbytes
-            what |= _DTYPES[tensor.dtype]
+            tensors = [given] if isinstance(given := arguments[tensor_at], torch.Tensor) else given  # an all_to_all's
+            nbytes = sum(tensor.nbytes for tensor in tensors)
+            what |= _DTYPES[tensors[0].dtype]
         if op_at >= 0:
             what |= OP_NUMBERS.get(arguments[op_at], 0) << 16
         ticket = recorder.begin(group, what, nbytes, arguments[root_at] if root_at >= 0 else -1)

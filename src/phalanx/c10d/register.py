@@ -1,23 +1,20 @@
-"""Making Phalanx's backends known to torch, and standing in for torch's own where PHALANX_REPLACE says so.
+"""Make Phalanx's backends known to torch, and stand in for torch's own where PHALANX_REPLACE says so.
 
-``register`` is the entry point in the group ``torch.backends``: torch calls it at the end of ``import torch``, so
-``init_process_group("phalanx")`` and ``("mpi")`` work in scripts that never import Phalanx. It must be quick and must
-never raise: an exception here would make ``import torch`` fail for everybody on the machine. It is also the entry point
-of the backend phalanx in the group ``torch.distributed.backends``, which torch >= 2.14 asks for a name that it does not
-know: there it serves processes in which TORCH_DEVICE_BACKEND_AUTOLOAD=0 has switched the first one off.
+torch calls ``register`` at the end of ``import torch`` (entry point ``torch.backends``), or from 2.14 on for a name
+that it does not know (``torch.distributed.backends``). It must be quick and must never raise: an exception here would
+make ``import torch`` fail for everybody on the machine.
 
-With ``phalanx run --replace gloo`` (PHALANX_REPLACE) scripts that ask for ``gloo`` get ``phalanx``, unmodified:
+With ``phalanx run --replace gloo`` (PHALANX_REPLACE) unmodified scripts that ask for ``gloo`` get ``phalanx``:
 ``init_process_group("gloo")``, ``"cpu:gloo,cuda:nccl"``, torch's default without accelerators, ``new_group``.
 
-- ``dist.get_backend()`` says the name that the program asked for, because programs branch on it. (One training library
-  wraps its models in DDP only for names that it knows.) The class of the group and ``World.backend`` say the truth.
+- ``dist.get_backend()`` says the name that the program asked for, because programs branch on it. The class of the group
+  and ``World.backend`` say the truth.
 - Only names are replaced, never classes: a ``ProcessGroupGloo`` that a program makes itself is Gloo.
 - ``rpc`` is torch's RPC, which has no backends to choose: ``torch.distributed.rpc`` then runs over Phalanx.
 - nccl, xccl and the like move tensors between devices, and are not replaced. CUDA tensors in a group that asked for
   gloo go over Gloo, as they would have (``vendor.py``).
 
-This module imports nothing of torch: the launcher, which never loads it, checks ``--replace`` with it. Checked on torch
-2.13.0, 2.14.1 and 2.15.0.
+This module imports nothing of torch: the launcher, which never loads it, checks ``--replace`` with it.
 """
 
 from __future__ import annotations
@@ -51,9 +48,8 @@ __all__ = [
 has_met = False
 
 BACKENDS = ("gloo", "mpi")
-# What is not a backend: the module whose import stands in for it. By name, because RPC is built on this room.
-OTHERS = {"rpc": "phalanx.rpc.torch_api"}
-REPLACEABLE = (*BACKENDS, *OTHERS)
+RPC = "rpc"
+REPLACEABLE = (*BACKENDS, RPC)
 _VENDORS = ("nccl", "xccl", "hccl", "ucc", "rccl", "cncl", "mccl")
 # What torch makes in place of each backend, and the other way round.
 _SERVED = {name: f"{settings.BACKEND}-as-{name}" for name in BACKENDS}
@@ -79,8 +75,6 @@ def register() -> None:
         from phalanx.membership.launcher_store import open_other_stores
 
         open_other_stores()
-    with contextlib.suppress(Exception):
-        _serve_builtin_hooks()
     recorder = sys.modules.get("phalanx.diagnosis.recorder")
     if recorder is not None and recorder.is_kept():
         record_other_backends()
@@ -92,17 +86,16 @@ def replace_as_asked() -> None:
     if os.environ.get(settings.REPLACE):
         with contextlib.suppress(Exception):
             _replace_backends(os.environ[settings.REPLACE])
-            for name, module in OTHERS.items():
-                if replaces(name):
-                    _stand_in(name, module)
+            if replaces(RPC):
+                _stand_in_for_rpc()
 
 
 def _replace_backends(wanted: str) -> None:
     """Have our groups made in place of the backends that ``wanted`` lists, instead of those of an earlier call.
 
-    Only where torch is about to make the backends of a group does it read another name, ``phalanx-as-gloo``. ``mpi``
-    needs a step more: torch treats a group of that one name in a way of its own before it makes a backend, so the name
-    is rewritten where torch takes it in. If ``wanted`` cannot be used the first group says so, not ``import torch``.
+    Where torch is about to make the backends of a group it reads another name, ``phalanx-as-gloo``. It treats ``mpi``
+    in a way of its own before that, so that name is rewritten where torch takes it in. If ``wanted`` cannot be used the
+    first group says so, not ``import torch``.
     """
     global _wanted
     before, _wanted = _wanted, wanted
@@ -141,24 +134,20 @@ def _replace_backends(wanted: str) -> None:
     c10d.get_backend = dist.get_backend = get_backend
 
 
-def _stand_in(name: str, module: str) -> None:
+def _stand_in_for_rpc() -> None:
     try:
-        importlib.import_module(module)
+        importlib.import_module("phalanx.rpc.torch_api")  # by name, because RPC is built on this room
     except Exception as error:
         from phalanx.words import tell
 
-        tell(f"warning: {settings.REPLACE}={name} has no effect, torch's own {name} is used: {error}")
+        tell(f"warning: {settings.REPLACE}={RPC} has no effect, torch's own {RPC} is used: {error}")
 
 
 def names_to_replace(text: str, *, source: str = settings.REPLACE) -> tuple[str, ...]:
-    """The names that ``text`` lists, separated by commas; none if it is empty.
-
-    Args:
-        text: ``gloo``, ``mpi``, ``rpc``, or several as ``gloo,rpc``; upper case is as good.
-        source: the option or variable that says so, for the error.
+    """The names that ``text`` lists, separated by commas, in any case; none if it is empty.
 
     Raises:
-        ArgumentError: a name is not one that Phalanx can stand in for.
+        ArgumentError: a name is not one that Phalanx can stand in for; ``source`` is the option or variable.
     """
     names = tuple(dict.fromkeys(name.strip().lower() for name in text.split(",") if name.strip()))
     for name in names:
@@ -171,18 +160,13 @@ def names_to_replace(text: str, *, source: str = settings.REPLACE) -> tuple[str,
         if name not in REPLACEABLE:
             raise ArgumentError(
                 f"{source} {text}: {name!r} is not something that Phalanx stands in for; choose "
-                f"{', '.join(BACKENDS)} or {' or '.join(OTHERS)}"
+                f"{', '.join(BACKENDS)} or {RPC}"
             )
     return names
 
 
 def replaces(name: str, environment: Mapping[str, str] | None = None) -> bool:
-    """Return whether PHALANX_REPLACE lists this backend. Other entries, which may be wrong, are not checked here.
-
-    Args:
-        name: a backend's, in lower case.
-        environment: where the variable is read; ``os.environ`` by default.
-    """
+    """Return whether PHALANX_REPLACE lists this backend. Other entries, which may be wrong, are not checked here."""
     environment = os.environ if environment is None else environment
     return name in {part.strip().lower() for part in environment.get(settings.REPLACE, "").split(",")}
 
@@ -190,9 +174,8 @@ def replaces(name: str, environment: Mapping[str, str] | None = None) -> bool:
 def record_other_backends() -> None:
     """Have the flight recorder see the operations of torch's own backends, from their first group on; never raises.
 
-    DDP on these groups then also names parameters that had no gradient, and ``has_met`` is set by the first store.
-
-    For a rank of ``phalanx run``, once torch has been imported there.
+    For a rank of ``phalanx run``, once torch has been imported there. DDP on these groups then also names parameters
+    that had no gradient, and ``has_met`` is set by the first store.
     """
     with contextlib.suppress(Exception):
         from torch._C._distributed_c10d import FileStore, TCPStore
@@ -216,13 +199,13 @@ def record_other_backends() -> None:
             with contextlib.suppress(Exception):
                 group = made[0] if isinstance(made, tuple) else made
                 if isinstance(group, c10d.ProcessGroup) and not type(group).__module__.startswith("phalanx."):
-                    from phalanx.c10d.ddp import name_parameters
+                    from phalanx.c10d.ddp import serve_reducers
                     from phalanx.c10d.torch_backends import record_methods
 
                     if c10d._new_process_group_helper is new_group:  # nobody else has wrapped it since
                         setattr(c10d, "_new_process_group_helper", own)  # noqa: B010
                     record_methods()
-                    name_parameters(c10d.ProcessGroup)
+                    serve_reducers(c10d.ProcessGroup)
             return made
 
         setattr(c10d, "_new_process_group_helper", new_group)  # noqa: B010
@@ -242,10 +225,10 @@ def _joining(arguments: tuple[Any, ...]) -> contextlib.AbstractContextManager[No
 
 
 def forget_failed_groups() -> None:
-    """Have torch count its groups from zero again. Call it only while this process has no default group.
+    """Have torch count its groups, by which it names them, from zero again. Call it while there is no default group.
 
-    torch names a group by how many groups it has made, and it also counts a default group that could not be made. If
-    only some ranks got as far as that, they would give their next group different names and not find each other.
+    torch also counts a default group that could not be made: ranks that got as far as that would give their next group
+    another name than the others, and not find them.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -280,18 +263,3 @@ def _create(options: Any, backend_options: Any, backend: str = settings.BACKEND)
         options.global_ranks_in_group,
         backend,
     )
-
-
-def _serve_builtin_hooks() -> None:
-    """Let DDP's built-in hooks have the futures that they need: DDP calls this function by its name in torch."""
-    import torch.distributed as dist
-
-    own: Any = dist._register_builtin_comm_hook
-
-    def register_builtin_comm_hook(*arguments: Any) -> None:
-        from phalanx.c10d import ddp
-
-        ddp.wants_typed_futures = True
-        own(*arguments)
-
-    dist._register_builtin_comm_hook = register_builtin_comm_hook

@@ -1,27 +1,30 @@
 """The operations of torch's own backends, such as Gloo and NCCL, in the flight recorder of a rank of ``phalanx run``.
 
-These backends are C++. Their groups are called from Python by the methods of ``ProcessGroup``, which are replaced by
-functions that note the call and make it. The methods are replaced when the first such group is made; a program that
-makes none keeps torch's. A call that C++ makes (the reducer of DDP, functional collectives, what is compiled) does not
-come by them; one that lasts is found where torch keeps it (``stalled_calls.py``).
+These backends are C++. When the first such group is made, the methods of ``ProcessGroup`` are replaced by functions
+that note the call and make it.
 
-- A *collective* begins with its call, so that ranks count them alike. It ends when ``wait`` returns, or when a thread
-  that looks twice a second finds it completed. The thread runs in Python: while a rank holds the interpreter's lock in
-  C, an operation that nobody waits for ends late.
+- A *collective* begins with its call, so that ranks count them alike. It ends when ``wait`` returns, when its handle is
+  dropped, or when a thread that looks twice a second finds it completed. On a device that is when the program may go
+  on, which is before the device has done it.
 - A *message* begins when it is waited for: nobody but Gloo knows how far one is that was only started.
-- The second call on a device asks, once, whether several ranks use the same one (``shared_device.py``). Where NCCL
-  refuses the first because they do, the error says so.
-- On a device an operation ends when the program may go on, which is before the device has done it.
+- A collective that *C++ calls* (the reducer of DDP, functional collectives, what is compiled) is found when it stalls,
+  in torch's own flight recorder, a ring of all operations. Its counts of a group (which collective was called last,
+  which has ended last) are read at each look. The ring, which takes a tenth of a second, is read once when a group has
+  stood still for two seconds. The collective in which it stands gets the number of the group's next one, and its record
+  is taken back when it is over: ranks that went through theirs without a stall have counted none.
 
-Recording must not change what a program does. So the result of each call is passed on as it is; a ``Work`` is held no
-longer than until it is completed if it is a collective's on the CPU, whose engine holds it that long as well, and
-not at all otherwise; and an error in here is swallowed, since the call has to be made in any case.
+Recording must not change what a program does. So the result of each call is passed on as it is, no ``Work`` is held,
+and an error in here is swallowed, since the call has to be made in any case.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import math
+import pickle
+import re
 import threading
 import time
 import weakref
@@ -32,111 +35,78 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C import _distributed_c10d as core
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx.c10d.collectives import Collectives
-from phalanx.c10d.shared_device import note_device, refused_by_nccl, tell_if_shared
-from phalanx.c10d.stalled_calls import StalledCalls
+from phalanx.c10d.dispatcher import OPERATIONS
+from phalanx.c10d.torch_versions import OLDER_METHODS
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.snapshot import KIND_NUMBERS
-from phalanx.errors import DeviceError
-from phalanx.native.core import RecordedGroup
+from phalanx.diagnosis.stacks import Frame
+from phalanx.native.core import FOUND_LATE, RecordedGroup
 from phalanx.system.threads import start
+from phalanx.transports.operands import REDUCIBLE
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
 
 __all__ = ["record_methods"]
 
 _LOOK_S = 0.5
-# The methods of torch's groups by their kind, and which of the arguments has this rank's tensors (-1: none).
-_METHODS = {
-    "all_reduce": (0, "allreduce allreduce_coalesced"),
-    "broadcast": (0, "broadcast"),
-    "reduce": (0, "reduce"),
-    "all_gather": (
-        1,
-        "allgather allgather_coalesced allgather_into_tensor_coalesced _allgather_base all_gather_single "
-        "all_gather_single_coalesced",
-    ),
-    "gather": (1, "gather"),
-    "scatter": (0, "scatter"),
-    "reduce_scatter": (
-        0,
-        "reduce_scatter reduce_scatter_tensor_coalesced _reduce_scatter_base reduce_scatter_single "
-        "reduce_scatter_single_coalesced",
-    ),
-    "all_to_all": (1, "alltoall alltoall_base all_to_all_single"),
-    "barrier": (-1, "barrier monitored_barrier"),
-}
+# The kinds of the methods of torch's groups, under their present and older names.
+_KINDS = {
+    method: re.sub("_single|_coalesced", "", known.title)
+    for name, known in OPERATIONS.items()
+    for method in (name, OLDER_METHODS.get(name, name))
+} | {"monitored_barrier": "barrier"}
+# Which argument has this rank's tensors, if it is not the first.
+_OWN_AT = {"all_gather": 1, "gather": 1, "all_to_all": 1, "barrier": -1}
 _REDUCING = frozenset(KIND_NUMBERS[name] for name in ("all_reduce", "reduce", "reduce_scatter"))
 _ROOTED = frozenset(KIND_NUMBERS[name] for name in ("broadcast", "reduce", "gather", "scatter"))
 # In these torch and Phalanx want the tensors of all ranks alike; in an all_to_all they may have any shapes.
-_SHAPED = frozenset(KIND_NUMBERS[name] for name in _METHODS if name not in ("all_to_all", "barrier"))
-_MESSAGES = {"send": "send", "recv": "recv", "recv_anysource": "recv"}
+_SHAPED = _REDUCING | _ROOTED | {KIND_NUMBERS["all_gather"]}
 
 
 @dataclass
 class _UnderWay:
-    """A collective that has begun, or a message that nobody has waited for.
+    """A collective that has begun, or a message that nobody has waited for."""
 
-    Attributes:
-        work: gives its ``Work``; None if that is gone.
-        group: torch's name of the group.
-        ticket: the record's; 0 for a message, which has none so far.
-        begin: for a message, begins the record, and gives the ticket.
-    """
-
-    work: Callable[[], Any]
-    group: str
-    ticket: int
-    begin: Callable[[], int] | None = None
+    work: weakref.ref[Any]
+    group: str  # torch's name
+    ticket: int  # the record's; 0 for a message, which has none so far
+    begin: Callable[[], int] | None = None  # for a message: begins the record, and gives the ticket
 
 
-# By the identity of the Work. An entry holds it, or goes when it does; so no identity stands for two of them.
+# By the identity of the Work. An entry goes when the Work does, so no identity stands for two of them.
 _under_way: dict[int, _UnderWay] = {}
 
 
 @dataclass
 class _Group:
-    """A group of torch's.
-
-    Attributes:
-        object: gives torch's object; None if that is gone.
-        ranks: its members.
-        recorded: what the core counts in.
-        completes: on the CPU its engine completes each Work. One that is never completed would be held for ever.
-        completes_all: so do those of its other devices.
-        device: of the first tensor that was not on the CPU.
-        compared: this rank has asked whether others use the same one.
-    """
+    """A group of torch's: its object, the members' ranks in the world, and what the core counts in."""
 
     object: weakref.ref[Any]
     ranks: list[int]
     recorded: RecordedGroup
-    completes: bool
-    completes_all: bool
-    device: torch.device | None = None
-    compared: bool = False
 
 
-_COMPLETE = ("gloo", "mpi", "ucc")
 _groups: dict[str, _Group] = {}  # by torch's name
 _looker: threading.Thread | None = None
 _locked = threading.RLock()  # for both; a signal handler that interrupts its holder may call an operation too
+
+
+# -- the methods that are replaced -----------------------------------------------------------------
 
 
 def record_methods() -> None:
     """Record the operations of all groups that are not Phalanx's from now on, in this process. Once is enough."""
     if getattr(dist.Work.wait, "__module__", "") == __name__:
         return
-    for kind, (tensors_at, names) in _METHODS.items():
-        for name in names.split():
-            own = getattr(dist.ProcessGroup, name, None)  # torch 2.13 has not all of them
-            if own is not None:
-                _replace(name, _collective(own, KIND_NUMBERS[kind], tensors_at))
-    for name, kind in _MESSAGES.items():
-        own = getattr(dist.ProcessGroup, name)
-        _replace(name, _message(own, KIND_NUMBERS[kind], has_peer=name != "recv_anysource"))
+    for name, kind in _KINDS.items():
+        own = getattr(dist.ProcessGroup, name, None)  # no torch has all of them
+        if own is not None and kind in ("send", "recv"):
+            _replace(name, _message(own, KIND_NUMBERS[kind], has_peer=name != "recv_anysource"))
+        elif own is not None:
+            _replace(name, _collective(own, KIND_NUMBERS[kind], _OWN_AT.get(kind, 0)))
     setattr(dist.Work, "wait", _waiting(dist.Work.wait))  # noqa: B010
     _look_after_them()
 
@@ -153,21 +123,19 @@ def _collective(own: Callable[..., Any], kind: int, tensors_at: int) -> Callable
     def call(group: Any, *arguments: Any, **named: Any) -> Any:
         if isinstance(group, Collectives):
             return own(group, *arguments, **named)
-        ticket, hold = 0, False
+        ticket = 0
         with contextlib.suppress(Exception):
-            ticket, hold = _begin(group, kind, tensors_at, arguments, named)
+            ticket = _begin(group, kind, tensors_at, arguments, named)
         try:
             work = own(group, *arguments, **named)
-        except BaseException as error:
+        except BaseException:
             recorder.end(ticket, True)
-            shared = ""
-            with contextlib.suppress(Exception):
-                shared = _why_refused(group, error)
-            if shared:
-                raise DeviceError(shared) from error
             raise
         with contextlib.suppress(Exception):
-            _follow(work, group.group_name, ticket, hold=hold)
+            if ticket and work is None:
+                recorder.end(ticket, False)  # the call has waited for it
+            elif ticket:
+                _note(work, group.group_name, ticket)
         return work
 
     return call
@@ -181,12 +149,12 @@ def _message(own: Callable[..., Any], kind: int, *, has_peer: bool) -> Callable[
             return work
         with contextlib.suppress(Exception):
             peer = int(arguments[0] if arguments else next(iter(named.values()))) if has_peer else -1
-            what, nbytes, _ = _described(kind, tensors)
+            what, nbytes = _described(kind, tensors)
             known = _group(group)
             if known is not None:
                 recorded = known.recorded  # which the function keeps
                 begin = lambda: recorder.begin(addressof(recorded), what, nbytes, peer)  # noqa: E731
-                _note(work, _UnderWay(weakref.ref(work, _forgetting(id(work))), group.group_name, 0, begin))
+                _note(work, group.group_name, 0, begin)
         return work
 
     return call
@@ -213,73 +181,38 @@ def _waiting(own: Callable[..., Any]) -> Callable[..., Any]:
     return wait
 
 
-def _begin(
-    group: Any, kind: int, tensors_at: int, arguments: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[int, bool]:
-    """Begin the record of a collective: the ticket, and whether its Work may be held until it is completed."""
+# -- records ---------------------------------------------------------------------------------------
+
+
+def _begin(group: Any, kind: int, tensors_at: int, arguments: tuple[Any, ...], named: dict[str, Any]) -> int:
+    """Begin the record of a collective."""
     known = _group(group)
     if known is None:
-        return 0, False
-    what, nbytes, hold = kind, 0, known.completes_all
+        return 0
+    what, nbytes = kind, 0
     if tensors_at >= 0:
         tensors = arguments[tensors_at] if len(arguments) > tensors_at else list(named.values())
-        what, nbytes, on_cpu = _described(kind, tensors)
-        hold = on_cpu and known.completes
-        if not on_cpu and not known.compared:
-            _compare_device(known, group, tensors)
+        what, nbytes = _described(kind, tensors)
     options: Any = arguments[-1] if arguments else None
     root = -1
     if kind in _REDUCING and hasattr(options, "reduceOp"):
         what |= OP_NUMBERS.get(options.reduceOp.op.value, 0) << 16
     if kind in _ROOTED and hasattr(options, "rootRank"):
         root = options.rootRank
-    return recorder.begin(addressof(known.recorded), what, nbytes, root), hold
+    return recorder.begin(addressof(known.recorded), what, nbytes, root)
 
 
-def _compare_device(known: _Group, group: Any, tensors: Any) -> None:
-    """At the second call on a device: warn if other ranks of the job use it in a group of all ranks.
-
-    In the first call NCCL's ranks find each other through the store, where some may wait for others. It only notes the
-    device there.
-    """
-    whole = len(known.ranks) == dist.get_world_size()
-    if known.device is None:
-        known.device = next(tensor.device for tensor in _flat(tensors) if not tensor.is_cpu)
-        if whole:
-            with contextlib.suppress(Exception):
-                note_device(_store(group), group.rank(), known.device)
-        return
-    known.compared = True
-    if whole:
-        with contextlib.suppress(Exception):
-            tell_if_shared(_store(group), group.rank(), group.size(), known.device)
-
-
-def _why_refused(group: Any, error: BaseException) -> str:
-    """Say why NCCL has refused the group's first call on a device, if ranks share it; else nothing."""
-    known = _group(group)
-    if known is None or known.device is None or known.compared or not isinstance(error, dist.DistBackendError):
-        return ""
-    is_nccl = group._get_backend(known.device).name() == "nccl"
-    return refused_by_nccl(_store(group), group.rank(), group.size(), known.device) if is_nccl else ""
-
-
-def _store(group: Any) -> PrefixStore:
-    return PrefixStore("phalanx", c10d._world.pg_map[group][1])
-
-
-def _described(kind: int, tensors: Any) -> tuple[int, int, bool]:
-    """Kind and dtype, bytes and shape of these tensors, as the core records them; and whether they are on the CPU."""
-    what, nbytes, on_cpu = kind, 0, True
+def _described(kind: int, tensors: Any) -> tuple[int, int]:
+    """Kind and dtype, bytes and shape of these tensors, as the core records them."""
+    what, nbytes = kind, 0
     plain = type(tensors) is list and len(tensors) == 1 and isinstance(tensors[0], torch.Tensor)
     own = tensors if plain else list(_flat(tensors))
     for tensor in own:
         nbytes += tensor.nbytes
         what = kind | DTYPE_NUMBERS.get(tensor.dtype, (0, 0))[1] << 8
-        on_cpu = on_cpu and tensor.is_cpu
     if len(own) == 1 and kind in _SHAPED and not own[0].is_nested and own[0].dim() > 1:
         nbytes = recorder.shaped(nbytes, own[0].shape)
-    return what, nbytes, on_cpu
+    return what, nbytes
 
 
 def _flat(tensors: Any) -> Iterator[torch.Tensor]:
@@ -305,35 +238,25 @@ def _group(group: Any) -> _Group | None:
             recorded = recorder.group(name, str(c10d.get_backend(group)), ranks, group.rank())
         if recorded is None:
             return None
-        completing = {device.type: group._get_backend(device).name() in _COMPLETE for device in group._device_types}
-        made = _Group(weakref.ref(group), ranks, recorded, completing.get("cpu", False), all(completing.values()))
-        _groups[name] = made
+        made = _groups[name] = _Group(weakref.ref(group), ranks, recorded)
         return made
 
 
-def _follow(work: Any, group: str, ticket: int, *, hold: bool) -> None:
-    """End the record of a collective when that has ended."""
-    if ticket and work is None:
-        recorder.end(ticket, False)  # the call has waited for it
-    elif ticket:
-        held: Callable[[], Any] = (lambda: work) if hold else weakref.ref(work, _forgetting(id(work)))
-        _note(work, _UnderWay(held, group, ticket))
-
-
-def _note(work: Any, found: _UnderWay) -> None:
-    _under_way[id(work)] = found
+def _note(work: Any, group: str, ticket: int, begin: Callable[[], int] | None = None) -> None:
+    """End the record of an operation when that has ended, or its handle is gone."""
+    identity = id(work)
+    gone = weakref.ref(work, lambda _: _end(identity, failed=False))
+    _under_way[identity] = _UnderWay(gone, group, ticket, begin)
     _look_after_them()
-
-
-def _forgetting(identity: int) -> Callable[[Any], None]:
-    """For a Work that is not held: its record ends with it."""
-    return lambda _: _end(identity, failed=False)
 
 
 def _end(identity: int, *, failed: bool) -> None:
     found = _under_way.pop(identity, None)
     if found is not None and found.ticket:
         recorder.end(found.ticket, failed)
+
+
+# -- the thread that looks -------------------------------------------------------------------------
 
 
 def _look_after_them() -> None:
@@ -347,29 +270,108 @@ def _look_after_them() -> None:
 
 
 def _look() -> None:
-    """End the records of collectives that are completed, though nobody waits for them; find those of C++ that stall."""
-    stalled = StalledCalls(_group_of_name, _is_under_way)
+    stalls: dict[tuple[Any, str], _Stall] = {}
     while True:
         time.sleep(_LOOK_S)
         with contextlib.suppress(Exception):
-            stalled.look()
-        _end_completed()
+            _look_for_stalls(stalls)
+        for identity, found in list(_under_way.items()):
+            with contextlib.suppress(Exception):
+                work = found.work() if found.begin is None else None
+                if work is not None and work.is_completed():
+                    _end(identity, failed=False)
+            del found
+            work = None  # not to be kept until the next look
 
 
-def _end_completed() -> None:
-    for identity, found in list(_under_way.items()):
-        with contextlib.suppress(Exception):
-            work = found.work() if found.begin is None else None
-            if work is not None and work.is_completed():
-                _end(identity, failed=False)
+# -- collectives that C++ calls, which torch's own recorder has ------------------------------------
+
+_STALLS_S = 2.0
+_NUMBERS = (*REDUCIBLE, torch.complex64, torch.complex128)
+# By torch's names in C++, which are those of its types of tensors: "Float".
+_SCALAR_TYPES = {torch.empty(0, dtype=dtype).type()[len("torch.") : -len("Tensor")]: dtype for dtype in _NUMBERS}
+# "all_reduce_barrier" is a barrier, and "_reduce_scatter_base" no reduce.
+_LONGEST_FIRST = sorted(KIND_NUMBERS.items(), key=lambda kind: -len(kind[0]))
+# One ring for Gloo and others, one for NCCL: the functions that give the operations, and counts.
+_RINGS = [
+    (getattr(core, name), getattr(core, f"{name}_json"))
+    for name in ("_dump_fr_trace", "_dump_nccl_trace")
+    if hasattr(core, name) and hasattr(core, f"{name}_json")
+]
 
 
-def _group_of_name(name: str) -> RecordedGroup | None:
-    """The recorded group of torch's name; None if it is Phalanx's, which records by itself, or gone."""
+@dataclass
+class _Stall:
+    """A group in a ring: which collective ended last, since when, and the one that is recorded since it lasts."""
+
+    ended: int | None = None
+    since: float = 0.0
+    was_read: bool = False
+    ticket: int = 0
+    number: int = 0
+
+
+def _look_for_stalls(stalls: dict[tuple[Any, str], _Stall]) -> None:
+    """Record what has stalled since the last look, and take back the records of what is over or has failed."""
+    for dump, dump_json in _RINGS:
+        counts = json.loads(dump_json(includeCollectives=False, onlyActive=True))["pg_status"]
+        for identity, status in counts.items():
+            stall = stalls.setdefault((dump, identity), _Stall())
+            called, ended = int(status["last_enqueued_collective"]), int(status["last_completed_collective"])
+            if stall.ticket and ended >= stall.number:
+                recorder.drop(stall.ticket)
+                stall.ticket = 0
+            if called <= ended or stall.ended != ended:
+                stall.ended, stall.since, stall.was_read = ended, time.monotonic(), False
+            elif not stall.was_read and time.monotonic() - stall.since >= _STALLS_S:
+                stall.was_read = True
+                _record_stall(stall, identity, dump)
+
+
+def _record_stall(stall: _Stall, identity: str, dump: Callable[..., bytes]) -> None:
+    entry = _first_after(stall.ended or 0, identity, dump, with_stack=False)
+    if entry is None:
+        return
+    name = entry["process_group"][0]
+    kind = next((number for text, number in _LONGEST_FIRST if text in entry["profiling_name"]), 0)
     group = next((group for group, own in c10d._world.pg_names.items() if own == name), None)
-    known = None if group is None or isinstance(group, Collectives) else _group(group)
-    return None if known is None else known.recorded
+    is_seen = any(found.group == name and found.ticket for found in list(_under_way.values()))
+    known = None if is_seen or group is None or isinstance(group, Collectives) else _group(group)
+    if not kind or known is None:
+        return
+    # To look up stacks torch imports its compiler, which takes seconds: C++ that calls a collective comes of DDP or of
+    # functional collectives, which have imported it, but most programs have no need of it.
+    entry = _first_after(stall.ended or 0, identity, dump, with_stack=True) or entry
+    dtype, nbytes = None, 0
+    for shape, type_name in zip(entry["input_sizes"], entry["input_dtypes"], strict=False):
+        dtype = _SCALAR_TYPES.get(type_name)
+        nbytes += math.prod(map(int, shape)) * (dtype.itemsize if dtype is not None else 1)
+    what = FOUND_LATE | kind | (DTYPE_NUMBERS[dtype][1] << 8 if dtype in DTYPE_NUMBERS else 0)
+    entered_ns = time.monotonic_ns() - max(0, time.time_ns() - int(entry["time_created_ns"]))
+    line = _users_line(entry.get("frames", ()))
+    stall.ticket = recorder.begin_at(known.recorded, what, nbytes, line=line, entered_ns=entered_ns)
+    stall.number = int(entry["collective_seq_id"])
 
 
-def _is_under_way(name: str) -> bool:
-    return any(found.group == name and found.ticket for found in list(_under_way.values()))
+def _first_after(ended: int, identity: str, dump: Callable[..., bytes], *, with_stack: bool) -> dict[str, Any] | None:
+    """The first collective of a group after that with the number ``ended``; None if the ring has lost it."""
+    found = pickle.loads(dump(includeCollectives=True, includeStackTraces=with_stack, onlyActive=True))
+    entries: list[dict[str, Any]] = [
+        entry
+        for entry in found["entries"]
+        if str(entry["pg_id"]) == identity
+        and not entry["is_p2p"]
+        and not entry["retired"]
+        and entry["collective_seq_id"] > ended
+    ]
+    return min(entries, key=lambda entry: int(entry["collective_seq_id"]), default=None)
+
+
+def _users_line(frames: Any) -> str:
+    """The innermost line of the user's program in a stack of torch's; empty if there is none."""
+    with contextlib.suppress(Exception):
+        for found in frames:
+            frame = Frame(found["filename"], int(found["line"]), found["name"])
+            if not frame.is_librarys:
+                return f"{frame.file}:{frame.line}"
+    return ""

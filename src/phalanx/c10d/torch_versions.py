@@ -1,7 +1,7 @@
 """Differences between releases of torch: those that the tests have run on, names that differ, and private functions.
 
-docs/compatibility.md has the results. The functions import torch, and this module does not: ``phalanx doctor`` reads it
-where there may be none.
+docs/compatibility.md has the results. ``phalanx doctor`` reads this module where there may be no torch, so only the
+functions import it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ __all__ = [
     "function",
     "group_among",
     "method_name",
+    "name_holder",
     "new_group",
     "note_if_newer",
     "refuse_if_older",
@@ -84,12 +85,26 @@ def method_name(name: str) -> str:
 def adopt_older_names(kind: type) -> None:
     """Give a class of process groups its methods under the names by which this torch calls them, if they are older.
 
-    From torch 2.13 on it must not have these: torch's own methods of the older names call the newer ones, and those
-    would, from C++, come back to an older one.
+    From torch 2.13 on it must not have these: torch's own methods of the older names call the newer ones.
     """
     for name, older in OLDER_METHODS.items():
         if method_name(name) == older and name in vars(kind):
             setattr(kind, older, vars(kind)[name])
+
+
+def name_holder(rank: int, size: int) -> Any:
+    """A backend that holds a group's name, as torch keeps it in the backends; each collective of it raises.
+
+    torch 2.15 asks for a backend of each device when a group is made. Before 2.10 its collectives do nothing.
+    """
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    fake: Any = FakeProcessGroup
+    if not hasattr(fake, "_create_internal"):
+        return fake(rank, size)
+    options = fake.Options()
+    options.error_on_collective = True
+    return fake._create_internal(rank, size, options)
 
 
 def function(name: str) -> Callable[..., Any]:
@@ -101,10 +116,7 @@ def function(name: str) -> Callable[..., Any]:
 
 
 def new_group(ranks: Sequence[int], timeout: timedelta) -> Any:
-    """Make a group by ``torch.distributed.new_group``, with its ranks in the order given.
-
-    None, and no group is made, if this torch, before 2.12, would sort the ranks.
-    """
+    """Make a group by ``new_group`` with its ranks in this order; None if torch, before 2.12, would sort them."""
     import torch.distributed as dist
 
     if "sort_ranks" in signature(unwrap(dist.new_group)).parameters:
@@ -113,15 +125,10 @@ def new_group(ranks: Sequence[int], timeout: timedelta) -> Any:
 
 
 def group_among(ranks: Sequence[int], name: str, timeout: timedelta) -> Any:
-    """Make a process group. Exactly the ranks in it call this.
+    """Make a process group of these ranks of the world. Exactly those call this.
 
-    ``dist.new_group`` cannot make it: torch names a group by the number of groups that the rank has made, which differs
-    among the ranks that are not in the same groups, and ranks with different names wait for each other.
-
-    Args:
-        ranks: the members' ranks in the world, in the group's order.
-        name: the group's name: the same on all members, and no other group's, also of the past.
-        timeout: for joining, and for every collective of the group.
+    ``dist.new_group`` names a group by the number of groups that the rank has made, which differs among ranks that are
+    not in the same groups. ``name`` is the same on all members, and no other group's, also of the past.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
@@ -147,8 +154,7 @@ def _skip(code: CodeType) -> None:
     """Have dynamo run the frames of ``code``, and those that they call, as they are.
 
     ``torch.compiler.disable`` does the same with a wrapper, which every call would pay for, and imports dynamo, which
-    takes seconds. On a torch where this name has moved nothing is marked: uncompiled programs are as before, and in
-    compiled ones dynamo reports the first of our lines that it cannot compile.
+    takes seconds. On a torch where this name has moved dynamo reports the first of our lines that it cannot compile.
     """
     import torch
 

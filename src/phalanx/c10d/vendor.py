@@ -1,8 +1,8 @@
 """The backend of an accelerator's vendor beside ours, for groups like ``cpu:phalanx,cuda:nccl``.
 
-torch takes a process group that is written in Python as the whole group and makes no other backend of such a list. So
+torch takes a process group that is written in Python as the whole group, and makes no other backend of such a list. So
 this group makes the others itself, when the first tensor of their device comes. It is a class of its own, so that a
-machine without accelerators pays nothing for it. Checked on torch 2.13.0.
+machine without accelerators pays nothing for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOp
 from phalanx.c10d.collectives import Collectives
 from phalanx.c10d.process_group import PhalanxProcessGroup, serve_operations
 from phalanx.c10d.register import replaces
-from phalanx.c10d.shared_device import tell_if_shared
 from phalanx.c10d.torch_versions import OLDER_METHODS
 from phalanx.errors import ArgumentError, DeviceMismatch
 from phalanx.transports.hierarchical.gloo import lazy_gloo
@@ -40,12 +39,7 @@ class GroupFacts:
 
 
 class MixedProcessGroup(PhalanxProcessGroup):
-    """Our group for CPU tensors, and the vendor's backend for those of the accelerator.
-
-    Args:
-        member: the facts that the vendor's backend will need.
-        arguments: those of :class:`PhalanxProcessGroup`.
-    """
+    """Our group for CPU tensors, and the vendor's backend, made of ``member``, for those of the accelerator."""
 
     def __init__(self, member: GroupFacts, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -53,20 +47,13 @@ class MixedProcessGroup(PhalanxProcessGroup):
         self._vendors: dict[str, Any] = {}
 
     def _vendor(self, device: torch.device) -> Any:
-        """The backend that the group's backend list names for ``device``, made when it is first asked for.
-
-        Raises:
-            DeviceMismatch: the list names none.
-        """
+        """The backend that the group's backend list names for ``device``, made when it is first asked for."""
         found = self._vendors.get(device.type)
         if found is None:
-            member = self._member
-            name = _name(self, device, member)
-            found, kind = _make(name, PrefixStore(f"vendor/{device.type}", member.store), member)
+            name = _name(self, device, self._member)
+            found, kind = _make(name, PrefixStore(f"vendor/{device.type}", self._member.store), self._member)
             self.serve(torch.device(device.type), kind, found)
             self._vendors[device.type] = found
-            if not member.ranks:  # the world's group
-                tell_if_shared(member.store, member.rank, member.size, device)
         return found
 
     def _limited(self, body: Callable[..., Any], *arguments: Any) -> Any:
@@ -100,18 +87,16 @@ class MixedProcessGroup(PhalanxProcessGroup):
         super().abort()
 
 
-# Operations whose methods have other names in the backends of vendors; the coalesced ones take one tensor there.
-_OTHER_NAMES = {
-    **OLDER_METHODS,
+# Methods that take many tensors here, and one in the backends of vendors.
+_ONE_BY_ONE = {
     "all_gather_single_coalesced": "_allgather_base",
     "reduce_scatter_single_coalesced": "_reduce_scatter_base",
 }
-_ONE_BY_ONE = ("all_gather_single_coalesced", "reduce_scatter_single_coalesced")
 
 
 def _routed(name: str) -> Callable[..., Any]:
     """The operation ``name``, done by the backend of its tensors' device."""
-    ours, theirs_name = getattr(Collectives, name), _OTHER_NAMES.get(name, name)
+    ours, theirs_name = getattr(Collectives, name), OLDER_METHODS.get(name, name)
 
     def call(self: MixedProcessGroup, *arguments: Any) -> Any:
         device = _device(arguments)
@@ -119,7 +104,7 @@ def _routed(name: str) -> Callable[..., Any]:
             return ours(self, *arguments)
         vendor = self._vendor(device)
         if name in _ONE_BY_ONE:
-            return _one_by_one(vendor, theirs_name, *arguments)
+            return _one_by_one(vendor, _ONE_BY_ONE[name], *arguments)
         theirs = getattr(vendor, theirs_name, None)
         if theirs is None:
             raise ArgumentError(f"{name}: backend {vendor.name()!r}, which serves {device}, has no such operation")
@@ -133,13 +118,11 @@ serve_operations(MixedProcessGroup, _routed)
 
 
 def _one_by_one(vendor: Any, name: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any) -> Any:
-    call = getattr(vendor, name)
     if vendor.supports_coalescing:
         vendor._start_coalescing()
-        for output, tensor in zip(outputs, inputs, strict=True):
-            call(output, tensor, *options)
+    works = [getattr(vendor, name)(*pair, *options) for pair in zip(outputs, inputs, strict=True)]
+    if vendor.supports_coalescing:
         return vendor._end_coalescing()
-    works = [call(output, tensor, *options) for output, tensor in zip(outputs, inputs, strict=True)]
     for work in works[:-1]:
         work.wait()
     return works[-1]
@@ -162,10 +145,10 @@ def _name(group: dist.ProcessGroup, device: torch.device, member: GroupFacts) ->
         return "gloo"  # the script asked for it, and Phalanx stands in for it on the CPU only
     if name is None or name == names.get("cpu"):
         own = dist.Backend.default_device_backend_map.get(device.type, "BACKEND")
+        ours = names.get("cpu")
         raise DeviceMismatch(
-            f"the group's backend {names.get('cpu')!r} moves CPU tensors; rank {member.rank} gave one on {device}. "
-            f"Move it with .cpu(), or make the group with the device's own backend beside it: "
-            f"cpu:{names.get('cpu')},{device.type}:{own}"
+            f"the group's backend {ours!r} moves CPU tensors; rank {member.rank} gave one on {device}. Move it with "
+            f".cpu(), or make the group with the device's own backend beside it: cpu:{ours},{device.type}:{own}"
         )
     return name
 

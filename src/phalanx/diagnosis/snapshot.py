@@ -52,7 +52,7 @@ class Record(msgspec.Struct, frozen=True):
     left_ns: int  # 0 while it is under way
     failed: bool
     awaits: int  # the group rank that it waits for, or waited for last; -1 if that is not known
-    # It was called by C++ and recorded only since it lasts (c10d/stalled_calls.py). So another rank may be in the same
+    # It was called by C++ and recorded only since it lasts (c10d/torch_backends.py). So another rank may be in the same
     # collective without a record, and ``in_group`` is what the next counted one will have.
     found_late: bool = False
     shape: str = ""  # as ``[2, 3]``; empty for vectors, several tensors, and Phalanx's backends, which compare shapes

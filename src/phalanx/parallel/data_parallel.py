@@ -41,50 +41,27 @@ def data_parallel(
 ) -> Replica:
     """Wrap ``module`` so that every backward averages its gradients over the group, or exchanges less than that.
 
-    Below, P is the number of parameters that require a gradient, N that of the ranks. A link carries "b bytes a
-    parameter" if in each step a rank sends b·P·2(N-1)/N bytes, as an all_reduce of float32 does with b = 4.
+    docs/slow_links.md says what each way costs in bytes, precision and memory, and when to take it.
 
-    ``compress`` says how the gradients travel. Everything else about DDP stays: accumulation by ``no_sync`` or
-    ``world.accumulate`` (the sum is what travels), unused parameters, static graphs, ``join``. Each way gives every
-    rank the same bits (``powersgd`` where processors are of one kind), and gradients of a dtype that is as narrow
-    already travel as they are.
+    ``compress`` says how the gradients travel. Everything else about DDP stays: accumulation (the sum is what travels),
+    unused parameters, static graphs, ``join``. Each way gives every rank the same bits (``powersgd`` where processors
+    are of one kind), and gradients of a dtype that is as narrow already travel as they are.
 
-    - ``"bf16"``: 2 bytes. The 8 bits of a bfloat16 keep float32's range, so nothing overflows; a mean is off by 0.4 %
-      of the shares at most. Buckets travel while backward computes. The first to try.
-    - ``"fp16"``: 2 bytes, a relative error of 0.05 % for values from 6e-5 to 32768. Smaller ones lose digits, and are 0
-      below 3e-8·N; larger ones become 32768; infinities and NaN stay, so a ``GradScaler`` sees them.
-    - ``"int8"``: 1.02 bytes: eight bits each, and a scale for each 256. Each rank adds what rounding has left out to
-      its next gradient, so nothing is lost, only late. Costs 8·P bytes of memory, some passes over the gradients, and
-      two collectives at the end of backward (buckets do not overlap it). Between hosts of several ranks, those of a
-      host add up first, unrounded.
-    - ``"powersgd"``: matrices travel as a product of two of rank 3: 12·(rows + columns) bytes; tall tables, of which
-      that is no less, with 3 bits an element; tensors below 4096 elements unchanged. What is left out is added to the
-      next gradient. The first 10 steps are not compressed. Changes what is learned most; costs 16·P bytes of memory and
-      five small collectives at the end of backward. Needs numpy.
-    - ``"auto"``: the quickest of none, bf16 and int8, measured here with this model's size for about two seconds. The
-      slowest rank counts, all ranks agree, and what is not clearly quicker than none is not taken; rank 0 says what and
-      why in a line on stderr, and ``.compress`` of what is returned has it. As times differ from run to run, so may the
-      choice: name it where runs must be repeatable.
+    - ``"bf16"``, ``"fp16"``: buckets travel, half as wide, while backward computes.
+    - ``"int8"``: what rounding leaves out is added to the next gradient. Two collectives at the end of backward.
+    - ``"powersgd"``: matrices travel as a product of two of rank 3, after 10 steps that are not compressed. Five
+      collectives at the end of backward. Needs numpy.
+    - ``"auto"``: the quickest of none, bf16 and int8, measured here for about two seconds; rank 0 says which and why.
+      As times differ from run to run, so may the choice.
 
     ``sync_every=K`` exchanges no gradients. Each rank takes K steps of its own optimizer on its own batches, then the
-    parameters (and buffers, which DDP else sends in every forward) are averaged: 4/K bytes. Steps are counted by a hook
-    on all optimizers of the process, so the loop stays as it is. An optimizer's state stays on its rank: momenta are of
-    that rank's own gradients. Replicas differ between two averages, so call ``model.synchronize()`` before evaluating
-    and at the end. With ``compress``, what travels is the change since the last average, rounded. ``outer="diloco"``
-    moves the parameters by the mean change with SGD of Nesterov momentum 0.9 and learning rate 0.7 instead of setting
-    them to the mean (Douillard et al. 2023, arXiv:2311.08105), which bears a K of hundreds; 8·P bytes of memory more.
+    parameters and buffers are averaged. Steps are counted by a hook on all optimizers of the process. Replicas differ
+    between two averages, so call ``model.synchronize()`` before evaluating and at the end. With ``compress``, what
+    travels is the change since the last average. ``outer="diloco"`` moves the parameters by the mean change with SGD of
+    Nesterov momentum 0.9 and learning rate 0.7 (Douillard et al. 2023, arXiv:2311.08105), which bears a K of hundreds.
 
-    A checkpoint by ``world.save`` has what all of these keep, once for all ranks: saving averages parameters, optimizer
-    and what was left out over the ranks, costs as much as one or a few uncompressed exchanges, and a run that is
-    resumed ends with the bits of the run that went on.
-
-    Refused, because it could only be wrong or surprising: ``comm_hook`` with ``compress`` (two ways to send one
-    gradient) or ``sync_every`` (nothing is sent by DDP); ``powersgd`` with ``sync_every`` (it approximates gradients
-    that resemble the last step's, and the change of K steps does not); ``outer`` without ``sync_every``; sparse
-    gradients with ``compress`` (they travel as indices and values); ``delay_all_reduce_named_params`` and DDP's
-    ``mixed_precision`` with either (they send gradients in other ways); with ``sync_every`` also ``broadcast_buffers``
-    or ``forward_sync_buffers``, ``init_sync=False``, ``join()`` (ranks must make equally many steps), and
-    ``ZeroRedundancyOptimizer`` (each rank would update only its part).
+    A checkpoint by ``world.save`` has what all of these keep, once for all ranks, and a run that is resumed ends with
+    the bits of the run that went on. What could only be wrong or surprising together is refused with the reason.
 
     Args:
         module: moved to ``device``; the same shape on every rank. Rank 0's values are copied to the others.
@@ -101,15 +78,14 @@ def data_parallel(
         The wrapped model; the plain one is its ``.module``.
 
     Raises:
-        ArgumentError: ``comm_hook`` is a name that is not in ``COMM_HOOKS``, an option is none of
-            ``DistributedDataParallel``, or a combination is refused, with the reason and what to do.
+        ArgumentError: a name or an option is not known, or a combination is refused, with the reason and what to do.
         RuntimeError: no parameter of the module requires a gradient (torch's own error).
     """
     if isinstance(comm_hook, str):
         if comm_hook not in COMM_HOOKS:
             raise ArgumentError(f"comm_hook={comm_hook!r} is not known; names are {', '.join(sorted(COMM_HOOKS))}")
         comm_hook = COMM_HOOKS[comm_hook]
-    _refuse(module, comm_hook=comm_hook, compress=compress, sync_every=sync_every, outer=outer, options=options)
+    _refuse(module, compress, sync_every, outer, {"comm_hook": comm_hook, **options})
     require(torch.nn.parallel.DistributedDataParallel, module, **options)
     if device.type != "cpu":
         options.setdefault("device_ids", [device.index])
@@ -159,30 +135,19 @@ def _chosen(model: Replica, compress: str, lanes: Callable[[], Lanes]) -> Exchan
 
 _WITH_COMPRESS = {
     "comm_hook": "comm_hook and {} are two ways to send the same gradients; leave one out",
-    "mixed_precision": "DDP's mixed_precision sends gradients by a hook of its own, and {} by another; use "
-    "torch.autocast, which works with compress",
-    "delay_all_reduce_named_params": "DDP sends delay_all_reduce_named_params beside its buckets, so {} would not be "
-    "used",
+    "mixed_precision": "DDP's mixed_precision and {} are two ways to send the same gradients; use torch.autocast",
+    "delay_all_reduce_named_params": "delay_all_reduce_named_params travel beside the buckets, which {} is about",
 }
-_BUFFERS = "{} is about sending buffers in every forward; with sync_every they are averaged with the parameters, so "
-_GRADIENTS = "{} is about how DDP sends gradients, and with sync_every it sends none"
+_BUFFERS = "with sync_every buffers are averaged with the parameters, and no forward sends them; leave {} out"
+_GRADIENTS = "with sync_every no gradients are sent, so {} would never be called; leave it out"
 _WITH_LOCAL_STEPS = {
-    "comm_hook": "with sync_every no gradients are sent, so a comm_hook would never be called; leave it out",
-    "broadcast_buffers": _BUFFERS + "leave it out",
-    "forward_sync_buffers": _BUFFERS + "leave it out",
-    "delay_all_reduce_named_params": _GRADIENTS,
-    "mixed_precision": _GRADIENTS,
+    **dict.fromkeys(("comm_hook", "delay_all_reduce_named_params", "mixed_precision"), _GRADIENTS),
+    **dict.fromkeys(("broadcast_buffers", "forward_sync_buffers"), _BUFFERS),
 }
 
 
 def _refuse(
-    module: torch.nn.Module,
-    *,
-    comm_hook: object,
-    compress: str | None,
-    sync_every: int,
-    outer: str | None,
-    options: Mapping[str, Any],
+    module: torch.nn.Module, compress: str | None, sync_every: int, outer: str | None, options: Mapping[str, Any]
 ) -> None:
     """Raise ArgumentError, with the reason and what to do, if these options could only be wrong or surprising."""
     if compress is not None and compress not in COMPRESS:
@@ -196,7 +161,7 @@ def _refuse(
             f"outer={outer!r} moves the parameters by what several local steps have changed; give sync_every=K with it "
             f"(DiLoCo's authors use 500; 16 to 100 are usual on fewer steps)"
         )
-    given = {name for name, value in {"comm_hook": comm_hook, **options}.items() if value is not None}
+    given = {name for name, value in options.items() if value is not None}
     if compress is not None:
         for name in given & _WITH_COMPRESS.keys():
             raise ArgumentError(_WITH_COMPRESS[name].format(f"compress={compress!r}"))

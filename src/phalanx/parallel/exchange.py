@@ -21,13 +21,9 @@ FP16_LIMIT = 32768.0
 
 
 class Exchange(ABC):
-    """One way to take the mean over the ranks of a group.
+    """One way to take the mean over the ranks of a group."""
 
-    Attributes:
-        name: what ``compress=`` calls it.
-    """
-
-    name = "none"
+    name = "none"  # what ``compress=`` calls it
 
     @abstractmethod
     def mean_(self, flats: Sequence[torch.Tensor], shapes: Sequence[Sequence[torch.Size]]) -> None:
@@ -82,8 +78,8 @@ class Narrow(Exchange):
 def narrowed(tensor: torch.Tensor, ranks: int, dtype: torch.dtype) -> torch.Tensor:
     """A rank's share of a mean over ``ranks``, in ``dtype`` if that is narrower than the tensor's own.
 
-    The share is divided before it is rounded, because the sum over many ranks could leave float16's range. What is
-    itself beyond half of that range becomes its end; infinities stay, because a gradient scaler looks for them.
+    It is divided before it is rounded, because the sum could leave float16's range. What is itself beyond half of that
+    range becomes its end; infinities stay, because a gradient scaler looks for them.
     """
     if tensor.element_size() <= dtype.itemsize:
         return tensor.div(ranks)
@@ -103,19 +99,12 @@ _ENOUGH_S = 0.15  # an exchange as long as this is measured well enough
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice, and its reason; the same on every rank.
-
-    Attributes:
-        name: of the exchange.
-        seconds: what each would take for the whole gradient, on the slowest rank.
-        elements: how many elements that gradient has.
-        measured: with how many of them it was measured.
-    """
+    """The choice, and its reason; the same on every rank."""
 
     name: str
-    seconds: dict[str, float]
-    elements: int
-    measured: int
+    seconds: dict[str, float]  # what each exchange would take for the whole gradient, on the slowest rank
+    elements: int  # of that gradient
+    measured: int  # of them
 
     def __str__(self) -> str:
         others = ", ".join(f"{name} {1e3 * s:.1f} ms" for name, s in self.seconds.items() if name != self.name)
@@ -133,14 +122,7 @@ def quickest(seconds: Mapping[str, float]) -> str:
 
 
 def choose(exchanges: Mapping[str, Exchange], elements: int, device: torch.device, group: dist.ProcessGroup) -> Choice:
-    """Time each exchange, in turn; every rank must call it. It takes about as long as ten exchanges of 0.15 s each.
-
-    Args:
-        exchanges: by name; ``none`` is one of them.
-        elements: how many gradients one exchange will have.
-        device: where they are.
-        group: the ranks, of which the slowest counts.
-    """
+    """Time each exchange of so many gradients in turn, for about 1.5 s; every rank must call it, the slowest counts."""
 
     def timed(name: str, count: int) -> float:
         values = torch.linspace(-1, 1, count, device=device)

@@ -37,10 +37,9 @@ class FlatTensors:
         tensors: those of a model. Their shapes, dtypes and order must be the same on every rank.
 
     Attributes:
-        flats: the copies, one tensor of one dimension for each pair of dtype and device. Of complex tensors they have
-            the real and imaginary parts in turn, so that they can be rounded like others.
-        shapes: for each of ``flats`` the shapes of the tensors in it, in their order; a complex tensor's has one more
-            dimension, of 2.
+        flats: the copies, one tensor of one dimension for each pair of dtype and device; of complex tensors the real
+            and imaginary parts in turn.
+        shapes: for each of ``flats`` the shapes of the tensors in it; a complex tensor's has one more dimension, of 2.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -85,10 +84,9 @@ class FlatTensors:
 class WholeGradient:
     """A hook that waits for the last bucket of a backward pass, and then exchanges all gradients in one piece.
 
-    Some exchanges take several collectives one after the other, and keep something for each parameter. If each bucket
-    began its next collective when its last one was done, ranks could begin them in different orders; and what is kept
-    would be in other places once DDP divides the parameters into other buckets, as it does after the first step. Here
-    the order is that of the parameters, always.
+    Some exchanges take several collectives one after the other, and keep something for each parameter. Bucket by bucket
+    ranks could begin them in different orders, and what is kept would move when DDP divides the parameters into other
+    buckets, as it does after the first step.
 
     Args:
         parameters: those whose gradients DDP exchanges.

@@ -1,15 +1,12 @@
 """The mean over ranks with one byte an element on the wire, or less; what rounding leaves out is added next time.
 
 Each block of ``BLOCK`` elements travels as integers, of eight bits from -127 to 127, and one float32, their scale. Sums
-of such integers do not fit into eight bits, so no ``all_reduce`` moves them: every rank gets one piece of the others'
-tensors (``all_to_all``), adds the pieces up in float32, and sends their sum to all (``all_gather``), both times as
-integers. That is 2(N-1)/N bytes an element, a quarter of what the ``all_reduce`` of float32 takes, and 4/BLOCK of that
-for the scales.
+of such integers do not fit into eight bits, so every rank gets one piece of the others' tensors (``all_to_all``), adds
+the pieces up in float32, and sends their sum to all (``all_gather``), both as integers: 2(N-1)/N bytes an element.
 
 What is left out by either rounding is added, on its rank, to what that rank sends of the same elements next time
-(error feedback: Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847). So the sum of all means so far differs
-from the exact one by what is pending, which does not grow. Rounding is to the nearest, not at random: with the
-feedback nothing is lost for good, and a run that is repeated ends with the same bits.
+(error feedback: Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847). Rounding is to the nearest, not at
+random, so a run that is repeated ends with the same bits.
 
 Between hosts of several ranks, those of a host first add up unrounded. Then each of them takes a slice of that sum, its
 lane, to the ranks with the same lane on the other hosts; so a host's link carries as much as with one rank on each.
@@ -35,23 +32,14 @@ _SMALLEST = torch.finfo(torch.float32).tiny  # below it the inverse of a scale c
 
 @dataclass(frozen=True)
 class Lanes:
-    """Which ranks add up unrounded, and which exchange integers.
-
-    Attributes:
-        everyone: all ranks.
-        inside: the ranks of this host; None if this rank has the host for itself, or counts as a host.
-        across: the ranks of this rank's lane, one on each host; None if this rank has no lane.
-        hosts: how many hosts there are.
-        count: how many lanes there are, at most as many as ranks on the smallest host.
-        own: the number of this rank's lane; for a rank without one any.
-    """
+    """Which ranks add up unrounded, and which exchange integers."""
 
     everyone: dist.ProcessGroup
-    inside: dist.ProcessGroup | None
-    across: dist.ProcessGroup | None
+    inside: dist.ProcessGroup | None  # the ranks of this host; None if this rank has it for itself, or counts as a host
+    across: dist.ProcessGroup | None  # those of this rank's lane, one on each host; None if it has no lane
     hosts: int
-    count: int
-    own: int
+    count: int  # of the lanes, at most as many as ranks on the smallest host
+    own: int  # the number of this rank's lane; for a rank without one any
 
     @classmethod
     def flat(cls, group: dist.ProcessGroup) -> Lanes:

@@ -4,9 +4,9 @@ The plain form is local SGD (Stich 2018, arXiv:1805.09767). With ``outer="diloco
 changed is taken as a gradient, by which an outer optimizer moves the parameters that all ranks had before: SGD with
 Nesterov momentum 0.9 and learning rate 0.7 (Douillard et al. 2023, arXiv:2311.08105, section 2 and figure 6).
 
-Steps are counted by a hook that torch calls after each step of any optimizer of the process, so a training loop and its
-optimizer need not know of this. torch's own averager is not used: it averages after the first step instead of the K-th,
-leaves out parameters that have no gradient at that moment, and puts other memory under the parameters.
+Steps are counted by a hook that torch calls after each step of any optimizer of the process. torch's own averager is
+not used: it averages after the first step instead of the K-th, leaves out parameters that have no gradient at that
+moment, and puts other memory under the parameters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OUTER: dict[str, dict[str, Any]] = {"diloco": {"lr": 0.7, "momentum": 0.9, "nest
 
 
 class LocalSteps:
-    """What makes replicas one again: every K steps, and when asked.
+    """Make replicas one again every K steps, and when asked.
 
     Args:
         module: the plain module, alike on every rank.
@@ -38,9 +38,6 @@ class LocalSteps:
         exchange: takes the mean of what the ranks have changed.
         every: K.
         outer: a name in ``OUTER``, or None for the mean itself.
-
-    Attributes:
-        steps: how many steps were made since the last average that was due.
     """
 
     def __init__(
@@ -59,7 +56,7 @@ class LocalSteps:
         self._anchored = outer is not None or not isinstance(exchange, Unchanged)
         self._anchors: list[torch.Tensor] = []
         self._outer_optimizer: torch.optim.Optimizer | None = None
-        self.steps = 0
+        self.steps = 0  # since the last average that was due
         self._counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._loaded = 0  # the steps of this period that were made before the run was resumed
         self._differ = False  # whether this rank has made a step since the replicas were the same
@@ -82,11 +79,7 @@ class LocalSteps:
         return any(id(parameter) in self._ids for group in optimizer.param_groups for parameter in group["params"])
 
     def _count(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step. Of the optimizers that have made steps in this period the one with the fewest counts.
-
-        So an average comes after the last one's K-th step, not between theirs. One that is no longer used puts it off
-        for another K steps at most.
-        """
+        """Count a step. Of several optimizers the one with the fewest counts, unless it is unused for K steps."""
         self._differ = True
         self._counts[optimizer] = self._counts.get(optimizer, self._loaded) + 1
         self.steps = min(self._counts.values())

@@ -1,19 +1,17 @@
 """PowerSGD (Vogels et al. 2019, arXiv:1905.13727): matrices travel as products of two thin ones, by torch's own hook.
 
-torch's hook keeps its memory (what an approximation has left out, and the last factors) by the number of DDP's bucket.
-DDP divides the gradients into other buckets after the first step, also after the first step of a resumed run, and then
-that memory would belong to other parameters. So the hook is given one bucket here, which always has all gradients in
-the order of the parameters.
+torch's hook keeps its memory (what an approximation has left out, and the last factors) by the number of DDP's bucket,
+and DDP divides the gradients into other buckets after the first step. So the hook is given one bucket here, which
+always has all gradients in the order of the parameters.
 
-Tall tensors, such as a table of 262,144 rows and one column, are no smaller as such a product, and torch's hook sends
-them whole. Cut into a square they are of no low rank either: every row of the table would get a share of the others'
-gradients at each step, which Adam then makes as large as their own. They travel as integers of three bits
-(``integers.py``). Small tensors, such as biases, travel whole.
+Tall tensors, such as a table of 262,144 rows and one column, are no smaller as such a product, and cut into a square of
+no low rank either. They travel as integers of three bits (``integers.py``). Small tensors travel whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,25 +29,6 @@ MATRIX_RANK = 3  # from 3 on torch makes factors orthogonal by QR; its other way
 PLAIN_STEPS = 10  # exchanges without loss at the beginning, where gradients change most
 SMALL = 4096  # a tensor of fewer elements that is no matrix travels whole
 TALL_BITS = 3
-
-
-class _Bucket:
-    """What torch's hook asks of a bucket of DDP's."""
-
-    def __init__(self, index: int, buffer: torch.Tensor, gradients: list[torch.Tensor]) -> None:
-        self._index, self._buffer, self._gradients = index, buffer, gradients
-
-    def buffer(self) -> torch.Tensor:
-        return self._buffer
-
-    def index(self) -> int:
-        return self._index
-
-    def gradients(self) -> list[torch.Tensor]:
-        return self._gradients
-
-    def is_last(self) -> bool:
-        return False  # after the last one the hook would count a step, and LowRank counts them
 
 
 class _Sorted:
@@ -72,14 +51,19 @@ class _Sorted:
         self.others.give()
         flat.copy_(self.whole)
 
-    def bucket(self, index: int) -> _Bucket | None:
-        """The others, for torch's hook; None if there are none."""
+    def bucket(self, index: int) -> Any:
+        """The others as a bucket of DDP's, as far as torch's hook asks for it; None if there are none."""
         if not self.others.flats:
             return None
         shapes = self.others.shapes[0]
         pieces = torch.split(self.others.flats[0], [shape.numel() for shape in shapes])
         views = [piece.view(shape if shape else (1,)) for piece, shape in zip(pieces, shapes, strict=True)]
-        return _Bucket(index, self.others.flats[0], views)
+        return SimpleNamespace(
+            index=lambda: index,
+            buffer=lambda: self.others.flats[0],
+            gradients=lambda: views,
+            is_last=lambda: False,  # after the last one the hook would count a step, and LowRank counts them
+        )
 
 
 class LowRank(Exchange):
@@ -145,7 +129,7 @@ class LowRank(Exchange):
     def state_dict(self) -> dict[str, Any]:
         state = self._torch
         memory = {"errors": state.error_dict, "p": state.p_memory_dict, "q": state.q_memory_dict}
-        copies = {name: {index: tensor.clone() for index, tensor in held.items()} for name, held in memory.items()}
+        copies = {name: _copied(held) for name, held in memory.items()}
         return {"steps": state.iter, "restarts": self._restarts, "tall": self._integers.state_dict(), **copies}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -155,9 +139,12 @@ class LowRank(Exchange):
         self._integers.load_state_dict(state.get("tall", {}))
         if state:
             self._torch.iter = state["steps"]
-            self._torch.error_dict = {index: tensor.clone() for index, tensor in state["errors"].items()}
-            self._torch.p_memory_dict = {index: tensor.clone() for index, tensor in state["p"].items()}
-            self._torch.q_memory_dict = {index: tensor.clone() for index, tensor in state["q"].items()}
+            self._torch.error_dict = _copied(state["errors"])
+            self._torch.p_memory_dict, self._torch.q_memory_dict = _copied(state["p"]), _copied(state["q"])
+
+
+def _copied(memory: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    return {index: tensor.clone() for index, tensor in memory.items()}
 
 
 def _is_tall(shape: torch.Size) -> bool:

@@ -26,16 +26,10 @@ _replicas: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Replica]] = we
 
 
 class Replica(DistributedDataParallel):
-    """What ``world.data_parallel()`` returns. It is torch's ``DistributedDataParallel`` in everything else.
+    """One rank's replica, as ``world.data_parallel()`` returns it; torch's DDP in everything else."""
 
-    Attributes:
-        compress: how gradients travel: ``none``, ``bf16``, ``fp16``, ``int8`` or ``powersgd``; with ``"auto"`` what was
-            chosen.
-        sync_every: after how many steps the replicas are averaged; 1 where gradients are exchanged in every step.
-    """
-
-    compress = "none"
-    sync_every = 1
+    compress = "none"  # how gradients travel; with "auto" what was chosen
+    sync_every = 1  # after how many steps the replicas are averaged; 1 where gradients are exchanged in every step
     _exchange: Exchange | None = None
     _local_steps: LocalSteps | None = None
 
@@ -96,9 +90,8 @@ class Replica(DistributedDataParallel):
     def synchronize(self) -> None:
         """Make the replicas the same now: give each the mean of all parameters and buffers. Every rank must call it.
 
-        Call it before the replicas are evaluated, and at the end of training. With ``sync_every`` of 1, or right after
-        an average, it changes nothing. The period of K steps goes on: no outer step is made. ``world.save`` does the
-        same and more (:meth:`prepare_checkpoint`), so nothing need be called before it.
+        Call it before the replicas are evaluated, and at the end of training; ``world.save`` does it by itself. The
+        period of K steps goes on. With ``sync_every`` of 1, or right after an average, it changes nothing.
         """
         if self._local_steps is not None:
             self._local_steps.synchronize()
@@ -106,16 +99,10 @@ class Replica(DistributedDataParallel):
     def prepare_checkpoint(self, optimizers: Iterable[torch.optim.Optimizer] = ()) -> dict[str, Any]:
         """Make everything the same on all ranks that a resumed run needs; ``world.save`` calls it. All ranks must.
 
-        One replica, one optimizer's state, and what this returns are then a whole checkpoint, for any number of ranks,
-        and the run goes on from the same values as a run that loads them. Parameters and buffers are averaged; so are,
-        with ``sync_every``, the tensors in the optimizers' states; and of what rounding has left out every rank gets an
-        equal part.
-
-        Args:
-            optimizers: those of this model.
-
-        Returns:
-            The state of the exchange, for :meth:`load_exchange_state`: numbers, texts, tensors, dicts and lists.
+        One replica, the state of each of this model's ``optimizers``, and what this returns for
+        :meth:`load_exchange_state` are then a whole checkpoint, for any number of ranks. Parameters and buffers are
+        averaged, with ``sync_every`` the tensors in the optimizers' states too, and of what rounding has left out every
+        rank gets an equal part.
         """
         self.synchronize()
         state: dict[str, Any] = {"compress": self.compress, "exchange": {}, "local_steps": None}
@@ -131,8 +118,7 @@ class Replica(DistributedDataParallel):
     def load_exchange_state(self, state: dict[str, Any] | None) -> None:
         """Go on from what :meth:`prepare_checkpoint` returned, once the parameters are loaded; ``world.load`` does.
 
-        Args:
-            state: None, or that of another way to exchange, begins anew: nothing is left out so far.
+        None, or the state of another way to exchange, begins anew.
         """
         if self._local_steps is not None:
             self._local_steps.load_state_dict(None if state is None else state["local_steps"])
@@ -162,12 +148,8 @@ class Replica(DistributedDataParallel):
 def accumulated(module: torch.nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
     """Go through the batches of one optimizer step; all but the last leave the gradients on their rank.
 
-    Args:
-        module: the model as it is called: ``DistributedDataParallel``, FSDP, or what ``fully_shard`` has made.
-        batches: those of one step. One more than is handed out has been taken from it, to know which one is the last.
-
-    Raises:
-        ArgumentError: the module cannot hold back its exchange.
+    ``module`` is the model as it is called: DDP, FSDP, or what ``fully_shard`` has made. One batch more than is handed
+    out has been taken, to know which one is the last.
     """
     held_back = _holding_back(module)
     iterator = iter(batches)

@@ -23,9 +23,9 @@ def empty(*size: Any, dtype: torch.dtype | None = None, group: Any = None) -> to
     """Make a tensor that ``all_reduce`` sums without a copy: the ranks of a host read each other's where they lie.
 
     Every rank of the group must call it, as a collective. Tensors of more than 512 KB gain: their ``all_reduce`` takes
-    about 0.6 of the usual time. The memory behaves as that of ``tensor.share_memory_()``: a forked child sees what its
-    parent writes. It is given back once no tensor is left in it; its addresses stay taken until the group is destroyed.
-    Where ranks share no memory (several hosts, another backend) this is ``torch.empty``.
+    about 0.6 of the usual time. A forked child sees what its parent writes, as with ``tensor.share_memory_()``. Memory
+    is given back once no tensor is left in it; its addresses stay taken until the group is destroyed. Where ranks share
+    no memory (several hosts, another backend) this is ``torch.empty``.
 
     Args:
         size: the shape, as in ``torch.empty``; each rank may give its own.
@@ -54,10 +54,9 @@ class SharedBuckets(TorchDispatchMode):  # type: ignore[no-untyped-call]
     model is wrapped, and once more when it knows in which order gradients come.
 
     Args:
-        allocate: gives so many bytes that the ranks of the group share. All ranks make this object at the same time;
-            what they allocate after that may differ.
+        allocate: gives so many bytes that the ranks of the group share; all of them make this object at the same time.
         nbytes: of all gradients.
-        buckets: how many buckets there can be.
+        buckets: how many there can be.
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor], nbytes: int, buckets: int) -> None:
