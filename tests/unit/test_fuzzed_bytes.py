@@ -44,13 +44,13 @@ from phalanx.launch.job.config_file import read_config
 from phalanx.launch.output import failure as rank_report
 from phalanx.launch.running import jobs
 from phalanx.membership import registration
+from phalanx.membership.launcher_store import TorchConversation
 from phalanx.membership.protocol import Broken, Left, Lost, Position, decode, encode
 from phalanx.membership.protocol import Message as Told
 from phalanx.membership.proven_door import Seats, _Conversation
 from phalanx.membership.store_protocol import Claim, Code, Verdict, unpack
 from phalanx.membership.store_protocol import pack as pack_request
 from phalanx.membership.table import Table
-from phalanx.membership.torch_door import TorchConversation
 from phalanx.native.core import RECORDER_BYTES
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.links.contract import Link
@@ -414,7 +414,7 @@ def in_report(**change: object) -> Callable[[bytes], bytes]:
 # What mutations have found: by the parser, what is made of its first valid bytes, and which must be refused.
 FOUND: list[tuple[str, Callable[[bytes], bytes]]] = [
     ("the claim of a rank", lambda _: DEEP),
-    ("the claim of a rank", lambda data: data.replace(b'"rank": 1', b'"rank": true')),
+    ("the claim of a rank", lambda data: data.replace(b'"rank":1', b'"rank":true')),
     ("the claim of a rank", lambda data: data.replace(b'"h1"', b'"\\ud800"')),
     ("the verdict on a claim", lambda _: DEEP),
     ("the answer of a worker", lambda _: DEEP),

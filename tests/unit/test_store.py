@@ -230,9 +230,8 @@ def test_last_will_of_a_rank_is_set_when_its_connections_end() -> None:
     with Job(4) as job:
         stores = job.everybody()
         for rank, store in enumerate(stores):
-            with store.as_will():
-                PrefixStore("p", store).set("failed", f"rank {rank}")
-        stores[3].take_will_back()
+            store.will_set("p/failed", f"rank {rank}")
+        stores[3].will_set("p/failed", "")
         job.ranks.pop(3).end()
         job.ranks.pop(2).end()
         assert stores[0].get("p/failed") == b"rank 2"

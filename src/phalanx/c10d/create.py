@@ -19,7 +19,7 @@ from phalanx.c10d.quick import quicken, quicken_messages
 from phalanx.diagnosis.ends import tell_of_failure
 from phalanx.diagnosis.recorder import open_recorder
 from phalanx.errors import InitializationError
-from phalanx.membership.abort import GroupAbort
+from phalanx.membership.abort import GroupAbort, address_key
 from phalanx.membership.liveness import Membership, call_witness, set_world, world_membership
 from phalanx.membership.registration import register_rank
 from phalanx.membership.rendezvous_store import RendezvousStore, time_left
@@ -130,11 +130,11 @@ def create_process_group(
         made.callback(members.close)
 
         def gloo_of(name: str) -> GlooOnDemand:
-            addresses = members.address_store(name)
+            addresses = members.addresses(name)
 
             def make(timeout: timedelta) -> AttachedGloo:
                 gloo = lazy_gloo(addresses, rank, size, timeout, one_host=False)
-                members.say_address(name)
+                members.say_address(name, addresses.get(address_key(rank)))
                 return gloo
 
             on_demand = GlooOnDemand(make, timeout)

@@ -10,9 +10,9 @@ every process that connects, and listens on every interface.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
-import socket
 import threading
 import time
 import weakref
@@ -21,26 +21,28 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import NoReturn
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistStoreError
 
 from phalanx.errors import InitializationError
+from phalanx.membership.launcher_store import ENDED, EndedRank
 from phalanx.membership.proven_door import StoreServer
 from phalanx.membership.store_protocol import KEEP_ALIVE, ROLE, Claim, Code, Verdict, pack, unpack
 from phalanx.system.processes import state_text
 from phalanx.system.threads import wait_awake
+from phalanx.topology.place import Place
 from phalanx.wire.dial import Line, dial
 from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
 from phalanx.wire.proof import NoProof, WrongKey
 from phalanx.words import format_named
 
-__all__ = ["Connections", "JobStore", "WaitTimeout", "connect", "peek", "underlying"]
+__all__ = ["Connections", "JobStore", "WaitTimeout", "connect", "ended_ranks", "kept_store", "peek", "underlying"]
 
 # How long rank 0 may take, at least, for an answer that it gives at once; and to let another connection in.
 _ANSWER_S = 30.0
-_LONGEST_WAIT_S = 1e8  # a longer timeout is none
 _PAUSE_S = 0.05
+_LONGEST_WAIT_S = 1e8  # a longer timeout is none
 _LOOK_S = 0.1  # how often a call that waits looks around
 _WAITING = (Code.READ, Code.WAIT, Code.EVERYBODY)
 _Answer = tuple[int, Sequence[bytes]]
@@ -59,18 +61,7 @@ def connect(
 ) -> tuple[Line, Verdict]:
     """Connect to rank 0 and ask to join; return the connection and rank 0's verdict.
 
-    Args:
-        where: address and port.
-        key: the job's key.
-        claim: what this process says of itself.
-        patience_s: how long connecting may take, in seconds, and then the handshake as long again.
-        source: the address to connect from; any of this host's by default.
-
-    Raises:
-        OSError: nothing listens there, or the connection was closed.
-        TimeoutError: the listener sends nothing.
-        NoProof: the listener is not rank 0 of Phalanx.
-        WrongKey: the listener is, but proves another key.
+    The other arguments and the errors are those of :func:`~phalanx.wire.dial.dial`.
     """
     line, answer = dial(where, key, ROLE, claim.encode(), patience_s=patience_s, keep_alive=KEEP_ALIVE, source=source)
     try:
@@ -96,7 +87,7 @@ class Connections:
         self, first: Line, verdict: Verdict, where: tuple[str, int], key: Key, claim: Claim, source: str = ""
     ) -> None:
         self.rank_0 = verdict.rank_0
-        self.watch: Callable[[], object] = _nothing  # called some times a second while a call waits
+        self.watch: Callable[[], object] = _nothing  # called some times a second while a call of any thread waits
         self._where, self._key, self._claim, self._source = where, key, claim, source
         self._idle = [first]
         self._lock = threading.Lock()  # guards the list above and the flag below
@@ -128,7 +119,7 @@ class Connections:
             line.sock.settimeout(None if timeout_s is None else max(timeout_s, _ANSWER_S))
             with contextlib.suppress(ConnectionError):  # what rank 0 has said before it went can still be read
                 line.sock.sendall(line.session.seal(message))
-            if not self._has_come(line, code, timeout_s, look):
+            if not self._has_come(line, code in _WAITING, timeout_s, look):
                 line.close()
                 if code in _WAITING and not self.rank_0.stopped_state():
                     raise WaitTimeout
@@ -150,11 +141,13 @@ class Connections:
             raise DistStoreError(_text(said))
         return result, said
 
-    def _has_come(self, line: Line, code: int, timeout_s: float | None, look: Callable[[], object]) -> bool:
+    def _has_come(self, line: Line, waits: bool, timeout_s: float | None, look: Callable[[], object]) -> bool:
         """Wait until an answer comes; return whether one has in time."""
+        poll = select.poll()  # select() takes no descriptor above 1023
+        poll.register(line.sock, select.POLLIN)
 
         def has_come(slice_s: float) -> bool:
-            if _readable(line.sock, min(slice_s, _LOOK_S)):
+            if poll.poll(min(slice_s, _LOOK_S) * 1000):
                 return True
             self.watch()
             look()
@@ -162,15 +155,15 @@ class Connections:
 
         if wait_awake(has_come, timeout_s):
             return True
-        if code in _WAITING or timeout_s is None or self.rank_0.stopped_state():
+        if waits or timeout_s is None or self.rank_0.stopped_state():
             return False
         return wait_awake(has_come, _ANSWER_S - timeout_s)  # rank 0 is busy
 
     def _take(self, patience_s: float) -> Line:
         """Return a connection that no call uses: an idle one, or a new one, for which rank 0 has so many seconds.
 
-        Rank 0 may send a connection away that has not proven itself yet, when very many others come at the same time,
-        so this is tried again for a while, unless nothing listens there any more.
+        Strangers that come in great numbers may have rank 0 send it away before it has proven itself, so it is tried
+        again for a while.
         """
         with self._lock:
             if self._ended:
@@ -183,10 +176,9 @@ class Connections:
             try:
                 line, verdict = connect(self._where, self._key, claim, patience_s, self._source)
                 break
-            except (ConnectionRefusedError, NoProof, WrongKey) as error:
-                self._lost(error)
-            except OSError as error:
-                if time.monotonic() >= until or self.rank_0.stopped_state():
+            except (OSError, NoProof, WrongKey) as error:
+                final = not isinstance(error, OSError) or isinstance(error, ConnectionRefusedError)
+                if final or time.monotonic() >= until or self.rank_0.stopped_state():
                     self._lost(error)
                 time.sleep(_PAUSE_S)
         if verdict.kind != "welcome":
@@ -248,12 +240,6 @@ def _receive(line: Line) -> tuple[int, int, list[bytes]]:
     raise ConnectionResetError("the connection was closed")
 
 
-def _readable(sock: socket.socket, patience_s: float) -> bool:
-    poll = select.poll()  # select() takes no descriptor above 1023
-    poll.register(sock, select.POLLIN)
-    return bool(poll.poll(patience_s * 1000))
-
-
 class JobStore(Store):
     """The job's store, as torch takes it. Safe to use from several threads.
 
@@ -277,8 +263,7 @@ class JobStore(Store):
             weakref.finalize(self, server.retire).atexit = False
 
     def set(self, key: str, value: str | bytes) -> None:
-        code = Code.WILL if getattr(self._here, "is_will", False) else Code.SET
-        self._ask(code, 0, [key.encode(), _bytes(value)])
+        self._ask(Code.SET, 0, [key.encode(), _bytes(value)])
 
     def get(self, key: str) -> bytes:
         return self._wait_for(Code.READ, [key], self.timeout)[0]
@@ -326,10 +311,10 @@ class JobStore(Store):
     getNumKeys = num_keys  # noqa: N815
     deleteKey = delete_key  # noqa: N815
 
-    def wait_for_all(self, timeout_s: float, look: Callable[[], object] = _nothing) -> bool:
-        """Wait until every rank has joined; return whether all have in time. ``look`` is called meanwhile."""
+    def wait_for_all(self, timeout_s: float) -> bool:
+        """Wait until every rank has joined; return whether all have in time."""
         try:
-            self.connections.call(Code.EVERYBODY, 0, [], timeout_s, look)
+            self.connections.call(Code.EVERYBODY, 0, [], timeout_s)
         except WaitTimeout:
             return False
         return True
@@ -338,18 +323,9 @@ class JobStore(Store):
         """Name the ranks that have not joined, for people."""
         return _text(self._ask(Code.MISSING)[1])
 
-    @contextlib.contextmanager
-    def as_will(self) -> Iterator[None]:
-        """Have the store set what this thread sets in the body when this rank's connections end, if it has no value."""
-        self._here.is_will = True
-        try:
-            yield
-        finally:
-            self._here.is_will = False
-
-    def take_will_back(self) -> None:
-        """Have the store set nothing when this rank's connections end."""
-        self._ask(Code.WILL)
+    def will_set(self, key: str, value: str) -> None:
+        """Have the store set a key that has no value when this rank's connections end; an empty value takes it back."""
+        self._ask(Code.WILL, 0, [key.encode(), value.encode()])
 
     def end(self) -> None:
         """Stop using the store. Rank 0's store answers until all other ranks have stopped too, or its process ends."""
@@ -378,6 +354,30 @@ class JobStore(Store):
 
     def _ask(self, code: int, number: int = 0, fields: Sequence[bytes] = ()) -> _Answer:
         return self.connections.call(code, number, fields, _limit(self.timeout))
+
+
+# -- any store -----------------------------------------------------------------------------------------
+
+
+def kept_store(place: Place, timeout_s: float) -> Store:
+    """Connect to the store that this process's launcher keeps (``Place.keeps_store``).
+
+    Raises:
+        InitializationError: it cannot be reached.
+    """
+    address, port = str(place.master_addr), int(place.master_port or 0)
+    try:
+        return TCPStore(address, port, place.world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise InitializationError(
+            f"rank {place.rank} could not reach the store that {place.launcher} keeps at {address}:{port} "
+            f"(MASTER_ADDR, MASTER_PORT): {error}"
+        ) from error
+
+
+def ended_ranks(store: Store) -> list[EndedRank]:
+    """Return the ranks that have ended, in that order, if this is the store of ``phalanx run``."""
+    return [EndedRank(*each) for each in json.loads(store.get(ENDED))] if store.check([ENDED]) else []
 
 
 def underlying(store: Store) -> Store:

@@ -2,8 +2,7 @@
 
 A membership is a star. Rank 0's process has the registrar (``registrar.py``), every other rank one session to it. The
 session is the only sign of life: the kernel ends it with the process, and within some 4 s if the other host
-acknowledges nothing. A process that is stopped, or whose interpreter is held, keeps it. A rank whose session has ended
-dials again until it gets through, or until nothing listens there any more: then rank 0 has ended.
+acknowledges nothing. A process that is stopped, or whose interpreter is held, keeps it.
 
 The world's group makes the membership; a group of some ranks uses that of the world, or makes its own where the world
 has none. It ends with its last group, and with rank 0's last group for all.
@@ -17,7 +16,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -38,15 +37,13 @@ from phalanx.membership.protocol import (
     Left,
     Message,
     OfGroup,
-    Silent,
     Way,
     WhoKnows,
 )
 from phalanx.membership.registrar import LOOK_S, WELCOME, Registrar, end_of, may_be_told
 from phalanx.system.exit_order import Stage, at_exit
-from phalanx.wire.dial import Line, NoAnswer, dial
+from phalanx.wire.dial import dial
 from phalanx.wire.key import job_key
-from phalanx.wire.proof import NoProof, WrongKey
 
 __all__ = [
     "Gone",
@@ -61,11 +58,6 @@ __all__ = [
 ]
 
 _KEY = "registrar"  # in the part of the store in which the ranks meet
-# A rank that has lost the registrar dials as often; a kernel whose host is back answers at once.
-_DIAL_S, _PAUSE_S = 0.7, 0.3
-_GONE = (ConnectionRefusedError, ConnectionResetError, NoProof, WrongKey)
-# A process that ends closes its files one after the other, so its port may still accept.
-_ENDS_FOR_S = 0.5
 _ENDING_LOOKS = 12  # how often a rank looks whether a process beside it ends, whose session has ended
 _CLOSING_S = 2.0
 _ANSWER_S = 3.0  # how long another host may take to say what its ranks do: it may have to ask them
@@ -80,7 +72,8 @@ class Gone:
         pid: its process id.
         host: the name of its host.
         way: ``ended``: its process is gone; ``replaced``: that runs another program; ``failed``: an exception, or an
-            exit with a code other than 0, ended its script; ``left``: it closed its groups, or its script is over.
+            exit with a code other than 0, ended its script; ``left``: it closed its groups, or its script is over;
+            ``silent``: its host acknowledges nothing.
         text: what else is known: of one that has ended, how, as ``by signal 9 (SIGKILL)``; of one that failed, why.
     """
 
@@ -98,6 +91,8 @@ class Gone:
             return "has replaced itself by another program (exec)"
         if self.way == Way.FAILED:
             return f"has failed ({self.text})" if self.text else "has failed"
+        if self.way == Way.SILENT:
+            return "cannot be reached (its host acknowledges nothing)"
         return f"has ended {self.text}" if self.text else "has ended"
 
     @property
@@ -126,7 +121,7 @@ class Membership:
     =====================================  ===========  ==========  =====================================
     field                                  writer       readers     guard
     =====================================  ===========  ==========  =====================================
-    ``departed``, ``silent, connected``    the loop     any thread  one step of Python's, then ``changed``
+    ``departed``, ``connected``            the loop     any thread  one step of Python's, then ``changed``
     ``_groups``                            any thread   the loop    one step of Python's
     ``_users``, ``_closed``, ``_answers``  any thread   any thread  ``changed``
     everything else                        the loop     the loop
@@ -140,7 +135,6 @@ class Membership:
     Attributes:
         changed: notified after everything that the loop has learned.
         departed: the ranks that have gone, each with how, and when this one learned it.
-        silent: the ranks whose hosts acknowledge nothing, and since when.
         connected: the registrar can be reached, as far as this one knows.
         how_ended: asks this host how the process of a rank beside this one ended; None while it has not. Set once.
         answer: tells other hosts what the ranks of this one do; empty if another rank here does. Set once.
@@ -151,16 +145,14 @@ class Membership:
         self._hosts, self._names = hosts, names
         self.changed = threading.Condition(threading.RLock())  # a signal handler may close a group
         self.departed: dict[int, tuple[Departed, float]] = {}
-        self.silent: dict[int, float] = {}
         self.connected = True
         self.how_ended: Callable[[int], Departed | None] | None = None
         self.answer: Callable[[], Sequence[RankSnapshot]] = list
         self._groups: dict[str, Subscriber] = {}
         self._users, self._closed = 1, False
         self._answers: list[list[list[Any]]] = []  # to each question
-        self._unsent: list[Message] = []
         self._will_look = False
-        self._address: tuple[str, int, str, int] = "", 0, "", 0
+        self._registrar_pid = 0
         self._loop = Loop("phalanx-membership")
         self._channel: Channel | None = None
         self._registrar: Registrar | None = None
@@ -188,8 +180,7 @@ class Membership:
                 store.set(_KEY, json.dumps(made._registrar.address))
             else:
                 store.wait([_KEY], timeout)
-                made._address = tuple(json.loads(store.get(_KEY)))
-                made._connect(made._dial(timeout.total_seconds()))
+                made._dial(json.loads(store.get(_KEY)), timeout.total_seconds())
             made._loop.start()
         except BaseException as error:
             made._give_back()
@@ -310,8 +301,6 @@ class Membership:
             self._registrar.take(0, message)
         elif self._channel is not None:
             self._channel.say(message)
-        elif self.connected or self.silent:
-            self._unsent.append(message)
 
     def _take_later(self, message: Message) -> None:
         self._loop.call(lambda: self._take(0, message))
@@ -321,8 +310,6 @@ class Membership:
             self._note_departed(message)
             if message.rank == 0 and message.way == Way.LEFT:
                 self.connected = False
-        elif isinstance(message, Silent):
-            self._note_silent([message.rank], is_silent=message.is_silent)
         elif isinstance(message, WhoKnows):
             self._look_for_end(message.rank, _ENDING_LOOKS)
         elif isinstance(message, Ask):
@@ -354,14 +341,6 @@ class Membership:
 
     def _note_departed(self, departed: Departed) -> None:
         self.departed.setdefault(departed.rank, (departed, time.monotonic()))
-        self.silent.pop(departed.rank, None)
-
-    def _note_silent(self, ranks: Sequence[int], *, is_silent: bool) -> None:
-        for rank in ranks:
-            if not is_silent:
-                self.silent.pop(rank, None)
-            elif rank not in self.departed:
-                self.silent.setdefault(rank, time.monotonic())
 
     def _look_for_end(self, rank: int, looks: int) -> None:
         """Tell the registrar how the process of a rank beside this one has ended, if it has."""
@@ -373,68 +352,40 @@ class Membership:
 
     # -- the session -------------------------------------------------------------------------------
 
-    def _dial(self, patience_s: float) -> Line:
-        address, port, name, _ = self._address
+    def _dial(self, address: tuple[str, int, str, int], patience_s: float) -> None:
+        host, port, name, self._registrar_pid = address
         claim = msgspec.msgpack.encode(Hello(name, self.rank, os.getpid()))
-        line, verdict = dial((address, port), job_key(), ROLE, claim, patience_s=patience_s, keep_alive=KEEP_ALIVE)
+        line, verdict = dial((host, port), job_key(), ROLE, claim, patience_s=patience_s, keep_alive=KEEP_ALIVE)
         if verdict != WELCOME:
             line.close()
             raise ConnectionRefusedError("another process listens there")
-        return line
-
-    def _connect(self, line: Line) -> None:
         self._channel = Channel(self._loop, line.sock, line.session, b"", 0, self._take, self._lose)
-        self.connected = True
-        self._note_silent(self._ranks_beside_registrar(), is_silent=False)
-        unsent, self._unsent = self._unsent, []
-        for message in unsent:
-            self._channel.say(message)
 
     def _lose(self, peer: int, channel: Channel, is_silent: bool) -> None:
-        """Dial again: the session has ended."""
         self._channel = None
         if not self.connected:
             return  # rank 0 has said that it leaves
         if is_silent:
-            self._lose_host()
-        self._dial_again(time.monotonic())
-
-    def _dial_again(self, since: float) -> None:
-        if self._closed:
-            return
-        try:
-            self._connect(self._dial(_DIAL_S))
-        except _GONE as error:
-            if isinstance(error, ConnectionResetError) and time.monotonic() - since < _ENDS_FOR_S:
-                self._loop.later(LOOK_S, lambda: self._dial_again(since))
-            else:
-                self._lose_process(time.monotonic())
-        except OSError as error:
-            # One that does not answer although its kernel does is stopped, or its interpreter is held.
-            if not isinstance(error, NoAnswer):
-                self._lose_host()
-            self._loop.later(_PAUSE_S, lambda: self._dial_again(since))
-
-    def _lose_host(self) -> None:
-        """Note that rank 0's host acknowledges nothing."""
-        self._note_silent(self._ranks_beside_registrar(), is_silent=True)
-        self.connected = False
-        self._tell()
+            beside = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[0]]
+            self._lose_registrar(Departed(rank, Way.SILENT) for rank in beside)
+        else:
+            self._lose_process(time.monotonic())
 
     def _lose_process(self, since: float) -> None:
         """Look how rank 0's process has ended, for a limited time."""
-        host, pid = self._names[0], self._address[-1]
+        host, pid = self._names[0], self._registrar_pid
         is_beside = self._hosts[0] == self._hosts[self.rank]
         found = self.how_ended(0) if is_beside and self.how_ended is not None else None
         if found is None and may_be_told(host, pid, since):
             self._loop.later(LOOK_S, lambda: self._lose_process(since))
-            return
-        self._note_departed(found or end_of(0, host, pid))
+        else:
+            self._lose_registrar([found or end_of(0, host, pid)])
+
+    def _lose_registrar(self, departed: Iterable[Departed]) -> None:
+        for each in departed:
+            self._note_departed(each)
         self.connected = False
         self._tell()
-
-    def _ranks_beside_registrar(self) -> list[int]:
-        return [rank for rank, host in enumerate(self._hosts) if host == self._hosts[0] != self._hosts[self.rank]]
 
 
 # Memberships that have not ended, by identity; each adds and removes itself in one step of Python's.

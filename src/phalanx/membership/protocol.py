@@ -25,9 +25,8 @@ class Way:
     One whose script fails often does so for another one that has ended, and one that leaves for one that has failed.
     """
 
-    ENDED, REPLACED, FAILED, LEFT = DEPARTED = "ended", "replaced", "failed", "left"
+    ENDED, REPLACED, FAILED, LEFT, SILENT = DEPARTED = "ended", "replaced", "failed", "left", "silent"
     INTERRUPTED = "interrupted"  # by a signal, in a call of this group
-    SILENT = "silent"  # its host acknowledges nothing
     UNKNOWN = "unknown"  # a transfer failed, and nobody says why
 
 
@@ -94,11 +93,10 @@ class Hello(_Struct, frozen=True):
 
 
 class Join(_Struct, frozen=True):
-    """The sender is in a group of these ranks. ``addresses``: where Gloo can reach it, by the name of Gloo's group."""
+    """The sender is in a group of these ranks."""
 
     group: str
     ranks: list[int]
-    addresses: dict[str, bytes] = {}
 
 
 class Joined(_Struct, frozen=True):
@@ -106,11 +104,10 @@ class Joined(_Struct, frozen=True):
 
     group: str
     pids: list[int]
-    addresses: list[dict[str, bytes]]
 
 
 class Address(_Struct, frozen=True):
-    """The address of a rank in a group of Gloo's that was made later; handed on to all."""
+    """The address of a rank for what has this name, as a group of Gloo's; handed on to all once they have joined."""
 
     group: str
     rank: int
@@ -173,7 +170,7 @@ class Positions(_Struct, frozen=True):
 
 
 class Departed(_Struct, frozen=True):
-    """A rank has gone; of itself a rank says that it has left all groups.
+    """A rank has gone, or its host acknowledges nothing; of itself a rank says that it has left all groups.
 
     ``text`` says why it failed, or how it ended; ``signal`` is 0 if none ended it. The last operation is that of its
     flight recorder, if that could be read; it ``was_in_it`` if it had not returned.
@@ -186,13 +183,6 @@ class Departed(_Struct, frozen=True):
     last_operation: str = ""
     last_line: str = ""
     was_in_it: bool = False
-
-
-class Silent(_Struct, frozen=True):
-    """The host of a rank acknowledges nothing, or does again."""
-
-    rank: int
-    is_silent: bool
 
 
 class WhoKnows(_Struct, frozen=True):
@@ -217,7 +207,7 @@ class Answer(_Struct, frozen=True):
 
 
 OfGroup: TypeAlias = Joined | Address | Meet | Leave | Broken | Position | Positions
-Message: TypeAlias = Join | OfGroup | Left | Departed | Silent | WhoKnows | Ask | Answer
+Message: TypeAlias = Join | OfGroup | Left | Departed | WhoKnows | Ask | Answer
 
 encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

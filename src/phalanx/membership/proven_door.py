@@ -183,7 +183,7 @@ class _Conversation:
         elif code == Code.MISSING:
             said = [self._store.seats.describe_missing().encode()]
         elif code == Code.WILL:
-            self._store.wills[self.claim.rank] = _exactly(fields, 2) if fields else []
+            self._store.wills[self.claim.rank] = _exactly(fields, 2)
         else:
             raise ValueError(f"there is no request with the code {code}")
         self.reply(Code.DONE, result, said)
@@ -316,7 +316,7 @@ class StoreServer:
         if not self.seats.complete and claim.rank:
             self.seats.leave(claim.rank)
             self._say(f"rank {claim.rank} ({claim.name}) has left again before all ranks had come")
-        elif will := self.wills.pop(claim.rank, []):
+        elif (will := self.wills.pop(claim.rank, None)) and will[1]:
             self.table.compare_set(will[0], b"", will[1])
 
     def _admit(self, arrival: Arrival) -> None:

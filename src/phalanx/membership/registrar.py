@@ -3,8 +3,8 @@
 It lives in rank 0's process, on the loop of that rank's own membership, listens at one address, and has a session to
 every other rank. Of the facts for which a group broke the first one that comes counts.
 
-A session that ends says little: networks end connections, too. So the ranks beside that one look at its process, and it
-may dial again. If it has not, and nobody beside it knows how it ended, it has ended; the launcher may say how.
+A session that ends is the end of its rank: the ranks beside it, or the launcher, may say how that ended. If the other
+host acknowledges nothing, the rank is lost to all as silent.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from phalanx.membership.protocol import (
     OfGroup,
     Position,
     Positions,
-    Silent,
     Way,
     WhoKnows,
     needs_positions,
@@ -51,9 +50,8 @@ from phalanx.wire.sockets import listen
 __all__ = ["LOOK_S", "POSITIONS_S", "WELCOME", "Registrar", "end_of", "may_be_told"]
 
 WELCOME, _NO = b"welcome", b"no"  # verdicts for a rank that dials
-# How long a rank may take to dial again after its session has ended, and those beside it to say that it has ended; and
-# how long a launcher may take to say how.
-REDIAL_S, LAUNCHER_S = 0.25, 0.75
+# How long the ranks beside one whose session has ended, and then a launcher, may take to say how it ended.
+_BESIDE_S, _LAUNCHER_S = 0.25, 0.75
 LOOK_S = 0.02
 _LEFT_S = 0.02  # ranks that leave at about the same time are told together
 # How long ranks may take to say where they are; once all have said something, how long those outside of a call may take
@@ -72,30 +70,29 @@ def end_of(rank: int, host: str, pid: int) -> Departed:
 
 def may_be_told(host: str, pid: int, since: float) -> bool:
     """Return whether the launcher may still say how a process has ended whose end was noticed then."""
-    return ended_elsewhere(host, pid) == {} and time.monotonic() - since < LAUNCHER_S
+    return ended_elsewhere(host, pid) == {} and time.monotonic() - since < _LAUNCHER_S
 
 
 @dataclass
 class _Member:
-    """A rank; ``send`` is None without a session, of which it has lost so many."""
+    """A rank; ``send`` is None without a session."""
 
     host: int
     name: str
     pid: int = 0
     send: Callable[[Message], object] | None = None
     channel: Channel | None = None
-    lost: int = 0
-    is_silent: bool = False
     departed: Departed | None = None
 
 
 @dataclass
 class _Group:
-    """A group: its ranks in the membership, and of its own ranks who joined and left, why it broke, where they are."""
+    """A group: its ranks in the membership, and of its own ranks who has left, why it broke, where they are."""
 
     name: str
     ranks: list[int]
-    joined: dict[int, Join] = field(default_factory=dict)
+    joined: set[int] = field(default_factory=set)
+    addresses: list[Address] = field(default_factory=list)
     left: set[int] = field(default_factory=set)
     fact: Fact | None = None
     positions: dict[int, Position] = field(default_factory=dict)
@@ -151,52 +148,33 @@ class Registrar:
             member = self._members[hello.rank]
         except (msgspec.DecodeError, UnicodeDecodeError, IndexError):
             hello, member = Hello(registrar="", rank=0, pid=0), self._members[0]
-        if hello.registrar != self._name or hello.rank < 1 or member.pid not in (0, hello.pid):
+        if hello.registrar != self._name or hello.rank < 1 or member.pid:
             arrival.answer(_NO)
             arrival.sock.close()
             return
         arrival.answer(WELCOME)
-        rank, session = hello.rank, arrival.proven.session()
-        channel = Channel(self._loop, arrival.sock, session, arrival.rest, rank, self.take, self._lose)
-        if member.channel is not None:
-            member.channel.close()
+        session = arrival.proven.session()
+        channel = Channel(self._loop, arrival.sock, session, arrival.rest, hello.rank, self.take, self._lose)
         member.pid, member.channel, member.send = hello.pid, channel, channel.say
-        if member.lost:
-            self._catch_up(rank)
-        self._set_silent(rank, is_silent=False)
-
-    def _catch_up(self, rank: int) -> None:
-        """Tell a rank that was away what it may have missed."""
-        for each in self._members:
-            if each.departed is not None:
-                self._push([rank], each.departed)
-        for group in self._groups.values():
-            if rank in group.ranks:
-                self._push([rank], Left([(group.name, own) for own in group.left]))
-                if group.fact is not None:
-                    self._push([rank], Broken(group.name, group.fact))
 
     def _lose(self, rank: int, channel: Channel, is_silent: bool) -> None:
         member = self._members[rank]
-        if member.channel is not channel:
-            return
         member.channel = member.send = None
-        member.lost += 1
         if is_silent:
-            self._set_silent(rank, is_silent=True)
+            self._depart(Departed(rank, Way.SILENT))
         elif member.departed is None:
             beside = [each for each, other in enumerate(self._members) if other.host == member.host and each != rank]
             self._push(beside, WhoKnows(rank))
-            lost, now = member.lost, time.monotonic()
-            self._loop.later(REDIAL_S, lambda: self._conclude(rank, lost, now))
+            now = time.monotonic()
+            self._loop.later(_BESIDE_S, lambda: self._conclude(rank, now))
 
-    def _conclude(self, rank: int, lost: int, since: float) -> None:
-        """Note that a rank has ended, which has not dialled again in time."""
+    def _conclude(self, rank: int, since: float) -> None:
+        """Note that a rank has ended, and how, if that is known in time."""
         member = self._members[rank]
-        if member.channel is not None or member.lost != lost or member.departed is not None:
+        if member.departed is not None:
             return
         if may_be_told(member.name, member.pid, since):
-            self._loop.later(LOOK_S, lambda: self._conclude(rank, lost, since))
+            self._loop.later(LOOK_S, lambda: self._conclude(rank, since))
         else:
             self._depart(end_of(rank, member.name, member.pid))
 
@@ -207,11 +185,6 @@ class Registrar:
             self._push(range(len(self._members)), departed)
             for group in self._groups.values():
                 self._gather(group)
-
-    def _set_silent(self, rank: int, *, is_silent: bool) -> None:
-        if self._members[rank].is_silent != is_silent:
-            self._members[rank].is_silent = is_silent
-            self._push(range(len(self._members)), Silent(rank, is_silent))
 
     def _push(self, ranks: Iterable[int], message: Message) -> None:
         for rank in ranks:
@@ -240,11 +213,16 @@ class Registrar:
 
     def _take_join(self, rank: int, message: Join) -> None:
         group = self._groups.setdefault(message.group, _Group(message.group, message.ranks))
-        group.joined[rank] = message
+        group.joined.add(rank)
         if len(group.joined) == len(group.ranks):
-            pids = [self._members[each].pid for each in group.ranks]
-            addresses = [group.joined[each].addresses for each in group.ranks]
-            self._push(group.ranks, Joined(group.name, pids, addresses))
+            self._push(group.ranks, Joined(group.name, [self._members[each].pid for each in group.ranks]))
+            self._push_addresses(group)
+
+    def _push_addresses(self, group: _Group) -> None:
+        if len(group.joined) == len(group.ranks):
+            for address in group.addresses:
+                self._push(group.ranks, address)
+            group.addresses.clear()
 
     def _take_of_group(self, group: _Group, rank: int, own: int, message: OfGroup) -> None:
         if isinstance(message, Leave):
@@ -254,7 +232,8 @@ class Registrar:
             self._left.append((group.name, own))
             self._gather(group)
         elif isinstance(message, Address):
-            self._push(group.ranks, message)
+            group.addresses.append(message)
+            self._push_addresses(group)
         elif isinstance(message, Meet):
             self._push([group.ranks[message.peer]], Meet(group.name, own))
         elif isinstance(message, Position):

@@ -10,14 +10,13 @@ All keys but the counter are in a part of the store that worlds of all sizes hav
 key           value                                           writer                              if the writer dies
 ============  ==============================================  ==================================  ==================
 ``rank/<r>``  the process of this rank, and its world size    that process, as it comes           the others see that
-``size``      the same, of any rank                           the first to come                   the next replaces it
 ``comings``   a counter: who came, and what failed, in order  all                                 nothing
 ``failed``    a number of that order, and an error            the first to find one               nothing
 ============  ==============================================  ==================================  ==================
 
 A process that comes takes the place of an earlier one that has ended, or that it cannot see; if that one lives, it
-finds so at its next look. A rank believes only failures that came after itself. It deletes its own keys when it has met
-the others. If the meeting fails they stay, so that a rank which comes later finds that this process has ended.
+finds so at its next look. A rank believes only failures that came after itself. It deletes its key when it has met the
+others. If the meeting fails the key stays, so that a rank which comes later finds that this process has ended.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ import time
 from dataclasses import asdict, dataclass
 from types import TracebackType
 
+import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 
@@ -38,7 +38,7 @@ from phalanx.diagnosis.recorder import is_kept
 from phalanx.errors import BackendError, DeviceError, InitializationError, LauncherEnvironmentError, PhalanxError
 from phalanx.membership.client import JobStore, peek, underlying
 from phalanx.membership.store_protocol import RankProcess, own_process
-from phalanx.system.foreign_values import checked, read_json
+from phalanx.system.foreign_values import read_json
 from phalanx.system.processes import state_text
 from phalanx.system.threads import AwakeClock
 from phalanx.words import format_named, tell
@@ -56,7 +56,8 @@ _MOMENT_S = 0.5
 _PAUSE_S = 0.02
 # Of the errors of Phalanx and of torch those that are not about other ranks.
 _OWN_FAULTS = (BackendError, DeviceError, LauncherEnvironmentError)
-_COMINGS = "phalanx/comings"
+_COMINGS, _PART = "phalanx/comings", "registration"
+_NEVER_OVER = 1 << 62  # the number of a failure that every rank believes
 _REMEDY = "Look at that rank's own output for the cause"
 _LONGEST_TEXT = 200  # characters of an exception
 
@@ -84,7 +85,8 @@ class Registration:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._whole = whole = underlying(store)
         self._job_store = whole if isinstance(whole, JobStore) else None
-        self._store = PrefixStore("registration", store)
+        # Rank 0's store is of this world alone.
+        self._store = PrefixStore(_PART, store if self._job_store is None else whole)
         self._rank, self._size = rank, size
         self._own = _Entry(**asdict(own_process(rank)), size=size, nonce=secrets.token_hex(8))
         self._text = json.dumps(asdict(self._own))
@@ -104,13 +106,11 @@ class Registration:
         if self._job_store is not None:
             self._job_store.connections.watch = self._tell_stopped
         try:
-            if self._job_store is None:
-                self._number = self._whole.add(_COMINGS, 1)
-                self._come()
-            else:  # it is of this world alone, and has admitted one process of each rank
-                self._store.set(f"rank/{self._rank}", self._text)
-                with self._job_store.as_will():
-                    self._store.set("failed", _encoded(1 << 62, self._gone("has ended, or given up,")))
+            self._number = self._whole.add(_COMINGS, 1)
+            self._come()
+            if self._job_store is not None:
+                ended = self._gone("has ended, or given up,")
+                self._job_store.will_set(f"{_PART}/failed", _encoded(_NEVER_OVER, ended))
         except BaseException as error:
             self._end(error)
             if isinstance(error, DistError):
@@ -137,7 +137,7 @@ class Registration:
             if not self._is_stopped(0):
                 self._leave(error is not None)
             if error is None and self._job_store is not None:
-                self._job_store.take_will_back()
+                self._job_store.will_set(f"{_PART}/failed", "")
         if error is not None and self._rank == 0:
             time.sleep(_LINGER_S)
 
@@ -176,11 +176,15 @@ class Registration:
         """Return whether this process can see how rank 0 ends."""
         return 0 in self._known
 
-    def read_near(self, ranks: list[int] | None = None) -> None:
-        """Read which processes have come as the ranks that this one looks at."""
+    def read_near(self, ranks: list[int] | None = None) -> InitializationError | None:
+        """Read which processes have come as the ranks that this one looks at; return an error if their sizes differ."""
         for rank in self._near if ranks is None else ranks:
-            if rank not in self._known and rank != self._rank and (entry := self._entry(f"rank/{rank}")) is not None:
-                self._know(entry)
+            if rank in self._known or rank == self._rank or (entry := self._entry(f"rank/{rank}")) is None:
+                continue
+            if self._may_conflict and entry.size != self._size and entry.nonce and not entry.has_ended():
+                return self._sizes_differ(entry)
+            self._know(entry)
+        return None
 
     def _is_stopped(self, rank: int) -> bool:
         return rank in self._known and bool(self._known[rank].stopped_state())
@@ -193,10 +197,8 @@ class Registration:
             if (other := self._other_meeting(key)) is not None:
                 raise self._rank_is_twice(other)
             self._set(key, found, self._text)
-        while (first := _decoded(found := self._set("size", "", self._text))) is None or first.size != self._size:
-            if (other := self._other_meeting("size")) is not None:
-                raise self._sizes_differ(other)
-            self._set("size", found, self._text)
+        if (error := self.read_near([0])) is not None:
+            raise error
 
     def _other_meeting(self, key: str) -> _Entry | None:
         """Return the other process in this entry, if it is seen to be in the meeting; it gets a moment to leave."""
@@ -206,21 +208,16 @@ class Registration:
         return other if other is not None and other.is_seen_meeting() else None
 
     def _find_conflict(self) -> InitializationError | None:
-        if not self._may_conflict or self._job_store is not None:  # rank 0's store admits one process of each rank
-            return None
-        own, first = self._entry(f"rank/{self._rank}"), self._entry("size")
-        if own is not None and own != self._own:
-            return self._rank_is_twice(own)
-        return None if first is None or first.size == self._size else self._sizes_differ(first)
+        own = self._entry(f"rank/{self._rank}") if self._may_conflict else None
+        return self.read_near() if own is None or own == self._own else self._rank_is_twice(own)
 
     def _leave(self, failed: bool) -> None:
-        """Delete what this process has said of itself; if the meeting has failed, say that it meets nobody now."""
-        over = json.dumps({**asdict(self._own), "nonce": ""})
-        for key in (f"rank/{self._rank}", *(["size"] if self._job_store is None else [])):
-            if failed:
-                self._set(key, self._text, over)
-            elif key != "size" or self._entry(key) == self._own:
-                self._store.delete_key(key)
+        """Delete this process's key; if the meeting has failed, say there that it meets nobody now."""
+        key = f"rank/{self._rank}"
+        if failed:
+            self._set(key, self._text, json.dumps({**asdict(self._own), "nonce": ""}))
+        else:
+            self._store.delete_key(key)
 
     def _gone(self, how: str, process: RankProcess | None = None) -> InitializationError:
         process = process or self._own
@@ -250,7 +247,6 @@ class Registration:
         return _decoded_failure(found)[1] or error
 
     def _find_ended(self) -> InitializationError | None:
-        self.read_near()
         for rank, process in sorted(self._known.items()):
             if not process.has_ended():
                 continue
@@ -266,7 +262,7 @@ class Registration:
 
     def _tell_stopped(self) -> None:
         now_s = self._clock.now()
-        known = list(self._known.items())  # Gloo's threads call this, too, while they wait in rank 0's store
+        known = list(self._known.items())  # other threads call this, too, while they wait in rank 0's store
         stopped = {rank: process for rank, process in known if process.stopped_state()}
         self._stopped_since_s = {rank: self._stopped_since_s.get(rank, now_s) for rank in stopped}
         for rank, since_s in list(self._stopped_since_s.items()):
@@ -354,6 +350,6 @@ def _decoded_failure(value: bytes | None) -> tuple[int, InitializationError | No
 def _decoded(text: str | bytes) -> _Entry | None:
     """Read an entry; None if it is something else, as of another release."""
     try:
-        return checked(_Entry, read_json(text))
-    except (TypeError, ValueError, AttributeError):
+        return msgspec.json.decode(text, type=_Entry)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None

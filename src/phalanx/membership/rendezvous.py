@@ -22,8 +22,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from phalanx import settings
 from phalanx.errors import InitializationError
-from phalanx.membership.client import Connections, JobStore, connect
-from phalanx.membership.launcher_store import kept_store
+from phalanx.membership.client import Connections, JobStore, connect, kept_store
 from phalanx.membership.meeting_point import (
     MeetingPoint,
     Unresolved,
@@ -176,20 +175,14 @@ def _serve(own: _Process, listener: socket.socket, announced: Sequence[Address])
         )
     seats = Seats(own.claim, own.place.hosts, own.place.num_nodes)
     server = StoreServer(listener, own.key, seats, announced=announced)
-    clock, began_s = own.clock, own.clock.now()
-    remind_s = began_s + REMIND_S
-
-    def look() -> None:
-        nonlocal remind_s
-        if clock.now() >= remind_s:
-            remind_s += REMIND_S
-            tell(f"waiting for {store.describe_missing()}, {clock.now() - began_s:.0f} s so far")
-
+    began_s = own.clock.now()
     try:
         store = own.store(*own.knock(where, ANSWER_S * 10), where, server)
-        if not store.wait_for_all(max(0.001, own.timeout_s - began_s), look):
+        while not store.wait_for_all(max(0.001, min(own.left_s, REMIND_S))):
             missing = store.describe_missing()
-            raise InitializationError.ranks_missing(missing, own.timeout_s, at=f"rank 0 on {this_host().name}")
+            if own.left_s <= 0:
+                raise InitializationError.ranks_missing(missing, own.timeout_s, at=f"rank 0 on {this_host().name}")
+            tell(f"waiting for {missing}, {own.clock.now() - began_s:.0f} s so far")
     except BaseException as error:
         server.stop(str(error) or f"rank 0 gave up ({type(error).__name__})")
         raise

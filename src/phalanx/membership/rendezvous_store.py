@@ -23,8 +23,7 @@ from torch.distributed import DistError
 from phalanx.diagnosis.own_waits import AGAIN, warn_after_s
 from phalanx.diagnosis.recorder import is_kept
 from phalanx.errors import InitializationError
-from phalanx.membership.client import JobStore, WaitTimeout, underlying
-from phalanx.membership.launcher_store import ended_ranks
+from phalanx.membership.client import JobStore, WaitTimeout, ended_ranks, underlying
 from phalanx.membership.liveness import Gone, gone_ranks, has_witness
 from phalanx.membership.protocol import Way
 from phalanx.membership.registration import registered
