@@ -87,7 +87,6 @@ class Connections:
         self, first: Line, verdict: Verdict, where: tuple[str, int], key: Key, claim: Claim, source: str = ""
     ) -> None:
         self.rank_0 = verdict.rank_0
-        self.watch: Callable[[], object] = _nothing  # called some times a second while a call of any thread waits
         self._where, self._key, self._claim, self._source = where, key, claim, source
         self._idle = [first]
         self._lock = threading.Lock()  # guards the list above and the flag below
@@ -149,7 +148,6 @@ class Connections:
         def has_come(slice_s: float) -> bool:
             if poll.poll(min(slice_s, _LOOK_S) * 1000):
                 return True
-            self.watch()
             look()
             return False
 

@@ -38,9 +38,8 @@ from phalanx.membership.protocol import (
     Message,
     OfGroup,
     Way,
-    WhoKnows,
 )
-from phalanx.membership.registrar import LOOK_S, WELCOME, Registrar, end_of, may_be_told
+from phalanx.membership.registrar import LOOK_S, WELCOME, Registrar, end_of
 from phalanx.system.exit_order import Stage, at_exit
 from phalanx.wire.dial import dial
 from phalanx.wire.key import job_key
@@ -58,7 +57,6 @@ __all__ = [
 ]
 
 _KEY = "registrar"  # in the part of the store in which the ranks meet
-_ENDING_LOOKS = 12  # how often a rank looks whether a process beside it ends, whose session has ended
 _CLOSING_S = 2.0
 _ANSWER_S = 3.0  # how long another host may take to say what its ranks do: it may have to ask them
 _RECORDS = 32  # of each rank, beside those that show which collectives it has come to
@@ -136,7 +134,6 @@ class Membership:
         changed: notified after everything that the loop has learned.
         departed: the ranks that have gone, each with how, and when this one learned it.
         connected: the registrar can be reached, as far as this one knows.
-        how_ended: asks this host how the process of a rank beside this one ended; None while it has not. Set once.
         answer: tells other hosts what the ranks of this one do; empty if another rank here does. Set once.
     """
 
@@ -146,7 +143,6 @@ class Membership:
         self.changed = threading.Condition(threading.RLock())  # a signal handler may close a group
         self.departed: dict[int, tuple[Departed, float]] = {}
         self.connected = True
-        self.how_ended: Callable[[int], Departed | None] | None = None
         self.answer: Callable[[], Sequence[RankSnapshot]] = list
         self._groups: dict[str, Subscriber] = {}
         self._users, self._closed = 1, False
@@ -310,8 +306,6 @@ class Membership:
             self._note_departed(message)
             if message.rank == 0 and message.way == Way.LEFT:
                 self.connected = False
-        elif isinstance(message, WhoKnows):
-            self._look_for_end(message.rank, _ENDING_LOOKS)
         elif isinstance(message, Ask):
             if snapshots := self.answer():
                 self._send(Answer(message.number, message.asker, [each.to_json(_RECORDS) for each in snapshots]))
@@ -342,14 +336,6 @@ class Membership:
     def _note_departed(self, departed: Departed) -> None:
         self.departed.setdefault(departed.rank, (departed, time.monotonic()))
 
-    def _look_for_end(self, rank: int, looks: int) -> None:
-        """Tell the registrar how the process of a rank beside this one has ended, if it has."""
-        found = None if self.how_ended is None else self.how_ended(rank)
-        if found is not None:
-            self._send(found)
-        elif looks:
-            self._loop.later(LOOK_S, lambda: self._look_for_end(rank, looks - 1))
-
     # -- the session -------------------------------------------------------------------------------
 
     def _dial(self, address: tuple[str, int, str, int], patience_s: float) -> None:
@@ -372,14 +358,12 @@ class Membership:
             self._lose_process(time.monotonic())
 
     def _lose_process(self, since: float) -> None:
-        """Look how rank 0's process has ended, for a limited time."""
-        host, pid = self._names[0], self._registrar_pid
-        is_beside = self._hosts[0] == self._hosts[self.rank]
-        found = self.how_ended(0) if is_beside and self.how_ended is not None else None
-        if found is None and may_be_told(host, pid, since):
+        """Note that rank 0's process has ended, and how, if that is known in time."""
+        found = end_of(0, self._names[0], self._registrar_pid, since)
+        if found is None:
             self._loop.later(LOOK_S, lambda: self._lose_process(since))
         else:
-            self._lose_registrar([found or end_of(0, host, pid)])
+            self._lose_registrar([found])
 
     def _lose_registrar(self, departed: Iterable[Departed]) -> None:
         for each in departed:

@@ -185,12 +185,6 @@ class Departed(_Struct, frozen=True):
     was_in_it: bool = False
 
 
-class WhoKnows(_Struct, frozen=True):
-    """The session of a rank beside the receiver has ended: how has its process?"""
-
-    rank: int
-
-
 class Ask(_Struct, frozen=True):
     """``asker`` wants to know what the ranks of other hosts do."""
 
@@ -207,7 +201,7 @@ class Answer(_Struct, frozen=True):
 
 
 OfGroup: TypeAlias = Joined | Address | Meet | Leave | Broken | Position | Positions
-Message: TypeAlias = Join | OfGroup | Left | Departed | WhoKnows | Ask | Answer
+Message: TypeAlias = Join | OfGroup | Left | Departed | Ask | Answer
 
 encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -3,8 +3,8 @@
 It lives in rank 0's process, on the loop of that rank's own membership, listens at one address, and has a session to
 every other rank. Of the facts for which a group broke the first one that comes counts.
 
-A session that ends is the end of its rank: the ranks beside it, or the launcher, may say how that ended. If the other
-host acknowledges nothing, the rank is lost to all as silent.
+A session that ends is the end of its rank, and the launcher may say how that ended. If the other host acknowledges
+nothing, the rank is lost to all as silent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from phalanx.membership.protocol import (
     Position,
     Positions,
     Way,
-    WhoKnows,
     needs_positions,
 )
 from phalanx.system.interfaces import outward_address
@@ -47,11 +46,10 @@ from phalanx.wire.door import Arrival, Door
 from phalanx.wire.key import job_key
 from phalanx.wire.sockets import listen
 
-__all__ = ["LOOK_S", "POSITIONS_S", "WELCOME", "Registrar", "end_of", "may_be_told"]
+__all__ = ["LOOK_S", "POSITIONS_S", "WELCOME", "Registrar", "end_of"]
 
 WELCOME, _NO = b"welcome", b"no"  # verdicts for a rank that dials
-# How long the ranks beside one whose session has ended, and then a launcher, may take to say how it ended.
-_BESIDE_S, _LAUNCHER_S = 0.25, 0.75
+_LAUNCHER_S = 0.75  # how long a launcher may take to say how a rank ended
 LOOK_S = 0.02
 _LEFT_S = 0.02  # ranks that leave at about the same time are told together
 # How long ranks may take to say where they are; once all have said something, how long those outside of a call may take
@@ -61,16 +59,14 @@ _FINISH_S = 0.5
 _MOST_STRANGERS = 512
 
 
-def end_of(rank: int, host: str, pid: int) -> Departed:
-    """Say that a rank has ended, and how if a launcher has said so by now."""
-    said = ended_elsewhere(host, pid) or {}
+def end_of(rank: int, host: str, pid: int, since: float) -> Departed | None:
+    """Say that a rank has ended, and how; None while the launcher may still say how, ``since`` that was noticed."""
+    said = ended_elsewhere(host, pid)
+    if said == {} and time.monotonic() - since < _LAUNCHER_S:
+        return None
+    said = said or {}
     facts = {name: said[name] for name in Departed.__struct_fields__ if name in said}
     return Departed(**{**facts, "rank": rank, "way": Way.ENDED, "text": str(said.get("how", ""))})
-
-
-def may_be_told(host: str, pid: int, since: float) -> bool:
-    """Return whether the launcher may still say how a process has ended whose end was noticed then."""
-    return ended_elsewhere(host, pid) == {} and time.monotonic() - since < _LAUNCHER_S
 
 
 @dataclass
@@ -162,21 +158,16 @@ class Registrar:
         member.channel = member.send = None
         if is_silent:
             self._depart(Departed(rank, Way.SILENT))
-        elif member.departed is None:
-            beside = [each for each, other in enumerate(self._members) if other.host == member.host and each != rank]
-            self._push(beside, WhoKnows(rank))
-            now = time.monotonic()
-            self._loop.later(_BESIDE_S, lambda: self._conclude(rank, now))
+        else:
+            self._conclude(rank, time.monotonic())
 
     def _conclude(self, rank: int, since: float) -> None:
         """Note that a rank has ended, and how, if that is known in time."""
         member = self._members[rank]
-        if member.departed is not None:
-            return
-        if may_be_told(member.name, member.pid, since):
-            self._loop.later(LOOK_S, lambda: self._conclude(rank, since))
+        if (departed := end_of(rank, member.name, member.pid, since)) is not None:
+            self._depart(departed)
         else:
-            self._depart(end_of(rank, member.name, member.pid))
+            self._loop.later(LOOK_S, lambda: self._conclude(rank, since))
 
     def _depart(self, departed: Departed) -> None:
         member = self._members[departed.rank]
@@ -198,8 +189,7 @@ class Registrar:
         if isinstance(message, Join):
             self._take_join(rank, message)
         elif isinstance(message, Departed):
-            if message.rank == rank or self._members[message.rank].channel is None:
-                self._depart(message)
+            self._depart(msgspec.structs.replace(message, rank=rank))
         elif isinstance(message, Ask):
             host = self._members[rank].host
             others = [each for each, member in enumerate(self._members) if member.host != host]

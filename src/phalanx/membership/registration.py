@@ -25,7 +25,6 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import time
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -40,20 +39,14 @@ from phalanx.membership.client import JobStore, peek, underlying
 from phalanx.membership.store_protocol import RankProcess, own_process
 from phalanx.system.foreign_values import read_json
 from phalanx.system.processes import state_text
-from phalanx.system.threads import AwakeClock
-from phalanx.words import format_named, tell
+from phalanx.words import format_named
 
 __all__ = ["Registration", "register_rank", "registered"]
 
 # How many ranks on either side, by number, a rank looks at; and at rank 0. A death is seen by those of the same host.
 _NEIGHBOURS = 4
-# For how long a rank is stopped before the user is told: one that is suspended with its whole job goes on with it.
-_STOPPED_S = 3.0
 # How long rank 0, which may have the store in its process, stays after a failure, for the others to read it.
 _LINGER_S = 0.5
-# How long a process waits for an earlier one of its rank, or another world size, that may be about to end.
-_MOMENT_S = 0.5
-_PAUSE_S = 0.02
 # Of the errors of Phalanx and of torch those that are not about other ranks.
 _OWN_FAULTS = (BackendError, DeviceError, LauncherEnvironmentError)
 _COMINGS, _PART = "phalanx/comings", "registration"
@@ -97,14 +90,9 @@ class Registration:
             self._know(self._job_store.rank_0)
         near = {0, *((rank + step) % size for step in range(-_NEIGHBOURS, _NEIGHBOURS + 1))}
         self._near = sorted(near - {rank})
-        self._clock = AwakeClock()
-        self._stopped_since_s: dict[int, float] = {}
-        self._told: dict[int, socket.socket | None] = {}  # the stopped ranks of which the user has been told
 
     def __enter__(self) -> None:
         global _open
-        if self._job_store is not None:
-            self._job_store.connections.watch = self._tell_stopped
         try:
             self._number = self._whole.add(_COMINGS, 1)
             self._come()
@@ -125,11 +113,6 @@ class Registration:
 
     def _end(self, error: BaseException | None) -> None:
         """End this process's part, and tell the others why if it has failed by a cause that concerns them."""
-        if self._job_store is not None:
-            self._job_store.connections.watch = lambda: None
-        for name in self._told.values():
-            if name is not None:
-                name.close()
         with contextlib.suppress(RuntimeError):  # the store has gone
             cause = self._gone(_how(error)) if error is not None and _is_own_fault(error) else error
             if isinstance(cause, InitializationError) and cause.rank >= 0:
@@ -146,12 +129,11 @@ class Registration:
         self._may_conflict = False
 
     def look(self) -> InitializationError | None:
-        """Return why the meeting has failed, if it has; and tell of a rank that is stopped for some seconds.
+        """Return why the meeting has failed, if it has.
 
         Raises:
             DistError: the store has gone.
         """
-        self._tell_stopped()
         if self._is_stopped(0):
             return None  # nothing is asked of a store that may be in its process
         found = self._published()
@@ -194,18 +176,11 @@ class Registration:
     def _come(self) -> None:
         key = f"rank/{self._rank}"
         while (found := self._set(key, "", self._text)) != self._text:
-            if (other := self._other_meeting(key)) is not None:
+            if (other := _decoded(found)) is not None and other.is_seen_meeting():
                 raise self._rank_is_twice(other)
             self._set(key, found, self._text)
         if (error := self.read_near([0])) is not None:
             raise error
-
-    def _other_meeting(self, key: str) -> _Entry | None:
-        """Return the other process in this entry, if it is seen to be in the meeting; it gets a moment to leave."""
-        until = time.monotonic() + _MOMENT_S
-        while (other := self._entry(key)) is not None and other.is_seen_meeting() and time.monotonic() < until:
-            time.sleep(_PAUSE_S)
-        return other if other is not None and other.is_seen_meeting() else None
 
     def _find_conflict(self) -> InitializationError | None:
         own = self._entry(f"rank/{self._rank}") if self._may_conflict else None
@@ -254,22 +229,8 @@ class Registration:
             if entry is None or (entry.pid, entry.start) != (process.pid, process.start):
                 del self._known[rank]  # it had met the others, or another process has its place
                 return None
-            _, told = _decoded_failure(peek(self._store, "failed"))
-            if told is not None and (told.rank, told.pid) == (rank, process.pid):
-                return told  # it has failed before this process came
             return self._gone("has ended", process)
         return None
-
-    def _tell_stopped(self) -> None:
-        now_s = self._clock.now()
-        known = list(self._known.items())  # other threads call this, too, while they wait in rank 0's store
-        stopped = {rank: process for rank, process in known if process.stopped_state()}
-        self._stopped_since_s = {rank: self._stopped_since_s.get(rank, now_s) for rank in stopped}
-        for rank, since_s in list(self._stopped_since_s.items()):
-            if rank in stopped and now_s - since_s >= _STOPPED_S and rank not in self._told:
-                self._told[rank] = name = _bound_name(stopped[rank])
-                if name is not None and (error := self.find_stopped()) is not None:
-                    tell(str(error))
 
     # -- the store -------------------------------------------------------------------------------------
 
@@ -321,17 +282,6 @@ def _how(error: BaseException) -> str:
         return f"has ended with exit code {error.code or 0}"
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return f"has failed ({text[:_LONGEST_TEXT]})"
-
-
-def _bound_name(process: RankProcess) -> socket.socket | None:
-    """Bind a name of the kernel's for this stopped process; None if another rank has, which tells of it."""
-    name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    try:
-        name.bind(f"\0phalanx/stopped/{process.sight}/{process.pid}/{process.start}")
-    except OSError:
-        name.close()
-        return None
-    return name
 
 
 def _encoded(number: int, error: InitializationError) -> str:

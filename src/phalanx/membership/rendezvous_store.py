@@ -28,7 +28,7 @@ from phalanx.membership.liveness import Gone, gone_ranks, has_witness
 from phalanx.membership.protocol import Way
 from phalanx.membership.registration import registered
 from phalanx.system.host import this_host
-from phalanx.system.threads import AwakeClock, ended_early
+from phalanx.system.threads import AwakeClock
 from phalanx.words import format_named, tell
 
 __all__ = ["OFFER", "RendezvousStore", "error_of", "meeting_within", "part_of", "time_left"]
@@ -142,27 +142,26 @@ class RendezvousStore(PrefixStore):
         total_s = (self.timeout if timeout is None else timeout).total_seconds()
         if self._world and total_s > 0:
             total_s = min(total_s, _left_s() + _GRACE_S)
-        if not self._is_watched or total_s <= 0:
-            self._wait_for_launcher(keys, total_s)
-            return
-        watch = _Watch(self, keys)
+        watch, limit = _Watch(self, keys), timedelta(seconds=total_s)
+        is_watched = self._is_watched and total_s > 0
         try:
-            if self._job_store is not None:
+            if not is_watched:  # the launcher's store ends the wait if ranks have ended; in others nobody knows of ends
+                super().wait(list(keys), limit)
+            elif self._job_store is not None:
                 with self._job_store.looking(watch.look):
-                    super().wait(list(keys), timedelta(seconds=total_s))
+                    super().wait(list(keys), limit)
             else:
                 self._poll(keys, total_s, watch)
-        except (InitializationError, WaitTimeout) as error:
-            if isinstance(error, WaitTimeout):
-                watch.refuse_gone()
-                if (why := self.find_stopped()) is not None:
-                    raise why from None
+        except InitializationError:
             raise
         except RuntimeError as error:
-            raise self.explained(error) from error
-        if self._world and (registration := registered()) is not None and not registration.sees_rank_0:
-            with contextlib.suppress(RuntimeError):  # the next request finds that the store has gone
-                registration.read_near([0])
+            if is_watched and not isinstance(error, WaitTimeout):
+                raise self.explained(error) from error
+            with contextlib.suppress(DistError):  # the store has gone
+                watch.refuse_gone()
+            if (why := self.find_stopped()) is not None:
+                raise why from None
+            raise
 
     def _poll(self, keys: Sequence[str], total_s: float, watch: _Watch) -> None:
         """Ask again and again: at the end of a wait that is too short torch's TCPStore writes two lines of warnings."""
@@ -174,22 +173,6 @@ class RendezvousStore(PrefixStore):
                 named = ", ".join(keys[:8]) + (", …" if len(keys) > 8 else "")
                 raise WaitTimeout(f"wait timeout after {total_s:g} s, keys: {named}")
             time.sleep(min(max(_SHORTEST_PAUSE_S, waited_s / 8), longest_s, total_s - waited_s))
-
-    def _wait_for_launcher(self, keys: Sequence[str], total_s: float) -> None:
-        """Wait in the launcher's store, which ends the wait if ranks have ended, or where nobody knows of ends."""
-        began = time.monotonic()
-        try:
-            super().wait(list(keys), timedelta(seconds=total_s))
-        except InitializationError:
-            raise
-        except RuntimeError:
-            found = None
-            if ended_early(began, total_s):
-                with contextlib.suppress(RuntimeError):  # the store has gone
-                    found = self.find_gone()
-            if found is None:
-                raise
-            raise found from None
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
@@ -239,12 +222,11 @@ class RendezvousStore(PrefixStore):
 
         It may take seconds until that is known; ``otherwise`` is the text if it is not known then.
         """
-        try:
-            self.wait(["never"], _NAMING)
-        except InitializationError as error:
-            return error
-        except RuntimeError:
-            pass  # the time is over, or the store has gone
+        with contextlib.suppress(DistError):  # the time is over, or the store has gone
+            try:
+                self.wait(["never"], _NAMING)
+            except InitializationError as error:
+                return error
         return InitializationError(otherwise)
 
     def _of_gone_ranks(self) -> InitializationError | None:
@@ -263,7 +245,7 @@ class RendezvousStore(PrefixStore):
         return None if registration is None else registration.find_stopped()
 
     def look(self) -> None:
-        """Raise the error for a rank of the group that has gone, and tell the user of one that is stopped."""
+        """Raise the error for a rank of the group that has gone."""
         if (found := self.find_gone()) is not None:
             raise found
 
@@ -282,10 +264,16 @@ class RendezvousStore(PrefixStore):
         return False
 
     def say_who_is_missing(self, keys: Sequence[str], waited_s: float, nth: int) -> None:
-        """Say which ranks have not written these keys, unless another rank has said it for the ``nth`` time."""
+        """Say which ranks have not written these keys, unless another rank has said it for the ``nth`` time.
+
+        Of one that is stopped, that is said instead.
+        """
         lacking = [key for key in keys if not self.check([key])]
         missing = {_rank_of(key) for key in lacking}
         if missing and -1 not in missing and self._rank >= 0 and self.is_first_to_set(f"said/{lacking[0]}/{nth}"):
+            if (stopped := self.find_stopped()) is not None:
+                tell(str(stopped))
+                return
             has, them = ("has", "it") if len(missing) == 1 else ("have", "them")
             tell(
                 f"{format_named('rank', sorted(self._ranks[each] for each in missing))} {has} not come as far as rank "
