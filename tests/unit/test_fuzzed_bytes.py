@@ -47,7 +47,7 @@ from phalanx.membership import registration
 from phalanx.membership.launcher_store import TorchConversation
 from phalanx.membership.protocol import Broken, Left, Lost, Position, decode, encode
 from phalanx.membership.protocol import Message as Told
-from phalanx.membership.proven_door import Seats, _Conversation
+from phalanx.membership.proven_door import ALL, Seats, _Conversation
 from phalanx.membership.store_protocol import Claim, Code, Verdict, unpack
 from phalanx.membership.store_protocol import pack as pack_request
 from phalanx.membership.table import Table
@@ -509,7 +509,9 @@ def answers_to(table: Table, requests: Sequence[tuple[int, int, list[bytes]]]) -
     """The answers of the store to these requests, each of which comes by a connection of its own."""
     said: list[list[bytes]] = []
     seats = Seats(Claim(0, 1, 0, "", "h0", 2))
-    store = SimpleNamespace(table=table, seats=seats, wills={}, await_everybody=lambda each: each.finish(""))
+    joined = Table()
+    joined.set(ALL, b"")
+    store = SimpleNamespace(table=table, joined=joined, seats=seats, wills={})
     for code, number, fields in requests:
         said.append([])
         connection = SimpleNamespace(send=said[-1].append)

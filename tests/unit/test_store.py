@@ -216,7 +216,7 @@ def test_when_rank_0_gives_up_everybody_is_told_why() -> None:
         ]
         for thread in threads:
             thread.start()
-        assert soon(lambda: len(job.server._awaiting_everybody) == 1 and bool(job.server.table._waits))
+        assert soon(lambda: bool(job.server.joined._waits) and bool(job.server.table._waits))
         job.server.stop("rank 2 had not come")
         for thread in threads:
             thread.join(20)

@@ -20,7 +20,7 @@ from phalanx.diagnosis.ends import tell_of_failure
 from phalanx.diagnosis.recorder import open_recorder
 from phalanx.errors import InitializationError
 from phalanx.membership.abort import GroupAbort, address_key
-from phalanx.membership.liveness import Membership, call_witness, set_world, world_membership
+from phalanx.membership.liveness import Membership, set_world, world_membership
 from phalanx.membership.registration import register_rank
 from phalanx.membership.rendezvous_store import RendezvousStore, time_left
 from phalanx.system.threads import renew_engine
@@ -157,8 +157,7 @@ def create_process_group(
         group = group_of(hosts, gloo)
         quicken_messages(group, hosts.messages.mailbox)
         if not ranks:
-            call_witness(hosts)
-            set_world(membership)
+            set_world(hosts, membership)
             handle = cast(SharedMemoryCommunicator, local).handle if local.size > 1 else None
             here = process_ids(handle, local.size) if handle is not None else [os.getpid()]
             group.watch_waits(dict(zip(layout.here, here, strict=True)), membership)
@@ -190,7 +189,7 @@ def create_process_group(
         quicken(group, communicator)
         tell_of_failure(communicator)
         if not ranks:
-            call_witness(communicator)
+            set_world(communicator)
             group.watch_waits(dict(enumerate(process_ids(communicator.handle, size))))
         return group
     except BaseException:

@@ -319,7 +319,7 @@ class TorchConversation:
     def end(self) -> None:
         """Forget what this connection waits for: it has gone."""
         if self._wait is not None:
-            self._table.forget(self._wait)
+            self._wait.forget()
 
     def _await(self, keys: Collection[bytes], *, anew: bool = False) -> None:
         self.end()

@@ -44,17 +44,7 @@ from phalanx.system.exit_order import Stage, at_exit
 from phalanx.wire.dial import dial
 from phalanx.wire.key import job_key
 
-__all__ = [
-    "Gone",
-    "Membership",
-    "Subscriber",
-    "Witness",
-    "call_witness",
-    "gone_ranks",
-    "has_witness",
-    "set_world",
-    "world_membership",
-]
+__all__ = ["Gone", "Membership", "Subscriber", "gone_ranks", "set_world", "world_membership"]
 
 _KEY = "registrar"  # in the part of the store in which the ranks meet
 _CLOSING_S = 2.0
@@ -374,54 +364,45 @@ class Membership:
 
 # Memberships that have not ended, by identity; each adds and removes itself in one step of Python's.
 _alive: dict[int, Membership] = {}
-_world: weakref.ref[Membership] | None = None  # that of the world
 
 
-def set_world(membership: Membership) -> None:
-    """Have this one used by the groups of some ranks that are made from now on."""
-    global _world
-    _world = weakref.ref(membership)
-
-
-def world_membership() -> Membership | None:
-    """Return that of the world, for one more group; None if the world has none."""
-    world = None if _world is None else _world()
-    return None if world is None else world.retain()
-
-
-# -- further groups: which ranks of the world have gone ------------------------------------------------
+# -- the world: which of its ranks have gone -------------------------------------------------------------
 #
-# A store cannot know that a rank will never write a key. But a process that makes a further group has the world's,
-# which looks after its ranks, whichever store they met in.
+# A store cannot know that a rank will never write a key. But a process that makes a further group has the world's
+# communicator, which looks after its ranks, whichever store they met in. A group of some ranks would know less: one
+# that has left it may be there for another.
 
 
-class Witness(Protocol):
-    """The communicator of the world, which knows of its ranks' ends."""
+class World(Protocol):
+    """The communicator of the world."""
 
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
         """Return those of these ranks that have gone; none if this rank has closed it. It may take a second."""
         ...
 
 
-# The world's communicator, as long as it exists: one reference, which the thread that makes the world replaces whole.
-_witness: weakref.ref[Witness] | None = None
+# As long as they exist. Each is one reference, which the thread that makes the world replaces whole.
+_world: weakref.ref[World] | None = None
+_membership: weakref.ref[Membership] | None = None
 
 
-def call_witness(world: Witness) -> None:
-    """Ask this one from now on. A group of some ranks knows less: one that has left it may be there for another."""
-    global _witness
-    _witness = weakref.ref(world)
+def set_world(world: World, membership: Membership | None = None) -> None:
+    """Ask this one from now on, and have further groups use its membership, if it has one."""
+    global _world, _membership
+    _world = weakref.ref(world)
+    _membership = None if membership is None else weakref.ref(membership)
 
 
-def has_witness() -> bool:
-    """Return whether this process has a world that could know."""
-    return _witness is not None and _witness() is not None
+def world_membership() -> Membership | None:
+    """Return that of the world, for one more group; None if the world has none."""
+    found = None if _membership is None else _membership()
+    return None if found is None else found.retain()
 
 
-def gone_ranks(ranks: Collection[int]) -> dict[int, Gone]:
-    """Return those of these ranks of the world that have gone, as far as its group knows."""
-    world = None if _witness is None else _witness()
-    return {} if world is None else world.gone(ranks)
+def gone_ranks(ranks: Collection[int]) -> dict[int, Gone] | None:
+    """Return those of these ranks of the world that have gone, as far as is known; None without a world."""
+    world = None if _world is None else _world()
+    return None if world is None else world.gone(ranks)
 
 
 def _at_exit() -> None:

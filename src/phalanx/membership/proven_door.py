@@ -36,6 +36,7 @@ __all__ = ["Seats", "StoreServer"]
 MOST_COMPLAINTS = 16
 # How long rank 0's process, when it ends, waits for ranks that still read its answers.
 LINGER_S = 0.3
+ALL = b"all"
 
 
 class Seats:
@@ -120,14 +121,13 @@ class _Conversation:
         self.claim, self.connection = claim, connection
         self._store, self._session = store, session
         self._data = bytearray()
-        self._wait: Wait | None = None
-        self._waits = False
+        self._wait: Wait | None = None  # that of the request which is not answered yet
 
     def hear(self, data: bytes) -> None:
         """Carry out the requests that are whole; raise Malformed if there are others."""
         self._data += data
         for message in self._session.take_messages(self._data):
-            if self._waits:
+            if self._wait is not None:
                 raise Malformed("a request came before the last one was answered")
             try:
                 self._carry_out(*unpack(message))
@@ -137,30 +137,25 @@ class _Conversation:
     def end(self) -> None:
         """Forget what this connection waits for: it has gone."""
         if self._wait is not None:
-            self._store.table.forget(self._wait)
+            self._wait.forget()
         self._store.on_gone(self)
 
     def reply(self, code: int, number: int = 0, fields: Sequence[bytes] = ()) -> None:
         """Answer the request that has been read last."""
-        self._waits, self._wait = False, None
+        self._wait = None
         try:
             message = pack(code, number, fields)
         except ValueError as error:
             message = pack(Code.FAILED, 0, [str(error).encode()])
         self.connection.send(self._session.seal(message))
 
-    def finish(self, why: str, fields: Sequence[bytes] = ()) -> None:
-        """Answer a request that has waited."""
-        self.reply(Code.FAILED if why else Code.DONE, 0, [why.encode()] if why else fields)
-
     def _carry_out(self, code: int, number: int, fields: list[bytes]) -> None:
         table, result, said = self._store.table, 0, list[bytes]()
         if code in (Code.READ, Code.WAIT):
-            self._await(fields, reads=code == Code.READ)
+            self._await(table, fields, reads=code == Code.READ)
             return
         if code == Code.EVERYBODY:
-            self._waits = True
-            self._store.await_everybody(self)
+            self._await(self._store.joined, [ALL])
             return
         if code in (Code.SET, Code.APPEND):
             if len(fields) % 2:
@@ -188,13 +183,11 @@ class _Conversation:
             raise ValueError(f"there is no request with the code {code}")
         self.reply(Code.DONE, result, said)
 
-    def _await(self, keys: list[bytes], *, reads: bool) -> None:
-        table = self._store.table
-
+    def _await(self, table: Table, keys: list[bytes], *, reads: bool = False) -> None:
         def finish(why: str) -> None:
-            self.finish(why, [table.entries.get(key, b"") for key in keys] if reads else ())
+            values = [table.entries.get(key, b"") for key in keys] if reads else []
+            self.reply(Code.FAILED if why else Code.DONE, 0, [why.encode()] if why else values)
 
-        self._waits = True
         wait = table.wait(keys, finish)
         if wait.missing:
             self._wait = wait
@@ -227,12 +220,12 @@ class StoreServer:
     ) -> None:
         self.seats, self.key = seats, key
         self.table, self.loop = Table(), Loop("phalanx-store")
+        self.joined = Table()  # has ALL when every rank has joined
         self.wills: dict[int, list[bytes]] = {}
         self.where: Address = listener.getsockname()[:2]
         self._say, self._complaints = say, 0
         self._retired, self._over = False, ""
         self._conversations: set[_Conversation] = set()
-        self._awaiting_everybody: list[_Conversation] = []
         self._door = Door(
             listener, key, ROLE, KEEP_ALIVE, self.loop.selector, self._admit, self._on_refused, announced=announced
         )
@@ -282,8 +275,7 @@ class StoreServer:
     def _stop(self, why: str) -> None:
         self._over = why
         self.table.fail(why)
-        for conversation in self._awaiting_everybody:
-            conversation.finish(why)
+        self.joined.fail(why)
         self._door.close()
         for connection in list(self.loop.connections):
             connection.close()
@@ -293,23 +285,10 @@ class StoreServer:
         if self._retired and not self._over and not self.loop.connections:
             self._stop("rank 0 has left")
 
-    def await_everybody(self, conversation: _Conversation) -> None:
-        """Answer when every rank has joined."""
-        self._awaiting_everybody.append(conversation)
-        self._answer_if_complete()
-
-    def _answer_if_complete(self) -> None:
-        if self.seats.complete:
-            waiting, self._awaiting_everybody = self._awaiting_everybody, []
-            for each in waiting:
-                each.finish("")
-
     def on_gone(self, conversation: _Conversation) -> None:
         """Note that a connection has ended: if it was its rank's last, nobody should wait for that rank."""
         self._conversations.discard(conversation)
         claim = conversation.claim
-        if conversation in self._awaiting_everybody:
-            self._awaiting_everybody.remove(conversation)
         self._stop_if_unused()
         if self._over or any(other.claim.rank == claim.rank for other in self._conversations):
             return
@@ -344,7 +323,8 @@ class StoreServer:
 
         connection.hear, connection.ended = conversation.hear, ended
         self._conversations.add(conversation)
-        self._answer_if_complete()
+        if self.seats.complete:
+            self.joined.set(ALL, b"")
         connection.take(arrival.rest)
 
     def _on_refused(self, peer: str, why: Exception) -> None:

@@ -24,7 +24,7 @@ from phalanx.diagnosis.own_waits import AGAIN, warn_after_s
 from phalanx.diagnosis.recorder import is_kept
 from phalanx.errors import InitializationError
 from phalanx.membership.client import JobStore, WaitTimeout, ended_ranks, underlying
-from phalanx.membership.liveness import Gone, gone_ranks, has_witness
+from phalanx.membership.liveness import Gone, gone_ranks
 from phalanx.membership.protocol import Way
 from phalanx.membership.registration import registered
 from phalanx.system.host import this_host
@@ -230,7 +230,7 @@ class RendezvousStore(PrefixStore):
         return InitializationError(otherwise)
 
     def _of_gone_ranks(self) -> InitializationError | None:
-        gone = {} if self._world else gone_ranks(self._ranks)
+        gone = None if self._world else gone_ranks(self._ranks)
         if not gone:
             return None
         rank, who = min(gone.items(), key=lambda each: (Way.DEPARTED.index(each[1].way), each[0]))
@@ -284,7 +284,7 @@ class RendezvousStore(PrefixStore):
     @property
     def _is_watched(self) -> bool:
         """Return whether anybody could know that a rank of the group has gone."""
-        return registered() is not None if self._world else has_witness()
+        return registered() is not None if self._world else gone_ranks(()) is not None
 
     @property
     def _group(self) -> str:
