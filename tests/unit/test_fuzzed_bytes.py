@@ -190,8 +190,8 @@ def of_ranks() -> Iterator[Parser]:
         """The content of a message whose digest is right."""
         return decode(data)
 
-    fact = Lost(by=1, rank=2, way="ended", how="by signal 9 (SIGKILL)")
-    messages: list[Told] = [Broken(group="0", fact=fact), Left(ranks=[("0", 1)]), Position(rank=1, group="0")]
+    fact = Lost(by=1, rank=2, way="ended", text="by signal 9 (SIGKILL)")
+    messages: list[Told] = [Broken(group="0", fact=fact), Left(group="0", ranks=[1]), Position(rank=1, group="0")]
     yield Parser("a message of a registrar", [*map(encode, messages)], said, (Malformed,))
 
     seen = [RankSnapshot(rank, Recording(42, rank, 3, 3, "", 4, (RECORD,)), "S", place="train.py:7") for rank in (1, 2)]
@@ -476,7 +476,7 @@ def test_nonsense_in_the_place_of_a_rank_is_no_claim() -> None:
     """In a store of torch's anybody may write."""
     for data in (DEEP, b"7", b"[7]", b"\xff", b'[{"rank": "1"}]'):
         assert registration._decoded(data) is None
-        assert registration._decoded_failure(data) == (0, None)
+        assert registration._decoded_failure(data) is None
 
 
 def test_json_that_is_nested_too_deeply_is_no_json() -> None:

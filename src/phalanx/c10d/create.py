@@ -42,8 +42,8 @@ def _naming_who_has_gone(meeting: RendezvousStore) -> Iterator[None]:
     try:
         yield
     except InitializationError as error:
-        if error.rank < 0:
-            raise meeting.await_gone(str(error)) from error
+        if error.rank < 0 and (found := meeting.await_gone()) is not None:
+            raise found from error
         raise
 
 

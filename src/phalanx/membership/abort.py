@@ -1,14 +1,14 @@
 """Agree why a group over several hosts broke, and where its ranks are: one rank's side of one group.
 
 The rank that finds something sends it to the registrar. The first fact of a group wins there and is pushed to all its
-ranks, so every rank raises the same. A rank that hears of it ends the waits of its process and of its host's memory. If
-the registrar does not answer, as its host is cut off or its process has left, a rank goes by its own fact.
+ranks, so every rank raises the same, and ends the waits of its process and of its host's memory. If the registrar does
+not answer, as its host is cut off or its process has left, a rank goes by its own fact.
 
 A rank concludes something only while it waits: in a collective for all ranks, in a message for its peer. So ranks that
 need each other go on without a third.
 
-When ranks are late, or their calls differ, every rank is asked where it is, once, by the registrar. Whoever does not
-answer in a second is named as not saying it: it is stopped, or something holds its interpreter.
+When ranks are late, or their calls differ, the registrar asks every rank once where it is. Who does not answer in a
+second is named as not saying it: it is stopped, or something holds its interpreter.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+import msgspec
 from torch._C._distributed_c10d import HashStore, Store
 
 from phalanx.errors import InitializationError
@@ -164,18 +165,7 @@ class GroupAbort:
 
     def fact_of(self, gone: Departed, rank: int) -> Lost:
         """Return the fact that a rank of the group has gone in this way."""
-        ended = gone.way == Way.ENDED
-        return Lost(
-            by=self.rank,
-            rank=rank,
-            way=gone.way,
-            text="" if ended else gone.text,
-            how=gone.text if ended else "",
-            signal=gone.signal,
-            last_operation=gone.last_operation,
-            last_line=gone.last_line,
-            was_in_it=gone.was_in_it,
-        )
+        return Lost(**{**msgspec.structs.asdict(gone), "by": self.rank, "rank": rank})
 
     def meet(self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool]) -> bool:
         """Wait until another rank comes to connect with this one as well; return whether it does.
@@ -252,7 +242,7 @@ class GroupAbort:
             if message.rank != self.rank:
                 self.addresses(message.name).set(address_key(message.rank), message.address)  # type: ignore[arg-type]
         elif isinstance(message, Left):
-            self._left.update(rank for name, rank in message.ranks if name == self.name)
+            self._left.update(message.ranks)
         elif isinstance(message, Meet):
             self._met.add(message.peer)
         elif isinstance(message, Positions):

@@ -75,12 +75,8 @@ class Connections:
     """Connections to rank 0, one for each request that is under way.
 
     Args:
-        first: the one with which this process joined.
-        verdict: rank 0's answer on it.
-        where: address and port of rank 0.
-        key: the job's key.
-        claim: what this process says of itself.
-        source: the address to connect from; any of this host's by default.
+        first, verdict: that with which this process joined, and rank 0's answer.
+        where, key, claim, source: see :func:`connect`.
     """
 
     def __init__(
@@ -101,15 +97,12 @@ class Connections:
         timeout_s: float | None,
         look: Callable[[], object] = _nothing,
     ) -> _Answer:
-        """Carry out a request on a connection that no other call uses meanwhile; return the answer's number and fields.
+        """Carry out a request on a connection that no other call uses; return the answer's number and fields.
 
-        Args:
-            code, number, fields: the request.
-            timeout_s: how long it may wait, in seconds; None for as long as it takes.
-            look: called some times a second meanwhile; what it raises ends the call.
+        ``look`` is called some times a second meanwhile, and what it raises ends the call.
 
         Raises:
-            WaitTimeout: a request that waits has waited for so long.
+            WaitTimeout: a request that waits has waited for so long; a timeout of None is none.
             DistStoreError: rank 0 has gone, or has answered with this reason.
         """
         message = pack(code, number, fields)
@@ -131,10 +124,9 @@ class Connections:
             line.close()  # an answer may still be on its way
             raise
         with self._lock:
-            keeps = not self._ended
-            if keeps:
+            if not self._ended:
                 self._idle.append(line)
-        if not keeps:
+        if self._ended:
             line.close()
         if answered != Code.DONE:
             raise DistStoreError(_text(said))
@@ -185,20 +177,14 @@ class Connections:
         return line
 
     def _lost(self, error: BaseException) -> NoReturn:
-        if state := self.rank_0.stopped_state():
+        rank_0 = self.rank_0
+        if state := rank_0.stopped_state():
             group = format_named("rank", range(self._claim.world_size))
-            rank_0 = self.rank_0
             raise InitializationError.rank_stopped(0, rank_0.pid, rank_0.host, state_text(state), group) from error
-        why = "rank 0 has ended, or the network to it is cut"
-        if isinstance(error, TimeoutError):
-            why = "rank 0 is stopped, or the network to it is cut"
-        elif isinstance(error, Malformed):
-            why = "another process has changed what rank 0 sent"
-        elif isinstance(error, (NoProof, WrongKey)):
-            why = "rank 0 has ended, and another program listens there now"
         raise DistStoreError(
-            f"rank {self._claim.rank} lost the store of rank 0 at {self._where[0]} port {self._where[1]} ({error}): "
-            f"{why}; see what rank 0 printed"
+            f"rank {self._claim.rank} lost the store of rank 0 at {self._where[0]} port {self._where[1]} "
+            f"({str(error) or type(error).__name__}): rank 0 has ended or is stopped, or the network to it is cut; see "
+            f"what rank 0 printed"
         ) from error
 
     def end(self) -> None:
@@ -246,7 +232,7 @@ class JobStore(Store):
     Args:
         connections: those to rank 0.
         timeout: how long ``get`` and ``wait`` wait.
-        server: rank 0's own store; None on other ranks. It ends with this object.
+        server: rank 0's own store, which ends with this object; None on other ranks.
     """
 
     timeout: timedelta  # torch's own property, which its stubs leave out
@@ -274,7 +260,7 @@ class JobStore(Store):
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         given = [key.encode(), _bytes(expected_value), _bytes(desired_value)]
-        return _checked(self._ask(Code.COMPARE_SET, 0, given)[1], 1)[0]
+        return self._ask(Code.COMPARE_SET, 0, given)[1][0]
 
     def delete_key(self, key: str) -> bool:
         return bool(self._ask(Code.DELETE, 0, [key.encode()])[0])
@@ -343,12 +329,11 @@ class JobStore(Store):
     def _wait_for(self, code: int, keys: Sequence[str], timeout: timedelta) -> Sequence[bytes]:
         look = getattr(self._here, "look", _nothing)
         try:
-            fields = self.connections.call(code, 0, [key.encode() for key in keys], _limit(timeout), look)[1]
+            return self.connections.call(code, 0, [key.encode() for key in keys], _limit(timeout), look)[1]
         except WaitTimeout:
             missing = sorted(key for key in keys if not self.check([key]))
             named = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
             raise WaitTimeout(f"wait timeout after {timeout.total_seconds():g} s, keys: {named}") from None
-        return _checked(fields, len(keys)) if code == Code.READ else fields
 
     def _ask(self, code: int, number: int = 0, fields: Sequence[bytes] = ()) -> _Answer:
         return self.connections.call(code, number, fields, _limit(self.timeout))
@@ -400,16 +385,9 @@ def _limit(timeout: timedelta) -> float | None:
     return timeout_s if 0 < timeout_s < _LONGEST_WAIT_S else None
 
 
-def _checked(fields: Sequence[bytes], count: int) -> Sequence[bytes]:
-    """Return the values of an answer; without a key anybody may pose as rank 0, and send another number of them."""
-    if len(fields) != count:
-        raise DistStoreError(f"the store sent {len(fields)} values where {count} belong: is that rank 0 of this job?")
-    return fields
-
-
 def _text(fields: Sequence[bytes]) -> str:
     """Return what the store says for people."""
-    return fields[0].decode(errors="replace") if fields else "rank 0 gives no reason"
+    return b" ".join(fields).decode(errors="replace")
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -139,7 +139,7 @@ class TorchStoreServer(Loop):
 
     Args:
         listener: the bound, listening socket.
-        is_welcome: whether a connection may use the store, by the addresses and ports of its two ends.
+        is_welcome: whether a connection may use the store, by its two ends.
         supervisor: the line to it; waits of a world that meets fail when one of its ranks has ended.
         say: takes a line for the user.
     """

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -34,7 +34,6 @@ from phalanx.membership.protocol import (
     Ask,
     Departed,
     Hello,
-    Left,
     Message,
     OfGroup,
     Way,
@@ -57,12 +56,10 @@ class Gone:
     """A rank that has gone.
 
     Attributes:
-        pid: its process id.
-        host: the name of its host.
         way: ``ended``: its process is gone; ``replaced``: that runs another program; ``failed``: an exception, or an
             exit with a code other than 0, ended its script; ``left``: it closed its groups, or its script is over;
             ``silent``: its host acknowledges nothing.
-        text: what else is known: of one that has ended, how, as ``by signal 9 (SIGKILL)``; of one that failed, why.
+        text: how one has ended, as ``by signal 9 (SIGKILL)``; why one has failed.
     """
 
     pid: int
@@ -73,14 +70,15 @@ class Gone:
     @property
     def words(self) -> str:
         """The way it has gone, for people."""
-        if self.way == Way.LEFT:
-            return "has left in order (it destroyed its groups, or its script has come to its end)"
-        if self.way == Way.REPLACED:
-            return "has replaced itself by another program (exec)"
-        if self.way == Way.FAILED:
-            return f"has failed ({self.text})" if self.text else "has failed"
-        if self.way == Way.SILENT:
-            return "cannot be reached (its host acknowledges nothing)"
+        match self.way:
+            case Way.LEFT:
+                return "has left in order (it destroyed its groups, or its script has come to its end)"
+            case Way.REPLACED:
+                return "has replaced itself by another program (exec)"
+            case Way.SILENT:
+                return "cannot be reached (its host acknowledges nothing)"
+            case Way.FAILED:
+                return f"has failed ({self.text})" if self.text else "has failed"
         return f"has ended {self.text}" if self.text else "has ended"
 
     @property
@@ -117,8 +115,7 @@ class Membership:
 
     Args:
         rank: this process's rank.
-        hosts: the number of the host of each rank.
-        names: what each rank's host is called.
+        hosts, names: the number and the name of each rank's host.
 
     Attributes:
         changed: notified after everything that the loop has learned.
@@ -150,15 +147,10 @@ class Membership:
     def meet(
         cls, store: Store, rank: int, hosts: Sequence[int], names: Sequence[str], timeout: timedelta
     ) -> Membership:
-        """Make it. Every rank calls this.
-
-        Args:
-            store: a part of the job's store where nobody has met before.
-            rank, hosts, names: see the class.
-            timeout: for rank 0 to come.
+        """Make it. Every rank calls this, with a part of the job's store where nobody has met before.
 
         Raises:
-            InitializationError: rank 0 has gone, or cannot be reached.
+            InitializationError: rank 0 has gone, did not come in time, or cannot be reached.
         """
         made = cls(rank, hosts, names)
         try:
@@ -200,7 +192,7 @@ class Membership:
         self._groups.pop(group, None)
 
     def send(self, message: Message) -> None:
-        """Send the registrar a message, as soon as it can be reached."""
+        """Send the registrar a message."""
         self._loop.call(lambda: self._send(message))
 
     def later(self, seconds: float, task: Callable[[], object]) -> None:
@@ -217,11 +209,8 @@ class Membership:
     def ask(self, over: Callable[[], bool]) -> list[RankSnapshot]:
         """Ask what the ranks of other hosts do, for some seconds at most, unless that is ``over``.
 
-        One rank of each host answers for all ranks there: the first that is not stopped. If none of them does, the
-        host is silent: its ranks are stopped, or something holds their interpreters.
-
-        Returns:
-            Each with the name of its host. Empty if the registrar cannot be asked.
+        The first rank of each host that is not stopped answers for all there. If none does, the host is silent: its
+        ranks are stopped, or something holds their interpreters. Nothing is returned if the registrar cannot be asked.
         """
         answers: list[list[Any]] = []
         with self.changed:
@@ -231,7 +220,7 @@ class Membership:
         others = [rank for rank, host in enumerate(self._hosts) if host != self._hosts[self.rank]]
         hosts = len({self._hosts[rank] for rank in others})
         until = time.monotonic() + _ANSWER_S
-        while time.monotonic() < until and not over() and self.connected:
+        while self.connected and time.monotonic() < until and not over():
             if self.wait_for(lambda: len(answers) >= hosts, 0.1):
                 break
         if not self.connected:
@@ -301,10 +290,8 @@ class Membership:
                 self._send(Answer(message.number, message.asker, [each.to_json(_RECORDS) for each in snapshots]))
         elif isinstance(message, Answer):
             self._answers[message.number].append(message.snapshots)
-        elif isinstance(message, (Left, OfGroup)):
-            for name in {each[0] for each in message.ranks} if isinstance(message, Left) else {message.group}:
-                if (group := self._groups.get(name)) is not None:
-                    group.take(message)
+        elif isinstance(message, OfGroup) and (group := self._groups.get(message.group)) is not None:
+            group.take(message)
         self._tell()
 
     def _tell(self) -> None:
@@ -313,15 +300,15 @@ class Membership:
             self.changed.notify_all()
         self._look()
 
-    def _look_again(self) -> None:
-        self._will_look = False
-        self._look()
-
     def _look(self) -> None:
         dues = [due for group in list(self._groups.values()) if (due := group.look()) is not None]
         if dues and not self._will_look:
             self._will_look = True
             self._loop.later(min(dues), self._look_again)
+
+    def _look_again(self) -> None:
+        self._will_look = False
+        self._look()
 
     def _note_departed(self, departed: Departed) -> None:
         self.departed.setdefault(departed.rank, (departed, time.monotonic()))
@@ -343,7 +330,7 @@ class Membership:
             return  # rank 0 has said that it leaves
         if is_silent:
             beside = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[0]]
-            self._lose_registrar(Departed(rank, Way.SILENT) for rank in beside)
+            self._lose_registrar([Departed(rank, Way.SILENT) for rank in beside])
         else:
             self._lose_process(time.monotonic())
 
@@ -355,7 +342,7 @@ class Membership:
         else:
             self._lose_registrar([found])
 
-    def _lose_registrar(self, departed: Iterable[Departed]) -> None:
+    def _lose_registrar(self, departed: Sequence[Departed]) -> None:
         for each in departed:
             self._note_departed(each)
         self.connected = False
@@ -406,10 +393,10 @@ def gone_ranks(ranks: Collection[int]) -> dict[int, Gone] | None:
 
 
 def _at_exit() -> None:
-    ended = list(_alive.values())
-    for each in ended:
+    ending = list(_alive.values())
+    for each in ending:
         each.end()
-    for each in ended:
+    for each in ending:
         each.join()
 
 

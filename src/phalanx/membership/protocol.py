@@ -1,6 +1,6 @@
 """Messages between a rank and the registrar, and the facts that they carry.
 
-Ranks are those of the membership, except in facts, positions, ``Left``, ``Meet`` and ``Address``: those of the group.
+Ranks are those of the membership, but in facts and in messages about a group those of the group.
 Nobody reads a sentence out of a fact.
 """
 
@@ -40,16 +40,14 @@ class _Struct(msgspec.Struct, omit_defaults=True, frozen=True, tag=True):
 class Lost(_Struct, frozen=True):
     """A rank is lost, or the way to one.
 
-    ``by`` has noticed it. ``rank`` is -1 if it is not known which. ``text`` says why one failed or was interrupted,
-    ``how`` in what way it has ended. ``at`` is the last call of ``by``, which the lost rank has left without, else -1.
-    The others are those of :class:`Departed`.
+    ``by`` has noticed it. ``rank`` is -1 if it is not known which. ``at`` is the last call of ``by``, which the lost
+    rank has left without, else -1. The others are those of :class:`Departed`.
     """
 
     by: int
     way: str
     rank: int = -1
     text: str = ""
-    how: str = ""
     signal: int = 0
     last_operation: str = ""
     last_line: str = ""
@@ -129,9 +127,10 @@ class Leave(_Struct, frozen=True):
 
 
 class Left(_Struct, frozen=True):
-    """Ranks have left groups, each with the group's name."""
+    """Ranks have left a group."""
 
-    ranks: list[tuple[str, int]]
+    group: str
+    ranks: list[int]
 
 
 class Broken(_Struct, frozen=True):
@@ -172,8 +171,8 @@ class Positions(_Struct, frozen=True):
 class Departed(_Struct, frozen=True):
     """A rank has gone, or its host acknowledges nothing; of itself a rank says that it has left all groups.
 
-    ``text`` says why it failed, or how it ended; ``signal`` is 0 if none ended it. The last operation is that of its
-    flight recorder, if that could be read; it ``was_in_it`` if it had not returned.
+    ``text`` says why it failed or was interrupted, or how it ended; ``signal`` is 0 if none ended it. The last
+    operation is that of its flight recorder, if that could be read; it ``was_in_it`` if it had not returned.
     """
 
     rank: int
@@ -200,8 +199,8 @@ class Answer(_Struct, frozen=True):
     snapshots: list[Any]
 
 
-OfGroup: TypeAlias = Joined | Address | Meet | Leave | Broken | Position | Positions
-Message: TypeAlias = Join | OfGroup | Left | Departed | Ask | Answer
+OfGroup: TypeAlias = Joined | Address | Meet | Leave | Left | Broken | Position | Positions
+Message: TypeAlias = Join | OfGroup | Departed | Ask | Answer
 
 encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -203,11 +203,9 @@ class StoreServer:
     """The store of one world, served until :meth:`retire` or :meth:`stop`.
 
     Args:
-        listener: the bound, listening socket; the server closes it.
-        key: the job's key.
+        listener, key, announced: see :class:`~phalanx.wire.door.Door`.
         seats: which ranks may join, and which have.
         say: takes a line for rank 0's console.
-        announced: addresses and ports at which the other ranks dial this host, and that are not its own.
     """
 
     def __init__(
@@ -328,20 +326,21 @@ class StoreServer:
         connection.take(arrival.rest)
 
     def _on_refused(self, peer: str, why: Exception) -> None:
-        if isinstance(why, WrongKey):
-            self._complain(peer, f"proves another key than rank 0's ({self.key.source or 'none'})")
-        elif isinstance(why, Silent):
-            self._complain(peer, f"was silent for {doors.PATIENCE_S:.0f} s")
-        elif isinstance(why, Displaced):
-            self._complain(peer, "had proven nothing yet when too many others came")
-        elif isinstance(why, PassedOn):
-            self._complain(
-                peer,
-                f"was meant for {why.dialled}, not for {self.where[0]} port {self.where[1]}: another process has "
-                f"passed it on. If that is a gateway of your own, set MASTER_ADDR to the address that others dial",
-            )
-        else:
-            self._complain(peer, "sent no proof that it belongs to the job")
+        match why:
+            case WrongKey():
+                said = f"proves another key than rank 0's ({self.key.source or 'none'})"
+            case Silent():
+                said = f"was silent for {doors.PATIENCE_S:.0f} s"
+            case Displaced():
+                said = "had proven nothing yet when too many others came"
+            case PassedOn():
+                said = (
+                    f"was meant for {why.dialled}, not for {self.where[0]} port {self.where[1]}: another process has "
+                    f"passed it on. If that is a gateway of your own, set MASTER_ADDR to the address that others dial"
+                )
+            case _:
+                said = "sent no proof that it belongs to the job"
+        self._complain(peer, said)
 
     def _complain(self, peer: str, why: str) -> None:
         self._complaints += 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -116,7 +117,7 @@ class Registrar:
         self._members = [_Member(host, name) for host, name in zip(hosts, names, strict=True)]
         self._members[0].pid, self._members[0].send = pid, own
         self._groups: dict[str, _Group] = {}
-        self._left: list[tuple[str, int]] = []
+        self._left: defaultdict[str, list[int]] = defaultdict(list)  # who is still to be told of
         listener = listen(outward_address(), 0)
         self._name = secrets.token_hex(8)
         self.address = (*listener.getsockname()[:2], self._name, pid)
@@ -219,7 +220,7 @@ class Registrar:
             group.left.add(own)
             if not self._left:
                 self._loop.later(_LEFT_S, self._push_left)
-            self._left.append((group.name, own))
+            self._left[group.name].append(own)
             self._gather(group)
         elif isinstance(message, Address):
             group.addresses.append(message)
@@ -263,15 +264,12 @@ class Registrar:
             self._push(group.ranks, Positions(group.name, [*group.positions.values()]))
 
     def _push_left(self) -> None:
-        left, self._left = self._left, []
-        for rank in range(len(self._members)):
-            theirs = [each for each in left if rank in self._groups[each[0]].ranks]
-            if theirs:
-                self._push([rank], Left(theirs))
-        for name in {each[0] for each in left}:
+        for name, left in self._left.items():
             group = self._groups[name]
+            self._push(group.ranks, Left(name, left))
             if len(group.left | self._departed_in(group)) == len(group.ranks):
                 del self._groups[name]
+        self._left.clear()
 
     def _departed_in(self, group: _Group) -> set[int]:
         return {own for own, rank in enumerate(group.ranks) if self._members[rank].departed is not None}

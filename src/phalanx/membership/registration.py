@@ -4,18 +4,17 @@ So two processes of one rank, different world sizes, and a rank that has ended o
 store: rank 0's, torchrun's, one that a script opens, a file. The first cause wins: it is published under one key, and
 every rank that waits raises it. Under ``phalanx run`` nobody registers, because the launcher says all of this.
 
-All keys but the counter are in a part of the store that worlds of all sizes have in common.
+The keys are in a part of the store that worlds of all sizes have in common.
 
-============  ==============================================  ==================================  ==================
-key           value                                           writer                              if the writer dies
-============  ==============================================  ==================================  ==================
-``rank/<r>``  the process of this rank, and its world size    that process, as it comes           the others see that
-``comings``   a counter: who came, and what failed, in order  all                                 nothing
-``failed``    a number of that order, and an error            the first to find one               nothing
-============  ==============================================  ==================================  ==================
+============  ==============================================  =============================  ==================
+key           value                                           writer                         if the writer dies
+============  ==============================================  =============================  ==================
+``rank/<r>``  the process of this rank, and its world size    that process, as it comes      the others see that
+``failed``    an error, and the nonce of the first to find    the first to find one          nothing
+============  ==============================================  =============================  ==================
 
 A process that comes takes the place of an earlier one that has ended, or that it cannot see; if that one lives, it
-finds so at its next look. A rank believes only failures that came after itself. It deletes its key when it has met the
+finds so at its next look. What had failed before it came it does not believe. It deletes its key when it has met the
 others. If the meeting fails the key stays, so that a rank which comes later finds that this process has ended.
 """
 
@@ -37,7 +36,6 @@ from phalanx.diagnosis.recorder import is_kept
 from phalanx.errors import BackendError, DeviceError, InitializationError, LauncherEnvironmentError, PhalanxError
 from phalanx.membership.client import JobStore, peek, underlying
 from phalanx.membership.store_protocol import RankProcess, own_process
-from phalanx.system.foreign_values import read_json
 from phalanx.system.processes import state_text
 from phalanx.words import format_named
 
@@ -49,10 +47,10 @@ _NEIGHBOURS = 4
 _LINGER_S = 0.5
 # Of the errors of Phalanx and of torch those that are not about other ranks.
 _OWN_FAULTS = (BackendError, DeviceError, LauncherEnvironmentError)
-_COMINGS, _PART = "phalanx/comings", "registration"
-_NEVER_OVER = 1 << 62  # the number of a failure that every rank believes
+_PART = "registration"
 _REMEDY = "Look at that rank's own output for the cause"
 _LONGEST_TEXT = 200  # characters of an exception
+_decode_failure = msgspec.json.Decoder(tuple[str, int, int, str, str]).decode
 
 
 @dataclass(frozen=True)
@@ -76,14 +74,14 @@ class Registration:
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._whole = whole = underlying(store)
+        whole = underlying(store)
         self._job_store = whole if isinstance(whole, JobStore) else None
         # Rank 0's store is of this world alone.
         self._store = PrefixStore(_PART, store if self._job_store is None else whole)
         self._rank, self._size = rank, size
         self._own = _Entry(**asdict(own_process(rank)), size=size, nonce=secrets.token_hex(8))
         self._text = json.dumps(asdict(self._own))
-        self._number = 0
+        self._earlier = b""  # what had failed before this process came
         self._may_conflict = True  # until all have come
         self._known: dict[int, RankProcess] = {}  # those that this process can see
         if self._job_store is not None:
@@ -94,11 +92,11 @@ class Registration:
     def __enter__(self) -> None:
         global _open
         try:
-            self._number = self._whole.add(_COMINGS, 1)
+            self._earlier = peek(self._store, "failed") or b""
             self._come()
             if self._job_store is not None:
                 ended = self._gone("has ended, or given up,")
-                self._job_store.will_set(f"{_PART}/failed", _encoded(_NEVER_OVER, ended))
+                self._job_store.will_set(f"{_PART}/failed", self._encoded(ended))
         except BaseException as error:
             self._end(error)
             if isinstance(error, DistError):
@@ -208,18 +206,17 @@ class Registration:
     # -- what has failed -------------------------------------------------------------------------------
 
     def _published(self) -> InitializationError | None:
-        number, error = _decoded_failure(peek(self._store, "failed"))
-        return error if number > self._number else None
+        found = peek(self._store, "failed") or b""
+        return None if found == self._earlier else _decoded_failure(found)
 
     def _publish(self, error: InitializationError) -> InitializationError:
         """Publish a cause unless there is one; return the one that there is."""
         if self._is_stopped(0):
             return error  # the store may be in its process
-        found = peek(self._store, "failed") or b""
-        if _decoded_failure(found)[0] <= self._number:
-            own = _encoded(self._whole.add(_COMINGS, 1), error)
-            found = self._store.compare_set("failed", found.decode(errors="replace"), own)
-        return _decoded_failure(found)[1] or error
+        return _decoded_failure(self._set("failed", self._earlier, self._encoded(error))) or error
+
+    def _encoded(self, error: InitializationError) -> str:
+        return json.dumps([self._own.nonce, error.rank, error.pid, error.host, str(error)])
 
     def _find_ended(self) -> InitializationError | None:
         for rank, process in sorted(self._known.items()):
@@ -284,17 +281,13 @@ def _how(error: BaseException) -> str:
     return f"has failed ({text[:_LONGEST_TEXT]})"
 
 
-def _encoded(number: int, error: InitializationError) -> str:
-    return json.dumps([number, error.rank, error.pid, error.host, str(error)])
-
-
-def _decoded_failure(value: bytes | None) -> tuple[int, InitializationError | None]:
-    """Read a published cause: its number, and the error. In a store of torch's anybody may write."""
+def _decoded_failure(value: str | bytes) -> InitializationError | None:
+    """Read a published cause; None if it is something else. In a store of torch's anybody may write."""
     try:
-        number, rank, pid, host, text = read_json(value or b"")
-        return int(number), InitializationError.of_rank(str(text), int(rank), int(pid), str(host))
-    except (TypeError, ValueError):
-        return 0, None
+        _, rank, pid, host, text = _decode_failure(value)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return InitializationError.of_rank(text, rank, pid, host)
 
 
 def _decoded(text: str | bytes) -> _Entry | None:

@@ -164,8 +164,7 @@ def _nowhere(place: Place) -> str:
 def _serve(own: _Process, listener: socket.socket, announced: Sequence[Address]) -> JobStore:
     """Serve the store, join it, wait until all ranks have, and print the missing ones every 5 seconds.
 
-    Raises:
-        InitializationError: some did not come in time; the ranks that wait get the same error.
+    If some do not come in time, the ranks that wait get the same error as this one.
     """
     address, port = where = listener.getsockname()[:2]
     if own.key.is_open and not own.quiet and not is_loopback(address):
@@ -245,13 +244,10 @@ def _listen(own: _Process, point: MeetingPoint) -> socket.socket:
 
 
 def _ask_holder(own: _Process, point: MeetingPoint, where: Address) -> str:
-    """Ask the process that holds rank 0's port whether it is an earlier attempt of this job, which will end.
-
-    Returns:
-        The reason to wait, as it is shown to the user; empty if there is none.
+    """Ask who holds rank 0's port; return the reason to wait if that is an earlier attempt of this job, else nothing.
 
     Raises:
-        InitializationError: the process is rank 0 of this job, and refuses this one.
+        InitializationError: it is rank 0 of this job, and refuses this process.
         ConnectionError: it has ended meanwhile, or it does not listen.
     """
     try:
@@ -321,11 +317,7 @@ def _join(own: _Process, line: Line, verdict: Verdict, where: Address) -> JobSto
 
 
 def _find(own: _Process, point: MeetingPoint) -> tuple[Line, Verdict, Address]:
-    """Search for rank 0 until it has let this process in.
-
-    Raises:
-        InitializationError: rank 0 refuses this process, proves another key, or was not found in time.
-    """
+    """Search for rank 0 until it has let this process in; raise InitializationError if it refuses, or is not found."""
     place, clock, remind_s = own.place, own.clock, REMIND_S
     while True:
         trouble, addresses = "nothing listens there", [point.address]

@@ -59,12 +59,7 @@ _deadline: tuple[AwakeClock, float] | None = None
 
 @contextlib.contextmanager
 def meeting_within(clock: AwakeClock, timeout_s: float) -> Iterator[None]:
-    """While the body runs, the world's ranks meet, step after step, and have so much time for all steps together.
-
-    Args:
-        clock: how long they have been meeting; it stands still while the process does.
-        timeout_s: how long it may take, in seconds.
-    """
+    """Limit all steps together in which the world's ranks meet while the body runs; ``clock`` is how long they have."""
     global _deadline
     _deadline = clock, timeout_s
     try:
@@ -87,11 +82,10 @@ class RendezvousStore(PrefixStore):
     """A part of the job's store, as torch's ``PrefixStore``; C++ that is given it waits as in any other.
 
     Args:
-        name: of the part.
-        store: the whole.
+        name, store: the part and the whole.
         ranks: the ranks of the new group, in the world.
         world: the new group is the world.
-        rank: this process's rank in the group, so that it can say for whom it waits; it says nothing if that is -1.
+        rank: this process's rank in the group; with -1 it does not say for whom it waits.
     """
 
     timeout: timedelta  # torch's own property, which its stubs leave out
@@ -157,11 +151,9 @@ class RendezvousStore(PrefixStore):
         except RuntimeError as error:
             if is_watched and not isinstance(error, WaitTimeout):
                 raise self.explained(error) from error
-            with contextlib.suppress(DistError):  # the store has gone
-                watch.refuse_gone()
-            if (why := self.find_stopped()) is not None:
-                raise why from None
-            raise
+            if (found := self.find_late()) is None:
+                raise
+            raise found from None
 
     def _poll(self, keys: Sequence[str], total_s: float, watch: _Watch) -> None:
         """Ask again and again: at the end of a wait that is too short torch's TCPStore writes two lines of warnings."""
@@ -217,17 +209,21 @@ class RendezvousStore(PrefixStore):
         call = "phalanx.init()" if _deadline is not None else "init_process_group()"
         return InitializationError.ranks_ended({each.rank: each.host for each in ended if not each.how}, call)
 
-    def await_gone(self, otherwise: str) -> InitializationError:
-        """Return the error that names the rank that has gone: what this process has found is a consequence of that.
-
-        It may take seconds until that is known; ``otherwise`` is the text if it is not known then.
-        """
+    def await_gone(self) -> InitializationError | None:
+        """Return the error for the rank that has gone, of which this process sees the effects; it may take seconds."""
         with contextlib.suppress(DistError):  # the time is over, or the store has gone
             try:
                 self.wait(["never"], _NAMING)
             except InitializationError as error:
                 return error
-        return InitializationError(otherwise)
+        return None
+
+    def find_late(self) -> InitializationError | None:
+        """Return the error for a rank that has gone or is stopped, when the time is over; else None."""
+        with contextlib.suppress(DistError):  # the store has gone
+            if (found := self.find_gone()) is not None:
+                return found
+        return self.find_stopped()
 
     def _of_gone_ranks(self) -> InitializationError | None:
         gone = None if self._world else gone_ranks(self._ranks)
@@ -330,19 +326,11 @@ def _rank_of(key: str) -> int:
 def error_of(store: Store, otherwise: str, *, late: bool = False) -> InitializationError:
     """Return the error of a rank that finds the ranks not to meet: which has gone, if that is known.
 
-    Args:
-        store: where they meet.
-        otherwise: the text if it is not known.
-        late: they may not have gone, but have not come in time; so one that is stopped is named as well.
+    ``otherwise`` is the text if it is not. ``late``: they have not come in time, so one may be stopped as well.
     """
     if not isinstance(store, RendezvousStore):
         return InitializationError(otherwise)
-    if not late:
-        return store.await_gone(otherwise)
-    found = None
-    with contextlib.suppress(DistError):  # the store has gone
-        found = store.find_gone()
-    return found or store.find_stopped() or InitializationError(otherwise)
+    return (store.find_late() if late else store.await_gone()) or InitializationError(otherwise)
 
 
 def part_of(store: Store, name: str) -> Store:

@@ -1,8 +1,7 @@
 """Protocol of rank 0's store: the claim with which a rank joins, the verdict, then requests.
 
-Claim and verdict are JSON in the handshake (``wire/proof.py``), which hands them out after the key was proven. Requests
-and answers are frames (``wire/framing.py``), in msgpack, of a code, a number and fields of bytes. Nothing is ever
-unpickled. If the join is open, any process can prove the key, so every value is checked before it is used.
+Claim and verdict are JSON in the handshake (``wire/proof.py``). Requests and answers are frames in msgpack, of a code,
+a number and fields of bytes. If the join is open, any process can prove the key, so every value is checked.
 """
 
 from __future__ import annotations
@@ -84,8 +83,7 @@ class Claim(RankProcess):
         attempt: how often the launcher has started the job anew.
         opening: which of the process's worlds this is: 1 for the first that it opens.
         node_rank: its host's index; -1 if its launcher does not say it.
-        token: a secret of this process, by which rank 0 recognises its further connections. The process chooses it,
-            so rank 0 recognises it even if the first answer came too late and the process has connected anew.
+        token: a secret that this process has chosen, by which rank 0 recognises its further connections.
     """
 
     world_size: int
@@ -141,13 +139,7 @@ class Verdict:
 
 
 def own_claim(place: Place, job: str, opening: int) -> Claim:
-    """Make the claim of this process, with a new token.
-
-    Args:
-        place: this process, as its launcher says.
-        job: a digest of the job's id; empty if the port does not follow from it.
-        opening: which of the process's worlds this is.
-    """
+    """Make the claim of this process, with a new token; see :class:`Claim`."""
     node_rank = -1 if place.node_rank is None else place.node_rank
     return Claim(
         **asdict(own_process(place.rank)),

@@ -183,7 +183,7 @@ class Reason:
         found = {}
         for rank in ranks:
             if (known := self._group.lost(rank)) is not None:
-                found[rank] = Gone(self.pid_of(rank), self._layout.name(rank), known.way, known.how or known.text)
+                found[rank] = Gone(self.pid_of(rank), self._layout.name(rank), known.way, known.text)
         return found
 
     # -- how this rank goes ------------------------------------------------------------------------
