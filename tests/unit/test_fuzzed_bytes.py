@@ -47,9 +47,9 @@ from phalanx.membership import registration
 from phalanx.membership.launcher_store import TorchConversation
 from phalanx.membership.protocol import Broken, Left, Lost, Position, decode, encode
 from phalanx.membership.protocol import Message as Told
-from phalanx.membership.proven_door import ALL, Seats, _Conversation
 from phalanx.membership.store_protocol import Claim, Code, Verdict, unpack
 from phalanx.membership.store_protocol import pack as pack_request
+from phalanx.membership.store_server import ALL, Seats, _Conversation
 from phalanx.membership.table import Table
 from phalanx.native.core import RECORDER_BYTES
 from phalanx.rpc.failure import Failure

@@ -18,7 +18,7 @@ from dataclasses import asdict
 import pytest
 from tests.support.stores import KEY, Job, claim
 
-from phalanx.membership import proven_door
+from phalanx.membership import store_server
 from phalanx.membership.store_protocol import ROLE, Claim, Verdict
 from phalanx.wire import door, framing, proof
 from phalanx.wire.key import Key
@@ -72,7 +72,7 @@ def test_port_scan_is_reported_a_few_times_only() -> None:
                 sock.sendall(b"hello?" * 20)
                 assert closed(sock)
         job.join(1)
-        assert len(job.said) == proven_door.MOST_COMPLAINTS
+        assert len(job.said) == store_server.MOST_COMPLAINTS
         assert job.said[-1].endswith("further ones are not reported")
 
 

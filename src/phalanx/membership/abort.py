@@ -30,7 +30,6 @@ from phalanx.membership.protocol import (
     Fact,
     Join,
     Joined,
-    Leave,
     Left,
     Lost,
     Meet,
@@ -224,7 +223,7 @@ class GroupAbort:
 
     def leave(self) -> None:
         """Say that this rank has left in order."""
-        self.membership.send(Leave(self.name))
+        self.membership.send(Left(self.name, [self.rank]))
 
     def close(self) -> None:
         """Stop taking messages about the group."""

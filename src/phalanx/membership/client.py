@@ -26,8 +26,8 @@ from torch.distributed import DistStoreError
 
 from phalanx.errors import InitializationError
 from phalanx.membership.launcher_store import ENDED, EndedRank
-from phalanx.membership.proven_door import StoreServer
 from phalanx.membership.store_protocol import KEEP_ALIVE, ROLE, Claim, Code, Verdict, pack, unpack
+from phalanx.membership.store_server import StoreServer
 from phalanx.system.processes import state_text
 from phalanx.system.threads import wait_awake
 from phalanx.topology.place import Place

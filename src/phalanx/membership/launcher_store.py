@@ -13,14 +13,13 @@ store's process imports this file, so it imports no torch.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-import math
 import os
 import re
 import selectors
 import socket
 import struct
-import time
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
@@ -85,53 +84,19 @@ class EndedRank(NamedTuple):
     how: str
 
 
-class SupervisorLine:
+class SupervisorLine(NamedTuple):
     """The store's line to the supervisor, which tells of ranks that have ended, and of connections from other hosts.
 
     Each message is JSON. A question is a list of a number and the two ends of a connection. What comes is the number of
     one that is the job's (a stranger's is not answered), or an :class:`EndedRank`.
 
-    Args:
+    Attributes:
         sock: a SOCK_SEQPACKET socket.
         refers: whether the job has other hosts, so that connections from there are asked about.
     """
 
-    def __init__(self, sock: socket.socket, *, refers: bool) -> None:
-        sock.setblocking(False)
-        self.sock, self.refers = sock, refers
-        self._waiting: dict[int, tuple[float, socket.socket, str]] = {}  # the oldest first
-        self._count = 0
-
-    def ask(self, sock: socket.socket, peer: Address, here: Address) -> None:
-        """Have a connection looked up on the other hosts."""
-        self._count += 1
-        self._waiting[self._count] = time.monotonic() + _ANSWER_S, sock, peer[0]
-        with contextlib.suppress(OSError):  # a supervisor that does not keep up with strangers has not been asked
-            self.sock.send(json.dumps([self._count, peer, here]).encode())
-
-    def hear(self) -> tuple[list[tuple[socket.socket, str]], list[EndedRank]]:
-        """Return connections that are the job's, with their addresses, and ranks that have ended."""
-        found, ended = [], list[EndedRank]()
-        with contextlib.suppress(OSError):
-            while data := self.sock.recv(4096):
-                said = json.loads(data)
-                if isinstance(said, list):
-                    ended.append(EndedRank(*said))
-                elif (entry := self._waiting.pop(said, None)) is not None:
-                    found.append(entry[1:])
-        return found, ended
-
-    def expired(self, now: float) -> list[tuple[socket.socket, str]]:
-        """Return the connections that are nobody's: the oldest if there are many."""
-        over = []
-        while self._waiting and (self.due_at <= now or len(self._waiting) > _MOST_WAITING):
-            over.append(self._waiting.pop(next(iter(self._waiting)))[1:])
-        return over
-
-    @property
-    def due_at(self) -> float:
-        """Return when :meth:`expired` has something to return."""
-        return next(iter(self._waiting.values()))[0] if self._waiting else math.inf
+    sock: socket.socket
+    refers: bool
 
 
 class TorchStoreServer(Loop):
@@ -156,9 +121,12 @@ class TorchStoreServer(Loop):
         self._is_welcome, self._supervisor = is_welcome, supervisor
         self._say, self._complaints = say, 0
         self._ended: list[EndedRank] = []
+        self._referred: dict[int, tuple[socket.socket, str]] = {}  # those that wait for an answer, the oldest first
+        self._questions = itertools.count(1)
         self._acceptor = Acceptor(listener, self.selector, self._take)
-        self.tend = self._tend
+        self.tend = self._acceptor.tend
         if supervisor is not None:
+            supervisor.sock.setblocking(False)
             self.selector.register(supervisor.sock, selectors.EVENT_READ, self._hear_supervisor)
 
     def serve(self) -> None:
@@ -184,28 +152,35 @@ class TorchStoreServer(Loop):
         if self._is_welcome(peer, here):
             self._admit(sock, peer[0])
         elif self._supervisor is not None and self._supervisor.refers:
-            self._supervisor.ask(sock, peer, here)
+            self._refer(self._supervisor, sock, peer, here)
         else:
             self._refuse(sock, peer[0])
 
-    def _tend(self, now: float) -> float:
-        due_at = self._acceptor.tend(now)
-        if self._supervisor is None:
-            return due_at
-        for sock, peer in self._supervisor.expired(now):
-            self._refuse(sock, peer)
-        return min(due_at, self._supervisor.due_at)
+    def _refer(self, supervisor: SupervisorLine, sock: socket.socket, peer: Address, here: Address) -> None:
+        """Have a connection looked up on the other hosts; without an answer in time it is nobody's."""
+        number = next(self._questions)
+        self._referred[number] = sock, peer[0]
+        with contextlib.suppress(OSError):  # a supervisor that does not keep up with strangers has not been asked
+            supervisor.sock.send(json.dumps([number, peer, here]).encode())
+        self.later(_ANSWER_S, lambda: self._refuse_referred(number))
+        if len(self._referred) > _MOST_WAITING:
+            self._refuse_referred(next(iter(self._referred)))
+
+    def _refuse_referred(self, number: int) -> None:
+        if (found := self._referred.pop(number, None)) is not None:
+            self._refuse(*found)
 
     def _hear_supervisor(self) -> None:
-        if self._supervisor is None:
-            return
-        found, ended = self._supervisor.hear()
-        for sock, peer in found:
-            self._admit(sock, peer)
-        if ended:
-            self._ended += ended
-            self.table.set(_SLASH + ENDED.encode(), json.dumps(self._ended).encode())
-            self.table.fail("a rank has ended", lambda key: self.is_vain([key]))
+        assert self._supervisor is not None
+        with contextlib.suppress(OSError):
+            while data := self._supervisor.sock.recv(4096):
+                said = json.loads(data)
+                if isinstance(said, list):
+                    self._ended.append(EndedRank(*said))
+                    self.table.set(_SLASH + ENDED.encode(), json.dumps(self._ended).encode())
+                    self.table.fail("a rank has ended", lambda key: self.is_vain([key]))
+                elif (found := self._referred.pop(said, None)) is not None:
+                    self._admit(*found)
 
     def _admit(self, sock: socket.socket, peer: str) -> None:
         with contextlib.suppress(OSError):  # it may have gone already, which is noticed when receiving

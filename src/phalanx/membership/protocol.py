@@ -120,14 +120,8 @@ class Meet(_Struct, frozen=True):
     peer: int
 
 
-class Leave(_Struct, frozen=True):
-    """The sender has left a group in order."""
-
-    group: str
-
-
 class Left(_Struct, frozen=True):
-    """Ranks have left a group."""
+    """Ranks have left a group in order; of itself a rank says so to the registrar."""
 
     group: str
     ranks: list[int]
@@ -199,7 +193,7 @@ class Answer(_Struct, frozen=True):
     snapshots: list[Any]
 
 
-OfGroup: TypeAlias = Joined | Address | Meet | Leave | Left | Broken | Position | Positions
+OfGroup: TypeAlias = Joined | Address | Meet | Left | Broken | Position | Positions
 Message: TypeAlias = Join | OfGroup | Departed | Ask | Answer
 
 encode = msgspec.msgpack.Encoder().encode

@@ -31,7 +31,6 @@ from phalanx.membership.protocol import (
     Hello,
     Join,
     Joined,
-    Leave,
     Left,
     Lost,
     Meet,
@@ -216,7 +215,7 @@ class Registrar:
             group.addresses.clear()
 
     def _take_of_group(self, group: _Group, rank: int, own: int, message: OfGroup) -> None:
-        if isinstance(message, Leave):
+        if isinstance(message, Left):
             group.left.add(own)
             if not self._left:
                 self._loop.later(_LEFT_S, self._push_left)

@@ -31,8 +31,8 @@ from phalanx.membership.meeting_point import (
     meeting_point,
     source_address,
 )
-from phalanx.membership.proven_door import Seats, StoreServer
 from phalanx.membership.store_protocol import Claim, Verdict, own_claim
+from phalanx.membership.store_server import Seats, StoreServer
 from phalanx.system.host import this_host
 from phalanx.system.interfaces import (
     LOOPBACK,
