@@ -106,14 +106,10 @@ class GroupAbort:
         self._ended = self._closed = False
 
     def join(self, member: Member, timeout_s: float) -> None:
-        """Say that this rank is in the group, and wait until all have said so.
-
-        Args:
-            member: this rank; kept weakly.
-            timeout_s: for the others, which have come as far as this in the job's store.
+        """Say that this rank, which is kept weakly, is in the group, and wait until all have said so.
 
         Raises:
-            InitializationError: one has not, or has gone.
+            InitializationError: one has not in time, or has gone.
         """
         self._member = weakref.ref(member)
         self.membership.subscribe(self.name, self)
@@ -185,11 +181,9 @@ class GroupAbort:
     # -- the first fact, from any thread -----------------------------------------------------------
 
     def publish(self, fact: Fact, *, departs: bool = False) -> Fact:
-        """Tell the others why the group broke; return what was told first.
+        """Tell the others why the group broke, as this rank has found it; return what was told first.
 
-        Args:
-            fact: as this rank has found it.
-            departs: this rank's script fails with it.
+        ``departs``: this rank's script fails with that.
         """
         self.membership.send(Broken(self.name, fact, departs))
         return self.wait(ANSWER_S) or self.know(fact)

@@ -1,10 +1,8 @@
 """A rank's side of rank 0's store: ``torch.distributed.Store`` in Python, over connections that have proven themselves.
 
-torch calls it from C++ too, and from several threads at once (Gloo does, while it connects). So each call has a
-connection of its own while it runs, and a ``get`` that waits delays no other call. The connections are kept and reused.
-
-Prior art: torch's ``TCPStore``, whose semantics these are. It sends one request at a time for a whole process, trusts
-every process that connects, and listens on every interface.
+torch calls it from C++ too, and from several threads at once. So each call has a connection of its own while it runs,
+and a ``get`` that waits delays no other call. The connections are kept and reused. The semantics are those of torch's
+``TCPStore``, which trusts every process that connects, and listens on every interface.
 """
 
 from __future__ import annotations

@@ -315,9 +315,9 @@ class Membership:
 
     # -- the session -------------------------------------------------------------------------------
 
-    def _dial(self, address: tuple[str, int, str, int], patience_s: float) -> None:
-        host, port, name, self._registrar_pid = address
-        claim = msgspec.msgpack.encode(Hello(name, self.rank, os.getpid()))
+    def _dial(self, address: tuple[str, int, int], patience_s: float) -> None:
+        host, port, self._registrar_pid = address
+        claim = msgspec.msgpack.encode(Hello(self.rank, os.getpid()))
         line, verdict = dial((host, port), job_key(), ROLE, claim, patience_s=patience_s, keep_alive=KEEP_ALIVE)
         if verdict != WELCOME:
             line.close()

@@ -83,9 +83,8 @@ def needs_positions(fact: Fact) -> bool:
 
 
 class Hello(_Struct, frozen=True):
-    """Claim of a rank that dials: which registrar it means, and which process it is."""
+    """Claim of a rank that dials: which process it is."""
 
-    registrar: str
     rank: int
     pid: int
 

@@ -9,7 +9,7 @@ nothing, the rank is lost to all as silent.
 
 from __future__ import annotations
 
-import secrets
+import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -106,7 +106,7 @@ class Registrar:
         own: takes messages for rank 0.
 
     Attributes:
-        address: where it listens, by which name ranks mean it, and its process id.
+        address: where it listens, and its process id.
     """
 
     def __init__(
@@ -118,8 +118,7 @@ class Registrar:
         self._groups: dict[str, _Group] = {}
         self._left: defaultdict[str, list[int]] = defaultdict(list)  # who is still to be told of
         listener = listen(outward_address(), 0)
-        self._name = secrets.token_hex(8)
-        self.address = (*listener.getsockname()[:2], self._name, pid)
+        self.address = (*listener.getsockname()[:2], pid)
         most = max(_MOST_STRANGERS, 2 * len(hosts))  # all ranks may dial at the same time
         self._door = Door(listener, job_key(), ROLE, KEEP_ALIVE, loop.selector, self._admit, most=most)
         loop.tend = self._door.tend
@@ -139,12 +138,11 @@ class Registrar:
     # -- sessions ----------------------------------------------------------------------------------
 
     def _admit(self, arrival: Arrival) -> None:
-        try:
+        member = None
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, IndexError):
             hello = msgspec.msgpack.decode(arrival.proven.claim, type=Hello)
-            member = self._members[hello.rank]
-        except (msgspec.DecodeError, UnicodeDecodeError, IndexError):
-            hello, member = Hello(registrar="", rank=0, pid=0), self._members[0]
-        if hello.registrar != self._name or hello.rank < 1 or member.pid:
+            member = self._members[hello.rank] if hello.rank > 0 else None
+        if member is None or member.pid:  # it is no rank, or has come already
             arrival.answer(_NO)
             arrival.sock.close()
             return

@@ -140,7 +140,7 @@ class Registration:
         return found
 
     def find_stopped(self) -> InitializationError | None:
-        """Return the error that names a stopped rank, or None. It is for the timeout: until then it may go on."""
+        """Return the error that names a stopped rank, or None. Until the timeout it may go on."""
         for rank, process in sorted(self._known.items()):
             if state := process.stopped_state():
                 return InitializationError.rank_stopped(rank, process.pid, process.host, state_text(state), self._group)
@@ -254,9 +254,7 @@ _open: Registration | None = None
 def register_rank(store: Store, rank: int, size: int) -> contextlib.AbstractContextManager[None]:
     """Register this process while the body runs, unless it has been before, or a launcher tells of the others.
 
-    Args:
-        store: the part of the store that worlds of all sizes have in common.
-        rank, size: this process's place in the world.
+    The arguments are those of :class:`Registration`.
 
     Raises:
         InitializationError: another process has this rank or another world size, or the store has gone.

@@ -59,8 +59,7 @@ REMIND_S = 5.0
 # How long to wait for an answer where only rank 0 should listen. Of several ports any program may have taken one, so
 # what does not answer there soon is passed by; a rank that has searched for long is more patient.
 ANSWER_S, FIRST_ANSWER_S = 2.0, 0.25
-# How long to wait for a port of which nobody answers: a process that has been killed holds it until all its threads
-# have ended.
+# How long to wait for a port where nobody answers: a process that was killed holds it until all its threads have ended.
 ENDING_S = 1.0
 _PAUSE_S = 0.2
 # The pause between two rounds of a search is an eighth of the time that it has taken, within these limits: it delays
@@ -101,19 +100,16 @@ def meet(
 ) -> Store:
     """Return the store in which the ranks of this world find each other. Every rank calls it.
 
-    It returns when all ranks have joined. Until then, every 5 seconds, rank 0 prints which ranks are missing, and a
-    rank that has not found rank 0 prints where it searches.
+    It returns when all ranks have joined; at the end the store has to be given to :func:`leave`. Every 5 seconds rank 0
+    prints which ranks are missing, and a rank that has not found rank 0 prints where it searches.
 
     Args:
         place: this process, as its launcher says.
         timeout_s: how long to wait for the others, in seconds.
-        opening: which of the process's worlds this is: 1 for the first that it opens. The same on every rank.
-        broadcast: how rank 0 can send the others a line of text, if the launcher's MPI can be used; called only where
-            the launcher does not say where rank 0 is.
+        opening: which of the process's worlds this is, from 1 on; the same on every rank.
+        broadcast: how rank 0 can send the others a line of text by MPI; called only where the launcher does not say
+            where rank 0 is.
         quiet: print no notes.
-
-    Returns:
-        The store. The caller must pass it to :func:`leave` at the end.
 
     Raises:
         InitializationError: ranks did not come or rank 0 was not found in time, this process was refused, or it is

@@ -1,11 +1,10 @@
-"""The part of the job's store in which the ranks of a new group meet: a wait there ends when one of them has gone.
+"""Part of the job's store in which the ranks of a new group meet: a wait there ends when one of them has gone.
 
 The world's group knows which ranks have gone; while the world itself is made, the ranks that register do
 (``registration.py``), and under ``phalanx run`` the launcher's store. Elsewhere a wait lasts as long as in any store.
 
-A rank that is found gone although its keys are there has come to the end of this step only; the next step finds it gone
-as well. A rank deletes the keys that it has written once all have come to a later step (:meth:`RendezvousStore.clear`).
-If it dies before, or the meeting fails, its keys stay: every meeting of a group is under a name of its own.
+A rank deletes the keys that it has written once all have come to a later step (:meth:`RendezvousStore.clear`). If it
+dies before, or the meeting fails, its keys stay: every meeting of a group is under a name of its own.
 """
 
 from __future__ import annotations
@@ -180,17 +179,16 @@ class RendezvousStore(PrefixStore):
 
     def explained(self, error: BaseException) -> InitializationError:
         """Return what a rank raises that cannot ask the store any more: most often the rank has gone that had it."""
+        if self._world and self._job_store is not None:
+            return self.find_stopped() or InitializationError(str(error))  # the store's own words
         registration = registered() if self._world else None
         until = time.monotonic() + _ENDING_S
-        while True:
+        while time.monotonic() < until and (registration is None or registration.sees_rank_0):
             found = self._of_gone_ranks() if registration is None else registration.find_rank_0_ended()
-            if self._world and self._job_store is not None:
-                return self.find_stopped() or InitializationError(str(error))  # the store's own words
             if found is not None:
                 return found
-            if (registration is not None and not registration.sees_rank_0) or time.monotonic() >= until:
-                return InitializationError.store_lost(f"{self._group} were meeting", error)
             time.sleep(_PAUSE_S)
+        return InitializationError.store_lost(f"{self._group} were meeting", error)
 
     def find_gone(self) -> InitializationError | None:
         """Return the error for a rank of the group that has gone; None if none has, as far as this process knows."""
@@ -236,7 +234,7 @@ class RendezvousStore(PrefixStore):
         return InitializationError.rank_gone(rank, who.pid, who.host, who.words, who.remedy, self._group)
 
     def find_stopped(self) -> InitializationError | None:
-        """Return the error that names a stopped rank, or None. It is for the timeout: until then it may go on."""
+        """Return the error that names a stopped rank, or None. Until the timeout it may go on."""
         registration = registered() if self._world else None
         return None if registration is None else registration.find_stopped()
 

@@ -1,8 +1,7 @@
 """Rank 0's store: a server on a thread of rank 0's process, for processes that prove the job's key.
 
-A connection comes in by a door (``wire/door.py``), then the claim of its process is judged (:class:`Seats`): it is
-refused if its rank has joined already, its world has another size or its attempt is over. The reason is sent to the
-process and printed here. Only the bytes of a process that was not refused are read as requests. Rank 0 itself is a
+A connection comes in by a door (``wire/door.py``), then the claim of its process is judged (:class:`Seats`). If it is
+refused, the reason is sent to the process and printed here; else its bytes are read as requests. Rank 0 itself is a
 client like all others.
 
 The thread alone uses the table, the seats and the door. Other threads give it tasks (``loop.py``).

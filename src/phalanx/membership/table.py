@@ -50,7 +50,7 @@ class Wait:
 
 
 class Table:
-    """The keys of one job. Errors of a request are ValueErrors."""
+    """The keys of one job; a bad request raises ValueError."""
 
     def __init__(self) -> None:
         self.entries: dict[bytes, bytes] = {}
