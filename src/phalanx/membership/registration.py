@@ -45,6 +45,9 @@ __all__ = ["Registration", "register_rank", "registered"]
 _NEIGHBOURS = 4
 # How long rank 0, which may have the store in its process, stays after a failure, for the others to read it.
 _LINGER_S = 0.5
+# How long a process waits for an earlier one of its rank that may be about to end.
+_MOMENT_S = 0.5
+_PAUSE_S = 0.02
 # Of the errors of Phalanx and of torch those that are not about other ranks.
 _OWN_FAULTS = (BackendError, DeviceError, LauncherEnvironmentError)
 _PART = "registration"
@@ -172,11 +175,14 @@ class Registration:
     # -- who comes -------------------------------------------------------------------------------------
 
     def _come(self) -> None:
-        key = f"rank/{self._rank}"
+        key, until = f"rank/{self._rank}", time.monotonic() + _MOMENT_S
         while (found := self._set(key, "", self._text)) != self._text:
-            if (other := _decoded(found)) is not None and other.is_seen_meeting():
+            if (other := _decoded(found)) is None or not other.is_seen_meeting():
+                self._set(key, found, self._text)
+            elif time.monotonic() >= until:
                 raise self._rank_is_twice(other)
-            self._set(key, found, self._text)
+            else:
+                time.sleep(_PAUSE_S)
         if (error := self.read_near([0])) is not None:
             raise error
 

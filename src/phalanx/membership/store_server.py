@@ -130,7 +130,7 @@ class _Conversation:
                 raise Malformed("a request came before the last one was answered")
             try:
                 self._carry_out(*unpack(message))
-            except (ValueError, IndexError) as error:
+            except ValueError as error:
                 self.reply(Code.FAILED, 0, [str(error).encode()])
 
     def end(self) -> None:
@@ -150,36 +150,35 @@ class _Conversation:
 
     def _carry_out(self, code: int, number: int, fields: list[bytes]) -> None:
         table, result, said = self._store.table, 0, list[bytes]()
-        if code in (Code.READ, Code.WAIT):
-            self._await(table, fields, reads=code == Code.READ)
-            return
-        if code == Code.EVERYBODY:
-            self._await(self._store.joined, [ALL])
-            return
-        if code in (Code.SET, Code.APPEND):
-            if len(fields) % 2:
-                raise ValueError("a key without a value")
-            put = table.set if code == Code.SET else table.append
-            for key, value in zip(fields[::2], fields[1::2], strict=True):
-                put(key, value)
-        elif code == Code.ADD:
-            result = table.add(fields[0], number)
-        elif code == Code.COMPARE_SET:
-            said = [table.compare_set(*_exactly(fields, 3))]
-        elif code == Code.DELETE:
-            result = int(table.delete(fields[0]))
-        elif code == Code.CHECK:
-            result = int(all(map(table.has, fields)))
-        elif code == Code.COUNT:
-            result = len(table.entries)
-        elif code == Code.LIST:
-            said = list(table.entries)
-        elif code == Code.MISSING:
-            said = [self._store.seats.describe_missing().encode()]
-        elif code == Code.WILL:
-            self._store.wills[self.claim.rank] = _exactly(fields, 2)
-        else:
-            raise ValueError(f"there is no request with the code {code}")
+        match code, fields:
+            case ((Code.READ | Code.WAIT), keys):
+                self._await(table, keys, reads=code == Code.READ)
+                return
+            case Code.EVERYBODY, _:
+                self._await(self._store.joined, [ALL])
+                return
+            case ((Code.SET | Code.APPEND), _) if len(fields) % 2 == 0:
+                put = table.set if code == Code.SET else table.append
+                for key, value in zip(fields[::2], fields[1::2], strict=True):
+                    put(key, value)
+            case Code.ADD, [key]:
+                result = table.add(key, number)
+            case Code.COMPARE_SET, [key, expected, desired]:
+                said = [table.compare_set(key, expected, desired)]
+            case Code.DELETE, [key]:
+                result = int(table.delete(key))
+            case Code.CHECK, keys:
+                result = int(all(map(table.has, keys)))
+            case Code.COUNT, _:
+                result = len(table.entries)
+            case Code.LIST, _:
+                said = list(table.entries)
+            case Code.MISSING, _:
+                said = [self._store.seats.describe_missing().encode()]
+            case Code.WILL, [key, value]:
+                self._store.wills[self.claim.rank] = key, value
+            case _:
+                raise ValueError(f"there is no request with the code {code} and {len(fields)} fields")
         self.reply(Code.DONE, result, said)
 
     def _await(self, table: Table, keys: list[bytes], *, reads: bool = False) -> None:
@@ -190,12 +189,6 @@ class _Conversation:
         wait = table.wait(keys, finish)
         if wait.missing:
             self._wait = wait
-
-
-def _exactly(fields: list[bytes], count: int) -> list[bytes]:
-    if len(fields) != count:
-        raise ValueError(f"{len(fields)} fields where {count} belong")
-    return fields
 
 
 class StoreServer:
@@ -218,7 +211,7 @@ class StoreServer:
         self.seats, self.key = seats, key
         self.table, self.loop = Table(), Loop("phalanx-store")
         self.joined = Table()  # has ALL when every rank has joined
-        self.wills: dict[int, list[bytes]] = {}
+        self.wills: dict[int, tuple[bytes, bytes]] = {}
         self.where: Address = listener.getsockname()[:2]
         self._say, self._complaints = say, 0
         self._retired, self._over = False, ""
