@@ -30,8 +30,8 @@ def keep_store(member: Member) -> list[str]:
     port.with_suffix(".part").write_text(str(store.port))
     port.with_suffix(".part").rename(port)
     member.await_said(*(f"left-{rank}" for rank in range(member.size - 1)))
-    # But for what a rank's pretending to be on another host leaves, and the one counter of those that have come.
-    own = ("/pretended/", "phalanx/comings")
+    # But for what a rank's pretending to be on another host leaves.
+    own = ("/pretended/",)
     return sorted(key for key in store.list_keys() if "phalanx" in key and not any(each in key for each in own))
 
 

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -29,7 +28,6 @@ from tests.support.waiting import soon, stop
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from phalanx.errors import ClosedError, PeerLost
-from phalanx.membership.liveness import _alive
 from phalanx.membership.rendezvous import leave, meet
 from phalanx.topology.place import Place
 from phalanx.transports.shm import explanation
@@ -265,24 +263,6 @@ def test_any_call_may_come_while_another_thread_closes_the_group() -> None:
                 thread.start()
             for thread in closers + threads:
                 thread.join()
-
-    on_ranks(body, 2)
-
-
-def test_rank_whose_connection_has_ended_is_dialled_again_and_not_lost() -> None:
-    def body(member: Member) -> None:
-        pretend_host(member.rank)
-        member.join()
-        dist.barrier()
-        (here,) = _alive.values()
-        if member.rank == 1:
-            before = here._channel
-            assert before is not None
-            before.sock.shutdown(socket.SHUT_RDWR)  # as the network may
-            assert soon(lambda: here._channel not in (None, before), 20)
-        member.meet("connected again")
-        dist.barrier()
-        assert not here.departed
 
     on_ranks(body, 2)
 

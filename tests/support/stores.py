@@ -11,9 +11,9 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from phalanx.membership.client import Connections, JobStore, connect
-from phalanx.membership.proven_door import Seats, StoreServer
+from phalanx.membership.launcher_store import TorchStoreServer
 from phalanx.membership.store_protocol import Claim, Verdict
-from phalanx.membership.torch_door import TorchStoreServer
+from phalanx.membership.store_server import Seats, StoreServer
 from phalanx.wire.key import Key
 from phalanx.wire.sockets import listen
 from tests.support.ranks import Member

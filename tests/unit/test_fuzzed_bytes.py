@@ -44,13 +44,13 @@ from phalanx.launch.job.config_file import read_config
 from phalanx.launch.output import failure as rank_report
 from phalanx.launch.running import jobs
 from phalanx.membership import registration
+from phalanx.membership.launcher_store import TorchConversation
 from phalanx.membership.protocol import Broken, Left, Lost, Position, decode, encode
 from phalanx.membership.protocol import Message as Told
-from phalanx.membership.proven_door import Seats, _Conversation
 from phalanx.membership.store_protocol import Claim, Code, Verdict, unpack
 from phalanx.membership.store_protocol import pack as pack_request
+from phalanx.membership.store_server import ALL, Seats, _Conversation
 from phalanx.membership.table import Table
-from phalanx.membership.torch_door import TorchConversation
 from phalanx.native.core import RECORDER_BYTES
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.links.contract import Link
@@ -190,8 +190,8 @@ def of_ranks() -> Iterator[Parser]:
         """The content of a message whose digest is right."""
         return decode(data)
 
-    fact = Lost(by=1, rank=2, way="ended", how="by signal 9 (SIGKILL)")
-    messages: list[Told] = [Broken(group="0", fact=fact), Left(ranks=[("0", 1)]), Position(rank=1, group="0")]
+    fact = Lost(by=1, rank=2, way="ended", text="by signal 9 (SIGKILL)")
+    messages: list[Told] = [Broken(group="0", fact=fact), Left(group="0", ranks=[1]), Position(rank=1, group="0")]
     yield Parser("a message of a registrar", [*map(encode, messages)], said, (Malformed,))
 
     seen = [RankSnapshot(rank, Recording(42, rank, 3, 3, "", 4, (RECORD,)), "S", place="train.py:7") for rank in (1, 2)]
@@ -414,7 +414,7 @@ def in_report(**change: object) -> Callable[[bytes], bytes]:
 # What mutations have found: by the parser, what is made of its first valid bytes, and which must be refused.
 FOUND: list[tuple[str, Callable[[bytes], bytes]]] = [
     ("the claim of a rank", lambda _: DEEP),
-    ("the claim of a rank", lambda data: data.replace(b'"rank": 1', b'"rank": true')),
+    ("the claim of a rank", lambda data: data.replace(b'"rank":1', b'"rank":true')),
     ("the claim of a rank", lambda data: data.replace(b'"h1"', b'"\\ud800"')),
     ("the verdict on a claim", lambda _: DEEP),
     ("the answer of a worker", lambda _: DEEP),
@@ -476,7 +476,7 @@ def test_nonsense_in_the_place_of_a_rank_is_no_claim() -> None:
     """In a store of torch's anybody may write."""
     for data in (DEEP, b"7", b"[7]", b"\xff", b'[{"rank": "1"}]'):
         assert registration._decoded(data) is None
-        assert registration._decoded_failure(data) == (0, None)
+        assert registration._decoded_failure(data) is None
 
 
 def test_json_that_is_nested_too_deeply_is_no_json() -> None:
@@ -509,7 +509,9 @@ def answers_to(table: Table, requests: Sequence[tuple[int, int, list[bytes]]]) -
     """The answers of the store to these requests, each of which comes by a connection of its own."""
     said: list[list[bytes]] = []
     seats = Seats(Claim(0, 1, 0, "", "h0", 2))
-    store = SimpleNamespace(table=table, seats=seats, wills={}, await_everybody=lambda each: each.finish(""))
+    joined = Table()
+    joined.set(ALL, b"")
+    store = SimpleNamespace(table=table, joined=joined, seats=seats, wills={})
     for code, number, fields in requests:
         said.append([])
         connection = SimpleNamespace(send=said[-1].append)

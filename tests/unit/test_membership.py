@@ -36,14 +36,8 @@ class Rank:
     def end_waits(self, fact: Fact) -> None:
         self.ended.append(fact)
 
-    def cut(self, again: bool = False) -> None:
-        """End the session; the rank dials again only if that is wanted."""
-
-        def refuse(patience_s: float) -> None:
-            raise ConnectionRefusedError
-
-        if not again:
-            vars(self.membership)["_dial"] = refuse
+    def cut(self) -> None:
+        """End the session."""
         channel = self.membership._channel
         assert channel is not None
         channel.sock.shutdown(socket.SHUT_RDWR)
@@ -75,15 +69,6 @@ def test_rank_that_ends_breaks_the_group_of_who_waits_for_it(ranks: list[Rank]) 
     second.membership.later(0.0, second.membership._look)
     assert soon(lambda: bool(first.ended and second.ended))
     assert first.group.fact == second.group.fact == Lost(by=1, rank=2, way=Way.ENDED)
-
-
-def test_session_that_ends_is_dialled_again_and_nobody_is_lost(ranks: list[Rank]) -> None:
-    before = ranks[1].membership._channel
-    ranks[1].cut(again=True)
-    assert soon(lambda: ranks[1].membership._channel not in (None, before))
-    ranks[2].group.leave()
-    assert soon(lambda: ranks[1].group.has_left(2) and ranks[0].group.has_left(2))
-    assert not any(each.membership.departed for each in ranks)
 
 
 def test_first_fact_is_what_every_rank_raises(ranks: list[Rank]) -> None:

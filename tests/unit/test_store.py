@@ -216,7 +216,7 @@ def test_when_rank_0_gives_up_everybody_is_told_why() -> None:
         ]
         for thread in threads:
             thread.start()
-        assert soon(lambda: len(job.server._awaiting_everybody) == 1 and bool(job.server.table._waits))
+        assert soon(lambda: bool(job.server.joined._waits) and bool(job.server.table._waits))
         job.server.stop("rank 2 had not come")
         for thread in threads:
             thread.join(20)
@@ -230,9 +230,8 @@ def test_last_will_of_a_rank_is_set_when_its_connections_end() -> None:
     with Job(4) as job:
         stores = job.everybody()
         for rank, store in enumerate(stores):
-            with store.as_will():
-                PrefixStore("p", store).set("failed", f"rank {rank}")
-        stores[3].take_will_back()
+            store.will_set("p/failed", f"rank {rank}")
+        stores[3].will_set("p/failed", "")
         job.ranks.pop(3).end()
         job.ranks.pop(2).end()
         assert stores[0].get("p/failed") == b"rank 2"

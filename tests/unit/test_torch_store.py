@@ -18,10 +18,16 @@ from tests.support.waiting import soon
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistStoreError
 
-from phalanx.membership import torch_door
-from phalanx.membership.launcher_store import EndedRank, ended_ranks
+from phalanx.membership import launcher_store
+from phalanx.membership.client import ended_ranks
+from phalanx.membership.launcher_store import (
+    MOST_COMPLAINTS,
+    EndedRank,
+    SupervisorLine,
+    TorchConversation,
+    TorchStoreServer,
+)
 from phalanx.membership.table import Table
-from phalanx.membership.torch_door import MOST_COMPLAINTS, SupervisorLine, TorchConversation, TorchStoreServer
 from phalanx.system import interfaces
 from phalanx.system.interfaces import owner_of
 
@@ -167,7 +173,7 @@ def test_unwelcome_connection_is_closed_unread_and_reported() -> None:
 
 
 def test_connection_from_another_host_waits_for_what_is_known_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_door, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(launcher_store, "_ANSWER_S", 0.2)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with (
         theirs,

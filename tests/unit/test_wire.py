@@ -133,14 +133,14 @@ def test_proof_may_come_byte_by_byte_and_what_follows_is_handed_on() -> None:
 
 def test_door_that_has_run_out_of_files_accepts_again() -> None:
     with Entrance() as entrance:
-        listener, failures = entrance.door._listener, [OSError(24, os.strerror(24))]
+        listener, failures = entrance.door._acceptor._listener, [OSError(24, os.strerror(24))]
 
         def accept() -> Any:
             if failures:
                 raise failures.pop()
             return listener.accept()
 
-        entrance.door._listener = Mock(wraps=listener, accept=accept)
+        entrance.door._acceptor._listener = Mock(wraps=listener, accept=accept)
         entrance.dial()[0].close()
         assert failures == []
 

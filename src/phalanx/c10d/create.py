@@ -19,8 +19,8 @@ from phalanx.c10d.quick import quicken, quicken_messages
 from phalanx.diagnosis.ends import tell_of_failure
 from phalanx.diagnosis.recorder import open_recorder
 from phalanx.errors import InitializationError
-from phalanx.membership.abort import GroupAbort
-from phalanx.membership.liveness import Membership, call_witness, set_world, world_membership
+from phalanx.membership.abort import GroupAbort, address_key
+from phalanx.membership.liveness import Membership, set_world, world_membership
 from phalanx.membership.registration import register_rank
 from phalanx.membership.rendezvous_store import RendezvousStore, time_left
 from phalanx.system.threads import renew_engine
@@ -42,8 +42,8 @@ def _naming_who_has_gone(meeting: RendezvousStore) -> Iterator[None]:
     try:
         yield
     except InitializationError as error:
-        if error.rank < 0:
-            raise meeting.await_gone(str(error)) from error
+        if error.rank < 0 and (found := meeting.await_gone()) is not None:
+            raise found from error
         raise
 
 
@@ -124,11 +124,11 @@ def create_process_group(
         made.callback(members.close)
 
         def gloo_of(name: str) -> GlooOnDemand:
-            addresses = members.address_store(name)
+            addresses = members.addresses(name)
 
             def make(timeout: timedelta) -> AttachedGloo:
                 gloo = lazy_gloo(addresses, rank, size, timeout, one_host=False)
-                members.say_address(name)
+                members.say_address(name, addresses.get(address_key(rank)))
                 return gloo
 
             on_demand = GlooOnDemand(make, timeout)
@@ -151,8 +151,7 @@ def create_process_group(
         group = group_of(hosts, gloo)
         quicken_messages(group, hosts.messages.mailbox)
         if not ranks:
-            call_witness(hosts)
-            set_world(membership)
+            set_world(hosts, membership)
             handle = cast(SharedMemoryCommunicator, local).handle if local.size > 1 else None
             here = process_ids(handle, local.size) if handle is not None else [os.getpid()]
             group.watch_waits(dict(zip(layout.here, here, strict=True)), membership)
@@ -183,7 +182,7 @@ def create_process_group(
         quicken(group, communicator)
         tell_of_failure(communicator)
         if not ranks:
-            call_witness(communicator)
+            set_world(communicator)
             group.watch_waits(dict(enumerate(process_ids(communicator.handle, size))))
         return group
     except BaseException:

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.errors import InitializationError, PhalanxError
-from phalanx.membership.launcher_store import kept_store
+from phalanx.membership.client import kept_store
 from phalanx.topology.environment import place_with
 from phalanx.transports.hierarchical.gloo import GlooOnDemand, lazy_gloo
 from phalanx.transports.mpi.communicator import MpiCommunicator

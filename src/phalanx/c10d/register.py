@@ -72,7 +72,7 @@ def register() -> None:
 
         fill_mpi_slot()
     with contextlib.suppress(Exception):
-        from phalanx.membership.launcher_store import open_other_stores
+        from phalanx.c10d.torch_versions import open_other_stores
 
         open_other_stores()
     recorder = sys.modules.get("phalanx.diagnosis.recorder")

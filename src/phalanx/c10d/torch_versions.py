@@ -6,7 +6,10 @@ functions import it.
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -14,6 +17,7 @@ from inspect import signature, unwrap
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
+from phalanx import settings
 from phalanx.errors import InitializationError
 
 __all__ = [
@@ -28,6 +32,7 @@ __all__ = [
     "name_holder",
     "new_group",
     "note_if_newer",
+    "open_other_stores",
     "refuse_if_older",
     "uncompiled",
 ]
@@ -188,3 +193,26 @@ def _release(version: str) -> tuple[int, int] | None:
 
 def _text(release: tuple[int, int]) -> str:
     return f"{release[0]}.{release[1]}"
+
+
+def open_other_stores() -> None:
+    """Have torch's rank 0 listen on every port that is not that of the launcher's store.
+
+    ``phalanx run`` says by the variable of torchrun's agent (TORCHELASTIC_USE_AGENT_STORE) that it keeps a store, on
+    which torch makes every rank a client, for every port. So a script that names another one (``init_method="tcp://…"``,
+    or a MASTER_PORT of its own, as scripts do that start processes themselves) would wait there for half an hour.
+    """
+    # The package has a function of the module's name.
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    own_create, own_question = rendezvous._create_c10d_store, rendezvous._torchelastic_use_agent_store
+    here = threading.local()
+
+    def create(hostname: str, port: int, *arguments: Any, **options: Any) -> Any:
+        here.other = os.environ.get(settings.STORE_PORT, str(port)) != str(port)
+        try:
+            return own_create(hostname, port, *arguments, **options)
+        finally:
+            here.other = False
+
+    rendezvous._create_c10d_store = create
+    rendezvous._torchelastic_use_agent_store = lambda: not getattr(here, "other", False) and own_question()

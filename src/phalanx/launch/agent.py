@@ -334,7 +334,7 @@ class Agent:
                 if self.ranks:
                     self.trace.note_elsewhere(json.dumps(order.known).encode())
             case LookUp():
-                from phalanx.membership.torch_door import is_own
+                from phalanx.membership.launcher_store import is_own
 
                 if is_own(tuple(order.end), tuple(order.other_end)):
                     self.say(Owns(number=order.number))

@@ -140,7 +140,7 @@ def _serve(listener: socket.socket, parent: int, asking: socket.socket, *, refer
         die_with_parent(parent)
         os.setsid()
         set_name("phalanx-store")
-        from phalanx.membership.torch_door import SupervisorLine, TorchStoreServer
+        from phalanx.membership.launcher_store import SupervisorLine, TorchStoreServer
 
         server = TorchStoreServer(listener, supervisor=SupervisorLine(asking, refers=refers))
         signal.set_wakeup_fd(-1)

@@ -1,14 +1,14 @@
 """Agree why a group over several hosts broke, and where its ranks are: one rank's side of one group.
 
 The rank that finds something sends it to the registrar. The first fact of a group wins there and is pushed to all its
-ranks, so every rank raises the same. A rank that hears of it ends the waits of its process and of its host's memory. If
-the registrar does not answer, as its host is cut off or its process has left, a rank goes by its own fact.
+ranks, so every rank raises the same, and ends the waits of its process and of its host's memory. If the registrar does
+not answer, as its host is cut off or its process has left, a rank goes by its own fact.
 
-A rank concludes something only while it waits: in a collective for all ranks, in a message for its peer. So a host that
-comes back before anybody waits for it is missed by nobody, and ranks that need each other go on without a third.
+A rank concludes something only while it waits: in a collective for all ranks, in a message for its peer. So ranks that
+need each other go on without a third.
 
-When ranks are late, or their calls differ, every rank is asked where it is, once, by the registrar. Whoever does not
-answer in a second is named as not saying it: it is stopped, or something holds its interpreter.
+When ranks are late, or their calls differ, the registrar asks every rank once where it is. Who does not answer in a
+second is named as not saying it: it is stopped, or something holds its interpreter.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+import msgspec
 from torch._C._distributed_c10d import HashStore, Store
 
 from phalanx.errors import InitializationError
@@ -29,7 +30,6 @@ from phalanx.membership.protocol import (
     Fact,
     Join,
     Joined,
-    Leave,
     Left,
     Lost,
     Meet,
@@ -42,15 +42,13 @@ from phalanx.membership.protocol import (
 from phalanx.membership.registrar import POSITIONS_S
 from phalanx.system.threads import AwakeClock
 
-__all__ = ["GroupAbort", "Member"]
+__all__ = ["GroupAbort", "Member", "address_key"]
 
 # How long the registrar may take to say which fact was first. Where it can be reached it answers at once, unless its
 # process is stopped or its interpreter held.
 ANSWER_S = 1.0
 # For how long a collective goes on that a rank has left unannounced: it may have done its part before.
 GRACE_S = 0.4
-# For how long a rank waits at least for one whose host is silent: that may be back, and dials once a second.
-AWAITED_S = 1.5
 _LOOK_S = 0.1
 
 
@@ -100,54 +98,43 @@ class GroupAbort:
         self.fact: Fact | None = None
         self.pids: list[int] = []
         self._member: Callable[[], Member | None] = lambda: None
-        self._addresses: dict[str, bytes] = {}
-        self._stores: dict[str, Store] = {}
-        self._others_addresses: dict[tuple[str, int], bytes] = {}
+        self._addresses: dict[str, Store] = {}
         self._left: set[int] = set()
         self._met: set[int] = set()
         self._positions: list[Position] | None = None
+        self._unsent: list[Address] | None = []  # until join()
         self._ended = self._closed = False
 
     def join(self, member: Member, timeout_s: float) -> None:
-        """Say that this rank is in the group, and wait until all have said so.
-
-        Args:
-            member: this rank; kept weakly.
-            timeout_s: for the others, which have come as far as this in the job's store.
+        """Say that this rank, which is kept weakly, is in the group, and wait until all have said so.
 
         Raises:
-            InitializationError: one has not, or has gone.
+            InitializationError: one has not in time, or has gone.
         """
         self._member = weakref.ref(member)
         self.membership.subscribe(self.name, self)
-        self.membership.send(Join(self.name, self.ranks, self._addresses))
+        said, self._unsent = self._unsent or [], None
+        self.membership.send(Join(self.name, self.ranks))
+        for address in said:
+            self.membership.send(address)
         clock = AwakeClock()
         while not self.membership.wait_for(lambda: bool(self.pids), 0.1):
-            has_registrar = self.membership.connected or bool(self.membership.silent)
+            has_registrar = self.membership.connected
             if any(map(self.departed, range(len(self.ranks)))) or not has_registrar or clock.now() >= timeout_s:
                 why = "a rank has gone, or did not come in time" if has_registrar else "rank 0 of the job has gone"
                 raise InitializationError(f"a group over several hosts could not be made: {why}")
 
-    def publish_address(self, name: str, address: bytes) -> None:
-        """Tell the others an address of this rank by :meth:`join`."""
-        self._addresses[name] = address
+    def addresses(self, name: str) -> Store:
+        """Return a store of this process to which the registrar brings the others' addresses of this name."""
+        return self._addresses.setdefault(name, HashStore())
 
-    def address_of(self, name: str, rank: int) -> bytes:
-        """Return the address that a rank has published, after :meth:`join`."""
-        return self._others_addresses[name, rank]
-
-    def address_store(self, name: str) -> Store:
-        """Make a store for a group of Gloo's in this process; the others' addresses come there by the registrar."""
-        self._stores[name] = made = HashStore()
-        return made
-
-    def say_address(self, name: str) -> None:
-        """Tell the others this rank's address, which Gloo has written into that store; by :meth:`join` or after it."""
-        address = self._stores[name].get(_address_key(self.rank))
-        if self.pids:
-            self.membership.send(Address(self.name, self.rank, name, address))
+    def say_address(self, name: str, address: bytes) -> None:
+        """Tell the others an address of this rank."""
+        message = Address(self.name, self.rank, name, address)
+        if self._unsent is None:
+            self.membership.send(message)
         else:
-            self._addresses[name] = address
+            self._unsent.append(message)
 
     # -- what is known of ranks, from any thread ---------------------------------------------------
 
@@ -173,18 +160,7 @@ class GroupAbort:
 
     def fact_of(self, gone: Departed, rank: int) -> Lost:
         """Return the fact that a rank of the group has gone in this way."""
-        ended = gone.way == Way.ENDED
-        return Lost(
-            by=self.rank,
-            rank=rank,
-            way=gone.way,
-            text="" if ended else gone.text,
-            how=gone.text if ended else "",
-            signal=gone.signal,
-            last_operation=gone.last_operation,
-            last_line=gone.last_line,
-            was_in_it=gone.was_in_it,
-        )
+        return Lost(**{**msgspec.structs.asdict(gone), "by": self.rank, "rank": rank})
 
     def meet(self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool]) -> bool:
         """Wait until another rank comes to connect with this one as well; return whether it does.
@@ -205,11 +181,9 @@ class GroupAbort:
     # -- the first fact, from any thread -----------------------------------------------------------
 
     def publish(self, fact: Fact, *, departs: bool = False) -> Fact:
-        """Tell the others why the group broke; return what was told first.
+        """Tell the others why the group broke, as this rank has found it; return what was told first.
 
-        Args:
-            fact: as this rank has found it.
-            departs: this rank's script fails with it.
+        ``departs``: this rank's script fails with that.
         """
         self.membership.send(Broken(self.name, fact, departs))
         return self.wait(ANSWER_S) or self.know(fact)
@@ -243,7 +217,7 @@ class GroupAbort:
 
     def leave(self) -> None:
         """Say that this rank has left in order."""
-        self.membership.send(Leave(self.name))
+        self.membership.send(Left(self.name, [self.rank]))
 
     def close(self) -> None:
         """Stop taking messages about the group."""
@@ -256,14 +230,12 @@ class GroupAbort:
 
     def take(self, message: Message) -> None:
         if isinstance(message, Joined):
-            for rank, addresses in enumerate(message.addresses):
-                for name, address in addresses.items():
-                    self._note_address(name, rank, address)
             self.pids = message.pids
         elif isinstance(message, Address):
-            self._note_address(message.name, message.rank, message.address)
+            if message.rank != self.rank:
+                self.addresses(message.name).set(address_key(message.rank), message.address)  # type: ignore[arg-type]
         elif isinstance(message, Left):
-            self._left.update(rank for name, rank in message.ranks if name == self.name)
+            self._left.update(message.ranks)
         elif isinstance(message, Meet):
             self._met.add(message.peer)
         elif isinstance(message, Positions):
@@ -274,29 +246,18 @@ class GroupAbort:
                 self.membership.send(member.position(message.fact))
             self.know(message.fact)
 
-    def _note_address(self, name: str, rank: int, address: bytes) -> None:
-        if name not in self._stores:
-            self._others_addresses[name, rank] = address
-        elif rank != self.rank:
-            self._stores[name].set(_address_key(rank), address)  # type: ignore[arg-type]
-
     def look(self) -> float | None:
         membership, member = self.membership, self._member()
-        away = [rank for rank, each in enumerate(self.ranks) if each in membership.silent or self.departed(rank)]
+        away = [rank for rank, each in enumerate(self.ranks) if each in membership.departed]
         if not away or self.fact is not None or member is None:
             return None
         now, waits = time.monotonic(), member.awaited()
         for rank in away:
             if rank not in waits:
                 continue
-            lost, awaited_s = self.lost(rank), now - waits[rank]
-            if lost is not None and lost.way != Way.LEFT:
-                _, at = membership.departed[self.ranks[rank]]
-                if min(awaited_s, now - at) >= GRACE_S:
-                    self._conclude(lost)
-                    return None
-            elif lost is None and awaited_s >= AWAITED_S:
-                self._conclude(Lost(self.rank, Way.SILENT, rank))
+            lost, (_, at) = self.lost(rank), membership.departed[self.ranks[rank]]
+            if lost is not None and lost.way != Way.LEFT and now - max(waits[rank], at) >= GRACE_S:
+                self._conclude(lost)
                 return None
         return _LOOK_S
 
@@ -309,5 +270,6 @@ class GroupAbort:
             self.know(fact)
 
 
-def _address_key(rank: int) -> str:
-    return f"0/{rank}"  # of a Gloo group that listens on one device
+def address_key(rank: int) -> str:
+    """Return the key under which Gloo has a rank's address, in a group that listens on one device."""
+    return f"0/{rank}"

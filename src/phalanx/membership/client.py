@@ -1,18 +1,16 @@
 """A rank's side of rank 0's store: ``torch.distributed.Store`` in Python, over connections that have proven themselves.
 
-torch calls it from C++ too, and from several threads at once (Gloo does, while it connects). So each call has a
-connection of its own while it runs, and a ``get`` that waits delays no other call. The connections are kept and reused.
-
-Prior art: torch's ``TCPStore``, whose semantics these are. It sends one request at a time for a whole process, trusts
-every process that connects, and listens on every interface.
+torch calls it from C++ too, and from several threads at once. So each call has a connection of its own while it runs,
+and a ``get`` that waits delays no other call. The connections are kept and reused. The semantics are those of torch's
+``TCPStore``, which trusts every process that connects, and listens on every interface.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
-import socket
 import threading
 import time
 import weakref
@@ -21,26 +19,28 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import NoReturn
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistStoreError
 
 from phalanx.errors import InitializationError
-from phalanx.membership.proven_door import StoreServer
+from phalanx.membership.launcher_store import ENDED, EndedRank
 from phalanx.membership.store_protocol import KEEP_ALIVE, ROLE, Claim, Code, Verdict, pack, unpack
+from phalanx.membership.store_server import StoreServer
 from phalanx.system.processes import state_text
 from phalanx.system.threads import wait_awake
+from phalanx.topology.place import Place
 from phalanx.wire.dial import Line, dial
 from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
 from phalanx.wire.proof import NoProof, WrongKey
 from phalanx.words import format_named
 
-__all__ = ["Connections", "JobStore", "WaitTimeout", "connect", "peek", "underlying"]
+__all__ = ["Connections", "JobStore", "WaitTimeout", "connect", "ended_ranks", "kept_store", "peek", "underlying"]
 
 # How long rank 0 may take, at least, for an answer that it gives at once; and to let another connection in.
 _ANSWER_S = 30.0
-_LONGEST_WAIT_S = 1e8  # a longer timeout is none
 _PAUSE_S = 0.05
+_LONGEST_WAIT_S = 1e8  # a longer timeout is none
 _LOOK_S = 0.1  # how often a call that waits looks around
 _WAITING = (Code.READ, Code.WAIT, Code.EVERYBODY)
 _Answer = tuple[int, Sequence[bytes]]
@@ -59,18 +59,7 @@ def connect(
 ) -> tuple[Line, Verdict]:
     """Connect to rank 0 and ask to join; return the connection and rank 0's verdict.
 
-    Args:
-        where: address and port.
-        key: the job's key.
-        claim: what this process says of itself.
-        patience_s: how long connecting may take, in seconds, and then the handshake as long again.
-        source: the address to connect from; any of this host's by default.
-
-    Raises:
-        OSError: nothing listens there, or the connection was closed.
-        TimeoutError: the listener sends nothing.
-        NoProof: the listener is not rank 0 of Phalanx.
-        WrongKey: the listener is, but proves another key.
+    The other arguments and the errors are those of :func:`~phalanx.wire.dial.dial`.
     """
     line, answer = dial(where, key, ROLE, claim.encode(), patience_s=patience_s, keep_alive=KEEP_ALIVE, source=source)
     try:
@@ -84,19 +73,14 @@ class Connections:
     """Connections to rank 0, one for each request that is under way.
 
     Args:
-        first: the one with which this process joined.
-        verdict: rank 0's answer on it.
-        where: address and port of rank 0.
-        key: the job's key.
-        claim: what this process says of itself.
-        source: the address to connect from; any of this host's by default.
+        first, verdict: that with which this process joined, and rank 0's answer.
+        where, key, claim, source: see :func:`connect`.
     """
 
     def __init__(
         self, first: Line, verdict: Verdict, where: tuple[str, int], key: Key, claim: Claim, source: str = ""
     ) -> None:
         self.rank_0 = verdict.rank_0
-        self.watch: Callable[[], object] = _nothing  # called some times a second while a call waits
         self._where, self._key, self._claim, self._source = where, key, claim, source
         self._idle = [first]
         self._lock = threading.Lock()  # guards the list above and the flag below
@@ -111,15 +95,12 @@ class Connections:
         timeout_s: float | None,
         look: Callable[[], object] = _nothing,
     ) -> _Answer:
-        """Carry out a request on a connection that no other call uses meanwhile; return the answer's number and fields.
+        """Carry out a request on a connection that no other call uses; return the answer's number and fields.
 
-        Args:
-            code, number, fields: the request.
-            timeout_s: how long it may wait, in seconds; None for as long as it takes.
-            look: called some times a second meanwhile; what it raises ends the call.
+        ``look`` is called some times a second meanwhile, and what it raises ends the call.
 
         Raises:
-            WaitTimeout: a request that waits has waited for so long.
+            WaitTimeout: a request that waits has waited for so long; a timeout of None is none.
             DistStoreError: rank 0 has gone, or has answered with this reason.
         """
         message = pack(code, number, fields)
@@ -128,7 +109,7 @@ class Connections:
             line.sock.settimeout(None if timeout_s is None else max(timeout_s, _ANSWER_S))
             with contextlib.suppress(ConnectionError):  # what rank 0 has said before it went can still be read
                 line.sock.sendall(line.session.seal(message))
-            if not self._has_come(line, code, timeout_s, look):
+            if not self._has_come(line, code in _WAITING, timeout_s, look):
                 line.close()
                 if code in _WAITING and not self.rank_0.stopped_state():
                     raise WaitTimeout
@@ -141,36 +122,36 @@ class Connections:
             line.close()  # an answer may still be on its way
             raise
         with self._lock:
-            keeps = not self._ended
-            if keeps:
+            if not self._ended:
                 self._idle.append(line)
-        if not keeps:
+        if self._ended:
             line.close()
         if answered != Code.DONE:
             raise DistStoreError(_text(said))
         return result, said
 
-    def _has_come(self, line: Line, code: int, timeout_s: float | None, look: Callable[[], object]) -> bool:
+    def _has_come(self, line: Line, waits: bool, timeout_s: float | None, look: Callable[[], object]) -> bool:
         """Wait until an answer comes; return whether one has in time."""
+        poll = select.poll()  # select() takes no descriptor above 1023
+        poll.register(line.sock, select.POLLIN)
 
         def has_come(slice_s: float) -> bool:
-            if _readable(line.sock, min(slice_s, _LOOK_S)):
+            if poll.poll(min(slice_s, _LOOK_S) * 1000):
                 return True
-            self.watch()
             look()
             return False
 
         if wait_awake(has_come, timeout_s):
             return True
-        if code in _WAITING or timeout_s is None or self.rank_0.stopped_state():
+        if waits or timeout_s is None or self.rank_0.stopped_state():
             return False
         return wait_awake(has_come, _ANSWER_S - timeout_s)  # rank 0 is busy
 
     def _take(self, patience_s: float) -> Line:
         """Return a connection that no call uses: an idle one, or a new one, for which rank 0 has so many seconds.
 
-        Rank 0 may send a connection away that has not proven itself yet, when very many others come at the same time,
-        so this is tried again for a while, unless nothing listens there any more.
+        Strangers that come in great numbers may have rank 0 send it away before it has proven itself, so it is tried
+        again for a while.
         """
         with self._lock:
             if self._ended:
@@ -183,10 +164,9 @@ class Connections:
             try:
                 line, verdict = connect(self._where, self._key, claim, patience_s, self._source)
                 break
-            except (ConnectionRefusedError, NoProof, WrongKey) as error:
-                self._lost(error)
-            except OSError as error:
-                if time.monotonic() >= until or self.rank_0.stopped_state():
+            except (OSError, NoProof, WrongKey) as error:
+                final = not isinstance(error, OSError) or isinstance(error, ConnectionRefusedError)
+                if final or time.monotonic() >= until or self.rank_0.stopped_state():
                     self._lost(error)
                 time.sleep(_PAUSE_S)
         if verdict.kind != "welcome":
@@ -195,20 +175,14 @@ class Connections:
         return line
 
     def _lost(self, error: BaseException) -> NoReturn:
-        if state := self.rank_0.stopped_state():
+        rank_0 = self.rank_0
+        if state := rank_0.stopped_state():
             group = format_named("rank", range(self._claim.world_size))
-            rank_0 = self.rank_0
             raise InitializationError.rank_stopped(0, rank_0.pid, rank_0.host, state_text(state), group) from error
-        why = "rank 0 has ended, or the network to it is cut"
-        if isinstance(error, TimeoutError):
-            why = "rank 0 is stopped, or the network to it is cut"
-        elif isinstance(error, Malformed):
-            why = "another process has changed what rank 0 sent"
-        elif isinstance(error, (NoProof, WrongKey)):
-            why = "rank 0 has ended, and another program listens there now"
         raise DistStoreError(
-            f"rank {self._claim.rank} lost the store of rank 0 at {self._where[0]} port {self._where[1]} ({error}): "
-            f"{why}; see what rank 0 printed"
+            f"rank {self._claim.rank} lost the store of rank 0 at {self._where[0]} port {self._where[1]} "
+            f"({str(error) or type(error).__name__}): rank 0 has ended or is stopped, or the network to it is cut; see "
+            f"what rank 0 printed"
         ) from error
 
     def end(self) -> None:
@@ -248,12 +222,6 @@ def _receive(line: Line) -> tuple[int, int, list[bytes]]:
     raise ConnectionResetError("the connection was closed")
 
 
-def _readable(sock: socket.socket, patience_s: float) -> bool:
-    poll = select.poll()  # select() takes no descriptor above 1023
-    poll.register(sock, select.POLLIN)
-    return bool(poll.poll(patience_s * 1000))
-
-
 class JobStore(Store):
     """The job's store, as torch takes it. Safe to use from several threads.
 
@@ -262,7 +230,7 @@ class JobStore(Store):
     Args:
         connections: those to rank 0.
         timeout: how long ``get`` and ``wait`` wait.
-        server: rank 0's own store; None on other ranks. It ends with this object.
+        server: rank 0's own store, which ends with this object; None on other ranks.
     """
 
     timeout: timedelta  # torch's own property, which its stubs leave out
@@ -277,8 +245,7 @@ class JobStore(Store):
             weakref.finalize(self, server.retire).atexit = False
 
     def set(self, key: str, value: str | bytes) -> None:
-        code = Code.WILL if getattr(self._here, "is_will", False) else Code.SET
-        self._ask(code, 0, [key.encode(), _bytes(value)])
+        self._ask(Code.SET, 0, [key.encode(), _bytes(value)])
 
     def get(self, key: str) -> bytes:
         return self._wait_for(Code.READ, [key], self.timeout)[0]
@@ -291,7 +258,7 @@ class JobStore(Store):
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         given = [key.encode(), _bytes(expected_value), _bytes(desired_value)]
-        return _checked(self._ask(Code.COMPARE_SET, 0, given)[1], 1)[0]
+        return self._ask(Code.COMPARE_SET, 0, given)[1][0]
 
     def delete_key(self, key: str) -> bool:
         return bool(self._ask(Code.DELETE, 0, [key.encode()])[0])
@@ -326,10 +293,10 @@ class JobStore(Store):
     getNumKeys = num_keys  # noqa: N815
     deleteKey = delete_key  # noqa: N815
 
-    def wait_for_all(self, timeout_s: float, look: Callable[[], object] = _nothing) -> bool:
-        """Wait until every rank has joined; return whether all have in time. ``look`` is called meanwhile."""
+    def wait_for_all(self, timeout_s: float) -> bool:
+        """Wait until every rank has joined; return whether all have in time."""
         try:
-            self.connections.call(Code.EVERYBODY, 0, [], timeout_s, look)
+            self.connections.call(Code.EVERYBODY, 0, [], timeout_s)
         except WaitTimeout:
             return False
         return True
@@ -338,18 +305,9 @@ class JobStore(Store):
         """Name the ranks that have not joined, for people."""
         return _text(self._ask(Code.MISSING)[1])
 
-    @contextlib.contextmanager
-    def as_will(self) -> Iterator[None]:
-        """Have the store set what this thread sets in the body when this rank's connections end, if it has no value."""
-        self._here.is_will = True
-        try:
-            yield
-        finally:
-            self._here.is_will = False
-
-    def take_will_back(self) -> None:
-        """Have the store set nothing when this rank's connections end."""
-        self._ask(Code.WILL)
+    def will_set(self, key: str, value: str) -> None:
+        """Have the store set a key that has no value when this rank's connections end; an empty value takes it back."""
+        self._ask(Code.WILL, 0, [key.encode(), value.encode()])
 
     def end(self) -> None:
         """Stop using the store. Rank 0's store answers until all other ranks have stopped too, or its process ends."""
@@ -369,15 +327,38 @@ class JobStore(Store):
     def _wait_for(self, code: int, keys: Sequence[str], timeout: timedelta) -> Sequence[bytes]:
         look = getattr(self._here, "look", _nothing)
         try:
-            fields = self.connections.call(code, 0, [key.encode() for key in keys], _limit(timeout), look)[1]
+            return self.connections.call(code, 0, [key.encode() for key in keys], _limit(timeout), look)[1]
         except WaitTimeout:
             missing = sorted(key for key in keys if not self.check([key]))
             named = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
             raise WaitTimeout(f"wait timeout after {timeout.total_seconds():g} s, keys: {named}") from None
-        return _checked(fields, len(keys)) if code == Code.READ else fields
 
     def _ask(self, code: int, number: int = 0, fields: Sequence[bytes] = ()) -> _Answer:
         return self.connections.call(code, number, fields, _limit(self.timeout))
+
+
+# -- any store -----------------------------------------------------------------------------------------
+
+
+def kept_store(place: Place, timeout_s: float) -> Store:
+    """Connect to the store that this process's launcher keeps (``Place.keeps_store``).
+
+    Raises:
+        InitializationError: it cannot be reached.
+    """
+    address, port = str(place.master_addr), int(place.master_port or 0)
+    try:
+        return TCPStore(address, port, place.world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise InitializationError(
+            f"rank {place.rank} could not reach the store that {place.launcher} keeps at {address}:{port} "
+            f"(MASTER_ADDR, MASTER_PORT): {error}"
+        ) from error
+
+
+def ended_ranks(store: Store) -> list[EndedRank]:
+    """Return the ranks that have ended, in that order, if this is the store of ``phalanx run``."""
+    return [EndedRank(*each) for each in json.loads(store.get(ENDED))] if store.check([ENDED]) else []
 
 
 def underlying(store: Store) -> Store:
@@ -402,16 +383,9 @@ def _limit(timeout: timedelta) -> float | None:
     return timeout_s if 0 < timeout_s < _LONGEST_WAIT_S else None
 
 
-def _checked(fields: Sequence[bytes], count: int) -> Sequence[bytes]:
-    """Return the values of an answer; without a key anybody may pose as rank 0, and send another number of them."""
-    if len(fields) != count:
-        raise DistStoreError(f"the store sent {len(fields)} values where {count} belong: is that rank 0 of this job?")
-    return fields
-
-
 def _text(fields: Sequence[bytes]) -> str:
     """Return what the store says for people."""
-    return fields[0].decode(errors="replace") if fields else "rank 0 gives no reason"
+    return b" ".join(fields).decode(errors="replace")
 
 
 def _bytes(value: str | bytes) -> bytes:

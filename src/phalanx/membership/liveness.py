@@ -2,8 +2,7 @@
 
 A membership is a star. Rank 0's process has the registrar (``registrar.py``), every other rank one session to it. The
 session is the only sign of life: the kernel ends it with the process, and within some 4 s if the other host
-acknowledges nothing. A process that is stopped, or whose interpreter is held, keeps it. A rank whose session has ended
-dials again until it gets through, or until nothing listens there any more: then rank 0 has ended.
+acknowledges nothing. A process that is stopped, or whose interpreter is held, keeps it.
 
 The world's group makes the membership; a group of some ranks uses that of the world, or makes its own where the world
 has none. It ends with its last group, and with rank 0's last group for all.
@@ -35,38 +34,18 @@ from phalanx.membership.protocol import (
     Ask,
     Departed,
     Hello,
-    Left,
     Message,
     OfGroup,
-    Silent,
     Way,
-    WhoKnows,
 )
-from phalanx.membership.registrar import LOOK_S, WELCOME, Registrar, end_of, may_be_told
+from phalanx.membership.registrar import LOOK_S, WELCOME, Registrar, end_of
 from phalanx.system.exit_order import Stage, at_exit
-from phalanx.wire.dial import Line, NoAnswer, dial
+from phalanx.wire.dial import dial
 from phalanx.wire.key import job_key
-from phalanx.wire.proof import NoProof, WrongKey
 
-__all__ = [
-    "Gone",
-    "Membership",
-    "Subscriber",
-    "Witness",
-    "call_witness",
-    "gone_ranks",
-    "has_witness",
-    "set_world",
-    "world_membership",
-]
+__all__ = ["Gone", "Membership", "Subscriber", "gone_ranks", "set_world", "world_membership"]
 
 _KEY = "registrar"  # in the part of the store in which the ranks meet
-# A rank that has lost the registrar dials as often; a kernel whose host is back answers at once.
-_DIAL_S, _PAUSE_S = 0.7, 0.3
-_GONE = (ConnectionRefusedError, ConnectionResetError, NoProof, WrongKey)
-# A process that ends closes its files one after the other, so its port may still accept.
-_ENDS_FOR_S = 0.5
-_ENDING_LOOKS = 12  # how often a rank looks whether a process beside it ends, whose session has ended
 _CLOSING_S = 2.0
 _ANSWER_S = 3.0  # how long another host may take to say what its ranks do: it may have to ask them
 _RECORDS = 32  # of each rank, beside those that show which collectives it has come to
@@ -77,11 +56,10 @@ class Gone:
     """A rank that has gone.
 
     Attributes:
-        pid: its process id.
-        host: the name of its host.
         way: ``ended``: its process is gone; ``replaced``: that runs another program; ``failed``: an exception, or an
-            exit with a code other than 0, ended its script; ``left``: it closed its groups, or its script is over.
-        text: what else is known: of one that has ended, how, as ``by signal 9 (SIGKILL)``; of one that failed, why.
+            exit with a code other than 0, ended its script; ``left``: it closed its groups, or its script is over;
+            ``silent``: its host acknowledges nothing.
+        text: how one has ended, as ``by signal 9 (SIGKILL)``; why one has failed.
     """
 
     pid: int
@@ -92,12 +70,15 @@ class Gone:
     @property
     def words(self) -> str:
         """The way it has gone, for people."""
-        if self.way == Way.LEFT:
-            return "has left in order (it destroyed its groups, or its script has come to its end)"
-        if self.way == Way.REPLACED:
-            return "has replaced itself by another program (exec)"
-        if self.way == Way.FAILED:
-            return f"has failed ({self.text})" if self.text else "has failed"
+        match self.way:
+            case Way.LEFT:
+                return "has left in order (it destroyed its groups, or its script has come to its end)"
+            case Way.REPLACED:
+                return "has replaced itself by another program (exec)"
+            case Way.SILENT:
+                return "cannot be reached (its host acknowledges nothing)"
+            case Way.FAILED:
+                return f"has failed ({self.text})" if self.text else "has failed"
         return f"has ended {self.text}" if self.text else "has ended"
 
     @property
@@ -126,7 +107,7 @@ class Membership:
     =====================================  ===========  ==========  =====================================
     field                                  writer       readers     guard
     =====================================  ===========  ==========  =====================================
-    ``departed``, ``silent, connected``    the loop     any thread  one step of Python's, then ``changed``
+    ``departed``, ``connected``            the loop     any thread  one step of Python's, then ``changed``
     ``_groups``                            any thread   the loop    one step of Python's
     ``_users``, ``_closed``, ``_answers``  any thread   any thread  ``changed``
     everything else                        the loop     the loop
@@ -134,15 +115,12 @@ class Membership:
 
     Args:
         rank: this process's rank.
-        hosts: the number of the host of each rank.
-        names: what each rank's host is called.
+        hosts, names: the number and the name of each rank's host.
 
     Attributes:
         changed: notified after everything that the loop has learned.
         departed: the ranks that have gone, each with how, and when this one learned it.
-        silent: the ranks whose hosts acknowledge nothing, and since when.
         connected: the registrar can be reached, as far as this one knows.
-        how_ended: asks this host how the process of a rank beside this one ended; None while it has not. Set once.
         answer: tells other hosts what the ranks of this one do; empty if another rank here does. Set once.
     """
 
@@ -151,16 +129,13 @@ class Membership:
         self._hosts, self._names = hosts, names
         self.changed = threading.Condition(threading.RLock())  # a signal handler may close a group
         self.departed: dict[int, tuple[Departed, float]] = {}
-        self.silent: dict[int, float] = {}
         self.connected = True
-        self.how_ended: Callable[[int], Departed | None] | None = None
         self.answer: Callable[[], Sequence[RankSnapshot]] = list
         self._groups: dict[str, Subscriber] = {}
         self._users, self._closed = 1, False
         self._answers: list[list[list[Any]]] = []  # to each question
-        self._unsent: list[Message] = []
         self._will_look = False
-        self._address: tuple[str, int, str, int] = "", 0, "", 0
+        self._registrar_pid = 0
         self._loop = Loop("phalanx-membership")
         self._channel: Channel | None = None
         self._registrar: Registrar | None = None
@@ -172,15 +147,10 @@ class Membership:
     def meet(
         cls, store: Store, rank: int, hosts: Sequence[int], names: Sequence[str], timeout: timedelta
     ) -> Membership:
-        """Make it. Every rank calls this.
-
-        Args:
-            store: a part of the job's store where nobody has met before.
-            rank, hosts, names: see the class.
-            timeout: for rank 0 to come.
+        """Make it. Every rank calls this, with a part of the job's store where nobody has met before.
 
         Raises:
-            InitializationError: rank 0 has gone, or cannot be reached.
+            InitializationError: rank 0 has gone, did not come in time, or cannot be reached.
         """
         made = cls(rank, hosts, names)
         try:
@@ -188,8 +158,7 @@ class Membership:
                 store.set(_KEY, json.dumps(made._registrar.address))
             else:
                 store.wait([_KEY], timeout)
-                made._address = tuple(json.loads(store.get(_KEY)))
-                made._connect(made._dial(timeout.total_seconds()))
+                made._dial(json.loads(store.get(_KEY)), timeout.total_seconds())
             made._loop.start()
         except BaseException as error:
             made._give_back()
@@ -223,7 +192,7 @@ class Membership:
         self._groups.pop(group, None)
 
     def send(self, message: Message) -> None:
-        """Send the registrar a message, as soon as it can be reached."""
+        """Send the registrar a message."""
         self._loop.call(lambda: self._send(message))
 
     def later(self, seconds: float, task: Callable[[], object]) -> None:
@@ -240,11 +209,8 @@ class Membership:
     def ask(self, over: Callable[[], bool]) -> list[RankSnapshot]:
         """Ask what the ranks of other hosts do, for some seconds at most, unless that is ``over``.
 
-        One rank of each host answers for all ranks there: the first that is not stopped. If none of them does, the
-        host is silent: its ranks are stopped, or something holds their interpreters.
-
-        Returns:
-            Each with the name of its host. Empty if the registrar cannot be asked.
+        The first rank of each host that is not stopped answers for all there. If none does, the host is silent: its
+        ranks are stopped, or something holds their interpreters. Nothing is returned if the registrar cannot be asked.
         """
         answers: list[list[Any]] = []
         with self.changed:
@@ -254,7 +220,7 @@ class Membership:
         others = [rank for rank, host in enumerate(self._hosts) if host != self._hosts[self.rank]]
         hosts = len({self._hosts[rank] for rank in others})
         until = time.monotonic() + _ANSWER_S
-        while time.monotonic() < until and not over() and self.connected:
+        while self.connected and time.monotonic() < until and not over():
             if self.wait_for(lambda: len(answers) >= hosts, 0.1):
                 break
         if not self.connected:
@@ -310,8 +276,6 @@ class Membership:
             self._registrar.take(0, message)
         elif self._channel is not None:
             self._channel.say(message)
-        elif self.connected or self.silent:
-            self._unsent.append(message)
 
     def _take_later(self, message: Message) -> None:
         self._loop.call(lambda: self._take(0, message))
@@ -321,19 +285,13 @@ class Membership:
             self._note_departed(message)
             if message.rank == 0 and message.way == Way.LEFT:
                 self.connected = False
-        elif isinstance(message, Silent):
-            self._note_silent([message.rank], is_silent=message.is_silent)
-        elif isinstance(message, WhoKnows):
-            self._look_for_end(message.rank, _ENDING_LOOKS)
         elif isinstance(message, Ask):
             if snapshots := self.answer():
                 self._send(Answer(message.number, message.asker, [each.to_json(_RECORDS) for each in snapshots]))
         elif isinstance(message, Answer):
             self._answers[message.number].append(message.snapshots)
-        elif isinstance(message, (Left, OfGroup)):
-            for name in {each[0] for each in message.ranks} if isinstance(message, Left) else {message.group}:
-                if (group := self._groups.get(name)) is not None:
-                    group.take(message)
+        elif isinstance(message, OfGroup) and (group := self._groups.get(message.group)) is not None:
+            group.take(message)
         self._tell()
 
     def _tell(self) -> None:
@@ -342,158 +300,103 @@ class Membership:
             self.changed.notify_all()
         self._look()
 
-    def _look_again(self) -> None:
-        self._will_look = False
-        self._look()
-
     def _look(self) -> None:
         dues = [due for group in list(self._groups.values()) if (due := group.look()) is not None]
         if dues and not self._will_look:
             self._will_look = True
             self._loop.later(min(dues), self._look_again)
 
+    def _look_again(self) -> None:
+        self._will_look = False
+        self._look()
+
     def _note_departed(self, departed: Departed) -> None:
         self.departed.setdefault(departed.rank, (departed, time.monotonic()))
-        self.silent.pop(departed.rank, None)
-
-    def _note_silent(self, ranks: Sequence[int], *, is_silent: bool) -> None:
-        for rank in ranks:
-            if not is_silent:
-                self.silent.pop(rank, None)
-            elif rank not in self.departed:
-                self.silent.setdefault(rank, time.monotonic())
-
-    def _look_for_end(self, rank: int, looks: int) -> None:
-        """Tell the registrar how the process of a rank beside this one has ended, if it has."""
-        found = None if self.how_ended is None else self.how_ended(rank)
-        if found is not None:
-            self._send(found)
-        elif looks:
-            self._loop.later(LOOK_S, lambda: self._look_for_end(rank, looks - 1))
 
     # -- the session -------------------------------------------------------------------------------
 
-    def _dial(self, patience_s: float) -> Line:
-        address, port, name, _ = self._address
-        claim = msgspec.msgpack.encode(Hello(name, self.rank, os.getpid()))
-        line, verdict = dial((address, port), job_key(), ROLE, claim, patience_s=patience_s, keep_alive=KEEP_ALIVE)
+    def _dial(self, address: tuple[str, int, int], patience_s: float) -> None:
+        host, port, self._registrar_pid = address
+        claim = msgspec.msgpack.encode(Hello(self.rank, os.getpid()))
+        line, verdict = dial((host, port), job_key(), ROLE, claim, patience_s=patience_s, keep_alive=KEEP_ALIVE)
         if verdict != WELCOME:
             line.close()
             raise ConnectionRefusedError("another process listens there")
-        return line
-
-    def _connect(self, line: Line) -> None:
         self._channel = Channel(self._loop, line.sock, line.session, b"", 0, self._take, self._lose)
-        self.connected = True
-        self._note_silent(self._ranks_beside_registrar(), is_silent=False)
-        unsent, self._unsent = self._unsent, []
-        for message in unsent:
-            self._channel.say(message)
 
     def _lose(self, peer: int, channel: Channel, is_silent: bool) -> None:
-        """Dial again: the session has ended."""
         self._channel = None
         if not self.connected:
             return  # rank 0 has said that it leaves
         if is_silent:
-            self._lose_host()
-        self._dial_again(time.monotonic())
-
-    def _dial_again(self, since: float) -> None:
-        if self._closed:
-            return
-        try:
-            self._connect(self._dial(_DIAL_S))
-        except _GONE as error:
-            if isinstance(error, ConnectionResetError) and time.monotonic() - since < _ENDS_FOR_S:
-                self._loop.later(LOOK_S, lambda: self._dial_again(since))
-            else:
-                self._lose_process(time.monotonic())
-        except OSError as error:
-            # One that does not answer although its kernel does is stopped, or its interpreter is held.
-            if not isinstance(error, NoAnswer):
-                self._lose_host()
-            self._loop.later(_PAUSE_S, lambda: self._dial_again(since))
-
-    def _lose_host(self) -> None:
-        """Note that rank 0's host acknowledges nothing."""
-        self._note_silent(self._ranks_beside_registrar(), is_silent=True)
-        self.connected = False
-        self._tell()
+            beside = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[0]]
+            self._lose_registrar([Departed(rank, Way.SILENT) for rank in beside])
+        else:
+            self._lose_process(time.monotonic())
 
     def _lose_process(self, since: float) -> None:
-        """Look how rank 0's process has ended, for a limited time."""
-        host, pid = self._names[0], self._address[-1]
-        is_beside = self._hosts[0] == self._hosts[self.rank]
-        found = self.how_ended(0) if is_beside and self.how_ended is not None else None
-        if found is None and may_be_told(host, pid, since):
+        """Note that rank 0's process has ended, and how, if that is known in time."""
+        found = end_of(0, self._names[0], self._registrar_pid, since)
+        if found is None:
             self._loop.later(LOOK_S, lambda: self._lose_process(since))
-            return
-        self._note_departed(found or end_of(0, host, pid))
+        else:
+            self._lose_registrar([found])
+
+    def _lose_registrar(self, departed: Sequence[Departed]) -> None:
+        for each in departed:
+            self._note_departed(each)
         self.connected = False
         self._tell()
-
-    def _ranks_beside_registrar(self) -> list[int]:
-        return [rank for rank, host in enumerate(self._hosts) if host == self._hosts[0] != self._hosts[self.rank]]
 
 
 # Memberships that have not ended, by identity; each adds and removes itself in one step of Python's.
 _alive: dict[int, Membership] = {}
-_world: weakref.ref[Membership] | None = None  # that of the world
 
 
-def set_world(membership: Membership) -> None:
-    """Have this one used by the groups of some ranks that are made from now on."""
-    global _world
-    _world = weakref.ref(membership)
-
-
-def world_membership() -> Membership | None:
-    """Return that of the world, for one more group; None if the world has none."""
-    world = None if _world is None else _world()
-    return None if world is None else world.retain()
-
-
-# -- further groups: which ranks of the world have gone ------------------------------------------------
+# -- the world: which of its ranks have gone -------------------------------------------------------------
 #
-# A store cannot know that a rank will never write a key. But a process that makes a further group has the world's,
-# which looks after its ranks, whichever store they met in.
+# A store cannot know that a rank will never write a key. But a process that makes a further group has the world's
+# communicator, which looks after its ranks, whichever store they met in. A group of some ranks would know less: one
+# that has left it may be there for another.
 
 
-class Witness(Protocol):
-    """The communicator of the world, which knows of its ranks' ends."""
+class World(Protocol):
+    """The communicator of the world."""
 
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
         """Return those of these ranks that have gone; none if this rank has closed it. It may take a second."""
         ...
 
 
-# The world's communicator, as long as it exists: one reference, which the thread that makes the world replaces whole.
-_witness: weakref.ref[Witness] | None = None
+# As long as they exist. Each is one reference, which the thread that makes the world replaces whole.
+_world: weakref.ref[World] | None = None
+_membership: weakref.ref[Membership] | None = None
 
 
-def call_witness(world: Witness) -> None:
-    """Ask this one from now on. A group of some ranks knows less: one that has left it may be there for another."""
-    global _witness
-    _witness = weakref.ref(world)
+def set_world(world: World, membership: Membership | None = None) -> None:
+    """Ask this one from now on, and have further groups use its membership, if it has one."""
+    global _world, _membership
+    _world = weakref.ref(world)
+    _membership = None if membership is None else weakref.ref(membership)
 
 
-def has_witness() -> bool:
-    """Return whether this process has a world that could know."""
-    return _witness is not None and _witness() is not None
+def world_membership() -> Membership | None:
+    """Return that of the world, for one more group; None if the world has none."""
+    found = None if _membership is None else _membership()
+    return None if found is None else found.retain()
 
 
-def gone_ranks(ranks: Collection[int]) -> dict[int, Gone]:
-    """Return those of these ranks of the world that have gone, as far as its group knows."""
-    world = None if _witness is None else _witness()
-    return {} if world is None else world.gone(ranks)
+def gone_ranks(ranks: Collection[int]) -> dict[int, Gone] | None:
+    """Return those of these ranks of the world that have gone, as far as is known; None without a world."""
+    world = None if _world is None else _world()
+    return None if world is None else world.gone(ranks)
 
 
 def _at_exit() -> None:
-    ended = list(_alive.values())
-    for each in ended:
+    ending = list(_alive.values())
+    for each in ending:
         each.end()
-    for each in ended:
+    for each in ending:
         each.join()
 
 

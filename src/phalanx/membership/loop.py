@@ -223,8 +223,7 @@ class Channel(Connection):
     """A proven connection that carries messages.
 
     Args:
-        loop: whose thread that is.
-        sock: the connected socket.
+        loop, sock: see :class:`Connection`.
         session: the digests of the messages.
         rest: bytes that came with the handshake.
         peer: the rank at its other end.

@@ -1,6 +1,6 @@
 """Messages between a rank and the registrar, and the facts that they carry.
 
-Ranks are those of the membership, except in facts, positions, ``Left``, ``Meet`` and ``Address``: those of the group.
+Ranks are those of the membership, but in facts and in messages about a group those of the group.
 Nobody reads a sentence out of a fact.
 """
 
@@ -25,9 +25,8 @@ class Way:
     One whose script fails often does so for another one that has ended, and one that leaves for one that has failed.
     """
 
-    ENDED, REPLACED, FAILED, LEFT = DEPARTED = "ended", "replaced", "failed", "left"
+    ENDED, REPLACED, FAILED, LEFT, SILENT = DEPARTED = "ended", "replaced", "failed", "left", "silent"
     INTERRUPTED = "interrupted"  # by a signal, in a call of this group
-    SILENT = "silent"  # its host acknowledges nothing
     UNKNOWN = "unknown"  # a transfer failed, and nobody says why
 
 
@@ -41,16 +40,14 @@ class _Struct(msgspec.Struct, omit_defaults=True, frozen=True, tag=True):
 class Lost(_Struct, frozen=True):
     """A rank is lost, or the way to one.
 
-    ``by`` has noticed it. ``rank`` is -1 if it is not known which. ``text`` says why one failed or was interrupted,
-    ``how`` in what way it has ended. ``at`` is the last call of ``by``, which the lost rank has left without, else -1.
-    The others are those of :class:`Departed`.
+    ``by`` has noticed it. ``rank`` is -1 if it is not known which. ``at`` is the last call of ``by``, which the lost
+    rank has left without, else -1. The others are those of :class:`Departed`.
     """
 
     by: int
     way: str
     rank: int = -1
     text: str = ""
-    how: str = ""
     signal: int = 0
     last_operation: str = ""
     last_line: str = ""
@@ -86,19 +83,17 @@ def needs_positions(fact: Fact) -> bool:
 
 
 class Hello(_Struct, frozen=True):
-    """Claim of a rank that dials: which registrar it means, and which process it is."""
+    """Claim of a rank that dials: which process it is."""
 
-    registrar: str
     rank: int
     pid: int
 
 
 class Join(_Struct, frozen=True):
-    """The sender is in a group of these ranks. ``addresses``: where Gloo can reach it, by the name of Gloo's group."""
+    """The sender is in a group of these ranks."""
 
     group: str
     ranks: list[int]
-    addresses: dict[str, bytes] = {}
 
 
 class Joined(_Struct, frozen=True):
@@ -106,11 +101,10 @@ class Joined(_Struct, frozen=True):
 
     group: str
     pids: list[int]
-    addresses: list[dict[str, bytes]]
 
 
 class Address(_Struct, frozen=True):
-    """The address of a rank in a group of Gloo's that was made later; handed on to all."""
+    """The address of a rank for what has this name, as a group of Gloo's; handed on to all once they have joined."""
 
     group: str
     rank: int
@@ -125,16 +119,11 @@ class Meet(_Struct, frozen=True):
     peer: int
 
 
-class Leave(_Struct, frozen=True):
-    """The sender has left a group in order."""
+class Left(_Struct, frozen=True):
+    """Ranks have left a group in order; of itself a rank says so to the registrar."""
 
     group: str
-
-
-class Left(_Struct, frozen=True):
-    """Ranks have left groups, each with the group's name."""
-
-    ranks: list[tuple[str, int]]
+    ranks: list[int]
 
 
 class Broken(_Struct, frozen=True):
@@ -173,10 +162,10 @@ class Positions(_Struct, frozen=True):
 
 
 class Departed(_Struct, frozen=True):
-    """A rank has gone; of itself a rank says that it has left all groups.
+    """A rank has gone, or its host acknowledges nothing; of itself a rank says that it has left all groups.
 
-    ``text`` says why it failed, or how it ended; ``signal`` is 0 if none ended it. The last operation is that of its
-    flight recorder, if that could be read; it ``was_in_it`` if it had not returned.
+    ``text`` says why it failed or was interrupted, or how it ended; ``signal`` is 0 if none ended it. The last
+    operation is that of its flight recorder, if that could be read; it ``was_in_it`` if it had not returned.
     """
 
     rank: int
@@ -186,19 +175,6 @@ class Departed(_Struct, frozen=True):
     last_operation: str = ""
     last_line: str = ""
     was_in_it: bool = False
-
-
-class Silent(_Struct, frozen=True):
-    """The host of a rank acknowledges nothing, or does again."""
-
-    rank: int
-    is_silent: bool
-
-
-class WhoKnows(_Struct, frozen=True):
-    """The session of a rank beside the receiver has ended: how has its process?"""
-
-    rank: int
 
 
 class Ask(_Struct, frozen=True):
@@ -216,8 +192,8 @@ class Answer(_Struct, frozen=True):
     snapshots: list[Any]
 
 
-OfGroup: TypeAlias = Joined | Address | Meet | Leave | Broken | Position | Positions
-Message: TypeAlias = Join | OfGroup | Left | Departed | Silent | WhoKnows | Ask | Answer
+OfGroup: TypeAlias = Joined | Address | Meet | Left | Broken | Position | Positions
+Message: TypeAlias = Join | OfGroup | Departed | Ask | Answer
 
 encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -3,14 +3,15 @@
 It lives in rank 0's process, on the loop of that rank's own membership, listens at one address, and has a session to
 every other rank. Of the facts for which a group broke the first one that comes counts.
 
-A session that ends says little: networks end connections, too. So the ranks beside that one look at its process, and it
-may dial again. If it has not, and nobody beside it knows how it ended, it has ended; the launcher may say how.
+A session that ends is the end of its rank, and the launcher may say how that ended. If the other host acknowledges
+nothing, the rank is lost to all as silent.
 """
 
 from __future__ import annotations
 
-import secrets
+import contextlib
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -30,7 +31,6 @@ from phalanx.membership.protocol import (
     Hello,
     Join,
     Joined,
-    Leave,
     Left,
     Lost,
     Meet,
@@ -38,9 +38,7 @@ from phalanx.membership.protocol import (
     OfGroup,
     Position,
     Positions,
-    Silent,
     Way,
-    WhoKnows,
     needs_positions,
 )
 from phalanx.system.interfaces import outward_address
@@ -48,12 +46,10 @@ from phalanx.wire.door import Arrival, Door
 from phalanx.wire.key import job_key
 from phalanx.wire.sockets import listen
 
-__all__ = ["LOOK_S", "POSITIONS_S", "WELCOME", "Registrar", "end_of", "may_be_told"]
+__all__ = ["LOOK_S", "POSITIONS_S", "WELCOME", "Registrar", "end_of"]
 
 WELCOME, _NO = b"welcome", b"no"  # verdicts for a rank that dials
-# How long a rank may take to dial again after its session has ended, and those beside it to say that it has ended; and
-# how long a launcher may take to say how.
-REDIAL_S, LAUNCHER_S = 0.25, 0.75
+_LAUNCHER_S = 0.75  # how long a launcher may take to say how a rank ended
 LOOK_S = 0.02
 _LEFT_S = 0.02  # ranks that leave at about the same time are told together
 # How long ranks may take to say where they are; once all have said something, how long those outside of a call may take
@@ -63,39 +59,36 @@ _FINISH_S = 0.5
 _MOST_STRANGERS = 512
 
 
-def end_of(rank: int, host: str, pid: int) -> Departed:
-    """Say that a rank has ended, and how if a launcher has said so by now."""
-    said = ended_elsewhere(host, pid) or {}
+def end_of(rank: int, host: str, pid: int, since: float) -> Departed | None:
+    """Say that a rank has ended, and how; None while the launcher may still say how, ``since`` that was noticed."""
+    said = ended_elsewhere(host, pid)
+    if said == {} and time.monotonic() - since < _LAUNCHER_S:
+        return None
+    said = said or {}
     facts = {name: said[name] for name in Departed.__struct_fields__ if name in said}
     return Departed(**{**facts, "rank": rank, "way": Way.ENDED, "text": str(said.get("how", ""))})
 
 
-def may_be_told(host: str, pid: int, since: float) -> bool:
-    """Return whether the launcher may still say how a process has ended whose end was noticed then."""
-    return ended_elsewhere(host, pid) == {} and time.monotonic() - since < LAUNCHER_S
-
-
 @dataclass
 class _Member:
-    """A rank; ``send`` is None without a session, of which it has lost so many."""
+    """A rank; ``send`` is None without a session."""
 
     host: int
     name: str
     pid: int = 0
     send: Callable[[Message], object] | None = None
     channel: Channel | None = None
-    lost: int = 0
-    is_silent: bool = False
     departed: Departed | None = None
 
 
 @dataclass
 class _Group:
-    """A group: its ranks in the membership, and of its own ranks who joined and left, why it broke, where they are."""
+    """A group: its ranks in the membership, and of its own ranks who has left, why it broke, where they are."""
 
     name: str
     ranks: list[int]
-    joined: dict[int, Join] = field(default_factory=dict)
+    joined: set[int] = field(default_factory=set)
+    addresses: list[Address] = field(default_factory=list)
     left: set[int] = field(default_factory=set)
     fact: Fact | None = None
     positions: dict[int, Position] = field(default_factory=dict)
@@ -113,7 +106,7 @@ class Registrar:
         own: takes messages for rank 0.
 
     Attributes:
-        address: where it listens, by which name ranks mean it, and its process id.
+        address: where it listens, and its process id.
     """
 
     def __init__(
@@ -123,10 +116,9 @@ class Registrar:
         self._members = [_Member(host, name) for host, name in zip(hosts, names, strict=True)]
         self._members[0].pid, self._members[0].send = pid, own
         self._groups: dict[str, _Group] = {}
-        self._left: list[tuple[str, int]] = []
+        self._left: defaultdict[str, list[int]] = defaultdict(list)  # who is still to be told of
         listener = listen(outward_address(), 0)
-        self._name = secrets.token_hex(8)
-        self.address = (*listener.getsockname()[:2], self._name, pid)
+        self.address = (*listener.getsockname()[:2], pid)
         most = max(_MOST_STRANGERS, 2 * len(hosts))  # all ranks may dial at the same time
         self._door = Door(listener, job_key(), ROLE, KEEP_ALIVE, loop.selector, self._admit, most=most)
         loop.tend = self._door.tend
@@ -146,59 +138,34 @@ class Registrar:
     # -- sessions ----------------------------------------------------------------------------------
 
     def _admit(self, arrival: Arrival) -> None:
-        try:
+        member = None
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, IndexError):
             hello = msgspec.msgpack.decode(arrival.proven.claim, type=Hello)
-            member = self._members[hello.rank]
-        except (msgspec.DecodeError, UnicodeDecodeError, IndexError):
-            hello, member = Hello(registrar="", rank=0, pid=0), self._members[0]
-        if hello.registrar != self._name or hello.rank < 1 or member.pid not in (0, hello.pid):
+            member = self._members[hello.rank] if hello.rank > 0 else None
+        if member is None or member.pid:  # it is no rank, or has come already
             arrival.answer(_NO)
             arrival.sock.close()
             return
         arrival.answer(WELCOME)
-        rank, session = hello.rank, arrival.proven.session()
-        channel = Channel(self._loop, arrival.sock, session, arrival.rest, rank, self.take, self._lose)
-        if member.channel is not None:
-            member.channel.close()
+        session = arrival.proven.session()
+        channel = Channel(self._loop, arrival.sock, session, arrival.rest, hello.rank, self.take, self._lose)
         member.pid, member.channel, member.send = hello.pid, channel, channel.say
-        if member.lost:
-            self._catch_up(rank)
-        self._set_silent(rank, is_silent=False)
-
-    def _catch_up(self, rank: int) -> None:
-        """Tell a rank that was away what it may have missed."""
-        for each in self._members:
-            if each.departed is not None:
-                self._push([rank], each.departed)
-        for group in self._groups.values():
-            if rank in group.ranks:
-                self._push([rank], Left([(group.name, own) for own in group.left]))
-                if group.fact is not None:
-                    self._push([rank], Broken(group.name, group.fact))
 
     def _lose(self, rank: int, channel: Channel, is_silent: bool) -> None:
         member = self._members[rank]
-        if member.channel is not channel:
-            return
         member.channel = member.send = None
-        member.lost += 1
         if is_silent:
-            self._set_silent(rank, is_silent=True)
-        elif member.departed is None:
-            beside = [each for each, other in enumerate(self._members) if other.host == member.host and each != rank]
-            self._push(beside, WhoKnows(rank))
-            lost, now = member.lost, time.monotonic()
-            self._loop.later(REDIAL_S, lambda: self._conclude(rank, lost, now))
-
-    def _conclude(self, rank: int, lost: int, since: float) -> None:
-        """Note that a rank has ended, which has not dialled again in time."""
-        member = self._members[rank]
-        if member.channel is not None or member.lost != lost or member.departed is not None:
-            return
-        if may_be_told(member.name, member.pid, since):
-            self._loop.later(LOOK_S, lambda: self._conclude(rank, lost, since))
+            self._depart(Departed(rank, Way.SILENT))
         else:
-            self._depart(end_of(rank, member.name, member.pid))
+            self._conclude(rank, time.monotonic())
+
+    def _conclude(self, rank: int, since: float) -> None:
+        """Note that a rank has ended, and how, if that is known in time."""
+        member = self._members[rank]
+        if (departed := end_of(rank, member.name, member.pid, since)) is not None:
+            self._depart(departed)
+        else:
+            self._loop.later(LOOK_S, lambda: self._conclude(rank, since))
 
     def _depart(self, departed: Departed) -> None:
         member = self._members[departed.rank]
@@ -207,11 +174,6 @@ class Registrar:
             self._push(range(len(self._members)), departed)
             for group in self._groups.values():
                 self._gather(group)
-
-    def _set_silent(self, rank: int, *, is_silent: bool) -> None:
-        if self._members[rank].is_silent != is_silent:
-            self._members[rank].is_silent = is_silent
-            self._push(range(len(self._members)), Silent(rank, is_silent))
 
     def _push(self, ranks: Iterable[int], message: Message) -> None:
         for rank in ranks:
@@ -225,8 +187,7 @@ class Registrar:
         if isinstance(message, Join):
             self._take_join(rank, message)
         elif isinstance(message, Departed):
-            if message.rank == rank or self._members[message.rank].channel is None:
-                self._depart(message)
+            self._depart(msgspec.structs.replace(message, rank=rank))
         elif isinstance(message, Ask):
             host = self._members[rank].host
             others = [each for each, member in enumerate(self._members) if member.host != host]
@@ -240,21 +201,27 @@ class Registrar:
 
     def _take_join(self, rank: int, message: Join) -> None:
         group = self._groups.setdefault(message.group, _Group(message.group, message.ranks))
-        group.joined[rank] = message
+        group.joined.add(rank)
         if len(group.joined) == len(group.ranks):
-            pids = [self._members[each].pid for each in group.ranks]
-            addresses = [group.joined[each].addresses for each in group.ranks]
-            self._push(group.ranks, Joined(group.name, pids, addresses))
+            self._push(group.ranks, Joined(group.name, [self._members[each].pid for each in group.ranks]))
+            self._push_addresses(group)
+
+    def _push_addresses(self, group: _Group) -> None:
+        if len(group.joined) == len(group.ranks):
+            for address in group.addresses:
+                self._push(group.ranks, address)
+            group.addresses.clear()
 
     def _take_of_group(self, group: _Group, rank: int, own: int, message: OfGroup) -> None:
-        if isinstance(message, Leave):
+        if isinstance(message, Left):
             group.left.add(own)
             if not self._left:
                 self._loop.later(_LEFT_S, self._push_left)
-            self._left.append((group.name, own))
+            self._left[group.name].append(own)
             self._gather(group)
         elif isinstance(message, Address):
-            self._push(group.ranks, message)
+            group.addresses.append(message)
+            self._push_addresses(group)
         elif isinstance(message, Meet):
             self._push([group.ranks[message.peer]], Meet(group.name, own))
         elif isinstance(message, Position):
@@ -294,15 +261,12 @@ class Registrar:
             self._push(group.ranks, Positions(group.name, [*group.positions.values()]))
 
     def _push_left(self) -> None:
-        left, self._left = self._left, []
-        for rank in range(len(self._members)):
-            theirs = [each for each in left if rank in self._groups[each[0]].ranks]
-            if theirs:
-                self._push([rank], Left(theirs))
-        for name in {each[0] for each in left}:
+        for name, left in self._left.items():
             group = self._groups[name]
+            self._push(group.ranks, Left(name, left))
             if len(group.left | self._departed_in(group)) == len(group.ranks):
                 del self._groups[name]
+        self._left.clear()
 
     def _departed_in(self, group: _Group) -> set[int]:
         return {own for own, rank in enumerate(group.ranks) if self._members[rank].departed is not None}

@@ -4,20 +4,18 @@ So two processes of one rank, different world sizes, and a rank that has ended o
 store: rank 0's, torchrun's, one that a script opens, a file. The first cause wins: it is published under one key, and
 every rank that waits raises it. Under ``phalanx run`` nobody registers, because the launcher says all of this.
 
-All keys but the counter are in a part of the store that worlds of all sizes have in common.
+The keys are in a part of the store that worlds of all sizes have in common.
 
-============  ==============================================  ==================================  ==================
-key           value                                           writer                              if the writer dies
-============  ==============================================  ==================================  ==================
-``rank/<r>``  the process of this rank, and its world size    that process, as it comes           the others see that
-``size``      the same, of any rank                           the first to come                   the next replaces it
-``comings``   a counter: who came, and what failed, in order  all                                 nothing
-``failed``    a number of that order, and an error            the first to find one               nothing
-============  ==============================================  ==================================  ==================
+============  ==============================================  =============================  ==================
+key           value                                           writer                         if the writer dies
+============  ==============================================  =============================  ==================
+``rank/<r>``  the process of this rank, and its world size    that process, as it comes      the others see that
+``failed``    an error, and the nonce of the first to find    the first to find one          nothing
+============  ==============================================  =============================  ==================
 
 A process that comes takes the place of an earlier one that has ended, or that it cannot see; if that one lives, it
-finds so at its next look. A rank believes only failures that came after itself. It deletes its own keys when it has met
-the others. If the meeting fails they stay, so that a rank which comes later finds that this process has ended.
+finds so at its next look. What had failed before it came it does not believe. It deletes its key when it has met the
+others. If the meeting fails the key stays, so that a rank which comes later finds that this process has ended.
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import time
 from dataclasses import asdict, dataclass
 from types import TracebackType
 
+import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 
@@ -38,27 +36,24 @@ from phalanx.diagnosis.recorder import is_kept
 from phalanx.errors import BackendError, DeviceError, InitializationError, LauncherEnvironmentError, PhalanxError
 from phalanx.membership.client import JobStore, peek, underlying
 from phalanx.membership.store_protocol import RankProcess, own_process
-from phalanx.system.foreign_values import checked, read_json
 from phalanx.system.processes import state_text
-from phalanx.system.threads import AwakeClock
-from phalanx.words import format_named, tell
+from phalanx.words import format_named
 
 __all__ = ["Registration", "register_rank", "registered"]
 
 # How many ranks on either side, by number, a rank looks at; and at rank 0. A death is seen by those of the same host.
 _NEIGHBOURS = 4
-# For how long a rank is stopped before the user is told: one that is suspended with its whole job goes on with it.
-_STOPPED_S = 3.0
 # How long rank 0, which may have the store in its process, stays after a failure, for the others to read it.
 _LINGER_S = 0.5
-# How long a process waits for an earlier one of its rank, or another world size, that may be about to end.
+# How long a process waits for an earlier one of its rank that may be about to end.
 _MOMENT_S = 0.5
 _PAUSE_S = 0.02
 # Of the errors of Phalanx and of torch those that are not about other ranks.
 _OWN_FAULTS = (BackendError, DeviceError, LauncherEnvironmentError)
-_COMINGS = "phalanx/comings"
+_PART = "registration"
 _REMEDY = "Look at that rank's own output for the cause"
 _LONGEST_TEXT = 200  # characters of an exception
+_decode_failure = msgspec.json.Decoder(tuple[str, int, int, str, str]).decode
 
 
 @dataclass(frozen=True)
@@ -82,35 +77,29 @@ class Registration:
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._whole = whole = underlying(store)
+        whole = underlying(store)
         self._job_store = whole if isinstance(whole, JobStore) else None
-        self._store = PrefixStore("registration", store)
+        # Rank 0's store is of this world alone.
+        self._store = PrefixStore(_PART, store if self._job_store is None else whole)
         self._rank, self._size = rank, size
         self._own = _Entry(**asdict(own_process(rank)), size=size, nonce=secrets.token_hex(8))
         self._text = json.dumps(asdict(self._own))
-        self._number = 0
+        self._earlier = b""  # what had failed before this process came
         self._may_conflict = True  # until all have come
         self._known: dict[int, RankProcess] = {}  # those that this process can see
         if self._job_store is not None:
             self._know(self._job_store.rank_0)
         near = {0, *((rank + step) % size for step in range(-_NEIGHBOURS, _NEIGHBOURS + 1))}
         self._near = sorted(near - {rank})
-        self._clock = AwakeClock()
-        self._stopped_since_s: dict[int, float] = {}
-        self._told: dict[int, socket.socket | None] = {}  # the stopped ranks of which the user has been told
 
     def __enter__(self) -> None:
         global _open
-        if self._job_store is not None:
-            self._job_store.connections.watch = self._tell_stopped
         try:
-            if self._job_store is None:
-                self._number = self._whole.add(_COMINGS, 1)
-                self._come()
-            else:  # it is of this world alone, and has admitted one process of each rank
-                self._store.set(f"rank/{self._rank}", self._text)
-                with self._job_store.as_will():
-                    self._store.set("failed", _encoded(1 << 62, self._gone("has ended, or given up,")))
+            self._earlier = peek(self._store, "failed") or b""
+            self._come()
+            if self._job_store is not None:
+                ended = self._gone("has ended, or given up,")
+                self._job_store.will_set(f"{_PART}/failed", self._encoded(ended))
         except BaseException as error:
             self._end(error)
             if isinstance(error, DistError):
@@ -125,11 +114,6 @@ class Registration:
 
     def _end(self, error: BaseException | None) -> None:
         """End this process's part, and tell the others why if it has failed by a cause that concerns them."""
-        if self._job_store is not None:
-            self._job_store.connections.watch = lambda: None
-        for name in self._told.values():
-            if name is not None:
-                name.close()
         with contextlib.suppress(RuntimeError):  # the store has gone
             cause = self._gone(_how(error)) if error is not None and _is_own_fault(error) else error
             if isinstance(cause, InitializationError) and cause.rank >= 0:
@@ -137,7 +121,7 @@ class Registration:
             if not self._is_stopped(0):
                 self._leave(error is not None)
             if error is None and self._job_store is not None:
-                self._job_store.take_will_back()
+                self._job_store.will_set(f"{_PART}/failed", "")
         if error is not None and self._rank == 0:
             time.sleep(_LINGER_S)
 
@@ -146,12 +130,11 @@ class Registration:
         self._may_conflict = False
 
     def look(self) -> InitializationError | None:
-        """Return why the meeting has failed, if it has; and tell of a rank that is stopped for some seconds.
+        """Return why the meeting has failed, if it has.
 
         Raises:
             DistError: the store has gone.
         """
-        self._tell_stopped()
         if self._is_stopped(0):
             return None  # nothing is asked of a store that may be in its process
         found = self._published()
@@ -160,7 +143,7 @@ class Registration:
         return found
 
     def find_stopped(self) -> InitializationError | None:
-        """Return the error that names a stopped rank, or None. It is for the timeout: until then it may go on."""
+        """Return the error that names a stopped rank, or None. Until the timeout it may go on."""
         for rank, process in sorted(self._known.items()):
             if state := process.stopped_state():
                 return InitializationError.rank_stopped(rank, process.pid, process.host, state_text(state), self._group)
@@ -176,11 +159,15 @@ class Registration:
         """Return whether this process can see how rank 0 ends."""
         return 0 in self._known
 
-    def read_near(self, ranks: list[int] | None = None) -> None:
-        """Read which processes have come as the ranks that this one looks at."""
+    def read_near(self, ranks: list[int] | None = None) -> InitializationError | None:
+        """Read which processes have come as the ranks that this one looks at; return an error if their sizes differ."""
         for rank in self._near if ranks is None else ranks:
-            if rank not in self._known and rank != self._rank and (entry := self._entry(f"rank/{rank}")) is not None:
-                self._know(entry)
+            if rank in self._known or rank == self._rank or (entry := self._entry(f"rank/{rank}")) is None:
+                continue
+            if self._may_conflict and entry.size != self._size and entry.nonce and not entry.has_ended():
+                return self._sizes_differ(entry)
+            self._know(entry)
+        return None
 
     def _is_stopped(self, rank: int) -> bool:
         return rank in self._known and bool(self._known[rank].stopped_state())
@@ -188,39 +175,28 @@ class Registration:
     # -- who comes -------------------------------------------------------------------------------------
 
     def _come(self) -> None:
-        key = f"rank/{self._rank}"
+        key, until = f"rank/{self._rank}", time.monotonic() + _MOMENT_S
         while (found := self._set(key, "", self._text)) != self._text:
-            if (other := self._other_meeting(key)) is not None:
+            if (other := _decoded(found)) is None or not other.is_seen_meeting():
+                self._set(key, found, self._text)
+            elif time.monotonic() >= until:
                 raise self._rank_is_twice(other)
-            self._set(key, found, self._text)
-        while (first := _decoded(found := self._set("size", "", self._text))) is None or first.size != self._size:
-            if (other := self._other_meeting("size")) is not None:
-                raise self._sizes_differ(other)
-            self._set("size", found, self._text)
-
-    def _other_meeting(self, key: str) -> _Entry | None:
-        """Return the other process in this entry, if it is seen to be in the meeting; it gets a moment to leave."""
-        until = time.monotonic() + _MOMENT_S
-        while (other := self._entry(key)) is not None and other.is_seen_meeting() and time.monotonic() < until:
-            time.sleep(_PAUSE_S)
-        return other if other is not None and other.is_seen_meeting() else None
+            else:
+                time.sleep(_PAUSE_S)
+        if (error := self.read_near([0])) is not None:
+            raise error
 
     def _find_conflict(self) -> InitializationError | None:
-        if not self._may_conflict or self._job_store is not None:  # rank 0's store admits one process of each rank
-            return None
-        own, first = self._entry(f"rank/{self._rank}"), self._entry("size")
-        if own is not None and own != self._own:
-            return self._rank_is_twice(own)
-        return None if first is None or first.size == self._size else self._sizes_differ(first)
+        own = self._entry(f"rank/{self._rank}") if self._may_conflict else None
+        return self.read_near() if own is None or own == self._own else self._rank_is_twice(own)
 
     def _leave(self, failed: bool) -> None:
-        """Delete what this process has said of itself; if the meeting has failed, say that it meets nobody now."""
-        over = json.dumps({**asdict(self._own), "nonce": ""})
-        for key in (f"rank/{self._rank}", *(["size"] if self._job_store is None else [])):
-            if failed:
-                self._set(key, self._text, over)
-            elif key != "size" or self._entry(key) == self._own:
-                self._store.delete_key(key)
+        """Delete this process's key; if the meeting has failed, say there that it meets nobody now."""
+        key = f"rank/{self._rank}"
+        if failed:
+            self._set(key, self._text, json.dumps({**asdict(self._own), "nonce": ""}))
+        else:
+            self._store.delete_key(key)
 
     def _gone(self, how: str, process: RankProcess | None = None) -> InitializationError:
         process = process or self._own
@@ -236,21 +212,19 @@ class Registration:
     # -- what has failed -------------------------------------------------------------------------------
 
     def _published(self) -> InitializationError | None:
-        number, error = _decoded_failure(peek(self._store, "failed"))
-        return error if number > self._number else None
+        found = peek(self._store, "failed") or b""
+        return None if found == self._earlier else _decoded_failure(found)
 
     def _publish(self, error: InitializationError) -> InitializationError:
         """Publish a cause unless there is one; return the one that there is."""
         if self._is_stopped(0):
             return error  # the store may be in its process
-        found = peek(self._store, "failed") or b""
-        if _decoded_failure(found)[0] <= self._number:
-            own = _encoded(self._whole.add(_COMINGS, 1), error)
-            found = self._store.compare_set("failed", found.decode(errors="replace"), own)
-        return _decoded_failure(found)[1] or error
+        return _decoded_failure(self._set("failed", self._earlier, self._encoded(error))) or error
+
+    def _encoded(self, error: InitializationError) -> str:
+        return json.dumps([self._own.nonce, error.rank, error.pid, error.host, str(error)])
 
     def _find_ended(self) -> InitializationError | None:
-        self.read_near()
         for rank, process in sorted(self._known.items()):
             if not process.has_ended():
                 continue
@@ -258,22 +232,8 @@ class Registration:
             if entry is None or (entry.pid, entry.start) != (process.pid, process.start):
                 del self._known[rank]  # it had met the others, or another process has its place
                 return None
-            _, told = _decoded_failure(peek(self._store, "failed"))
-            if told is not None and (told.rank, told.pid) == (rank, process.pid):
-                return told  # it has failed before this process came
             return self._gone("has ended", process)
         return None
-
-    def _tell_stopped(self) -> None:
-        now_s = self._clock.now()
-        known = list(self._known.items())  # Gloo's threads call this, too, while they wait in rank 0's store
-        stopped = {rank: process for rank, process in known if process.stopped_state()}
-        self._stopped_since_s = {rank: self._stopped_since_s.get(rank, now_s) for rank in stopped}
-        for rank, since_s in list(self._stopped_since_s.items()):
-            if rank in stopped and now_s - since_s >= _STOPPED_S and rank not in self._told:
-                self._told[rank] = name = _bound_name(stopped[rank])
-                if name is not None and (error := self.find_stopped()) is not None:
-                    tell(str(error))
 
     # -- the store -------------------------------------------------------------------------------------
 
@@ -300,9 +260,7 @@ _open: Registration | None = None
 def register_rank(store: Store, rank: int, size: int) -> contextlib.AbstractContextManager[None]:
     """Register this process while the body runs, unless it has been before, or a launcher tells of the others.
 
-    Args:
-        store: the part of the store that worlds of all sizes have in common.
-        rank, size: this process's place in the world.
+    The arguments are those of :class:`Registration`.
 
     Raises:
         InitializationError: another process has this rank or another world size, or the store has gone.
@@ -327,33 +285,18 @@ def _how(error: BaseException) -> str:
     return f"has failed ({text[:_LONGEST_TEXT]})"
 
 
-def _bound_name(process: RankProcess) -> socket.socket | None:
-    """Bind a name of the kernel's for this stopped process; None if another rank has, which tells of it."""
-    name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+def _decoded_failure(value: str | bytes) -> InitializationError | None:
+    """Read a published cause; None if it is something else. In a store of torch's anybody may write."""
     try:
-        name.bind(f"\0phalanx/stopped/{process.sight}/{process.pid}/{process.start}")
-    except OSError:
-        name.close()
+        _, rank, pid, host, text = _decode_failure(value)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    return name
-
-
-def _encoded(number: int, error: InitializationError) -> str:
-    return json.dumps([number, error.rank, error.pid, error.host, str(error)])
-
-
-def _decoded_failure(value: bytes | None) -> tuple[int, InitializationError | None]:
-    """Read a published cause: its number, and the error. In a store of torch's anybody may write."""
-    try:
-        number, rank, pid, host, text = read_json(value or b"")
-        return int(number), InitializationError.of_rank(str(text), int(rank), int(pid), str(host))
-    except (TypeError, ValueError):
-        return 0, None
+    return InitializationError.of_rank(text, rank, pid, host)
 
 
 def _decoded(text: str | bytes) -> _Entry | None:
     """Read an entry; None if it is something else, as of another release."""
     try:
-        return checked(_Entry, read_json(text))
-    except (TypeError, ValueError, AttributeError):
+        return msgspec.json.decode(text, type=_Entry)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None

@@ -22,8 +22,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from phalanx import settings
 from phalanx.errors import InitializationError
-from phalanx.membership.client import Connections, JobStore, connect
-from phalanx.membership.launcher_store import kept_store
+from phalanx.membership.client import Connections, JobStore, connect, kept_store
 from phalanx.membership.meeting_point import (
     MeetingPoint,
     Unresolved,
@@ -32,8 +31,8 @@ from phalanx.membership.meeting_point import (
     meeting_point,
     source_address,
 )
-from phalanx.membership.proven_door import Seats, StoreServer
 from phalanx.membership.store_protocol import Claim, Verdict, own_claim
+from phalanx.membership.store_server import Seats, StoreServer
 from phalanx.system.host import this_host
 from phalanx.system.interfaces import (
     LOOPBACK,
@@ -60,8 +59,7 @@ REMIND_S = 5.0
 # How long to wait for an answer where only rank 0 should listen. Of several ports any program may have taken one, so
 # what does not answer there soon is passed by; a rank that has searched for long is more patient.
 ANSWER_S, FIRST_ANSWER_S = 2.0, 0.25
-# How long to wait for a port of which nobody answers: a process that has been killed holds it until all its threads
-# have ended.
+# How long to wait for a port where nobody answers: a process that was killed holds it until all its threads have ended.
 ENDING_S = 1.0
 _PAUSE_S = 0.2
 # The pause between two rounds of a search is an eighth of the time that it has taken, within these limits: it delays
@@ -102,19 +100,16 @@ def meet(
 ) -> Store:
     """Return the store in which the ranks of this world find each other. Every rank calls it.
 
-    It returns when all ranks have joined. Until then, every 5 seconds, rank 0 prints which ranks are missing, and a
-    rank that has not found rank 0 prints where it searches.
+    It returns when all ranks have joined; at the end the store has to be given to :func:`leave`. Every 5 seconds rank 0
+    prints which ranks are missing, and a rank that has not found rank 0 prints where it searches.
 
     Args:
         place: this process, as its launcher says.
         timeout_s: how long to wait for the others, in seconds.
-        opening: which of the process's worlds this is: 1 for the first that it opens. The same on every rank.
-        broadcast: how rank 0 can send the others a line of text, if the launcher's MPI can be used; called only where
-            the launcher does not say where rank 0 is.
+        opening: which of the process's worlds this is, from 1 on; the same on every rank.
+        broadcast: how rank 0 can send the others a line of text by MPI; called only where the launcher does not say
+            where rank 0 is.
         quiet: print no notes.
-
-    Returns:
-        The store. The caller must pass it to :func:`leave` at the end.
 
     Raises:
         InitializationError: ranks did not come or rank 0 was not found in time, this process was refused, or it is
@@ -165,8 +160,7 @@ def _nowhere(place: Place) -> str:
 def _serve(own: _Process, listener: socket.socket, announced: Sequence[Address]) -> JobStore:
     """Serve the store, join it, wait until all ranks have, and print the missing ones every 5 seconds.
 
-    Raises:
-        InitializationError: some did not come in time; the ranks that wait get the same error.
+    If some do not come in time, the ranks that wait get the same error as this one.
     """
     address, port = where = listener.getsockname()[:2]
     if own.key.is_open and not own.quiet and not is_loopback(address):
@@ -176,20 +170,14 @@ def _serve(own: _Process, listener: socket.socket, announced: Sequence[Address])
         )
     seats = Seats(own.claim, own.place.hosts, own.place.num_nodes)
     server = StoreServer(listener, own.key, seats, announced=announced)
-    clock, began_s = own.clock, own.clock.now()
-    remind_s = began_s + REMIND_S
-
-    def look() -> None:
-        nonlocal remind_s
-        if clock.now() >= remind_s:
-            remind_s += REMIND_S
-            tell(f"waiting for {store.describe_missing()}, {clock.now() - began_s:.0f} s so far")
-
+    began_s = own.clock.now()
     try:
         store = own.store(*own.knock(where, ANSWER_S * 10), where, server)
-        if not store.wait_for_all(max(0.001, own.timeout_s - began_s), look):
+        while not store.wait_for_all(max(0.001, min(own.left_s, REMIND_S))):
             missing = store.describe_missing()
-            raise InitializationError.ranks_missing(missing, own.timeout_s, at=f"rank 0 on {this_host().name}")
+            if own.left_s <= 0:
+                raise InitializationError.ranks_missing(missing, own.timeout_s, at=f"rank 0 on {this_host().name}")
+            tell(f"waiting for {missing}, {own.clock.now() - began_s:.0f} s so far")
     except BaseException as error:
         server.stop(str(error) or f"rank 0 gave up ({type(error).__name__})")
         raise
@@ -252,13 +240,10 @@ def _listen(own: _Process, point: MeetingPoint) -> socket.socket:
 
 
 def _ask_holder(own: _Process, point: MeetingPoint, where: Address) -> str:
-    """Ask the process that holds rank 0's port whether it is an earlier attempt of this job, which will end.
-
-    Returns:
-        The reason to wait, as it is shown to the user; empty if there is none.
+    """Ask who holds rank 0's port; return the reason to wait if that is an earlier attempt of this job, else nothing.
 
     Raises:
-        InitializationError: the process is rank 0 of this job, and refuses this one.
+        InitializationError: it is rank 0 of this job, and refuses this process.
         ConnectionError: it has ended meanwhile, or it does not listen.
     """
     try:
@@ -328,11 +313,7 @@ def _join(own: _Process, line: Line, verdict: Verdict, where: Address) -> JobSto
 
 
 def _find(own: _Process, point: MeetingPoint) -> tuple[Line, Verdict, Address]:
-    """Search for rank 0 until it has let this process in.
-
-    Raises:
-        InitializationError: rank 0 refuses this process, proves another key, or was not found in time.
-    """
+    """Search for rank 0 until it has let this process in; raise InitializationError if it refuses, or is not found."""
     place, clock, remind_s = own.place, own.clock, REMIND_S
     while True:
         trouble, addresses = "nothing listens there", [point.address]

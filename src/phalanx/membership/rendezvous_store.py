@@ -1,11 +1,10 @@
-"""The part of the job's store in which the ranks of a new group meet: a wait there ends when one of them has gone.
+"""Part of the job's store in which the ranks of a new group meet: a wait there ends when one of them has gone.
 
 The world's group knows which ranks have gone; while the world itself is made, the ranks that register do
 (``registration.py``), and under ``phalanx run`` the launcher's store. Elsewhere a wait lasts as long as in any store.
 
-A rank that is found gone although its keys are there has come to the end of this step only; the next step finds it gone
-as well. A rank deletes the keys that it has written once all have come to a later step (:meth:`RendezvousStore.clear`).
-If it dies before, or the meeting fails, its keys stay: every meeting of a group is under a name of its own.
+A rank deletes the keys that it has written once all have come to a later step (:meth:`RendezvousStore.clear`). If it
+dies before, or the meeting fails, its keys stay: every meeting of a group is under a name of its own.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from torch.distributed import DistError
 from phalanx.diagnosis.own_waits import AGAIN, warn_after_s
 from phalanx.diagnosis.recorder import is_kept
 from phalanx.errors import InitializationError
-from phalanx.membership.client import JobStore, WaitTimeout, underlying
-from phalanx.membership.launcher_store import ended_ranks
-from phalanx.membership.liveness import Gone, gone_ranks, has_witness
+from phalanx.membership.client import JobStore, WaitTimeout, ended_ranks, underlying
+from phalanx.membership.liveness import Gone, gone_ranks
 from phalanx.membership.protocol import Way
 from phalanx.membership.registration import registered
 from phalanx.system.host import this_host
-from phalanx.system.threads import AwakeClock, ended_early
+from phalanx.system.threads import AwakeClock
 from phalanx.words import format_named, tell
 
 __all__ = ["OFFER", "RendezvousStore", "error_of", "meeting_within", "part_of", "time_left"]
@@ -60,12 +58,7 @@ _deadline: tuple[AwakeClock, float] | None = None
 
 @contextlib.contextmanager
 def meeting_within(clock: AwakeClock, timeout_s: float) -> Iterator[None]:
-    """While the body runs, the world's ranks meet, step after step, and have so much time for all steps together.
-
-    Args:
-        clock: how long they have been meeting; it stands still while the process does.
-        timeout_s: how long it may take, in seconds.
-    """
+    """Limit all steps together in which the world's ranks meet while the body runs; ``clock`` is how long they have."""
     global _deadline
     _deadline = clock, timeout_s
     try:
@@ -88,11 +81,10 @@ class RendezvousStore(PrefixStore):
     """A part of the job's store, as torch's ``PrefixStore``; C++ that is given it waits as in any other.
 
     Args:
-        name: of the part.
-        store: the whole.
+        name, store: the part and the whole.
         ranks: the ranks of the new group, in the world.
         world: the new group is the world.
-        rank: this process's rank in the group, so that it can say for whom it waits; it says nothing if that is -1.
+        rank: this process's rank in the group; with -1 it does not say for whom it waits.
     """
 
     timeout: timedelta  # torch's own property, which its stubs leave out
@@ -143,27 +135,24 @@ class RendezvousStore(PrefixStore):
         total_s = (self.timeout if timeout is None else timeout).total_seconds()
         if self._world and total_s > 0:
             total_s = min(total_s, _left_s() + _GRACE_S)
-        if not self._is_watched or total_s <= 0:
-            self._wait_for_launcher(keys, total_s)
-            return
-        watch = _Watch(self, keys)
+        watch, limit = _Watch(self, keys), timedelta(seconds=total_s)
+        is_watched = self._is_watched and total_s > 0
         try:
-            if self._job_store is not None:
+            if not is_watched:  # the launcher's store ends the wait if ranks have ended; in others nobody knows of ends
+                super().wait(list(keys), limit)
+            elif self._job_store is not None:
                 with self._job_store.looking(watch.look):
-                    super().wait(list(keys), timedelta(seconds=total_s))
+                    super().wait(list(keys), limit)
             else:
                 self._poll(keys, total_s, watch)
-        except (InitializationError, WaitTimeout) as error:
-            if isinstance(error, WaitTimeout):
-                watch.refuse_gone()
-                if (why := self.find_stopped()) is not None:
-                    raise why from None
+        except InitializationError:
             raise
         except RuntimeError as error:
-            raise self.explained(error) from error
-        if self._world and (registration := registered()) is not None and not registration.sees_rank_0:
-            with contextlib.suppress(RuntimeError):  # the next request finds that the store has gone
-                registration.read_near([0])
+            if is_watched and not isinstance(error, WaitTimeout):
+                raise self.explained(error) from error
+            if (found := self.find_late()) is None:
+                raise
+            raise found from None
 
     def _poll(self, keys: Sequence[str], total_s: float, watch: _Watch) -> None:
         """Ask again and again: at the end of a wait that is too short torch's TCPStore writes two lines of warnings."""
@@ -175,22 +164,6 @@ class RendezvousStore(PrefixStore):
                 named = ", ".join(keys[:8]) + (", …" if len(keys) > 8 else "")
                 raise WaitTimeout(f"wait timeout after {total_s:g} s, keys: {named}")
             time.sleep(min(max(_SHORTEST_PAUSE_S, waited_s / 8), longest_s, total_s - waited_s))
-
-    def _wait_for_launcher(self, keys: Sequence[str], total_s: float) -> None:
-        """Wait in the launcher's store, which ends the wait if ranks have ended, or where nobody knows of ends."""
-        began = time.monotonic()
-        try:
-            super().wait(list(keys), timedelta(seconds=total_s))
-        except InitializationError:
-            raise
-        except RuntimeError:
-            found = None
-            if ended_early(began, total_s):
-                with contextlib.suppress(RuntimeError):  # the store has gone
-                    found = self.find_gone()
-            if found is None:
-                raise
-            raise found from None
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
@@ -206,17 +179,16 @@ class RendezvousStore(PrefixStore):
 
     def explained(self, error: BaseException) -> InitializationError:
         """Return what a rank raises that cannot ask the store any more: most often the rank has gone that had it."""
+        if self._world and self._job_store is not None:
+            return self.find_stopped() or InitializationError(str(error))  # the store's own words
         registration = registered() if self._world else None
         until = time.monotonic() + _ENDING_S
-        while True:
+        while time.monotonic() < until and (registration is None or registration.sees_rank_0):
             found = self._of_gone_ranks() if registration is None else registration.find_rank_0_ended()
-            if self._world and self._job_store is not None:
-                return self.find_stopped() or InitializationError(str(error))  # the store's own words
             if found is not None:
                 return found
-            if (registration is not None and not registration.sees_rank_0) or time.monotonic() >= until:
-                return InitializationError.store_lost(f"{self._group} were meeting", error)
             time.sleep(_PAUSE_S)
+        return InitializationError.store_lost(f"{self._group} were meeting", error)
 
     def find_gone(self) -> InitializationError | None:
         """Return the error for a rank of the group that has gone; None if none has, as far as this process knows."""
@@ -235,21 +207,24 @@ class RendezvousStore(PrefixStore):
         call = "phalanx.init()" if _deadline is not None else "init_process_group()"
         return InitializationError.ranks_ended({each.rank: each.host for each in ended if not each.how}, call)
 
-    def await_gone(self, otherwise: str) -> InitializationError:
-        """Return the error that names the rank that has gone: what this process has found is a consequence of that.
+    def await_gone(self) -> InitializationError | None:
+        """Return the error for the rank that has gone, of which this process sees the effects; it may take seconds."""
+        with contextlib.suppress(DistError):  # the time is over, or the store has gone
+            try:
+                self.wait(["never"], _NAMING)
+            except InitializationError as error:
+                return error
+        return None
 
-        It may take seconds until that is known; ``otherwise`` is the text if it is not known then.
-        """
-        try:
-            self.wait(["never"], _NAMING)
-        except InitializationError as error:
-            return error
-        except RuntimeError:
-            pass  # the time is over, or the store has gone
-        return InitializationError(otherwise)
+    def find_late(self) -> InitializationError | None:
+        """Return the error for a rank that has gone or is stopped, when the time is over; else None."""
+        with contextlib.suppress(DistError):  # the store has gone
+            if (found := self.find_gone()) is not None:
+                return found
+        return self.find_stopped()
 
     def _of_gone_ranks(self) -> InitializationError | None:
-        gone = {} if self._world else gone_ranks(self._ranks)
+        gone = None if self._world else gone_ranks(self._ranks)
         if not gone:
             return None
         rank, who = min(gone.items(), key=lambda each: (Way.DEPARTED.index(each[1].way), each[0]))
@@ -259,12 +234,12 @@ class RendezvousStore(PrefixStore):
         return InitializationError.rank_gone(rank, who.pid, who.host, who.words, who.remedy, self._group)
 
     def find_stopped(self) -> InitializationError | None:
-        """Return the error that names a stopped rank, or None. It is for the timeout: until then it may go on."""
+        """Return the error that names a stopped rank, or None. Until the timeout it may go on."""
         registration = registered() if self._world else None
         return None if registration is None else registration.find_stopped()
 
     def look(self) -> None:
-        """Raise the error for a rank of the group that has gone, and tell the user of one that is stopped."""
+        """Raise the error for a rank of the group that has gone."""
         if (found := self.find_gone()) is not None:
             raise found
 
@@ -283,10 +258,16 @@ class RendezvousStore(PrefixStore):
         return False
 
     def say_who_is_missing(self, keys: Sequence[str], waited_s: float, nth: int) -> None:
-        """Say which ranks have not written these keys, unless another rank has said it for the ``nth`` time."""
+        """Say which ranks have not written these keys, unless another rank has said it for the ``nth`` time.
+
+        Of one that is stopped, that is said instead.
+        """
         lacking = [key for key in keys if not self.check([key])]
         missing = {_rank_of(key) for key in lacking}
         if missing and -1 not in missing and self._rank >= 0 and self.is_first_to_set(f"said/{lacking[0]}/{nth}"):
+            if (stopped := self.find_stopped()) is not None:
+                tell(str(stopped))
+                return
             has, them = ("has", "it") if len(missing) == 1 else ("have", "them")
             tell(
                 f"{format_named('rank', sorted(self._ranks[each] for each in missing))} {has} not come as far as rank "
@@ -297,7 +278,7 @@ class RendezvousStore(PrefixStore):
     @property
     def _is_watched(self) -> bool:
         """Return whether anybody could know that a rank of the group has gone."""
-        return registered() is not None if self._world else has_witness()
+        return registered() is not None if self._world else gone_ranks(()) is not None
 
     @property
     def _group(self) -> str:
@@ -343,19 +324,11 @@ def _rank_of(key: str) -> int:
 def error_of(store: Store, otherwise: str, *, late: bool = False) -> InitializationError:
     """Return the error of a rank that finds the ranks not to meet: which has gone, if that is known.
 
-    Args:
-        store: where they meet.
-        otherwise: the text if it is not known.
-        late: they may not have gone, but have not come in time; so one that is stopped is named as well.
+    ``otherwise`` is the text if it is not. ``late``: they have not come in time, so one may be stopped as well.
     """
     if not isinstance(store, RendezvousStore):
         return InitializationError(otherwise)
-    if not late:
-        return store.await_gone(otherwise)
-    found = None
-    with contextlib.suppress(DistError):  # the store has gone
-        found = store.find_gone()
-    return found or store.find_stopped() or InitializationError(otherwise)
+    return (store.find_late() if late else store.await_gone()) or InitializationError(otherwise)
 
 
 def part_of(store: Store, name: str) -> Store:

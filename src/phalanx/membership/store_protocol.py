@@ -1,22 +1,19 @@
 """Protocol of rank 0's store: the claim with which a rank joins, the verdict, then requests.
 
-Claim and verdict are JSON in the handshake (``wire/proof.py``), which hands them out after the key was proven. Requests
-and answers are frames (``wire/framing.py``), in msgpack, of a code, a number and fields of bytes. Nothing is ever
-unpickled. If the join is open, any process can prove the key, so every value is checked before it is used.
+Claim and verdict are JSON in the handshake (``wire/proof.py``). Requests and answers are frames in msgpack, of a code,
+a number and fields of bytes. If the join is open, any process can prove the key, so every value is checked.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
-from phalanx.system.foreign_values import checked, read_json
 from phalanx.system.host import this_host
 from phalanx.system.processes import has_ended, own_sight, start_of, state_if_stopped
 from phalanx.topology.place import Place
@@ -34,7 +31,6 @@ ROLE = "store"
 KEEP_ALIVE = KeepAlive(idle_s=10, interval_s=5, probes=6, unacknowledged_s=40)
 _LONGEST_HOST = 255
 _LONGEST_REASON = 900  # characters, of up to four bytes each
-_KINDS = ("welcome", "refused", "other", "earlier")
 
 
 @dataclass(frozen=True)
@@ -87,8 +83,7 @@ class Claim(RankProcess):
         attempt: how often the launcher has started the job anew.
         opening: which of the process's worlds this is: 1 for the first that it opens.
         node_rank: its host's index; -1 if its launcher does not say it.
-        token: a secret of this process, by which rank 0 recognises its further connections. The process chooses it,
-            so rank 0 recognises it even if the first answer came too late and the process has connected anew.
+        token: a secret that this process has chosen, by which rank 0 recognises its further connections.
     """
 
     world_size: int
@@ -100,15 +95,11 @@ class Claim(RankProcess):
 
     def encode(self) -> bytes:
         """Return the claim as it is sent."""
-        return json.dumps(asdict(self)).encode()
+        return msgspec.json.encode(self)
 
     @staticmethod
     def decode(data: bytes) -> Claim:
-        """Read a claim, and leave out the characters of the host's name that cannot be printed.
-
-        Raises:
-            NoProof: the bytes are not a claim.
-        """
+        """Read a claim, without what cannot be printed of the host's name; raise NoProof if it is none."""
         claim = _decoded(Claim, data)
         return replace(claim, host=_printable(claim.host[:_LONGEST_HOST]))
 
@@ -124,7 +115,7 @@ class Verdict:
         pid, host, start, sight: rank 0's process, if the caller is welcome.
     """
 
-    kind: str
+    kind: Literal["welcome", "refused", "other", "earlier"]
     reason: str = ""
     pid: int = 0
     host: str = ""
@@ -138,30 +129,17 @@ class Verdict:
 
     def encode(self) -> bytes:
         """Return the verdict as it is sent."""
-        short = replace(self, reason=self.reason[:_LONGEST_REASON])
-        return json.dumps(asdict(short), ensure_ascii=False).encode()
+        return msgspec.json.encode(replace(self, reason=self.reason[:_LONGEST_REASON]))
 
     @staticmethod
     def decode(data: bytes) -> Verdict:
-        """Read a verdict.
-
-        Raises:
-            NoProof: the bytes are not one; rank 0 knows the key but is another version of Phalanx.
-        """
+        """Read a verdict; raise NoProof if it is none, as of another version of Phalanx."""
         verdict = _decoded(Verdict, data)
-        if verdict.kind not in _KINDS:
-            raise NoProof
         return replace(verdict, reason=_printable(verdict.reason))
 
 
 def own_claim(place: Place, job: str, opening: int) -> Claim:
-    """Make the claim of this process, with a new token.
-
-    Args:
-        place: this process, as its launcher says.
-        job: a digest of the job's id; empty if the port does not follow from it.
-        opening: which of the process's worlds this is.
-    """
+    """Make the claim of this process, with a new token; see :class:`Claim`."""
     node_rank = -1 if place.node_rank is None else place.node_rank
     return Claim(
         **asdict(own_process(place.rank)),
@@ -176,12 +154,9 @@ def own_claim(place: Place, job: str, opening: int) -> Claim:
 
 def _decoded(kind: type[T], data: bytes) -> T:
     try:
-        found = checked(kind, read_json(data))
-        for value in vars(found).values():
-            str(value).encode()  # JSON can spell halves of characters (surrogates)
-    except (TypeError, ValueError, AttributeError):
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise NoProof from None
-    return found
 
 
 def _printable(text: str) -> str:
@@ -195,8 +170,8 @@ class Code:
     """Codes of requests, then of answers.
 
     The fields of a request are keys, or keys and values in turn. The number of ADD is the summand. EVERYBODY waits
-    until all ranks have joined, MISSING describes those that have not, and WILL has a key and a value that the store
-    sets, if it has no value, when the connections of this rank end; without fields it is taken back.
+    until all ranks have joined, MISSING describes those that have not, and WILL is what the store sets, if the key has
+    no value, when the connections of this rank end; an empty value takes it back.
     """
 
     SET, ADD, APPEND, COMPARE_SET, DELETE, CHECK, COUNT, LIST, READ, WAIT, EVERYBODY, MISSING, WILL = range(1, 14)

@@ -21,16 +21,36 @@ class Wait:
         finish: called once, with an empty text when all are there, else with the reason why they will not come.
     """
 
-    __slots__ = ("finish", "keys", "missing")
+    __slots__ = ("_waits", "finish", "keys", "missing")
 
-    def __init__(self, keys: Collection[bytes], finish: Callable[[str], object]) -> None:
-        self.keys = keys
+    def __init__(
+        self, keys: Collection[bytes], finish: Callable[[str], object], waits: dict[bytes, list[Wait]]
+    ) -> None:
+        self.keys, self.finish, self._waits = keys, finish, waits
         self.missing: set[bytes] = set()
-        self.finish = finish
+
+    def park(self, missing: Iterable[bytes]) -> None:
+        """Wait for these keys, or finish if there are none."""
+        self.missing = set(missing)
+        for key in self.missing:
+            self._waits.setdefault(key, []).append(self)
+        if not self.missing:
+            self.finish("")
+
+    def forget(self) -> None:
+        """Wait no longer: nobody is there to be told."""
+        self.finish = lambda why: None
+        for key in self.missing:
+            waits = self._waits.get(key, [])
+            if self in waits:
+                waits.remove(self)
+                if not waits:
+                    del self._waits[key]
+        self.keys, self.missing = (), set()
 
 
 class Table:
-    """The keys of one job. Errors of a request are ValueErrors."""
+    """The keys of one job; a bad request raises ValueError."""
 
     def __init__(self) -> None:
         self.entries: dict[bytes, bytes] = {}
@@ -88,27 +108,16 @@ class Table:
 
     def wait(self, keys: Collection[bytes], finish: Callable[[str], object], *, anew: bool = False) -> Wait:
         """Call ``finish`` as soon as all keys are there, which may be now; with ``anew`` they have to be set again."""
-        wait = Wait(keys, finish)
-        self._park(wait, keys if anew else [key for key in keys if not self.has(key)])
+        wait = Wait(keys, finish, self._waits)
+        wait.park(keys if anew else [key for key in keys if not self.has(key)])
         return wait
-
-    def forget(self, wait: Wait) -> None:
-        """Drop a wait: nobody is there to be told."""
-        wait.finish = lambda why: None
-        for key in wait.missing:
-            waits = self._waits.get(key, [])
-            if wait in waits:
-                waits.remove(wait)
-                if not waits:
-                    del self._waits[key]
-        wait.keys, wait.missing = (), set()
 
     def fail(self, why: str, is_vain: Callable[[bytes], bool] = lambda key: True) -> None:
         """Finish the waits for such keys, which will not come for this reason."""
         for key in [key for key in self._waits if is_vain(key)]:
             for wait in list(self._waits.get(key, ())):
                 finish = wait.finish
-                self.forget(wait)
+                wait.forget()
                 finish(why)
 
     def _arrived(self, key: bytes, waits: Iterable[Wait]) -> None:
@@ -116,11 +125,4 @@ class Table:
             wait.missing.discard(key)
             if not wait.missing:
                 # One that came before may have been deleted since.
-                self._park(wait, [other for other in wait.keys if not self.has(other)])
-
-    def _park(self, wait: Wait, missing: Iterable[bytes]) -> None:
-        wait.missing = set(missing)
-        for key in wait.missing:
-            self._waits.setdefault(key, []).append(wait)
-        if not wait.missing:
-            wait.finish("")
+                wait.park([other for other in wait.keys if not self.has(other)])

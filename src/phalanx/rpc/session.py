@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from phalanx import settings
 from phalanx import world as worlds
 from phalanx.errors import ClosedError, InitializationError
-from phalanx.membership.launcher_store import kept_store
+from phalanx.membership.client import kept_store
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.inquiry import LONG_S
 from phalanx.rpc.meeting import find_meeting, newest_meeting

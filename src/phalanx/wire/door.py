@@ -28,6 +28,63 @@ DEAF_S = 0.2
 _AT_ONCE = 64
 
 
+class Acceptor:
+    """Accept connections on a listening socket. The functions are called by whoever waits with the selector.
+
+    Args:
+        listener: the listening socket, which is closed with this.
+        selector: the data of a registration is a function to call when its socket is ready.
+        take: takes each socket, non-blocking, and the addresses of its two ends.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        selector: selectors.BaseSelector,
+        take: Callable[[socket.socket, Address, Address], object],
+    ) -> None:
+        self._listener, self._selector, self._take = listener, selector, take
+        self._deaf_until = math.inf
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    def tend(self, now: float) -> float:
+        """Listen again after a shortage of descriptors; return when to call this again, infinity for never."""
+        if self._deaf_until <= now:
+            self._deaf_until = math.inf
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        return self._deaf_until
+
+    def close(self) -> None:
+        """Accept no further connection; the port is free at once."""
+        self._deaf_until = math.inf
+        with contextlib.suppress(KeyError, ValueError):  # it is closed, or deaf
+            self._selector.unregister(self._listener)
+        self._listener.close()
+
+    def let_go(self) -> None:
+        """In a forked child: close the socket, but leave the selector alone, which the parent shares."""
+        self._listener.close()
+
+    def _accept(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                sock, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                continue  # it has gone again
+            except OSError:
+                if self._listener.fileno() < 0:
+                    return  # it was closed by what has come first
+                # Most likely too many open files. The kernel queues connections until there is room again.
+                self._selector.unregister(self._listener)
+                self._deaf_until = monotonic() + DEAF_S
+                return
+            sock.setblocking(False)
+            self._take(sock, address[:2], sock.getsockname()[:2])
+
+
 class Silent(Exception):
     """A stranger that did not answer its challenge within ``PATIENCE_S``."""
 
@@ -93,41 +150,21 @@ class Door:
         most: int = 512,
         announced: Sequence[Address] = (),
     ) -> None:
-        self._listener = listener
-        self._key = key
-        self._role = role
-        self._keep_alive = keep_alive
-        self._selector = selector
-        self._admit = admit
-        self._refused = refused
-        self._most = most
-        self._announced = announced
-        self._open = True
-        self._deaf_until: float | None = None
+        self._key, self._role, self._keep_alive = key, role, keep_alive
+        self._selector, self._admit, self._refused = selector, admit, refused
+        self._most, self._announced = most, announced
         self._strangers: dict[_Stranger, None] = {}  # the oldest first
-        listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._acceptor = Acceptor(listener, selector, self._challenge)
 
     def tend(self, now: float) -> float:
         """Send silent strangers away; return when to call this again, by ``time.monotonic``, infinity for never."""
         for stranger in [stranger for stranger in self._strangers if stranger.until <= now]:
             self._dismiss(stranger, Silent())
-        if self._deaf_until is not None and self._deaf_until <= now:
-            self._deaf_until = None
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        times = [stranger.until for stranger in self._strangers]
-        if self._deaf_until is not None:
-            times.append(self._deaf_until)
-        return min(times, default=math.inf)
+        return min(self._acceptor.tend(now), *(stranger.until for stranger in self._strangers), math.inf)
 
     def stop_listening(self) -> None:
         """Accept no further connection; the port is free at once. Strangers may still prove themselves."""
-        if self._open:
-            self._open = False
-            self._deaf_until = None
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(self._listener)
-            self._listener.close()
+        self._acceptor.close()
 
     def close(self) -> None:
         """Stop listening, and close the connections of all strangers."""
@@ -138,37 +175,20 @@ class Door:
 
     def let_go(self) -> None:
         """In a forked child: close everything, but leave the selector alone, which the parent shares."""
-        self._open = False
-        self._deaf_until = None
-        self._listener.close()
+        self._acceptor.let_go()
         for stranger in self._strangers:
             stranger.sock.close()
         self._strangers.clear()
 
-    def _accept(self) -> None:
-        for _ in range(_AT_ONCE if self._open else 0):
-            try:
-                sock, address = self._listener.accept()
-            except BlockingIOError:
-                return
-            except ConnectionError:
-                continue  # it has gone again
-            except OSError:
-                # Most likely too many open files. The kernel queues connections until there is room again.
-                self._selector.unregister(self._listener)
-                self._deaf_until = monotonic() + DEAF_S
-                return
-            if len(self._strangers) >= self._most:
-                self._dismiss(next(iter(self._strangers)), Displaced())
-            sock.setblocking(False)
-            challenge = Challenge(self._key, self._role)
-            here = sock.getsockname()[:2]
-            stranger = _Stranger(sock, str(address[0]), here, challenge, monotonic() + PATIENCE_S)
-            with contextlib.suppress(OSError):  # it may have gone already, which is noticed when receiving
-                self._keep_alive.apply(sock)
-                sock.send(stranger.challenge.greeting)
-            self._strangers[stranger] = None
-            self._selector.register(sock, selectors.EVENT_READ, functools.partial(self._hear, stranger))
+    def _challenge(self, sock: socket.socket, peer: Address, here: Address) -> None:
+        if len(self._strangers) >= self._most:
+            self._dismiss(next(iter(self._strangers)), Displaced())
+        stranger = _Stranger(sock, str(peer[0]), here, Challenge(self._key, self._role), monotonic() + PATIENCE_S)
+        with contextlib.suppress(OSError):  # it may have gone already, which is noticed when receiving
+            self._keep_alive.apply(sock)
+            sock.send(stranger.challenge.greeting)
+        self._strangers[stranger] = None
+        self._selector.register(sock, selectors.EVENT_READ, functools.partial(self._hear, stranger))
 
     def _hear(self, stranger: _Stranger) -> None:
         if stranger not in self._strangers:

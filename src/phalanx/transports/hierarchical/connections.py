@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 
 from phalanx.errors import BackendError
-from phalanx.membership.abort import GroupAbort
+from phalanx.membership.abort import GroupAbort, address_key
 from phalanx.native.core import Status
 from phalanx.system.foreign_values import read_json
 from phalanx.system.interfaces import outward_address
@@ -145,7 +145,7 @@ class Connections:
                 _listener = _Listener()
             self._listener = _listener
             self._token = _listener.add(self._admit)
-        group.publish_address(ROLE, json.dumps([*self._listener.where, self._token]).encode())
+        group.say_address(ROLE, json.dumps([*self._listener.where, self._token]).encode())
 
     def begin(self, has_left: Callable[[int], bool]) -> None:
         """Have what is needed to dial others.
@@ -210,7 +210,7 @@ class Connections:
 
     def _reach(self, peer: int) -> bool:
         """Dial until the rank has let this one in, or this one leaves; False if that will not be."""
-        address, port, token = json.loads(self._group.address_of(ROLE, peer))
+        address, port, token = json.loads(self._group.addresses(ROLE).get(address_key(peer)))
         claim = json.dumps({"to": token, "from": self._group.rank}).encode()
         while not self._over.is_set():
             try:

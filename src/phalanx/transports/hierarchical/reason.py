@@ -119,7 +119,6 @@ class Reason:
         self._awaited_since: dict[int, float] = {}
         self._found_at_end: Fact | None = None
         self._said: Position | None = None  # where this rank found the group broken, if it says so
-        self._is_first = False  # the group for which the membership was made, so of all its ranks
 
     def attend(self, messages: Messages) -> None:
         """Count the ranks that messages wait for as well; they are kept weakly."""
@@ -127,10 +126,6 @@ class Reason:
 
     def join(self, timeout_s: float) -> None:
         """Hear of the other ranks from now on; see :meth:`GroupAbort.join`."""
-        membership = self._group.membership
-        self._is_first = membership.how_ended is None
-        if self._is_first:
-            membership.how_ended = self._how_ended
         self._group.join(self, timeout_s)
 
     def begin(self) -> None:
@@ -188,7 +183,7 @@ class Reason:
         found = {}
         for rank in ranks:
             if (known := self._group.lost(rank)) is not None:
-                found[rank] = Gone(self.pid_of(rank), self._layout.name(rank), known.way, known.how or known.text)
+                found[rank] = Gone(self.pid_of(rank), self._layout.name(rank), known.way, known.text)
         return found
 
     # -- how this rank goes ------------------------------------------------------------------------
@@ -205,7 +200,7 @@ class Reason:
         """This rank's script fails: to the others it must not look as if it had left."""
         self.fails = True
         fact = Lost(self._rank, Way.FAILED, self._rank, cause[:_LONGEST_TEXT])
-        self._group.publish(self._found_at_end or fact, departs=self._is_first)
+        self._group.publish(self._found_at_end or fact, departs=True)
 
     def tell_left(self) -> None:
         """This rank has left in order, and answers no message any more; nothing is told of one whose script failed."""
@@ -377,11 +372,6 @@ class Reason:
         said = self._local.breakage() if self._local is not None and self._group.fact is None else None
         if said and self._group.wait(PROMPT_S) is None:
             self._group.know(msgspec.json.decode(said, type=Fact))
-
-    def _how_ended(self, rank: int) -> Departed | None:
-        """Return how the process of a rank of this host has ended; None while it has not. The group is of all ranks."""
-        own = self._group.ranks.index(rank)
-        return self._how_gone(own) if processes.state_of(self.pid_of(own)) in ("", "Z", "X") else None
 
     def _how_gone(self, rank: int) -> Departed | None:
         """Return how a rank of this host has gone from it; None if it has not, or nothing is known."""

@@ -106,7 +106,7 @@ class Wording:
                 f"Look at the console of {host} and its links",
             )
         if fact.way == Way.ENDED:
-            how = f" {fact.how}" if fact.how else ""
+            how = f" {fact.text}" if fact.text else ""
             return f"{who} has ended{how}{did_last(fact.last_operation, within=fact.was_in_it)}", own_output
         if fact.way == Way.FAILED:
             return f"{who} has failed{f' ({fact.text})' if fact.text else ''}", own_output

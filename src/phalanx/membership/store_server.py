@@ -1,8 +1,7 @@
 """Rank 0's store: a server on a thread of rank 0's process, for processes that prove the job's key.
 
-A connection comes in by a door (``wire/door.py``), then the claim of its process is judged (:class:`Seats`): it is
-refused if its rank has joined already, its world has another size or its attempt is over. The reason is sent to the
-process and printed here. Only the bytes of a process that was not refused are read as requests. Rank 0 itself is a
+A connection comes in by a door (``wire/door.py``), then the claim of its process is judged (:class:`Seats`). If it is
+refused, the reason is sent to the process and printed here; else its bytes are read as requests. Rank 0 itself is a
 client like all others.
 
 The thread alone uses the table, the seats and the door. Other threads give it tasks (``loop.py``).
@@ -36,6 +35,7 @@ __all__ = ["Seats", "StoreServer"]
 MOST_COMPLAINTS = 16
 # How long rank 0's process, when it ends, waits for ranks that still read its answers.
 LINGER_S = 0.3
+ALL = b"all"
 
 
 class Seats:
@@ -120,101 +120,84 @@ class _Conversation:
         self.claim, self.connection = claim, connection
         self._store, self._session = store, session
         self._data = bytearray()
-        self._wait: Wait | None = None
-        self._waits = False
+        self._wait: Wait | None = None  # that of the request which is not answered yet
 
     def hear(self, data: bytes) -> None:
         """Carry out the requests that are whole; raise Malformed if there are others."""
         self._data += data
         for message in self._session.take_messages(self._data):
-            if self._waits:
+            if self._wait is not None:
                 raise Malformed("a request came before the last one was answered")
             try:
                 self._carry_out(*unpack(message))
-            except (ValueError, IndexError) as error:
+            except ValueError as error:
                 self.reply(Code.FAILED, 0, [str(error).encode()])
 
     def end(self) -> None:
         """Forget what this connection waits for: it has gone."""
         if self._wait is not None:
-            self._store.table.forget(self._wait)
+            self._wait.forget()
         self._store.on_gone(self)
 
     def reply(self, code: int, number: int = 0, fields: Sequence[bytes] = ()) -> None:
         """Answer the request that has been read last."""
-        self._waits, self._wait = False, None
+        self._wait = None
         try:
             message = pack(code, number, fields)
         except ValueError as error:
             message = pack(Code.FAILED, 0, [str(error).encode()])
         self.connection.send(self._session.seal(message))
 
-    def finish(self, why: str, fields: Sequence[bytes] = ()) -> None:
-        """Answer a request that has waited."""
-        self.reply(Code.FAILED if why else Code.DONE, 0, [why.encode()] if why else fields)
-
     def _carry_out(self, code: int, number: int, fields: list[bytes]) -> None:
         table, result, said = self._store.table, 0, list[bytes]()
-        if code in (Code.READ, Code.WAIT):
-            self._await(fields, reads=code == Code.READ)
-            return
-        if code == Code.EVERYBODY:
-            self._waits = True
-            self._store.await_everybody(self)
-            return
-        if code in (Code.SET, Code.APPEND):
-            if len(fields) % 2:
-                raise ValueError("a key without a value")
-            put = table.set if code == Code.SET else table.append
-            for key, value in zip(fields[::2], fields[1::2], strict=True):
-                put(key, value)
-        elif code == Code.ADD:
-            result = table.add(fields[0], number)
-        elif code == Code.COMPARE_SET:
-            said = [table.compare_set(*_exactly(fields, 3))]
-        elif code == Code.DELETE:
-            result = int(table.delete(fields[0]))
-        elif code == Code.CHECK:
-            result = int(all(map(table.has, fields)))
-        elif code == Code.COUNT:
-            result = len(table.entries)
-        elif code == Code.LIST:
-            said = list(table.entries)
-        elif code == Code.MISSING:
-            said = [self._store.seats.describe_missing().encode()]
-        elif code == Code.WILL:
-            self._store.wills[self.claim.rank] = _exactly(fields, 2) if fields else []
-        else:
-            raise ValueError(f"there is no request with the code {code}")
+        match code, fields:
+            case ((Code.READ | Code.WAIT), keys):
+                self._await(table, keys, reads=code == Code.READ)
+                return
+            case Code.EVERYBODY, _:
+                self._await(self._store.joined, [ALL])
+                return
+            case ((Code.SET | Code.APPEND), _) if len(fields) % 2 == 0:
+                put = table.set if code == Code.SET else table.append
+                for key, value in zip(fields[::2], fields[1::2], strict=True):
+                    put(key, value)
+            case Code.ADD, [key]:
+                result = table.add(key, number)
+            case Code.COMPARE_SET, [key, expected, desired]:
+                said = [table.compare_set(key, expected, desired)]
+            case Code.DELETE, [key]:
+                result = int(table.delete(key))
+            case Code.CHECK, keys:
+                result = int(all(map(table.has, keys)))
+            case Code.COUNT, _:
+                result = len(table.entries)
+            case Code.LIST, _:
+                said = list(table.entries)
+            case Code.MISSING, _:
+                said = [self._store.seats.describe_missing().encode()]
+            case Code.WILL, [key, value]:
+                self._store.wills[self.claim.rank] = key, value
+            case _:
+                raise ValueError(f"there is no request with the code {code} and {len(fields)} fields")
         self.reply(Code.DONE, result, said)
 
-    def _await(self, keys: list[bytes], *, reads: bool) -> None:
-        table = self._store.table
-
+    def _await(self, table: Table, keys: list[bytes], *, reads: bool = False) -> None:
         def finish(why: str) -> None:
-            self.finish(why, [table.entries.get(key, b"") for key in keys] if reads else ())
+            values = [table.entries.get(key, b"") for key in keys] if reads else []
+            self.reply(Code.FAILED if why else Code.DONE, 0, [why.encode()] if why else values)
 
-        self._waits = True
         wait = table.wait(keys, finish)
         if wait.missing:
             self._wait = wait
-
-
-def _exactly(fields: list[bytes], count: int) -> list[bytes]:
-    if len(fields) != count:
-        raise ValueError(f"{len(fields)} fields where {count} belong")
-    return fields
 
 
 class StoreServer:
     """The store of one world, served until :meth:`retire` or :meth:`stop`.
 
     Args:
-        listener: the bound, listening socket; the server closes it.
-        key: the job's key.
+        listener, key, announced: see :class:`~phalanx.wire.door.Door`.
         seats: which ranks may join, and which have.
         say: takes a line for rank 0's console.
-        announced: addresses and ports at which the other ranks dial this host, and that are not its own.
     """
 
     def __init__(
@@ -227,12 +210,12 @@ class StoreServer:
     ) -> None:
         self.seats, self.key = seats, key
         self.table, self.loop = Table(), Loop("phalanx-store")
-        self.wills: dict[int, list[bytes]] = {}
+        self.joined = Table()  # has ALL when every rank has joined
+        self.wills: dict[int, tuple[bytes, bytes]] = {}
         self.where: Address = listener.getsockname()[:2]
         self._say, self._complaints = say, 0
         self._retired, self._over = False, ""
         self._conversations: set[_Conversation] = set()
-        self._awaiting_everybody: list[_Conversation] = []
         self._door = Door(
             listener, key, ROLE, KEEP_ALIVE, self.loop.selector, self._admit, self._on_refused, announced=announced
         )
@@ -282,8 +265,7 @@ class StoreServer:
     def _stop(self, why: str) -> None:
         self._over = why
         self.table.fail(why)
-        for conversation in self._awaiting_everybody:
-            conversation.finish(why)
+        self.joined.fail(why)
         self._door.close()
         for connection in list(self.loop.connections):
             connection.close()
@@ -293,30 +275,17 @@ class StoreServer:
         if self._retired and not self._over and not self.loop.connections:
             self._stop("rank 0 has left")
 
-    def await_everybody(self, conversation: _Conversation) -> None:
-        """Answer when every rank has joined."""
-        self._awaiting_everybody.append(conversation)
-        self._answer_if_complete()
-
-    def _answer_if_complete(self) -> None:
-        if self.seats.complete:
-            waiting, self._awaiting_everybody = self._awaiting_everybody, []
-            for each in waiting:
-                each.finish("")
-
     def on_gone(self, conversation: _Conversation) -> None:
         """Note that a connection has ended: if it was its rank's last, nobody should wait for that rank."""
         self._conversations.discard(conversation)
         claim = conversation.claim
-        if conversation in self._awaiting_everybody:
-            self._awaiting_everybody.remove(conversation)
         self._stop_if_unused()
         if self._over or any(other.claim.rank == claim.rank for other in self._conversations):
             return
         if not self.seats.complete and claim.rank:
             self.seats.leave(claim.rank)
             self._say(f"rank {claim.rank} ({claim.name}) has left again before all ranks had come")
-        elif will := self.wills.pop(claim.rank, []):
+        elif (will := self.wills.pop(claim.rank, None)) and will[1]:
             self.table.compare_set(will[0], b"", will[1])
 
     def _admit(self, arrival: Arrival) -> None:
@@ -344,24 +313,26 @@ class StoreServer:
 
         connection.hear, connection.ended = conversation.hear, ended
         self._conversations.add(conversation)
-        self._answer_if_complete()
+        if self.seats.complete:
+            self.joined.set(ALL, b"")
         connection.take(arrival.rest)
 
     def _on_refused(self, peer: str, why: Exception) -> None:
-        if isinstance(why, WrongKey):
-            self._complain(peer, f"proves another key than rank 0's ({self.key.source or 'none'})")
-        elif isinstance(why, Silent):
-            self._complain(peer, f"was silent for {doors.PATIENCE_S:.0f} s")
-        elif isinstance(why, Displaced):
-            self._complain(peer, "had proven nothing yet when too many others came")
-        elif isinstance(why, PassedOn):
-            self._complain(
-                peer,
-                f"was meant for {why.dialled}, not for {self.where[0]} port {self.where[1]}: another process has "
-                f"passed it on. If that is a gateway of your own, set MASTER_ADDR to the address that others dial",
-            )
-        else:
-            self._complain(peer, "sent no proof that it belongs to the job")
+        match why:
+            case WrongKey():
+                said = f"proves another key than rank 0's ({self.key.source or 'none'})"
+            case Silent():
+                said = f"was silent for {doors.PATIENCE_S:.0f} s"
+            case Displaced():
+                said = "had proven nothing yet when too many others came"
+            case PassedOn():
+                said = (
+                    f"was meant for {why.dialled}, not for {self.where[0]} port {self.where[1]}: another process has "
+                    f"passed it on. If that is a gateway of your own, set MASTER_ADDR to the address that others dial"
+                )
+            case _:
+                said = "sent no proof that it belongs to the job"
+        self._complain(peer, said)
 
     def _complain(self, peer: str, why: str) -> None:
         self._complaints += 1
