@@ -26,7 +26,7 @@ from phalanx.membership.rendezvous_store import RendezvousStore, time_left
 from phalanx.system.threads import renew_engine
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
-from phalanx.transports.hierarchical.gloo import AttachedGloo, GlooEngine, GlooOnDemand, lazy_gloo
+from phalanx.transports.hierarchical.gloo import AttachedGloo, GlooOnDemand, lazy_gloo
 from phalanx.transports.hierarchical.layout import find_hosts, said_by_all
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.explanation import process_ids
@@ -73,7 +73,7 @@ def create_process_group(
         kind: the class of the group, which serves CPU tensors alone; by default what the process asks for.
 
     A group whose ranks cannot all reach one shared segment (several hosts, or containers with pid namespaces of their
-    own) has shared memory among those that can, and Gloo between them. If ranks of one machine share no memory, rank 0
+    own) has shared memory among those that can, and TCP between them. If ranks of one machine share no memory, rank 0
     says why as a warning.
 
     Raises:
@@ -129,25 +129,16 @@ def create_process_group(
         members = GroupAbort(membership, f"{name}/{reason.meeting}", members_of)
         made.callback(members.close)
 
-        def gloo_of(name: str) -> GlooOnDemand:
-            addresses = members.address_store(name)
+        addresses = members.address_store("gloo")
 
-            def make(timeout: timedelta) -> AttachedGloo:
-                gloo = lazy_gloo(addresses, rank, size, timeout, one_host=False)
-                members.say_address(name)
-                return gloo
+        def make(timeout: timedelta) -> AttachedGloo:
+            made = lazy_gloo(addresses, rank, size, timeout, one_host=False)
+            members.say_address("gloo")
+            return made
 
-            on_demand = GlooOnDemand(make, timeout)
-            made.callback(on_demand.release)
-            return on_demand
-
-        gloo, lanes = map(gloo_of, ("gloo", "lanes"))
-        lanes.get()  # now, so that the others know its address when all have joined
-        engine = GlooEngine(lanes, timeout)
-        made.callback(engine.close)
-
+        gloo = GlooOnDemand(make, timeout)
         said_by_all(part, "ready", rank, size, limit, "")  # the store ends this wait if one of them has gone
-        hosts = HierarchicalCommunicator(layout, rank, local, engine, members, timeout)
+        hosts = HierarchicalCommunicator(layout, rank, local, members, timeout)
         for read in (own.part("shm"), met.part("hosts"), part):
             read.clear()  # all have joined the group, so they have read all of these
         made.pop_all()

@@ -1,4 +1,4 @@
-"""The communicator for a group over several hosts: shared memory inside, an engine between.
+"""The communicator for a group over several hosts: shared memory inside, TCP between.
 
 A *host* is a set of ranks that share memory; so the processes of two containers of one machine may be two. Each has a
 *leader*, its lowest rank. The ranks at the same place of their hosts are a *lane*: they exchange one slice of what has
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 
 import torch
@@ -23,9 +23,9 @@ from phalanx.membership.abort import GroupAbort
 from phalanx.membership.liveness import Gone
 from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.hierarchical.copies import Copies
+from phalanx.transports.hierarchical.engine import Engine
 from phalanx.transports.hierarchical.exchanges import Exchanges, Parts
 from phalanx.transports.hierarchical.frames import Frames
-from phalanx.transports.hierarchical.gloo import GlooEngine
 from phalanx.transports.hierarchical.layout import Layout, Sizes
 from phalanx.transports.hierarchical.messages import HierarchicalMessages
 from phalanx.transports.hierarchical.reason import Reason
@@ -45,10 +45,10 @@ class HierarchicalCommunicator(Communicator):
         layout: where the ranks are.
         rank: this process's rank in the group.
         local: a communicator of the ranks of this host, in their order; its methods are used by this one alone.
-        engine: carries bytes between hosts.
         group: what this rank knows of the group.
         timeout: how long every operation waits for other ranks.
         sizes: at which algorithms change, equal on all ranks; small ones make tests reach many chunks cheaply.
+        engine: makes what carries bytes between hosts.
     """
 
     rank_order_sums = False
@@ -58,28 +58,31 @@ class HierarchicalCommunicator(Communicator):
         layout: Layout,
         rank: int,
         local: Communicator,
-        engine: GlooEngine,
         group: GroupAbort,
         timeout: timedelta,
         sizes: Sizes | None = None,
+        engine: Callable[[Layout, GroupAbort, timedelta], Engine] = Engine,
     ) -> None:
         self.rank, self.size = rank, sum(map(len, layout.hosts))
-        self.engine = engine.name if len(layout.hosts) == self.size else f"shared memory and {engine.name}"
         self._layout = layout
         self._local = local
-        self._engine = engine
+        self._engine = engine(layout, group, timeout)
+        self.engine = self._engine.name if len(layout.hosts) == self.size else f"shared memory and {self._engine.name}"
         sizes = sizes or Sizes.among(len(layout.hosts))
-        self._frames = Frames(layout, rank, local, engine, Exchanges.frame_bytes(layout, sizes))
-        self._reductions = Reductions(layout, local, engine, self._frames, sizes)
-        self._copies = Copies(layout, local, engine, self._frames, sizes)
-        self.exchanges = Exchanges(layout, rank, local, engine, self._frames, sizes)
-        self.messages = HierarchicalMessages(layout, rank, local, group, timeout)
+        self._frames = Frames(layout, rank, local, self._engine, Exchanges.frame_bytes(layout, sizes))
+        self._reductions = Reductions(layout, local, self._engine, self._frames, sizes)
+        self._copies = Copies(layout, local, self._engine, self._frames, sizes)
+        self.exchanges = Exchanges(layout, rank, local, self._engine, self._frames, sizes)
+        try:
+            self.messages = HierarchicalMessages(layout, local, group, timeout)
+        except BaseException:
+            self._engine.close()
+            raise
         self._reason = reason = Reason(group, layout, local, timeout, abort=self._wake)
         self._call = reason.call
         try:
             self.messages.begin(reason, self._call.error_of_message)
             reason.attend(self.messages)
-            engine.first_contact = reason.meet
             if isinstance(local, SharedMemoryCommunicator):
                 local.part_of = self._call.text
                 local.outer_error = self.messages.explain
@@ -89,6 +92,7 @@ class HierarchicalCommunicator(Communicator):
         except BaseException:
             reason.depart()
             self.messages.give_up()
+            self._engine.close()
             raise
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
@@ -195,11 +199,11 @@ class HierarchicalCommunicator(Communicator):
             self._local.set_timeout(timeout + _LEADERS_GRACE, of_messages=of_messages)
 
     def leave(self) -> list[threading.Thread]:
-        return self.messages.leave()
+        self.messages.end()
+        self._engine.stop(in_order=not self._reason.fails)
+        return self.messages.threads() + self._engine.threads()
 
     def give_back(self) -> None:
-        self._frames.flush()
-        self._engine.give_back()
         self._reason.depart()
 
     def group_fails(self, error: BaseException, cause: str) -> None:
@@ -221,10 +225,8 @@ class HierarchicalCommunicator(Communicator):
 
     def close(self) -> None:
         self.messages.close()
+        self._engine.close(in_order=not self._reason.fails)
         self._local.close()
-        self._frames.flush()
-        self._engine.close()
-        self._frames.let_go()
         self._reason.depart()
 
 

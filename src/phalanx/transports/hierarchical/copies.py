@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
 from phalanx.transports.contract import Communicator
+from phalanx.transports.hierarchical.engine import Engine, Transfer
 from phalanx.transports.hierarchical.frames import NOTHING, Frames
-from phalanx.transports.hierarchical.gloo import GlooEngine, Transfer
 from phalanx.transports.hierarchical.layout import Layout, Scratch, Sizes, in_chunks
 
 __all__ = ["Copies"]
@@ -37,7 +36,7 @@ class Copies:
         sizes: at which the ways change.
     """
 
-    def __init__(self, layout: Layout, local: Communicator, engine: GlooEngine, frames: Frames, sizes: Sizes) -> None:
+    def __init__(self, layout: Layout, local: Communicator, engine: Engine, frames: Frames, sizes: Sizes) -> None:
         self._layout, self._local, self._engine, self._frames, self._sizes = layout, local, engine, frames, sizes
         self._scratch = Scratch()
         self._others = [rank for ranks in layout.hosts if ranks is not layout.here for rank in ranks]
@@ -70,11 +69,8 @@ class Copies:
         sources = [before[place if turn == 1 else min(place, len(before) - 1)]] if carries and turn else []
         targets = [after[min(place, len(after) - 1)]] if carries and turn + 1 < count else []
         chunks = in_chunks(flat, self._sizes.chunk_bytes)
-        receive = self._engine.receive_early(
-            sources + targets, lambda: [self._engine.recv(chunk, rank, _TAG) for rank in sources for chunk in chunks]
-        )
         self._frames.meet(call)
-        coming = receive()
+        coming = [self._engine.recv(chunk, rank, _TAG) for rank in sources for chunk in chunks]
         sent: list[Transfer] = []
         for number, chunk in enumerate(chunks):
             if coming:
@@ -144,20 +140,13 @@ class Copies:
             for host in coming
         }
 
-        def expect() -> dict[tuple[int, int], Transfer]:
-            return {
-                (rank, turn): self._engine.recv(chunks[rank][turn], source[place % len(source)], _TAG)
-                for host in coming
-                for turn in range(len(chunks[0]))
-                for place, rank in carried[host]
-            }
-
-        peers = {source[place % len(source)] for blocks in carried.values() for place, _ in blocks}
-        peers |= {target[place % len(target)] for host in coming[:-1] for place, _ in carried[host]}
-        peers.add(target[own % len(target)])
-        receive = self._engine.receive_early(peers, expect)
         self._frames.meet(call)
-        arriving = receive()
+        arriving = {
+            (rank, turn): self._engine.recv(chunks[rank][turn], source[place % len(source)], _TAG)
+            for host in coming
+            for turn in range(len(chunks[0]))
+            for place, rank in carried[host]
+        }
         own_chunks = in_chunks(flat, self._sizes.chunk_bytes)
         sent = [self._engine.send(chunk, target[own % len(target)], _TAG) for chunk in own_chunks]
         self._local.all_gather([outputs[rank] for rank in layout.here], flat)
@@ -188,19 +177,13 @@ class Copies:
         """Send from the ranks of other hosts to the root: no byte is copied on its way."""
         layout = self._layout
         host, place = layout.place(root)
+        self._frames.meet(call)
         if layout.host != host:
-            connect = self._engine.receive_early([root], lambda: None)
-            self._frames.meet(call)
-            connect()
             self._engine.send(flat, root, _TAG).wait()
             return False
-        sources = self._others if outputs else []
-        receive = self._engine.receive_early(
-            sources, lambda: [self._engine.recv(outputs[rank], rank, _TAG) for rank in sources] if outputs else []
-        )
-        self._frames.meet(call)
-        here = [outputs[rank] for rank in layout.here] if outputs else None
-        self._engine.wait(receive(), partial(self._local.gather, here, flat, place))
+        coming = [self._engine.recv(outputs[rank], rank, _TAG) for rank in self._others] if outputs else []
+        self._local.gather([outputs[rank] for rank in layout.here] if outputs else None, flat, place)
+        self._engine.wait(coming)
         return False
 
     # -- scatter -----------------------------------------------------------------------------------
@@ -222,15 +205,11 @@ class Copies:
         """Send from the root to each rank of other hosts: no byte is copied on its way."""
         layout = self._layout
         host, place = layout.place(root)
-        if layout.host != host:
-            receive = self._engine.receive_early([root], lambda: self._engine.recv(output, root, _TAG))
-            self._frames.meet(call)
-            receive().wait()
-            return False
-        connect = self._engine.receive_early(self._others if inputs else [], lambda: None)
         self._frames.meet(call)
-        connect()
+        if layout.host != host:
+            self._engine.recv(output, root, _TAG).wait()
+            return False
         sent = [self._engine.send(inputs[rank], rank, _TAG) for rank in self._others] if inputs else []
-        here = [inputs[rank] for rank in layout.here] if inputs else None
-        self._engine.wait(sent, partial(self._local.scatter, output, here, place))
+        self._local.scatter(output, [inputs[rank] for rank in layout.here] if inputs else None, place)
+        self._engine.wait(sent)
         return False

@@ -31,8 +31,8 @@ from collections.abc import Sequence
 import torch
 
 from phalanx.transports.contract import Communicator
+from phalanx.transports.hierarchical.engine import Engine
 from phalanx.transports.hierarchical.frames import Data, Frames
-from phalanx.transports.hierarchical.gloo import GlooEngine
 from phalanx.transports.hierarchical.layout import Layout, Scratch, Sizes
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import share_memory
@@ -95,7 +95,7 @@ class Exchanges:
     """
 
     def __init__(
-        self, layout: Layout, rank: int, local: Communicator, engine: GlooEngine, frames: Frames, sizes: Sizes
+        self, layout: Layout, rank: int, local: Communicator, engine: Engine, frames: Frames, sizes: Sizes
     ) -> None:
         self._layout, self._rank, self._local, self._engine, self._frames = layout, rank, local, engine, frames
         self._hosts = [host for host in range(len(layout.hosts)) if host != layout.host]
@@ -128,18 +128,16 @@ class Exchanges:
         given, expected = inputs.nbytes, outputs.nbytes
         sources = [rank for rank in self._others if expected[rank] > self._led_bytes]
         targets = [rank for rank in self._others if given[rank] > self._led_bytes]
-        receive = self._engine.receive_early(
-            [*sources, *targets], lambda: [self._engine.recv(outputs.tensor(rank), rank, _TAG) for rank in sources]
-        )
         self._put(given, expected, inputs.addresses)
         self._exchange_inside(outputs, inputs)
         if self._layout.leader:
             self._lead(call)
         else:
             self._frames.meet(call)
-        transfers = receive()
+        transfers = [self._engine.recv(outputs.tensor(rank), rank, _TAG) for rank in sources]
         transfers += [self._engine.send(inputs.tensor(rank), rank, _TAG) for rank in targets]
-        self._engine.wait(transfers, lambda: self._take(expected, outputs.addresses))
+        self._take(expected, outputs.addresses)
+        self._engine.wait(transfers)
         return True
 
     # -- what every rank does ----------------------------------------------------------------------
@@ -195,15 +193,10 @@ class Exchanges:
             due[host] = [sum(self._led(sizes[rank]) for sizes in expected) for rank in there]
         outgoing, incoming = self._messages(self._outgoing, sent), self._messages(self._incoming, due)
 
-        receive = self._engine.receive_early(
-            {leader for leader, *_ in outgoing + incoming},
-            lambda: [self._engine.recv(part, leader, tag) for leader, tag, part in incoming],
-        )
-
         def end(frames: Sequence[int], _to: int) -> bool:
             if not self._unpack(frames, expected, due):
                 return False
-            transfers = receive()
+            transfers = [self._engine.recv(part, leader, tag) for leader, tag, part in incoming]
             transfers += [self._engine.send(part, leader, tag) for leader, tag, part in outgoing]
             self._engine.wait(transfers)
             return True

@@ -29,7 +29,7 @@ from phalanx.native.core import TEXT_BYTES
 from phalanx.system import processes
 from phalanx.transports.call_check import fingerprint
 from phalanx.transports.contract import Communicator
-from phalanx.transports.hierarchical.gloo import PeerAbsent, TransferFailed, TransferLate
+from phalanx.transports.hierarchical.engine import PeerAbsent, TransferFailed, TransferLate
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.wording import Found, Wording
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
@@ -165,23 +165,6 @@ class Reason:
     def has_left(self, rank: int) -> bool:
         """Return whether a rank has left the group in order."""
         return self._group.has_left(rank)
-
-    def meet(self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool]) -> None:
-        """Return when a rank has come to connect with this one as well.
-
-        Raises:
-            PeerAbsent: it has left the group.
-            TransferLate: it has not come in time.
-            TransferFailed: it has ended, the group is broken, or ``over``.
-        """
-        if self._group.meet(peer, timeout_s, over):
-            return
-        if self.is_told() or over():
-            raise TransferFailed(peer, "the group is broken")
-        gone = self._group.lost(peer)
-        if gone is None:
-            raise TransferLate(peer, f"it did not come within {timeout_s():g} s")
-        raise (PeerAbsent if gone.way == Way.LEFT else TransferFailed)(peer, "it has gone")
 
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
         """Those of these ranks that have gone from the job, or left this group."""

@@ -20,8 +20,8 @@ import torch
 from phalanx.errors import BackendError
 from phalanx.native.core import library
 from phalanx.transports.contract import Communicator
+from phalanx.transports.hierarchical.engine import Engine, Transfer
 from phalanx.transports.hierarchical.frames import NOTHING, Frames
-from phalanx.transports.hierarchical.gloo import GlooEngine, Transfer
 from phalanx.transports.hierarchical.layout import Layout, Scratch, Sizes, in_chunks
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
 
@@ -47,7 +47,7 @@ class Reductions:
         sizes: at which the ways change.
     """
 
-    def __init__(self, layout: Layout, local: Communicator, engine: GlooEngine, frames: Frames, sizes: Sizes) -> None:
+    def __init__(self, layout: Layout, local: Communicator, engine: Engine, frames: Frames, sizes: Sizes) -> None:
         self.layout, self.local, self.engine = layout, local, engine
         self.scratch = Scratch()
         self._frames, self._sizes = frames, sizes
@@ -104,14 +104,9 @@ class Reductions:
 
     def _run(self, call: int, work: Sequence[_Chunk]) -> None:
         """Take chunks through their steps, one after the other, with some of them under way at once."""
-
-        def expect() -> None:
-            for chunk in work[:_AHEAD]:
-                chunk.expect()
-
-        receive = self.engine.receive_early(work[0].peers, expect)
         self._frames.meet(call)
-        receive()
+        for chunk in work[:_AHEAD]:
+            chunk.expect()
         turns = len(work) + 2 * _AHEAD
         for turn in range(turns + 1):
             library().phx_record_piece(turn, turns)
@@ -134,14 +129,13 @@ class _Chunk(ABC):
         slot: a number that no other chunk under way has.
         sum: where what this rank adds goes; None if it adds nothing.
         sources: by other hosts, the rank there that brings the host's part of it.
-        peers: the ranks with which this one exchanges parts or sums.
     """
 
     def __init__(
-        self, group: Reductions, op: int, slot: int, sum: torch.Tensor | None, sources: dict[int, int], peers: set[int]
+        self, group: Reductions, op: int, slot: int, sum: torch.Tensor | None, sources: dict[int, int]
     ) -> None:
         self._layout, self._local, self._engine, self._scratch = group.layout, group.local, group.engine, group.scratch
-        self._op, self._slot, self._sum, self._sources, self.peers = op, slot, sum, sources, peers
+        self._op, self._slot, self._sum, self._sources = op, slot, sum, sources
         self._parts: dict[int, torch.Tensor] = {}
         self._coming: list[Transfer] = []
         self._sent: list[Transfer] = []
@@ -201,10 +195,7 @@ class _Blocks(_Chunk):
         layout = group.layout
         others = [(host, ranks) for host, ranks in enumerate(layout.hosts) if host != layout.host]
         sources = {host: ranks[layout.local % len(ranks)] for host, ranks in others}
-        targets = {
-            rank for _, ranks in others for at, rank in enumerate(ranks) if at % len(layout.here) == layout.local
-        }
-        super().__init__(group, op, slot, output, sources, targets.union(sources.values()))
+        super().__init__(group, op, slot, output, sources)
         self._inputs = inputs
 
     def reduce_inside(self) -> None:
@@ -242,7 +233,7 @@ class _Slices(_Chunk):
             self._sums = own if root is None else group.scratch.take(("sums", slot), own)
             share = self._shares(self._sums)[layout.host]
         adds = share is not None and share.numel() > 0
-        super().__init__(group, op, slot, share if adds else None, self._lane, set(self._lane.values()))
+        super().__init__(group, op, slot, share if adds else None, self._lane)
         self._sums_coming: list[Transfer] = []
 
     def expect(self) -> None:

@@ -263,8 +263,11 @@ static int fits(const phx_message *receive, uint32_t src, uint32_t tag)
     return (receive->peer == src || receive->peer == PHX_ANY_SOURCE) && receive->tag == tag;
 }
 
-static int agree(const phx_message *receive, const struct phx_end *sent)
+/* Whether a receive takes what is sent. Raw bytes, which have the dtype 0, may be fewer than the receive has room for. */
+static int agree(phx_message *receive, const struct phx_end *sent)
 {
+    if (!receive->end.dtype && sent->nbytes < receive->end.nbytes)
+        receive->end.nbytes = sent->nbytes;
     return receive->end.nbytes == sent->nbytes && receive->end.dtype == sent->dtype;
 }
 
