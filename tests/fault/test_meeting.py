@@ -24,6 +24,7 @@ from phalanx.c10d.create import create_process_group
 from phalanx.errors import InitializationError
 from phalanx.membership.abort import GroupAbort
 from phalanx.transports.hierarchical import communicator
+from phalanx.transports.hierarchical.messages import HierarchicalMessages
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 
@@ -132,7 +133,7 @@ def test_nothing_stays_of_a_group_over_hosts_that_cannot_be_made(where: object, 
         make = getattr(where, step)
 
         def fail(*arguments: Any, **options: Any) -> None:
-            if isinstance(made := make(*arguments, **options), communicator.HierarchicalMessages):
+            if isinstance(made := make(*arguments, **options), HierarchicalMessages):
                 made.give_up()
             raise InitializationError("a rank has gone")
 

@@ -16,7 +16,6 @@ from phalanx import settings
 from phalanx.c10d.hooked import group_class
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.quick import quicken, quicken_messages
-from phalanx.diagnosis.ends import tell_of_failure
 from phalanx.diagnosis.recorder import open_recorder
 from phalanx.errors import InitializationError
 from phalanx.membership.abort import GroupAbort
@@ -179,7 +178,6 @@ def create_process_group(
         gloo.on_timeout = communicator.set_timeout
         group = group_of(communicator, gloo)
         quicken(group, communicator)
-        tell_of_failure(communicator)
         if not ranks:
             call_witness(communicator)
             group.watch_waits(dict(enumerate(process_ids(communicator.handle, size))))

@@ -207,8 +207,7 @@ class HierarchicalCommunicator(Communicator):
         self._reason.depart()
 
     def group_fails(self, error: BaseException, cause: str) -> None:
-        self._reason.about_to_fail(error)
-        self._reason.script_fails(cause)
+        self._reason.script_fails(error, cause)
         self._local.group_fails(error, cause)
 
     def abort(self, doing: str = "") -> None:

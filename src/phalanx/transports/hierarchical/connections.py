@@ -148,6 +148,8 @@ class RemoteMail:
         OSError: this process cannot listen, as for want of descriptors.
     """
 
+    _spin = 100  # how often a wait looks before it yields the core; with 0 it sleeps at once
+
     def __init__(
         self, name: str, layout: Layout, group: GroupAbort, timeout: timedelta, mailbox: Mailbox | None = None
     ) -> None:
@@ -181,7 +183,7 @@ class RemoteMail:
         descriptor = os.memfd_create("phalanx", os.MFD_CLOEXEC)
         try:
             self._core.phx_segment_format(descriptor, 1, *load_tuning().for_size(1), cookie)
-            comm = self._core.phx_open(descriptor, 0, cookie, 100, signals.callback)
+            comm = self._core.phx_open(descriptor, 0, cookie, self._spin, signals.callback)
         finally:
             os.close(descriptor)
         if not comm:

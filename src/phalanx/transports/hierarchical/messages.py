@@ -15,7 +15,6 @@ import torch
 
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.call_site import call_site
-from phalanx.diagnosis.ends import note_left
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import BackendError, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.membership.abort import GroupAbort
@@ -82,15 +81,13 @@ class HierarchicalMessages(RemoteMail):
             at_sender = MessageEnd(peer, sent.nbytes, sent.dtype, line)
             here = MessageEnd(self._rank, own.nbytes, own.dtype, recorder.place_of(own.site))
             return self.explain(EndsDiffer(at_sender, here), words)
-        if self._reason.is_told():  # and the peer left because of that
+        if self._group.fact is not None:  # and the peer left because of that
             return self.explain(TransferFailed(-1 if peer is None else peer, "the group is broken"), words)
         if peer is None:
             return with_own_wait(PeerLost.left_before_message(words))
         if status == Status.PEER_LEFT or self._group.has_left(peer):
-            pid, host = self._reason.pid_of(peer), self._layout.name(peer)
-            error = with_own_wait(PeerLost.left_before_message(words, group_rank=peer, pid=pid, host=host))
-            note_left(error, self._reason, peer)
-            return error
+            pid, host = self._group.pids[peer], self._layout.name(peer)
+            return with_own_wait(PeerLost.left_before_message(words, group_rank=peer, pid=pid, host=host))
         return self.explain(TransferFailed(peer, "the connection has ended"), words)
 
     def explain(self, found: BaseException, words: str) -> PhalanxError:

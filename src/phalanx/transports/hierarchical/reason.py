@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from phalanx.diagnosis.call_site import CallSite, call_site, capture, exchange_text, running_at, shown
-from phalanx.diagnosis.ends import cause_of_going, who_left
+from phalanx.diagnosis.ends import cause_of_going
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.membership.abort import GroupAbort
@@ -117,7 +117,6 @@ class Reason:
         self.fails = self.inside = False
         self.calls, self._since = 0, 0.0
         self._awaited_since: dict[int, float] = {}
-        self._found_at_end: Fact | None = None
         self._said: Position | None = None  # where this rank found the group broken, if it says so
         self._is_first = False  # the group for which the membership was made, so of all its ranks
 
@@ -149,10 +148,6 @@ class Reason:
 
     # -- what is known of other ranks, from any thread ---------------------------------------------
 
-    def is_told(self) -> bool:
-        """Return whether a rank has broken the group, as far as this one knows."""
-        return self._group.fact is not None
-
     def told(self) -> Fact | None:
         """Return why a rank has broken the group, as far as this one knows."""
         self._read_segment()
@@ -161,10 +156,6 @@ class Reason:
     def pid_of(self, rank: int) -> int:
         """The process id of a rank."""
         return self._group.pids[rank]
-
-    def has_left(self, rank: int) -> bool:
-        """Return whether a rank has left the group in order."""
-        return self._group.has_left(rank)
 
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
         """Those of these ranks that have gone from the job, or left this group."""
@@ -176,19 +167,11 @@ class Reason:
 
     # -- how this rank goes ------------------------------------------------------------------------
 
-    def about_to_fail(self, error: BaseException) -> None:
-        """An exception is about to end this rank's script: if that is for a rank that has left, it is the reason."""
-        left = who_left(error, self)
-        if left is None and self._local is not None:
-            left = self._local.who_left(error)
-        if left is not None and self._group.fact is None:
-            self._found_at_end = Lost(self._rank, Way.LEFT, left[0])
-
-    def script_fails(self, cause: str) -> None:
+    def script_fails(self, error: BaseException, cause: str) -> None:
         """This rank's script fails: to the others it must not look as if it had left."""
         self.fails = True
         fact = Lost(self._rank, Way.FAILED, self._rank, cause[:_LONGEST_TEXT])
-        self._group.publish(self._found_at_end or fact, departs=self._is_first)
+        self._group.publish(fact, departs=self._is_first)
 
     def tell_left(self) -> None:
         """This rank has left in order, and answers no message any more; nothing is told of one whose script failed."""

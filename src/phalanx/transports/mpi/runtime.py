@@ -123,7 +123,7 @@ class Runtime:
             self.notices.receive_last()
             self.mpi.Finalize()
 
-    def about_to_fail(self, error: BaseException) -> None:
+    def script_fails(self, error: BaseException, cause: str) -> None:
         """End the job soon: an exception that nobody caught ends this script. After an exit its code decides."""
         if isinstance(error, SystemExit) or self._alone or not self.usable:
             return
@@ -133,9 +133,6 @@ class Runtime:
         timer = threading.Timer(GRACE_S, self._abort)  # by then the traceback is out
         timer.daemon = True
         timer.start()
-
-    def script_fails(self, cause: str) -> None:
-        """MPI_Abort tells the other ranks."""
 
     def _abort(self) -> None:
         for stream in (sys.stdout, sys.stderr):

@@ -12,7 +12,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from phalanx.diagnosis.call_site import CallSite, call_site, capture, shape_word, shown, text_of
-from phalanx.diagnosis.ends import tell_how_the_script_ends, who_left
+from phalanx.diagnosis.ends import tell_how_the_script_ends
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.diagnosis.stacks import be_seen
 from phalanx.errors import BackendError, ClosedError, PhalanxError
@@ -22,7 +22,7 @@ from phalanx.native.signals import SignalPoll
 from phalanx.transports.call_check import MOST_JUDGED, Wish, crossed_lines
 from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.operands import reducible
-from phalanx.transports.shm.explanation import departed, ended, exchanged, explain, left_text, text_of_call
+from phalanx.transports.shm.explanation import departed, ended, exchanged, explain, text_of_call
 from phalanx.transports.shm.mailbox import Mailbox
 from phalanx.transports.shm.numbers import DTYPES, OP_NUMBERS, REDUCED, Pointers, fill, fill_evenly, fill_unevenly
 from phalanx.transports.shm.segment import join_segment, share_parts
@@ -154,21 +154,8 @@ class SharedMemoryCommunicator(Communicator):
         why = self._mailbox.why_broken()
         return bool(why.status == Status.TIMEOUT and why.rank != self.rank)
 
-    def who_left(self, error: BaseException) -> tuple[int, str] | None:
-        """The rank that has left this group, so that an error came about, and the error of the message; see there."""
-        return who_left(error, self._mailbox)
-
-    def about_to_fail(self, error: BaseException) -> None:
-        """Let the others name the rank that has left, if that is why this one fails (``diagnosis/ends.py``)."""
-        if (left := self.who_left(error)) is not None:
-            self._mailbox.describe(left_text(*left))
-
     def group_fails(self, error: BaseException, cause: str) -> None:
-        self.about_to_fail(error)
         self._mailbox.group_fails(cause)
-
-    def script_fails(self, cause: str) -> None:
-        """Do nothing: the core has told the others (``diagnosis/ends.py``)."""
 
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
         """Find those of these ranks that have gone (``membership/liveness.py``)."""

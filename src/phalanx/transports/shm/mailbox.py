@@ -19,7 +19,6 @@ import torch
 
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.call_site import call_site
-from phalanx.diagnosis.ends import note_left
 from phalanx.errors import BackendError, ClosedError, PeerLost, PhalanxError
 from phalanx.native.core import ANY_SOURCE, TEXT_BYTES, Breakage, End, Status, library
 from phalanx.native.signals import SignalPoll
@@ -98,12 +97,6 @@ class Mailbox:
 
     def __exit__(self, *exception: object) -> None:
         self.inside.pop()
-
-    def describe(self, text: bytes) -> None:
-        """Write down what this rank was doing, or why it goes, for the others; only its first such text counts."""
-        with self as comm:
-            if comm:
-                self.core.phx_describe(comm, text[: TEXT_BYTES - 1])
 
     def group_fails(self, cause: str) -> None:
         """Tell the other ranks that this one is about to close the group because of an exception."""
@@ -291,9 +284,7 @@ class SharedMemoryMessage(Message):
         with self._mailbox as comm:
             if comm:
                 self._mailbox.core.phx_going(comm, self._peer, byref(pid))
-        error = PeerLost.left_before_message(waiting, group_rank=peer, pid=pid.value, host=machine_name())
-        note_left(error, self._mailbox, peer)
-        return error
+        return PeerLost.left_before_message(waiting, group_rank=peer, pid=pid.value, host=machine_name())
 
     def _name_of(self, peer: int) -> int:
         return self._mailbox.names[peer]

@@ -270,15 +270,20 @@ static int pull(struct phx_remote *remote, phx_message *message)
     return 1;
 }
 
+/* Have so many bytes make the connection ready. */
+static void expect_bytes(struct phx_remote *remote, int enough)
+{
+    if (enough != remote->enough && !setsockopt(remote->in, SOL_SOCKET, SO_RCVLOWAT, &enough, sizeof enough))
+        remote->enough = enough;
+}
+
 /* Have ready.c look after what comes. Its thread is woken for a good part of a large message, and not for each packet. */
 static void watch_in(struct phx_mail *mail, uint32_t rank)
 {
     struct phx_remote *remote = mail->streams[rank].remote;
     const phx_message *message = mail->streams[rank].arriving;
     const uint64_t rest = message ? message->end.nbytes - message->moved : 1;
-    const int enough = rest <= PHX_PIECE ? 1 : rest < GOOD_PART ? (int)rest : GOOD_PART;
-    if (enough != remote->enough && !setsockopt(remote->in, SOL_SOCKET, SO_RCVLOWAT, &enough, sizeof enough))
-        remote->enough = enough;
+    expect_bytes(remote, rest <= PHX_PIECE ? 1 : rest < GOOD_PART ? (int)rest : GOOD_PART);
     phx_ready_watch(mail, remote->in, rank, 1, remote->in_watched = 1);
 }
 
@@ -331,6 +336,24 @@ uint64_t phx_remote_progress(const struct phx_mail *mail, uint32_t rank, int rec
 {
     const struct phx_remote *remote = mail->streams[rank].remote;
     return !remote ? 0 : receiving ? remote->received : remote->sent;
+}
+
+int phx_remote_socket(phx_comm *comm, const phx_message *message)
+{
+    struct phx_mail *mail = comm->mail;
+    pthread_mutex_lock(&mail->lock);
+    const uint32_t peer = message->peer;
+    struct phx_remote *remote = message->receiving && peer != PHX_ANY_SOURCE ? mail->streams[peer].remote : NULL;
+    int socket = remote && !remote->in_watched && !remote->blocked && !message->done ? remote->in : -1;
+    for (uint32_t i = 0; i < mail->nreached; i++) {
+        const struct phx_stream *stream = &mail->streams[mail->reached[i]];
+        if (stream->sends.first && !stream->remote->out_watched)
+            socket = -1;
+    }
+    if (socket >= 0)
+        expect_bytes(remote, 1);
+    pthread_mutex_unlock(&mail->lock);
+    return socket;
 }
 
 void phx_remote_ready(phx_comm *comm, uint32_t rank, int incoming, int may_write)
