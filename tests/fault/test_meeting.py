@@ -121,7 +121,11 @@ def test_rank_that_missed_failed_attempts_joins_the_next(late: int, failures: in
 
 @pytest.mark.parametrize(
     ("where", "step"),
-    [(communicator, "HierarchicalMessages"), (GroupAbort, "join"), pytest.param(create, "quicken_messages", marks=long)],
+    [
+        (communicator, "HierarchicalMessages"),
+        (GroupAbort, "join"),
+        pytest.param(create, "quicken_messages", marks=long),
+    ],
 )
 def test_nothing_stays_of_a_group_over_hosts_that_cannot_be_made(where: object, step: str) -> None:
     """Its error may be kept, and with it whatever its frames hold."""

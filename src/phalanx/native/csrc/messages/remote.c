@@ -284,7 +284,8 @@ static void watch_in(struct phx_mail *mail, uint32_t rank)
     const phx_message *message = mail->streams[rank].arriving;
     const uint64_t rest = message ? message->end.nbytes - message->moved : 1;
     expect_bytes(remote, rest <= PHX_PIECE ? 1 : rest < GOOD_PART ? (int)rest : GOOD_PART);
-    phx_ready_watch(mail, remote->in, rank, 1, remote->in_watched = 1);
+    remote->in_watched = 1;
+    phx_ready_watch(mail, remote->in, rank, 1, 0);
 }
 
 static int move_arrivals(phx_comm *comm, uint32_t src, int by_thread)
