@@ -103,41 +103,41 @@ class HierarchicalCommunicator(Communicator):
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
         with self._call.named("all_reduce", tensor, op) as call:
             flat = tensor.view(-1)
-            self._call.is_compared = self._reductions.all_reduce(call, flat, SUM if op == AVG else op)
+            self._reductions.all_reduce(call, flat, SUM if op == AVG else op)
             if op == AVG:
                 flat.div_(self.size)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
         with self._call.named("reduce", tensor, op, root) as call:
             flat = tensor.view(-1)
-            self._call.is_compared = self._reductions.reduce(call, flat, root, SUM if op == AVG else op)
+            self._reductions.reduce(call, flat, root, SUM if op == AVG else op)
             if op == AVG and self.rank == root:
                 flat.div_(self.size)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
         with self._call.named("reduce_scatter", output, op) as call:
             flat, summed = output.view(-1), SUM if op == AVG else op
-            self._call.is_compared = self._reductions.reduce_scatter(call, flat, _flat(inputs), summed)
+            self._reductions.reduce_scatter(call, flat, _flat(inputs), summed)
             if op == AVG:
                 flat.div_(self.size)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         with self._call.named("broadcast", tensor, root=root) as call:
-            self._call.is_compared = self._copies.broadcast(call, tensor.view(-1), root)
+            self._copies.broadcast(call, tensor.view(-1), root)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         with self._call.named("all_gather", tensor) as call:
-            self._call.is_compared = self._copies.all_gather(call, _flat(outputs), tensor.view(-1))
+            self._copies.all_gather(call, _flat(outputs), tensor.view(-1))
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
         with self._call.named("gather", tensor, root=root) as call:
             parts = None if outputs is None else _flat(outputs)
-            self._call.is_compared = self._copies.gather(call, parts, tensor.view(-1), root)
+            self._copies.gather(call, parts, tensor.view(-1), root)
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
         with self._call.named("scatter", output, root=root) as call:
             parts = None if inputs is None else _flat(inputs)
-            self._call.is_compared = self._copies.scatter(call, output.view(-1), parts, root)
+            self._copies.scatter(call, output.view(-1), parts, root)
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         self._exchange_parts(Parts(outputs), Parts(inputs))
@@ -153,13 +153,12 @@ class HierarchicalCommunicator(Communicator):
 
     def _exchange_parts(self, outputs: Parts, inputs: Parts) -> None:
         with self._call.exchanging(outputs.dtype, inputs.nbytes, outputs.nbytes) as call:
-            self._call.is_compared = self.exchanges.all_to_all(call, outputs, inputs)
+            self.exchanges.all_to_all(call, outputs, inputs)
 
     def barrier(self) -> None:
         with self._call.named("barrier", None) as call:
             self._local.barrier()
             self._frames.meet(call)
-            self._call.is_compared = True
 
     # -- messages and life -------------------------------------------------------------------------
 

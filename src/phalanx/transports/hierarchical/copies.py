@@ -25,8 +25,7 @@ _copy = ctypes.memmove
 class Copies:
     """The copies of one group; every rank of it calls the same method, with flat tensors.
 
-    In every method ``call`` is a number that is equal for equal calls. Each returns whether the calls of all ranks have
-    been compared before any rank returns.
+    In every method ``call`` is a number that is equal for equal calls.
 
     Args:
         layout: where the ranks are.
@@ -43,9 +42,10 @@ class Copies:
 
     # -- broadcast ---------------------------------------------------------------------------------
 
-    def broadcast(self, call: int, flat: torch.Tensor, root: int) -> bool:
+    def broadcast(self, call: int, flat: torch.Tensor, root: int) -> None:
         if flat.nbytes > self._sizes.frame_bytes:
-            return self._broadcast_along_chain(call, flat, root)
+            self._broadcast_along_chain(call, flat, root)
+            return
         host, place = self._layout.place(root)
         nbytes = flat.nbytes
         if host == self._layout.host:
@@ -54,9 +54,8 @@ class Copies:
         else:
             found = self._frames.meet(call, NOTHING, lambda parts, to: bool(_copy(to, parts[host], nbytes)), nbytes)
             _copy(flat.data_ptr(), found, nbytes)
-        return False
 
-    def _broadcast_along_chain(self, call: int, flat: torch.Tensor, root: int) -> bool:
+    def _broadcast_along_chain(self, call: int, flat: torch.Tensor, root: int) -> None:
         """Pass chunks on from the root's host: S arrive at each host, and leave it once, but for the last."""
         layout = self._layout
         first, place = layout.place(root)
@@ -78,19 +77,20 @@ class Copies:
             sent += [self._engine.send(chunk, rank, _TAG) for rank in targets]
             self._local.broadcast(chunk, mine)
         self._engine.wait(sent)
-        return False
 
     # -- all_gather and gather ---------------------------------------------------------------------
 
-    def all_gather(self, call: int, outputs: Sequence[torch.Tensor], flat: torch.Tensor) -> bool:
+    def all_gather(self, call: int, outputs: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
         if self._fits_frames(flat):
-            return self._gather_in_frames(call, outputs, flat, None)
-        return self._all_gather_around_ring(call, outputs, flat)
+            self._gather_in_frames(call, outputs, flat, None)
+        else:
+            self._all_gather_around_ring(call, outputs, flat)
 
-    def gather(self, call: int, outputs: Sequence[torch.Tensor] | None, flat: torch.Tensor, root: int) -> bool:
+    def gather(self, call: int, outputs: Sequence[torch.Tensor] | None, flat: torch.Tensor, root: int) -> None:
         if self._fits_frames(flat):
-            return self._gather_in_frames(call, outputs, flat, root)
-        return self._gather_straight(call, outputs, flat, root)
+            self._gather_in_frames(call, outputs, flat, root)
+        else:
+            self._gather_straight(call, outputs, flat, root)
 
     def _fits_frames(self, flat: torch.Tensor) -> bool:
         """Return whether a frame has room for so much of every rank of a host."""
@@ -98,7 +98,7 @@ class Copies:
 
     def _gather_in_frames(
         self, call: int, outputs: Sequence[torch.Tensor] | None, flat: torch.Tensor, root: int | None
-    ) -> bool:
+    ) -> None:
         """Give all ranks the tensors of all, or the ranks of the root's host, of which the root alone has outputs."""
         layout, nbytes = self._layout, flat.nbytes
         to_here = root is None or layout.place(root)[0] == layout.host
@@ -120,9 +120,8 @@ class Copies:
         if outputs is not None:
             for number, rank in enumerate(rank for ranks in layout.hosts for rank in ranks):
                 _copy(outputs[rank].data_ptr(), found + number * nbytes, nbytes)
-        return True
 
-    def _all_gather_around_ring(self, call: int, outputs: Sequence[torch.Tensor], flat: torch.Tensor) -> bool:
+    def _all_gather_around_ring(self, call: int, outputs: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
         """Pass on to the next host what it has not, and spread what has come, in chunks.
 
         A block is carried, on each host, by one of its ranks, so all of them work. With unequal hosts this is less than
@@ -158,7 +157,6 @@ class Copies:
                         sent.append(self._engine.send(chunks[rank][turn], target[place % len(target)], _TAG))
                 self._spread([chunks[rank][turn] for rank in layout.hosts[host]])
         self._engine.wait(sent)
-        return False
 
     def _spread(self, parts: Sequence[torch.Tensor]) -> None:
         """Give all ranks of this host parts of which rank ``i % ranks`` has part i."""
@@ -173,43 +171,41 @@ class Copies:
 
     def _gather_straight(
         self, call: int, outputs: Sequence[torch.Tensor] | None, flat: torch.Tensor, root: int
-    ) -> bool:
+    ) -> None:
         """Send from the ranks of other hosts to the root: no byte is copied on its way."""
         layout = self._layout
         host, place = layout.place(root)
         self._frames.meet(call)
         if layout.host != host:
             self._engine.send(flat, root, _TAG).wait()
-            return False
+            return
         coming = [self._engine.recv(outputs[rank], rank, _TAG) for rank in self._others] if outputs else []
         self._local.gather([outputs[rank] for rank in layout.here] if outputs else None, flat, place)
         self._engine.wait(coming)
-        return False
 
     # -- scatter -----------------------------------------------------------------------------------
 
-    def scatter(self, call: int, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> bool:
+    def scatter(self, call: int, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
         size, count = sum(map(len, self._layout.hosts)), output.numel()
         if output.nbytes * size > self._sizes.frame_bytes:
-            return self._scatter_straight(call, output, inputs, root)
+            self._scatter_straight(call, output, inputs, root)
+            return
         # All parts are small together, so all ranks get all of them.
         whole = output.new_empty(size * count) if inputs is None else torch.cat([*inputs])
         rank = self._layout.here[self._layout.local]
         self.broadcast(call, whole, root)
         output.copy_(whole[rank * count : (rank + 1) * count])
-        return False
 
     def _scatter_straight(
         self, call: int, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int
-    ) -> bool:
+    ) -> None:
         """Send from the root to each rank of other hosts: no byte is copied on its way."""
         layout = self._layout
         host, place = layout.place(root)
         self._frames.meet(call)
         if layout.host != host:
             self._engine.recv(output, root, _TAG).wait()
-            return False
+            return
         sent = [self._engine.send(inputs[rank], rank, _TAG) for rank in self._others] if inputs else []
         self._local.scatter(output, [inputs[rank] for rank in layout.here] if inputs else None, place)
         self._engine.wait(sent)
-        return False

@@ -115,11 +115,8 @@ class Exchanges:
         """Return how much room an exchange needs in a frame."""
         return sizes.exchange_bytes + _ENTRY_BYTES * len(layout.hosts)
 
-    def all_to_all(self, call: int, outputs: Parts, inputs: Parts) -> bool:
+    def all_to_all(self, call: int, outputs: Parts, inputs: Parts) -> None:
         """Copy part r of ``inputs`` into part ``rank`` of the ``outputs`` of rank r.
-
-        Returns:
-            True: the calls of all ranks have been compared before any rank returns.
 
         Raises:
             CallsDiffer, CollectiveMismatch: another rank makes another call, or sends another number of bytes than
@@ -138,7 +135,6 @@ class Exchanges:
         transfers += [self._engine.send(inputs.tensor(rank), rank, _TAG) for rank in targets]
         self._take(expected, outputs.addresses)
         self._engine.wait(transfers)
-        return True
 
     # -- what every rank does ----------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from typing import Any, Protocol
@@ -31,7 +32,7 @@ from phalanx.transports.call_check import fingerprint
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.engine import PeerAbsent, TransferFailed, TransferLate
 from phalanx.transports.hierarchical.layout import Layout
-from phalanx.transports.hierarchical.wording import Found, Wording
+from phalanx.transports.hierarchical.wording import Wording
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.explanation import MessageEnd, ends_of, text_of_call, unequal_ends
 
@@ -268,12 +269,8 @@ class Reason:
         told = self._group.positions()
         if told is None and isinstance(fact, Differs) and isinstance(error, CollectiveMismatch):
             return error  # of the ranks of this host
-        found = Found(self._size, self._positions(told, call, of_message))
-        if isinstance(fact, Differs):
-            return found.mismatch(fact.at)
-        if of_message:
-            return words.awaited_elsewhere(fact, found, timeout_s)
-        return words.late(found, self.calls, timeout_s)
+        words = replace(words, positions=self._positions(told, call, of_message))
+        return words.mismatch(fact.at) if isinstance(fact, Differs) else words.late(fact.by, timeout_s)
 
     # -- where ranks are ---------------------------------------------------------------------------
 
@@ -367,10 +364,6 @@ class PresentCall:
 
     It is written by the thread that makes the call, of which there is one at a time. The call before is kept as well:
     inside a host, a rank that need not wait for another one learns in the next call that their calls differ.
-
-    Attributes:
-        is_compared: whether the last call has returned only after the calls of all ranks had been compared: each host's
-            leader had compared those beside it before it sent its frame. Set by the collective, at its end.
     """
 
     def __init__(self, reason: Reason, timeout: timedelta, local: SharedMemoryCommunicator | None) -> None:
@@ -379,7 +372,6 @@ class PresentCall:
         self._present: _Words | None = None
         self._before: _Words | None = None
         self._number = 0  # of the present call, equal for equal calls
-        self.is_compared = False
         self._error: BaseException | None = None
         self._has_told = False  # whether a message has reported the break; any thread sets it, and close() reads it
 
@@ -444,7 +436,7 @@ class PresentCall:
         if known is not None:
             is_of_last = not isinstance(known, Late) and known.at == self._reason.calls
             return TransferFailed(-1, "another rank has found what is wrong with the last call") if is_of_last else None
-        if self._local is not None and not self.is_compared:
+        if self._local is not None:
             try:
                 self._local.compare_rest(patience_s)
             except CollectiveMismatch as error:
@@ -459,7 +451,6 @@ class PresentCall:
             raise self._error
         if self._local is not None:
             self._local.begin_parts(self._number)
-        self.is_compared = False
         self._reason.begin()
         return self._number
 

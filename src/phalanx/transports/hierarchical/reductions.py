@@ -36,8 +36,7 @@ _SLOTS = 2 * _AHEAD + 2  # chunks under way, from the first that is expected to 
 class Reductions:
     """The reductions of one group; every rank of it calls the same method, with flat tensors.
 
-    In every method ``call`` is a number that is equal for equal calls, and an average counts as a sum. Each returns
-    whether the calls of all ranks have been compared before any rank returns.
+    In every method ``call`` is a number that is equal for equal calls, and an average counts as a sum.
 
     Args:
         layout: where the ranks are.
@@ -52,20 +51,21 @@ class Reductions:
         self.scratch = Scratch()
         self._frames, self._sizes = frames, sizes
 
-    def all_reduce(self, call: int, flat: torch.Tensor, op: int) -> bool:
+    def all_reduce(self, call: int, flat: torch.Tensor, op: int) -> None:
         """Reduce for all ranks. 2 (H-1)/H S each way; with two hosts, which exchange their slices whole, that is S."""
         nbytes = flat.nbytes
         if nbytes > self._sizes.frame_bytes:
-            return self._reduce_slices(call, flat, op, None)
+            self._reduce_slices(call, flat, op, None)
+            return
         self.local.reduce(flat, 0, op)
         data, add = (flat.data_ptr(), nbytes), partial(_add_into, flat, op)
         ctypes.memmove(flat.data_ptr(), self._frames.meet(call, data, add, nbytes), nbytes)
-        return True
 
-    def reduce(self, call: int, flat: torch.Tensor, root: int, op: int) -> bool:
+    def reduce(self, call: int, flat: torch.Tensor, root: int, op: int) -> None:
         """Reduce for the root, whose tensor alone changes. S to its host; with more than two hosts S each way."""
         if flat.nbytes > self._sizes.frame_bytes:
-            return self._reduce_slices(call, flat, op, root)
+            self._reduce_slices(call, flat, op, root)
+            return
         host, place = self.layout.place(root)
         here = host == self.layout.host
         sums = flat.clone() if self.layout.leader else flat
@@ -77,30 +77,27 @@ class Reductions:
 
         if not here:
             self._frames.meet(call, own)
-            return True
+            return
         found = self._frames.meet(call, NOTHING, add, flat.nbytes)
         if place == self.layout.local:
             ctypes.memmove(flat.data_ptr(), found, flat.nbytes)
-        return True
 
-    def reduce_scatter(self, call: int, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> bool:
+    def reduce_scatter(self, call: int, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
         """Reduce each input for one rank. All but those of a host's own ranks leave it, once, as the host's sums."""
         layout, count = self.layout, output.numel()
         if output.nbytes * len(inputs) <= self._sizes.frame_bytes:
             whole, rank = torch.cat([*inputs]), layout.here[layout.local]
             self.all_reduce(call, whole, op)
             output.copy_(whole[rank * count : (rank + 1) * count])
-            return True
+            return
         chunk_bytes = self._sizes.chunk_bytes // max(map(len, layout.hosts))  # the same everywhere
         chunks = zip(*(in_chunks(each, chunk_bytes) for each in (output, *inputs)), strict=True)
         work = [_Blocks(self, out, each, op, number % _SLOTS) for number, (out, *each) in enumerate(chunks)]
         self._run(call, work)
-        return False
 
-    def _reduce_slices(self, call: int, flat: torch.Tensor, op: int, root: int | None) -> bool:
+    def _reduce_slices(self, call: int, flat: torch.Tensor, op: int, root: int | None) -> None:
         chunks = in_chunks(flat, self._sizes.chunk_bytes)
         self._run(call, [_Slices(self, chunk, op, root, number % _SLOTS) for number, chunk in enumerate(chunks)])
-        return False
 
     def _run(self, call: int, work: Sequence[_Chunk]) -> None:
         """Take chunks through their steps, one after the other, with some of them under way at once."""
