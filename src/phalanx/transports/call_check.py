@@ -8,6 +8,7 @@ whether the user wants a warning or an error.
 
 from __future__ import annotations
 
+import ctypes
 import linecache
 import os
 from dataclasses import dataclass
@@ -20,12 +21,12 @@ from phalanx.diagnosis.call_site import shape_word, shown
 from phalanx.diagnosis.divergence import are_alternatives
 from phalanx.diagnosis.recorder import place_of
 from phalanx.errors import CollectiveMismatch, InitializationError
-from phalanx.native.core import Crossing
+from phalanx.native.core import Crossing, Status, library
 from phalanx.transports.contract import COLLECTIVES
 from phalanx.transports.operands import DTYPES
 from phalanx.words import tell
 
-__all__ = ["MOST_JUDGED", "CrossedLines", "Judgements", "Wish", "crossed_lines", "fingerprint", "weight"]
+__all__ = ["MOST_JUDGED", "CrossedLines", "Judgements", "LinePairs", "Wish", "crossed_lines", "fingerprint", "weight"]
 
 # Crossed lines of a group that turn out to be arms of one branch: how many are judged where a warning is all that could
 # come of it.
@@ -88,7 +89,7 @@ class Wish:
 
 
 class Judgements:
-    """How often crossed lines of a group are judged yet.
+    """How often crossed lines of a group are judged yet: after a warning not at all.
 
     Args:
         wish: what the user wants.
@@ -102,9 +103,44 @@ class Judgements:
         self.left = MOST_JUDGED
 
     def count(self, *, mistake: bool) -> None:
-        """Count one, by what it has found: after a warning nothing is judged."""
         if self._warns:
             self.left = 0 if mistake else self.left - 1
+
+
+class LinePairs:
+    """The lines from which this rank and another one make equal calls, one pair for each call.
+
+    Args:
+        own, peer: the two ranks.
+        judgements: of their group.
+
+    Attributes:
+        settled: whether a call that both make from one line need not be counted.
+    """
+
+    def __init__(self, own: int, peer: int, judgements: Judgements) -> None:
+        self._core, self._own, self._peer, self._judgements = library(), own, peer, judgements
+        self._pairs = self._core.phx_pairs_open()
+        self.settled = True
+
+    def __del__(self) -> None:
+        if self._pairs:
+            self._core.phx_pairs_close(self._pairs)
+
+    def meet(self, mine: int, theirs: int) -> CrossedLines | None:
+        """Note the two lines of a call; return what that shows to have been called in different orders."""
+        if not mine or not theirs or not self._pairs or not self._judgements.left:
+            return None
+        if mine == theirs and self.settled:
+            return None
+        crossing = Crossing()
+        status = self._core.phx_pairs_meet(self._pairs, mine, theirs, ctypes.byref(crossing))
+        self.settled = bool(self._core.phx_pairs_settled(self._pairs))
+        if status != Status.CROSSED:
+            return None
+        found = crossed_lines(crossing, self._own, self._peer)
+        self._judgements.count(mistake=found is not None)
+        return found
 
 
 @dataclass(frozen=True)

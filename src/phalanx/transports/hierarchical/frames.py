@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.native.core import Crossing, Status, library
-from phalanx.transports.call_check import Judgements, Wish, crossed_lines
+from phalanx.native.core import library
+from phalanx.transports.call_check import Judgements, LinePairs, Wish
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.engine import Engine, Transfer
 from phalanx.transports.hierarchical.layout import Layout
@@ -170,41 +170,23 @@ class _Lines:
     """
 
     def __init__(self, rank: int, peers: Mapping[int, int], tells: Callable[[], bool]) -> None:
-        self._core, self._rank, self._peers, self._tells = library(), rank, peers, tells
-        self._wish = Wish.read()
-        self._judgements = Judgements(self._wish)
-        self._unsettled: set[int] = set()
-        compares = self._wish != Wish.IGNORE
-        others = [host for host, leader in peers.items() if leader != rank] if compares else []
-        self._pairs = {host: pairs for host in others if (pairs := self._core.phx_pairs_open())}
-
-    def __del__(self) -> None:
-        for pairs in self._pairs.values():
-            self._core.phx_pairs_close(pairs)
+        self._tells, self._wish = tells, Wish.read()
+        judgements = Judgements(self._wish)
+        compared = {} if self._wish == Wish.IGNORE else peers
+        self._pairs = {host: LinePairs(rank, peer, judgements) for host, peer in compared.items() if peer != rank}
 
     def own(self) -> int:
         """Return the number of the line that calls this thread's collective; 0 if it is not known."""
-        return 0 if self._wish == Wish.IGNORE else int(self._core.phx_line_now())
+        return 0 if self._wish == Wish.IGNORE else int(library().phx_line_now())
 
     def meet(self, mine: int, theirs: Sequence[int]) -> None:
         """Compare the line of this leader's call with those of equal calls, by host; may raise Crossed."""
         for host, pairs in self._pairs.items():
-            line = theirs[host]
-            if not mine or not line or (mine == line and host not in self._unsettled):
-                continue
-            found = Crossing()
-            status = self._core.phx_pairs_meet(pairs, mine, line, ctypes.byref(found))
-            (self._unsettled.discard if self._core.phx_pairs_settled(pairs) else self._unsettled.add)(host)
-            if status == Status.CROSSED and self._judgements.left:
-                self._judge(found, self._peers[host])
-
-    def _judge(self, found: Crossing, peer: int) -> None:
-        crossed = crossed_lines(found, self._rank, peer)
-        if crossed is not None and self._wish == Wish.ERROR:
-            raise Crossed(crossed.briefly())
-        self._judgements.count(mistake=crossed is not None)
-        if crossed is not None and self._tells():
-            crossed.warn()
+            crossed = pairs.meet(mine, theirs[host])
+            if crossed is not None and self._wish == Wish.ERROR:
+                raise Crossed(crossed.briefly())
+            if crossed is not None and self._tells():
+                crossed.warn()
 
 
 def _padded(nbytes: int) -> int:

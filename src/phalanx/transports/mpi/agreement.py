@@ -17,7 +17,6 @@ PHALANX_MPI_CHECK=0, on rank 0, leaves all this out.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import time
@@ -30,8 +29,8 @@ import torch
 from phalanx.diagnosis.call_site import call_site, call_text, exchange_text, listed
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
-from phalanx.native.core import Crossing, Status, library
-from phalanx.transports.call_check import CrossedLines, Judgements, Wish, crossed_lines, fingerprint, weight
+from phalanx.native.core import library
+from phalanx.transports.call_check import CrossedLines, Judgements, LinePairs, Wish, fingerprint, weight
 from phalanx.transports.contract import COLLECTIVES
 from phalanx.transports.mpi.peers import Notice
 from phalanx.transports.mpi.runtime import Runtime
@@ -56,44 +55,6 @@ LAST_CALL_S = 2.0  # how long a message of a rank that has left may still be on 
 _MOST_NAMED = 4  # an error that names more ranks with their processes is not read
 _OF_ONE = ("last_operation", "last_line", "was_in_it")
 _MOST_FINGERPRINTS = 1024  # kinds of calls; a program that never repeats a shape must not fill the memory
-
-
-class Lines:
-    """The lines from which a rank and rank 0 make the group's calls: whether they call two in different orders.
-
-    ``collectives/line_order.h`` has the rule. Every rank compares its own lines with those of rank 0, which come with
-    the reduction. What it finds, the others learn in the next call. Only the thread that is in a collective uses this.
-
-    Attributes:
-        now: a function that returns the line of this thread's call as a number; 0 if it is not known.
-        is_error: whether the user wants an error, and not a warning.
-        unsettled: whether equal lines are to be counted, too.
-        found: the two lines, once they are found.
-    """
-
-    def __init__(self, rank: int, wish: str) -> None:
-        self._core, self._rank = library(), rank
-        self._pairs = self._core.phx_pairs_open()
-        self._judgements = Judgements(wish)
-        self.now: Callable[[], int] = self._core.phx_line_now
-        self.is_error = wish == Wish.ERROR
-        self.unsettled = False
-        self.found: CrossedLines | None = None
-
-    def __del__(self) -> None:
-        self._core.phx_pairs_close(self._pairs)
-
-    def meet(self, mine: int, theirs: int) -> bool:
-        """Note that a line of this rank has met one of rank 0; returns whether that is a mistake."""
-        if not mine or not theirs or not self._judgements.left:
-            return False
-        crossing = Crossing()
-        status = self._core.phx_pairs_meet(self._pairs, mine, theirs, ctypes.byref(crossing))
-        self.unsettled = not self._core.phx_pairs_settled(self._pairs)
-        if status == Status.CROSSED:
-            self.found = crossed_lines(crossing, self._rank, 0)
-            self._judgements.count(mistake=self.found is not None)
-        return self.found is not None
 
 
 class Agreement:
@@ -137,7 +98,11 @@ class Agreement:
         self.aborted = False
         self.sequence = 0
         wish = Wish.read(comm.bcast(Wish.said(), 0)) if runtime.check and comm.size > 1 else Wish.IGNORE
-        self._lines = Lines(comm.rank, wish) if wish != Wish.IGNORE else None
+        # Every rank compares its lines with those of rank 0; what it finds the others learn in the next call.
+        self._lines = LinePairs(comm.rank, 0, Judgements(wish)) if wish != Wish.IGNORE else None
+        self._line_now: Callable[[], int] = library().phx_line_now
+        self._is_error = wish == Wish.ERROR
+        self._crossed: CrossedLines | None = None  # of which the others are still to learn
         self._fingerprints: dict[Any, int] = {}
         self._own, self._common = array("q", [0, 0, _NONE, _NONE]), array("q", bytes(32))
         self._prepare(runtime.mpi)
@@ -201,7 +166,7 @@ class Agreement:
             number = self._fingerprints[key] = fingerprint(name, tensor, op, root)
         own[_FINGERPRINT], own[_COMPLEMENT] = number, ~number
         if lines is not None:
-            line = lines.now()
+            line = self._line_now()
             if self._rank == 0:
                 own[_LINE_OF_RANK_0] = line
         self.sequence += 1
@@ -219,14 +184,16 @@ class Agreement:
             raise self._differ(_text(call))
         if lines is not None:
             if common[_FOUND_BY] != _NONE:
-                self._conclude(lines, common[_FOUND_BY], _text(call))
-            elif (common[_LINE_OF_RANK_0] != line or lines.unsettled) and lines.meet(line, common[_LINE_OF_RANK_0]):
-                own[_FOUND_BY] = self._rank
+                self._conclude(common[_FOUND_BY], _text(call))
+            elif common[_LINE_OF_RANK_0] != line or not lines.settled:
+                self._crossed = lines.meet(line, common[_LINE_OF_RANK_0])
+                if self._crossed is not None:
+                    own[_FOUND_BY] = self._rank
 
-    def _conclude(self, lines: Lines, found_by: int, call: str) -> None:
+    def _conclude(self, found_by: int, call: str) -> None:
         """Warn, on the rank that has found lines in different orders, or raise, on all, in the call that follows."""
-        disorder = lines.found if found_by == self._rank else None
-        if lines.is_error:
+        disorder = self._crossed if found_by == self._rank else None
+        if self._is_error:
             raise self._differ(f"{call} ({disorder.briefly()})" if disorder else call)
         self._lines = None  # on all ranks
         if disorder is not None:
